@@ -1,0 +1,259 @@
+"""What a step is made of: the plan that the batcher commits, and the micro-batches that a rank trains on.
+
+A step's life: the batcher makes a :class:`StepPlan`, the store commits it, each rank's reader turns its part into a
+:class:`Step` of :class:`MicroBatch` es.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+Row = tuple[int, ...]
+"""Indices of the rollouts of one row; () is a dummy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Which rollout goes into which row, of which micro-step, of which rank."""
+
+    rows: tuple[tuple[tuple[Row, ...], ...], ...]
+    """``rows[micro_step][rank]`` is a tuple of `rows_per_micro_batch` rows; a row is a tuple of indices, () a dummy."""
+    world_size: int
+    """Ranks."""
+    row_tokens: int
+    """Tokens that a row may hold."""
+    rows_per_micro_batch: int = 1
+    """Rows of one forward pass on one rank."""
+    pad_to_multiple_of: int = 1
+    """Rows are padded to a multiple of this many tokens."""
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward passes that every rank makes."""
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Normalizers:
+    """The update's counts over all ranks: what a loss divides by."""
+
+    loss_tokens: int
+    """Trained tokens."""
+    rollouts: int
+    """Rollouts."""
+    groups: int
+    """Groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRef:
+    """One rollout of a step plan, and where its payload is."""
+
+    entry_id: str
+    """Pool entry (one push) that holds it."""
+    index: int
+    """Payload field of that push: ``str(index)``."""
+    rollout_id: str
+    group_id: str
+    env: str
+    adapter: str
+    length: int
+    """Tokens."""
+    loss_tokens: int
+    """Trained tokens."""
+    min_version: int
+    """Oldest policy version that sampled a token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryUse:
+    """What a step does with one pool entry; packed and dropped add up to the whole entry."""
+
+    entry_id: str
+    env: str
+    packed_rollouts: int
+    packed_tokens: int
+    dropped: tuple[tuple[str, int, int], ...] = ()
+    """(reason, rollouts, tokens) of what the entry holds beyond what is packed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What one step trains on; immutable once committed."""
+
+    step: int
+    group_ids: tuple[str, ...]
+    """Groups in the order in which they were selected."""
+    rollouts: tuple[RolloutRef, ...]
+    """The rollouts that `plan` indexes."""
+    advantages: NDArray[np.float32]
+    """[rollouts] float32; one per rollout, broadcast to its trained tokens (a column ``advantages`` wins)."""
+    plan: Plan
+    normalizers: Normalizers
+    tokens: int
+    """Tokens of all rollouts."""
+    closed_by: str
+    """``capacity`` | ``fill`` | ``groups`` | ``rollouts``: what ended the selection."""
+    entries: tuple[EntryUse, ...] = ()
+    """Every pool entry that the commit consumes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """A group, or rollouts of one, that will not be trained."""
+
+    group_id: str
+    env: str
+    reason: str
+    """One of :data:`rlbuffer.records.REASONS`."""
+    rollouts: int
+    tokens: int
+    entry_ids: tuple[str, ...] = ()
+    """Pool entries that the drop consumes whole."""
+    detail: str = ""
+    """The rule with its value and its limit: ``age 3 > max_age 1 at step 12``."""
+    min_version: int = 0
+    reward: float | None = None
+    """Mean reward, for the history."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What the batcher would do now. Nothing has happened yet: only `Batcher.committed` moves its state."""
+
+    plan: StepPlan | None
+    state: Mapping[str, Any]
+    """The batcher's own state as after this plan; msgpack types; goes into the commit."""
+    drops: tuple[Drop, ...] = ()
+    """What must be dropped now, whether or not there is a plan."""
+    waiting: str = ""
+    """Why there is no plan, in one sentence; empty when there is one."""
+    allowances: Mapping[str, int] = field(default_factory=dict)
+    """env -> tickets that may be out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What a trainer may want to know of one rollout in a micro-batch."""
+
+    rollout_id: str
+    group_id: str
+    env: str
+    reward: float | None
+    rewards: Mapping[str, float]
+    advantage: float
+    policy_versions: tuple[int, int]
+    """(oldest, newest)."""
+    answer: Any
+    prompt_tokens: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """The rows of one forward pass on one rank, packed: all arrays are [T], aligned to the token itself.
+
+    The logprob of token t comes from the logits at t - 1; `targets` gives the same alignment from the other side:
+    ``targets[t]`` is the token that the logits at t predict, `ignore_index` at the end of each rollout and in padding.
+    """
+
+    input_ids: NDArray[np.int32]
+    """[T] int32; padding is `pad_token_id`."""
+    position_ids: NDArray[np.int32]
+    """[T] int32; from 0 in every rollout."""
+    cu_seqlens: NDArray[np.int32]
+    """[S + 1] int32; segment boundaries, each rollout one, padding one more."""
+    loss_mask: NDArray[np.bool_]
+    """[T] bool; True where a token is trained."""
+    advantages: NDArray[np.float32]
+    """[T] float32; 0 where not trained."""
+    logprobs: NDArray[np.float32]
+    """[T] float32; inference logprobs, 0 where not sampled."""
+    targets: NDArray[np.int64]
+    """[T] int64; next token inside the same rollout, `ignore_index` elsewhere."""
+    sample_index: NDArray[np.int32]
+    """[T] int32; index into `samples`, -1 in padding."""
+    columns: Mapping[str, NDArray[Any]]
+    """Further columns, [T] or [T, ...], filled where a rollout lacks one."""
+    samples: tuple[Sample, ...]
+    """The rollouts, in segment order."""
+    adapter_tokens: Mapping[str, int]
+    """adapter -> tokens."""
+    normalizers: Normalizers
+    """Of the whole update, over all ranks."""
+    is_dummy: bool
+    """Nothing here is trained; it exists so that every rank makes the same number of forward passes."""
+    update: int = 0
+    """Index of the update inside the step."""
+
+    @property
+    def length(self) -> int:
+        """Tokens T, padding included."""
+        return len(self.input_ids)
+
+    def unpack(self, values: Any) -> list[Any]:
+        """Cuts [T, ...] values (numpy or torch) into one piece per sample, padding left out.
+
+        The inverse of packing: ``micro_batch.unpack(micro_batch.input_ids)[i]`` is the i-th rollout's tokens.
+        """
+        bounds = [int(b) for b in self.cu_seqlens]
+        return [values[bounds[i] : bounds[i + 1]] for i in range(len(self.samples))]
+
+    def attention_mask(self) -> NDArray[np.bool_]:
+        """[T, T] bool; True where the row's token may attend to the column's: the same segment, not later."""
+        segment = np.repeat(np.arange(len(self.cu_seqlens) - 1), np.diff(self.cu_seqlens))
+        same: NDArray[np.bool_] = segment[:, None] == segment[None, :]
+        return np.tril(same)
+
+    def to(self, device: str | torch.device, *, non_blocking: bool = False) -> MicroBatch:
+        """The same micro-batch with torch tensors on `device` in place of the arrays; imports torch when called."""
+        import torch
+
+        def move(array: Any) -> Any:
+            tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array, copy=True))
+            return tensor.to(device, non_blocking=non_blocking)
+
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {k: move(v) for k, v in values.items() if isinstance(v, np.ndarray) or hasattr(v, "device")}
+        columns = {k: move(v) for k, v in self.columns.items()}
+        return MicroBatch(**(values | moved | {"columns": columns}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """What one rank trains on in one step. Iterating gives its micro-batches, over all updates."""
+
+    number: int
+    """From 1: step s trains version s - 1 and makes version s."""
+    epoch: int
+    """Grows when a run is rewound or recovered."""
+    digest: str
+    """SHA-256 of the step, chained on the last one's; equal on all ranks."""
+    world_size: int
+    updates: tuple[tuple[MicroBatch, ...], ...]
+    """``updates[update]`` are the micro-batches of one optimizer update."""
+    normalizers: Normalizers
+    """Over all ranks."""
+    rollouts: int
+    """Over all ranks."""
+    groups: int
+    """Over all ranks."""
+    damaged: tuple[str, ...] = ()
+    """Ids of this rank's rollouts that were missing or damaged and became masked padding."""
+    header: Mapping[str, Any] = field(default_factory=dict)
+    """Totals of the step as committed: per env tokens, rollouts, reward, ages; for reports."""
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for update in self.updates:
+            yield from update
+
+    def __len__(self) -> int:
+        return sum(len(update) for update in self.updates)

@@ -1,0 +1,158 @@
+"""Settings of the batcher, with default, unit and reason. Everything that can never make a batch is refused here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.records import ENV_NAME
+
+ADVANTAGES = ("rloo", "grpo", "dr_grpo", "max_rl", "opo", "reinforce")
+"""Estimators that come with the package; see :mod:`rlbuffer.advantages`."""
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class EnvConfig:
+    """Overrides for one env; None means the batcher's own value."""
+
+    max_age: int | None = None
+    """Policy versions."""
+    min_group_size: int | None = None
+    """Rollouts."""
+    advantage: str | None = None
+    """Estimator by name."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class BatcherConfig:
+    """How the batcher forms steps.
+
+    Raises:
+        ConfigError: a value is outside its range or can never make a batch; the message names the setting.
+    """
+
+    row_tokens: int
+    """Tokens a row may hold: the longest rollout, and what one forward pass has memory for."""
+    micro_batches_per_rank: int = 1
+    """Forward passes per rank and step. A step's capacity is world size x this x rows_per_micro_batch rows."""
+    rows_per_micro_batch: int = 1
+    """Rows of one forward pass."""
+    step_rollouts: int | None = None
+    """Close a step at this many rollouts instead of by capacity."""
+    step_groups: int | None = None
+    """Close a step at this many groups instead of by capacity."""
+    close_fill: float = 0.95
+    """Share of the capacity at which a step with every env near its share closes at once. 0-1."""
+    lookahead: int = 1
+    """Steps that may be committed ahead of the trainer: 1 is one-step off-policy, 0 waits for each step."""
+    max_age: int = 1
+    """Policy versions: a rollout older than this at the step that would train it is dropped as stale."""
+    max_age_seconds: float | None = None
+    """Seconds since a group's first push; None: no limit."""
+    min_group_size: int = 1
+    """Rollouts with which a group may still be trained after the timeout."""
+    group_timeout_seconds: float = 300.0
+    """Seconds after which a group that is not full closes with what it has, or is dropped as small."""
+    flat: Literal["keep", "drop"] = "keep"
+    """Groups without variance in reward: kept by default, because dropping can starve an env that is solved."""
+    oversized: Literal["drop"] = "drop"
+    """Rollouts longer than a row."""
+    advantage: str = "rloo"
+    """Estimator by name: rloo, grpo, dr_grpo, max_rl, opo, reinforce."""
+    budgets: Mapping[str, float] = field(default_factory=dict)
+    """env -> fraction of a step's tokens. Sum at most 1; the remainder goes to the envs not named."""
+    remainder: str = "proportional"
+    """Who gets what budgets leave over: proportional | equal | the name of an env."""
+    unit: Literal["tokens", "rollouts", "groups"] = "tokens"
+    """What budgets count."""
+    order: Literal["newest_first", "oldest_first"] = "newest_first"
+    """Which group of an env goes first: the freshest data, or fewer groups thrown away."""
+    spillover: Literal["block"] = "block"
+    """What happens when an env is short of its share: wait for it."""
+    spill_after_seconds: float = 60.0
+    """Seconds before spillover acts."""
+    max_uses: int = 1
+    """How many steps may train a group."""
+    replay_fraction: float = 0.5
+    """Largest share of a step that was trained before. 0-1."""
+    cost: tuple[int, int] = (24576, 1)
+    """(a, b): a rollout of L tokens costs a*L + b*L^2; the default fits a 7B model."""
+    envs: Mapping[str, EnvConfig] = field(default_factory=dict)
+    """Overrides per env."""
+
+    def __post_init__(self) -> None:
+        def refuse(setting: str, why: str) -> None:
+            raise ConfigError(f"batcher.{setting} {why}", setting=f"batcher.{setting}")
+
+        for name in ("row_tokens", "micro_batches_per_rank", "rows_per_micro_batch", "min_group_size", "max_uses"):
+            if getattr(self, name) < 1:
+                refuse(name, f"= {getattr(self, name)} must be at least 1")
+        for name in ("lookahead", "max_age"):
+            if getattr(self, name) < 0:
+                refuse(name, f"= {getattr(self, name)} must not be negative")
+        for name in ("step_rollouts", "step_groups"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                refuse(name, f"= {getattr(self, name)} must be at least 1")
+        if self.step_rollouts is not None and self.step_groups is not None:
+            refuse("step_rollouts", "and batcher.step_groups exclude each other: set one")
+        if self.max_uses > 1:
+            refuse("max_uses", f"= {self.max_uses}: reuse is not implemented yet, leave it at 1")
+        for name in ("close_fill", "replay_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                refuse(name, f"= {getattr(self, name)} must lie between 0 and 1")
+        for name in ("group_timeout_seconds", "spill_after_seconds", "max_age_seconds"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                refuse(name, f"= {value} must be a positive number of seconds")
+        if min(self.cost) < 0 or sum(self.cost) == 0:
+            refuse("cost", f"= {list(self.cost)} must be two numbers >= 0, not both 0")
+        for env, fraction in self.budgets.items():
+            if not ENV_NAME.match(env):
+                refuse(f"budgets.{env}", "is not an env name")
+            if not (math.isfinite(fraction) and 0 < fraction <= 1):
+                refuse(f"budgets.{env}", f"= {fraction} must be above 0 and at most 1")
+        total = sum(self.budgets.values())
+        if total > 1 + 1e-9:
+            refuse("budgets", f"sum to {total:g}: fractions above 1 can never be met")
+        if self.remainder not in ("proportional", "equal") and not ENV_NAME.match(self.remainder):
+            refuse("remainder", f"= {self.remainder!r} must be proportional, equal or the name of an env")
+        for where, name in [("advantage", self.advantage)] + [
+            (f"envs.{e}.advantage", c.advantage) for e, c in self.envs.items() if c.advantage is not None
+        ]:
+            if name not in ADVANTAGES:
+                refuse(where, f"= {name!r} is not an estimator: {', '.join(ADVANTAGES)}")
+        for env, override in self.envs.items():
+            if override.max_age is not None and override.max_age < 0:
+                refuse(f"envs.{env}.max_age", f"= {override.max_age} must not be negative")
+            if override.min_group_size is not None and override.min_group_size < 1:
+                refuse(f"envs.{env}.min_group_size", f"= {override.min_group_size} must be at least 1")
+        object.__setattr__(self, "budgets", MappingProxyType(dict(self.budgets)))
+        object.__setattr__(self, "envs", MappingProxyType(dict(self.envs)))
+
+    def for_env(self, env: str, setting: str) -> Any:
+        """The value of `setting` for `env`: its override, else the batcher's."""
+        override = self.envs.get(env)
+        value = None if override is None else getattr(override, setting)
+        return getattr(self, setting) if value is None else value
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every setting as msgpack types; what the run's config digest is made of."""
+        out: dict[str, Any] = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name == "envs":
+                value = {k: dataclasses.asdict(v) for k, v in value.items()}
+            elif isinstance(value, Mapping):
+                value = dict(value)
+            elif isinstance(value, tuple):
+                value = list(value)
+            out[f.name] = value
+        return out

@@ -1,0 +1,114 @@
+"""Every exception of rlbuffer. A docstring is the default message; an instance says what happened, with its values.
+
+The attribute ``exit_code`` is what a command ends with: 1 failure, 3 config, 4 server unreachable, 5 timed out.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+
+class RlbufferError(Exception):
+    """Something in rlbuffer failed."""
+
+    exit_code = 1
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(message or inspect.getdoc(type(self)) or type(self).__name__)
+
+
+class InvalidRollout(RlbufferError, ValueError):
+    """A rollout or group does not satisfy the rules of its record."""
+
+
+class PayloadError(RlbufferError, ValueError):
+    """Bytes are not a payload that this version can read."""
+
+
+class ConfigError(RlbufferError):
+    """A setting is unknown, malformed, or can never make a batch."""
+
+    exit_code = 3
+
+    def __init__(self, message: str | None = None, *, setting: str = "") -> None:
+        super().__init__(message)
+        self.setting = setting
+        """Dotted path of the setting, so that whoever loaded it can say where its value came from."""
+
+
+class ServerUnreachable(RlbufferError, ConnectionError):
+    """The Redis or Valkey server cannot be reached."""
+
+    exit_code = 4
+
+
+class ServerUnsuitable(RlbufferError):
+    """The server is reachable but cannot hold a run: too old, or set to evict keys."""
+
+    exit_code = 4
+
+
+class ServerRefused(RlbufferError):
+    """The server refused a write for a reason that passes (memory, disk, loading, failover)."""
+
+    exit_code = 4
+
+
+class SchemaMismatch(RlbufferError):
+    """The run on the server was written by an incompatible version of rlbuffer."""
+
+
+class RunGone(RlbufferError):
+    """The run was reset or rewound while this process was at work: its epoch is another one now."""
+
+
+class ProducerGap(RlbufferError):
+    """The server has not seen the pushes before this one."""
+
+
+class LeaseLost(RlbufferError):
+    """Another batcher leads this run now."""
+
+
+class BatcherFailed(RlbufferError):
+    """The batcher stopped with a fatal error; every waiting rank is told."""
+
+
+class BatchTimeout(RlbufferError, TimeoutError):
+    """No batch came within the time allowed."""
+
+    exit_code = 5
+
+
+class StepRetired(RlbufferError):
+    """The step was trained, checkpointed and retired: its payloads are gone."""
+
+
+class StepDamaged(RlbufferError):
+    """More of a step's loss tokens are missing or damaged than `max_damaged` allows."""
+
+
+class AttemptFenced(RlbufferError):
+    """A newer attempt of the trainer has taken over."""
+
+
+class WeightsError(RlbufferError):
+    """Published weights are missing, incomplete or not those that were announced."""
+
+
+class CheckpointError(RlbufferError):
+    """A checkpoint cannot be read or does not belong to this run."""
+
+
+class PackedForwardError(RlbufferError):
+    """The model does not give the same logprobs packed as separately."""
+
+
+class FilterError(RlbufferError, ValueError):
+    """A filter (`--where`) cannot be understood."""
+
+    exit_code = 2
+
+
+class NotFound(RlbufferError, LookupError):
+    """Nothing in the run has this id."""
