@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlbuffer.batches import Drop, Plan, RolloutRef, StepPlan
+from rlbuffer.batches import Drop, RolloutRef, StepPlan
 from rlbuffer.records import Group, GroupInfo, PolicyVersion, RolloutInfo
 
 
