@@ -65,6 +65,11 @@ class RunGone(RlbufferError):
 class ProducerGap(RlbufferError):
     """The server has not seen the pushes before this one."""
 
+    def __init__(self, message: str | None = None, *, last: int = 0) -> None:
+        super().__init__(message)
+        self.last = last
+        """The last sequence that the server has."""
+
 
 class LeaseLost(RlbufferError):
     """Another batcher leads this run now."""

@@ -307,6 +307,8 @@ class Store(Protocol):
         """The encoded group part (answer, metadata) of each push, None where there is none."""
 
     def count_damaged(self, rollouts: int) -> None: ...
+    def count_lost(self, pushes: int) -> None:
+        """Pushes that a producer knows are missing on the server and cannot send again."""
 
     # -- seeing (read-only but heartbeat) ----------------------------------------------------------------------------
     def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:

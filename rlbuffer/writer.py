@@ -1,0 +1,137 @@
+"""The worker's side: take tickets, push groups, exactly once.
+
+A push carries a sequence number under the producer's incarnation, so that repeating it after a lost reply changes
+nothing. The writer keeps its last pushes: a server that lost its newest writes in a power cut answers with a gap, and
+the writer sends what is missing again.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from rlbuffer.errors import ProducerGap, ServerRefused, ServerUnreachable
+from rlbuffer.records import Group, Pushed, Ticket
+from rlbuffer.store.base import Store
+
+TICKET_SECONDS = 60.0
+"""How long a ticket stays out without renewal: after that a dead worker's prompt is taken again."""
+SPOOL_PUSHES = 64
+"""Pushes kept for re-sending; with AOF every second a server loses at most a second of them."""
+FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.05, 2.0
+"""Backoff while the server is away, doubled each time, with jitter."""
+
+
+class Writer:
+    """Pushes groups into the buffer. Made by :meth:`rlbuffer.client.Buffer.writer`; safe to use from several threads."""
+
+    def __init__(
+        self,
+        store: Store,
+        worker: str,
+        *,
+        epoch: int,
+        incarnation: str | None = None,
+        patience_seconds: float = 300.0,
+        on_retry: Callable[[str], None] | None = None,
+    ) -> None:
+        self._store = store
+        self.worker = worker
+        self.incarnation = incarnation or uuid.uuid4().hex
+        self._epoch = epoch
+        self._patience = patience_seconds
+        self._on_retry = on_retry
+        self._sequence = 0
+        self._spool: deque[tuple[int, Group]] = deque(maxlen=SPOOL_PUSHES)
+        self._lock = threading.Lock()  # one push in flight per producer: the sequence is what makes it exactly once
+
+    def take(self, env: str, n: int = 1, *, timeout_seconds: float | None = None) -> list[Ticket]:
+        """Waits for leave to sample, and takes up to `n` tickets of `env`; none when the timeout passes.
+
+        The batcher sets how many may be out, so that what is sampled now can still be trained in time.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        delay = 0.01
+        while True:
+            numbers = self._store.take_tickets(env, n, ttl_seconds=TICKET_SECONDS)
+            if numbers:
+                return [Ticket(env=env, number=i, group_id=f"{env}.{i}") for i in numbers]
+            left = delay if deadline is None else min(delay, deadline - time.monotonic())
+            if left <= 0:
+                return []
+            time.sleep(left)
+            delay = min(delay * 1.5, 0.1)
+
+    def renew(self, tickets: Iterable[Ticket]) -> None:
+        """Keeps tickets out for another :data:`TICKET_SECONDS`; a worker does so while it samples."""
+        for env, numbers in _by_env(tickets).items():
+            self._store.renew_tickets(env, numbers, ttl_seconds=TICKET_SECONDS)
+
+    def release(self, tickets: Iterable[Ticket]) -> None:
+        """Gives tickets back unused: their prompts are taken first by whoever asks next."""
+        for env, numbers in _by_env(tickets).items():
+            self._store.release_tickets(env, numbers)
+
+    def push(self, group: Group, *, sequence: int | None = None) -> Pushed:
+        """Stores a group, or a part of one, exactly once; waits while the server is away.
+
+        `sequence` is for producers that number their own pushes (``rlbuffer push`` uses the line of the file).
+
+        Raises:
+            InvalidRollout: the group is too large for the wire. Nothing was stored.
+            ServerUnreachable, ServerRefused: the server stayed away, or full, for longer than the writer's patience.
+                The group is not stored; pushing it again is safe.
+            RunGone: the run was reset while this writer was at work.
+        """
+        with self._lock:
+            number = self._sequence + 1 if sequence is None else sequence
+            pushed = self._send(group, number)
+            self._sequence = max(self._sequence, number)
+            self._spool.append((number, group))
+            return pushed
+
+    def _send(self, group: Group, sequence: int) -> Pushed:
+        deadline = time.monotonic() + self._patience
+        delay = FIRST_DELAY_SECONDS
+        while True:
+            try:
+                status, entry_id = self._store.push(
+                    group, producer=self.worker, incarnation=self.incarnation, sequence=sequence, epoch=self._epoch
+                )
+                return Pushed(entry_id=entry_id, status=status)
+            except ProducerGap as gap:
+                sequence = self._fill(gap.last, sequence)
+            except (ServerUnreachable, ServerRefused) as error:
+                if time.monotonic() + delay > deadline:
+                    raise
+                if self._on_retry is not None:
+                    self._on_retry(str(error))
+                time.sleep(delay * random.uniform(0.5, 1.0))
+                delay = min(2 * delay, LAST_DELAY_SECONDS)
+
+    def _fill(self, last: int, sequence: int) -> int:
+        """The server knows pushes up to `last` only: sends the missing ones again. -> the sequence to go on with."""
+        missing = [(number, group) for number, group in self._spool if last < number < sequence]
+        if len(missing) == sequence - last - 1:
+            for number, group in missing:
+                self._store.push(
+                    group, producer=self.worker, incarnation=self.incarnation, sequence=number, epoch=self._epoch
+                )
+            return sequence
+        # The spool does not reach back: what is missing cannot be sent any more, so it is counted, and a new
+        # incarnation starts a sequence of its own.
+        self._store.count_lost(sequence - last - 1)
+        self.incarnation, self._sequence = uuid.uuid4().hex, 0
+        self._spool.clear()
+        return 1
+
+
+def _by_env(tickets: Iterable[Ticket]) -> dict[str, list[int]]:
+    numbers: dict[str, list[int]] = {}
+    for ticket in tickets:
+        numbers.setdefault(ticket.env, []).append(ticket.number)
+    return numbers
