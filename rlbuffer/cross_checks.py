@@ -1,0 +1,85 @@
+"""Settings that are each fine and together can never make a batch, or hardly what was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.settings import RunSettings
+
+Places = Callable[..., str]
+"""Names of settings -> where they came from."""
+
+
+def check_together(settings: RunSettings, places: Places) -> tuple[str, ...]:
+    """Refuses combinations that can never make a batch; returns a sentence for each doubtful one.
+
+    Raises:
+        ConfigError: names both settings, their values and both places.
+    """
+    _publishing(settings, places)
+    _group_sizes(settings, places)
+    return tuple(_doubts(settings, places))
+
+
+def _refuse(setting: str, text: str, where: str) -> None:
+    raise ConfigError(f"these settings can never make a batch: {text} ({where}).", setting=setting)
+
+
+def _publishing(settings: RunSettings, places: Places) -> None:
+    # Between two published versions the workers' newest weights are up to publish_every - 1 versions old already.
+    behind = settings.trainer.publish_every - 1
+    batcher = settings.batcher
+    ages = [("batcher.max_age", batcher.max_age)] + [
+        (f"batcher.envs.{env}.max_age", override.max_age)
+        for env, override in batcher.envs.items()
+        if override.max_age is not None
+    ]
+    for name, age in ages:
+        if behind > age:
+            _refuse(
+                "trainer.publish_every",
+                f"publish_every = {settings.trainer.publish_every} leaves the newest weights up to {behind} versions "
+                f"behind, but {name.removeprefix('batcher.')} = {age}",
+                places("trainer.publish_every", name),
+            )
+
+
+def _group_sizes(settings: RunSettings, places: Places) -> None:
+    for worker, options in settings.worker.items():
+        required = settings.batcher.for_env(options.env, "min_group_size")
+        if required > options.group_size:
+            override = settings.batcher.envs.get(options.env)
+            own = override is not None and override.min_group_size is not None
+            name = f"batcher.envs.{options.env}.min_group_size" if own else "batcher.min_group_size"
+            _refuse(
+                name,
+                f"min_group_size = {required}, but the workers' group_size = {options.group_size}",
+                places(name, f"worker.{worker}.group_size"),
+            )
+
+
+def _doubts(settings: RunSettings, places: Places) -> list[str]:
+    out = []
+    sampled = {options.env for options in settings.worker.values()}
+    for env in settings.batcher.budgets:
+        if settings.worker and env not in sampled:
+            out.append(
+                f"batcher.budgets.{env}: no worker here samples {env}; steps wait until one elsewhere does "
+                f"({places(f'batcher.budgets.{env}')})."
+            )
+    if settings.batcher.budgets and sum(settings.batcher.budgets.values()) > 1 - 1e-9:
+        for worker, options in settings.worker.items():
+            if options.env not in settings.batcher.budgets:
+                out.append(
+                    f"worker.{worker} samples {options.env}, which has no budget while the others take all of it: "
+                    f"its groups will never train ({places(f'worker.{worker}.env', 'batcher.budgets')})."
+                )
+    for worker, options in settings.worker.items():
+        if options.temperature != settings.trainer.temperature:
+            out.append(
+                f"worker.{worker}.temperature = {options.temperature:g}, but trainer.temperature = "
+                f"{settings.trainer.temperature:g}: the trainer would compare logprobs of two distributions "
+                f"({places(f'worker.{worker}.temperature', 'trainer.temperature')})."
+            )
+    return out
