@@ -27,7 +27,7 @@ FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.05, 2.0
 
 
 class Writer:
-    """Pushes groups into the buffer. Made by :meth:`rlbuffer.client.Buffer.writer`; safe to use from several threads."""
+    """Pushes groups into the buffer. Made by :meth:`rlbuffer.client.Buffer.writer`; safe from several threads."""
 
     def __init__(
         self,
@@ -89,12 +89,13 @@ class Writer:
         """
         with self._lock:
             number = self._sequence + 1 if sequence is None else sequence
-            pushed = self._send(group, number)
+            pushed, number = self._send(group, number)
             self._sequence = max(self._sequence, number)
             self._spool.append((number, group))
             return pushed
 
-    def _send(self, group: Group, sequence: int) -> Pushed:
+    def _send(self, group: Group, sequence: int) -> tuple[Pushed, int]:
+        """-> what became of it, and the sequence under which it is stored."""
         deadline = time.monotonic() + self._patience
         delay = FIRST_DELAY_SECONDS
         while True:
@@ -102,7 +103,7 @@ class Writer:
                 status, entry_id = self._store.push(
                     group, producer=self.worker, incarnation=self.incarnation, sequence=sequence, epoch=self._epoch
                 )
-                return Pushed(entry_id=entry_id, status=status)
+                return Pushed(entry_id=entry_id, status=status), sequence
             except ProducerGap as gap:
                 sequence = self._fill(gap.last, sequence)
             except (ServerUnreachable, ServerRefused) as error:

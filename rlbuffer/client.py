@@ -1,0 +1,202 @@
+"""The front door: ``connect()`` gives a Buffer, and a Buffer gives writers, readers, the policy and views of a run.
+
+Example::
+
+    with rlbuffer.connect("redis://host:6379", run="math") as buffer:
+        writer = buffer.writer("worker-0")
+        for ticket in writer.take("gsm8k", 4):
+            writer.push(sample(ticket))
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rlbuffer.errors import BatchTimeout, RlbufferError
+from rlbuffer.reader import Reader
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import RunSettings
+from rlbuffer.store.base import Ledger, Report, Store
+from rlbuffer.store.redis_store import open_store
+from rlbuffer.views import GroupDetail, GroupView, StepView, find_group, list_groups, view_step
+from rlbuffer.writer import Writer
+
+URL_VARIABLE = "RLBUFFER_REDIS_URL"
+HOME_VARIABLE = "RLBUFFER_HOME"
+
+
+class Policy:
+    """The policy versions of a run: which is current, and saying that a new one can be sampled from."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self._store = buffer.store
+
+    def current(self, adapter: str = "") -> PolicyVersion:
+        """The newest announced version; its ``version`` is -1 when none was announced yet."""
+        return self._store.policy(adapter)
+
+    def announce(self, version: int, *, location: str, size: int, checksum: str, adapter: str = "") -> bool:
+        """Says that `version` can be sampled from. -> False when an equal or newer one is announced already.
+
+        Raises:
+            AttemptFenced: a newer attempt of the trainer has taken over.
+            RlbufferError: no trainer has started an attempt (:meth:`Reader.start` does).
+        """
+        number = self._buffer.attempt or self._store.trainer().number
+        if not number:
+            raise RlbufferError("no trainer has started: call reader.start() on rank 0 before announcing a version")
+        return self._store.announce(
+            number, PolicyVersion(version=version, location=location, size=size, checksum=checksum, adapter=adapter)
+        )
+
+    def wait(self, version: int, *, timeout_seconds: float, adapter: str = "") -> PolicyVersion:
+        """Waits until `version` or a newer one is announced.
+
+        Raises:
+            BatchTimeout: it was not announced in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while (current := self.current(adapter)).version < version:
+            if time.monotonic() >= deadline:
+                raise BatchTimeout(
+                    f"policy version {version} was not announced within {timeout_seconds:g} s; "
+                    f"the current one is {current.version}"
+                )
+            time.sleep(0.05)
+        return current
+
+
+class Buffer:
+    """One run on one server. A context manager; safe to use from several threads."""
+
+    def __init__(self, store: Store, *, settings: RunSettings) -> None:
+        self.store = store
+        self.settings = settings
+        self._readers: list[Reader] = []
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self.store.run
+
+    @property
+    def attempt(self) -> int:
+        """Number of the attempt that a reader of this buffer started; 0 when none did."""
+        return max((reader.attempt for reader in self._readers), default=0)
+
+    def writer(self, worker: str, *, incarnation: str | None = None, patience_seconds: float = 300.0) -> Writer:
+        """A writer for `worker`. `incarnation` names the producer itself where it must survive a restart."""
+        epoch = self.store.open_run().epoch
+        return Writer(self.store, worker, epoch=epoch, incarnation=incarnation, patience_seconds=patience_seconds)
+
+    def reader(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        timeout_seconds: float = 300.0,
+        pad_token_id: int = 0,
+        pad_to_multiple_of: int = 1,
+    ) -> Reader:
+        """A reader for one data-parallel rank; rank 0's acknowledges for all."""
+        self.store.open_run()
+        reader = Reader(
+            self.store,
+            rank=rank,
+            world_size=world_size,
+            timeout_seconds=timeout_seconds,
+            pad_token_id=pad_token_id,
+            pad_to_multiple_of=pad_to_multiple_of,
+        )
+        self._readers.append(reader)
+        return reader
+
+    def policy(self) -> Policy:
+        """The policy versions of the run."""
+        return Policy(self)
+
+    def ledger(self) -> Ledger:
+        """The account per env: pushed = pending + packed + trained + dropped."""
+        return self.store.ledger()
+
+    def groups(self, where: str = "", limit: int = 100) -> list[GroupView]:
+        """Groups of the run, newest first, that match the filter `where` (see ``rlbuffer inspect --help``)."""
+        return list_groups(self.store, where=where, limit=limit)
+
+    def group(self, group_id: str) -> GroupDetail:
+        """One group whole, by its id, a rollout's id, or a unique prefix. Raises NotFound."""
+        return find_group(self.store, group_id)
+
+    def step(self, n: int) -> StepView:
+        """A committed step that was not retired yet. Raises NotFound or StepRetired."""
+        return view_step(self.store, n)
+
+    def verify(self) -> Report:
+        """Recomputes the ledger and every invariant that can be seen from outside."""
+        return self.store.verify()
+
+    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
+        """Telemetry of a ``worker`` | ``rank`` | ``batcher``: shown to people, decides nothing."""
+        self.store.heartbeat(kind, name, record)
+
+    def close(self) -> None:
+        """Closes readers and connections; the last user of an embedded server stops it."""
+        for reader in self._readers:
+            reader.close()
+        self._readers.clear()
+        self.store.close()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(
+    url: str | None = None,
+    *,
+    run: str = "default",
+    config: RunSettings | str | Path | None = None,
+    name: str = "",
+    origin: str = "",
+) -> Buffer:
+    """Connects to a run.
+
+    `url` is ``redis://``, ``rediss://``, ``unix://``, or ``memory://`` for a server inside this process (with the
+    real scripts; needs ``rlbuffer[memory]``). None: the environment's ``RLBUFFER_REDIS_URL``, then the config's
+    `redis_url`, then an embedded server under the config's `home`, started when it is not running. `config` is a
+    settings object or the path of an ``rlbuffer.toml``, whose `run` counts unless `run` is given.
+
+    Raises:
+        ServerUnreachable: nothing answers there.
+        ServerUnsuitable: it is too old, or set to evict keys.
+    """
+    settings = _settings(config)
+    if config is not None and run == "default":
+        run = settings.run
+    if url is None:
+        url = os.environ.get(URL_VARIABLE) or settings.redis_url
+        origin = origin or (URL_VARIABLE if os.environ.get(URL_VARIABLE) else "")
+    settings = settings.model_copy(update={"run": run, "redis_url": url})
+    store = open_store(url, run=run, home=settings.home.expanduser(), server=settings.server, name=name, origin=origin)
+    return Buffer(store, settings=settings)
+
+
+def _settings(config: RunSettings | str | Path | None) -> RunSettings:
+    if isinstance(config, RunSettings):
+        return config
+    if config is None:
+        home = os.environ.get(HOME_VARIABLE)
+        return RunSettings(home=Path(home)) if home else RunSettings()
+    from rlbuffer.loading import load
+
+    return load(Path(config)).settings

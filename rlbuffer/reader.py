@@ -1,0 +1,338 @@
+"""The trainer's side: pull committed steps in order, assemble this rank's micro-batches, acknowledge what was trained.
+
+A committed step is immutable: reading it again gives the same bytes. At another world size than the one it was planned
+for, its rows are dealt again; rollouts, advantages and normalisers stay the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from rlbuffer import wire
+from rlbuffer.batches import Normalizers, Plan, Sample, Step
+from rlbuffer.errors import AttemptFenced, BatcherFailed, BatchTimeout, PayloadError, RlbufferError
+from rlbuffer.packing import PackItem, assemble, redeal
+from rlbuffer.records import PolicyVersion
+from rlbuffer.store.base import PartRollout, StepHeader, Store
+
+BLOCK_SECONDS = 1.0
+"""One blocking read; between two the reader looks for a fatal error of the batcher and for its own end."""
+HEARTBEAT_SECONDS = 2.0
+"""How often the rank says that it is alive; rank 0's report is the attempt's heartbeat as well."""
+FETCH_BYTES = 64 * 2**20
+"""Payload bytes asked for in one call."""
+
+
+class Reader:
+    """Pulls the steps of one rank. Made by :meth:`rlbuffer.client.Buffer.reader`.
+
+    Example, complete but for the model::
+
+        for step in buffer.reader(rank, world_size).steps():
+            for micro_batch in step:
+                loss(model, micro_batch.to("cuda")).backward()
+            optimizer.step()
+
+    Asking for the next step acknowledges the last one as trained; the next step is already being pulled meanwhile,
+    and pulling acknowledges nothing.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        pad_token_id: int = 0,
+        pad_to_multiple_of: int = 1,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is outside world size {world_size}")
+        self._store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_seconds = timeout_seconds
+        self._pad_token_id = pad_token_id
+        self._pad_to_multiple_of = pad_to_multiple_of
+        self._attempt = 0
+        self._trained = 0
+        self._epoch = 0
+        self._digest = ""
+        self._oldest_kept = 0
+        self._fault: RlbufferError | None = None
+        self._stop = threading.Event()
+        self._pool: ThreadPoolExecutor | None = None
+        self._heart: threading.Thread | None = None
+
+    @property
+    def attempt(self) -> int:
+        """Number of the registered attempt; 0 before :meth:`start` and on ranks other than 0."""
+        return self._attempt
+
+    def start(self, resume_step: int | None = None) -> None:
+        """Begins an attempt: from here on an older trainer of this run is fenced. :meth:`steps` calls it if nobody did.
+
+        `resume_step` is the last step that the trainer's state contains; None: what :meth:`load_state_dict` set, or 0.
+        """
+        if self._pool is not None:
+            return
+        if resume_step is not None:
+            self._trained = resume_step
+        if self.rank == 0:
+            attempt = self._store.attempt(uuid=uuid.uuid4().hex, world_size=self.world_size, resume_step=self._trained)
+            self._attempt, self._epoch = attempt.number, attempt.epoch
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rlbuffer-prefetch")
+        self._heart = threading.Thread(target=self._beat, name="rlbuffer-heartbeat", daemon=True)
+        self._heart.start()
+
+    def steps(self, start: int | None = None) -> Iterator[Step]:
+        """Yields step after step, from `start` (default: the one after the last trained) until the caller stops.
+
+        Raises:
+            BatchTimeout: no step came within `timeout_seconds`; the message says what the batcher waits for.
+            BatcherFailed: the batcher stopped with a fatal error.
+            StepRetired: the step was trained, checkpointed and removed; resume from a newer checkpoint.
+            AttemptFenced: a newer attempt has taken over.
+        """
+        self.start(None if start is None else start - 1)
+        if self.rank == 0 and self._store.policy().version < 0:
+            self._store.announce(self._attempt, PolicyVersion(version=0))
+        number = self._trained + 1
+        future = self._fetch(number)
+        try:
+            while True:
+                step = self._await(number, future)
+                future = self._fetch(number + 1)
+                yield step
+                if step.number > self._trained:
+                    self.trained(step)
+                number = step.number + 1
+        finally:
+            future.cancel()
+
+    def pull(self, number: int) -> Step:
+        """Pulls one step, waiting for it as :meth:`steps` does; acknowledges nothing."""
+        self.start()
+        return self._await(number, self._fetch(number))
+
+    def trained(self, step: Step) -> None:
+        """Acknowledges `step` as trained: its rollouts move from packed to trained, the next may be committed."""
+        self._raise_fault()
+        self._trained, self._digest, self._epoch = step.number, step.digest, step.epoch
+        self._report()
+
+    def checkpointed(self, step: int, *, oldest_kept: int | None = None) -> None:
+        """Says that a checkpoint of `step` exists; steps up to `oldest_kept` (default `step`) may be retired."""
+        self._raise_fault()
+        self._oldest_kept = max(self._oldest_kept, step if oldest_kept is None else oldest_kept)
+        self._report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep to continue the same sequence of steps."""
+        return {"step": self._trained, "epoch": self._epoch, "digest": self._digest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues after the step that `state` was taken at. Before :meth:`start`."""
+        self._trained, self._epoch, self._digest = int(state["step"]), int(state["epoch"]), str(state["digest"])
+
+    def close(self) -> None:
+        """Stops the prefetch and the heartbeat; acknowledges nothing."""
+        self._stop.set()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._heart is not None:
+            self._heart.join(timeout=2 * HEARTBEAT_SECONDS)
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+    def _fetch(self, number: int) -> Future[Step]:
+        if self._pool is None:
+            raise RlbufferError("this reader was closed")
+        return self._pool.submit(self._pull, number)
+
+    def _await(self, number: int, future: Future[Step]) -> Step:
+        """The prefetched step; the time allowed counts from the asking, not from when the prefetch began."""
+        deadline = time.monotonic() + self.timeout_seconds
+        waiting = False
+        try:
+            while not wait([future], timeout=min(BLOCK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
+                self._raise_fault()
+                error = self._store.meta().error
+                if error:
+                    raise BatcherFailed(f"the batcher of run {self._store.run!r} failed: {error}")
+                if time.monotonic() >= deadline:
+                    raise BatchTimeout(self._timeout_message(number))
+                waiting = True
+                self._store.set_waiting(f"rank {self.rank}", f"Waiting for step {number}.")
+            self._raise_fault()
+            return future.result()
+        finally:
+            if waiting:
+                self._store.set_waiting(f"rank {self.rank}", "")
+
+    def _timeout_message(self, number: int) -> str:
+        head = f"no batch for step {number} within {self.timeout_seconds:g} s."
+        reason = self._store.waiting().get("batcher", "")
+        workers = self._store.heartbeats("worker")
+        seen = min(((float(r.get("seconds_ago", 0.0)), n) for n, r in workers.items()), default=None)
+        parts = [head, reason or "No batcher has said anything: is `rlbuffer serve` running?"]
+        parts.append(
+            "No worker has been seen." if seen is None else f"Last worker seen: {seen[1]}, {seen[0]:.0f} s ago."
+        )
+        return " ".join(parts)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_SECONDS):
+            try:
+                self._report()
+                self._store.heartbeat("rank", str(self.rank), {"step": self._trained, "world_size": self.world_size})
+            except AttemptFenced as error:
+                self._fault = error
+                return
+            except RlbufferError:
+                # The server is away: the next beat tries again, and whoever needs it waits with a message of its own.
+                continue
+
+    def _report(self) -> None:
+        if self.rank == 0 and self._attempt:
+            self._store.report(
+                self._attempt,
+                epoch=self._epoch,
+                trained=self._trained,
+                digest=self._digest,
+                oldest_kept=self._oldest_kept,
+            )
+
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
+    # -- pulling ---------------------------------------------------------------------------------------------------
+    def _pull(self, number: int) -> Step:
+        while True:
+            if self._stop.is_set():
+                raise RlbufferError("the reader was closed while it waited")
+            header = self._store.wait_step(number, block_seconds=BLOCK_SECONDS)
+            if header is not None:
+                break
+        rows, refs, plan = self._part(header)
+        items, damaged = self._items(refs)
+        normalizers = Normalizers(**header.normalizers)
+        micro_batches = assemble(
+            rows,
+            items,
+            row_tokens=plan.row_tokens,
+            normalizers=normalizers,
+            pad_token_id=self._pad_token_id,
+            pad_to_multiple_of=self._pad_to_multiple_of,
+        )
+        if damaged:
+            self._store.count_damaged(len(damaged))
+        return Step(
+            number=header.step,
+            epoch=header.epoch,
+            digest=header.digest,
+            world_size=self.world_size,
+            updates=(micro_batches,),
+            normalizers=normalizers,
+            rollouts=header.rollouts,
+            groups=len(header.group_ids),
+            damaged=tuple(damaged),
+            header={
+                "tokens": header.tokens,
+                "reward": header.reward,
+                "age": header.age,
+                "max_age": header.max_age,
+                "fill": header.fill,
+                "closed_by": header.closed_by,
+                "envs": header.envs,
+                "world_size": header.world_size,
+            },
+        )
+
+    def _part(self, header: StepHeader) -> tuple[Sequence[Any], list[PartRollout], Plan]:
+        """This rank's rows with indices into the rollouts that it needs, and the plan they come from."""
+        same = header.world_size == self.world_size
+        parts = self._store.read_parts(header.step, [self.rank] if same else None)
+        rollouts: list[PartRollout] = []
+        per_rank = []
+        for part in parts:
+            base = len(rollouts)
+            rollouts.extend(part.rollouts)
+            per_rank.append([tuple(tuple(base + i for i in row) for row in rows) for rows in part.rows])
+        plan = Plan(
+            rows=tuple(zip(*per_rank, strict=True)),
+            world_size=len(parts),
+            row_tokens=parts[0].row_tokens,
+            rows_per_micro_batch=parts[0].rows_per_micro_batch,
+        )
+        if same:
+            return [step[0] for step in plan.rows], rollouts, plan
+        plan = redeal(plan, self.world_size)
+        rows = [step[self.rank] for step in plan.rows]
+        used = sorted({i for step in rows for row in step for i in row})
+        place = {index: k for k, index in enumerate(used)}
+        return (
+            [tuple(tuple(place[i] for i in row) for row in step) for step in rows],
+            [rollouts[i] for i in used],
+            plan,
+        )
+
+    def _items(self, refs: Sequence[PartRollout]) -> tuple[list[PackItem], list[str]]:
+        """Every rollout decoded and verified; what is missing or damaged stands in as masked padding."""
+        answers = self._answers(refs)
+        items, damaged = [], []
+        for chunk in _chunks(refs):
+            for ref, data in zip(chunk, self._store.read_payloads(chunk), strict=True):
+                info = ref.info
+                rollout = None
+                if data is not None:
+                    try:
+                        rollout = wire.decode_rollout(data, expected=info)
+                    except PayloadError:
+                        rollout = None
+                if rollout is None:
+                    damaged.append(info.rollout_id)
+                sample = Sample(
+                    rollout_id=info.rollout_id,
+                    group_id=ref.group_id,
+                    env=ref.env,
+                    reward=info.reward,
+                    rewards=info.rewards,
+                    advantage=ref.advantage,
+                    policy_versions=(info.min_version, info.max_version),
+                    answer=answers.get(ref.payload_key),
+                    prompt_tokens=info.prompt_tokens,
+                    length=info.length,
+                )
+                items.append(PackItem(rollout=rollout, length=info.length, sample=sample, adapter=ref.adapter))
+        return items, damaged
+
+    def _answers(self, refs: Sequence[PartRollout]) -> dict[str, Any]:
+        keys = list(dict.fromkeys(ref.payload_key for ref in refs))
+        answers = {}
+        for key, data in zip(keys, self._store.read_group_payloads(keys), strict=True):
+            if data is not None:
+                try:
+                    answers[key] = wire.decode_group_payload(data)[0]
+                except PayloadError:
+                    # Nothing trains on an answer: a damaged one is shown as missing, as the group's view does.
+                    answers[key] = None
+        return answers
+
+
+def _chunks(refs: Sequence[PartRollout]) -> Iterator[Sequence[PartRollout]]:
+    """Consecutive runs of at most :data:`FETCH_BYTES`, so that one reply does not hold a whole step in memory twice."""
+    start, size = 0, 0
+    for i, ref in enumerate(refs):
+        if size and size + ref.info.size > FETCH_BYTES:
+            yield refs[start:i]
+            start, size = i, 0
+        size += ref.info.size
+    if start < len(refs):
+        yield refs[start:]
