@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.errors import PackingError
+
 if TYPE_CHECKING:
     import torch
 
@@ -157,6 +159,11 @@ class Sample:
     length: int
 
 
+def _on_host(array: Any) -> NDArray[Any]:
+    """A numpy view or copy of an array that `MicroBatch.to` may have turned into a tensor on a device."""
+    return array if isinstance(array, np.ndarray) else np.asarray(array.cpu())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
     """The rows of one forward pass on one rank, packed: all arrays are [T], aligned to the token itself.
@@ -170,7 +177,7 @@ class MicroBatch:
     position_ids: NDArray[np.int32]
     """[T] int32; from 0 in every rollout."""
     cu_seqlens: NDArray[np.int32]
-    """[S + 1] int32; segment boundaries, each rollout one, padding one more."""
+    """[S + 1] int32; segment boundaries, each rollout one, the padding of a row one more."""
     loss_mask: NDArray[np.bool_]
     """[T] bool; True where a token is trained."""
     advantages: NDArray[np.float32]
@@ -180,13 +187,13 @@ class MicroBatch:
     targets: NDArray[np.int64]
     """[T] int64; next token inside the same rollout, `ignore_index` elsewhere."""
     sample_index: NDArray[np.int32]
-    """[T] int32; index into `samples`, -1 in padding."""
+    """[T] int32; index into `samples`, -1 in padding. A damaged rollout keeps its index and is masked."""
     columns: Mapping[str, NDArray[Any]]
     """Further columns, [T] or [T, ...], filled where a rollout lacks one."""
     samples: tuple[Sample, ...]
     """The rollouts, in segment order."""
     adapter_tokens: Mapping[str, int]
-    """adapter -> tokens."""
+    """adapter -> tokens, padding included, in the order of the rows: running sums cut T by adapter."""
     normalizers: Normalizers
     """Of the whole update, over all ranks."""
     is_dummy: bool
@@ -202,14 +209,23 @@ class MicroBatch:
     def unpack(self, values: Any) -> list[Any]:
         """Cuts [T, ...] values (numpy or torch) into one piece per sample, padding left out.
 
-        The inverse of packing: ``micro_batch.unpack(micro_batch.input_ids)[i]`` is the i-th rollout's tokens.
+        The inverse of packing: ``micro_batch.unpack(micro_batch.input_ids)[i]`` is the i-th rollout's tokens. The
+        pieces are views where slicing gives views.
+
+        Raises:
+            PackingError: `values` do not have T rows.
         """
-        bounds = [int(b) for b in self.cu_seqlens]
-        return [values[bounds[i] : bounds[i + 1]] for i in range(len(self.samples))]
+        if len(values) != self.length:
+            raise PackingError(f"unpack: {len(values)} values do not match {self.length} tokens")
+        bounds = _on_host(self.cu_seqlens)
+        starts, ends = bounds[:-1], bounds[1:]
+        held = _on_host(self.sample_index)[starts] >= 0
+        return [values[start:end] for start, end in zip(starts[held].tolist(), ends[held].tolist(), strict=True)]
 
     def attention_mask(self) -> NDArray[np.bool_]:
         """[T, T] bool; True where the row's token may attend to the column's: the same segment, not later."""
-        segment = np.repeat(np.arange(len(self.cu_seqlens) - 1), np.diff(self.cu_seqlens))
+        bounds = _on_host(self.cu_seqlens)
+        segment = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
         same: NDArray[np.bool_] = segment[:, None] == segment[None, :]
         return np.tril(same)
 

@@ -21,6 +21,10 @@ class InvalidRollout(RlbufferError, ValueError):
     """A rollout or group does not satisfy the rules of its record."""
 
 
+class PackingError(RlbufferError, ValueError):
+    """Rollouts cannot be packed as asked."""
+
+
 class PayloadError(RlbufferError, ValueError):
     """Bytes are not a payload that this version can read."""
 
