@@ -1,0 +1,173 @@
+"""Policy versions on the filesystem: a directory per version, complete or absent, and verified before use.
+
+    <directory>/v00000012-9f86d081884c/model.safetensors    the weights
+                                       config.json          the Hugging Face config
+
+A version is written under a temporary name, flushed to the disk and renamed, so that a reader never sees half of one.
+The name carries the first digits of the file's sha256: a trainer that trains a step again after a crash publishes
+beside the announced files, never over them. The layout is that of a Hugging Face model directory: engines load it
+as it is.
+
+Imports torch and safetensors: import this module lazily.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from rlbuffer.errors import WeightsError
+from rlbuffer.records import PolicyVersion
+from rlbuffer.weights.model import unaliased
+
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+ABANDONED_SECONDS = 3600.0
+"""A temporary directory untouched for this long belongs to a publisher that died."""
+
+_VERSION = re.compile(r"v(\d{8,})-[0-9a-f]{12}\Z")
+_TEMPORARY = ".tmp-"
+
+
+def publish(
+    directory: Path, version: int, *, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], keep: int
+) -> PolicyVersion:
+    """Writes a policy version and removes old ones.
+
+    The `keep` newest versions up to this one stay. Versions newer than this one stay too: a trainer that went back to
+    a checkpoint must not pull away what samplers are serving. Publishing the same bytes again changes nothing.
+
+    Args:
+        state: name -> tensor, on any device; tied weights are written once.
+        config: the Hugging Face config, JSON types.
+
+    Raises:
+        ValueError: `version` is negative or `keep` below 1.
+        WeightsError: the filesystem refused.
+    """
+    if version < 0 or keep < 1:
+        raise ValueError(f"version = {version} must not be negative and keep = {keep} must be at least 1")
+    temporary = directory / f"{_TEMPORARY}{version}-{uuid.uuid4().hex}"
+    try:
+        temporary.mkdir(parents=True)
+        weights = temporary / WEIGHTS_FILE
+        tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in unaliased(state).items()}
+        save_file(tensors, weights, metadata={"format": "pt"})
+        (temporary / CONFIG_FILE).write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", "utf-8")
+        size, checksum = weights.stat().st_size, _sha256(weights)
+        for path in (weights, temporary / CONFIG_FILE, temporary):
+            _flush(path)
+        final = directory / f"v{version:08d}-{checksum[:12]}"
+        if final.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.rename(final)
+            _flush(directory)
+        _prune(directory, version, keep)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise WeightsError(f"version {version} cannot be written to {directory}: {error}") from error
+    return PolicyVersion(version=version, location=str(final.absolute()), size=size, checksum=checksum)
+
+
+def open_weights(policy: PolicyVersion) -> Path:
+    """The directory of an announced version, after comparing size and sha256 with the announcement.
+
+    Raises:
+        WeightsError: announced without weights; not there; another size; another checksum.
+    """
+    if not policy.location:
+        raise WeightsError(f"version {policy.version} was announced without weights")
+    directory = Path(policy.location)
+    weights = directory / WEIGHTS_FILE
+    try:
+        size = weights.stat().st_size
+        if size != policy.size:
+            raise WeightsError(f"version {policy.version}: {weights} has {size} bytes, announced were {policy.size}")
+        checksum = _sha256(weights)
+    except OSError as error:
+        raise WeightsError(
+            f"version {policy.version}: {weights} cannot be read ({error.strerror}); "
+            "is the run's directory shared with this host?"
+        ) from error
+    if checksum != policy.checksum:
+        raise WeightsError(
+            f"version {policy.version}: {weights} has sha256 {checksum}, announced was {policy.checksum}"
+        )
+    return directory
+
+
+def load_state(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a version's directory, on the CPU.
+
+    Raises:
+        WeightsError: the file is missing or is no complete safetensors file.
+    """
+    try:
+        state: dict[str, torch.Tensor] = load_file(directory / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{directory / WEIGHTS_FILE} cannot be loaded: {error}") from error
+    return state
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The Hugging Face config of a version's directory.
+
+    Raises:
+        WeightsError: the file is missing or not a JSON object.
+    """
+    path = directory / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise WeightsError(f"{path} is not a JSON object")
+    return config
+
+
+def versions(directory: Path) -> dict[int, list[Path]]:
+    """The complete versions under `directory`: version -> directories (several when a step was trained again)."""
+    found: dict[int, list[Path]] = {}
+    if directory.is_dir():
+        for path in sorted(directory.iterdir()):
+            match = _VERSION.match(path.name)
+            if match and path.is_dir():
+                found.setdefault(int(match[1]), []).append(path)
+    return dict(sorted(found.items()))
+
+
+def _prune(directory: Path, version: int, keep: int) -> None:
+    found = versions(directory)
+    for old in [v for v in found if v <= version][:-keep]:
+        for path in found[old]:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob(f"{_TEMPORARY}*"):
+        if path.stat().st_mtime < time.time() - ABANDONED_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Forces a file's or directory's content to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

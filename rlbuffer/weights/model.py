@@ -1,0 +1,159 @@
+"""The model that trainer and samplers share: from a directory, or fresh from a config.
+
+Imports torch and transformers: import this module lazily.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.settings import ModelSettings
+
+TINY_QWEN3: Mapping[str, Any] = MappingProxyType(
+    {
+        "model_type": "qwen3",
+        "vocab_size": 13,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 12,
+        "pad_token_id": None,
+    }
+)
+"""The demo's policy: 83,136 parameters over the 13 symbols of the built-in envs.
+
+`initializer_range` matters: with the usual 0.02 a model this small starts so flat that it does not learn in time.
+"""
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def build_model(settings: ModelSettings, *, seed: int) -> PreTrainedModel:
+    """The policy as training begins: the weights at `settings.path`, or fresh ones from `settings.config`.
+
+    The same seed gives the same fresh weights in every process, and the global random state is left as it was.
+    The model is in train mode, on the CPU.
+
+    Raises:
+        ConfigError: neither or both of path and config are set; the config or directory is not a causal LM.
+    """
+    dtype = _DTYPES[settings.dtype]
+    if bool(settings.path) == bool(settings.config):
+        how = "both are set" if settings.path else "neither is set"
+        raise ConfigError(f"model: exactly one of path and config is needed; {how}", setting="model")
+    if settings.path:
+        directory = Path(settings.path).expanduser()
+        if not directory.is_dir():
+            raise ConfigError(f"model.path: {directory} is not a directory", setting="model.path")
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=dtype, local_files_only=True, attn_implementation="sdpa"
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"model.path: {directory}: {error}", setting="model.path") from error
+        model.train()
+        return model
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every GPU too
+        return model_from_config(settings.config, dtype=dtype)
+
+
+def model_from_config(config: Mapping[str, Any], *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model of this Hugging Face config with freshly drawn weights, from torch's global random state.
+
+    Raises:
+        ConfigError: the config has no known `model_type`, or its values make no causal LM.
+    """
+    values = dict(config)
+    model_type = values.pop("model_type", None)
+    if not isinstance(model_type, str) or not model_type:
+        raise ConfigError('model.config: model_type is missing, e.g. "qwen3"', setting="model.config.model_type")
+    values = {name: value for name, value in values.items() if name not in ("architectures", "dtype", "torch_dtype")}
+    try:
+        parsed: PretrainedConfig = AutoConfig.for_model(model_type, **values)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(parsed, dtype=dtype, attn_implementation="sdpa")
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        raise ConfigError(f"model.config: {error}", setting="model.config") from error
+    model.train()
+    return model
+
+
+def config_of(model: PreTrainedModel) -> dict[str, Any]:
+    """The model's Hugging Face config as JSON types: what `publish` writes as ``config.json`` beside the weights.
+
+    ``architectures`` is filled in: engines choose their implementation by it.
+    """
+    values: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    values["architectures"] = [type(model).__name__]
+    values.setdefault("model_type", model.config.model_type)
+    return values
+
+
+def save_config(model: PreTrainedModel, directory: Path) -> Path:
+    """Writes ``config.json`` into `directory`. -> its path."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(config_of(model), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return path
+
+
+def unaliased(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state without names that are another name's tensor (tied weights): the first name stays.
+
+    A safetensors file holds no shared tensors, and a loader ties them again.
+    """
+    seen: set[tuple[Any, ...]] = set()
+    kept = {}
+    for name, tensor in state.items():
+        place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        kept[name] = tensor
+    return kept
+
+
+def load_into(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
+    """Copies `state` into the model's weights, in place, converting the dtype.
+
+    Raises:
+        WeightsError: a name is missing or unknown, a shape is another one, or a value is not finite. Everything is
+            checked first: the model is then as it was.
+    """
+    own = model.state_dict()
+    needed = unaliased(own)
+    missing = [name for name in needed if name not in state]
+    unknown = [name for name in state if name not in own]
+    if missing or unknown:
+        parts = [f"lack {_some(missing)}"] * bool(missing) + [f"have unknown {_some(unknown)}"] * bool(unknown)
+        raise WeightsError(f"the weights do not fit the model: they {' and '.join(parts)}")
+    for name, tensor in state.items():
+        if tensor.shape != own[name].shape:
+            raise WeightsError(
+                f"the weights do not fit the model: {name} has shape {list(tensor.shape)}, "
+                f"the model's is {list(own[name].shape)}"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise WeightsError(f"the weights are not finite: {name}")
+    with torch.no_grad():
+        for name in needed:
+            own[name].copy_(state[name])
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

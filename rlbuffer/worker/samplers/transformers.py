@@ -1,0 +1,143 @@
+"""Sampling with a Hugging Face model: batched, with the model's own KV cache and a decode loop of our own.
+
+For small models and CPUs. The loop is ours because ``generate`` spends more time around a tiny model than inside it,
+and because the logprobs must be those of the distribution that was drawn from: ``log_softmax(logits / temperature)`` in
+float32, computed once, used for both.
+
+Prompts of unequal lengths are padded on the left, so that every row's next token is in the last column; position ids
+count real tokens only and a mask hides the padding. Every prompt is read once and its cache repeated for its group.
+
+Imports torch: reached only through :func:`rlbuffer.worker.samplers.make_sampler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache, PreTrainedModel
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.records import PolicyVersion
+from rlbuffer.weights.files import load_state, open_weights, read_config
+from rlbuffer.weights.model import load_into, model_from_config
+from rlbuffer.worker.samplers.base import Completion
+
+
+class TransformersSampler:
+    """See the module's docstring. Always samples in float32, whatever the trainer's dtype."""
+
+    def __init__(self, *, seed: int, device: str = "cpu") -> None:
+        if device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(f"device {device!r} is not one of auto, cpu, cuda", setting="device")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device = cuda, but torch sees no CUDA device here", setting="device")
+        self._device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._model: PreTrainedModel | None = None
+        self._version = -1
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def vocab_size(self) -> int:
+        return 0 if self._model is None else int(self._model.get_input_embeddings().weight.shape[0])
+
+    def load(self, policy: PolicyVersion) -> None:
+        directory = open_weights(policy)
+        state = load_state(directory)
+        if self._model is None:
+            with torch.random.fork_rng(devices=[]):
+                model = model_from_config(read_config(directory))
+            load_into(model, state)
+            self._model = model.to(self._device).eval().requires_grad_(False)
+        else:
+            load_into(self._model, state)
+        self._version = policy.version
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        *,
+        group_size: int,
+        max_new_tokens: int,
+        temperature: float,
+        eos_token_ids: Sequence[int],
+        stopped: Callable[[], bool] | None = None,
+    ) -> list[list[Completion]]:
+        if self._model is None:
+            raise ConfigError("the sampler has no weights yet: load a policy version first")
+        if temperature <= 0:
+            raise ConfigError(f"temperature = {temperature}: sampling needs more than 0", setting="temperature")
+        if group_size < 1 or max_new_tokens < 1 or not prompts or any(len(prompt) == 0 for prompt in prompts):
+            raise ConfigError("sampling needs at least one prompt, one token in each, one rollout and one new token")
+        model, device = self._model, self._device
+        ids, mask = _left_padded(prompts, device)
+        rows = len(prompts) * group_size
+        is_padded = not bool(mask.all())
+        cache = DynamicCache(config=model.config)
+        # Without padding the model derives mask and positions from the cache, which is the faster path.
+        extra = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if is_padded else {}
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **extra).logits
+        cache.batch_repeat_interleave(group_size)
+        logits = logits.repeat_interleave(group_size, dim=0)
+        mask = mask.repeat_interleave(group_size, dim=0)
+        position = mask.sum(1, keepdim=True)
+
+        eos = torch.tensor(sorted(eos_token_ids), dtype=torch.long, device=device)
+        tokens = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
+        logprobs = torch.zeros(rows, max_new_tokens, dtype=torch.float32, device=device)
+        lengths = torch.full((rows,), max_new_tokens, device=device)
+        is_finished = torch.zeros(rows, dtype=torch.bool, device=device)
+        is_aborted = False
+        step = 0
+        while True:
+            distribution = torch.log_softmax(logits[:, -1].float() / temperature, dim=-1)
+            drawn = torch.multinomial(distribution.exp(), 1, generator=self._generator)
+            tokens[:, step] = drawn[:, 0]
+            logprobs[:, step] = distribution.gather(1, drawn)[:, 0]
+            ends = torch.isin(drawn[:, 0], eos) & ~is_finished
+            lengths[ends] = step + 1
+            is_finished |= ends
+            step += 1
+            if step == max_new_tokens or bool(is_finished.all()):
+                break
+            if stopped is not None and stopped():
+                is_aborted = True
+                lengths[~is_finished] = step
+                break
+            if is_padded:
+                mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
+                extra = {"attention_mask": mask, "position_ids": position}
+                position = position + 1
+            logits = model(input_ids=drawn, past_key_values=cache, use_cache=True, logits_to_keep=1, **extra).logits
+
+        unfinished = "abort" if is_aborted else "length"
+        all_tokens = tokens.cpu().numpy().astype(np.int32)
+        all_logprobs = logprobs.cpu().numpy()
+        completions = [
+            Completion(
+                tokens=all_tokens[row, :length].copy(),
+                logprobs=all_logprobs[row, :length].copy(),
+                finish_reason="stop" if finished else unfinished,
+                policy_version=self._version,
+            )
+            for row, (length, finished) in enumerate(zip(lengths.tolist(), is_finished.tolist(), strict=True))
+        ]
+        return [completions[start : start + group_size] for start in range(0, rows, group_size)]
+
+
+def _left_padded(prompts: Sequence[NDArray[np.int32]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> ids and mask, both [prompts, longest] int64; padding is token 0 and masked."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids = np.zeros((len(prompts), longest), np.int64)
+    mask = np.zeros((len(prompts), longest), np.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
