@@ -299,7 +299,7 @@ class Daemon:
         self._drops = {}
 
     def _drop_broken(self, entry_ids: Iterable[str]) -> None:
-        """Payloads that are gone or of another size than announced cannot be trained: the push is dropped as invalid."""
+        """Payloads that are gone, or of another size than announced, cannot be trained: the push drops as invalid."""
         for entry_id in entry_ids:
             entry = self._entries.pop(entry_id)
             self._batcher.remove(entry_id)

@@ -1,0 +1,106 @@
+"""The rooms of the house and the arrows between them, read from the import statements themselves."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted([*(ROOT / "rlbuffer").rglob("*.py"), *(ROOT / "cli").rglob("*.py")])
+
+FLOORS = [
+    ("errors", "columns"),
+    ("records", "batches"),
+    ("config", "settings", "wire", "jsonl", "advantages", "planning", "packing"),
+    ("policy",),
+    ("batcher",),
+    ("filters", "toml_lines", "schema", "cross_checks", "loading", "testing"),
+    ("store",),
+    ("views", "writer", "reader"),
+    ("client",),
+    ("daemon",),
+    ("weights",),
+    ("worker", "trainer"),
+    ("supervise", "preload"),
+]
+"""Modules of a floor may import those of the same floor and below."""
+LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
+
+HEAVY = {"torch", "transformers", "safetensors", "vllm"}
+HEAVY_ROOMS = {"weights", "worker", "trainer"}
+SCREEN = {"rlbuffer_cli", "click", "rich", "textual"}
+
+
+def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
+    """Absolute names of what a file imports; type-checking blocks and, if asked, functions left out."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                continue
+            if top_level_only and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.level == 0 and child.module:
+                found.add(child.module)
+                found.update(f"{child.module}.{alias.name}" for alias in child.names)
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(ROOT / "rlbuffer").with_suffix("").parts
+    return parts[0]
+
+
+LIBRARY = [p for p in SOURCES if p.is_relative_to(ROOT / "rlbuffer") and p.name not in ("__init__.py", "__main__.py")]
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=lambda p: str(p.relative_to(ROOT)))
+def test_arrows_point_from_records_to_the_command_line(path: Path) -> None:
+    mine = room(path)
+    assert mine in LEVEL, f"{mine} has no floor yet: give it one in FLOORS"
+    above = sorted(
+        name
+        for name in imports(path, top_level_only=True)
+        if name.startswith("rlbuffer.") and LEVEL.get(name.split(".")[1], 0) > LEVEL[mine]
+    )
+    assert above == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_library_never_imports_the_screen(path: Path) -> None:
+    if path.is_relative_to(ROOT / "rlbuffer"):
+        assert {name.split(".")[0] for name in imports(path)} & SCREEN == set()
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=lambda p: str(p.relative_to(ROOT)))
+def test_torch_and_transformers_stay_in_their_rooms(path: Path) -> None:
+    if room(path) not in HEAVY_ROOMS | {"preload"}:
+        assert {name.split(".")[0] for name in imports(path, top_level_only=True)} & HEAVY == set()
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=lambda p: str(p.relative_to(ROOT)))
+def test_decisions_use_no_server_no_clock_and_no_global_randomness(path: Path) -> None:
+    if room(path) in {"policy", "packing", "planning", "batcher", "advantages"}:
+        assert {name.split(".")[0] for name in imports(path)} & {"redis", "time", "datetime", "random"} == set()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_source_file_passes_500_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 500
+
+
+def test_no_test_or_benchmark_passes_500_lines() -> None:
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    assert [str(p.relative_to(ROOT)) for p in files if len(p.read_text().splitlines()) > 500] == []
+
+
+def test_nothing_is_pickled() -> None:
+    assert [str(p.relative_to(ROOT)) for p in SOURCES if "pickle" in {n.split(".")[0] for n in imports(p)}] == []
