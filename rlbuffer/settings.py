@@ -69,6 +69,9 @@ class TrainerSettings(_Section):
         False, description="Compare a hash of the parameters over all ranks after each step."
     )
     record_batches: bool = Field(False, description="Write the sha256 of every step's micro-batches to the metrics.")
+    output: Path | None = Field(
+        None, description="Where checkpoints, weights and metrics go; empty: the run's folder under `home`."
+    )
     max_restarts: int = Field(10, ge=0, description="Times that the launcher restarts the ranks after a failure.")
 
 
@@ -103,5 +106,10 @@ class RunSettings(_Section):
 
     @property
     def run_dir(self) -> Path:
-        """Where this run's weights, checkpoints and metrics live."""
+        """Where this run's weights, checkpoints and metrics live, unless `trainer.output` says otherwise."""
         return self.home.expanduser() / "runs" / self.run
+
+    @property
+    def output_dir(self) -> Path:
+        """Where the trainer writes. Another one than the run's lets a second trainer replay the recorded steps."""
+        return self.trainer.output.expanduser() if self.trainer.output is not None else self.run_dir
