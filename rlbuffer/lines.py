@@ -1,0 +1,128 @@
+"""One line of plain text per event: what `serve`, `worker` and `train` print and what `run` logs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+WAITING_SECONDS = 5.0
+"""Sentences about waiting come at most this often."""
+PATIENCE_SECONDS = 1.0
+"""Waiting shorter than this is normal and not worth a line."""
+
+
+def amount(n: float) -> str:
+    """A count in at most four digits: 950, 12.3k, 262k, 1.2M.
+
+    Example:
+        >>> amount(262144), amount(950), amount(1200000)
+        ('262k', '950', '1.2M')
+    """
+    for limit, scale, unit in ((1e3, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
+        if abs(n) < limit:
+            value = n / scale
+            return f"{value:.0f}{unit}" if not unit or value >= 100 else f"{value:.1f}".removesuffix(".0") + unit
+    return f"{n / 1e9:.1f}G"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as people say them: 0.3 s, 12 s, 6 min, 2.5 h; "" for None."""
+    if seconds is None:
+        return ""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def percent(fraction: float) -> str:
+    """A fraction as whole percent."""
+    return f"{100 * fraction:.0f}%"
+
+
+def shares(envs: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """env -> its fraction of the tokens."""
+    total = sum(e["tokens"] for e in envs.values()) or 1
+    return {name: e["tokens"] / total for name, e in sorted(envs.items())}
+
+
+def drops_text(drops: Mapping[str, Any]) -> str:
+    """``dropped 5: 3 stale 2 flat (31k tok)``; "" when nothing was dropped. `drops` is reason -> (rollouts, tokens)."""
+    if not drops:
+        return ""
+    rollouts = sum(d[0] for d in drops.values())
+    parts = " ".join(f"{d[0]} {reason}" for reason, d in sorted(drops.items(), key=lambda item: -item[1][0]))
+    return f"dropped {rollouts}: {parts} ({amount(sum(d[1] for d in drops.values()))} tok)"
+
+
+def step_line(event: Mapping[str, Any]) -> str:
+    """A committed step, from the daemon's ``step`` event."""
+    reward = event.get("reward")
+    parts = [
+        f"step {event['step']}",
+        f"{amount(event['tokens'])} tok",
+        f"fill {percent(event['fill'])}",
+        f"groups {len(event['group_ids'])}",
+        f"reward {reward:.2f}" if reward is not None else "",
+        f"age {event['age']:.1f} max {event['max_age']}",
+        " ".join(f"{env} {percent(share)}" for env, share in shares(event["envs"]).items()),
+        drops_text(event.get("drops") or {}),
+        f"{event['build_ms']:.0f} ms" if "build_ms" in event else "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+class ServeNarrator:
+    """Tells a daemon's events line by line; a waiting sentence only when it lasts, and at most every few seconds."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._lock = threading.Lock()
+        self._pending = ""
+        self._timer: threading.Timer | None = None
+        self._last = -WAITING_SECONDS
+        self._lost = False
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "step":
+            self._waiting("")
+            self._say(step_line(event))
+        elif kind == "waiting":
+            self._waiting(str(event["sentence"]))
+        elif kind == "leader":
+            self._waiting("")
+            self._say(_leader(event))
+
+    def close(self) -> None:
+        """Forgets what it was about to say."""
+        self._waiting("")
+
+    def _waiting(self, sentence: str) -> None:
+        with self._lock:
+            self._pending = sentence
+            if not sentence:
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._timer = None
+            elif self._timer is None:
+                delay = max(PATIENCE_SECONDS, self._last + WAITING_SECONDS - time.monotonic())
+                self._timer = threading.Timer(delay, self._flush)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _flush(self) -> None:
+        with self._lock:
+            sentence, self._pending, self._timer = self._pending, "", None
+            if sentence:
+                self._last = time.monotonic()
+                self._say(f"waiting: {sentence[:1].lower()}{sentence[1:]}")
+
+
+def _leader(event: Mapping[str, Any]) -> str:
+    if event.get("state") == "standby":
+        return f"standing by: another batcher leads this run ({event.get('owner')}); takes over when it stops"
+    return f"! lost the lead: {event.get('reason')}. Trying again."

@@ -1,0 +1,201 @@
+"""What each process of `rlbuffer run` does once it is started: serve, sample, train.
+
+The supervisor hands over the settings as JSON, so that a process acts on what was loaded at the start, not on what a
+file says by then. Every process ends when its supervisor is gone, whatever killed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rlbuffer.errors import RlbufferError
+from rlbuffer.settings import RunSettings
+
+GRACE_SECONDS = 10.0
+"""Time between being asked to stop and leaving anyway, once the supervisor is gone."""
+
+
+def to_json(settings: RunSettings) -> str:
+    """Settings as JSON; :func:`from_json` is the inverse."""
+    data = settings.model_dump(mode="json", exclude={"batcher"})
+    return json.dumps({**data, "batcher": settings.batcher.as_dict()})
+
+
+def from_json(text: str) -> RunSettings:
+    """The inverse of :func:`to_json`."""
+    return RunSettings.model_validate_json(text)
+
+
+def say(text: str) -> None:
+    """One line on stdout, at once: stdout is a pipe to the supervisor."""
+    print(text, flush=True)
+
+
+def name_process(title: str) -> None:
+    """What `ps` shows; nothing where setproctitle is not installed."""
+    with contextlib.suppress(ImportError):
+        from setproctitle import setproctitle
+
+        setproctitle(f"rlbuffer {title}")
+
+
+def stop_on_signals(stop: threading.Event) -> None:
+    """SIGTERM and SIGINT set `stop`; a second one leaves at once with exit code 130."""
+
+    def handle(number: int, frame: object) -> None:
+        if stop.is_set():
+            os._exit(130)
+        stop.set()
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+
+
+def end_with(wait_for_end: Callable[[], Any]) -> None:
+    """Sends this process SIGTERM when `wait_for_end` returns, and leaves after :data:`GRACE_SECONDS` regardless."""
+
+    def watch() -> None:
+        wait_for_end()
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(GRACE_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch-supervisor", daemon=True).start()
+
+
+def end_with_supervisor() -> None:
+    """For processes made by the forkserver: the supervisor that asked for this one holds the other end of a pipe."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        end_with(parent.join)
+
+
+# -- worker ----------------------------------------------------------------------------------------------------------
+def worker_main(settings_json: str, key: str, replica: int, name: str, log: Connection) -> None:
+    """One worker of ``[worker.KEY]``."""
+    _enter(log, f"worker {name}")
+    stop = threading.Event()
+    stop_on_signals(stop)
+    _leave_with(lambda: sample(from_json(settings_json), key, replica, name, stop))
+
+
+def sample(
+    settings: RunSettings,
+    key: str,
+    replica: int,
+    name: str,
+    stop: threading.Event,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+) -> int:
+    """Runs one worker until `stop` is set. -> exit code."""
+    from rlbuffer.client import connect
+    from rlbuffer.worker.loop import run_worker
+
+    options = settings.worker[key]
+    options = options.model_copy(update={"seed": options.seed + replica})
+    with connect(settings.redis_url, run=settings.run, config=settings, name=f"worker-{name}") as buffer:
+        run_worker(buffer, name, options, stop=stop, on_event=on_event or WorkerNarrator(say))
+    return 0
+
+
+class WorkerNarrator:
+    """Tells a worker's events: new versions and troubles at once, groups as a count every few seconds."""
+
+    def __init__(self, tell: Callable[[str], None], *, every_seconds: float = 10.0) -> None:
+        self._tell = tell
+        self._every = every_seconds
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        fields = "  ".join(f"{k} {_short(v)}" for k, v in event.items() if k != "event" and v not in (None, ""))
+        self._tell(f"{event.get('event', '')}  {fields}".strip())
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+# -- trainer ---------------------------------------------------------------------------------------------------------
+def trainer_main(settings_json: str, log: Connection) -> None:
+    """The launcher of all ranks."""
+    from rlbuffer.forkserver import share
+    from rlbuffer.trainer.launch import launch
+
+    _enter(log, "train")
+    share()
+    settings = from_json(settings_json)
+    _leave_with(lambda: launch(settings, world_size=settings.trainer.world_size))
+
+
+# -- batcher ---------------------------------------------------------------------------------------------------------
+def serve(
+    settings: RunSettings,
+    stop: threading.Event,
+    on_event: Callable[[dict[str, Any]], None],
+    *,
+    replace_config: bool = False,
+    origin: str = "",
+) -> int:
+    """Runs the batcher until `stop` is set. -> exit code."""
+    from rlbuffer.client import connect
+    from rlbuffer.daemon import Daemon
+
+    with connect(settings.redis_url, run=settings.run, config=settings, name="serve", origin=origin) as buffer:
+        Daemon(buffer, settings.batcher, on_event=on_event, replace_config=replace_config).run(stop)
+    return 0
+
+
+def serve_main() -> None:
+    """``python -m rlbuffer.processes``: settings on the first line of stdin; the end of stdin is the supervisor's."""
+    from rlbuffer.lines import ServeNarrator
+
+    name_process("serve")
+    settings = from_json(sys.stdin.readline())
+    stop = threading.Event()
+    stop_on_signals(stop)
+    end_with(sys.stdin.read)
+    narrator = ServeNarrator(say)
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["event"] == "ready":
+            say(f"serving run {event['run']!r} from step {event['step']}")
+        narrator(event)
+
+    _leave_with(lambda: serve(settings, stop, on_event))
+
+
+# -- both ends -------------------------------------------------------------------------------------------------------
+def _enter(log: Connection, title: str) -> None:
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    log.close()
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+    name_process(title)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the supervisor's: it drains in order
+    end_with_supervisor()
+
+
+def _leave_with(work: Callable[[], int]) -> None:
+    """Exits with what `work` returns; an error is one line in the log and its own exit code."""
+    try:
+        code = work()
+    except RlbufferError as error:
+        if os.environ.get("RLBUFFER_DEBUG"):
+            raise
+        say(f"Error: {error}")
+        code = error.exit_code
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    serve_main()

@@ -1,0 +1,318 @@
+"""``rlbuffer run``: every process of a run on this machine, restarted when it dies, with one log.
+
+The embedded server starts when the supervisor connects. `serve` is a light process of its own; workers and the trainer
+are forked from one forkserver that has torch already (:mod:`rlbuffer.forkserver`). A process that ends is started
+again after a pause that doubles while it keeps failing. The run is over when the trainer has made its steps; ctrl-C
+drains workers, batcher and trainer, in that order.
+
+``<run_dir>/run.log`` holds what all of them said, ``<run_dir>/pids.json`` who they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import IO, Any
+
+from rlbuffer import forkserver, processes
+from rlbuffer.client import connect
+from rlbuffer.errors import ConfigError, RlbufferError
+from rlbuffer.settings import RunSettings
+
+POLL_SECONDS = 0.1
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.2, 10.0
+"""Pause before a restart; doubled each time that the process did not live for :data:`STEADY_SECONDS`."""
+STEADY_SECONDS = 30.0
+MAX_FAILURES = 8
+"""Failures in a row after which a process that never gets steady ends the run."""
+DRAIN_SECONDS = 20.0
+"""Time that a process has to finish what it is doing before it is killed."""
+SERVER_POLL_SECONDS = 1.0
+
+Say = Callable[[str, str], None]
+"""(process name, line)."""
+
+
+@dataclass(slots=True)
+class Child:
+    """One supervised process."""
+
+    name: str
+    start: Callable[[], Any]
+    """Starts it; returns a Popen or a multiprocessing Process."""
+    process: Any = None
+    started: float = 0.0
+    failures: int = 0
+    restart_at: float = 0.0
+    restarts: int = field(default=0)
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid) if self.process is not None else 0
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        if self.process is None:
+            return None
+        poll = self.process.poll if isinstance(self.process, subprocess.Popen) else None
+        code = poll() if poll else self.process.exitcode
+        return None if code is None else int(code)
+
+
+class Supervisor:
+    """Starts, watches, restarts and drains the processes of one run."""
+
+    def __init__(self, settings: RunSettings, *, say: Say, origin: str = "") -> None:
+        self.settings = settings
+        self._tell = say
+        self._origin = origin
+        self._json = processes.to_json(settings)
+        self._context: ForkServerContext | None = None
+        self._log: IO[str] | None = None
+        self._log_lock = threading.Lock()
+        self._readers: list[threading.Thread] = []
+        self._server_pid = 0
+        self.trainer_done = False
+        self.restarts = 0
+
+    def run(self, stop: threading.Event, tick: Callable[[], None] = lambda: None) -> int:
+        """Runs until the trainer has made its steps or `stop` is set; calls `tick` about ten times a second.
+
+        -> 0 when the trainer finished; else the exit code of the process that could not be kept alive, or 130 when
+        stopped early.
+
+        Raises:
+            ServerUnreachable, ServerUnsuitable: there is no server to run on.
+        """
+        settings = self.settings
+        settings.run_dir.mkdir(parents=True, exist_ok=True)
+        self._log = (settings.run_dir / "run.log").open("a", encoding="utf-8")
+        _share_cores(settings)
+        try:
+            self._context = self._start_forkserver()
+            with connect(
+                settings.redis_url, run=settings.run, config=settings, name="supervisor", origin=self._origin
+            ) as buffer:
+                buffer.store.open_run()
+                server = buffer.store.server()
+                self.say("run", f"run {settings.run!r} on {server['name']} {server['version']} at {server['address']}")
+                children = self._children()
+                try:
+                    return self._watch(children, stop, tick, lambda: _server_pid(buffer))
+                finally:
+                    self._drain(children)
+        finally:
+            for thread in self._readers:
+                thread.join(timeout=1.0)
+            self._log.close()
+            (settings.run_dir / "pids.json").unlink(missing_ok=True)
+
+    def say(self, name: str, line: str) -> None:
+        """One line of the one log."""
+        with self._log_lock:
+            if self._log is not None and not self._log.closed:
+                self._log.write(f"{datetime.now():%H:%M:%S} {name:<10} {line}\n")
+                self._log.flush()
+        self._tell(name, line)
+
+    # -- starting --------------------------------------------------------------------------------------------------
+    def _start_forkserver(self) -> ForkServerContext:
+        """Its own output goes into the log as the trainer's: the ranks inherit it."""
+        reading, writing = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kept = os.dup(1), os.dup(2)
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        try:
+            context = forkserver.start(_model_modules(self.settings))
+        finally:
+            for number, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+            os.close(writing)
+        self._read("train", os.fdopen(reading, encoding="utf-8", errors="replace"))
+        return context
+
+    def _children(self) -> list[Child]:
+        children = [Child(name="serve", start=self._start_serve)]
+        for key, options in self.settings.worker.items():
+            for replica in range(options.replicas):
+                name = key if options.replicas == 1 else f"{key}-{replica}"
+                children.append(
+                    Child(
+                        name=name,
+                        start=lambda key=key, replica=replica, name=name: self._fork(  # type: ignore[misc]
+                            name, processes.worker_main, (self._json, key, replica, name)
+                        ),
+                    )
+                )
+        children.append(Child(name="train", start=lambda: self._fork("train", processes.trainer_main, (self._json,))))
+        return children
+
+    def _start_serve(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rlbuffer.processes"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # ctrl-C is the supervisor's: it drains in order
+        )
+        if process.stdin is None or process.stdout is None:
+            raise RlbufferError("the batcher's process was started without pipes")
+        process.stdin.write(self._json + "\n")
+        process.stdin.flush()  # and stays open: its end tells the batcher that the supervisor is gone
+        self._read("serve", process.stdout)
+        return process
+
+    def _fork(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> ForkServerProcess:
+        if self._context is None:
+            raise RlbufferError("the forkserver was not started")
+        reading, writing = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=target, args=(*arguments, writing), name=f"rlbuffer {name}")
+        process.start()
+        writing.close()
+        stream = os.fdopen(os.dup(reading.fileno()), encoding="utf-8", errors="replace")
+        reading.close()
+        self._read(name, stream)
+        return process
+
+    def _read(self, name: str, stream: IO[str]) -> None:
+        def copy() -> None:
+            with stream:
+                for line in stream:
+                    if line.strip():
+                        self.say(name, line.rstrip())
+
+        thread = threading.Thread(target=copy, name=f"log-{name}", daemon=True)
+        thread.start()
+        self._readers.append(thread)
+
+    # -- watching --------------------------------------------------------------------------------------------------
+    def _watch(
+        self, children: list[Child], stop: threading.Event, tick: Callable[[], None], server_pid: Callable[[], int]
+    ) -> int:
+        next_look = 0.0
+        while not stop.is_set():
+            for child in children:
+                if stop.is_set():
+                    break
+                code = self._look_after(child, children)
+                if code is not None:
+                    return code
+            if time.monotonic() > next_look:
+                next_look = time.monotonic() + SERVER_POLL_SECONDS
+                pid = server_pid()
+                if pid != self._server_pid:
+                    self._server_pid = pid
+                    self._write_pids(children)
+            tick()
+            stop.wait(POLL_SECONDS)
+        return 130
+
+    def _look_after(self, child: Child, children: list[Child]) -> int | None:
+        """Starts or restarts one process. -> the run's exit code when it is over."""
+        now = time.monotonic()
+        if child.process is None:
+            if now >= child.restart_at:
+                child.process = child.start()
+                child.started = time.monotonic()
+                self.say(child.name, f"started, pid {child.pid}")
+                self._write_pids(children)
+            return None
+        code = child.exit_code()
+        if code is None:
+            return None
+        child.process = None
+        if child.name == "train" and code == 0:
+            self.trainer_done = True
+            self.say("run", f"the trainer has made its {self.settings.trainer.steps} steps")
+            return 0
+        child.failures = 1 if now - child.started > STEADY_SECONDS else child.failures + 1
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        if code == ConfigError.exit_code or child.failures >= MAX_FAILURES:
+            self.say("run", f"{child.name} {how}, {child.failures} failures in a row: giving up. See {self.log_path}")
+            return code if code > 0 else 1
+        pause = min(FIRST_PAUSE_SECONDS * 2 ** (child.failures - 1), LAST_PAUSE_SECONDS)
+        child.restart_at = now + pause
+        child.restarts += 1
+        self.restarts += 1
+        self.say("run", f"{child.name} {how}; starting it again in {pause:.1f} s")
+        return None
+
+    @property
+    def log_path(self) -> str:
+        """Where everything that was said is kept."""
+        return str(self.settings.run_dir / "run.log")
+
+    def _write_pids(self, children: list[Child]) -> None:
+        pids = {"run": os.getpid()} | {child.name: child.pid for child in children if child.pid}
+        if self._server_pid:
+            pids["server"] = self._server_pid
+        path = self.settings.run_dir / "pids.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(pids, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+
+    # -- draining --------------------------------------------------------------------------------------------------
+    def _drain(self, children: list[Child]) -> None:
+        """Workers first, so that nothing new is sampled; the trainer last, so that it can finish its step."""
+        serve, train = children[0], children[-1]
+        for stage in (children[1:-1], [serve], [train]):
+            for child in stage:
+                if child.process is not None and child.exit_code() is None:
+                    _signal(child.pid, signal.SIGTERM)
+            deadline = time.monotonic() + DRAIN_SECONDS
+            for child in stage:
+                while child.process is not None and child.exit_code() is None:
+                    if time.monotonic() > deadline:
+                        self.say("run", f"{child.name} did not stop within {DRAIN_SECONDS:.0f} s: killed")
+                        _signal(child.pid, signal.SIGKILL)
+                        deadline = time.monotonic() + DRAIN_SECONDS
+                    time.sleep(0.02)
+                if isinstance(child.process, subprocess.Popen) and child.process.stdin is not None:
+                    child.process.stdin.close()
+                child.process = None
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return  # it ended by itself in between
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _server_pid(buffer: Any) -> int:
+    connection = getattr(buffer.store, "connection", None)
+    embedded = getattr(connection, "embedded", None)
+    return int(embedded.pid) if embedded is not None else 0
+
+
+def _model_modules(settings: RunSettings) -> list[str]:
+    kind = settings.model.config.get("model_type", "")
+    return [f"transformers.models.{kind}.modeling_{kind}"] if kind else []
+
+
+def _share_cores(settings: RunSettings) -> None:
+    """Without this every process starts a thread per core, and a handful of processes fight over all of them."""
+    busy = settings.trainer.world_size + sum(options.replicas for options in settings.worker.values())
+    threads = max(1, (os.cpu_count() or 1) // busy)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
