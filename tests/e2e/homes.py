@@ -1,0 +1,184 @@
+"""A home folder with its own embedded server, and the commands that a test runs in it as real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import rlbuffer
+from rlbuffer.settings import RunSettings
+
+TINY = """
+run = "{run}"
+
+[batcher]
+row_tokens = 1024
+micro_batches_per_rank = {micro_batches}
+max_age = 4
+order = "oldest_first"
+advantage = "grpo"
+budgets = {{ vcopy = 0.7, repeat = 0.3 }}
+
+[model]
+dtype = "{dtype}"
+
+[model.config]
+model_type = "qwen3"
+vocab_size = 16
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 4
+head_dim = 16
+initializer_range = 0.1
+tie_word_embeddings = true
+max_position_embeddings = 64
+
+[trainer]
+world_size = {world_size}
+steps = {steps}
+checkpoint_every = {checkpoint_every}
+keep_checkpoints = {keep_checkpoints}
+check_parameters = true
+record_batches = true
+timeout_seconds = 120.0
+
+[worker.vcopy]
+env = "vcopy"
+group_size = 8
+groups_per_batch = 4
+
+[worker.repeat]
+env = "repeat"
+group_size = 8
+groups_per_batch = 4
+"""
+
+
+class Home:
+    """A home folder with its embedded server, and the commands run in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.processes: list[subprocess.Popen[str]] = []
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("RLBUFFER_")} | {
+            "RLBUFFER_HOME": str(path),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def config(self, **values: Any) -> Path:
+        """Writes an rlbuffer.toml of a tiny run; the defaults may be overridden."""
+        defaults = {
+            "run": "tiny",
+            "world_size": 2,
+            "steps": 8,
+            "checkpoint_every": 50,
+            "keep_checkpoints": 2,
+            "micro_batches": 1,
+            "dtype": "float32",
+        }
+        path = self.path / f"{values.get('run', 'tiny')}.toml"
+        path.write_text(TINY.format(**(defaults | values)))
+        return path
+
+    def start(self, *arguments: str | Path, log: str = "") -> subprocess.Popen[str]:
+        """Starts a command that keeps running; its output goes to `<home>/<log>.log`."""
+        name = log or f"{arguments[0]}-{len(self.processes)}"
+        with (self.path / f"{name}.log").open("a") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rlbuffer_cli", *map(str, arguments)],
+                env=self.environment,
+                cwd=self.path,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def call(self, *arguments: str | Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        """Runs a command to its end."""
+        return subprocess.run(
+            [sys.executable, "-m", "rlbuffer_cli", *map(str, arguments)],
+            env=self.environment,
+            cwd=self.path,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def connect(self, run: str = "tiny") -> rlbuffer.Buffer:
+        """A buffer on this home's server, for looking."""
+        return rlbuffer.connect(run=run, config=RunSettings(home=self.path))
+
+    def metrics(self, run: str = "tiny", folder: Path | None = None) -> list[dict[str, Any]]:
+        """What the trainer recorded so far, one object per trained step."""
+        path = (folder or self.path / "runs" / run) / "metrics.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_text().splitlines()
+        return [record for record in map(_parsed, lines) if record is not None and "step" in record]
+
+    def pids(self, run: str = "tiny") -> Mapping[str, int]:
+        """name -> pid of what `rlbuffer run` supervises."""
+        return json.loads((self.path / "runs" / run / "pids.json").read_text())
+
+    def logs(self) -> str:
+        """Everything that was printed, for a failing test."""
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.path.glob("*.log")))
+
+    def wait_until(self, what: Callable[[], Any], *, seconds: float, why: str) -> Any:
+        """Polls until `what` is true; fails with every log when it never is."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            value = what()
+            if value:
+                return value
+            time.sleep(0.1)
+        pytest.fail(f"{why} did not happen within {seconds:g} s\n{self.logs()}")
+
+    def stop(self) -> None:
+        for process in self.processes:
+            for child in _tree(process.pid):
+                _signal(child, signal.SIGKILL)
+            process.wait(timeout=30)
+        for pidfile in self.path.glob("server/*.pid"):
+            _signal(int(pidfile.read_text().split()[0]), signal.SIGKILL)
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None  # the writer is in the middle of it
+
+
+def _tree(pid: int) -> Sequence[int]:
+    try:
+        return [*(c.pid for c in psutil.Process(pid).children(recursive=True)), pid]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
