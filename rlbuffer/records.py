@@ -16,40 +16,24 @@ Records are frozen; their invariants are checked once, at construction, and viol
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlbuffer.columns import COLUMN_NAME, REQUIRED_COLUMNS, as_column, as_finite, same
+from rlbuffer.columns import COLUMN_NAME, MAX_ARRAYS, REQUIRED_COLUMNS, as_column
 from rlbuffer.errors import InvalidRollout
+from rlbuffer.infos import ENV_NAME, GROUP_ID, MAX_ROLLOUT_ID, GroupInfo, RolloutInfo, group_fields
+from rlbuffer.spans import Turn, VersionSpan, as_spans, as_turns
+from rlbuffer.values import as_finite, as_flag, as_mapping, as_text, plain, same, shown
 
-GROUP_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
-ENV_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+_T = TypeVar("_T")
+
 REASONS = ("stale", "future", "small", "flat", "oversized", "invalid", "late", "duplicate", "void")
 """Why rollouts are dropped; the order is the order of tables and metrics."""
-
-
-class VersionSpan(NamedTuple):
-    """Tokens ``start`` to ``end`` (exclusive) were sampled by ``policy_version``."""
-
-    policy_version: int
-    start: int
-    end: int
-
-
-class Turn(NamedTuple):
-    """Tokens ``start`` to ``end`` (exclusive) belong to ``role``; reward and metadata of the turn are optional."""
-
-    role: str
-    start: int
-    end: int
-    reward: float | None = None
-    metadata: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,8 +80,7 @@ class Rollout:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        if not isinstance(self.rollout_id, str) or len(self.rollout_id) > 160:
-            raise InvalidRollout(f"rollout_id: expected a string of at most 160 characters, got {self.rollout_id!r}")
+        put(self, "rollout_id", as_text("rollout_id", self.rollout_id, limit=MAX_ROLLOUT_ID))
         for name, dtype in REQUIRED_COLUMNS.items():
             array = as_column(name, getattr(self, name), dtype)
             if array.ndim != 1:
@@ -107,12 +90,8 @@ class Rollout:
         if length == 0:
             raise InvalidRollout("column tokens: empty")
         if int(self.tokens.min()) < 0:
-            raise InvalidRollout(f"column tokens: negative token id at position {int(np.argmin(self.tokens))}")
-        columns = {}
-        for name, values in self.columns.items():
-            if not isinstance(name, str) or not COLUMN_NAME.match(name) or name in REQUIRED_COLUMNS:
-                raise InvalidRollout(f"column name {name!r} is not allowed")
-            columns[name] = as_column(name, values)
+            raise InvalidRollout(f"column tokens: negative token id at position {int(np.argmax(self.tokens < 0))}")
+        columns = _arrays("column", self.columns)
         for name, array in (("loss_mask", self.loss_mask), ("logprobs", self.logprobs), *columns.items()):
             if array.ndim == 0 or len(array) != length:
                 shape = list(array.shape)
@@ -120,20 +99,19 @@ class Rollout:
         if self.loss_mask[0]:
             raise InvalidRollout("column loss_mask: the first token cannot be trained")
         put(self, "columns", MappingProxyType(columns))
-        attachments = {}
-        for name, values in self.attachments.items():
-            if not isinstance(name, str) or not COLUMN_NAME.match(name):
-                raise InvalidRollout(f"attachment name {name!r} is not allowed")
-            attachments[name] = as_column(f"attachment {name}", values)
-        put(self, "attachments", MappingProxyType(attachments))
+        put(self, "attachments", MappingProxyType(_arrays("attachment", self.attachments)))
         if self.reward is not None:
             put(self, "reward", as_finite("reward", self.reward))
-        put(self, "rewards", MappingProxyType({str(k): as_finite(f"rewards.{k}", v) for k, v in self.rewards.items()}))
-        put(self, "successes", MappingProxyType({str(k): bool(v) for k, v in self.successes.items()}))
-        put(self, "version_spans", _spans(self.version_spans, length, self.loss_mask))
-        put(self, "turns", _turns(self.turns, length))
-        put(self, "is_truncated", bool(self.is_truncated))
-        put(self, "metadata", MappingProxyType(dict(self.metadata)))
+        put(self, "rewards", _named_values("rewards", self.rewards, as_finite))
+        put(self, "successes", _named_values("successes", self.successes, as_flag))
+        put(self, "version_spans", as_spans(self.version_spans, length, self.loss_mask))
+        put(self, "turns", as_turns(self.turns, length))
+        put(self, "finish_reason", as_text("finish_reason", self.finish_reason, limit=64))
+        put(self, "is_truncated", as_flag("is_truncated", self.is_truncated))
+        if self.text is not None:
+            put(self, "text", as_text("text", self.text))
+        metadata = plain("metadata", as_mapping("metadata", self.metadata))
+        put(self, "metadata", MappingProxyType(metadata))
 
     @property
     def length(self) -> int:
@@ -175,9 +153,8 @@ class Rollout:
 
         Shapes: ``prompt_ids`` [P], P >= 1; ``token_ids`` and ``logprobs`` [C].
         """
-        prompt = np.asarray(prompt_ids, dtype=np.int32)
-        sampled = np.asarray(token_ids, dtype=np.int32)
-        inference = np.asarray(logprobs, dtype=np.float32)
+        prompt, sampled = (_column("tokens", ids) for ids in (prompt_ids, token_ids))
+        inference = _column("logprobs", logprobs)
         if sampled.shape != inference.shape:
             raise InvalidRollout(
                 f"column logprobs: {list(inference.shape)} rows do not match {list(sampled.shape)} token ids"
@@ -199,26 +176,29 @@ class Rollout:
         """
         tokens, mask, logprobs, spans, marks = [], [], [], [], []
         position = 0
-        for turn in turns:
-            ids = np.asarray(turn["tokens"], dtype=np.int32)
-            inference = turn.get("logprobs")
+        for i, turn in enumerate(turns):
+            for name in ("role", "tokens"):
+                if name not in as_mapping(f"turns[{i}]", turn):
+                    raise InvalidRollout(f"turns[{i}].{name}: missing")
+            ids = _column("tokens", turn["tokens"])
+            sampled = turn.get("logprobs") is not None
+            values = _column("logprobs", turn["logprobs"]) if sampled else np.zeros(len(ids), np.float32)
             end = position + len(ids)
-            tokens.append(ids)
-            mask.append(np.full(len(ids), inference is not None))
-            values = np.zeros(len(ids), np.float32) if inference is None else np.asarray(inference, np.float32)
             if len(values) != len(ids):
                 raise InvalidRollout(f"column logprobs: {len(values)} rows do not match {len(ids)} tokens of a turn")
+            tokens.append(ids)
+            mask.append(np.full(len(ids), sampled))
             logprobs.append(values)
-            if inference is not None and len(ids):
-                spans.append(VersionSpan(int(turn.get("policy_version", policy_version)), position, end))
+            if sampled and len(ids):
+                spans.append(VersionSpan(turn.get("policy_version", policy_version), position, end))
             marks.append(Turn(turn["role"], position, end, turn.get("reward"), turn.get("metadata")))
             position = end
         if not tokens:
             raise InvalidRollout("turns: empty")
         return cls(
-            tokens=np.concatenate(tokens),
-            loss_mask=np.concatenate(mask),
-            logprobs=np.concatenate(logprobs),
+            tokens=_joined(tokens),
+            loss_mask=_joined(mask),
+            logprobs=_joined(logprobs),
             reward=reward,
             version_spans=tuple(spans) or (VersionSpan(policy_version, 0, position),),
             turns=tuple(marks),
@@ -232,103 +212,49 @@ class Rollout:
 
     __hash__ = None  # type: ignore[assignment]
 
-
-def _spans(spans: Sequence[Any], length: int, mask: NDArray[np.bool_]) -> tuple[VersionSpan, ...]:
-    out, position = [], 0
-    covered = np.zeros(length, np.bool_)
-    for item in spans:
-        try:
-            version, start, end = (int(x) for x in item)
-        except (TypeError, ValueError):
-            raise InvalidRollout(f"version_spans: expected (policy_version, start, end), got {item!r}") from None
-        if version < 0:
-            raise InvalidRollout(f"version_spans: negative policy version {version}")
-        if not position <= start < end <= length:
-            raise InvalidRollout(f"version_spans: [{start}, {end}) is out of order or outside {length} tokens")
-        covered[start:end] = True
-        position = end
-        out.append(VersionSpan(version, start, end))
-    if not out:
-        raise InvalidRollout("version_spans: at least one is required")
-    bare = mask & ~covered
-    if bare.any():
-        raise InvalidRollout(f"version_spans: the trained token at position {int(np.argmax(bare))} is in no span")
-    return tuple(out)
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Read-only mappings do not pickle; samplers do send rollouts between their own processes.
+        return _rebuilt, (type(self), _field_values(self))
 
 
-def _turns(turns: Sequence[Any], length: int) -> tuple[Turn, ...]:
-    out, position = [], 0
-    for item in turns:
-        try:
-            turn = Turn(*item)
-            start, end = int(turn.start), int(turn.end)
-        except (TypeError, ValueError):
-            raise InvalidRollout(f"turns: expected (role, start, end, reward?, metadata?), got {item!r}") from None
-        if not position <= start <= end <= length:
-            raise InvalidRollout(f"turns: [{start}, {end}) is out of order or outside {length} tokens")
-        position = end
-        reward = None if turn.reward is None else as_finite("turns.reward", turn.reward)
-        out.append(Turn(str(turn.role), start, end, reward, dict(turn.metadata) if turn.metadata else None))
-    return tuple(out)
+def _column(name: str, values: ArrayLike) -> NDArray[Any]:
+    array = as_column(name, values, REQUIRED_COLUMNS[name])
+    if array.ndim != 1:
+        raise InvalidRollout(f"column {name}: expected shape [n], got {list(array.shape)}")
+    return array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutInfo:
-    """What the batcher sees of one rollout."""
-
-    rollout_id: str
-    """Unique in the run."""
-    length: int
-    """Tokens."""
-    prompt_tokens: int
-    """Tokens before the first trained one."""
-    loss_tokens: int
-    """Trained tokens."""
-    reward: float | None
-    """Finite scalar, or None until scored."""
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    """Named components of the reward."""
-    min_version: int
-    """Oldest policy version that sampled a token."""
-    max_version: int
-    """Newest policy version that sampled a token."""
-    turns: int = 0
-    """Number of turns."""
-    is_truncated: bool = False
-    """Sampling ended at a length limit."""
-    size: int = 0
-    """Bytes of the encoded payload; 0 before encoding."""
-    checksum: int = 0
-    """CRC-32 of the encoded payload; 0 before encoding."""
+def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    joined = np.concatenate(arrays)
+    joined.flags.writeable = False  # ours alone: the record keeps it without another copy
+    return joined
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupInfo:
-    """What the batcher sees of one push: a group, or a part of one, without its payload."""
+def _arrays(kind: str, values: Any) -> dict[str, NDArray[Any]]:
+    out = {}
+    for name, array in as_mapping(f"{kind}s", values).items():
+        if not isinstance(name, str) or not COLUMN_NAME.match(name) or (kind == "column" and name in REQUIRED_COLUMNS):
+            raise InvalidRollout(f"{kind} name {shown(name)} is not allowed")
+        out[str(name)] = as_column(name, array, kind=kind)
+    if len(out) > MAX_ARRAYS:
+        raise InvalidRollout(f"{kind}s: {len(out)} are more than {MAX_ARRAYS}")
+    return out
 
-    group_id: str
-    """`[A-Za-z0-9_.:-]{1,128}`, unique in the run."""
-    env: str
-    """Named source of tasks."""
-    prompt_id: str
-    """What the rollouts share."""
-    adapter: str = ""
-    """LoRA adapter that sampled them; "" is all weights."""
-    planned_size: int
-    """Rollouts planned for the whole group."""
-    rollouts: tuple[RolloutInfo, ...]
-    """The rollouts of this push, in payload order: rollout i is payload field ``str(i)``."""
-    needs: tuple[str, ...] = ()
-    """What must still be added before the group is ready, e.g. ``ref_logprobs``."""
-    worker: str = ""
-    """Who pushed it."""
-    created: float | None = None
-    """Unix seconds at the worker; None when unknown. Shown to people, decides nothing."""
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of all rollouts in this push."""
-        return sum(r.length for r in self.rollouts)
+def _named_values(field_name: str, values: Any, check: Callable[[str, Any], _T]) -> Mapping[str, _T]:
+    out = {}
+    for name, value in as_mapping(field_name, values).items():
+        out[as_text(f"{field_name} name", name, limit=64)] = check(f"{field_name}.{name}", value)
+    return MappingProxyType(out)
+
+
+def _field_values(record: Any) -> dict[str, Any]:
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    return {k: dict(v) if isinstance(v, MappingProxyType) else v for k, v in values.items()}
+
+
+def _rebuilt(cls: type[_T], values: Mapping[str, Any]) -> _T:
+    return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,28 +286,28 @@ class Group:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        if not isinstance(self.group_id, str) or not GROUP_ID.match(self.group_id):
-            raise InvalidRollout(f"group_id: expected {GROUP_ID.pattern[:-2]}, got {self.group_id!r}")
-        if not isinstance(self.env, str) or not ENV_NAME.match(self.env):
-            raise InvalidRollout(f"env: expected {ENV_NAME.pattern[:-2]}, got {self.env!r}")
-        if not isinstance(self.prompt_id, str) or len(self.prompt_id) > 256:
-            raise InvalidRollout(f"prompt_id: expected a string of at most 256 characters, got {self.prompt_id!r}")
+        for name, value in group_fields(self).items():
+            put(self, name, value)
         rollouts = tuple(self.rollouts)
         if not rollouts:
             raise InvalidRollout("rollouts: empty")
-        if isinstance(self.planned_size, bool) or not isinstance(self.planned_size, int) or self.planned_size < 1:
-            raise InvalidRollout(f"planned_size: expected a positive integer, got {self.planned_size!r}")
+        for i, rollout in enumerate(rollouts):
+            if not isinstance(rollout, Rollout):
+                raise InvalidRollout(f"rollouts[{i}]: expected a Rollout, got {shown(rollout)}")
         if len(rollouts) > self.planned_size:
             raise InvalidRollout(f"rollouts: {len(rollouts)} are more than planned_size = {self.planned_size}")
-        if any(not r.rollout_id for r in rollouts):
-            rollouts = tuple(_named(r, f"{self.group_id}/{i}") for i, r in enumerate(rollouts))
+        rollouts = tuple(_named(r, f"{self.group_id}/{i}") for i, r in enumerate(rollouts))
         ids = [r.rollout_id for r in rollouts]
         if len(set(ids)) != len(ids):
             twice = next(i for i in ids if ids.count(i) > 1)
             raise InvalidRollout(f"rollouts: id {twice!r} occurs twice in group {self.group_id}")
         put(self, "rollouts", rollouts)
-        put(self, "metadata", MappingProxyType(dict(self.metadata)))
-        put(self, "needs", tuple(str(n) for n in self.needs))
+        put(self, "answer", plain("answer", self.answer))
+        metadata = plain("metadata", as_mapping("metadata", self.metadata))
+        put(self, "metadata", MappingProxyType(metadata))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), _field_values(self))
 
     def info(self) -> GroupInfo:
         """What the batcher sees of this group: no payloads."""
@@ -401,7 +327,7 @@ class Group:
                     prompt_tokens=r.prompt_tokens,
                     loss_tokens=r.loss_tokens,
                     reward=r.reward,
-                    rewards=r.rewards,
+                    rewards=dict(r.rewards),
                     min_version=r.min_policy_version,
                     max_version=r.max_policy_version,
                     turns=len(r.turns),
@@ -413,10 +339,13 @@ class Group:
 
 
 def _named(rollout: Rollout, rollout_id: str) -> Rollout:
+    """The same rollout with an id where it has none; its other fields were checked already."""
     if rollout.rollout_id:
         return rollout
-    values = {f.name: getattr(rollout, f.name) for f in fields(rollout)}
-    return Rollout(**(values | {"rollout_id": rollout_id}))
+    copy = object.__new__(Rollout)
+    for f in fields(rollout):
+        object.__setattr__(copy, f.name, rollout_id if f.name == "rollout_id" else getattr(rollout, f.name))
+    return copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,119 @@
+"""What the batcher sees: rollouts and groups without their payloads, about 100 bytes a rollout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlbuffer.errors import InvalidRollout
+from rlbuffer.values import as_finite, as_integer, as_text, shown
+
+GROUP_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
+ENV_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+MAX_ROLLOUT_ID = 160
+"""Characters: a group id, a slash and an index fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutInfo:
+    """What the batcher sees of one rollout."""
+
+    rollout_id: str
+    """Unique in the run."""
+    length: int
+    """Tokens."""
+    prompt_tokens: int
+    """Tokens before the first trained one."""
+    loss_tokens: int
+    """Trained tokens."""
+    reward: float | None
+    """Finite scalar, or None until scored."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Named components of the reward."""
+    min_version: int
+    """Oldest policy version that sampled a token."""
+    max_version: int
+    """Newest policy version that sampled a token."""
+    turns: int = 0
+    """Number of turns."""
+    is_truncated: bool = False
+    """Sampling ended at a length limit."""
+    size: int = 0
+    """Bytes of the encoded payload; 0 before encoding."""
+    checksum: int = 0
+    """CRC-32 that the encoded payload carries in its header; 0 before encoding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupInfo:
+    """What the batcher sees of one push: a group, or a part of one, without its payload."""
+
+    group_id: str
+    """`[A-Za-z0-9_.:-]{1,128}`, unique in the run."""
+    env: str
+    """Named source of tasks."""
+    prompt_id: str
+    """What the rollouts share."""
+    adapter: str = ""
+    """LoRA adapter that sampled them; "" is all weights."""
+    planned_size: int
+    """Rollouts planned for the whole group."""
+    rollouts: tuple[RolloutInfo, ...]
+    """The rollouts of this push, in payload order: rollout i is payload field ``str(i)``."""
+    needs: tuple[str, ...] = ()
+    """What must still be added before the group is ready, e.g. ``ref_logprobs``."""
+    worker: str = ""
+    """Who pushed it."""
+    created: float | None = None
+    """Unix seconds at the worker; None when unknown. Shown to people, decides nothing."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rollouts in this push."""
+        return sum(r.length for r in self.rollouts)
+
+
+class GroupFields(Protocol):
+    """What a group and its info have in common."""
+
+    @property
+    def group_id(self) -> str: ...
+    @property
+    def env(self) -> str: ...
+    @property
+    def prompt_id(self) -> str: ...
+    @property
+    def adapter(self) -> str: ...
+    @property
+    def planned_size(self) -> int: ...
+    @property
+    def needs(self) -> tuple[str, ...]: ...
+    @property
+    def worker(self) -> str: ...
+    @property
+    def created(self) -> float | None: ...
+
+
+def group_fields(record: GroupFields) -> dict[str, Any]:
+    """What a group and its info have in common, checked: everything but the rollouts.
+
+    Raises:
+        InvalidRollout: a field is of the wrong type or outside its range.
+    """
+    for name, pattern in (("group_id", GROUP_ID), ("env", ENV_NAME)):
+        value = getattr(record, name)
+        if not isinstance(value, str) or not pattern.match(value):
+            raise InvalidRollout(f"{name}: expected {pattern.pattern[:-2]}, got {shown(value)}")
+    needs: object = record.needs
+    if not isinstance(needs, list | tuple):
+        raise InvalidRollout(f"needs: expected a list of names, got {shown(needs)}")
+    return {
+        "prompt_id": as_text("prompt_id", record.prompt_id, limit=256),
+        "adapter": as_text("adapter", record.adapter, limit=128),
+        "worker": as_text("worker", record.worker, limit=128),
+        "planned_size": as_integer("planned_size", record.planned_size, low=1, high=2**31 - 1),
+        "needs": tuple(as_text(f"needs[{i}]", n, limit=64) for i, n in enumerate(needs)),
+        "created": None if record.created is None else as_finite("created", record.created),
+    }

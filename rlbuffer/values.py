@@ -1,0 +1,128 @@
+"""Scalars, names and free-form values of a record, checked once and made plain.
+
+What a user hands over may be a numpy scalar, a tuple, or a nested dict that the user goes on changing. What a record
+keeps is a copy in the types that msgpack knows, so that a record equals itself after the wire and cannot change behind
+its checks.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlbuffer.errors import InvalidRollout
+
+MAX_DEPTH = 32
+"""Levels of lists and maps in metadata and answers: deep enough for any record, far from the interpreter's stack."""
+MAX_COUNT = 2**53 - 1
+"""Largest version or count: the last integer that a Lua number holds exactly."""
+
+
+def as_finite(name: str, value: Any) -> float:
+    """`value` as a finite float; strings and booleans are no numbers."""
+    if isinstance(value, str | bytes | bytearray | bool | np.bool_):
+        raise InvalidRollout(f"{name}: expected a number, got {shown(value)}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRollout(f"{name}: expected a number, got {shown(value)}") from None
+    if not math.isfinite(number):
+        raise InvalidRollout(f"{name}: expected a finite number, got {number!r}")
+    return number
+
+
+def as_integer(name: str, value: Any, *, low: int = 0, high: int = MAX_COUNT) -> int:
+    """`value` as an int from `low` to `high`; floats and booleans are no integers."""
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidRollout(f"{name}: expected an integer, got {shown(value)}") from None
+    if not low <= number <= high:
+        raise InvalidRollout(f"{name}: {shown(number)} is outside {low}..{high}")
+    return number
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """`value` as a bool; nothing else is one, because ``bool("false")`` is True."""
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidRollout(f"{name}: expected true or false, got {shown(value)}")
+    return bool(value)
+
+
+def as_text(name: str, value: Any, *, limit: int | None = None) -> str:
+    """`value` if it is a string of at most `limit` characters that UTF-8 can hold."""
+    if not isinstance(value, str) or (limit is not None and len(value) > limit):
+        most = "" if limit is None else f" of at most {limit} characters"
+        raise InvalidRollout(f"{name}: expected a string{most}, got {shown(value)}")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRollout(f"{name}: not valid Unicode at position {error.start}") from None
+    return str(value)
+
+
+def as_mapping(name: str, value: Any) -> Mapping[Any, Any]:
+    """`value` if it is a mapping."""
+    if not isinstance(value, Mapping):
+        raise InvalidRollout(f"{name}: expected a mapping, got {shown(value)}")
+    return value
+
+
+def plain(name: str, value: Any, *, depth: int = MAX_DEPTH) -> Any:
+    """A deep copy of `value` in msgpack types: None, bool, int, finite float, str, bytes, list, dict with str keys.
+
+    Tuples become lists and numpy scalars become Python's, as they would on the wire.
+
+    Raises:
+        InvalidRollout: another type, a number that is not finite or outside 64 bits, or more than `depth` levels.
+    """
+    if value is None or isinstance(value, bool | bytes):
+        return value
+    if isinstance(value, str):
+        return as_text(name, value)
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, int | np.integer):
+        return as_integer(name, value, low=-(2**63), high=2**64 - 1)
+    if isinstance(value, float | np.floating):
+        return as_finite(name, value)
+    if isinstance(value, list | tuple | Mapping) and depth <= 0:
+        raise InvalidRollout(f"{name}: nested too deeply")
+    if isinstance(value, list | tuple):
+        return [plain(f"{name}[{i}]", item, depth=depth - 1) for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        out = {}
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise InvalidRollout(f"{name}: expected string keys, got {shown(key)}")
+            as_text(name, key)
+            out[str(key)] = plain(f"{name}.{key}", item, depth=depth - 1)
+        return out
+    hint = "; arrays belong to columns or attachments" if isinstance(value, np.ndarray) else ""
+    raise InvalidRollout(f"{name}: {type(value).__name__} cannot be stored{hint}")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality in which arrays compare by dtype, shape and value, also inside mappings."""
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return bool(a == b)
+
+
+def shown(value: Any) -> str:
+    """`value` for a message: whatever it is, one short line. Huge ints have no repr, huge lists too much of one."""
+    try:
+        text = value[:80].__repr__() if isinstance(value, str | bytes | list | tuple) else repr(value)
+    except ValueError:
+        return f"a value of type {type(value).__name__}"
+    text = " ".join(text.split())
+    return text if len(text) <= 100 else text[:97] + "..."
