@@ -109,6 +109,10 @@ class CheckpointError(RlbufferError):
     """A checkpoint cannot be read or does not belong to this run."""
 
 
+class RankFailed(RlbufferError):
+    """Another rank of the trainer failed; its own message says why."""
+
+
 class PackedForwardError(RlbufferError):
     """The model does not give the same logprobs packed as separately."""
 

@@ -1,0 +1,146 @@
+"""One micro-batch through the policy, and one optimizer update made of micro-batches.
+
+Alignment: everything in a micro-batch belongs to the token itself, and the logits that predict a token stand one
+place before it. Only trained tokens pass the head, so prompts and padding cost no logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rlbuffer.batches import MicroBatch, Normalizers
+from rlbuffer.errors import RlbufferError
+from rlbuffer.settings import TrainerSettings
+from rlbuffer.trainer.losses import TrainedTokens, loss_of
+
+SUMS = ("loss", "entropy", "kl", "clipped", "loss_tokens", "tokens")
+"""What every update sums over its micro-batches, and the ranks over each other. ``tokens`` is without padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """What one update did on this rank."""
+
+    sums: Tensor
+    """[len(SUMS)] float64, of this rank."""
+    gradient_norm: float
+    """Global L2 norm before clipping; the same on all ranks."""
+
+
+def trained_tokens(policy: nn.Module, micro_batch: MicroBatch, *, temperature: float = 1.0) -> TrainedTokens:
+    """Runs the policy over a micro-batch that holds torch tensors and gives what the losses need of it.
+
+    A column ``temperatures`` wins over `temperature`.
+    """
+    arrays: Any = micro_batch
+    chosen = torch.nonzero(arrays.loss_mask)[:, 0]
+    if len(chosen) and int(chosen[0]) == 0:
+        raise RlbufferError("micro-batch: token 0 is trained, but nothing predicts it")
+    temperatures = arrays.columns.get("temperatures")
+    scale: Tensor | float = temperature if temperatures is None else temperatures[chosen]
+    logprobs, entropy = policy(arrays.input_ids, arrays.position_ids, arrays.cu_seqlens, chosen, scale)
+    reference = arrays.columns.get("ref_logprobs")
+    return TrainedTokens(
+        logprobs=logprobs,
+        entropy=entropy,
+        inference_logprobs=arrays.logprobs[chosen].to(logprobs.dtype),
+        advantages=arrays.advantages[chosen].to(logprobs.dtype),
+        rollout=arrays.sample_index[chosen].long(),
+        ref_logprobs=None if reference is None else reference[chosen].to(logprobs.dtype),
+    )
+
+
+def accumulate(
+    policy: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    settings: TrainerSettings,
+    normalizers: Normalizers,
+    *,
+    world_size: int,
+    longest: int,
+    device: torch.device,
+) -> Tensor:
+    """Adds the gradients of one update, exchanged and averaged over ranks in the last backward pass. -> sums [SUMS].
+
+    Gradients are averaged over ranks, so the loss is multiplied by their number: what remains is the sum over all
+    ranks of terms over global counts. A dummy micro-batch has no trained token, so its loss is an empty sum; that is
+    still a function of every parameter (with gradient 0), so every rank makes the same exchanges.
+    """
+    sums = torch.zeros(len(SUMS), dtype=torch.float64)
+    for i, host_batch in enumerate(micro_batches):
+        micro_batch = host_batch.to(device)
+        is_last = i == len(micro_batches) - 1
+        quiet = policy.no_sync() if isinstance(policy, DistributedDataParallel) and not is_last else nullcontext()
+        with quiet:
+            tokens = trained_tokens(policy, micro_batch, temperature=settings.temperature)
+            share = loss_of(tokens, settings, normalizers, longest=longest)
+            (share * world_size).backward()  # type: ignore[no-untyped-call]
+        sums += _sums(tokens, share, micro_batch, settings)
+    return sums
+
+
+def take_step(
+    policy: nn.Module, optimizer: torch.optim.Optimizer, *, learning_rate: float, gradient_clip: float, place: str
+) -> float:
+    """Clips the averaged gradient and updates the parameters. -> the gradient's norm before clipping.
+
+    Raises:
+        RlbufferError: the norm is not finite. Every rank sees the same one, and so all stop.
+    """
+    parameters = [p for p in policy.parameters() if p.grad is not None]
+    norm = float(nn.utils.clip_grad_norm_(parameters, gradient_clip))
+    if not torch.isfinite(torch.tensor(norm)):
+        raise RlbufferError(
+            f"{place}: the gradient's norm is {norm}. The parameters are left as they were; look at the step with "
+            "`rlbuffer inspect`, lower trainer.learning_rate or trainer.max_ratio, or resume from an older checkpoint"
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def make_optimizer(policy: nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:
+    """AdamW; weight decay for matrices only, since norms and biases have nothing to shrink to."""
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas, foreach=True
+    )
+
+
+def learning_rate_at(update: int, settings: TrainerSettings) -> float:
+    """Of the given update, from 1: linear warm-up, then constant."""
+    if not settings.warmup_steps:
+        return settings.learning_rate
+    return settings.learning_rate * min(1.0, update / settings.warmup_steps)
+
+
+@torch.no_grad()
+def _sums(tokens: TrainedTokens, share: Tensor, micro_batch: MicroBatch, settings: TrainerSettings) -> Tensor:
+    """Of one micro-batch, in the order of :data:`SUMS`. kl is the k3 estimate to the inference policy."""
+    difference = (tokens.logprobs - tokens.inference_logprobs).double()
+    ratio = torch.exp(difference)
+    clipped = (ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high)
+    values = torch.stack(
+        [
+            share.double(),
+            tokens.entropy.double().sum(),
+            (ratio - 1 - difference).sum(),
+            clipped.double().sum(),
+            torch.tensor(float(len(difference)), dtype=torch.float64, device=share.device),
+            torch.tensor(float(sum(s.length for s in micro_batch.samples)), dtype=torch.float64, device=share.device),
+        ]
+    )
+    return values.cpu()
