@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.values import as_finite, as_integer, as_text, plain, shown
 
+MAX_SPANS = 2**14
+"""Version spans, and turns, of one rollout."""
+
 
 class VersionSpan(NamedTuple):
     """Tokens ``start`` to ``end`` (exclusive) were sampled by ``policy_version``."""
@@ -48,6 +51,7 @@ def as_spans(spans: Any, length: int, mask: NDArray[np.bool_]) -> tuple[VersionS
         covered[start:end] = True
         position = end
         out.append(VersionSpan(version, start, end))
+    _few("version_spans", len(out))
     if not out:
         raise InvalidRollout("version_spans: at least one is required")
     bare = mask & ~covered
@@ -75,6 +79,7 @@ def as_turns(turns: Any, length: int) -> tuple[Turn, ...]:
                 raise InvalidRollout(f"turns[{i}].metadata: expected a mapping, got {shown(turn.metadata)}")
             metadata = plain(f"turns[{i}].metadata", turn.metadata) or None
         out.append(Turn(role, start, position, reward, metadata))
+    _few("turns", len(out))
     return tuple(out)
 
 
@@ -89,3 +94,8 @@ def _bounds(name: str, start: Any, end: Any, position: int, length: int) -> tupl
     if not position <= low <= high <= length:
         raise InvalidRollout(f"{name}: [{low}, {high}) is out of order or outside {length} tokens")
     return low, high
+
+
+def _few(name: str, count: int) -> None:
+    if count > MAX_SPANS:
+        raise InvalidRollout(f"{name}: {count} are more than {MAX_SPANS}")

@@ -18,6 +18,8 @@ from rlbuffer.errors import InvalidRollout
 
 MAX_DEPTH = 32
 """Levels of lists and maps in metadata and answers: deep enough for any record, far from the interpreter's stack."""
+MAX_ITEMS = 2**16
+"""Items of one list or map in metadata and answers; more than that is an array."""
 MAX_COUNT = 2**53 - 1
 """Largest version or count: the last integer that a Lua number holds exactly."""
 
@@ -75,13 +77,14 @@ def as_mapping(name: str, value: Any) -> Mapping[Any, Any]:
     return value
 
 
-def plain(name: str, value: Any, *, depth: int = MAX_DEPTH) -> Any:
+def plain(name: str, value: Any, *, depth: int = MAX_DEPTH, items: int = MAX_ITEMS) -> Any:
     """A deep copy of `value` in msgpack types: None, bool, int, finite float, str, bytes, list, dict with str keys.
 
     Tuples become lists and numpy scalars become Python's, as they would on the wire.
 
     Raises:
-        InvalidRollout: another type, a number that is not finite or outside 64 bits, or more than `depth` levels.
+        InvalidRollout: another type, a number that is not finite or outside 64 bits, more than `depth` levels, or
+            more than `items` in one list or map.
     """
     if value is None or isinstance(value, bool | bytes):
         return value
@@ -93,17 +96,21 @@ def plain(name: str, value: Any, *, depth: int = MAX_DEPTH) -> Any:
         return as_integer(name, value, low=-(2**63), high=2**64 - 1)
     if isinstance(value, float | np.floating):
         return as_finite(name, value)
-    if isinstance(value, list | tuple | Mapping) and depth <= 0:
-        raise InvalidRollout(f"{name}: nested too deeply")
-    if isinstance(value, list | tuple):
-        return [plain(f"{name}[{i}]", item, depth=depth - 1) for i, item in enumerate(value)]
-    if isinstance(value, Mapping):
+    if isinstance(value, list | tuple | Mapping):
+        if depth <= 0:
+            raise InvalidRollout(f"{name}: nested too deeply")
+        if len(value) > items:
+            raise InvalidRollout(
+                f"{name}: {len(value)} items, more than {items}; arrays belong to columns or attachments"
+            )
+        if not isinstance(value, Mapping):
+            return [plain(f"{name}[{i}]", item, depth=depth - 1, items=items) for i, item in enumerate(value)]
         out = {}
         for key, item in value.items():
             if not isinstance(key, str):
                 raise InvalidRollout(f"{name}: expected string keys, got {shown(key)}")
-            as_text(name, key)
-            out[str(key)] = plain(f"{name}.{key}", item, depth=depth - 1)
+            as_text(f"{name} key", key)
+            out[str(key)] = plain(f"{name}.{key}", item, depth=depth - 1, items=items)
         return out
     hint = "; arrays belong to columns or attachments" if isinstance(value, np.ndarray) else ""
     raise InvalidRollout(f"{name}: {type(value).__name__} cannot be stored{hint}")

@@ -1,0 +1,213 @@
+"""A push's metadata: what the batcher reads of a group, as one msgpack map of at most 64 KiB.
+
+Numbers of a rollout take one fixed row of 49 bytes, a named reward 9 more; ids take nothing when they are
+``<group_id>/<index>``. The map's last value is a CRC-32 of all bytes before it: an entry that was damaged on its way
+can be told from one that was written wrongly, and neither is believed.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rlbuffer.errors import InvalidRollout, PayloadError
+from rlbuffer.infos import MAX_ROLLOUT_ID, GroupInfo, RolloutInfo, group_fields
+from rlbuffer.messages import dumps, loads
+from rlbuffer.values import MAX_COUNT, as_text
+
+MAX_PAYLOAD_BYTES = 64 * 2**20
+"""Bytes of one rollout's payload."""
+MAX_METADATA_BYTES = 64 * 2**10
+"""Bytes of one push's metadata: the leader reads it all, and keeps what it reads."""
+
+_FORMAT = 1
+_ROW = struct.Struct("<IIIIdQQBII")
+"""length, prompt tokens, loss tokens, turns, reward, min version, max version, flags, size, checksum."""
+_HAS_REWARD, _IS_TRUNCATED = 1, 2
+_GROUP_KEYS = ("group_id", "env", "prompt_id", "adapter", "planned_size", "needs", "worker", "created")
+_KEYS = ("format", *_GROUP_KEYS, "ids", "rows", "rewards", "checksum")
+_UNSET = 0xFFFFFFFF
+"""Stands for the checksum while the map is packed: its width is that of every checksum."""
+
+
+def encode_info(info: GroupInfo) -> bytes:
+    """The metadata of a push.
+
+    Raises:
+        InvalidRollout: it is larger than 64 KiB, or a value is outside its range.
+    """
+    try:
+        info = _checked(info)
+    except InvalidRollout as error:
+        raise InvalidRollout(f"group {info.group_id}: {error}") from None
+    values: dict[str, Any] = {"format": _FORMAT} | {key: getattr(info, key) for key in _GROUP_KEYS}
+    ids = [r.rollout_id for r in info.rollouts]
+    values["ids"] = None if ids == _default_ids(info.group_id, len(ids)) else ids
+    values["rows"] = b"".join(_row(r) for r in info.rollouts)
+    values["rewards"] = _packed_rewards([r.rewards for r in info.rollouts])
+    values["checksum"] = _UNSET
+    try:
+        data = dumps(values)[:-4]
+    except PayloadError as error:
+        raise InvalidRollout(f"group {info.group_id}: metadata {error}") from None
+    data += struct.pack(">I", zlib.crc32(data))
+    if len(data) > MAX_METADATA_BYTES:
+        names = sorted({name for r in info.rollouts for name in r.rewards})
+        raise InvalidRollout(
+            f"group {info.group_id}: metadata of {len(data)} bytes is above the limit of {MAX_METADATA_BYTES} "
+            f"(64 KiB): {len(ids)} rollouts with {len(names)} named rewards; push the group in parts"
+        )
+    return data
+
+
+def decode_info(data: bytes) -> GroupInfo:
+    """What a push's metadata says.
+
+    Raises:
+        PayloadError: above 64 KiB, damaged, not the map of this format, or a value outside its range.
+    """
+    if not isinstance(data, bytes):
+        raise PayloadError(f"expected bytes, got {type(data).__name__}")
+    values = loads(data, limit=MAX_METADATA_BYTES)
+    if not isinstance(values, dict) or tuple(values) != _KEYS:
+        raise PayloadError("invalid metadata: not the map of this format")
+    if type(values["format"]) is not int or values["format"] != _FORMAT:
+        raise PayloadError(f"metadata format {values['format']!r} is not the one this version reads, {_FORMAT}")
+    actual = zlib.crc32(data[:-4])
+    if data[-5] != 0xCE or values["checksum"] != actual:
+        raise PayloadError(f"metadata is damaged: checksum {actual:08x}, expected {values['checksum']!r}")
+    try:
+        info = _checked(_group(values))
+    except PayloadError:
+        raise
+    except (InvalidRollout, ValueError, TypeError, OverflowError) as error:
+        raise PayloadError(f"invalid metadata: {error}") from None
+    return info
+
+
+def _row(r: RolloutInfo) -> bytes:
+    flags = (_HAS_REWARD if r.reward is not None else 0) | (_IS_TRUNCATED if r.is_truncated else 0)
+    reward = 0.0 if r.reward is None else r.reward
+    return _ROW.pack(
+        r.length,
+        r.prompt_tokens,
+        r.loss_tokens,
+        r.turns,
+        reward,
+        r.min_version,
+        r.max_version,
+        flags,
+        r.size,
+        r.checksum,
+    )
+
+
+def _group(values: Mapping[str, Any]) -> GroupInfo:
+    rows, ids = values["rows"], values["ids"]
+    if not isinstance(rows, bytes) or not rows or len(rows) % _ROW.size:
+        raise PayloadError("invalid metadata: rows")
+    count = len(rows) // _ROW.size
+    if not isinstance(values["group_id"], str):
+        raise PayloadError("invalid metadata: group_id")
+    if ids is None:
+        ids = _default_ids(values["group_id"], count)
+    elif not isinstance(ids, list) or len(ids) != count:
+        raise PayloadError("invalid metadata: ids")
+    if not isinstance(values["needs"], list):
+        raise PayloadError("invalid metadata: needs")
+    rewards = _unpacked_rewards(values["rewards"], count)
+    rollouts = []
+    for i, row in enumerate(_ROW.iter_unpack(rows)):
+        length, prompt_tokens, loss_tokens, turns, reward, low, high, flags, size, checksum = row
+        if flags & ~(_HAS_REWARD | _IS_TRUNCATED) or (not flags & _HAS_REWARD and reward != 0.0):
+            raise PayloadError(f"invalid metadata: flags of rollout {i}")
+        rollouts.append(
+            RolloutInfo(
+                rollout_id=ids[i],
+                length=length,
+                prompt_tokens=prompt_tokens,
+                loss_tokens=loss_tokens,
+                reward=reward if flags & _HAS_REWARD else None,
+                rewards=rewards[i],
+                min_version=low,
+                max_version=high,
+                turns=turns,
+                is_truncated=bool(flags & _IS_TRUNCATED),
+                size=size,
+                checksum=checksum,
+            )
+        )
+    fields = {key: values[key] for key in _GROUP_KEYS} | {"needs": tuple(values["needs"])}
+    return GroupInfo(**fields, rollouts=tuple(rollouts))
+
+
+def _checked(info: GroupInfo) -> GroupInfo:
+    info = replace(info, **group_fields(info))
+    count = len(info.rollouts)
+    if not 1 <= count <= info.planned_size:
+        raise InvalidRollout(f"rollouts: {count} do not fit planned_size = {info.planned_size}")
+    for rollout in info.rollouts:
+        if not as_text("rollout_id", rollout.rollout_id, limit=MAX_ROLLOUT_ID):
+            raise InvalidRollout("rollout_id: empty")
+    if len({r.rollout_id for r in info.rollouts}) != count:
+        raise InvalidRollout(f"rollouts: an id occurs twice in group {info.group_id}")
+    for rollout in info.rollouts:
+        _check_rollout(rollout)
+    return info
+
+
+def _check_rollout(r: RolloutInfo) -> None:
+    trained = r.loss_tokens > 0
+    if not (
+        1 <= r.prompt_tokens <= r.length <= MAX_PAYLOAD_BYTES
+        and 0 <= r.loss_tokens <= r.length - r.prompt_tokens
+        and trained == (r.prompt_tokens < r.length)
+    ):
+        raise InvalidRollout(
+            f"rollout {r.rollout_id}: {r.loss_tokens} loss tokens after {r.prompt_tokens} prompt tokens do not fit "
+            f"{r.length} tokens"
+        )
+    if not 0 <= r.min_version <= r.max_version <= MAX_COUNT:
+        raise InvalidRollout(f"rollout {r.rollout_id}: policy versions {r.min_version}..{r.max_version}")
+    if not 0 <= r.size <= MAX_PAYLOAD_BYTES or not 0 <= r.checksum <= 0xFFFFFFFF or not 0 <= r.turns <= 0xFFFFFFFF:
+        raise InvalidRollout(f"rollout {r.rollout_id}: {r.turns} turns, {r.size} bytes, checksum {r.checksum}")
+    for name, value in (("reward", r.reward), *r.rewards.items()):
+        if value is not None and not math.isfinite(value):
+            raise InvalidRollout(f"rollout {r.rollout_id}: {name} is not finite")
+
+
+def _default_ids(group_id: str, count: int) -> list[str]:
+    return [f"{group_id}/{i}" for i in range(count)]
+
+
+def _packed_rewards(rewards: list[Mapping[str, float]]) -> dict[str, list[bytes]]:
+    """name -> [which rollouts have it, a byte each; their values, 8 bytes each]."""
+    names = dict.fromkeys(name for named in rewards for name in named)
+    return {
+        name: [
+            bytes(name in named for named in rewards),
+            struct.pack(f"<{sum(name in named for named in rewards)}d", *(n[name] for n in rewards if name in n)),
+        ]
+        for name in names
+    }
+
+
+def _unpacked_rewards(packed: Any, count: int) -> list[dict[str, float]]:
+    if not isinstance(packed, dict):
+        raise PayloadError("invalid metadata: rewards")
+    rewards: list[dict[str, float]] = [{} for _ in range(count)]
+    for name, item in packed.items():
+        as_text("rewards name", name, limit=64)
+        if not isinstance(item, list) or len(item) != 2 or not all(isinstance(x, bytes) for x in item):
+            raise PayloadError("invalid metadata: rewards")
+        present, values = item
+        if len(present) != count or not set(present) <= {0, 1} or len(values) != 8 * sum(present):
+            raise PayloadError("invalid metadata: rewards")
+        owners = (named for named, has in zip(rewards, present, strict=True) if has)
+        for named, (value,) in zip(owners, struct.iter_unpack("<d", values), strict=True):
+            named[name] = value
+    return rewards
