@@ -1,0 +1,1 @@
+"""The command line of rlbuffer. Nothing here is imported by the library."""

@@ -1,0 +1,1 @@
+"""One module per command, each imported only when its command runs."""

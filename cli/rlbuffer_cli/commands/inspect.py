@@ -1,0 +1,117 @@
+"""``rlbuffer inspect``."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from rlbuffer_cli import options
+
+if TYPE_CHECKING:
+    from rlbuffer.client import Buffer
+
+
+@click.command("inspect")
+@click.argument("identifier", metavar="[ID]", required=False)
+@options.common
+@click.option("--where", default="", metavar="FILTER", help="Only groups that match, e.g. 'env:vcopy age>=1'.")
+@click.option("--limit", type=click.IntRange(1), default=30, show_default=True, metavar="N", help="Groups to list.")
+@click.option("--tokens", "window", metavar="A:B", help="Of a rollout: tokens A to B. [default: the first 200]")
+@click.option("--json", "as_json", is_flag=True, help="One object per line: groups, or the group or rollout whole.")
+@click.option("--totals", is_flag=True, help="With --json: the run and its envs instead of groups.")
+def command(
+    identifier: str | None,
+    config: str | None,
+    redis: str | None,
+    run: str | None,
+    home: str | None,
+    where: str,
+    limit: int,
+    window: str | None,
+    as_json: bool,
+    totals: bool,
+) -> int:
+    """Look at the pool, a group or a rollout. Changes nothing.
+
+    Without ID: the run, its envs, and its groups. With the ID of a group: its rollouts. With the ID of a rollout
+    (GROUP/INDEX): its tokens. The beginning of an ID is enough where it is unique. Without --run, the run that was
+    opened last.
+
+    \b
+    Filter fields: env state reason worker id (text, `field:value`, commas for alternatives)
+                   age reward tokens (numbers, `field>=value`, 8k = 8000)
+    States:        forming ready packed trained dropped
+
+    \b
+    Examples:
+      rlbuffer inspect --where 'env:vcopy state:ready reward<0.5'
+      rlbuffer inspect vcopy.120
+      rlbuffer inspect vcopy.120/3 --json
+    """
+    from rlbuffer.filters import parse
+    from rlbuffer_cli.session import open_existing
+
+    parse(where)  # a typing mistake needs no server
+    bounds = _window(window)
+    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+        if identifier is not None:
+            return _one(buffer, identifier, bounds, as_json)
+        return _pool(buffer, where, limit, as_json, totals)
+
+
+def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -> int:
+    from rlbuffer_cli.render import pool
+
+    if as_json and not totals:
+        for view in buffer.groups(where=where, limit=limit):
+            click.echo(json.dumps(pool.group_record(view)))
+        return 0
+    summary = pool.summarize(buffer)
+    if as_json:
+        for record in pool.summary_records(summary):
+            click.echo(json.dumps(record))
+        return 0
+    pool.show(summary, buffer.groups(where=where, limit=limit), where=where, limit=limit)
+    return 0
+
+
+def _one(buffer: Buffer, identifier: str, bounds: tuple[int, int], as_json: bool) -> int:
+    from rlbuffer.errors import NotFound
+    from rlbuffer_cli.render import group
+
+    detail = buffer.group(identifier)
+    if "/" not in identifier:
+        if as_json:
+            click.echo(json.dumps(group.detail_record(detail)))
+        else:
+            group.show_group(detail)
+        return 0
+    tail = identifier.rsplit("/", 1)[1]
+    fitting = [m for m in detail.members if m.rollout_id.rsplit("/", 1)[-1] == tail]
+    fitting = fitting or [m for m in detail.members if m.rollout_id.startswith(identifier)]
+    if len(fitting) != 1:
+        known = ", ".join(m.rollout_id for m in detail.members[:8]) or "none that can still be read"
+        raise NotFound(f"group {detail.view.group_id!r} has no rollout {tail!r}. Its rollouts: {known}.")
+    if as_json:
+        click.echo(json.dumps(group.rollout_record(fitting[0], detail.view)))
+    else:
+        group.show_rollout(detail, fitting[0], bounds)
+    return 0
+
+
+def _window(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return 0, 200
+    first, colon, last = text.partition(":")
+    try:
+        start = int(first) if first else 0
+        end = int(last) if last else start + (200 if colon else 1)
+    except ValueError:
+        raise click.UsageError(f"--tokens takes A:B, e.g. 100:300, got {text!r}") from None
+    if start < 0 or end <= start:
+        raise click.UsageError(f"--tokens takes A:B with 0 <= A < B, got {text!r}")
+    return start, end
+
+

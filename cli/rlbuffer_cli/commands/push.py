@@ -1,0 +1,137 @@
+"""``rlbuffer push``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+from rlbuffer_cli import options
+
+if TYPE_CHECKING:
+    from rlbuffer.records import Group
+
+MAX_LINE_BYTES = 64 * 2**20
+"""Longest line that is parsed: what one rollout may weigh on the wire; more would only cost memory to refuse."""
+_KEY = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
+
+
+@click.command("push")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@options.common
+@click.option("--worker", default="push", show_default=True, metavar="NAME", help="Name that the groups come from.")
+@click.option("--json", "as_json", is_flag=True, help="The counts as one object.")
+def command(
+    file: str, config: str | None, redis: str | None, run: str | None, home: str | None, worker: str, as_json: bool
+) -> int:
+    """Push groups from a JSON Lines file.
+
+    One group per line, with the field names of Group and Rollout, arrays as lists. The whole file is read and
+    checked first: one bad line, and nothing is stored. Pushing the same file again changes nothing: every group is
+    answered as a duplicate.
+
+    \b
+    A line (shown wrapped; a group of 2 planned rollouts):
+      {"group_id": "g1", "env": "math", "prompt_id": "p1", "planned_size": 2, "rollouts": [
+        {"tokens": [5, 6, 7], "loss_mask": [false, true, true], "logprobs": [0, -0.5, -0.1],
+         "reward": 1.0, "version_spans": [[0, 1, 3]]}, ...]}
+
+    \b
+    Example:
+      rlbuffer push groups.jsonl --run math
+    """
+    from rlbuffer.client import connect
+
+    loaded = options.load(config, redis, run, home)
+    settings = loaded.settings
+    with Path(file).open("rb") as stream:
+        count, checksum = check_all(stream, file)
+        stream.seek(0)
+        stored = duplicate = 0
+        with connect(
+            settings.redis_url, run=settings.run, config=settings, name="push", origin=options.redis_origin(loaded)
+        ) as buffer:
+            writer = buffer.writer(worker, incarnation=checksum)
+            for sequence, group in enumerate(read_groups(stream, file), start=1):
+                if writer.push(group, sequence=sequence).status == "duplicate":
+                    duplicate += 1
+                else:
+                    stored += 1
+    if as_json:
+        record = {"schema": "rlbuffer.push/1", "run": settings.run, "stored": stored, "duplicate": duplicate}
+        click.echo(json.dumps(record))
+    else:
+        click.echo(f'{file}: {count} groups into run "{settings.run}": {stored} stored, {duplicate} duplicate')
+    return 0
+
+
+def check_all(stream: IO[bytes], file: str) -> tuple[int, str]:
+    """Reads and encodes every group. -> (groups, sha256 of the file).
+
+    Raises:
+        InvalidRollout: the first bad line; the message begins with its place.
+    """
+    from rlbuffer.errors import InvalidRollout
+    from rlbuffer.wire import encode_push
+
+    digest = hashlib.sha256()
+    count = 0
+    for group in read_groups(stream, file, seen=digest.update, check=encode_push):
+        count += 1 if group else 0
+    if not count:
+        raise InvalidRollout(f"{file} holds no group")
+    return count, digest.hexdigest()
+
+
+def read_groups(
+    stream: IO[bytes],
+    file: str,
+    *,
+    seen: Callable[[bytes], Any] = lambda line: None,
+    check: Callable[[Group], Any] = lambda group: None,
+) -> Iterator[Group]:
+    """The groups of a file, one per line that is not blank; `seen` gets every line, `check` every group."""
+    from rlbuffer.errors import InvalidRollout, PayloadError
+    from rlbuffer.wire import group_from_dict
+
+    number = 0
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        place = f"{file}:{number}"
+        if len(line) > MAX_LINE_BYTES:
+            raise InvalidRollout(
+                f"{place}  {field_at_end(line)}: the line is longer than {MAX_LINE_BYTES // 2**20} MiB, the most "
+                f"that one rollout may take; push large rollouts from Python"
+            )
+        seen(line)
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InvalidRollout(f"{place}  not JSON: {error.msg} (column {error.colno})") from None
+        except (UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise InvalidRollout(f"{place}  not JSON: {error}") from None
+        try:
+            group = group_from_dict(data)
+            check(group)
+        except (InvalidRollout, PayloadError) as error:
+            raise InvalidRollout(f"{place}  {error}") from None
+        yield group
+
+
+def field_at_end(line: bytes) -> str:
+    """Which field of a line that was cut is still open at the cut: ``rollouts[2].text``."""
+    keys = [match.group(1).decode() for match in _KEY.finditer(line)]
+    if not keys:
+        return "line"
+    if "rollouts" not in keys or keys[-1] == "rollouts":
+        return keys[-1]
+    inside = keys[keys.index("rollouts") + 1 :]
+    # Every rollout begins with the same key or names it once: the last key's count tells which rollout this is.
+    return f"rollouts[{inside.count(keys[-1]) - 1}].{keys[-1]}"

@@ -1,0 +1,71 @@
+"""``rlbuffer run``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from datetime import datetime
+
+import click
+
+from rlbuffer_cli import options
+
+
+@click.command("run")
+@click.argument("config_file", metavar="[CONFIG]", required=False)
+@options.common
+@click.option("--steps", type=int, metavar="N", help="Stop after this many trained steps.")
+@options.display
+def command(
+    config_file: str | None,
+    config: str | None,
+    redis: str | None,
+    run: str | None,
+    home: str | None,
+    steps: int | None,
+    display: str,
+) -> int:
+    """Start and supervise every process of a run on this machine.
+
+    CONFIG is an rlbuffer.toml. Starts the embedded server (unless redis_url is set), the batcher, every worker and
+    the trainer; restarts what dies; ends when the trainer has made its steps. Ctrl-C drains workers, batcher and
+    trainer, in that order. What all of them say is kept in HOME/runs/RUN/run.log, their pids in pids.json.
+
+    \b
+    Example:
+      rlbuffer run rlbuffer.toml --steps 500
+    """
+    from rlbuffer import processes
+    from rlbuffer.supervise import Supervisor
+
+    loaded = options.load(config_file or config, redis, run, home, {"trainer.steps": ("--steps", steps)})
+    settings = loaded.settings
+    if not settings.worker:
+        from rlbuffer.errors import ConfigError
+
+        raise ConfigError("there is no [worker.NAME] section: nothing would be sampled. See the example rlbuffer.toml.")
+    shown = options.choose_display(display)
+    stop = threading.Event()
+    processes.stop_on_signals(stop)
+
+    if shown == "rich":
+        from rlbuffer_cli.render.live import watch_run
+
+        code = watch_run(loaded, stop, planned=settings.trainer.steps)
+    else:
+        supervisor = Supervisor(settings, say=_printer(shown), origin=options.redis_origin(loaded))
+        code = supervisor.run(stop)
+    click.echo(f'next: rlbuffer inspect --run {settings.run}     rlbuffer verify --run {settings.run}', err=True)
+    return code
+
+
+def _printer(shown: str):  # type: ignore[no-untyped-def]
+    def say(name: str, line: str) -> None:
+        if shown == "json":
+            click.echo(json.dumps({"event": "log", "process": name, "line": line}))
+        elif shown == "plain":
+            click.echo(f"{datetime.now():%H:%M:%S} {name:<14} {line}")
+        sys.stdout.flush()
+
+    return say

@@ -1,0 +1,107 @@
+"""``rlbuffer serve``."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rlbuffer_cli import options
+
+if TYPE_CHECKING:
+    from rlbuffer.loading import Loaded
+
+
+@click.command("serve")
+@options.common
+@click.option(
+    "--replace-config", is_flag=True, help="Go on with a run that was started with other batcher settings."
+)
+@click.option(
+    "--display",
+    type=click.Choice(["auto", "plain", "json", "none"]),
+    default="auto",
+    help="plain: a line per step. json: an object per event.",
+)
+def command(
+    config: str | None, redis: str | None, run: str | None, home: str | None, replace_config: bool, display: str
+) -> int:
+    """Run the batcher: decides what each step trains on.
+
+    It reads what workers push, drops what is too old, gives every env its token budget and commits one step after
+    the other for the trainer. One batcher leads a run; a second one stands by. Ctrl-C stops it; groups stay.
+
+    \b
+    Example:
+      rlbuffer serve --run math
+      rlbuffer worker --env vcopy --run math      (in a second terminal)
+      rlbuffer train --world-size 2 --run math    (in a third)
+    """
+    from rlbuffer import processes
+    from rlbuffer.lines import ServeNarrator
+
+    loaded = options.load(config, redis, run, home)
+    processes.name_process("serve")
+    stop = threading.Event()
+    processes.stop_on_signals(stop)
+    started = time.monotonic()
+    narrator = ServeNarrator(lambda line: click.echo(f"{datetime.now():%H:%M:%S} {line}"))
+
+    def on_event(event: dict[str, Any]) -> None:
+        if display == "json":
+            click.echo(json.dumps(event, default=str))
+        elif display != "none":
+            if event["event"] == "ready":
+                for line in banner(loaded, event, time.monotonic() - started):
+                    click.echo(line)
+            narrator(event)
+
+    processes.serve(
+        loaded.settings, stop, on_event, replace_config=replace_config, origin=options.redis_origin(loaded)
+    )
+    narrator.close()
+    if display not in ("json", "none"):
+        click.echo("stopped; groups and steps stay on the server.")
+    return 0
+
+
+def banner(loaded: Loaded, ready: dict[str, Any], seconds: float) -> list[str]:
+    """What `serve` says when it is ready: which server, and the settings that decide with where they came from."""
+    from rlbuffer import __version__
+    from rlbuffer.lines import percent
+
+    batcher = loaded.settings.batcher
+    server = ready["server"]
+    where = "embedded" if server.get("embedded") else loaded.source("redis_url")
+    per_rank = batcher.micro_batches_per_rank * batcher.rows_per_micro_batch
+    if batcher.step_groups or batcher.step_rollouts:
+        size = f"{batcher.step_groups} groups" if batcher.step_groups else f"{batcher.step_rollouts} rollouts"
+        size = f"{size}, rows of {batcher.row_tokens:,} tokens"
+    else:
+        size = f"{per_rank} row{'s' * (per_rank > 1)} of {batcher.row_tokens:,} tokens per rank"
+    shares = " · ".join(f"{env} {percent(share)}" for env, share in batcher.budgets.items())
+    memory = f"{server.get('used_memory', 0) / 1e6:.0f} MB"
+    if server.get("maxmemory"):
+        memory += f" of {server['maxmemory'] / 1e9:.1f} GB"
+    rows = [
+        ("redis", f"{server['address']} {server['name']} {server['version']} ({where}), {memory}, "
+                  f"{server.get('policy', 'noeviction')} ok"),
+        ("step", f"{size}   ({_source(loaded, 'batcher.row_tokens')})"),
+        ("age", f"at most {batcher.max_age} version{'s' * (batcher.max_age != 1)}   "
+                f"({_source(loaded, 'batcher.max_age')})"),
+        ("groups", f"at least {batcher.min_group_size} rollout{'s' * (batcher.min_group_size != 1)}   "
+                   f"({_source(loaded, 'batcher.min_group_size')})"),
+        ("budgets", shares or f"{batcher.remainder} (none set)"),
+    ]
+    lines = [f'rlbuffer {__version__} · serving run "{ready["run"]}" from step {ready["step"]}']
+    lines += [f"  {name:<9} {text}" for name, text in rows]
+    lines.append(f"  ready in {seconds:.1f} s.   look: rlbuffer inspect --run {ready['run']}     stop: ctrl-c")
+    return lines
+
+
+def _source(loaded: Loaded, name: str) -> str:
+    return loaded.source(name)

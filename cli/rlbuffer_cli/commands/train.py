@@ -1,0 +1,74 @@
+"""``rlbuffer train``."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import click
+
+from rlbuffer_cli import options
+
+
+@click.command("train")
+@options.common
+@click.option("--world-size", type=int, metavar="W", help="Data-parallel ranks. [default: trainer.world_size, 1]")
+@click.option("--steps", type=int, metavar="N", help="Stop after this many steps. [default: trainer.steps]")
+@click.option(
+    "--output", metavar="DIR", help="Checkpoints, weights and metrics go here. [default: HOME/runs/RUN]"
+)
+@options.display
+def command(
+    config: str | None,
+    redis: str | None,
+    run: str | None,
+    home: str | None,
+    world_size: int | None,
+    steps: int | None,
+    output: str | None,
+    display: str,
+) -> int:
+    """Train on the batches, with one or more data-parallel ranks.
+
+    Starts W processes on this machine, pulls one step after the other, and publishes every new policy version for
+    the workers. Started again, it goes on from its last checkpoint with the same batches. Under torchrun use
+    `torchrun ... -m rlbuffer.trainer` instead.
+
+    \b
+    Example:
+      rlbuffer train --world-size 2 --config rlbuffer.toml
+    """
+    flags = {"trainer.world_size": ("--world-size", world_size), "trainer.steps": ("--steps", steps)}
+    loaded = options.load(config, redis, run, home, flags)
+    settings = loaded.settings
+
+    from rlbuffer.processes import name_process
+    from rlbuffer.trainer.launch import launch
+
+    name_process("train")
+    folder = Path(output) if output else settings.run_dir
+    shown = options.choose_display(display)
+    done = threading.Event()
+    follower = _follow(folder / "metrics.jsonl", shown, done, settings.trainer.steps)
+    try:
+        return launch(
+            settings,
+            world_size=settings.trainer.world_size,
+            output=Path(output) if output else None,
+            quiet=shown != "plain",
+        )
+    finally:
+        done.set()
+        if follower is not None:
+            follower.join(timeout=2.0)
+
+
+def _follow(path: Path, shown: str, done: threading.Event, planned: int) -> threading.Thread | None:
+    """rich and json show what rank 0 writes to the metrics; plain lines come from rank 0 itself."""
+    if shown not in ("rich", "json"):
+        return None
+    from rlbuffer_cli.render.metrics import follow_train
+
+    thread = threading.Thread(target=follow_train, args=(path, shown, done, planned), daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,126 @@
+"""``rlbuffer``: the commands by name, each loaded only when it runs.
+
+``rlbuffer --help`` must stay instant, so this module imports click and nothing else: the table below repeats the
+first line of every command's help, and a test compares the two.
+
+Exit codes: 0 ok, 1 failure, 2 usage, 3 config, 4 server unreachable, 5 timed out, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import click
+
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "demo": "Watch a tiny model learn: everything on this machine, nothing to set up.",
+        "run": "Start and supervise every process of a run on this machine.",
+        "serve": "Run the batcher: decides what each step trains on.",
+        "worker": "Sample and score rollouts of one env and push them.",
+        "train": "Train on the batches, with one or more data-parallel ranks.",
+        "push": "Push groups from a JSON Lines file.",
+        "inspect": "Look at the pool, a group or a rollout. Changes nothing.",
+        "verify": "Recompute the ledger and check every invariant. Changes nothing.",
+        "config": "Check the settings, or show them with where each came from.",
+    }
+)
+
+EXIT_INTERRUPTED = 130
+
+
+class Commands(click.Group):
+    """A group that knows its commands by name and imports a command's module when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"rlbuffer_cli.commands.{cmd_name}").command
+        return command if isinstance(command, click.Command) else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.5)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise click.UsageError(f"there is no command {args[0]!r}.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+def _version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from rlbuffer import __version__
+
+        click.echo(f"rlbuffer {__version__}")
+        ctx.exit()
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="First time here?  rlbuffer demo      Then:  rlbuffer inspect",
+)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and exit."
+)
+def cli() -> None:
+    """The experience buffer of asynchronous RL post-training.
+
+    Workers push scored rollouts, a batcher decides what each optimizer step trains on, trainers pull that step.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command. -> exit code; errors are one line on stderr, with a traceback only under ``--debug``."""
+    state: dict[str, Any] = {"debug": bool(os.environ.get("RLBUFFER_DEBUG"))}
+    try:
+        result = cli.main(
+            args=None if arguments is None else list(arguments), prog_name="rlbuffer", standalone_mode=False, obj=state
+        )
+    except click.exceptions.Exit as leave:
+        return leave.exit_code
+    except click.ClickException as error:
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            click.echo(error.ctx.get_usage(), err=True)
+            click.echo(f"Try `{error.ctx.command_path} --help`.", err=True)
+        click.echo(f"Error: {error.format_message()}", err=True)
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        if state["debug"]:
+            raise
+        click.echo("Interrupted.", err=True)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # `rlbuffer inspect | head`: the reader has what it wanted. Python would complain once more while flushing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if state["debug"]:
+            raise
+        return _failure(error)
+    return result if isinstance(result, int) else 0
+
+
+def _failure(error: Exception) -> int:
+    from rlbuffer.errors import RlbufferError
+
+    if isinstance(error, RlbufferError):
+        click.echo(f"Error: {error}", err=True)
+        return error.exit_code
+    click.echo(f"Error: {type(error).__name__}: {error}\n  This is a defect: --debug shows where.", err=True)
+    return 1

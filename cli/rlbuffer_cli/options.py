@@ -1,0 +1,80 @@
+"""Options that several commands share, and the settings that come out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from rlbuffer.loading import Loaded
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _debug(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
+    if wanted and isinstance(ctx.obj, dict):
+        ctx.obj["debug"] = True
+
+
+debug = click.option(
+    "--debug",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_debug,
+    help="Show the traceback of an error.",
+)
+
+display = click.option(
+    "--display",
+    type=click.Choice(["auto", "rich", "plain", "json", "none"]),
+    default="auto",
+    show_default=True,
+    help="rich: a live view. plain: lines. json: one object per line. auto: rich on a terminal, else plain.",
+)
+
+
+def common(command: F) -> F:
+    """--config, --redis, --run, --home and --debug."""
+    for option in (
+        debug,
+        click.option("--home", metavar="DIR", help="Embedded server, weights, metrics. [default: ~/.rlbuffer]"),
+        click.option("--run", metavar="NAME", help="Which run on the server. [default: default]"),
+        click.option("--redis", metavar="URL", help="redis://HOST:PORT or unix://PATH. [default: embedded server]"),
+        click.option("--config", metavar="FILE", help="Settings. [default: ./rlbuffer.toml where there is one]"),
+    ):
+        command = option(command)
+    return command
+
+
+def load(
+    config: str | None,
+    redis: str | None,
+    run: str | None,
+    home: str | None,
+    flags: Mapping[str, tuple[str, Any]] | None = None,
+) -> Loaded:
+    """Settings from file, environment and the common flags, then `flags` (dotted name -> (flag, value))."""
+    from rlbuffer.loading import load as load_settings
+
+    common_flags = {"redis_url": ("--redis", redis), "run": ("--run", run), "home": ("--home", home)}
+    loaded = load_settings(config, flags={**common_flags, **(flags or {})})
+    for warning in loaded.warnings:
+        click.echo(f"Warning: {warning}", err=True)
+    return loaded
+
+
+def redis_origin(loaded: Loaded) -> str:
+    """Where the server's address came from, for error messages; "" for the embedded server."""
+    return loaded.source("redis_url") if loaded.settings.redis_url else ""
+
+
+def choose_display(display: str) -> str:
+    """`auto` resolved: rich on a terminal, plain elsewhere."""
+    import sys
+
+    if display == "auto":
+        return "rich" if sys.stdout.isatty() else "plain"
+    return display

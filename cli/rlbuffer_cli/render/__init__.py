@@ -1,0 +1,1 @@
+"""How things look: plain lines and tables, rich views, JSON records."""

@@ -1,0 +1,193 @@
+"""One group as rows of rollouts; one rollout as rows of tokens."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rlbuffer.lines import amount, duration
+from rlbuffer_cli.render.pool import group_record
+from rlbuffer_cli.render.text import bar, printable, show_table
+
+if TYPE_CHECKING:
+    from rlbuffer.records import Rollout
+    from rlbuffer.views import GroupDetail, GroupView, RolloutView
+
+MAX_TEXT = 60
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+def detail_record(detail: GroupDetail) -> dict[str, Any]:
+    """``rlbuffer.group/1`` with answer, metadata and every rollout whole."""
+    members = [rollout_record(member, detail.view) for member in detail.members]
+    return group_record(detail.view) | {
+        "answer": _plain(detail.answer),
+        "metadata": _plain(dict(detail.metadata)),
+        "members": members,
+    }
+
+
+def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
+    """``rlbuffer.rollout/1``; the payload's fields are there while the payload is."""
+    record = {
+        "schema": "rlbuffer.rollout/1",
+        "rollout_id": member.rollout_id,
+        "group_id": view.group_id,
+        "env": view.env,
+        "state": view.state,
+        "reward": member.reward,
+        "rewards": dict(member.rewards),
+        "advantage": member.advantage,
+        "length": member.length,
+        "loss_tokens": member.loss_tokens,
+        "prompt_tokens": member.prompt_tokens,
+        "min_policy_version": member.min_version,
+        "max_policy_version": member.max_version,
+        "is_truncated": member.is_truncated,
+        "finish_reason": member.finish_reason,
+        "logprob_mean": member.logprob_mean,
+        "step": member.step,
+        "rank": member.rank,
+        "text": member.text,
+    }
+    rollout: Rollout | None = member.rollout
+    if rollout is not None:
+        record |= {
+            "tokens": rollout.tokens.tolist(),
+            "loss_mask": rollout.loss_mask.tolist(),
+            "logprobs": rollout.logprobs.tolist(),
+            "version_spans": [list(span) for span in rollout.version_spans],
+            "turns": [_plain(tuple(turn)) for turn in rollout.turns],
+            "successes": dict(rollout.successes),
+            "columns": {name: values.tolist() for name, values in rollout.columns.items()},
+            "attachments": {name: values.tolist() for name, values in rollout.attachments.items()},
+            "metadata": _plain(dict(rollout.metadata)),
+        }
+    return record
+
+
+def _plain(value: Any) -> Any:
+    """msgpack types as JSON types: bytes as base64."""
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if hasattr(value, "items"):
+        return _plain(dict(value))
+    return value
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+def show_group(detail: GroupDetail) -> None:
+    """Prints a group: what it is, then one row per rollout."""
+    for line in _headline(detail.view):
+        click.echo(line)
+    if detail.answer is not None:
+        click.echo(f"  answer    {_short(detail.answer)}")
+    if detail.metadata:
+        click.echo(f"  metadata  {_short(dict(detail.metadata))}")
+    if not detail.members:
+        click.echo("  its rollouts are no longer kept")
+        return
+    best = max((abs(m.reward) for m in detail.members if m.reward is not None), default=1.0) or 1.0
+    click.echo("")
+    show_table(
+        ["rollout", "reward", "", "advantage", "tokens", "trained", "version", "stop", "logprob", "text"],
+        [_member_row(member, best) for member in detail.members],
+        right=frozenset({"reward", "advantage", "tokens", "trained", "version", "logprob"}),
+    )
+    click.echo(f"\none rollout: rlbuffer inspect {detail.members[0].rollout_id}")
+
+
+def _headline(view: GroupView) -> list[str]:
+    state = f"{view.state} ({view.reason}: {view.detail})" if view.reason else view.state
+    where = f" in step {view.step}" if view.step else ""
+    count = f"{view.rollouts} of {view.planned_size}" if view.planned_size else str(view.rollouts)
+    lines = [f"group {view.group_id}   env {view.env}   {state}{where}"]
+    facts = [
+        f"{count} rollouts",
+        f"{amount(view.tokens)} tokens",
+        f"reward {view.reward:.3f}" if view.reward is not None else "not scored",
+        f"age {view.age}" if view.age is not None else "",
+        f"versions {view.min_version}-{view.max_version}",
+        f"waited {duration(view.waited_seconds)}" if view.waited_seconds is not None else "",
+        f"from {view.worker}" if view.worker else "",
+        f"prompt {printable(view.prompt_id)}" if view.prompt_id else "",
+    ]
+    lines.append("  " + " · ".join(fact for fact in facts if fact))
+    if view.detail and not view.reason:
+        lines.append(f"  ! {printable(view.detail)}")
+    return lines
+
+
+def _member_row(member: RolloutView, best: float) -> list[str]:
+    versions = {member.min_version, member.max_version}
+    stop = member.finish_reason + (" cut" if member.is_truncated else "")
+    return [
+        member.rollout_id,
+        "" if member.reward is None else f"{member.reward:.3f}",
+        "" if member.reward is None else bar(max(member.reward, 0.0) / best, width=8),
+        "" if member.advantage is None else f"{member.advantage:+.3f}",
+        str(member.length),
+        str(member.loss_tokens),
+        "-".join(str(v) for v in sorted(versions)),
+        stop if member.rollout is not None else "payload gone",
+        "" if member.logprob_mean is None else f"{member.logprob_mean:.2f}",
+        printable(member.text or "")[:MAX_TEXT],
+    ]
+
+
+def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, int]) -> None:
+    """Prints a rollout: reward, versions, then one row per token of the window."""
+    for line in _headline(detail.view):
+        click.echo(line)
+    reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
+    parts = "  ".join(f"{name} {value:.3f}" for name, value in member.rewards.items())
+    place = f"   step {member.step} rank {member.rank}" if member.step is not None else ""
+    advantage = "" if member.advantage is None else f"   advantage {member.advantage:+.4f}"
+    click.echo(f"rollout {member.rollout_id}   {reward}{advantage}{place}   {parts}".rstrip())
+    rollout: Rollout | None = member.rollout
+    if rollout is None:
+        click.echo("  its payload is no longer kept")
+        return
+    spans = ", ".join(f"v{s.policy_version} [{s.start}, {s.end})" for s in rollout.version_spans)
+    click.echo(f"  sampled by {spans}   stop {rollout.finish_reason or '?'}{' cut' * rollout.is_truncated}")
+    if rollout.text is not None:
+        click.echo(f"  text {printable(rollout.text)}")
+    start, end = bounds[0], min(bounds[1], rollout.length)
+    if start >= rollout.length:
+        raise click.UsageError(f"--tokens {bounds[0]}:{bounds[1]} lies behind its {rollout.length} tokens")
+    characters = rollout.text if rollout.text is not None and len(rollout.text) == rollout.length else None
+    own = rollout.columns.get("advantages")
+    rows = []
+    for t in range(start, end):
+        trained = bool(rollout.loss_mask[t])
+        value = member.advantage if own is None else float(own[t])
+        rows.append(
+            [
+                str(t),
+                str(int(rollout.tokens[t])),
+                printable(characters[t]) if characters else "",
+                "trained" if trained else "",
+                f"{float(rollout.logprobs[t]):.3f}" if trained else "",
+                f"{value:+.3f}" if trained and value is not None else "",
+            ]
+        )
+    click.echo("")
+    show_table(
+        ["token", "id", "text", "mask", "logprob", "advantage"],
+        rows,
+        right=frozenset({"token", "id", "logprob", "advantage"}),
+    )
+    if end < rollout.length:
+        click.echo(f"tokens {start} to {end} of {rollout.length}: --tokens {end}:{min(end + 200, rollout.length)}")
+
+
+def _short(value: Any) -> str:
+    text = printable(json.dumps(_plain(value), ensure_ascii=False))
+    return text if len(text) <= 2 * MAX_TEXT else text[: 2 * MAX_TEXT] + " ..."

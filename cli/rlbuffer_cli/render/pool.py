@@ -1,0 +1,198 @@
+"""The pool: a run at a glance, one line per env, and a table of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rlbuffer.lines import amount, duration, percent
+from rlbuffer_cli.render.text import bar, printable, show_table, sparkline, utc
+
+if TYPE_CHECKING:
+    from rlbuffer.client import Buffer
+    from rlbuffer.store.base import EnvLedger, Ledger
+    from rlbuffer.views import GroupView
+
+EVERY_PENDING = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSummary:
+    """One env as a line."""
+
+    env: str
+    ready: int
+    """Groups."""
+    forming: int
+    """Groups."""
+    ages: tuple[int, int] | None
+    """(youngest, oldest) of the pending groups, in policy versions."""
+    account: EnvLedger
+    budget: float | None
+    """Fraction of a step's tokens; None when the env has no budget of its own."""
+    share: float
+    """Fraction of all packed and trained tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """The header."""
+
+    run: str
+    server: Mapping[str, Any]
+    policy_version: int
+    step: int
+    trained: int
+    world_size: int
+    ledger: Ledger
+    waiting: Mapping[str, str]
+    error: str
+    envs: tuple[EnvSummary, ...] = field(default=())
+
+
+def summarize(buffer: Buffer) -> RunSummary:
+    """Reads everything that the header shows; changes nothing."""
+    store = buffer.store
+    meta, trainer, ledger = store.meta(), store.trainer(), store.ledger()
+    pending = buffer.groups(where="state:forming,ready", limit=EVERY_PENDING)
+    budgets = meta.config.get("budgets", {})
+    consumed = {env: a.packed[1] + a.trained[1] for env, a in ledger.envs.items()}
+    total = sum(consumed.values()) or 1
+    envs = []
+    for env in sorted({*ledger.envs, *budgets}):
+        mine = [g for g in pending if g.env == env]
+        ages = [g.age for g in mine if g.age is not None]
+        envs.append(
+            EnvSummary(
+                env=env,
+                ready=sum(g.state == "ready" for g in mine),
+                forming=sum(g.state == "forming" for g in mine),
+                ages=(min(ages), max(ages)) if ages else None,
+                account=ledger.envs.get(env) or _empty(),
+                budget=budgets.get(env),
+                share=consumed.get(env, 0) / total,
+            )
+        )
+    return RunSummary(
+        run=buffer.run,
+        server=store.server(),
+        policy_version=store.policy().version,
+        step=meta.step,
+        trained=trainer.trained,
+        world_size=trainer.world_size,
+        ledger=ledger,
+        waiting=store.waiting(),
+        error=meta.error,
+        envs=tuple(envs),
+    )
+
+
+def _empty() -> EnvLedger:
+    from rlbuffer.store.base import EnvLedger
+
+    return EnvLedger()
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+def group_record(view: GroupView) -> dict[str, Any]:
+    """``rlbuffer.group/1``: numbers raw, ids whole, UTC times."""
+    return {"schema": "rlbuffer.group/1", **asdict(view), "created": utc(view.created)}
+
+
+def summary_records(summary: RunSummary) -> Iterator[dict[str, Any]]:
+    """``rlbuffer.run/1``, then an ``rlbuffer.env/1`` per env."""
+    yield {
+        "schema": "rlbuffer.run/1",
+        "run": summary.run,
+        "server": dict(summary.server),
+        "policy_version": summary.policy_version,
+        "step": summary.step,
+        "trained": summary.trained,
+        "world_size": summary.world_size,
+        "ledger": asdict(summary.ledger.total()),
+        "damaged": summary.ledger.damaged,
+        "lost": summary.ledger.lost,
+        "waiting": dict(summary.waiting),
+        "error": summary.error,
+    }
+    for env in summary.envs:
+        yield {"schema": "rlbuffer.env/1", **asdict(env)}
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit: int) -> None:
+    """Prints header, envs and groups."""
+    for line in header_lines(summary):
+        click.echo(line)
+    click.echo("")
+    show_table(
+        ["env", "ready", "forming", "packed", "trained", "dropped", "share of tokens", "age"],
+        [_env_row(env) for env in summary.envs],
+        right=frozenset({"ready", "forming", "packed", "trained"}),
+    )
+    click.echo("")
+    if not groups:
+        click.echo(f"no group matches {where!r}" if where else "no groups yet")
+        return
+    header = ["id", "env", "rollouts", "reward", "spread", "age", "tokens", "state", "waited", "worker"]
+    rows = [_group_row(view) for view in groups]
+    show_table(header, rows, right=frozenset({"rollouts", "reward", "age", "tokens", "waited"}))
+    if len(groups) == limit:
+        click.echo(f"the first {limit}: --limit shows more, --where chooses.   one group: rlbuffer inspect ID")
+
+
+def header_lines(summary: RunSummary) -> list[str]:
+    """The run in a few lines."""
+    account = summary.ledger.total()
+    dropped = sum(d[0] for d in account.dropped.values())
+    server = summary.server
+    version = f"policy v{summary.policy_version}" if summary.policy_version >= 0 else "no policy announced"
+    lines = [
+        f'run "{summary.run}" on {server["address"]} ({server["name"]} {server["version"]})',
+        f"  {version} · step {summary.step} committed, {summary.trained} trained · "
+        f"{summary.world_size} rank{'s' * (summary.world_size != 1)}",
+        f"  rollouts: {account.pushed[0]:,} pushed = {account.pending[0]:,} pending + {account.packed[0]:,} packed "
+        f"+ {account.trained[0]:,} trained + {dropped:,} dropped   ({amount(account.pushed[1])} tokens)",
+    ]
+    if summary.ledger.damaged or summary.ledger.lost:
+        lines.append(f"  ! {summary.ledger.damaged} rollouts damaged, {summary.ledger.lost} pushes lost")
+    if summary.error:
+        lines.append(f"  ! the batcher failed: {printable(summary.error)}")
+    lines += [f"  {who}: {printable(sentence)}" for who, sentence in sorted(summary.waiting.items()) if sentence]
+    return lines
+
+
+def _env_row(env: EnvSummary) -> list[str]:
+    dropped = " ".join(f"{d[0]} {reason}" for reason, d in sorted(env.account.dropped.items()))
+    target = f" of {percent(env.budget)}" if env.budget is not None else ""
+    ages = "" if env.ages is None else f"{env.ages[0]}" if env.ages[0] == env.ages[1] else f"{env.ages[0]}-{env.ages[1]}"
+    return [
+        env.env,
+        str(env.ready),
+        str(env.forming),
+        f"{env.account.packed[0]:,}",
+        f"{env.account.trained[0]:,}",
+        dropped or "0",
+        f"{bar(env.share, width=12, mark=env.budget)} {percent(env.share)}{target}",
+        ages,
+    ]
+
+
+def _group_row(view: GroupView) -> list[str]:
+    low, high = min(view.rewards, default=0.0), max(view.rewards, default=1.0)
+    state = f"{view.state} {view.reason}" if view.reason else view.state
+    return [
+        view.group_id,
+        view.env,
+        f"{view.rollouts}/{view.planned_size}" if view.planned_size else str(view.rollouts),
+        "" if view.reward is None else f"{view.reward:.3f}",
+        sparkline(view.rewards, low=min(low, 0.0), high=max(high, 1.0)),
+        "" if view.age is None else str(view.age),
+        amount(view.tokens),
+        f"{state} in {view.step}" if view.step else state,
+        duration(view.waited_seconds),
+        view.worker,
+    ]
