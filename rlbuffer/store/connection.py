@@ -1,0 +1,360 @@
+"""The connection to the server: how commands are sent, what is repeated when it breaks, and what its refusals mean.
+
+redis-py 8 as shipped repeats every command ten times on a lost connection, writes too: one XADD whose replies were lost
+three times left four entries. Its own repetition is off here. Callers say through :meth:`Connection.call` what may be
+repeated, and only that is. Other defaults that do not fit:
+
+- A blocking read longer than `socket_timeout` is silently issued again: it has a client of its own whose timeout is
+  above every block, and blocks are at most two seconds.
+- hiredis copies big arguments (1.14 CPU-seconds per GB); the Python packer hands them to the socket as they are (0.26).
+- Maintenance notifications, on by default with RESP3, look up host names; they are for one vendor's cloud. Off.
+
+Replies have redis-py's RESP3 shapes, the same on a server and in memory: an XREAD gives ``{key: [[(id, fields)]]}``.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import ConnectionPool, PythonRespSerializer, parse_url
+from redis.maint_notifications import MaintNotificationsConfig
+from redis.retry import Retry
+
+from rlbuffer.errors import ConfigError, RlbufferError, ServerRefused, ServerUnreachable, ServerUnsuitable
+from rlbuffer.settings import ServerSettings
+from rlbuffer.store.binary import MINIMUM_VERSION, version_tuple
+from rlbuffer.store.memory import memory_client, memory_name
+from rlbuffer.store.script import Script
+from rlbuffer.store.server import EmbeddedServer, ensure, identity
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 10.0
+"""How long a call is repeated when the caller does not say."""
+COMMAND_TIMEOUT_SECONDS = 20.0
+"""A 64 MiB payload on a server that waits for its disk must fit."""
+CONNECT_TIMEOUT_SECONDS = 5.0
+BLOCK_SECONDS = 2.0
+"""Longest BLOCK of a blocking read."""
+BLOCKING_TIMEOUT_SECONDS = BLOCK_SECONDS + 10.0
+SOCKET_READ_BYTES = 1 << 20
+"""Half the CPU of the default 64 KiB when payloads are read."""
+PACK_CUTOFF_BYTES = 6000
+"""Arguments above this are sent uncopied."""
+FIRST_PAUSE_SECONDS = 0.02
+LONGEST_PAUSE_SECONDS = 1.0
+
+REFUSALS = {
+    "OOM": "it is at its memory limit (maxmemory). It takes pushes again when steps retire; or raise the limit",
+    "MISCONF": "it cannot write to its disk. Free space where its data are, then look at its log",
+    "LOADING": "it is still loading its data",
+    "READONLY": "it is a replica. Use the address of the primary, or wait for the failover to end",
+    "CLUSTERDOWN": "the cluster has no owner for a part of its slots",
+    "MASTERDOWN": "it is a replica without its primary",
+    "TRYAGAIN": "the cluster is moving the slot",
+    "NOREPLICAS": "it has too few replicas (min-replicas-to-write)",
+    "BUSY": "a script has kept it busy for seconds. See SLOWLOG; SCRIPT KILL ends one that has written nothing",
+}
+"""Code of the server's error -> what it means and what to do."""
+WAITED_OUT = frozenset({"LOADING", "READONLY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "BUSY"})
+"""Refusals that pass by themselves, within the patience of a call that may be repeated. For the others the caller must
+act (spool, throttle), so it is told at once."""
+
+_URL_OPTIONS = re.compile(r"connection_class|path|host|port|db|username|password|ssl_\w+")
+
+
+class Connection:
+    """The clients of one process for one server. Thread-safe; usable after a fork.
+
+    Args:
+        url: ``redis://``, ``rediss://``, ``unix://`` or ``memory://NAME``; None for the embedded server.
+        home: where the embedded server lives.
+        server: settings of the embedded server.
+        name: shown by CLIENT LIST.
+        origin: where `url` comes from, like ``rlbuffer.toml:1`` or ``RLBUFFER_REDIS_URL``; error messages say it.
+
+    Raises:
+        ServerUnreachable: no server there within `patience_seconds`.
+        ServerUnsuitable: too old, evicts keys, refuses the login, or is a cluster of several shards.
+        ConfigError: `url` is none of the above.
+    """
+
+    def __init__(
+        self,
+        url: str | None,
+        *,
+        home: Path,
+        server: ServerSettings,
+        name: str,
+        origin: str = "",
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        self._home = home
+        self._settings = server
+        self._name = re.sub(r"[^!-~]", "-", name)
+        self._origin = origin
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self.embedded: EmbeddedServer | None = None
+        self.is_memory = False
+        """The in-process model instead of a server."""
+        if not url:
+            self.embedded = ensure(home, server)
+            self._url = self.embedded.address
+        else:
+            self._url = url
+            self.is_memory = memory_name(url) is not None
+        self._connect()
+        try:
+            if not self.is_memory:
+                self.call(self._check, patience_seconds=patience_seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def client(self) -> redis.Redis:
+        """For commands. Ask for it at every call: a reconnect may replace it."""
+        return self._client
+
+    @property
+    def blocking(self) -> redis.Redis:
+        """For reads that block, at most :data:`BLOCK_SECONDS`; each caller gets a connection of its own."""
+        return self._blocking
+
+    @property
+    def address(self) -> str:
+        """The server's URL, without its password."""
+        return redacted(self._url)
+
+    def script(self, text: str) -> Script:
+        """A callable ``script(keys, args)`` of a Lua file's text; call it inside :meth:`call`."""
+        return Script(lambda: self._client, text, has_flags=not self.is_memory)
+
+    def call(self, fn: Callable[[], T], *, patience_seconds: float = PATIENCE_SECONDS, repeat: bool = True) -> T:
+        """Runs `fn`, again on a lost connection as long as patience lasts, with growing random pauses.
+
+        A lost connection leaves it unknown whether the server did the work: with ``repeat=False`` `fn` runs once and
+        the caller decides. Either way an embedded server that died is started again. An attempt in progress is not cut
+        short, so a server that hangs can take one command timeout more.
+
+        Raises:
+            ServerUnreachable: the connection was lost, or could not be made, and patience is over.
+            ServerRefused: one of :data:`REFUSALS`.
+            ServerUnsuitable: the server refuses the login or denies the command.
+            redis.RedisError: any other answer of the server, as it is.
+        """
+        begun = time.monotonic()
+        tries = 0
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            if self._is_closed:
+                raise ServerUnreachable(f"this connection to {self.address} is closed")
+            tries += 1
+            failure: RlbufferError
+            try:
+                return fn()
+            except redis.RedisError as error:
+                failure, may_pass = self._translated(error)
+                cause = error
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            wait = pause * random.uniform(0.5, 1.0)
+            elapsed = time.monotonic() - begun
+            if isinstance(failure, ServerUnreachable):
+                failure = self._recovered(failure, patience_seconds - elapsed)
+                elapsed = time.monotonic() - begun
+            if not (repeat and may_pass and elapsed + wait <= patience_seconds):
+                if isinstance(failure, ServerUnreachable):
+                    failure = ServerUnreachable(f"{failure}\n{self._advice(tries, elapsed)}")
+                raise failure from cause
+            time.sleep(wait)
+
+    def describe(self) -> dict[str, Any]:
+        """name, version, address, embedded, used_memory and maxmemory (bytes, 0: no limit), policy."""
+        facts: dict[str, Any] = {
+            "name": "memory",
+            "version": "",
+            "address": self.address,
+            "embedded": self.embedded is not None,
+            "used_memory": 0,
+            "maxmemory": 0,
+            "policy": "noeviction",
+        }
+        if self.is_memory:
+            return facts
+        info: dict[str, Any] = self.call(lambda: dict(self._client.info()))
+        facts["name"], facts["version"] = identity(info)
+        for key, field in (("used_memory",) * 2, ("maxmemory",) * 2, ("policy", "maxmemory_policy")):
+            facts[key] = info.get(field, facts[key])
+        return facts
+
+    def close(self) -> None:
+        """Closes the clients and leaves the embedded server, which the last user stops. Safe to repeat."""
+        with self._lock:
+            self._is_closed = True
+            for client in (self._client, self._blocking):
+                client.close()
+                client.connection_pool.disconnect()
+            if self.embedded is not None:
+                self.embedded.release()
+
+    def _connect(self) -> None:
+        if self.is_memory:
+            self._client = self._blocking = memory_client(memory_name(self._url) or "")
+            return
+        self._client = self._make_client(COMMAND_TIMEOUT_SECONDS)
+        self._blocking = self._make_client(BLOCKING_TIMEOUT_SECONDS)
+
+    def _make_client(self, timeout_seconds: float) -> redis.Redis:
+        pool = ConnectionPool(
+            **self._url_options(),
+            client_name=self._name or None,
+            protocol=3,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=timeout_seconds,
+            socket_connect_timeout=CONNECT_TIMEOUT_SECONDS,
+            socket_read_size=SOCKET_READ_BYTES,
+            maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            max_connections=1000,
+        )
+        packer = PythonRespSerializer(PACK_CUTOFF_BYTES, pool.get_encoder().encode)
+        pool.connection_kwargs = {**pool.connection_kwargs, "command_packer": packer}
+        return redis.Redis(connection_pool=pool)
+
+    def _url_options(self) -> dict[str, Any]:
+        try:
+            options: dict[str, Any] = parse_url(self._url)  # type: ignore[no-untyped-call]
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.address} is not the address of a server.{self._source()}\n"
+                "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://.",
+                setting="redis_url",
+            ) from error
+        for option in options:
+            if _URL_OPTIONS.fullmatch(option) is None:
+                raise ConfigError(
+                    f"the address {self.address} has an option that cannot be set there: {option}.{self._source()}",
+                    setting="redis_url",
+                )
+        return options
+
+    def _check(self) -> None:
+        """Raises ServerUnsuitable when a run cannot live here. A user who may not ask (ACL) is trusted."""
+        try:
+            info: dict[str, Any] = dict(self._client.info())
+        except redis.exceptions.NoPermissionError:
+            return
+        name, version = identity(info)
+        place = f"{name.capitalize()} {version} at {self.address}"
+        if version_tuple(version) < MINIMUM_VERSION:
+            raise ServerUnsuitable(
+                f"{place} is too old: a run needs Redis 7.0 or Valkey 7.2, or newer.{self._source()}"
+            )
+        policy = info.get("maxmemory_policy", "noeviction")
+        if policy != "noeviction":
+            raise ServerUnsuitable(
+                f"{place} may evict keys of a run (maxmemory-policy {policy}).{self._source()}\n"
+                "  Set it:   redis-cli config set maxmemory-policy noeviction"
+            )
+        if info.get("cluster_enabled"):
+            cluster = self._client.execute_command("CLUSTER INFO")  # type: ignore[no-untyped-call]
+            shards = int(cluster.get("cluster_size", 0))
+            if shards > 1:
+                raise ServerUnsuitable(
+                    f"{place} is a cluster of {shards} shards; this version works with one shard.{self._source()}"
+                )
+
+    def _translated(self, error: redis.RedisError) -> tuple[RlbufferError, bool]:
+        """The error as ours, and whether repeating may help. Raises what says nothing about the connection as it is."""
+        code = _code(error)
+        if code in REFUSALS:
+            return ServerRefused(
+                f"the server at {self.address} refused: {REFUSALS[code]} ({error})"
+            ), code in WAITED_OUT
+        if isinstance(
+            error,
+            redis.AuthenticationError | redis.exceptions.AuthorizationError | redis.exceptions.NoPermissionError,
+        ):
+            return ServerUnsuitable(
+                f"the server at {self.address} does not allow this: {error}.{self._source()}\n"
+                "  Look at the user and password in the address, and at the server's ACL for that user."
+            ), False
+        is_lost = isinstance(error, redis.ConnectionError | redis.TimeoutError)
+        if not is_lost or isinstance(error, redis.exceptions.MaxConnectionsError):
+            raise error
+        what = "the embedded server" if self.embedded is not None else "Redis"
+        return ServerUnreachable(f"cannot reach {what} at {self.address} ({_reason(error)})."), True
+
+    def _recovered(self, failure: ServerUnreachable, seconds: float) -> ServerUnreachable:
+        """Starts the embedded server again if it died. -> what is wrong now: the failure, or why it does not start."""
+        with self._lock:
+            if self.embedded is None or self._is_closed:
+                return failure
+            try:
+                fresh = ensure(self._home, self._settings, timeout_seconds=max(seconds, 5.0))
+            except ServerUnreachable as error:
+                return error
+            old, self.embedded = self.embedded, fresh
+            old.release()
+            if fresh.address != self._url:
+                self._url = fresh.address
+                self._connect()
+            return failure
+
+    def _source(self) -> str:
+        return f"\n  The address comes from {self._origin}." if self._origin else ""
+
+    def _advice(self, tries: int, seconds: float) -> str:
+        spent = "Tried once." if tries == 1 else f"Tried {tries} times in {seconds:.{0 if seconds >= 9.95 else 1}f} s."
+        if self.embedded is not None:
+            return f"  {spent} Its log: {self.embedded.log}"
+        source = f" The address comes from {self._origin}." if self._origin else ""
+        instead = "leave redis_url out"
+        if self._origin.startswith("--"):
+            instead = f"leave {self._origin.split()[0]} out"
+        elif re.fullmatch(r"[A-Z0-9_]+", self._origin):
+            instead = f"unset {self._origin}"
+        return f"  {spent}{source}\n  Start one:   docker compose up -d redis\n  Or use the embedded one: {instead}."
+
+
+def redacted(url: str) -> str:
+    """`url` without its password."""
+    user, at, host = urlsplit(url).netloc.rpartition("@")
+    name, colon, _ = user.partition(":")
+    if at and colon:
+        url = url.replace(f"{user}@{host}", f"{name}:***@{host}", 1)
+    return re.sub(r"([?&](?:ssl_)?password)=[^&]*", r"\1=***", url)
+
+
+def _code(error: redis.RedisError) -> str:
+    """The code that a server's error begins with; a pipeline puts its own words in front."""
+    if error.status_code:
+        return error.status_code
+    return str(error).rpartition("caused error: ")[2].partition(" ")[0]
+
+
+def _reason(error: redis.RedisError) -> str:
+    below = error.__cause__ or error.__context__
+    if isinstance(below, OSError) and below.strerror:
+        return below.strerror.lower()
+    if isinstance(error, redis.TimeoutError):
+        return "no answer in time"
+    return str(error).rstrip(".").lower()

@@ -1,0 +1,36 @@
+"""A Lua script on the server, called by its digest and loaded again after a restart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import redis
+
+Argument = bytes | str | int | float | memoryview
+
+
+class Script:
+    """Callable ``script(keys, args)``: EVALSHA, and SCRIPT LOAD when the server does not know it.
+
+    A server forgets its scripts when it restarts. It answers NOSCRIPT before anything ran, so calling once more is safe
+    for scripts that write, too. Errors are redis-py's: call it inside :meth:`Connection.call`.
+    """
+
+    def __init__(self, client: Callable[[], redis.Redis], text: str, *, has_flags: bool = True) -> None:
+        """`client` gives the client of the moment; `has_flags`: the server knows the ``#!lua flags=...`` line."""
+        if not has_flags and text.startswith("#!"):
+            # A comment in its place keeps the line numbers of error messages.
+            text = "--" + text
+        self._client = client
+        self.text = text
+        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    def __call__(self, keys: Sequence[Argument] = (), args: Sequence[Argument] = ()) -> Any:
+        client = self._client()
+        try:
+            return client.evalsha(self.sha, len(keys), *keys, *args)  # type: ignore[arg-type]
+        except redis.exceptions.NoScriptError:
+            client.script_load(self.text)
+            return client.evalsha(self.sha, len(keys), *keys, *args)  # type: ignore[arg-type]
