@@ -1,0 +1,465 @@
+"""The batcher: infos of pushed groups in, decisions out.
+
+Pure: no server, no clock, no randomness but the generator it is given, so that the same calls give the same decisions
+on every machine and a restart from a saved state goes on with the same bytes. What it decides happens elsewhere::
+
+    add(info) ... next(step) -> Decision --commit--> committed(plan)
+                                         --gone----> refused(plan, gone)
+                                         --drops---> dropped(drops)
+
+A decision moves nothing of the account: deficits and means follow only `committed`. What must be dropped leaves the
+index at once and is repeated by every decision until `dropped` confirms it.
+
+Time: `now` is any clock that does not run backwards, the same one in `add` and `next`. A group's timeout counts from
+the `now` of its first part's `add` and is looked at only in `next`; a new leader that passes its own time to `add`
+starts the timeouts anew, so time in which no batcher ran does not count.
+
+Cost: a step touches the groups that it selects or drops, and running sums of the others (:mod:`rlbuffer.policy.pool`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rlbuffer.advantages import advantage
+from rlbuffer.batches import Decision, Drop, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.config import BatcherConfig
+from rlbuffer.errors import RlbufferError
+from rlbuffer.planning import plan as plan_rows
+from rlbuffer.policy import admission, budget, closing, waiting
+from rlbuffer.policy.age import oldest_version
+from rlbuffer.policy.groups import GroupState
+from rlbuffer.policy.pool import EnvPool, Pool
+from rlbuffer.policy.selection import Limits, Trial, select
+from rlbuffer.records import GroupInfo
+
+_EMPTY = EnvPool()
+Mean = tuple[float, float, float]
+"""Mean group in (budget's unit, tokens, rollouts)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """The last plan, and the accounts as they will be when it is committed."""
+
+    step: int
+    group_ids: tuple[str, ...]
+    accounts: dict[str, budget.EnvAccount]
+
+
+class Batcher:
+    """Decides what each step trains on. See the module's docstring for the order of calls.
+
+    Args:
+        config: the settings; changing them means a new batcher.
+        state: `Decision.state` of the last committed step; None starts a new run.
+
+    Raises:
+        RlbufferError: the state was written by another version.
+    """
+
+    def __init__(self, config: BatcherConfig, state: Mapping[str, Any] | None = None) -> None:
+        self._config = config
+        self._accounts = budget.load(state)
+        self._pool = Pool(config)
+        self._published: dict[str, int] = {}
+        self._decided: _Decided | None = None
+        self._short: frozenset[str] = frozenset()
+
+    # -- what happened ------------------------------------------------------------------------------------------------
+    def add(self, info: GroupInfo, *, entry_id: str, now: float, uses: int = 0) -> None:
+        """Takes in one push: a group or a part of one. An entry that is known already is ignored.
+
+        Args:
+            info: what was pushed.
+            entry_id: its entry in the pool.
+            now: seconds; the group's timeout counts from here.
+            uses: steps that trained the group before; 0 while `max_uses` is 1.
+
+        Raises:
+            RlbufferError: the group was used as often as `max_uses` allows, so it cannot be pending.
+        """
+        if uses >= self._config.max_uses:
+            raise RlbufferError(f"group {info.group_id} was trained {uses} times: max_uses is {self._config.max_uses}")
+        self._pool.add(info, entry_id, now)
+
+    def remove(self, entry_id: str) -> None:
+        """Forgets an entry that is gone from the store; if its group has other parts, they are dropped as invalid."""
+        self._pool.remove(entry_id)
+
+    def close(self, group_ids: Iterable[str]) -> None:
+        """Takes in tombstones: whatever comes of these groups is late."""
+        self._pool.close(group_ids)
+
+    def set_published(self, version: int, adapter: str = "") -> None:
+        """Takes in which policy version workers can sample from now; -1 when none was announced."""
+        self._published[adapter] = version
+
+    def committed(self, plan: StepPlan) -> None:
+        """The store committed the plan of the last decision: its groups are gone, the accounts move.
+
+        Raises:
+            RlbufferError: it is not the plan that was decided last.
+        """
+        decided = self._decided
+        if decided is None or (decided.step, decided.group_ids) != (plan.step, plan.group_ids):
+            raise RlbufferError(f"step {plan.step} was committed, but it is not the plan that was decided last")
+        self._accounts = decided.accounts
+        self._decided = None
+        self._pool.consume(plan.group_ids)
+
+    def refused(self, plan: StepPlan, gone: Iterable[str]) -> None:
+        """The store refused the plan because entries are gone: forgets them; `next` may plan the step again."""
+        self._decided = None
+        for entry_id in gone:
+            self._pool.remove(entry_id)
+
+    def dropped(self, drops: Iterable[Drop]) -> None:
+        """The store made these drops: forgets them. Until then `next` repeats them."""
+        self._pool.confirm(drops)
+
+    def pending_tokens(self, env: str) -> int:
+        """Tokens of the env's valid rollouts that wait to be trained, forming and ready."""
+        return self._pool.pending_tokens(env)
+
+    def is_short(self, env: str) -> bool:
+        """True when the last decision had to wait for this env."""
+        return env in self._short
+
+    # -- what to do ---------------------------------------------------------------------------------------------------
+    def next(self, step: int, *, world_size: int, now: float, rng: np.random.Generator) -> Decision:
+        """Decides about `step`: a plan, or why there is none yet; and what must be dropped in either case.
+
+        Call it only when the step may be committed (`step <= trained + 1 + lookahead`); asking again changes nothing.
+
+        Args:
+            step: from 1; the one after the last committed.
+            world_size: ranks that the plan deals rows to.
+            now: seconds, on the clock of `add`.
+            rng: for selectors that draw; the built-in orders do not.
+        """
+        pool = self._pool
+        pool.advance(now)
+        pool.sweep_future(step)
+        for env in list(pool.envs):
+            if not self._lags(env, step):
+                pool.sweep_stale(env, step)
+        limits = self._limits(world_size)
+        fractions = self._fractions()
+        trial = self._select(step, limits, fractions)
+        self._short = frozenset(trial.short)
+        found = self._close(trial, limits, world_size)
+        drops = tuple(pool.drops.values())
+        if found is None:
+            self._decided = None
+            return Decision(
+                plan=None,
+                state=budget.dump(self._accounts),
+                drops=drops,
+                waiting=self._sentence(step, trial, limits, fractions),
+                allowances=self.allowances(step, world_size=world_size, wanted=self._wanted(trial)),
+            )
+        groups, plan, closed_by = found
+        step_plan = self._step_plan(step, groups, plan, closed_by)
+        accounts = self._settle(groups, fractions)
+        self._decided = _Decided(step, step_plan.group_ids, accounts)
+        self._short = frozenset()
+        return Decision(
+            plan=step_plan,
+            state=budget.dump(accounts),
+            drops=drops,
+            allowances=self._allow(step + 1, limits, accounts, taken=groups),
+        )
+
+    def allowances(
+        self, step: int, *, world_size: int, version: int | None = None, wanted: Collection[str] = ()
+    ) -> dict[str, int]:
+        """env -> tickets that may be out while `step` is the next to be planned; ``*`` stands for envs not named.
+
+        Decisions carry them; between decisions (the step may not be committed yet) ask here as groups come in.
+
+        Args:
+            step: the one after the last committed.
+            world_size: ranks of the step.
+            version: published policy version, if newer than what `set_published` said.
+            wanted: envs that get at least one ticket as long as a group sampled now can still train.
+        """
+        if version is not None:
+            self.set_published(version)
+        return self._allow(step, self._limits(world_size), self._accounts, wanted=wanted)
+
+    # -- selecting ----------------------------------------------------------------------------------------------------
+    def _lags(self, env: str, step: int) -> bool:
+        """True when the published version is so old that nothing sampled now could train at `step`."""
+        published = self._published.get("")
+        return published is not None and published < oldest_version(step, self._config.for_env(env, "max_age"))
+
+    def _limits(self, world_size: int) -> Limits:
+        config = self._config
+        return Limits(
+            rows=world_size * config.micro_batches_per_rank * config.rows_per_micro_batch,
+            row_tokens=config.row_tokens,
+            groups=config.step_groups,
+            rollouts=config.step_rollouts,
+        )
+
+    def _known(self) -> list[str]:
+        return budget.known_envs(self._config, [*self._accounts, *self._pool.envs])
+
+    def _size(self, tokens: int, rollouts: int) -> int:
+        return budget.size_of(self._config.unit, tokens=tokens, rollouts=rollouts)
+
+    def _fractions(self) -> dict[str, float]:
+        ready: dict[str, float] = {}
+        for env, pool in self._pool.envs.items():
+            unit = self._config.unit
+            ready[env] = pool.ready_groups if unit == "groups" else self._size(pool.ready_tokens, pool.ready_rollouts)
+        return budget.shares(self._config, self._known(), ready)
+
+    def _select(self, step: int, limits: Limits, fractions: Mapping[str, float]) -> Trial:
+        config = self._config
+        newest_first = config.order == "newest_first"
+        return select(
+            candidates={
+                env: pool.ready.walk(
+                    newest_first=newest_first, oldest=oldest_version(step, config.for_env(env, "max_age"))
+                )
+                for env, pool in self._pool.envs.items()
+            },
+            deficits={env: account.deficit for env, account in self._accounts.items()},
+            fractions=fractions,
+            means={env: mean[0] for env, mean in self._means(fractions, self._accounts).items()},
+            budgeted=[env for env in fractions if budget.has_budget(config, env)],
+            limits=limits,
+            unit=config.unit,
+            close_fill=config.close_fill,
+        )
+
+    def _means(self, envs: Iterable[str], accounts: Mapping[str, budget.EnvAccount]) -> dict[str, Mean]:
+        """env -> its mean group: of those trained, else of those ready, else of the other envs; (0, 0, 0) for none."""
+        means: dict[str, Mean] = {}
+        unknown = []
+        for env in envs:
+            mean = self._mean(env, accounts.get(env))
+            if mean is None:
+                unknown.append(env)
+            else:
+                means[env] = mean
+        sums = [sum(column) for column in zip(*means.values(), strict=True)] or [0.0, 0.0, 0.0]
+        count = max(1, len(means))
+        return means | dict.fromkeys(unknown, (sums[0] / count, sums[1] / count, sums[2] / count))
+
+    def _mean(self, env: str, account: budget.EnvAccount | None) -> Mean | None:
+        pool = self._pool.envs.get(env, _EMPTY)
+        if account is not None and account.groups:
+            tokens, rollouts = account.tokens, account.rollouts
+        elif pool.ready_groups:
+            tokens, rollouts = pool.ready_tokens / pool.ready_groups, pool.ready_rollouts / pool.ready_groups
+        else:
+            return None
+        unit = {"tokens": tokens, "rollouts": rollouts}.get(self._config.unit, 1.0)
+        return unit, tokens, rollouts
+
+    # -- closing ------------------------------------------------------------------------------------------------------
+    def _close(self, trial: Trial, limits: Limits, world_size: int) -> tuple[Sequence[GroupState], Plan, str] | None:
+        """The groups of the step, their plan and what closed it; None when the step stays open."""
+        groups = trial.groups
+        micro_steps = self._config.micro_batches_per_rank
+
+        def planner(some: Sequence[GroupState]) -> Plan:
+            return self._plan(some, world_size)
+
+        if trial.ended == "count":
+            return groups, planner(groups), "groups" if limits.groups is not None else "rollouts"
+        if not limits.by_rows:
+            return None
+        is_full = trial.ended == "full"
+        if not is_full and trial.balanced:
+            plan = planner(groups[: trial.balanced])
+            if plan.micro_steps <= micro_steps:
+                return groups[: trial.balanced], plan, "fill"
+            is_full = True
+        # Any packing leaves at most one row less than half full, so below half there is always room.
+        if not is_full and 2 * trial.tokens > limits.tokens:
+            is_full = closing.needs_more_rows(groups, limits.row_tokens, limits.rows)
+        if not is_full:
+            return None
+        count, plan = closing.longest_fit(groups, planner, micro_steps)
+        return groups[:count], plan, "capacity"
+
+    def _plan(self, groups: Sequence[GroupState], world_size: int) -> Plan:
+        config = self._config
+        adapters = [g.adapter for g in groups for _ in g.members] if any(g.adapter for g in groups) else None
+        return plan_rows(
+            [m.info.length for g in groups for m in g.members],
+            row_tokens=config.row_tokens,
+            world_size=world_size,
+            rows_per_micro_batch=config.rows_per_micro_batch,
+            cost=config.cost,
+            adapters=adapters,
+        )
+
+    def _step_plan(self, step: int, groups: Sequence[GroupState], plan: Plan, closed_by: str) -> StepPlan:
+        advantages: list[np.ndarray[Any, np.dtype[np.float64]]] = []
+        refs: list[RolloutRef] = []
+        for group in groups:
+            advantages.append(
+                advantage(
+                    self._config.for_env(group.env, "advantage"),
+                    group.rewards,
+                    lengths=[m.info.loss_tokens for m in group.members],
+                )
+            )
+            refs.extend(
+                RolloutRef(
+                    entry_id=member.entry_id,
+                    index=member.place,
+                    rollout_id=member.info.rollout_id,
+                    group_id=group.group_id,
+                    env=group.env,
+                    adapter=group.adapter,
+                    length=member.info.length,
+                    loss_tokens=member.info.loss_tokens,
+                    min_version=member.info.min_version,
+                )
+                for member in group.members
+            )
+        return StepPlan(
+            step=step,
+            group_ids=tuple(g.group_id for g in groups),
+            rollouts=tuple(refs),
+            advantages=np.concatenate(advantages).astype(np.float32),
+            plan=plan,
+            normalizers=Normalizers(
+                loss_tokens=sum(r.loss_tokens for r in refs), rollouts=len(refs), groups=len(groups)
+            ),
+            tokens=sum(g.tokens for g in groups),
+            closed_by=closed_by,
+            entries=tuple(use for g in groups for use in g.uses()),
+        )
+
+    def _settle(self, groups: Sequence[GroupState], fractions: Mapping[str, float]) -> dict[str, budget.EnvAccount]:
+        """The accounts as they will be when these groups are committed."""
+        accounts = {env: replace(account) for env, account in self._accounts.items()}
+        for env in fractions:
+            accounts.setdefault(env, budget.EnvAccount())
+        deficits = {env: accounts[env].deficit for env in fractions}
+        total = 0
+        for group in groups:
+            size = self._size(group.tokens, group.rollouts)
+            total += size
+            budget.charge(deficits, fractions, group.env, size)
+            accounts[group.env].learn(group.tokens, group.rollouts, size)
+        for env, deficit in deficits.items():
+            accounts[env].deficit = deficit
+            accounts[env].clamp(fractions[env] * total)
+        return accounts
+
+    # -- admitting ----------------------------------------------------------------------------------------------------
+    def _wanted(self, trial: Trial) -> list[str]:
+        """Envs that the open step waits for: those that are short, else all that have nothing more to give."""
+        if trial.short:
+            return trial.short
+        selected = {g.env for g in trial.groups}
+        unheard = [e for e in self._known() if e not in selected and e not in trial.exhausted]
+        return trial.exhausted + [e for e in unheard if not self._pool.envs.get(e, _EMPTY).ready_groups]
+
+    def _allow(
+        self,
+        step: int,
+        limits: Limits,
+        accounts: Mapping[str, budget.EnvAccount],
+        *,
+        wanted: Collection[str] = (),
+        taken: Iterable[GroupState] = (),
+    ) -> dict[str, int]:
+        config = self._config
+        known = budget.known_envs(config, [*accounts, *self._pool.envs])
+        fractions = budget.shares(config, known, None)
+        used: dict[str, int] = {}
+        for group in taken:
+            used[group.env] = used.get(group.env, 0) + 1
+        means = {e: self._mean(e, accounts.get(e)) for e in known}
+        supply = {}
+        for env in known:
+            max_age = config.for_env(env, "max_age")
+            pool = self._pool.envs.get(env, _EMPTY)
+            oldest = oldest_version(step, max_age)
+            # What cannot train any more is not supply, though it may wait to be swept.
+            pending = pool.ready.count(oldest) + len(pool.order) - used.get(env, 0)
+            supply[env] = admission.EnvSupply(
+                window=self._window(step, max_age), pending=max(0, pending), share=fractions[env], mean=means[env]
+            )
+        per_step = admission.groups_per_step(
+            supply, tokens=limits.tokens, groups=limits.groups, rollouts=limits.rollouts
+        )
+        out = admission.allowances(supply, per_step, wanted=wanted)
+        is_open = config.remainder in ("proportional", "equal") and sum(config.budgets.values()) < 1 - 1e-9
+        if is_open and self._window(step, config.max_age) > 0:
+            out[admission.ANY_ENV] = admission.START_TICKETS
+        return out
+
+    def _window(self, step: int, max_age: int) -> int:
+        # Before anyone said what is published, assume the newest that there can be.
+        version = self._published.get("", step - 1)
+        return admission.window(version=version, max_age=max_age, last_step=step - 1) if version >= 0 else 0
+
+    # -- saying why ---------------------------------------------------------------------------------------------------
+    def _sentence(self, step: int, trial: Trial, limits: Limits, fractions: Mapping[str, float]) -> str:
+        published = self._published.get("")
+        lagging = [e for e in self._known() if self._lags(e, step)]
+        blocked = [e for e in trial.short if e in lagging]
+        if published is not None and (blocked or (not trial.groups and self._all_lag(lagging, step))):
+            ages = {e: self._config.for_env(e, "max_age") for e in (blocked[:1] or lagging)}
+            max_age = max(ages.values(), default=self._config.max_age)
+            return waiting.for_version(
+                step,
+                needed=oldest_version(step, max_age),
+                published=published,
+                max_age=max_age,
+                env=blocked[0] if blocked else "",
+            )
+        means = self._means(fractions, self._accounts)
+        if trial.short:
+            env = trial.short[0]
+            return waiting.for_share(self._need(env, trial, limits, fractions, means), published)
+        env = max(trial.exhausted, key=lambda e: (trial.deficits.get(e, 0.0), e), default="")
+        need = self._need(env, trial, limits, fractions, means) if env and self._pool.envs else None
+        done, what = self._progress(trial, limits)
+        return waiting.for_groups(step, done=done, what=what, need=need, published=published)
+
+    def _all_lag(self, lagging: Collection[str], step: int) -> bool:
+        known = self._known()
+        return len(lagging) == len(known) if known else self._lags("", step)
+
+    @staticmethod
+    def _progress(trial: Trial, limits: Limits) -> tuple[float, str]:
+        if limits.groups is not None:
+            return len(trial.groups) / limits.groups, f"{len(trial.groups)} of {limits.groups} groups ready"
+        if limits.rollouts is not None:
+            return trial.rollouts / limits.rollouts, f"{trial.rollouts} of {limits.rollouts} rollouts ready"
+        return trial.tokens / limits.tokens, f"{trial.tokens} of {limits.tokens} tokens ready"
+
+    def _need(
+        self, env: str, trial: Trial, limits: Limits, fractions: Mapping[str, float], means: Mapping[str, Mean]
+    ) -> waiting.EnvNeed:
+        """What the step still needs of `env`: what it is owed now, and its share of what the step still lacks."""
+        done, _ = self._progress(trial, limits)
+        size = sum(self._size(g.tokens, g.rollouts) for g in trial.groups)
+        lacking = size / done - size if done > 0 else 0.0
+        owed = trial.deficits.get(env, 0.0) + fractions.get(env, 0.0) * lacking
+        mean = means.get(env, (0.0, 0.0, 0.0))[0]
+        pool = self._pool.envs.get(env, _EMPTY)
+        oldest = next(iter(pool.order.values()), None)
+        return waiting.EnvNeed(
+            env=env,
+            missing=owed / mean if mean else 1.0,
+            ready=pool.ready_groups,
+            forming=len(pool.order),
+            oldest_seconds=None if oldest is None else max(0.0, self._pool.now - oldest.since),
+            is_silent=env not in self._pool.envs and env not in self._accounts,
+        )

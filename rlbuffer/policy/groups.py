@@ -1,0 +1,251 @@
+"""Parts merge into groups, and a group decides when it is whole.
+
+::
+
+    forming --(planned_size valid rollouts, or nothing more to come, or the timeout)--> ready
+       |                                                                                  |
+       +------------------------------> dropped(reason) <---------------------------------+
+
+A part is one push, so one pool entry. What happens to its rollouts is decided as it arrives: valid ones join, others
+are set aside with a reason and are accounted for together with the entry that holds them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from rlbuffer.batches import Drop, EntryUse
+from rlbuffer.config import BatcherConfig
+from rlbuffer.records import REASONS, GroupInfo, RolloutInfo
+
+
+class Member(NamedTuple):
+    """A valid rollout of a group, and where its payload is."""
+
+    entry_id: str
+    place: int
+    """Payload field of that push."""
+    info: RolloutInfo
+
+
+class Rejected(NamedTuple):
+    """Why a part, or one rollout of it, does not join its group."""
+
+    reason: str
+    detail: str
+
+
+class GroupState:
+    """One group as the batcher holds it: its parts, its valid rollouts, and running sums of them."""
+
+    __slots__ = (
+        "adapter",
+        "arrived",
+        "env",
+        "group_id",
+        "ids",
+        "is_closed",
+        "max_version",
+        "members",
+        "min_version",
+        "needs",
+        "parts",
+        "planned_size",
+        "prompt_id",
+        "rejected",
+        "since",
+        "tokens",
+    )
+
+    def __init__(self, info: GroupInfo, since: float) -> None:
+        self.group_id = info.group_id
+        self.env = info.env
+        self.prompt_id = info.prompt_id
+        self.adapter = info.adapter
+        self.planned_size = info.planned_size
+        self.since = since
+        """Time of the first part, on the clock that the batcher is given."""
+        self.parts: dict[str, GroupInfo] = {}
+        """entry id -> push, of the parts that hold a valid rollout."""
+        self.members: list[Member] = []
+        """Valid rollouts, in order of arrival."""
+        self.rejected: dict[str, list[tuple[str, RolloutInfo]]] = {}
+        """entry id -> (reason, rollout) of what those parts hold besides."""
+        self.ids: set[str] = set()
+        self.arrived = 0
+        """Distinct rollouts seen, valid or not."""
+        self.needs: set[str] = set()
+        self.is_closed = False
+        """Ready: takes no more rollouts."""
+        self.tokens = 0
+        """Of the valid rollouts."""
+        self.min_version = 0
+        self.max_version = 0
+
+    @property
+    def rollouts(self) -> int:
+        """Number of valid rollouts."""
+        return len(self.members)
+
+    @property
+    def is_flat(self) -> bool:
+        """True when all valid rollouts have the same reward."""
+        return len({m.info.reward for m in self.members}) <= 1
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the valid rollouts; None when there are none."""
+        rewards = self.rewards
+        return sum(rewards) / len(rewards) if rewards else None
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the valid rollouts; all of them once the group is ready."""
+        return [m.info.reward for m in self.members if m.info.reward is not None]
+
+    def take(self, entry_id: str, info: GroupInfo, row_tokens: int) -> Rejected | None:
+        """Merges one part. -> why the whole part is rejected, or None when a rollout of it joined."""
+        for name in ("env", "prompt_id", "adapter", "planned_size"):
+            mine, theirs = getattr(self, name), getattr(info, name)
+            if mine != theirs:
+                return Rejected("invalid", f"{name} {theirs!r} differs from the group's {mine!r}")
+        if not info.rollouts:
+            return Rejected("invalid", "a part without rollouts")
+        joined: list[Member] = []
+        rejected: list[tuple[str, RolloutInfo]] = []
+        details: dict[str, str] = {}
+        for index, rollout in enumerate(info.rollouts):
+            found = self._judge(rollout, info, row_tokens, len(self.members) + len(joined))
+            if found is None or found.reason in ("oversized", "invalid"):
+                self.ids.add(rollout.rollout_id)
+                self.arrived += 1
+            if found is None:
+                joined.append(Member(entry_id, index, rollout))
+            else:
+                rejected.append((found.reason, rollout))
+                details.setdefault(found.reason, found.detail)
+        if not joined:
+            reason = most_common(reason for reason, _ in rejected)
+            return Rejected(reason, details[reason])
+        self.parts[entry_id] = info
+        self.needs.update(info.needs)
+        if rejected:
+            self.rejected[entry_id] = rejected
+        oldest = min(m.info.min_version for m in joined)
+        self.min_version = min(self.min_version, oldest) if self.members else oldest
+        self.max_version = max(self.max_version, *(m.info.max_version for m in joined))
+        self.tokens += sum(m.info.length for m in joined)
+        self.members.extend(joined)
+        return None
+
+    def _judge(self, rollout: RolloutInfo, part: GroupInfo, row_tokens: int, valid: int) -> Rejected | None:
+        if rollout.rollout_id in self.ids:
+            return Rejected("duplicate", f"rollout {rollout.rollout_id} came before")
+        if self.is_closed or valid >= self.planned_size:
+            return Rejected("late", f"the group was closed with {valid} of {self.planned_size} rollouts")
+        if rollout.length > row_tokens:
+            return Rejected("oversized", f"length {rollout.length} > row_tokens {row_tokens}")
+        if rollout.reward is None and not (part.needs or self.needs):
+            return Rejected("invalid", f"rollout {rollout.rollout_id} has no reward")
+        return None
+
+    def is_whole(self, min_group_size: int) -> bool:
+        """True when the group can close now: all planned rollouts are valid, or all have come and enough are."""
+        if self.needs:
+            return False
+        return self.rollouts >= self.planned_size or (self.has_all and self.rollouts >= max(1, min_group_size))
+
+    @property
+    def has_all(self) -> bool:
+        """True when as many rollouts as planned have come, valid or not: waiting longer brings nothing."""
+        return self.arrived >= self.planned_size
+
+    def too_small(self, min_group_size: int, *, is_over: bool, timeout_seconds: float) -> Rejected | None:
+        """Why the group can no longer become ready, or None. `is_over`: its time is up."""
+        if not is_over and (self.needs or not self.has_all):
+            return None
+        when = f" after {timeout_seconds:g} s" if is_over else ""
+        if self.needs:
+            return Rejected("small", f"still needs {', '.join(sorted(self.needs))}{when}")
+        least = max(1, min_group_size)
+        if self.rollouts < least:
+            return Rejected("small", f"{self.rollouts} valid rollouts < min_group_size {least}{when}")
+        return None
+
+    def uses(self) -> list[EntryUse]:
+        """What packing the group does with each of its entries, exactly."""
+        packed: dict[str, list[int]] = {entry_id: [0, 0] for entry_id in self.parts}
+        for member in self.members:
+            count = packed[member.entry_id]
+            count[0] += 1
+            count[1] += member.info.length
+        out = []
+        for entry_id, (rollouts, tokens) in packed.items():
+            dropped: dict[str, list[int]] = {}
+            for reason, rollout in self.rejected.get(entry_id, ()):
+                count = dropped.setdefault(reason, [0, 0])
+                count[0] += 1
+                count[1] += rollout.length
+            out.append(
+                EntryUse(
+                    entry_id=entry_id,
+                    env=self.env,
+                    packed_rollouts=rollouts,
+                    packed_tokens=tokens,
+                    dropped=tuple((r, dropped[r][0], dropped[r][1]) for r in REASONS if r in dropped),
+                )
+            )
+        return out
+
+    def drop(self, reason: str, detail: str) -> Drop:
+        """The drop of the whole group: all its entries with everything they hold."""
+        return Drop(
+            group_id=self.group_id,
+            env=self.env,
+            reason=reason,
+            rollouts=sum(len(p.rollouts) for p in self.parts.values()),
+            tokens=sum(p.tokens for p in self.parts.values()),
+            entry_ids=tuple(self.parts),
+            detail=detail,
+            min_version=self.min_version,
+            reward=self.reward,
+        )
+
+
+def drop_part(entry_id: str, info: GroupInfo, why: Rejected) -> Drop:
+    """The drop of one pool entry that does not join its group."""
+    rewards = [r.reward for r in info.rollouts if r.reward is not None]
+    return Drop(
+        group_id=info.group_id,
+        env=info.env,
+        reason=why.reason,
+        rollouts=len(info.rollouts),
+        tokens=info.tokens,
+        entry_ids=(entry_id,),
+        detail=why.detail,
+        min_version=min((r.min_version for r in info.rollouts), default=0),
+        reward=sum(rewards) / len(rewards) if rewards else None,
+    )
+
+
+def most_common(reasons: Iterable[str]) -> str:
+    """The reason that occurs most often; of equals the first in the order of tables."""
+    counts = Counter(reasons)
+    return max(counts, key=lambda reason: (counts[reason], -REASONS.index(reason)))
+
+
+def group_state(infos: Sequence[GroupInfo], now: float, config: BatcherConfig, *, since: float) -> GroupState:
+    """The group that these parts make at `now`, for views: `is_closed` tells ready from forming.
+
+    `infos` are the group's pending parts in order of arrival; `since` is when the first came, on the clock of `now`.
+    """
+    state = GroupState(infos[0], since)
+    least = config.for_env(state.env, "min_group_size")
+    for number, info in enumerate(infos):
+        state.take(str(number), info, config.row_tokens)
+        state.is_closed = state.is_closed or state.is_whole(least)
+    if not state.is_closed and now - since >= config.group_timeout_seconds and not state.needs:
+        state.is_closed = state.rollouts >= max(1, least)
+    return state

@@ -1,0 +1,129 @@
+"""Which groups go into a step, in order: deficit round robin until the step is full or an env has nothing left.
+
+Nothing is moved here. A trial walks the ready groups from the front, on copies of the deficits, and says why it ended:
+
+``full``     the step's tokens are there, or the next group would exceed them (it is not part of the selection)
+``count``    `step_groups` or `step_rollouts` is reached
+``short``    an env with a budget is owed more than its mean group and has nothing ready: the step waits for it
+``empty``    nothing that may go next is ready
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from rlbuffer.policy.budget import charge, size_of
+from rlbuffer.policy.groups import GroupState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much one step may hold."""
+
+    rows: int
+    """Rows of the step: world size x micro_batches_per_rank x rows_per_micro_batch."""
+    row_tokens: int
+    groups: int | None = None
+    """Exactly this many groups instead."""
+    rollouts: int | None = None
+    """At least this many rollouts instead."""
+
+    @property
+    def by_rows(self) -> bool:
+        """True when the rows decide."""
+        return self.groups is None and self.rollouts is None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the rows can hold."""
+        return self.rows * self.row_tokens
+
+
+@dataclass(slots=True)
+class Trial:
+    """What a trial selected, and how it ended."""
+
+    groups: list[GroupState] = field(default_factory=list)
+    deficits: dict[str, float] = field(default_factory=dict)
+    """As after the last selected group."""
+    ended: str = "empty"
+    tokens: int = 0
+    rollouts: int = 0
+    short: list[str] = field(default_factory=list)
+    """Envs with a budget that are short, the neediest first."""
+    exhausted: list[str] = field(default_factory=list)
+    """Envs with a share of which every ready group is selected."""
+    balanced: int = 0
+    """Longest prefix of `groups` at `close_fill` or more with every env that has a budget within a mean group."""
+
+
+def select(
+    *,
+    candidates: Mapping[str, Iterator[GroupState]],
+    deficits: Mapping[str, float],
+    fractions: Mapping[str, float],
+    means: Mapping[str, float],
+    budgeted: Collection[str],
+    limits: Limits,
+    unit: str,
+    close_fill: float,
+) -> Trial:
+    """Runs one trial.
+
+    Args:
+        candidates: env -> its ready groups in the order in which they should train.
+        deficits: env -> what it is owed now.
+        fractions: env -> share, summing to 1.
+        means: env -> mean group in `unit`.
+        budgeted: envs that the step waits for when they are short.
+        limits: how much the step may hold.
+        unit: tokens | rollouts | groups.
+        close_fill: from this share of the tokens on a balanced step need not wait for one group too many.
+    """
+    trial = Trial(deficits={env: deficits.get(env, 0.0) for env in fractions})
+    owed = trial.deficits
+    heads = {env: next(candidates[env], None) if env in candidates else None for env in fractions if fractions[env] > 0}
+    least = close_fill * limits.tokens
+    over_half = 0
+    while True:
+        trial.short = _short(heads, owed, means, budgeted)
+        if trial.short:
+            trial.ended = "short"
+            break
+        env = max((e for e in heads if heads[e] is not None), key=lambda e: (owed[e], fractions[e], e), default=None)
+        group = heads[env] if env is not None else None
+        if env is None or group is None:
+            trial.ended = "empty"
+            break
+        if limits.by_rows:
+            # Rollouts longer than half a row never share one: they fill a step long before its tokens do.
+            over_half += sum(2 * m.info.length > limits.row_tokens for m in group.members)
+            if trial.groups and (trial.tokens + group.tokens > limits.tokens or over_half > limits.rows):
+                trial.ended = "full"
+                break
+        trial.groups.append(group)
+        trial.tokens += group.tokens
+        trial.rollouts += group.rollouts
+        charge(owed, fractions, env, size_of(unit, tokens=group.tokens, rollouts=group.rollouts))
+        heads[env] = next(candidates[env], None)
+        if len(trial.groups) == limits.groups or (limits.rollouts is not None and trial.rollouts >= limits.rollouts):
+            trial.ended = "count"
+            break
+        if limits.by_rows and trial.tokens >= limits.tokens:
+            trial.ended = "full"
+            break
+        if limits.by_rows and trial.tokens >= least and all(owed[e] <= means[e] for e in budgeted if e in owed):
+            trial.balanced = len(trial.groups)
+    trial.exhausted = [env for env, head in heads.items() if head is None]
+    return trial
+
+
+def _short(
+    heads: Mapping[str, GroupState | None],
+    owed: Mapping[str, float],
+    means: Mapping[str, float],
+    budgeted: Collection[str],
+) -> list[str]:
+    names = [e for e, head in heads.items() if head is None and e in budgeted and owed[e] > means[e]]
+    return sorted(names, key=lambda e: (-owed[e], e))

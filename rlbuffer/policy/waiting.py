@@ -1,0 +1,62 @@
+"""Why there is no step yet, in one sentence for people: which env, how much is missing and what is on its way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvNeed:
+    """What the open step still needs of an env."""
+
+    env: str
+    missing: float
+    """In groups."""
+    ready: int
+    forming: int
+    oldest_seconds: float | None
+    """How long the oldest forming group has been forming; None when there is none."""
+    is_silent: bool
+    """It never sent a group."""
+
+
+def for_version(step: int, *, needed: int, published: int, max_age: int, env: str = "") -> str:
+    """Nothing that could be sampled now would still be young enough: the trainer must publish first."""
+    who = f"{env} waits" if env else f"Step {step} waits"
+    now = f"version {published} is published" if published >= 0 else "none is published yet"
+    return (
+        f"{who} for policy version {needed}: {now}, and step {step} trains nothing older than "
+        f"{needed} (max_age {max_age}). The trainer publishes it when it has finished the steps before."
+    )
+
+
+def for_share(need: EnvNeed, published: int | None) -> str:
+    """An env with a budget has nothing ready while it is owed more than a group."""
+    count = max(1, math.ceil(need.missing - 1e-9))
+    first = f"{need.env} is {_groups(count)} short of its share ({_forming(need)})."
+    if need.is_silent:
+        first += f" It has not sent a group yet: is a worker for {need.env} running?"
+    return first + _trainer(published, need.is_silent)
+
+
+def for_groups(step: int, *, done: float, what: str, need: EnvNeed | None, published: int | None) -> str:
+    """The step is not full, and nobody is short yet."""
+    first = f"Step {step} is {100 * done:.0f} % full ({what})."
+    if need is None:
+        return f"{first} No env has sent a group that can train yet: start a worker."
+    return f"{first} {need.env} goes next and has nothing ready ({_forming(need)})." + _trainer(published, False)
+
+
+def _forming(need: EnvNeed) -> str:
+    oldest = "" if need.oldest_seconds is None else f", oldest {need.oldest_seconds:.0f} s"
+    return f"{need.forming} forming{oldest}"
+
+
+def _groups(count: int) -> str:
+    return f"{count} group" if count == 1 else f"{count} groups"
+
+
+def _trainer(published: int | None, is_silent: bool) -> str:
+    version = "" if published is None else f" Policy version {published} is published."
+    return version + ("" if is_silent else " Normal while workers generate.")
