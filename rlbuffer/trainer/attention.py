@@ -12,6 +12,7 @@ function for, which is what keeps the forward pass linear in the number of rollo
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +72,7 @@ class SegmentPlan:
             if len(members) == 1 or width_class > LONGEST_BATCHED:
                 for i in members:
                     start, end = int(bounds[i]), int(bounds[i + 1])
-                    self._batches.append(
-                        _Batch(segments=1, width=end - start, gather=slice(start, end), valid=None)
-                    )
+                    self._batches.append(_Batch(segments=1, width=end - start, gather=slice(start, end), valid=None))
                     order.append(np.arange(start, end))
                 continue
             width = int(lengths[members].max())
@@ -136,14 +135,10 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale:
 
 
 def can_use_varlen(query: Tensor) -> bool:
-    """Whether torch's variable-length kernel takes this tensor; elsewhere the gathered batches do the same on any device."""
+    """Whether torch's variable-length kernel takes this tensor; the gathered batches do the same on any device."""
     if not (query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256):
         return False
-    try:
-        import torch.nn.attention.varlen  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
 
 
 def segment_attention(

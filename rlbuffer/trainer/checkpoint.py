@@ -117,7 +117,9 @@ def save(directory: Path, checkpoint: Checkpoint, *, keep: int) -> list[int]:
             shutil.rmtree(path, ignore_errors=True)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"the checkpoint of step {checkpoint.step} cannot be written to {final}: {error}") from error
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.step} cannot be written to {final}: {error}"
+        ) from error
     return steps(directory)
 
 
@@ -148,10 +150,20 @@ def load(directory: Path, step: int, *, run: str) -> Checkpoint:
     except (OSError, RuntimeError, TypeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path / 'state.pt'} cannot be loaded: {error}") from error
     if checkpoint.run != run:
-        raise CheckpointError(
-            f"{path} belongs to run {checkpoint.run!r}, not {run!r}: name that run, or set trainer.output to another folder"
-        )
+        raise CheckpointError(f"{path} belongs to run {checkpoint.run!r}, not {run!r}: use another trainer.output")
     return checkpoint
+
+
+def load_parameters(output: Path, step: int) -> dict[str, torch.Tensor]:
+    """The model's parameters in the checkpoint of `step` under a trainer's output folder: for comparing two runs.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    path = path_of(output / "checkpoints", step)
+    _verify(path)
+    model: dict[str, torch.Tensor] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)["model"]
+    return model
 
 
 def random_state() -> dict[str, Any]:

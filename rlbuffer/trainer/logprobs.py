@@ -114,5 +114,7 @@ def token_logprobs(
     if isinstance(temperature, int):
         temperature = float(temperature)
     size = chunk or chunk_tokens(len(weight))
-    logprobs, entropy = _ChunkedHead.apply(hidden, weight, bias, targets, temperature, size)
+    logprobs, entropy = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, temperature, size
+    )
     return logprobs, entropy

@@ -92,7 +92,9 @@ def get_loss(name: str) -> Loss:
         ConfigError: there is none.
     """
     if name not in _LOSSES:
-        raise ConfigError(f"trainer.loss = {name!r} is not a loss: {', '.join(sorted(_LOSSES))}", setting="trainer.loss")
+        raise ConfigError(
+            f"trainer.loss = {name!r} is not a loss: {', '.join(sorted(_LOSSES))}", setting="trainer.loss"
+        )
     return _LOSSES[name]
 
 
@@ -129,9 +131,7 @@ def kl_to_reference(tokens: TrainedTokens) -> Tensor:
     return torch.exp(difference) - difference - 1
 
 
-def loss_of(
-    tokens: TrainedTokens, settings: TrainerSettings, normalizers: Normalizers, *, longest: int
-) -> Tensor:
+def loss_of(tokens: TrainedTokens, settings: TrainerSettings, normalizers: Normalizers, *, longest: int) -> Tensor:
     """This micro-batch's share of the update's loss, a scalar: over all micro-batches of all ranks, shares add up.
 
     `normalizers` are the update's counts over all ranks; `longest` is the constant of dr_grpo, in tokens, used where

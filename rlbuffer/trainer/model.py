@@ -8,6 +8,7 @@ taken on trust: before training, a few short segments run packed and one by one,
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class PackedPolicy(nn.Module):
         self.model = model
         self.attention = attention
         """:data:`rlbuffer.trainer.attention.NAME`, or ``sdpa`` with a dense mask where that does not fit the model."""
-        head = model.get_output_embeddings()
+        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if head is None or not isinstance(getattr(head, "weight", None), Tensor):
             raise PackedForwardError(f"{type(model).__name__} has no output embeddings: it is not a causal LM")
         self._head: list[nn.Module] = [head]
@@ -92,7 +93,7 @@ def prepare(model: PreTrainedModel) -> PackedPolicy:
         PackedForwardError: neither gives the same logprobs packed as separately (models with state across tokens, or
             whose head does more than a matrix product); the message has both reasons.
     """
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
     if next(model.parameters()).dtype == torch.float64:
         _norms_in_float64(model)
     reasons = []
@@ -119,9 +120,16 @@ def packed_forward(policy: PackedPolicy) -> PackedForward:
         logprobs, _ = policy(input_ids, position_ids, cu_seqlens, chosen)
         out = logprobs.new_zeros(len(input_ids))
         out[chosen] = logprobs
-        return out
+        scattered: Tensor = out
+        return scattered
 
     return forward
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Symbols that the model has an embedding for."""
+    embeddings: Any = model.get_input_embeddings()
+    return int(embeddings.weight.shape[0])
 
 
 def separate_logprobs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -151,16 +159,14 @@ def self_test(model: PreTrainedModel, forward: PackedForward) -> None:
     """
     parameter = next(model.parameters())
     device, tolerance = parameter.device, TOLERANCES[parameter.dtype]
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = vocabulary_of(model)
     rng = np.random.default_rng(0)
     tokens = torch.from_numpy(rng.integers(0, vocabulary, sum(SELF_TEST_LENGTHS))).to(device)
     positions = torch.cat([torch.arange(n) for n in SELF_TEST_LENGTHS]).to(device)
     bounds = np.concatenate(([0], np.cumsum(SELF_TEST_LENGTHS)))
     cu_seqlens = torch.from_numpy(bounds).to(device)
     packed = forward(tokens, positions, cu_seqlens)
-    separate = torch.cat(
-        [separate_logprobs(model, tokens[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
-    )
+    separate = torch.cat([separate_logprobs(model, tokens[a:b]) for a, b in pairwise(bounds)])
     difference = float((packed - separate).abs().max())
     if not difference <= tolerance:
         raise PackedForwardError(
@@ -184,7 +190,7 @@ def _norms_in_float64(model: PreTrainedModel) -> None:
         weight = getattr(module, "weight", None)
         is_plain = type(module).__name__ in PLAIN_NORMS
         if is_plain and isinstance(epsilon, float) and isinstance(weight, nn.Parameter):
-            module.forward = _exact_norm(weight, epsilon)  # type: ignore[method-assign]
+            module.forward = _exact_norm(weight, epsilon)
 
 
 PLAIN_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm"})

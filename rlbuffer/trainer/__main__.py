@@ -1,0 +1,32 @@
+"""``torchrun ... -m rlbuffer.trainer [rlbuffer.toml]``: joins as torchrun says; without torchrun, starts the ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rlbuffer.errors import RlbufferError
+from rlbuffer.loading import load
+
+
+def main(arguments: list[str]) -> int:
+    """-> exit code. `arguments` may name the settings' file; else they are found as every command finds them."""
+    if len(arguments) > 1 or (arguments and arguments[0].startswith("-")):
+        print("usage: [torchrun ...] -m rlbuffer.trainer [rlbuffer.toml]", file=sys.stderr)
+        return 2
+    try:
+        settings = load(arguments[0] if arguments else None).settings
+        if "RANK" not in os.environ:
+            from rlbuffer.trainer.launch import launch
+
+            return launch(settings, world_size=settings.trainer.world_size)
+        from rlbuffer.trainer.rank import INTERRUPTED, run_rank
+
+        return 0 if run_rank(settings) else INTERRUPTED
+    except RlbufferError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,201 @@
+"""Made-up steps in place of a server: the same trainer, without anything to connect to.
+
+For trying a model, a loss or a host's speed, and for tests of the trainer itself. Step s is a function of the seed
+and s alone, whatever the world size, so runs at different world sizes train on the same rollouts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from rlbuffer.advantages import advantage
+from rlbuffer.batches import Normalizers, Sample, Step
+from rlbuffer.packing import PackItem, assemble, plan
+from rlbuffer.records import PolicyVersion, Rollout
+from rlbuffer.settings import RunSettings
+
+GROUPS = 8
+"""Groups of a step."""
+GROUP_SIZE = 4
+"""Rollouts of a group."""
+
+
+class FakeBuffer:
+    """Stands in for :class:`rlbuffer.client.Buffer` where the trainer needs it."""
+
+    def __init__(self, settings: RunSettings, *, vocabulary: int) -> None:
+        self._settings = settings
+        self._vocabulary = vocabulary
+
+    def reader(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        timeout_seconds: float = 300.0,
+        pad_token_id: int = 0,
+        pad_to_multiple_of: int = 1,
+    ) -> FakeReader:
+        """A reader for one rank."""
+        return FakeReader(self._settings, rank, world_size, self._vocabulary, pad_to_multiple_of)
+
+    def policy(self) -> FakePolicy:
+        """A policy that nobody samples from."""
+        return FakePolicy()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def __enter__(self) -> FakeBuffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class FakePolicy:
+    """Remembers nothing: every version may be announced."""
+
+    def current(self, adapter: str = "") -> PolicyVersion:
+        """None was announced yet."""
+        return PolicyVersion(version=-1)
+
+    def announce(self, version: int, *, location: str, size: int, checksum: str, adapter: str = "") -> bool:
+        """Nobody listens."""
+        return True
+
+
+class FakeReader:
+    """Yields made-up steps as :class:`rlbuffer.reader.Reader` yields pulled ones."""
+
+    def __init__(
+        self, settings: RunSettings, rank: int, world_size: int, vocabulary: int, pad_to_multiple_of: int
+    ) -> None:
+        self._settings = settings
+        self._rank = rank
+        self._world_size = world_size
+        self._vocabulary = vocabulary
+        self._pad_to_multiple_of = pad_to_multiple_of
+        self._trained = 0
+
+    def start(self, resume_step: int | None = None) -> None:
+        """Continues after `resume_step`."""
+        if resume_step is not None:
+            self._trained = resume_step
+
+    def steps(self, start: int | None = None) -> Iterator[Step]:
+        """Yields step after step without end."""
+        number = self._trained + 1 if start is None else start
+        while True:
+            yield self._step(number)
+            number += 1
+
+    def trained(self, step: Step) -> None:
+        """Remembers the place."""
+        self._trained = step.number
+
+    def checkpointed(self, step: int, *, oldest_kept: int | None = None) -> None:
+        """Nothing is ever retired."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place."""
+        return {"step": self._trained, "epoch": 0, "digest": ""}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to the place."""
+        self._trained = int(state["step"])
+
+    def _step(self, number: int) -> Step:
+        rng = np.random.default_rng((self._settings.trainer.seed, number))
+        row_tokens = self._settings.batcher.row_tokens
+        rollouts, samples = [], []
+        for g in range(GROUPS):
+            made = [_rollout(rng, row_tokens, self._vocabulary, number) for _ in range(GROUP_SIZE)]
+            rewards = [float(r.reward or 0.0) for r in made]
+            credits = advantage(self._settings.batcher.advantage, rewards, lengths=[r.length for r in made])
+            for i, (rollout, credit) in enumerate(zip(made, credits, strict=True)):
+                rollouts.append(rollout)
+                samples.append(_sample(rollout, f"fake.{number}.{g}", i, float(credit)))
+        planned = plan(
+            [r.length for r in rollouts],
+            row_tokens=row_tokens,
+            world_size=self._world_size,
+            rows_per_micro_batch=self._settings.batcher.rows_per_micro_batch,
+            cost=self._settings.batcher.cost,
+            pad_to_multiple_of=self._pad_to_multiple_of,
+        )
+        normalizers = Normalizers(
+            loss_tokens=sum(r.loss_tokens for r in rollouts), rollouts=len(rollouts), groups=GROUPS
+        )
+        items = [
+            PackItem(rollout=r, length=r.length, sample=s, adapter="") for r, s in zip(rollouts, samples, strict=True)
+        ]
+        micro_batches = assemble(
+            [micro_step[self._rank] for micro_step in planned.rows],
+            items,
+            row_tokens=row_tokens,
+            normalizers=normalizers,
+            pad_to_multiple_of=self._pad_to_multiple_of,
+        )
+        tokens = sum(r.length for r in rollouts)
+        reward = float(np.mean([r.reward for r in rollouts]))
+        return Step(
+            number=number,
+            epoch=0,
+            digest=hashlib.sha256(f"{self._settings.trainer.seed}:{number}".encode()).hexdigest(),
+            world_size=self._world_size,
+            updates=(micro_batches,),
+            normalizers=normalizers,
+            rollouts=len(rollouts),
+            groups=GROUPS,
+            header={
+                "tokens": tokens,
+                "reward": reward,
+                "age": 0.0,
+                "max_age": 0,
+                "envs": {
+                    "fake": {
+                        "rollouts": len(rollouts),
+                        "tokens": tokens,
+                        "groups": GROUPS,
+                        "reward": reward,
+                        "age": 0.0,
+                        "max_age": 0,
+                    }
+                },
+            },
+        )
+
+
+def _rollout(rng: np.random.Generator, row_tokens: int, vocabulary: int, number: int) -> Rollout:
+    prompt = int(rng.integers(1, max(2, row_tokens // 16)))
+    sampled = int(rng.integers(1, max(2, row_tokens // 4 - prompt)))
+    return Rollout.from_completion(
+        prompt_ids=rng.integers(0, vocabulary, prompt),
+        token_ids=rng.integers(0, vocabulary, sampled),
+        logprobs=rng.normal(-np.log(vocabulary), 0.1, sampled).clip(max=0.0),
+        reward=float(rng.random()),
+        policy_version=number - 1,
+    )
+
+
+def _sample(rollout: Rollout, group_id: str, index: int, credit: float) -> Sample:
+    return Sample(
+        rollout_id=f"{group_id}/{index}",
+        group_id=group_id,
+        env="fake",
+        reward=rollout.reward,
+        rewards={},
+        advantage=credit,
+        policy_versions=(rollout.min_policy_version, rollout.max_policy_version),
+        answer=None,
+        prompt_tokens=rollout.prompt_tokens,
+        length=rollout.length,
+    )

@@ -1,0 +1,376 @@
+"""The training loop of one rank: agree on a step, train it, publish the version it makes, acknowledge it, go on.
+
+    pull -> agree -> forward/backward over the micro-batches -> exchange -> optimizer
+         -> publish + announce version s -> acknowledge step s -> checkpoint every N
+
+A crash anywhere in between loses nothing: until the checkpoint that contains it is written, a step can be pulled and
+trained again with the same bytes; what was announced before is not announced again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rlbuffer.batches import Step, digest_step
+from rlbuffer.client import Buffer, connect
+from rlbuffer.errors import CheckpointError, ConfigError, RlbufferError
+from rlbuffer.reader import Reader
+from rlbuffer.settings import RunSettings
+from rlbuffer.trainer import checkpoint as checkpoints
+from rlbuffer.trainer.agreement import Agreement, Ranks, Verdict
+from rlbuffer.trainer.checkpoint import Checkpoint
+from rlbuffer.trainer.digests import digest_parameters
+from rlbuffer.trainer.fake import FakeBuffer, FakeReader
+from rlbuffer.trainer.losses import get_loss
+from rlbuffer.trainer.metrics import MetricsFile, Stopwatch, step_record
+from rlbuffer.trainer.model import PackedPolicy, prepare, vocabulary_of
+from rlbuffer.trainer.stopping import StopRequest, StopRequested
+from rlbuffer.trainer.update import SUMS, accumulate, learning_rate_at, make_optimizer, take_step
+from rlbuffer.weights.files import publish
+from rlbuffer.weights.model import build_model, config_of
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+MAX_PULLS = 3
+"""Times that a step is pulled again because ranks hold different ones, before giving up."""
+
+EXCHANGE_GRACE_SECONDS = 60.0
+"""How much longer than the wait for a step a rank waits for the other ranks in an exchange."""
+
+
+def train(
+    settings: RunSettings,
+    *,
+    rank: int,
+    world_size: int,
+    on_event: OnEvent | None = None,
+    stop: StopRequest | None = None,
+    fake_data: bool = False,
+) -> bool:
+    """Trains until ``settings.trainer.steps``, from the newest checkpoint if there is one.
+
+    With a world size above 1 the process group is joined from the environment (MASTER_ADDR and so on, as torchrun
+    sets it). `on_event` is called on rank 0 with ``start``, ``step``, ``checkpoint`` and ``end`` objects.
+
+    Returns:
+        True when the planned steps are trained, False when it was asked to stop before (with a checkpoint written).
+
+    Raises:
+        BatchTimeout: no step came in time. RankFailed: another rank could not go on. Further rlbuffer errors: see
+            `Reader.steps`, `agree`, `prepare`.
+    """
+    get_loss(settings.trainer.loss)
+    device = device_of(settings)
+    if world_size > 1:
+        _join(settings, device)
+    _seed(settings.trainer.seed)
+    model = build_model(settings.model, seed=settings.trainer.seed)
+    nn.Module.to(model, device)
+    source: Buffer | FakeBuffer
+    if fake_data:
+        source = FakeBuffer(settings, vocabulary=vocabulary_of(model))
+    else:
+        source = connect(settings.redis_url, run=settings.run, config=settings, name=f"rank-{rank}")
+    with source as buffer:
+        trainer = _Trainer(settings, Ranks(rank, world_size, device), prepare(model), buffer, on_event, stop)
+        try:
+            finished = trainer.run()
+        finally:
+            trainer.close()
+    if world_size > 1:
+        dist.destroy_process_group()
+    return finished
+
+
+def device_of(settings: RunSettings) -> torch.device:
+    """The device that this rank trains on; with CUDA, the one of its LOCAL_RANK."""
+    wanted = settings.trainer.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device = cuda, but torch sees no CUDA device", setting="trainer.device")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+class _Trainer:
+    """One rank's state while it trains."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        ranks: Ranks,
+        policy: PackedPolicy,
+        buffer: Buffer | FakeBuffer,
+        on_event: OnEvent | None,
+        stop: StopRequest | None,
+    ) -> None:
+        self.settings = settings
+        self.ranks = ranks
+        self.policy = policy
+        self.buffer = buffer
+        self.is_first = ranks.rank == 0
+        self._on_event = on_event if self.is_first else None
+        self.stop = stop or StopRequest()
+        self.output: Path = settings.output_dir
+        self.module: nn.Module = policy
+        if ranks.world_size > 1:
+            ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+            # Buffers (rotary tables) are constants: exchanging them every forward pass would only cost time.
+            self.module = DistributedDataParallel(policy, device_ids=ids, broadcast_buffers=False)
+        self.optimizer = make_optimizer(policy, settings.trainer)
+        self.reader: Reader | FakeReader = buffer.reader(
+            ranks.rank,
+            ranks.world_size,
+            timeout_seconds=settings.trainer.timeout_seconds,
+            pad_to_multiple_of=settings.trainer.pad_to_multiple_of,
+        )
+        self.updates = 0
+        self.trained = 0
+        self.checkpointed = 0
+        self.resumed_from = 0
+        self.metrics = MetricsFile(self.output) if self.is_first else None
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def event(self, kind: str, **values: Any) -> None:
+        if self._on_event is not None:
+            self._on_event({"event": kind, **values})
+
+    # -- the run ---------------------------------------------------------------------------------------------------
+    def run(self) -> bool:
+        planned = self.settings.trainer.steps
+        self._resume()
+        self.event(
+            "start",
+            step=self.trained,
+            steps=planned,
+            world_size=self.ranks.world_size,
+            device=str(self.ranks.device),
+            attention=self.policy.attention,
+            parameters=sum(p.numel() for p in self.policy.parameters()),
+            output=str(self.output),
+        )
+        if self.trained >= planned:
+            self.event("end", step=self.trained, finished=True)
+            return True
+        self.reader.start(self.trained)
+        self._write_pids()
+        self.ranks.barrier()  # rank 0 has registered the attempt: the others' reports are not fenced by an older one
+        if self.trained == 0:
+            self._publish(0)
+        finished = self._loop(planned)
+        if self.trained > self.checkpointed:
+            self._checkpoint()
+        self.event("end", step=self.trained, finished=finished)
+        return finished
+
+    def _write_pids(self) -> None:
+        """``ranks.json``: rank -> pid, for whoever wants to look at one of them, or to kill it."""
+        pids = self.ranks.gather(torch.tensor([os.getpid()], dtype=torch.int64))[:, 0].tolist()
+        if self.is_first:
+            temporary = self.output / "ranks.json.tmp"
+            temporary.write_text(json.dumps({f"rank-{r}": pid for r, pid in enumerate(pids)}) + "\n", encoding="utf-8")
+            temporary.replace(self.output / "ranks.json")
+
+    def _loop(self, planned: int) -> bool:
+        steps = self.reader.steps(self.trained + 1)
+        pulls = 0
+        while self.trained < planned:
+            watch = Stopwatch()
+            with watch.measure("wait"):
+                step, agreement = self._next(steps)
+            if agreement.verdict is Verdict.STOP:
+                return False
+            if agreement.verdict is Verdict.PULL_AGAIN or step is None:
+                pulls += 1
+                if pulls >= MAX_PULLS:
+                    raise RlbufferError(
+                        f"the ranks pulled different steps {MAX_PULLS} times: {'; '.join(agreement.held)}. "
+                        "`rlbuffer verify` checks the steps; are all ranks on the same run and server?"
+                    )
+                if hasattr(steps, "close"):
+                    steps.close()
+                steps = self.reader.steps(self.trained + 1)
+                continue
+            pulls = 0
+            self._train(step, agreement, watch)
+        return True
+
+    def _next(self, steps: Iterator[Step]) -> tuple[Step | None, Agreement]:
+        """The next step as all ranks agree on it. Errors of this rank's reader reach the others through `agree`."""
+        step: Step | None = None
+        failure: RlbufferError | None = None
+        try:
+            with self.stop.waiting():
+                step = next(steps)
+        except StopRequested:
+            step = None
+        except StopIteration:
+            failure = RlbufferError("the reader ended without a step")
+        except RlbufferError as error:
+            failure = error
+        if step is not None and step.number != self.trained + 1:
+            failure = RlbufferError(f"the reader gave step {step.number}, expected was {self.trained + 1}")
+        return step, self.ranks.agree(
+            step,
+            failure=failure,
+            is_stopping=self.stop.is_set,
+            max_damaged=self.settings.trainer.max_damaged,
+        )
+
+    def _train(self, step: Step, agreement: Agreement, watch: Stopwatch) -> None:
+        settings, world_size = self.settings.trainer, self.ranks.world_size
+        sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        norm = rate = 0.0
+        for micro_batches in step.updates:
+            with watch.measure("train"):
+                sums += accumulate(
+                    self.module,
+                    micro_batches,
+                    settings,
+                    micro_batches[0].normalizers,
+                    world_size=world_size,
+                    longest=self.settings.batcher.row_tokens,
+                    device=self.ranks.device,
+                )
+            with watch.measure("optimizer"):
+                self.updates += 1
+                rate = learning_rate_at(self.updates, settings)
+                norm = take_step(
+                    self.policy,
+                    self.optimizer,
+                    learning_rate=rate,
+                    gradient_clip=settings.gradient_clip,
+                    place=f"step {step.number}",
+                )
+        self.trained = step.number
+        with watch.measure("publish"):
+            if step.number % settings.publish_every == 0 or step.number == settings.steps:
+                self._publish(step.number)
+            self.reader.trained(step)
+        totals = self.ranks.sum(sums)
+        record = step_record(
+            step,
+            totals,
+            gradient_norm=norm,
+            learning_rate=rate,
+            damaged_tokens=agreement.damaged_tokens,
+            seconds=watch.seconds,
+            world_size=world_size,
+        )
+        record |= {"resumed_from": self.resumed_from} | self._proofs(step)
+        if self.metrics is not None:
+            self.metrics.write(record)
+        if self._on_event is not None:
+            self._on_event(record)
+        if len(set(record.get("parameters_sha256", ()))) > 1:
+            raise RlbufferError(f"step {step.number}: the ranks' parameters differ: {record['parameters_sha256']}")
+        if step.number % settings.checkpoint_every == 0:
+            self._checkpoint()
+
+    def _proofs(self, step: Step) -> dict[str, Any]:
+        """Hashes that were asked for, of all ranks."""
+        proofs: dict[str, Any] = {}
+        if self.settings.trainer.check_parameters:
+            proofs["parameters_sha256"] = self.ranks.gather_digests(digest_parameters(self.policy))
+        if self.settings.trainer.record_batches:
+            proofs["batch_sha256"] = self.ranks.gather_digests(digest_step(step))
+        return proofs
+
+    # -- what others see -------------------------------------------------------------------------------------------
+    def _publish(self, version: int) -> None:
+        """Rank 0 writes and announces a version, unless samplers have it, or a newer one, already."""
+        if not self.is_first:
+            return
+        policy = self.buffer.policy()
+        if policy.current().version >= version:
+            return
+        written = publish(
+            self.output / "weights",
+            version,
+            state=self.policy.model.state_dict(),
+            config=config_of(self.policy.model),
+            keep=self.settings.trainer.keep_versions,
+        )
+        policy.announce(version, location=written.location, size=written.size, checksum=written.checksum)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+    @property
+    def _checkpoint_dir(self) -> Path:
+        return self.output / "checkpoints"
+
+    def _resume(self) -> None:
+        """Loads the newest whole checkpoint; which one that is, rank 0 decides for all."""
+        step, problems = checkpoints.newest(self._checkpoint_dir) if self.is_first else (0, [])
+        for problem in problems:
+            self.event("warning", message=f"{problem}; an older checkpoint is used")
+        step = self.ranks.first(step)
+        if step == 0:
+            return
+        loaded = checkpoints.load(self._checkpoint_dir, step, run=self.settings.run)
+        try:
+            self.policy.model.load_state_dict(dict(loaded.model))
+            self.optimizer.load_state_dict(dict(loaded.optimizer))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{checkpoints.path_of(self._checkpoint_dir, step)} is of another model than [model] describes: {error}"
+            ) from error
+        self.reader.load_state_dict(loaded.reader)
+        checkpoints.set_random_state(loaded.random)
+        self.updates = loaded.updates
+        self.trained = self.checkpointed = self.resumed_from = loaded.step
+
+    def _checkpoint(self) -> None:
+        """Rank 0 writes for all: parameters, optimizer and random states are the same on every rank."""
+        kept = 0
+        if self.is_first:
+            kept = checkpoints.save(
+                self._checkpoint_dir,
+                Checkpoint(
+                    step=self.trained,
+                    updates=self.updates,
+                    model=self.policy.model.state_dict(),
+                    optimizer=self.optimizer.state_dict(),
+                    reader=self.reader.state_dict(),
+                    world_size=self.ranks.world_size,
+                    run=self.settings.run,
+                    random=checkpoints.random_state(),
+                ),
+                keep=self.settings.trainer.keep_checkpoints,
+            )[0]
+        self.checkpointed = self.trained
+        kept = self.ranks.first(kept)
+        self.reader.checkpointed(self.trained, oldest_kept=kept)
+        self.event("checkpoint", step=self.trained, path=str(checkpoints.path_of(self._checkpoint_dir, self.trained)))
+
+
+def _seed(seed: int) -> None:
+    """The same on every rank, so that a checkpoint's random states serve any world size."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def _join(settings: RunSettings, device: torch.device) -> None:
+    """Joins the process group. A rank that is lost ends the others' exchanges, at the latest after the timeout."""
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=settings.trainer.timeout_seconds + EXCHANGE_GRACE_SECONDS),
+        )
