@@ -1,0 +1,132 @@
+"""The trainer's moves: ATTEMPT, REPORT, ANNOUNCE, each fenced by the attempt's number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlbuffer import wire
+from rlbuffer.errors import AttemptFenced, RlbufferError, RunGone, StepRetired
+from rlbuffer.records import PolicyVersion
+from rlbuffer.store.base import Attempt
+from rlbuffer.store.session import Session, text
+
+MAX_RECORD_BYTES = 64 * 2**10
+"""Largest record of a policy version."""
+
+
+class TrainerMoves(Session):
+    """What rank 0 says, and what is known of the trainer."""
+
+    def attempt(self, *, uuid: str, world_size: int, resume_step: int) -> Attempt:
+        """ATTEMPT: from here on older attempts are fenced. The same `uuid` again gives the same attempt.
+
+        Raises:
+            RunGone: there is no such run, or it does not reach to `resume_step`.
+            StepRetired: the steps after `resume_step` are gone.
+        """
+        reply = self.move("attempt", (self.keys.trainer, self.keys.meta), (uuid, world_size, resume_step))
+        status = text(reply[0])
+        if status == "OK":
+            return self.trainer()
+        if status == "GONE":
+            raise RunGone(f"run {self.run!r} is not on the server ({self.keys.meta}): open it first")
+        if status == "AHEAD":
+            raise RunGone(
+                f"the trainer resumes after step {resume_step}, but run {self.run!r} ends at step {text(reply[1])}: "
+                f"the checkpoint belongs to another run, or the server lost its newest steps"
+            )
+        if status == "RETIRED":
+            raise StepRetired(
+                f"the trainer resumes after step {resume_step}, but steps up to {text(reply[1])} of run {self.run!r} "
+                f"were retired: resume from a newer checkpoint, or start another run"
+            )
+        raise self.unexpected("attempt", reply)
+
+    def trainer(self) -> Attempt:
+        """The registered attempt; number 0 when there was none."""
+
+        def read(client: Any) -> tuple[Any, Any]:
+            with client.pipeline(transaction=False) as pipe:
+                pipe.hgetall(self.keys.trainer)
+                pipe.time()
+                fields, time = pipe.execute()
+                return fields, time
+
+        fields, (seconds, micros) = self.look(read)
+        if not fields:
+            return Attempt(number=0)
+
+        def number(name: bytes) -> int:
+            return int(fields.get(name, 0))
+
+        return Attempt(
+            number=number(b"number"),
+            world_size=number(b"world_size"),
+            resume_step=number(b"resume"),
+            epoch=number(b"epoch"),
+            trained=number(b"trained"),
+            digest=text(fields.get(b"digest", b"")),
+            oldest_kept=number(b"oldest_kept"),
+            seen_seconds_ago=max(0.0, int(seconds) + int(micros) / 1e6 - number(b"seen") / 1000),
+        )
+
+    def report(self, number: int, *, epoch: int, trained: int, digest: str, oldest_kept: int) -> None:
+        """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone.
+
+        Raises:
+            AttemptFenced: a newer attempt has taken over.
+            RunGone: the run is in another epoch, or its step `trained` is not the one that was trained.
+        """
+        keys = self.keys
+        reply = self.move(
+            "report",
+            (keys.trainer, keys.meta, keys.steps, keys.ledger),
+            (number, epoch, trained, digest, oldest_kept),
+        )
+        status = text(reply[0])
+        if status == "OK":
+            return
+        there = text(reply[1])
+        if status == "FENCED":
+            raise self._superseded(number, there)
+        if status == "EPOCH":
+            raise RunGone(f"run {self.run!r} is in epoch {there or 'none'}, the trainer in {epoch}: it was rewound")
+        if status == "AHEAD":
+            raise RunGone(
+                f"the trainer has trained step {trained}, but run {self.run!r} ends at step {there}: "
+                f"the server lost acknowledged writes (power cut or failover)"
+            )
+        if status == "DIGEST":
+            raise RunGone(
+                f"the trainer trained step {trained} with digest {digest}, but run {self.run!r} has {there} there"
+            )
+        if status == "MISSING":
+            raise RlbufferError(f"run {self.run!r} has lost step {there}, which was never trained ({keys.steps})")
+        raise self.unexpected("report", reply)
+
+    def announce(self, number: int, version: PolicyVersion) -> bool:
+        """ANNOUNCE. -> False when an equal or newer version is already there. Raises AttemptFenced."""
+        if version.version < 0:
+            raise ValueError(f"policy version {version.version} must not be negative")
+        record = wire.dumps([version.location, version.size, version.checksum])
+        keys = self.keys
+        reply = self.move(
+            "announce", (keys.trainer, keys.meta, keys.policy), (number, version.adapter, version.version, record)
+        )
+        if text(reply[0]) == "FENCED":
+            raise self._superseded(number, text(reply[1]))
+        return text(reply[0]) == "OK"
+
+    def policy(self, adapter: str = "") -> PolicyVersion:
+        """The current version; version -1 when none was announced."""
+        value = self.look(lambda client: client.hget(self.keys.policy, adapter))
+        if value is None:
+            return PolicyVersion(version=-1, adapter=adapter)
+        _, version, record = value.split(b" ", 2)
+        location, size, checksum = wire.loads(record, limit=MAX_RECORD_BYTES)
+        return PolicyVersion(version=int(version), location=location, size=size, checksum=checksum, adapter=adapter)
+
+    def _superseded(self, number: int, current: str) -> AttemptFenced:
+        return AttemptFenced(
+            f"attempt {number} of run {self.run!r} is over: attempt {current} has taken over ({self.keys.trainer})"
+        )

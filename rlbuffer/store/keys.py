@@ -1,0 +1,82 @@
+"""Names of everything a run keeps on the server.
+
+Control keys share one hash tag, ``{rlb:<run>}``, so that every script touches a single slot of a cluster. Payload keys
+carry none and spread over all slots.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rlbuffer.errors import ConfigError
+
+SCHEMA = 1
+"""Layout of the keys and of what is in them; another number is refused (SchemaMismatch)."""
+RUN_NAME = re.compile(r"[a-z0-9_.-]{1,64}\Z")
+RUNS = "rlb:runs"
+"""zset: run -> Unix seconds when it was last opened."""
+HEARTBEATS = {"worker": "workers", "rank": "ranks", "batcher": "batchers"}
+"""Kind of a heartbeat -> the hash that holds it."""
+
+
+class Keys:
+    """The keys of one run."""
+
+    __slots__ = (
+        "allowance",
+        "closed",
+        "garbage",
+        "history",
+        "lease",
+        "ledger",
+        "meta",
+        "numbers",
+        "payload_prefix",
+        "policy",
+        "pool",
+        "run",
+        "state",
+        "steps",
+        "summary",
+        "tag",
+        "trainer",
+        "waiting",
+    )
+
+    def __init__(self, run: str) -> None:
+        if not RUN_NAME.match(run):
+            raise ConfigError(f"run = {run!r} must match {RUN_NAME.pattern[:-2]}", setting="run")
+        self.run = run
+        self.tag = f"{{rlb:{run}}}"
+        self.meta = f"{self.tag}:meta"
+        self.lease = f"{self.tag}:lease"
+        self.pool = f"{self.tag}:pool"
+        self.steps = f"{self.tag}:steps"
+        self.state = f"{self.tag}:state"
+        self.closed = f"{self.tag}:closed"
+        self.ledger = f"{self.tag}:ledger"
+        self.allowance = f"{self.tag}:allowance"
+        self.numbers = f"{self.tag}:numbers"
+        self.policy = f"{self.tag}:policy"
+        self.trainer = f"{self.tag}:trainer"
+        self.garbage = f"{self.tag}:garbage"
+        self.history = f"{self.tag}:history"
+        self.summary = f"{self.tag}:summary"
+        self.waiting = f"{self.tag}:waiting"
+        self.payload_prefix = f"rlb:{run}:g:"
+
+    def producer(self, worker: str, incarnation: str) -> str:
+        """Last push sequence of one process."""
+        return f"{self.tag}:producer:{worker}:{incarnation}"
+
+    def tickets(self, env: str) -> str:
+        """Ticket numbers of an env that are out, with their expiry."""
+        return f"{self.tag}:tickets:{env}"
+
+    def heartbeats(self, kind: str) -> str:
+        """Heartbeats of one kind of process."""
+        return f"{self.tag}:{HEARTBEATS[kind]}"
+
+    def payload(self, group_id: str, suffix: str) -> str:
+        """The payload of one push; `suffix` is ``<incarnation>.<sequence>``."""
+        return f"{self.payload_prefix}{group_id}:{suffix}"

@@ -1,0 +1,64 @@
+"""LEASE: who leads the run, and what only the leader may say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlbuffer import wire
+from rlbuffer.store.base import Lease
+from rlbuffer.store.session import MINIMUM_TOMBSTONE_MS, Session, text
+
+
+def tombstone_ms(config: Mapping[str, Any]) -> int:
+    """How long tombstones are kept: late parts of a group can come for as long as the group could have waited."""
+    timeout = config.get("group_timeout_seconds")
+    wanted = 2000 * timeout if isinstance(timeout, int | float) else 0
+    return max(MINIMUM_TOMBSTONE_MS, round(wanted))
+
+
+class LeaseMoves(Session):
+    """The leader's fence and its announcements."""
+
+    _tokens: dict[str, int]
+    """owner -> the token that this process last heard of."""
+
+    def lease(self, owner: str, *, ttl_seconds: float) -> Lease:
+        """LEASE acquire or renew."""
+        status, token, holder, remaining = self._say("acquire", owner, round(1000 * ttl_seconds))
+        number = int(token)
+        held = text(status) != "HELD"
+        # An acquisition whose reply was lost is answered as a renewal when it is repeated. To this process it is new.
+        renewed = text(status) == "RENEWED" and self._tokens.get(owner) == number
+        if held:
+            self._tokens[owner] = number
+        return Lease(
+            token=number, held=held, owner=text(holder), remaining_seconds=int(remaining) / 1000, renewed=renewed
+        )
+
+    def release_lease(self, owner: str) -> None:
+        """Lets another lead at once. Nothing happens when `owner` does not lead."""
+        self._say("release", owner)
+        self._tokens.pop(owner, None)
+
+    def set_config(self, token: int, config: Mapping[str, Any], digest: str) -> None:
+        """The settings that the run's steps are made with. Raises LeaseLost."""
+        self._as_leader("config", token, wire.dumps(dict(config)), digest)
+        self.tombstone_ms = tombstone_ms(config)
+
+    def set_error(self, token: int, message: str) -> None:
+        """The batcher's fatal error, shown to every waiting rank; "" clears it. Raises LeaseLost."""
+        self._as_leader("error", token, message)
+
+    def set_allowances(self, token: int, allowances: Mapping[str, int]) -> None:
+        """How many tickets of each env may be out; an env that is not named has none. Raises LeaseLost."""
+        self._as_leader("allow", token, *(x for env, n in allowances.items() for x in (env, max(0, int(n)))))
+
+    def _as_leader(self, action: str, token: int, *args: Any) -> None:
+        reply = self._say(action, token, *args)
+        if text(reply[0]) == "FENCED":
+            raise self.lost(reply[1])
+
+    def _say(self, action: str, *args: Any) -> list[Any]:
+        keys = self.keys
+        return self.move("lease", (keys.lease, keys.meta, keys.allowance), (action, *args))

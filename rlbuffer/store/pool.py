@@ -1,0 +1,213 @@
+"""The pool: pushes that are pending. PUSH brings them in, DROP and COMMIT take them out, nothing else touches them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlbuffer import wire
+from rlbuffer.batches import Drop, RolloutRef
+from rlbuffer.errors import PayloadError, ProducerGap, RunGone, ServerRefused
+from rlbuffer.records import Group
+from rlbuffer.store.base import PoolEntry
+from rlbuffer.store.keys import Keys
+from rlbuffer.store.session import Fields, Session, text
+
+WEEK_MS = 7 * 86_400_000
+"""How long a payload that never became pending is kept, and a silent producer remembered."""
+DROP_ENTRIES = 500
+"""Pool entries per DROP: about 1.5 ms of the server's time."""
+HISTORY_ENTRIES = 10_000
+"""Records of drops and steps that are kept."""
+CLOSING_REASONS = frozenset({"stale", "future", "small", "flat", "void"})
+"""Reasons that end a group as a whole and leave a tombstone. The others concern rollouts or parts of one: the group may
+still be trained with the rest, so a tombstone would lose it at the next takeover."""
+
+
+class PoolMoves(Session):
+    """PUSH, INGEST, DROP and PIN."""
+
+    _fresh: dict[str, int]
+    """incarnation -> the sequence that the server certainly does not have yet."""
+
+    def push(self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int) -> tuple[str, str]:
+        """PUSH: payload first, under the push's own key, then the script that makes it pending."""
+        push = wire.encode_push(group)
+        info = push.info
+        keys = self.keys
+        producer_key = keys.producer(producer, incarnation)
+        suffix = f"{incarnation}.{sequence}"
+        # A payload that is pending or committed already must not be written again: that would give its key a time to
+        # live again. So whatever may be a repetition asks first.
+        if self._fresh.pop(incarnation, None) == sequence or sequence > self._sequence_of(producer_key):
+            fields: dict[str, bytes] = {str(i): payload for i, payload in enumerate(push.payloads)}
+            if push.group_payload is not None:
+                fields["group"] = push.group_payload
+            self._store_payload(keys.payload(group.group_id, suffix), fields)
+        reply = self.move(
+            "push",
+            (keys.meta, keys.pool, producer_key, keys.ledger),
+            (
+                epoch,
+                sequence,
+                WEEK_MS,
+                group.env,
+                group.group_id,
+                suffix,
+                len(info.rollouts),
+                info.tokens,
+                push.metadata,
+            ),
+            repeat=False,
+        )
+        status = text(reply[0])
+        if status == "OK" or status == "DUP":
+            self._fresh[incarnation] = sequence + 1
+            return ("stored" if status == "OK" else "duplicate"), text(reply[1])
+        if status == "GAP":
+            raise ProducerGap(
+                f"push {sequence} of producer {producer!r} came, but the server's last is {text(reply[1])}: "
+                f"it lost acknowledged writes ({producer_key})",
+                last=int(reply[1]),
+            )
+        if status == "GONE":
+            there = text(reply[1])
+            raise RunGone(
+                f"run {self.run!r} is in epoch {there}, this producer works in epoch {epoch}: it was reset or rewound"
+                if there
+                else f"run {self.run!r} is not on the server any more ({keys.meta})"
+            )
+        raise self.unexpected("push", reply)
+
+    def _sequence_of(self, producer_key: str) -> int:
+        def last() -> Any:
+            return self.client.hget(producer_key, "sequence")
+
+        return int(self.connection.call(last, patience_seconds=self.patience_seconds, repeat=False) or 0)
+
+    def _store_payload(self, key: str, fields: Mapping[str, bytes]) -> None:
+        def store() -> list[Any]:
+            with self.client.pipeline(transaction=True) as pipe:
+                pipe.hset(key, mapping=fields)
+                pipe.hlen(key)
+                pipe.pexpire(key, WEEK_MS)
+                return list(pipe.execute())
+
+        reply = self.connection.call(store, patience_seconds=self.patience_seconds, repeat=False)
+        if reply[1] != len(fields) or not reply[2]:
+            raise ServerRefused(f"the server answered {reply} when {len(fields)} fields were stored under {key}")
+
+    def read_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
+        """INGEST: entries after the cursor, in the order in which they were pushed."""
+        found = self.stream(self.keys.pool, after, count=count, block_seconds=block_seconds)
+        return [pool_entry(self.keys, entry_id, fields) for entry_id, fields in found]
+
+    def drop(self, token: int, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> None:
+        """DROP, in calls of at most :data:`DROP_ENTRIES` entries. Raises LeaseLost."""
+        keys = self.keys
+        where = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta)
+        for chunk in _chunks(drops):
+            args: list[Any] = [token, keys.payload_prefix, self.tombstone_ms, HISTORY_ENTRIES, len(chunk)]
+            for drop, entry_ids, is_last in chunk:
+                closes = "1" if is_last and drop.reason in CLOSING_REASONS else "0"
+                record = _drop_record(drop) if is_last else b""
+                args += [drop.group_id, drop.env, drop.reason, closes, record, len(entry_ids), *entry_ids]
+            reply = self.move("drop", where, args)
+            if text(reply[0]) == "FENCED":
+                raise self.lost(reply[1])
+
+    def pin(self, refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry]) -> list[str]:
+        """PIN: what a step is about to use stays until the step is retired. -> entries that cannot be used."""
+        used = list(dict.fromkeys(ref.entry_id for ref in refs))
+
+        def ask(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for entry_id in used:
+                    pipe.persist(entries[entry_id].payload_key)
+                for ref in refs:
+                    pipe.hstrlen(entries[ref.entry_id].payload_key, str(ref.index))
+                return list(pipe.execute())
+
+        sizes = self.look(ask)[len(used) :]
+        broken = {
+            ref.entry_id
+            for ref, size in zip(refs, sizes, strict=True)
+            if size != _expected_size(entries[ref.entry_id], ref.index)
+        }
+        return [entry_id for entry_id in used if entry_id in broken]
+
+
+def _expected_size(entry: PoolEntry, index: int) -> int:
+    return -1 if entry.info is None or index >= len(entry.info.rollouts) else entry.info.rollouts[index].size
+
+
+def pool_entry(keys: Keys, entry_id: str, fields: Fields) -> PoolEntry:
+    """A pool entry as the server has it. What cannot be decoded is named in `error`, not raised: it must be dropped."""
+    env, group_id = text(fields.get(b"env", b"")), text(fields.get(b"group", b""))
+    rollouts, tokens = _count(fields, b"rollouts"), _count(fields, b"tokens")
+    info, error = None, ""
+    try:
+        info = wire.decode_info(fields.get(b"metadata", b""))
+    except PayloadError as problem:
+        error = f"metadata: {problem}"
+    if info is not None and (info.env, info.group_id, len(info.rollouts), info.tokens) != (
+        env,
+        group_id,
+        rollouts,
+        tokens,
+    ):
+        error = (
+            f"metadata of {info.group_id} ({info.env}, {len(info.rollouts)} rollouts, {info.tokens} tokens) disagrees "
+            f"with its entry: {group_id} ({env}, {rollouts} rollouts, {tokens} tokens)"
+        )
+        info = None
+    return PoolEntry(
+        entry_id=entry_id,
+        info=info,
+        payload_key=keys.payload(group_id, text(fields.get(b"key", b""))),
+        env=env,
+        group_id=group_id,
+        rollouts=rollouts,
+        tokens=tokens,
+        error=error,
+    )
+
+
+def _count(fields: Fields, name: bytes) -> int:
+    value = fields.get(name, b"0")
+    return int(value) if value.isdigit() else 0
+
+
+def _chunks(
+    drops: Sequence[tuple[Drop, Sequence[PoolEntry]]],
+) -> Iterator[list[tuple[Drop, list[str], bool]]]:
+    """Drops in calls of at most :data:`DROP_ENTRIES` entries; the flag marks the last piece of a drop."""
+    chunk: list[tuple[Drop, list[str], bool]] = []
+    held = 0
+    for drop, entries in drops:
+        ids = [entry.entry_id for entry in entries]
+        for start in range(0, len(ids), DROP_ENTRIES):
+            piece = ids[start : start + DROP_ENTRIES]
+            if held + len(piece) > DROP_ENTRIES:
+                yield chunk
+                chunk, held = [], 0
+            chunk.append((drop, piece, start + DROP_ENTRIES >= len(ids)))
+            held += len(piece)
+    if chunk:
+        yield chunk
+
+
+def _drop_record(drop: Drop) -> bytes:
+    return wire.dumps(
+        {
+            "event": "drop",
+            "group_id": drop.group_id,
+            "env": drop.env,
+            "reason": drop.reason,
+            "rollouts": drop.rollouts,
+            "tokens": drop.tokens,
+            "detail": drop.detail,
+            "min_version": drop.min_version,
+            "reward": drop.reward,
+        }
+    )

@@ -1,0 +1,60 @@
+"""The one implementation of the Store protocol, composed from one module per concern.
+
+``memory://`` is this code and these Lua files over an in-process model of the server.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlbuffer.settings import ServerSettings
+from rlbuffer.store.attempts import TrainerMoves
+from rlbuffer.store.base import Report
+from rlbuffer.store.connection import Connection
+from rlbuffer.store.lease import LeaseMoves
+from rlbuffer.store.pool import PoolMoves
+from rlbuffer.store.run import RunViews
+from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS
+from rlbuffer.store.steps import StepMoves
+from rlbuffer.store.telemetry import Telemetry
+from rlbuffer.store.tickets import TicketMoves
+from rlbuffer.store.verify import verify
+
+
+class RedisStore(RunViews, PoolMoves, TicketMoves, LeaseMoves, StepMoves, TrainerMoves, Telemetry):
+    """A run on a Redis or Valkey server; see :class:`rlbuffer.store.base.Store` for every move."""
+
+    def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
+        super().__init__(connection, run, patience_seconds=patience_seconds)
+        self._fresh = {}
+        self._tokens = {}
+
+    def verify(self) -> Report:
+        """Recomputes the ledger and every invariant that can be seen from outside."""
+        return verify(self)
+
+    def close(self) -> None:
+        """Closes the connections; the last user of an embedded server stops it."""
+        self.connection.close()
+
+
+def open_store(
+    url: str | None,
+    *,
+    run: str,
+    home: Path,
+    server: ServerSettings,
+    name: str = "",
+    origin: str = "",
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+) -> RedisStore:
+    """Connects to the server of a run; creates nothing there.
+
+    `url` None: the embedded server under `home`, started when it does not run. ``memory://``: in process. `name` is
+    what the server shows for the connection, `origin` says in messages where the url came from.
+
+    Raises:
+        ServerUnreachable, ServerUnsuitable, ConfigError: see :class:`rlbuffer.store.connection.Connection`.
+    """
+    connection = Connection(url, home=home, server=server, name=name, origin=origin)
+    return RedisStore(connection, run, patience_seconds=patience_seconds)

@@ -1,0 +1,114 @@
+"""The run itself: its meta, its account, its history, and which runs the server holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlbuffer import wire
+from rlbuffer.errors import RunGone, SchemaMismatch
+from rlbuffer.store.base import Ledger, Meta
+from rlbuffer.store.keys import RUNS, SCHEMA
+from rlbuffer.store.lease import tombstone_ms
+from rlbuffer.store.ledger import parse_ledger
+from rlbuffer.store.session import Session, ranged, text
+
+MAX_RECORD_BYTES = 2**20
+"""Largest history record or config that is decoded."""
+
+
+class RunViews(Session):
+    """Opening a run and looking at it."""
+
+    def server(self) -> Mapping[str, Any]:
+        """name, version, address, embedded, used_memory, maxmemory, policy; checks that a run can be held here."""
+        return self.connection.describe()
+
+    def now(self) -> float:
+        """The server's clock, Unix seconds."""
+        seconds, micros = self.look(lambda client: client.time())
+        return int(seconds) + int(micros) / 1e6
+
+    def open_run(self) -> Meta:
+        """Creates the run's meta if there is none, and notes that the run was opened. Safe to repeat.
+
+        The first epoch is the server's clock in milliseconds, so that a run that was deleted and made anew is in
+        another epoch: whoever still works for the old one is told (RunGone).
+
+        Raises:
+            SchemaMismatch: the run was written by an incompatible version.
+        """
+
+        def create(client: Any) -> None:
+            seconds, micros = client.time()
+            now = int(seconds) * 1000 + int(micros) // 1000
+            first = {"schema": SCHEMA, "epoch": now, "step": 0, "digest": "", "retired": 0, "created": now}
+            with client.pipeline(transaction=True) as pipe:
+                for name, value in first.items():
+                    pipe.hsetnx(self.keys.meta, name, value)
+                pipe.execute()
+
+        if not self.look(lambda client: client.exists(self.keys.meta)):
+            self.look(create)
+        meta = self.meta()
+        now = self.now()
+        self.look(lambda client: client.zadd(RUNS, {self.run: now}))
+        return meta
+
+    def meta(self) -> Meta:
+        """The run's meta.
+
+        Raises:
+            RunGone: there is no such run on the server.
+            SchemaMismatch: the run was written by an incompatible version.
+        """
+        fields = self.look(lambda client: client.hgetall(self.keys.meta))
+        if not fields:
+            raise RunGone(f"run {self.run!r} is not on the server ({self.keys.meta})")
+        meta = parse_meta(fields)
+        if meta.schema != SCHEMA:
+            raise SchemaMismatch(
+                f"run {self.run!r} was written with schema {meta.schema}, this version of rlbuffer reads schema "
+                f"{SCHEMA}: use another run name, or the version that wrote it ({self.keys.meta})"
+            )
+        self.tombstone_ms = tombstone_ms(meta.config)
+        return meta
+
+    def runs(self) -> Mapping[str, float]:
+        """run -> Unix seconds when it was last opened; the most recent first."""
+        reply = self.look(lambda client: client.zrange(RUNS, 0, -1, desc=True, withscores=True))
+        return {text(run): float(seconds) for run, seconds in reply}
+
+    def ledger(self) -> Ledger:
+        """The whole account."""
+        return parse_ledger(self.look(lambda client: client.hgetall(self.keys.ledger)))
+
+    def history(self, count: int = 1000) -> list[Mapping[str, Any]]:
+        """Newest first: a record per dropped group (``event: drop``) and per committed step (``event: step``).
+
+        Each carries ``at``, Unix seconds by the server's clock.
+        """
+        reply = self.look(lambda client: client.xrevrange(self.keys.history, count=count))
+        return [
+            {**wire.loads(fields[b"record"], limit=MAX_RECORD_BYTES), "at": int(entry_id.split("-")[0]) / 1000}
+            for entry_id, fields in ranged(reply)
+        ]
+
+
+def parse_meta(fields: Mapping[bytes, bytes]) -> Meta:
+    """The meta hash as a record; what is missing is 0 or empty."""
+
+    def number(name: bytes) -> int:
+        return int(fields.get(name, 0))
+
+    config = fields.get(b"config")
+    return Meta(
+        schema=number(b"schema"),
+        epoch=number(b"epoch"),
+        step=number(b"step"),
+        digest=text(fields.get(b"digest", b"")),
+        retired=number(b"retired"),
+        config=wire.loads(config, limit=MAX_RECORD_BYTES) if config else {},
+        config_digest=text(fields.get(b"config_digest", b"")),
+        error=text(fields.get(b"error", b"")),
+    )

@@ -1,0 +1,45 @@
+#!lua flags=allow-oom
+-- DROP: pending pushes that will not be trained. What is no longer pending is passed over, so a repeated call changes
+-- nothing.
+--
+-- KEYS  1 lease   2 pool   3 ledger   4 closed   5 garbage   6 history   7 meta
+-- ARGV  1 token   2 payload key prefix   3 age at which tombstones go, ms   4 history entries kept   5 drops D, then D of
+--       group id, env, reason, '1' when the whole group closes (tombstone), history record ('' for none), ids N, N ids
+-- Reply {'OK', pushes dropped} | {'FENCED', owner}
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local lease = redis.call('HMGET', KEYS[1], 'owner', 'until', 'token')
+if lease[3] ~= ARGV[1] or tonumber(lease[2] or '0') < now then return {'FENCED', lease[1] or ''} end
+
+local clock = string.format('%.0f', now)
+local step = redis.call('HGET', KEYS[7], 'step') or '0'
+local total, p = 0, 6
+for _ = 1, tonumber(ARGV[5]) do
+  local group, env, reason, closes, record, ids =
+    ARGV[p], ARGV[p + 1], ARGV[p + 2], ARGV[p + 3], ARGV[p + 4], tonumber(ARGV[p + 5])
+  p = p + 6
+  local dropped = 0
+  for i = p, p + ids - 1 do
+    local found = redis.call('XRANGE', KEYS[2], ARGV[i], ARGV[i])
+    if #found == 1 and redis.call('XDEL', KEYS[2], ARGV[i]) == 1 then
+      local fields, entry = found[1][2], {}
+      for k = 1, #fields, 2 do entry[fields[k]] = fields[k + 1] end
+      local fate = entry.env .. ':dropped:' .. reason
+      redis.call('HINCRBY', KEYS[3], fate .. ':rollouts', entry.rollouts)
+      redis.call('HINCRBY', KEYS[3], fate .. ':tokens', entry.tokens)
+      redis.call('ZADD', KEYS[5], step, ARGV[2] .. entry.group .. ':' .. entry.key)
+      dropped = dropped + 1
+    end
+  end
+  p = p + ids
+  if dropped > 0 then
+    if closes == '1' then
+      redis.call('ZADD', KEYS[4], clock, group)
+      redis.call('HINCRBY', KEYS[3], env .. ':dropped:' .. reason .. ':groups', 1)
+    end
+    if record ~= '' then redis.call('XADD', KEYS[6], 'MAXLEN', '~', ARGV[4], '*', 'record', record) end
+  end
+  total = total + dropped
+end
+redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', string.format('%.0f', now - tonumber(ARGV[3])))
+return {'OK', total}

@@ -1,0 +1,52 @@
+#!lua flags=allow-oom
+-- LEASE: one leader per run, by the server's clock alone; and what only the leader may say about the run.
+--
+-- KEYS  1 lease   2 meta   3 allowance
+-- ARGV  1 action, then
+--       acquire  2 owner (unique per process start)   3 time to live, ms
+--                -> {'ACQUIRED' | 'RENEWED' | 'HELD', token, owner, remaining ms}
+--                   RENEWED: held by this owner without a lapse. HELD: by another, whose token this is.
+--       release  2 owner                    -> {'OK'} | {'FENCED', owner}
+--       config   2 token  3 config  4 digest -> {'OK'} | {'FENCED', owner}; the revision grows when the digest is new
+--       error    2 token  3 message          -> {'OK'} | {'FENCED', owner}
+--       allow    2 token  3... env, tickets that may be out; replaces what was there -> {'OK'} | {'FENCED', owner}
+-- The token is max(server ms, last + 1): it grows with every new holder, over a loss of the newest writes too.
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local lease = redis.call('HMGET', KEYS[1], 'owner', 'until', 'token')
+local owner, lapse, token = lease[1] or '', tonumber(lease[2] or '0'), lease[3] or '0'
+local action = ARGV[1]
+
+if action == 'acquire' then
+  local till = now + tonumber(ARGV[3])
+  if lapse >= now and owner ~= ARGV[2] then
+    return {'HELD', token, owner, string.format('%.0f', lapse - now)}
+  end
+  local status = 'RENEWED'
+  if lapse < now then
+    status = 'ACQUIRED'
+    token = string.format('%.0f', math.max(now, tonumber(token) + 1))
+  end
+  redis.call('HSET', KEYS[1], 'owner', ARGV[2], 'until', string.format('%.0f', till), 'token', token)
+  return {status, token, ARGV[2], ARGV[3]}
+end
+
+if action == 'release' then
+  if owner ~= ARGV[2] then return {'FENCED', owner} end
+  redis.call('HSET', KEYS[1], 'until', '0')
+  return {'OK'}
+end
+
+if token ~= ARGV[2] or lapse < now then return {'FENCED', owner} end
+if action == 'config' then
+  if redis.call('HGET', KEYS[2], 'config_digest') ~= ARGV[4] then
+    redis.call('HINCRBY', KEYS[2], 'revision', 1)
+  end
+  redis.call('HSET', KEYS[2], 'config', ARGV[3], 'config_digest', ARGV[4])
+elseif action == 'error' then
+  redis.call('HSET', KEYS[2], 'error', ARGV[3])
+else
+  redis.call('DEL', KEYS[3])
+  for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[3], ARGV[i], ARGV[i + 1]) end
+end
+return {'OK'}

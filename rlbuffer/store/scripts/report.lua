@@ -1,0 +1,55 @@
+#!lua flags=allow-oom
+-- REPORT: acknowledgement, checkpoint notice and heartbeat of the trainer in one. Nothing in it ever goes back.
+--
+-- KEYS  1 trainer   2 meta   3 steps   4 ledger
+-- ARGV  1 attempt number   2 epoch   3 last trained step   4 its digest ('' when unknown)   5 oldest kept checkpoint
+-- Reply {'OK', trained}
+--       {'FENCED', number}   a newer attempt is registered, this one
+--       {'EPOCH', epoch}     the run is in another epoch
+--       {'AHEAD', step}      the trainer claims a step that the run does not have; its last is this
+--       {'DIGEST', digest}   the trainer's step is not the one committed here, which has this digest
+--       {'MISSING', step}    a header that must still be here is not
+-- Each step in (trained before, trained now] moves its totals from packed to trained, once.
+local trainer = redis.call('HMGET', KEYS[1], 'number', 'trained', 'oldest_kept')
+if trainer[1] ~= ARGV[1] then return {'FENCED', trainer[1] or '0'} end
+local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step')
+if meta[1] ~= ARGV[2] then return {'EPOCH', meta[1] or ''} end
+local before, trained = tonumber(trainer[2] or '0'), tonumber(ARGV[3])
+if trained > tonumber(meta[2] or '0') then return {'AHEAD', meta[2] or '0'} end
+
+local function fields_of(step)
+  local id = string.format('%.0f-0', step)
+  local found = redis.call('XRANGE', KEYS[3], id, id)
+  if #found == 0 then return nil end
+  local fields, header = found[1][2], {}
+  for k = 1, #fields, 2 do header[fields[k]] = fields[k + 1] end
+  return header
+end
+
+local moves = {}
+for step = before + 1, trained do
+  local header = fields_of(step)
+  if not header then return {'MISSING', string.format('%.0f', step)} end
+  if step == trained and ARGV[4] ~= '' and header.digest ~= ARGV[4] then return {'DIGEST', header.digest} end
+  moves[#moves + 1] = header.packed
+end
+if trained <= before and trained > 0 and ARGV[4] ~= '' then
+  local header = fields_of(trained)
+  if header and header.digest ~= ARGV[4] then return {'DIGEST', header.digest} end
+end
+
+for i = 1, #moves do
+  for env, rollouts, tokens, groups in string.gmatch(moves[i], '(%S+) (%d+) (%d+) (%d+)') do
+    for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
+      redis.call('HINCRBY', KEYS[4], env .. ':packed:' .. unit, '-' .. amount)
+      redis.call('HINCRBY', KEYS[4], env .. ':trained:' .. unit, amount)
+    end
+  end
+end
+local time = redis.call('TIME')
+redis.call('HSET', KEYS[1], 'seen', string.format('%.0f', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)),
+  'oldest_kept', string.format('%.0f', math.max(tonumber(trainer[3] or '0'), tonumber(ARGV[5]))))
+if trained > before then
+  redis.call('HSET', KEYS[1], 'trained', ARGV[3], 'digest', ARGV[4])
+end
+return {'OK', string.format('%.0f', math.max(before, trained))}

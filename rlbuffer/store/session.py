@@ -1,0 +1,106 @@
+"""What every concern of the store shares: the connection, the run's keys, and the scripts.
+
+A *move* runs one Lua file and is repeated over reconnects unless told otherwise: every script answers the same when it
+is repeated. A *look* only reads, or writes what may be written twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, TypeVar
+
+from rlbuffer.errors import LeaseLost, RlbufferError
+from rlbuffer.store.connection import Connection
+from rlbuffer.store.keys import Keys
+
+T = TypeVar("T")
+Fields = dict[bytes, bytes]
+Entry = tuple[str, Fields]
+"""Id and fields of a stream entry."""
+
+DEFAULT_PATIENCE_SECONDS = 30.0
+"""How long calls are repeated while the server is away: a killed embedded server is back in well under a second."""
+BLOCK_SECONDS = 2.0
+"""Longest single blocking read: it stays below every socket timeout."""
+LAST_IN_STEP = 2**64 - 1
+"""Largest second half of a stream id: ``<s>-<LAST_IN_STEP>`` is the end of step s."""
+MINIMUM_TOMBSTONE_MS = 3_600_000
+"""Tombstones are kept for 2 x ``group_timeout_seconds``, and at least for one hour."""
+
+
+@cache
+def script_text(name: str) -> str:
+    """The Lua file `name`, as the server gets it."""
+    return (resources.files("rlbuffer.store") / "scripts" / f"{name}.lua").read_text(encoding="utf-8")
+
+
+class Session:
+    """The connection of one process to one run."""
+
+    def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
+        self.connection = connection
+        self.keys = Keys(run)
+        self.run = run
+        self.patience_seconds = patience_seconds
+        self.tombstone_ms = MINIMUM_TOMBSTONE_MS
+        self._scripts: dict[str, Callable[..., Any]] = {}
+
+    @property
+    def client(self) -> Any:
+        """The client for commands; asked for at every call, because a reconnect may make another one."""
+        return self.connection.client
+
+    def look(self, command: Callable[[Any], T]) -> T:
+        """Runs ``command(client)``, repeated over reconnects: only for what may be done twice."""
+        return self.connection.call(
+            lambda: command(self.connection.client), patience_seconds=self.patience_seconds, repeat=True
+        )
+
+    def move(self, script: str, keys: Sequence[str], args: Sequence[Any], *, repeat: bool = True) -> list[Any]:
+        """Runs one Lua file. -> its reply, status first."""
+        if script not in self._scripts:
+            self._scripts[script] = self.connection.script(script_text(script))
+        run = self._scripts[script]
+        reply = self.connection.call(
+            lambda: run(keys=list(keys), args=list(args)), patience_seconds=self.patience_seconds, repeat=repeat
+        )
+        return list(reply)
+
+    def stream(self, key: str, after: str, *, count: int | None = None, block_seconds: float = 0.0) -> list[Entry]:
+        """Entries after the id `after`; waits at most `block_seconds` for the first, on a connection of its own."""
+        if block_seconds <= 0:
+            return entries(self.look(lambda client: client.xread({key: after}, count=count)))
+        block_ms = max(1, round(1000 * min(block_seconds, BLOCK_SECONDS)))
+        reply = self.connection.call(
+            lambda: self.connection.blocking.xread({key: after}, count=count, block=block_ms),
+            patience_seconds=self.patience_seconds,
+            repeat=True,
+        )
+        return entries(reply)
+
+    def lost(self, owner: object) -> LeaseLost:
+        """The error of a leader that does not lead any more."""
+        holder = text(owner)
+        now = f"{holder} holds it" if holder else "nobody holds it"
+        return LeaseLost(f"the lease of run {self.run!r} is not this batcher's any more: {now} ({self.keys.lease})")
+
+    def unexpected(self, script: str, reply: Sequence[Any]) -> RlbufferError:
+        """A reply that the script's header does not know: the run and this version of rlbuffer do not fit."""
+        return RlbufferError(f"script {script} answered {[text(r) for r in reply]} for run {self.run!r}")
+
+
+def text(value: object) -> str:
+    """A reply's string, whether the client decodes or not."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def entries(reply: Any) -> list[Entry]:
+    """The entries of an XREAD reply for a single stream, in redis-py's RESP3 shape ``{key: [[(id, fields)]]}``."""
+    return [entry for pages in (reply or {}).values() for page in pages for entry in ranged(page)]
+
+
+def ranged(reply: Any) -> list[Entry]:
+    """The entries of an XRANGE or XREVRANGE reply."""
+    return [(text(entry_id), dict(fields)) for entry_id, fields in reply]

@@ -1,0 +1,121 @@
+"""A run's control keys at one moment, decoded as far as they can be: what `verify` looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlbuffer.errors import PayloadError
+from rlbuffer.store.base import Finding, Ledger, Meta, PoolEntry, StepHeader, StepPart
+from rlbuffer.store.ledger import parse_ledger
+from rlbuffer.store.pool import pool_entry
+from rlbuffer.store.run import parse_meta
+from rlbuffer.store.session import Entry, Session, ranged, text
+from rlbuffer.store.steps import header_of, part_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveStep:
+    """One step of the stream, decoded as far as it can be."""
+
+    number: int
+    header: StepHeader | None
+    age_limits: Mapping[str, int | None]
+    packed: Mapping[str, tuple[int, int]]
+    """env -> rollouts, tokens, as COMMIT counted them."""
+    parts: tuple[StepPart, ...]
+    header_bytes: bytes
+    part_bytes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The control keys of a run at one moment."""
+
+    now_ms: int
+    meta: Meta
+    trained: int
+    trained_digest: str
+    oldest_kept: int
+    ledger: Ledger
+    pool: tuple[PoolEntry, ...]
+    steps: tuple[LiveStep, ...]
+    garbage: Mapping[str, int]
+    """payload key -> the step after whose retirement it may go."""
+    closed: frozenset[str]
+    unreadable: tuple[Finding, ...]
+
+
+def take_snapshot(store: Session) -> Snapshot:
+    """Reads every control key in one transaction."""
+    keys = store.keys
+
+    def read(client: Any) -> list[Any]:
+        with client.pipeline(transaction=True) as pipe:
+            pipe.time()
+            for key in (keys.meta, keys.trainer, keys.ledger):
+                pipe.hgetall(key)
+            pipe.xrange(keys.pool)
+            pipe.xrange(keys.steps)
+            pipe.zrange(keys.garbage, 0, -1, withscores=True)
+            pipe.zrange(keys.closed, 0, -1)
+            return list(pipe.execute())
+
+    (seconds, micros), meta, trainer, ledger, pool, steps, garbage, closed = store.look(read)
+    unreadable: list[Finding] = []
+    return Snapshot(
+        now_ms=int(seconds) * 1000 + int(micros) // 1000,
+        meta=parse_meta(meta),
+        trained=int(trainer.get(b"trained", 0)),
+        trained_digest=text(trainer.get(b"digest", b"")),
+        oldest_kept=int(trainer.get(b"oldest_kept", 0)),
+        ledger=parse_ledger(ledger),
+        pool=tuple(pool_entry(keys, entry_id, fields) for entry_id, fields in ranged(pool)),
+        steps=_live_steps(ranged(steps), unreadable),
+        garbage={text(key): int(score) for key, score in garbage},
+        closed=frozenset(text(group_id) for group_id in closed),
+        unreadable=tuple(unreadable),
+    )
+
+
+def _live_steps(stream: list[Entry], findings: list[Finding]) -> tuple[LiveStep, ...]:
+    by_step: dict[int, list[Entry]] = {}
+    for entry_id, fields in stream:
+        by_step.setdefault(int(entry_id.split("-")[0]), []).append((entry_id, fields))
+    steps = []
+    for number, stored in by_step.items():
+        header: StepHeader | None = None
+        limits: dict[str, Any] = {}
+        packed: dict[str, tuple[int, int]] = {}
+        header_bytes = b""
+        parts, part_bytes = [], []
+        for entry_id, fields in stored:
+            try:
+                if entry_id == f"{number}-0":
+                    header_bytes = fields.get(b"header", b"")
+                    packed = _totals(text(fields.get(b"packed", b"")))
+                    header, limits = header_of(fields)
+                else:
+                    part_bytes.append(fields.get(b"part", b""))
+                    parts.append(part_of(entry_id, fields))
+            except (PayloadError, ValueError) as error:
+                message = f"step {number}: entry {entry_id} of the steps stream cannot be read: {error}"
+                findings.append(Finding(invariant="I4", message=message))
+        steps.append(
+            LiveStep(
+                number=number,
+                header=header,
+                age_limits=limits,
+                packed=packed,
+                parts=tuple(parts),
+                header_bytes=header_bytes,
+                part_bytes=tuple(part_bytes),
+            )
+        )
+    return tuple(steps)
+
+
+def _totals(words: str) -> dict[str, tuple[int, int]]:
+    items = words.split(" ")
+    return {items[i]: (int(items[i + 1]), int(items[i + 2])) for i in range(0, len(items) - 3, 4)}

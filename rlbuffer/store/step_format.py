@@ -1,0 +1,229 @@
+"""A step as it is stored: a header, a part per planned rank, and the digest that chains them to the step before.
+
+Both are msgpack with fixed field order, so that the same step is always the same bytes. The digest and the time of the
+commit stand beside the header, not in it: one is computed from it, the other is the server's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rlbuffer import wire
+from rlbuffer.batches import RolloutRef, StepPlan
+from rlbuffer.errors import PayloadError
+from rlbuffer.records import RolloutInfo
+from rlbuffer.store.base import Meta, PartRollout, PoolEntry, StepHeader, StepPart
+
+MAX_STEP_BYTES = 512 * 2**20
+"""Largest header or part that is decoded: the server's own limit for one value."""
+
+Built = TypeVar("Built")
+
+
+def step_digest(previous: str, header: bytes, parts: Sequence[bytes]) -> str:
+    """SHA-256, in hex, over the digest before, the header and the parts in the order of ranks, each with its length."""
+    digest = hashlib.sha256()
+    for piece in (previous.encode(), header, *parts):
+        digest.update(len(piece).to_bytes(8, "little"))
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def header_record(
+    plan: StepPlan, entries: Mapping[str, PoolEntry], meta: Meta, waiting_for: int | None
+) -> dict[str, Any]:
+    """The header of a planned step; means over rollouts, rewards over the scored ones only."""
+    groups: dict[str, set[str]] = {}
+    members: dict[str, list[tuple[RolloutRef, float | None]]] = {}
+    for ref in plan.rollouts:
+        groups.setdefault(ref.env, set()).add(ref.group_id)
+        members.setdefault(ref.env, []).append((ref, info_of(ref, entries).reward))
+    envs = {}
+    for env in sorted(members):
+        refs = [ref for ref, _ in members[env]]
+        ages = [plan.step - 1 - ref.min_version for ref in refs]
+        envs[env] = {
+            "rollouts": len(refs),
+            "tokens": sum(ref.length for ref in refs),
+            "groups": len(groups[env]),
+            "reward": _mean([reward for _, reward in members[env] if reward is not None]),
+            "age": _mean(ages) or 0.0,
+            "max_age": max(ages),
+        }
+    ages = [plan.step - 1 - ref.min_version for ref in plan.rollouts]
+    layout = plan.plan
+    capacity = layout.world_size * layout.micro_steps * layout.rows_per_micro_batch * layout.row_tokens
+    return {
+        "step": plan.step,
+        "epoch": meta.epoch,
+        "previous_digest": meta.digest,
+        "world_size": layout.world_size,
+        "normalizers": {
+            "loss_tokens": plan.normalizers.loss_tokens,
+            "rollouts": plan.normalizers.rollouts,
+            "groups": plan.normalizers.groups,
+        },
+        "rollouts": len(plan.rollouts),
+        "tokens": plan.tokens,
+        "group_ids": list(plan.group_ids),
+        "closed_by": plan.closed_by,
+        "fill": plan.tokens / capacity if capacity else 0.0,
+        "envs": envs,
+        "reward": _mean([r for pairs in members.values() for _, r in pairs if r is not None]),
+        "age": _mean(ages) or 0.0,
+        "max_age": max(ages, default=0),
+        "waiting_for_version": waiting_for,
+        # The rule that held at the commit, so that it can be checked after the config has changed.
+        "age_limits": {env: age_limit(meta.config, env) for env in envs},
+    }
+
+
+def age_limit(config: Mapping[str, Any], env: str) -> int | None:
+    """`max_age` for `env` in a run's config; None when the run has no config."""
+    own = (config.get("envs") or {}).get(env) or {}
+    limit = own.get("max_age")
+    return config.get("max_age") if limit is None else limit
+
+
+def part_records(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> list[dict[str, Any]]:
+    """The parts of a planned step, in the order of ranks; indices are the part's own."""
+    layout = plan.plan
+    advantages = np.asarray(plan.advantages, dtype=np.float32)
+    records = []
+    for rank in range(layout.world_size):
+        place: dict[int, int] = {}
+        rows = []
+        for micro_step in layout.rows:
+            own = []
+            for row in micro_step[rank]:
+                own.append([place.setdefault(index, len(place)) for index in row])
+            rows.append(own)
+        sources: dict[str, int] = {}
+        rollouts = []
+        for index in place:
+            ref = plan.rollouts[index]
+            source = sources.setdefault(ref.entry_id, len(sources))
+            rollouts.append([source, ref.index, float(advantages[index]), *_info_list(info_of(ref, entries))])
+        records.append(
+            {
+                "step": plan.step,
+                "rank": rank,
+                "row_tokens": layout.row_tokens,
+                "rows_per_micro_batch": layout.rows_per_micro_batch,
+                "sources": [_source(entries[entry_id], plan, entry_id) for entry_id in sources],
+                "rollouts": rollouts,
+                "rows": rows,
+            }
+        )
+    return records
+
+
+def _source(entry: PoolEntry, plan: StepPlan, entry_id: str) -> list[str]:
+    adapter = next(ref.adapter for ref in plan.rollouts if ref.entry_id == entry_id)
+    return [entry.payload_key, entry.group_id, entry.env, adapter]
+
+
+def info_of(ref: RolloutRef, entries: Mapping[str, PoolEntry]) -> RolloutInfo:
+    """What the pool says about a planned rollout.
+
+    Raises:
+        PayloadError: the plan names a rollout that its entry does not hold.
+    """
+    info = entries[ref.entry_id].info
+    if info is None or not 0 <= ref.index < len(info.rollouts) or info.rollouts[ref.index].rollout_id != ref.rollout_id:
+        raise PayloadError(f"entry {ref.entry_id} does not hold rollout {ref.rollout_id} at index {ref.index}")
+    return info.rollouts[ref.index]
+
+
+def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepHeader, dict[str, Any]]:
+    """-> the header, and the age limits per env that held when it was committed."""
+
+    def build(record: dict[str, Any]) -> tuple[StepHeader, dict[str, Any]]:
+        limits = dict(record.pop("age_limits"))
+        group_ids = tuple(record.pop("group_ids"))
+        return StepHeader(digest=digest, committed_ms=committed_ms, group_ids=group_ids, **record), limits
+
+    return _decoded("step header", data, build)
+
+
+def decode_part(data: bytes) -> StepPart:
+    """A part as the reader wants it."""
+
+    def build(record: dict[str, Any]) -> StepPart:
+        sources = record["sources"]
+        rollouts = tuple(_part_rollout(item, sources) for item in record["rollouts"])
+        rows = tuple(tuple(tuple(row) for row in rows) for rows in record["rows"])
+        if any(not 0 <= index < len(rollouts) for micro_step in rows for row in micro_step for index in row):
+            raise ValueError("a row names a rollout that the part does not have")
+        return StepPart(
+            step=record["step"],
+            rank=record["rank"],
+            rollouts=rollouts,
+            rows=rows,
+            row_tokens=record["row_tokens"],
+            rows_per_micro_batch=record["rows_per_micro_batch"],
+        )
+
+    return _decoded("step part", data, build)
+
+
+def _decoded(what: str, data: bytes, build: Callable[[dict[str, Any]], Built]) -> Built:
+    try:
+        return build(wire.loads(data, limit=MAX_STEP_BYTES))
+    except PayloadError as error:
+        raise PayloadError(f"{what}: {error}") from None
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise PayloadError(f"{what}: unexpected content ({type(error).__name__}: {error})") from None
+
+
+def _info_list(info: RolloutInfo) -> list[Any]:
+    return [
+        info.rollout_id,
+        info.length,
+        info.prompt_tokens,
+        info.loss_tokens,
+        info.reward,
+        dict(info.rewards),
+        info.min_version,
+        info.max_version,
+        info.turns,
+        info.is_truncated,
+        info.size,
+        info.checksum,
+    ]
+
+
+def _part_rollout(item: Sequence[Any], sources: Sequence[Sequence[str]]) -> PartRollout:
+    source, index, advantage, *values = item
+    key, group_id, env, adapter = sources[source]
+    names = (
+        "rollout_id",
+        "length",
+        "prompt_tokens",
+        "loss_tokens",
+        "reward",
+        "rewards",
+        "min_version",
+        "max_version",
+        "turns",
+        "is_truncated",
+        "size",
+        "checksum",
+    )
+    return PartRollout(
+        payload_key=key,
+        index=index,
+        info=RolloutInfo(**dict(zip(names, values, strict=True))),
+        group_id=group_id,
+        env=env,
+        adapter=adapter,
+        advantage=advantage,
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(sum(values) / len(values)) if values else None

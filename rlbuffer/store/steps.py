@@ -1,0 +1,293 @@
+"""Steps: COMMIT, PULL and RETIRE, and reading what was committed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rlbuffer import wire
+from rlbuffer.batches import StepPlan
+from rlbuffer.errors import LeaseLost, NotFound, PayloadError, RlbufferError, StepRetired
+from rlbuffer.store.base import Meta, PartRollout, PoolEntry, StepHeader, StepPart
+from rlbuffer.store.pool import HISTORY_ENTRIES
+from rlbuffer.store.session import BLOCK_SECONDS, LAST_IN_STEP, Fields, Session, ranged, text
+from rlbuffer.store.step_format import decode_header, decode_part, header_record, part_records, step_digest
+
+SUMMARY_LINES = 20_000
+"""Lines of the summary stream that are kept, one per step, about 200 bytes each."""
+MAX_STATE_BYTES = 64 * 2**20
+"""Largest state of the batcher that is decoded."""
+PAGE = 64
+"""Headers per read."""
+SWEEP = 500
+"""Payload keys unlinked per round trip."""
+
+
+class StepMoves(Session):
+    """The steps stream: ``<s>-0`` is the header of step s, ``<s>-<r+1>`` the part of planned rank r."""
+
+    def commit(
+        self,
+        token: int,
+        plan: StepPlan,
+        entries: Mapping[str, PoolEntry],
+        *,
+        meta: Meta,
+        state: Mapping[str, Any],
+        waiting_for_version: int | None = None,
+    ) -> tuple[str, Any]:
+        """COMMIT. -> ("ok" | "duplicate", digest) or ("gone", [entry ids]).
+
+        A lost reply is followed by the same bytes again, which the script knows: nothing is planned anew before the
+        answer is there.
+
+        Raises:
+            LeaseLost: another leads, or the run is not where `meta` says: everything must be read again.
+            PayloadError: the plan names a rollout that its entry does not hold.
+            RlbufferError: the plan does not account for whole entries.
+        """
+        record = header_record(plan, entries, meta, waiting_for_version)
+        header = wire.dumps(record)
+        parts = [wire.dumps(part) for part in part_records(plan, entries)]
+        digest = step_digest(meta.digest, header, parts)
+        summary = {name: record[name] for name in ("step", "rollouts", "tokens", "reward", "age", "max_age", "fill")}
+        summary["envs"] = record["envs"]
+        history = {"event": "step", "groups": len(plan.group_ids), "closed_by": plan.closed_by, **summary}
+        args: list[Any] = [token, meta.epoch, plan.step, meta.digest, digest, self.keys.payload_prefix]
+        args += [self.tombstone_ms, HISTORY_ENTRIES, SUMMARY_LINES]
+        args += [header, wire.dumps(dict(state)), wire.dumps(summary), wire.dumps(history), len(parts), *parts]
+        args.append(len(plan.entries))
+        for use in plan.entries:
+            args += [use.entry_id, use.packed_rollouts, use.packed_tokens, len(use.dropped)]
+            for reason, rollouts, tokens in use.dropped:
+                args += [reason, rollouts, tokens]
+        env_of = {ref.group_id: ref.env for ref in plan.rollouts}
+        args.append(len(plan.group_ids))
+        for group_id in plan.group_ids:
+            args += [group_id, env_of[group_id]]
+        keys = self.keys
+        reply = self.move(
+            "commit",
+            (
+                keys.lease,
+                keys.pool,
+                keys.steps,
+                keys.meta,
+                keys.ledger,
+                keys.closed,
+                keys.garbage,
+                keys.history,
+                keys.summary,
+                keys.state,
+            ),
+            args,
+        )
+        return self._committed(reply, plan, meta, digest)
+
+    def _committed(self, reply: Sequence[Any], plan: StepPlan, meta: Meta, digest: str) -> tuple[str, Any]:
+        status = text(reply[0])
+        if status == "OK":
+            return "ok", digest
+        if status == "DUP":
+            return "duplicate", digest
+        if status == "GONE":
+            return "gone", [text(entry_id) for entry_id in reply[1:]]
+        if status == "FENCED":
+            raise self.lost(reply[1])
+        if status == "ORDER":
+            raise LeaseLost(
+                f"step {plan.step} of run {self.run!r} follows step {meta.step} of epoch {meta.epoch}, but the run "
+                f"is at step {text(reply[2])} of epoch {text(reply[1])}, or has another digest: read everything again"
+            )
+        if status == "TWICE":
+            raise RlbufferError(f"the plan of step {plan.step} names pool entry {text(reply[1])} twice")
+        if status == "UNEQUAL":
+            raise RlbufferError(
+                f"the plan of step {plan.step} does not account for all of pool entry {text(reply[1])}, "
+                f"which holds {text(reply[2])} rollouts and {text(reply[3])} tokens"
+            )
+        raise self.unexpected("commit", reply)
+
+    def load_state(self) -> Mapping[str, Any] | None:
+        """The batcher's state as after the last step; None before the first."""
+        data = self.look(lambda client: client.get(self.keys.state))
+        if data is None:
+            return None
+        state: Mapping[str, Any] = wire.loads(data, limit=MAX_STATE_BYTES)
+        return state
+
+    def closed_groups(self) -> list[str]:
+        """Tombstones: ids of closed groups, the oldest first."""
+        return [text(group_id) for group_id in self.look(lambda client: client.zrange(self.keys.closed, 0, -1))]
+
+    def retire(self, token: int, up_to: int) -> int:
+        """RETIRE steps up to `up_to`, then sweep the payloads that nothing needs any more. -> payload keys unlinked."""
+        keys = self.keys
+        reply = self.move("retire", (keys.lease, keys.meta, keys.steps, keys.trainer), (token, up_to))
+        if text(reply[0]) == "FENCED":
+            raise self.lost(reply[1])
+        retired = int(reply[1])
+        swept = 0
+        while True:
+            members = self.look(lambda client: client.zrangebyscore(keys.garbage, "-inf", retired, start=0, num=SWEEP))
+            if not members:
+                return swept
+            # UNLINK before ZREM: a crash in between leaves a name to be swept again, never a payload without one.
+            self.look(partial(_unlink, keys=members))
+            self.look(partial(_forget, garbage=keys.garbage, keys=members))
+            swept += len(members)
+
+    # -- pull ------------------------------------------------------------------------------------------------------
+    def wait_step(self, step: int, *, block_seconds: float) -> StepHeader | None:
+        """Header of `step`, or None after blocking. Raises StepRetired."""
+        if step < 1:
+            raise NotFound(f"steps start at 1, there is no step {step}")
+        deadline = time.monotonic() + block_seconds
+        after = f"{step - 1}-{LAST_IN_STEP}"
+        left = 0.0
+        while True:
+            found = self.stream(self.keys.steps, after, count=1, block_seconds=min(left, BLOCK_SECONDS))
+            if found:
+                entry_id, fields = found[0]
+                if entry_id == f"{step}-0":
+                    return header_of(fields)[0]
+                raise self._retired(step)
+            if left == 0.0 and step <= self._retired_step():
+                raise self._retired(step)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+
+    def read_parts(self, step: int, ranks: Sequence[int] | None = None) -> list[StepPart]:
+        """Parts of the given planned ranks, or all, in the order of ranks.
+
+        Raises:
+            StepRetired: the step was trained, checkpointed and removed.
+            NotFound: the step was not committed yet, or has no such rank.
+        """
+
+        def read(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                if ranks is None:
+                    pipe.xrange(self.keys.steps, f"{step}-1", f"{step}-{LAST_IN_STEP}")
+                else:
+                    for rank in ranks:
+                        pipe.xrange(self.keys.steps, f"{step}-{rank + 1}", f"{step}-{rank + 1}")
+                return list(pipe.execute())
+
+        replies = self.look(read)
+        found = [ranged(reply) for reply in replies]
+        if any(not entries for entries in found):
+            if step <= self._retired_step():
+                raise self._retired(step)
+            which = f"step {step}" if ranks is None else f"one of the ranks {list(ranks)} in step {step}"
+            raise NotFound(f"run {self.run!r} has no {which}")
+        return [part_of(entry_id, fields) for entries in found for entry_id, fields in entries]
+
+    def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
+        """The encoded rollouts, None where missing; one HMGET per payload key, all in one round trip."""
+        wanted: dict[str, dict[int, None]] = {}
+        for ref in refs:
+            wanted.setdefault(ref.payload_key, {})[ref.index] = None
+        if not wanted:
+            return []
+
+        def read(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for key, indices in wanted.items():
+                    pipe.hmget(key, [str(index) for index in indices])
+                return list(pipe.execute())
+
+        values = self.look(read)
+        found = {
+            (key, index): value
+            for (key, indices), fields in zip(wanted.items(), values, strict=True)
+            for index, value in zip(indices, fields, strict=True)
+        }
+        return [found[ref.payload_key, ref.index] for ref in refs]
+
+    def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
+        """The encoded group part (answer, metadata) of each push, None where there is none."""
+
+        def read(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for key in payload_keys:
+                    pipe.hget(key, "group")
+                return list(pipe.execute())
+
+        return self.look(read) if payload_keys else []
+
+    # -- look ------------------------------------------------------------------------------------------------------
+    def headers(self, first: int | None = None, last: int | None = None) -> Iterator[StepHeader]:
+        """Headers of the live steps in [first, last], oldest first; what is retired meanwhile is left out."""
+        retired, newest = self._bounds()
+        low, high = max(first or 1, retired + 1), newest if last is None else min(last, newest)
+        for start in range(low, high + 1, PAGE):
+            steps = range(start, min(start + PAGE, high + 1))
+
+            def read(client: Any, steps: range = steps) -> list[Any]:
+                with client.pipeline(transaction=False) as pipe:
+                    for step in steps:
+                        pipe.xrange(self.keys.steps, f"{step}-0", f"{step}-0")
+                    return list(pipe.execute())
+
+            for reply in self.look(read):
+                for _, fields in ranged(reply):
+                    yield header_of(fields)[0]
+
+    def find_in_steps(self, group_id: str) -> list[tuple[int, PartRollout, int]]:
+        """(step, rollout, planned rank) of a group's rollouts in the live steps."""
+        found = []
+        for header in self.headers():
+            if group_id not in header.group_ids:
+                continue
+            try:
+                parts = self.read_parts(header.step)
+            except StepRetired:
+                continue  # the leader retired it between the two reads
+            for part in parts:
+                found += [(header.step, member, part.rank) for member in part.rollouts if member.group_id == group_id]
+        return found
+
+    def _bounds(self) -> tuple[int, int]:
+        retired, step = self.look(lambda client: client.hmget(self.keys.meta, ["retired", "step"]))
+        return int(retired or 0), int(step or 0)
+
+    def _retired_step(self) -> int:
+        return self._bounds()[0]
+
+    def _retired(self, step: int) -> StepRetired:
+        return StepRetired(
+            f"step {step} of run {self.run!r} was trained, checkpointed and retired: "
+            f"steps up to {self._retired_step()} are gone, resume from a newer checkpoint"
+        )
+
+
+def header_of(fields: Fields) -> tuple[StepHeader, dict[str, Any]]:
+    """A header entry decoded, and the age limits it was committed under. Raises PayloadError."""
+    at = fields.get(b"at", b"0")
+    return decode_header(
+        fields.get(b"header", b""), digest=text(fields.get(b"digest", b"")), committed_ms=int(at) if at.isdigit() else 0
+    )
+
+
+def part_of(entry_id: str, fields: Fields) -> StepPart:
+    """A part entry decoded. Raises PayloadError, also when it is another part than its id says."""
+    part = decode_part(fields.get(b"part", b""))
+    if entry_id != f"{part.step}-{part.rank + 1}":
+        raise PayloadError(f"step part {entry_id} says that it is rank {part.rank} of step {part.step}")
+    return part
+
+
+def _forget(client: Any, garbage: str, keys: Sequence[bytes]) -> None:
+    client.zrem(garbage, *keys)
+
+
+def _unlink(client: Any, keys: Sequence[bytes]) -> None:
+    # One command per key: payload keys lie in different slots of a cluster.
+    with client.pipeline(transaction=False) as pipe:
+        for key in keys:
+            pipe.unlink(key)
+        pipe.execute()

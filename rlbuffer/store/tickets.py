@@ -1,0 +1,45 @@
+"""TICKET: leave to sample, by number, so that an epoch of prompts is neither skipped nor doubled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlbuffer.store.session import Session, text
+
+
+class TicketMoves(Session):
+    """What workers take and the batcher closes."""
+
+    def take_tickets(self, env: str, n: int, *, ttl_seconds: float) -> list[int]:
+        """TICKET take: up to `n` numbers, fewer (or none) while the allowance is out.
+
+        Repeated over a lost reply all the same: numbers that were given out unheard expire and are taken again.
+        """
+        reply = self._ticket("take", env, env, n, round(1000 * ttl_seconds))
+        return [int(number) for number in reply]
+
+    def renew_tickets(self, env: str, numbers: Sequence[int], *, ttl_seconds: float) -> None:
+        """Keeps tickets out; one that was closed meanwhile stays closed."""
+        if numbers:
+            self._ticket("renew", env, env, round(1000 * ttl_seconds), *numbers)
+
+    def release_tickets(self, env: str, numbers: Sequence[int]) -> None:
+        """Gives tickets back unused: they are taken again first."""
+        if numbers:
+            self._ticket("release", env, env, *numbers)
+
+    def close_tickets(self, env: str, numbers: Sequence[int]) -> None:
+        """Deletes the tickets of ingested groups."""
+        if numbers:
+            # A plain ZREM, because it passes at the memory limit where TICKET is refused.
+            self.look(lambda client: client.zrem(self.keys.tickets(env), *numbers))
+
+    def allowances(self) -> Mapping[str, int]:
+        """env -> tickets that may be out."""
+        reply = self.look(lambda client: client.hgetall(self.keys.allowance))
+        return {text(env): int(n) for env, n in reply.items()}
+
+    def _ticket(self, action: str, env: str, *args: Any) -> list[Any]:
+        keys = self.keys
+        return self.move("ticket", (keys.tickets(env), keys.allowance, keys.numbers), (action, *args))

@@ -1,0 +1,259 @@
+"""`verify`: recomputes everything that can be seen of a run from outside, and names every invariant that does not hold.
+
+The control keys are read in one transaction, so a run that is at work gives a consistent picture; payloads come after
+it, and what went away in between is looked for again before it is called missing. Read-only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rlbuffer.store.base import EnvLedger, Finding, Report
+from rlbuffer.store.snapshot import LiveStep, Snapshot, take_snapshot
+from rlbuffer.store.step_format import step_digest
+
+if TYPE_CHECKING:
+    from rlbuffer.store.redis_store import RedisStore
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was found so far."""
+
+    found: list[Finding] = field(default_factory=list)
+
+    def add(self, invariant: str, message: str) -> None:
+        self.found.append(Finding(invariant=invariant, message=message))
+
+    def unless(self, holds: bool, invariant: str, message: str) -> None:
+        if not holds:
+            self.add(invariant, message)
+
+
+def verify(store: RedisStore) -> Report:
+    """Checks the invariants of docs/protocol.md that are visible on the server."""
+    from rlbuffer.store.verify_payloads import check_payloads
+
+    shot = take_snapshot(store)
+    findings = Findings(list(shot.unreadable))
+    _check_ledger(shot, findings)
+    _check_chain(shot, findings)
+    for step in shot.steps:
+        _check_step(step, findings)
+    _check_uses(shot, findings)
+    _check_counters(shot, findings)
+    _check_tombstones(shot, store.tombstone_ms, findings)
+    _check_garbage(shot, findings)
+    payloads = check_payloads(store, shot, findings)
+    return Report(
+        findings=tuple(findings.found),
+        checked={
+            "entries": len(shot.pool),
+            "rollouts": sum(e.rollouts for e in shot.pool) + sum(len(p.rollouts) for s in shot.steps for p in s.parts),
+            "steps": len(shot.steps),
+            **payloads,
+        },
+    )
+
+
+# -- I10 ---------------------------------------------------------------------------------------------------------------
+def _check_ledger(shot: Snapshot, findings: Findings) -> None:
+    pool: dict[str, Counter[str]] = {}
+    for entry in shot.pool:
+        pool.setdefault(entry.env, Counter()).update(rollouts=entry.rollouts, tokens=entry.tokens)
+    packed, trained = _by_env(shot, trained=False), _by_env(shot, trained=True)
+    for env in sorted(shot.ledger.envs.keys() | pool.keys() | packed.keys() | trained.keys()):
+        account = shot.ledger.envs.get(env, EnvLedger())
+        pending = pool.get(env, Counter())
+        for unit, name in enumerate(("rollouts", "tokens")):
+            findings.unless(
+                account.pending[unit] == pending[name],
+                "I10",
+                f"env {env}: the ledger leaves {account.pending[unit]} {name} pending, the pool holds {pending[name]}",
+            )
+            there = packed.get(env, Counter())[name]
+            findings.unless(
+                account.packed[unit] == there,
+                "I10",
+                f"env {env}: the ledger has {account.packed[unit]} {name} packed, the untrained steps hold {there}",
+            )
+            there = trained.get(env, Counter())[name]
+            findings.unless(
+                account.trained[unit] >= there,
+                "I10",
+                f"env {env}: the ledger has {account.trained[unit]} {name} trained, live trained steps hold {there}",
+            )
+            negative = [fate for fate, pair in _fates(account) if pair[unit] < 0]
+            findings.unless(not negative, "I10", f"env {env}: {', '.join(negative)} {name} are negative")
+
+
+def _fates(account: EnvLedger) -> list[tuple[str, tuple[int, int]]]:
+    dropped = [(f"dropped({reason})", pair) for reason, pair in account.dropped.items()]
+    return [("pushed", account.pushed), ("packed", account.packed), ("trained", account.trained), *dropped]
+
+
+def _by_env(shot: Snapshot, *, trained: bool) -> dict[str, Counter[str]]:
+    sums: dict[str, Counter[str]] = {}
+    for step in shot.steps:
+        if (step.number <= shot.trained) is trained:
+            for part in step.parts:
+                for member in part.rollouts:
+                    sums.setdefault(member.env, Counter()).update(rollouts=1, tokens=member.info.length)
+    return sums
+
+
+# -- I3, I4 ------------------------------------------------------------------------------------------------------------
+def _check_chain(shot: Snapshot, findings: Findings) -> None:
+    there = [step.number for step in shot.steps]
+    wanted = list(range(shot.meta.retired + 1, shot.meta.step + 1))
+    if there != wanted:
+        odd = sorted(set(there) ^ set(wanted))
+        findings.add(
+            "I4",
+            f"the steps stream must hold steps {shot.meta.retired + 1} to {shot.meta.step}, "
+            f"but {'is missing or has too many of' if odd else 'orders'} {odd or there}",
+        )
+    previous = None
+    for step in shot.steps:
+        if step.header is None:
+            previous = None
+            continue
+        digest = step_digest(step.header.previous_digest, step.header_bytes, step.part_bytes)
+        findings.unless(
+            digest == step.header.digest, "I4", f"step {step.number}: its bytes do not give its digest: it was changed"
+        )
+        findings.unless(
+            step.header.step == step.number, "I4", f"step {step.number}: its header says step {step.header.step}"
+        )
+        if previous is not None:
+            findings.unless(
+                step.header.previous_digest == previous,
+                "I4",
+                f"step {step.number}: its digest does not chain on that of step {step.number - 1}",
+            )
+        previous = step.header.digest
+        if step.number == shot.meta.step:
+            findings.unless(
+                previous == shot.meta.digest, "I4", f"the run's digest is not that of its last step {step.number}"
+            )
+        if step.number == shot.trained and shot.trained_digest:
+            findings.unless(
+                previous == shot.trained_digest, "I3", f"the trainer trained another step {step.number} than is here"
+            )
+
+
+# -- I1, I2, I5 --------------------------------------------------------------------------------------------------------
+def _check_step(step: LiveStep, findings: Findings) -> None:
+    header = step.header
+    if header is None:
+        return
+    where = f"step {step.number}"
+    members = [member for part in step.parts for member in part.rollouts]
+    ranks = [part.rank for part in step.parts]
+    findings.unless(
+        ranks == list(range(header.world_size)),
+        "I4",
+        f"{where}: has parts of ranks {ranks}, planned for world size {header.world_size}",
+    )
+    for part in step.parts:
+        dealt = Counter(index for micro_step in part.rows for row in micro_step for index in row)
+        findings.unless(
+            dealt == Counter(range(len(part.rollouts))),
+            "I4",
+            f"{where}: the rows of rank {part.rank} do not hold each of its rollouts once",
+        )
+    totals = {"rollouts": len(members), "tokens": sum(m.info.length for m in members)}
+    for name, total in totals.items():
+        findings.unless(
+            total == getattr(header, name),
+            "I4",
+            f"{where}: the header counts {getattr(header, name)} {name}, the parts hold {total}",
+        )
+    loss_tokens = sum(m.info.loss_tokens for m in members)
+    findings.unless(
+        header.normalizers.get("loss_tokens") == loss_tokens,
+        "I4",
+        f"{where}: normalised by {header.normalizers.get('loss_tokens')} loss tokens, the parts hold {loss_tokens}",
+    )
+    counted: dict[str, tuple[int, int]] = {}
+    for member in members:
+        rollouts, tokens = counted.get(member.env, (0, 0))
+        counted[member.env] = (rollouts + 1, tokens + member.info.length)
+        age = step.number - 1 - member.info.min_version
+        limit = step.age_limits.get(member.env)
+        findings.unless(
+            age >= 0 and (limit is None or age <= limit),
+            "I5",
+            f"{where}: rollout {member.info.rollout_id} has age {age}, max_age of {member.env} was {limit}",
+        )
+        findings.unless(
+            member.group_id in header.group_ids,
+            "I6",
+            f"{where}: rollout {member.info.rollout_id} is of group {member.group_id}, which the header does not name",
+        )
+    findings.unless(
+        {env: pair for env, pair in step.packed.items() if pair != (0, 0)} == counted,
+        "I10",
+        f"{where}: the commit counted {dict(step.packed)}, the parts hold {counted}",
+    )
+
+
+def _check_uses(shot: Snapshot, findings: Findings) -> None:
+    seen: dict[str, int] = {}
+    pending = {entry.payload_key: entry.entry_id for entry in shot.pool}
+    for step in shot.steps:
+        keys = set()
+        for part in step.parts:
+            for member in part.rollouts:
+                rollout_id = member.info.rollout_id
+                if rollout_id in seen:
+                    findings.add("I1", f"rollout {rollout_id} is in step {seen[rollout_id]} and in step {step.number}")
+                seen[rollout_id] = step.number
+                keys.add(member.payload_key)
+        for key in sorted(keys & pending.keys()):
+            findings.add("I1", f"push {pending[key]} is pending and also in step {step.number} ({key})")
+
+
+# -- I6, I8, I11 -------------------------------------------------------------------------------------------------------
+def _check_counters(shot: Snapshot, findings: Findings) -> None:
+    findings.unless(
+        shot.trained <= shot.meta.step,
+        "I8",
+        f"the trainer has trained step {shot.trained}, the run ends at step {shot.meta.step}",
+    )
+    findings.unless(
+        shot.meta.retired <= shot.trained,
+        "I8",
+        f"steps up to {shot.meta.retired} are retired, only {shot.trained} are trained",
+    )
+
+
+def _check_tombstones(shot: Snapshot, tombstone_ms: int, findings: Findings) -> None:
+    for step in shot.steps:
+        if step.header is None or step.header.committed_ms < shot.now_ms - tombstone_ms:
+            continue
+        for group_id in step.header.group_ids:
+            findings.unless(
+                group_id in shot.closed, "I6", f"group {group_id} of step {step.number} has no tombstone for late parts"
+            )
+
+
+def _check_garbage(shot: Snapshot, findings: Findings) -> None:
+    for entry in shot.pool:
+        findings.unless(
+            entry.payload_key not in shot.garbage,
+            "I11",
+            f"push {entry.entry_id} is pending, but its payload is marked as garbage ({entry.payload_key})",
+        )
+    for step in shot.steps:
+        for key in sorted({member.payload_key for part in step.parts for member in part.rollouts}):
+            score = shot.garbage.get(key)
+            findings.unless(
+                score is not None and score >= step.number,
+                "I11",
+                f"step {step.number}: {key} may be swept after step {score}"
+                if score is not None
+                else f"step {step.number}: {key} is on no list of what to sweep: it would stay for ever",
+            )
