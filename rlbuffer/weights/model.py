@@ -86,7 +86,8 @@ def model_from_config(config: Mapping[str, Any], *, dtype: torch.dtype = torch.f
     values = {name: value for name, value in values.items() if name not in ("architectures", "dtype", "torch_dtype")}
     try:
         parsed: PretrainedConfig = AutoConfig.for_model(model_type, **values)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(parsed, dtype=dtype, attn_implementation="sdpa")
+        make: Any = AutoModelForCausalLM  # its methods carry no types
+        model: PreTrainedModel = make.from_config(parsed, dtype=dtype, attn_implementation="sdpa")
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         raise ConfigError(f"model.config: {error}", setting="model.config") from error
     model.train()

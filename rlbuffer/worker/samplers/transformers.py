@@ -45,7 +45,7 @@ class TransformersSampler:
 
     @property
     def vocab_size(self) -> int:
-        return 0 if self._model is None else int(self._model.get_input_embeddings().weight.shape[0])
+        return 0 if self._model is None else int(self._model.config.vocab_size)
 
     def load(self, policy: PolicyVersion) -> None:
         directory = open_weights(policy)
@@ -54,7 +54,9 @@ class TransformersSampler:
             with torch.random.fork_rng(devices=[]):
                 model = model_from_config(read_config(directory))
             load_into(model, state)
-            self._model = model.to(self._device).eval().requires_grad_(False)
+            model.train(False).requires_grad_(False)
+            torch.nn.Module.to(model, self._device)
+            self._model = model
         else:
             load_into(self._model, state)
         self._version = policy.version

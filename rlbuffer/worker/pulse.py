@@ -1,0 +1,111 @@
+"""The worker's pulse: a thread that tells that the worker lives and keeps its tickets, however long sampling takes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from rlbuffer.errors import RlbufferError
+from rlbuffer.records import Ticket
+
+BEAT_SECONDS = 2.0
+"""Between two heartbeats, and between two renewals: a small part of a ticket's life."""
+RATE_BEATS = 10
+"""Beats that the rate is averaged over: long enough to hold several batches, short enough to follow a change."""
+
+
+class Renewer(Protocol):
+    """What a pulse needs of a Writer."""
+
+    def renew(self, tickets: Iterable[Ticket], /) -> None: ...
+
+
+class Heart(Protocol):
+    """What a pulse needs of a Buffer."""
+
+    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any], /) -> None: ...
+
+
+class Pulse:
+    """Beats from `start` until `close`. The loop writes its state into the attributes; the thread only reads them.
+
+    A beat that fails decides nothing and stops nothing: the loop meets the same trouble by itself.
+    """
+
+    def __init__(self, buffer: Heart, name: str, env: str) -> None:
+        self.version = -1
+        """Policy version that samples."""
+        self.groups = 0
+        """Groups pushed."""
+        self.rollouts = 0
+        """Rollouts pushed."""
+        self.failed_groups = 0
+        """Groups given up because they could not be prepared, scored or stored."""
+        self.error = ""
+        """The last trouble, "" when the last batch had none."""
+        self.waiting = ""
+        """What the worker waits for, "" while it works."""
+        self._buffer, self._name, self._env = buffer, name, env
+        self._held: tuple[Renewer, tuple[Ticket, ...]] | None = None
+        self._seen: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=RATE_BEATS)
+        self._started = time.time()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rlbuffer-pulse", daemon=True)
+
+    def start(self) -> None:
+        """The first beat comes at once."""
+        self._thread.start()
+
+    def hold(self, writer: Renewer, tickets: Sequence[Ticket]) -> None:
+        """From now on these tickets are renewed."""
+        self._held = (writer, tuple(tickets))
+
+    def let_go(self) -> None:
+        """From now on no ticket is renewed."""
+        self._held = None
+
+    def record(self) -> dict[str, Any]:
+        """What a heartbeat says; msgpack types."""
+        first_time, first_rollouts = self._seen[0]
+        elapsed = time.monotonic() - first_time
+        return {
+            "env": self._env,
+            "version": self.version,
+            "groups": self.groups,
+            "rollouts": self.rollouts,
+            "rollouts_per_second": (self.rollouts - first_rollouts) / elapsed if elapsed > 0 else 0.0,
+            "failed_groups": self.failed_groups,
+            "error": self.error,
+            "waiting": self.waiting,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": self._started,
+        }
+
+    def close(self) -> None:
+        """Stops the thread and says goodbye with a last heartbeat."""
+        self._closed.set()
+        self._thread.join()
+        self._beat()
+
+    def _run(self) -> None:
+        while True:
+            self._beat()
+            if self._closed.wait(BEAT_SECONDS):
+                return
+
+    def _beat(self) -> None:
+        held = self._held
+        try:
+            if held is not None:
+                writer, tickets = held
+                writer.renew(tickets)
+            self._buffer.heartbeat("worker", self._name, self.record())
+        except RlbufferError as error:
+            self.error = str(error)
+        self._seen.append((time.monotonic(), self.rollouts))

@@ -1,0 +1,248 @@
+"""Policy versions on disk: complete or absent, verified before use, old ones removed but never too many."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import ModelSettings
+from rlbuffer.weights.files import ABANDONED_SECONDS, load_state, open_weights, publish, read_config, versions
+from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of, load_into, model_from_config, save_config
+
+CONFIG = {"model_type": "qwen3"}
+
+
+def state(value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {"a.weight": torch.full((2, 3), value), "b.bias": torch.arange(3.0)}
+
+
+def put(directory: Path, version: int, *, keep: int = 3, value: float | None = None) -> PolicyVersion:
+    return publish(directory, version, state=state(value if value is not None else version), config=CONFIG, keep=keep)
+
+
+def test_what_was_published_comes_back(tmp_path: Path) -> None:
+    policy = put(tmp_path, 7)
+    assert policy.version == 7
+    assert policy.size == (Path(policy.location) / "model.safetensors").stat().st_size
+    directory = open_weights(policy)
+    loaded = load_state(directory)
+    assert {name: tensor.tolist() for name, tensor in loaded.items()} == {
+        name: tensor.tolist() for name, tensor in state(7).items()
+    }
+    assert read_config(directory) == CONFIG
+    assert directory.name == f"v00000007-{policy.checksum[:12]}"
+
+
+def test_nothing_temporary_is_left_behind(tmp_path: Path) -> None:
+    policy = put(tmp_path, 0)
+    assert [path.name for path in tmp_path.iterdir()] == [Path(policy.location).name]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 4])
+def test_the_newest_versions_stay_and_older_ones_go(tmp_path: Path, keep: int) -> None:
+    for version in range(0, 12, 2):
+        put(tmp_path, version, keep=keep)
+        newest = [v for v in range(0, version + 1, 2)][-keep:]
+        assert list(versions(tmp_path)) == newest
+
+
+def test_going_back_to_a_checkpoint_pulls_nothing_away_from_samplers(tmp_path: Path) -> None:
+    for version in (10, 11, 12, 13):
+        put(tmp_path, version, keep=2)
+    serving = put(tmp_path, 13, keep=2)
+    put(tmp_path, 11, keep=2, value=-1.0)
+    assert list(versions(tmp_path)) == [11, 12, 13]
+    assert open_weights(serving) == Path(serving.location)
+
+
+def test_a_version_trained_again_differently_lies_beside_the_announced_one(tmp_path: Path) -> None:
+    first, again, same = put(tmp_path, 5, value=1.0), put(tmp_path, 5, value=2.0), put(tmp_path, 5, value=1.0)
+    assert first == same
+    assert first.location != again.location
+    assert open_weights(first) != open_weights(again)
+    assert len(versions(tmp_path)[5]) == 2
+
+
+def test_what_a_dead_publisher_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
+    old, young = tmp_path / ".tmp-3-dead", tmp_path / ".tmp-4-alive"
+    for path in (old, young):
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"half")
+    past = time.time() - ABANDONED_SECONDS - 60
+    os.utime(old, (past, past))
+    put(tmp_path, 5)
+    assert not old.exists()
+    assert young.exists()
+    assert list(versions(tmp_path)) == [5]
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    policy = put(tmp_path, 3)
+    file = Path(policy.location) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(WeightsError) as error:
+        open_weights(policy)
+    assert str(error.value) == f"version 3: {file} has {policy.size - 1} bytes, announced were {policy.size}"
+    with pytest.raises(WeightsError, match="cannot be loaded"):
+        load_state(file.parent)
+
+
+def test_one_changed_byte_is_refused(tmp_path: Path) -> None:
+    policy = put(tmp_path, 3)
+    file = Path(policy.location) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(WeightsError, match=f"announced was {policy.checksum}"):
+        open_weights(policy)
+
+
+def test_a_missing_file_names_its_place(tmp_path: Path) -> None:
+    policy = replace(put(tmp_path, 3), location=str(tmp_path / "elsewhere"))
+    with pytest.raises(WeightsError) as error:
+        open_weights(policy)
+    assert str(error.value) == (
+        f"version 3: {tmp_path / 'elsewhere' / 'model.safetensors'} cannot be read (No such file or directory); "
+        "is the run's directory shared with this host?"
+    )
+
+
+def test_a_version_announced_without_weights_is_refused() -> None:
+    with pytest.raises(WeightsError, match="^version 4 was announced without weights$"):
+        open_weights(PolicyVersion(version=4))
+
+
+def test_a_directory_that_cannot_be_written_is_a_weights_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightsError, match=r"^version 1 cannot be written to .*file: "):
+        put(tmp_path / "file", 1)
+
+
+@pytest.mark.parametrize(("version", "keep"), [(-1, 2), (0, 0)])
+def test_impossible_arguments_are_refused(tmp_path: Path, version: int, keep: int) -> None:
+    with pytest.raises(ValueError, match="must not be negative"):
+        publish(tmp_path, version, state=state(), config=CONFIG, keep=keep)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("text", "reason"), [("{", "cannot be read"), ("[]", "is not a JSON object")])
+def test_a_config_that_is_no_object_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(WeightsError, match=reason):
+        read_config(tmp_path)
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+def tiny(**changes: object) -> ModelSettings:
+    return ModelSettings(config={**TINY_QWEN3, **changes})
+
+
+def test_the_tiny_model_has_the_size_it_is_said_to_have() -> None:
+    model = build_model(tiny(), seed=0)
+    assert sum(p.numel() for p in model.parameters()) == 83_136
+    assert model.training
+    assert model.dtype == torch.float32
+
+
+def test_the_seed_alone_decides_fresh_weights_and_the_global_state_stays() -> None:
+    before = torch.random.get_rng_state()
+    one, same, other = (build_model(tiny(), seed=seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    name = "model.embed_tokens.weight"
+    assert torch.equal(one[name], same[name])
+    assert not torch.equal(one[name], other[name])
+
+
+def test_initializer_range_is_honoured() -> None:
+    for wanted in (0.02, 0.1):
+        weight = build_model(tiny(initializer_range=wanted), seed=0).state_dict()["model.layers.0.mlp.up_proj.weight"]
+        assert float(weight.std()) == pytest.approx(wanted, rel=0.05)
+
+
+def test_a_model_survives_publishing_with_its_config(tmp_path: Path) -> None:
+    model = build_model(tiny(), seed=3)
+    policy = publish(tmp_path, 0, state=model.state_dict(), config=config_of(model), keep=2)
+    directory = open_weights(policy)
+    assert read_config(directory)["architectures"] == ["Qwen3ForCausalLM"]
+    assert "lm_head.weight" not in load_state(directory)
+    again = model_from_config(read_config(directory))
+    load_into(again, load_state(directory))
+    stock = build_model(ModelSettings(path=str(directory)), seed=9)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+        assert torch.equal(tensor, stock.state_dict()[name]), name
+
+
+def test_loading_converts_the_dtype(tmp_path: Path) -> None:
+    wide = build_model(ModelSettings(config=dict(TINY_QWEN3), dtype="float64"), seed=0)
+    narrow = build_model(tiny(), seed=1)
+    load_into(narrow, wide.state_dict())
+    assert narrow.dtype == torch.float32
+    assert torch.equal(narrow.state_dict()["model.norm.weight"], wide.state_dict()["model.norm.weight"].float())
+
+
+def test_save_config_writes_what_config_of_says(tmp_path: Path) -> None:
+    model = build_model(tiny(), seed=0)
+    assert json.loads(save_config(model, tmp_path).read_text()) == config_of(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("model.norm.weight"), "the weights do not fit the model: they lack model.norm.weight"),
+        (
+            lambda s: s.update({"extra.weight": torch.zeros(1)}),
+            "the weights do not fit the model: they have unknown extra.weight",
+        ),
+        (
+            lambda s: s.update({"model.norm.weight": torch.zeros(63)}),
+            "the weights do not fit the model: model.norm.weight has shape [63], the model's is [64]",
+        ),
+        (
+            lambda s: s.update({"model.norm.weight": torch.full((64,), float("nan"))}),
+            "the weights are not finite: model.norm.weight",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_leave_the_model_as_it_was(change: object, message: str) -> None:
+    model, foreign = build_model(tiny(), seed=0), dict(build_model(tiny(), seed=1).state_dict())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    change(foreign)  # type: ignore[operator]
+    with pytest.raises(WeightsError) as error:
+        load_into(model, foreign)
+    assert str(error.value) == message
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting", "message"),
+    [
+        (ModelSettings(), "model", "model: exactly one of path and config is needed; neither is set"),
+        (tiny().model_copy(update={"path": "x"}), "model", "model: exactly one of path and config is needed; both are set"),
+        (
+            ModelSettings(config={"hidden_size": 4}),
+            "model.config.model_type",
+            'model.config: model_type is missing, e.g. "qwen3"',
+        ),
+        (ModelSettings(path="/nowhere/at/all"), "model.path", "model.path: /nowhere/at/all is not a directory"),
+    ],
+)
+def test_settings_that_make_no_model_are_refused(settings: ModelSettings, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_model(settings, seed=0)
+    assert str(error.value) == message
+    assert error.value.setting == setting
+
+
+@pytest.mark.parametrize("config", [{"model_type": "no-such-thing"}, {**TINY_QWEN3, "num_attention_heads": 0}])
+def test_a_config_that_makes_no_causal_lm_is_refused(config: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.config: "):
+        build_model(ModelSettings(config=config), seed=0)
