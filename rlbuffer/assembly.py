@@ -12,7 +12,7 @@ planned length, so all ranks keep the same shapes and a replay gives the same by
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
@@ -27,6 +27,10 @@ from rlbuffer.records import Rollout
 
 DUMMY_TOKENS = 8
 """Tokens of a dummy micro-batch: enough for every layer to have something to multiply, too few to cost anything."""
+
+SLAB_TOKENS = 65536
+"""Tokens that are written in one go: several small micro-batches share the cost of the numpy calls, and what one call
+wrote is still in the cache for the next."""
 
 FIXED_COLUMNS: tuple[tuple[str, Any], ...] = (
     ("input_ids", np.int32),
@@ -91,9 +95,8 @@ def assemble(
     """
     if pad_to_multiple_of < 1:
         raise PackingError(f"assemble: pad_to_multiple_of = {pad_to_multiple_of} must be at least 1")
-    schema = _schema(items, columns)
     layout = _Layout(
-        schema=schema,
+        schema=_schema(items, columns),
         row_tokens=row_tokens,
         pad_token_id=pad_token_id,
         pad_to_multiple_of=pad_to_multiple_of,
@@ -101,7 +104,20 @@ def assemble(
         normalizers=normalizers,
         update=update,
     )
-    return tuple(_micro_batch(step, items, layout, arena) for step in rows)
+    made: list[MicroBatch] = []
+    slab: list[_Segments] = []
+    for step in rows:
+        segments = _segments(step, items, layout)
+        if not segments.samples:
+            made += [*_write(slab, layout, arena), *_write([segments], layout, None)]
+            slab = []
+            continue
+        slab.append(segments)
+        if sum(s.tokens for s in slab) >= SLAB_TOKENS:
+            made += _write(slab, layout, arena)
+            slab = []
+    made += _write(slab, layout, arena)
+    return tuple(made)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +132,25 @@ class _Layout:
     normalizers: Normalizers
     update: int
 
-    def size(self, tokens: int) -> int:
-        """Bytes of a block that holds a micro-batch."""
-        fixed = sum(aligned((tokens,), dtype) for _, dtype in FIXED_COLUMNS)
-        return fixed + sum(aligned((tokens, *spec.shape), spec.dtype) for spec in self.schema.values())
+
+@dataclass(slots=True)
+class _Segments:
+    """The segments of one micro-batch, in order; padding has no rollout and no owner."""
+
+    lengths: list[int] = field(default_factory=list)
+    rollouts: list[Rollout | None] = field(default_factory=list)
+    """None: masked, either padding or a damaged rollout."""
+    owners: list[int] = field(default_factory=list)
+    """Index into `samples`, -1 for padding."""
+    samples: list[Sample] = field(default_factory=list)
+    adapter_tokens: dict[str, int] = field(default_factory=dict)
+    tokens: int = 0
+
+    def add(self, length: int, rollout: Rollout | None, owner: int) -> None:
+        self.lengths.append(length)
+        self.rollouts.append(rollout)
+        self.owners.append(owner)
+        self.tokens += length
 
 
 # -- further columns ---------------------------------------------------------------------------------------------------
@@ -127,7 +158,7 @@ def _schema(items: Sequence[PackItem], required: Sequence[str]) -> dict[str, Col
     """Name -> dtype, trailing shape and fill of every further column, in the order of names."""
     arrays: dict[str, dict[tuple[np.dtype[Any], tuple[int, ...]], str]] = {name: {} for name in required}
     for item in items:
-        if item.rollout is not None:
+        if item.rollout is not None and item.rollout.columns:
             for name, array in item.rollout.columns.items():
                 kinds = arrays.setdefault(name, {})
                 kinds.setdefault((array.dtype, array.shape[1:]), item.sample.rollout_id)
@@ -172,46 +203,44 @@ def _kind(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
     return f"{dtype.name} [{', '.join(['T', *map(str, shape)])}]"
 
 
-# -- one micro-batch ---------------------------------------------------------------------------------------------------
-def _micro_batch(rows: Sequence[Row], items: Sequence[PackItem], layout: _Layout, arena: Arena | None) -> MicroBatch:
-    lengths: list[int] = []
-    rollouts: list[Rollout | None] = []
-    owners: list[int] = []
-    samples: list[Sample] = []
-    adapter_tokens: dict[str, int] = {}
+# -- micro-batches -----------------------------------------------------------------------------------------------------
+def _segments(rows: Sequence[Row], items: Sequence[PackItem], layout: _Layout) -> _Segments:
+    out = _Segments()
     for adapter, row in _by_adapter(rows, items):
-        tokens = 0
+        before = out.tokens
         for index in row:
             item = items[index]
-            tokens += item.length
-            lengths.append(item.length)
-            rollouts.append(item.rollout)
-            owners.append(len(samples))
-            samples.append(item.sample)
+            out.add(item.length, item.rollout, len(out.samples))
+            out.samples.append(item.sample)
+        tokens = out.tokens - before
         if tokens > layout.row_tokens:
             raise PackingError(
                 f"assemble: a row of {len(row)} rollouts has {tokens} tokens; it holds {layout.row_tokens}"
             )
         padding = -tokens % layout.pad_to_multiple_of
         if padding:
-            lengths.append(padding)
-            rollouts.append(None)
-            owners.append(-1)
-        adapter_tokens[adapter] = adapter_tokens.get(adapter, 0) + tokens + padding
-    is_dummy = not samples
-    if is_dummy:
-        lengths = [-(-min(DUMMY_TOKENS, layout.row_tokens) // layout.pad_to_multiple_of) * layout.pad_to_multiple_of]
-        rollouts, owners = [None], [-1]
-        adapter_tokens = {"": lengths[0]}
-        arena = None  # a dummy is fresh: it must not wait for, or pin, memory sized for real ones
-    total = sum(lengths)
-    new: Allocate = np.empty if arena is None else arena.block(layout.size(total))
-    arrays = {name: new((total,), dtype) for name, dtype in FIXED_COLUMNS}
-    cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=cu_seqlens[1:])
-    bounds: list[int] = cu_seqlens.tolist()
-    segments = list(zip(bounds[:-1], bounds[1:], rollouts, strict=True))
+            out.add(padding, None, -1)
+        out.adapter_tokens[adapter] = out.adapter_tokens.get(adapter, 0) + tokens + padding
+    if not out.samples:
+        tokens = min(DUMMY_TOKENS, layout.row_tokens)
+        out.add(tokens + -tokens % layout.pad_to_multiple_of, None, -1)
+        out.adapter_tokens[""] = out.tokens
+    return out
 
+
+def _write(slab: Sequence[_Segments], layout: _Layout, arena: Arena | None) -> list[MicroBatch]:
+    """Writes the columns of consecutive micro-batches in one go and cuts them apart: views of the same arrays."""
+    if not slab:
+        return []
+    lengths = [length for s in slab for length in s.lengths]
+    rollouts = [rollout for s in slab for rollout in s.rollouts]
+    sizes = np.array(lengths, np.int64)
+    total = int(sizes.sum())
+    new: Allocate = np.empty
+    if arena is not None:
+        fixed = sum(aligned((total,), dtype) for _, dtype in FIXED_COLUMNS)
+        new = arena.block(fixed + sum(aligned((total, *s.shape), s.dtype) for s in layout.schema.values()))
+    arrays = {name: new((total,), dtype) for name, dtype in FIXED_COLUMNS}
     for name, column, fill in (
         ("input_ids", "tokens", layout.pad_token_id),
         ("loss_mask", "loss_mask", False),
@@ -221,25 +250,33 @@ def _micro_batch(rows: Sequence[Row], items: Sequence[PackItem], layout: _Layout
         _concatenate(arrays[name], parts, lengths, fill)
     ramp = np.arange(max(lengths), dtype=np.int32)
     np.concatenate([ramp[:length] for length in lengths], out=arrays["position_ids"])
-    for owner, start, end in zip(owners, bounds[:-1], bounds[1:], strict=True):
-        arrays["sample_index"][start:end] = owner
-    _advantages(arrays["advantages"], arrays["loss_mask"], segments, owners, samples)
-    _targets(arrays["targets"], arrays["input_ids"], cu_seqlens, segments, layout.ignore_index)
-    columns = {}
+    _per_rollout(arrays, slab, sizes)
+    _targets(arrays["targets"], arrays["input_ids"], np.cumsum(sizes), rollouts, layout.ignore_index)
+    further = {}
     for name, spec in layout.schema.items():
-        columns[name] = new((total, *spec.shape), spec.dtype)
+        further[name] = new((total, *spec.shape), spec.dtype)
         parts = [None if rollout is None else rollout.columns.get(name) for rollout in rollouts]
-        _concatenate(columns[name], parts, lengths, spec.fill)
-    return MicroBatch(
-        **arrays,
-        cu_seqlens=cu_seqlens,
-        columns=columns,
-        samples=tuple(samples),
-        adapter_tokens=adapter_tokens,
-        normalizers=layout.normalizers,
-        is_dummy=is_dummy,
-        update=layout.update,
-    )
+        _concatenate(further[name], parts, lengths, spec.fill)
+
+    made, start = [], 0
+    for segments in slab:
+        end = start + segments.tokens
+        cu_seqlens = np.zeros(len(segments.lengths) + 1, np.int32)
+        np.cumsum(segments.lengths, out=cu_seqlens[1:])
+        made.append(
+            MicroBatch(
+                **{name: array[start:end] for name, array in arrays.items()},
+                cu_seqlens=cu_seqlens,
+                columns={name: array[start:end] for name, array in further.items()},
+                samples=tuple(segments.samples),
+                adapter_tokens=segments.adapter_tokens,
+                normalizers=layout.normalizers,
+                is_dummy=not segments.samples,
+                update=layout.update,
+            )
+        )
+        start = end
+    return made
 
 
 def _by_adapter(rows: Sequence[Row], items: Sequence[PackItem]) -> list[tuple[str, Row]]:
@@ -265,34 +302,36 @@ def _concatenate(out: NDArray[Any], parts: Sequence[NDArray[Any] | None], length
     np.concatenate(filled, out=out, casting="same_kind")
 
 
-def _advantages(
-    out: NDArray[np.float32],
-    loss_mask: NDArray[np.bool_],
-    segments: Sequence[tuple[int, int, Rollout | None]],
-    owners: Sequence[int],
-    samples: Sequence[Sample],
-) -> None:
-    """Each rollout's advantage, or its column ``advantages``, on trained tokens; 0 elsewhere."""
-    for (start, end, rollout), owner in zip(segments, owners, strict=True):
-        own = None if rollout is None else rollout.columns.get("advantages")
-        if own is not None:
-            out[start:end] = own
-        else:
-            out[start:end] = samples[owner].advantage if owner >= 0 else 0.0
-    np.multiply(out, loss_mask, out=out)
-    np.add(out, np.float32(0), out=out)  # a negative advantage times an untrained token is -0.0
+def _per_rollout(arrays: Mapping[str, NDArray[Any]], slab: Sequence[_Segments], lengths: NDArray[np.int64]) -> None:
+    """What has one value per rollout: the sample's index, and its advantage on trained tokens.
+
+    A column ``advantages`` of the rollout wins over the sample's.
+    """
+    owners = [owner for s in slab for owner in s.owners]
+    values = [s.samples[owner].advantage if owner >= 0 else 0.0 for s in slab for owner in s.owners]
+    advantages = arrays["advantages"]
+    arrays["sample_index"][:] = np.repeat(np.array(owners, np.int32), lengths)
+    advantages[:] = np.repeat(np.array(values, np.float32), lengths)
+    start = 0
+    for segments in slab:
+        for length, rollout in zip(segments.lengths, segments.rollouts, strict=True):
+            if rollout is not None and "advantages" in rollout.columns:
+                advantages[start : start + length] = rollout.columns["advantages"]
+            start += length
+    np.multiply(advantages, arrays["loss_mask"], out=advantages)
+    np.add(advantages, np.float32(0), out=advantages)  # a negative advantage times an untrained token is -0.0
 
 
 def _targets(
     out: NDArray[np.int64],
     input_ids: NDArray[np.int32],
-    cu_seqlens: NDArray[np.int32],
-    segments: Sequence[tuple[int, int, Rollout | None]],
+    ends: NDArray[np.int64],
+    rollouts: Sequence[Rollout | None],
     ignore_index: int,
 ) -> None:
     """The next token inside the same rollout; `ignore_index` at each end and where there is no rollout."""
     out[:-1] = input_ids[1:]
-    out[cu_seqlens[1:] - 1] = ignore_index
-    for start, end, rollout in segments:
+    out[ends - 1] = ignore_index
+    for number, rollout in enumerate(rollouts):
         if rollout is None:
-            out[start:end] = ignore_index
+            out[ends[number - 1] if number else 0 : ends[number]] = ignore_index

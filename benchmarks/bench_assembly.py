@@ -1,0 +1,121 @@
+"""How fast rollouts become micro-batches, beside copying the same bytes in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.report import Report, best_of
+from benchmarks.workloads import WORKLOADS, Workload
+from rlbuffer.batches import MicroBatch, Normalizers, Sample
+from rlbuffer.packing import Arena, PackItem, assemble, plan
+from rlbuffer.records import Rollout, VersionSpan
+
+NORMALIZERS = Normalizers(loss_tokens=1, rollouts=1, groups=1)
+"""Any: assembly only passes them on."""
+
+
+def make_items(workload: Workload, *, wide: bool = False) -> list[PackItem]:
+    """Rollouts of the workload's lengths, a quarter of each prompt; `wide` adds two further float columns."""
+    rng = np.random.default_rng(0)
+    items = []
+    for number, length in enumerate(workload.lengths.tolist()):
+        prompt = max(1, length // 4)
+        mask = np.arange(length) >= prompt
+        further = (
+            {n: rng.standard_normal(length).astype(np.float32) for n in ("ref_logprobs", "entropy")} if wide else {}
+        )
+        rollout = Rollout(
+            rollout_id=f"g{number // 8}/{number % 8}",
+            tokens=rng.integers(0, 32000, length, dtype=np.int32),
+            loss_mask=mask,
+            logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+            reward=0.0,
+            version_spans=(VersionSpan(0, prompt, length),) if length > prompt else (VersionSpan(0, 0, length),),
+            columns=further,
+        )
+        sample = Sample(
+            rollout_id=rollout.rollout_id,
+            group_id=f"g{number // 8}",
+            env="bench",
+            reward=0.0,
+            rewards={},
+            advantage=0.5,
+            policy_versions=(0, 0),
+            answer=None,
+            prompt_tokens=prompt,
+            length=length,
+        )
+        items.append(PackItem(rollout=rollout, length=length, sample=sample))
+    return items
+
+
+def rank_zero(workload: Workload, *, wide: bool) -> tuple[list[list[tuple[int, ...]]], list[PackItem]]:
+    """What a reader of rank 0 assembles in one step: its rows, and only its rollouts."""
+    made = plan(workload.lengths, row_tokens=workload.row_tokens, world_size=workload.world_size)
+    mine = [i for step in made.rows for row in step[0] for i in row]
+    place = {index: k for k, index in enumerate(mine)}
+    every = make_items(workload, wide=wide)
+    return [[tuple(place[i] for i in row) for row in step[0]] for step in made.rows], [every[i] for i in mine]
+
+
+def run(report: Report) -> None:
+    """Assembles rank 0's part of two workloads, with and without an arena."""
+    report.begin(
+        "assembly",
+        measures="assemble() for one rank's step from decoded rollouts, one thread, best of five",
+        not_measured="decoding, reading from the server, copies to a device",
+    )
+    lines = []
+    for name, wide in (("a", False), ("a", True), ("d", False)):
+        workload = WORKLOADS[name]
+        rows, items = rank_zero(workload, wide=wide)
+        tokens = sum(item.length for item in items)
+        for how, arena in (("fresh", None), ("arena", Arena())):
+            work = partial(assemble, rows, items, row_tokens=workload.row_tokens, normalizers=NORMALIZERS, arena=arena)
+            cpu, wall = best_of(work, warm=2)
+            batches = work()
+            arrays = [v for b in batches for v in (*_arrays(b), *b.columns.values())]
+            into = [np.empty_like(v) for v in arrays]
+            copy_cpu, _ = best_of(partial(_copy, arrays, into), warm=2)
+            size = sum(v.nbytes for v in arrays)
+            lines.append(
+                [
+                    f"{name}{' + 2 columns' if wide else ''}, {how}",
+                    f"{tokens:,}",
+                    f"{size / tokens:.0f}",
+                    f"{tokens / cpu / 1e6:.0f}",
+                    f"{tokens / wall / 1e6:.0f}",
+                    f"{tokens / copy_cpu / 1e6:.0f}",
+                    f"{cpu / copy_cpu:.1f}x",
+                ]
+            )
+    head = ["workload, memory", "tokens", "bytes/token", "M tokens/CPU s", "M tokens/s", "np.copy of the same", "time"]
+    report.table(head, lines)
+
+
+def _copy(sources: Sequence[NDArray[Any]], targets: Sequence[NDArray[Any]]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        np.copyto(target, source)
+
+
+def _arrays(batch: MicroBatch) -> list[NDArray[Any]]:
+    return [
+        batch.input_ids,
+        batch.position_ids,
+        batch.loss_mask,
+        batch.advantages,
+        batch.logprobs,
+        batch.targets,
+        batch.sample_index,
+    ]
+
+
+if __name__ == "__main__":
+    own = Report()
+    run(own)
+    raise SystemExit(own.end())
