@@ -14,11 +14,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 from rlbuffer.errors import RlbufferError
+from rlbuffer.lines import amount
 from rlbuffer.settings import RunSettings
 
 GRACE_SECONDS = 10.0
@@ -109,19 +111,47 @@ def sample(
 
 
 class WorkerNarrator:
-    """Tells a worker's events: new versions and troubles at once, groups as a count every few seconds."""
+    """Tells a worker's events: troubles at once, versions and batches summed up every few seconds."""
 
     def __init__(self, tell: Callable[[str], None], *, every_seconds: float = 10.0) -> None:
         self._tell = tell
         self._every = every_seconds
+        self._since = time.monotonic()
+        self._sums = {"groups": 0, "rollouts": 0, "tokens": 0}
+        self._rewards = 0.0
+        self._version = -1
+        self._has_pushed = False
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        fields = "  ".join(f"{k} {_short(v)}" for k, v in event.items() if k != "event" and v not in (None, ""))
-        self._tell(f"{event.get('event', '')}  {fields}".strip())
+        kind = event["event"]
+        if kind == "version":
+            if self._version < 0:
+                self._tell(f"sampling with policy version {event['version']}")
+            self._version = int(event["version"])
+        elif kind == "batch":
+            for key in self._sums:
+                self._sums[key] += int(event[key])
+            self._rewards += float(event["reward"]) * int(event["rollouts"])
+            if not self._has_pushed or time.monotonic() - self._since >= self._every:
+                self._tell_batches()
+        elif kind == "stopped":
+            self._tell_batches()
+            failed = f", {event['failed_groups']} given up" if event["failed_groups"] else ""
+            self._tell(f"stopped after {event['groups']} groups, {event['rollouts']} rollouts{failed}")
+        else:
+            self._tell(f"{'' if kind == 'waiting' else '! '}{event.get('waiting') or event.get('error')}")
 
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    def _tell_batches(self) -> None:
+        rollouts = self._sums["rollouts"]
+        if rollouts:
+            rate = rollouts / max(time.monotonic() - self._since, 1e-3)
+            self._tell(
+                f"pushed {self._sums['groups']} groups, {rollouts} rollouts, {amount(self._sums['tokens'])} tokens"
+                f"  reward {self._rewards / rollouts:.2f}  version {self._version}"
+                + (f"  {rate:.0f} rollouts/s" if self._has_pushed else "")
+            )
+        self._since, self._rewards, self._has_pushed = time.monotonic(), 0.0, True
+        self._sums = dict.fromkeys(self._sums, 0)
 
 
 # -- trainer ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ for, its rows are dealt again; rollouts, advantages and normalisers stay the sam
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
@@ -190,7 +191,8 @@ class Reader:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             try:
                 self._report()
-                self._store.heartbeat("rank", str(self.rank), {"step": self._trained, "world_size": self.world_size})
+                record = {"step": self._trained, "world_size": self.world_size, "pid": os.getpid()}
+                self._store.heartbeat("rank", str(self.rank), record)
             except AttemptFenced as error:
                 self._fault = error
                 return

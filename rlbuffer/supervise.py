@@ -17,14 +17,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import IO, Any
 
 from rlbuffer import forkserver, processes
-from rlbuffer.client import connect
+from rlbuffer.client import Buffer, connect
 from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.settings import RunSettings
 
@@ -36,7 +36,10 @@ MAX_FAILURES = 8
 """Failures in a row after which a process that never gets steady ends the run."""
 DRAIN_SECONDS = 20.0
 """Time that a process has to finish what it is doing before it is killed."""
-SERVER_POLL_SECONDS = 1.0
+OBSERVE_SECONDS = 0.5
+FRESH_SECONDS = 6.0
+"""A rank that has said nothing for longer may be gone."""
+INTERRUPTED = 130
 
 Say = Callable[[str, str], None]
 """(process name, line)."""
@@ -80,7 +83,9 @@ class Supervisor:
         self._log: IO[str] | None = None
         self._log_lock = threading.Lock()
         self._readers: list[threading.Thread] = []
-        self._server_pid = 0
+        self._seen: dict[str, int] = {}
+        """Pids that this process did not start: the embedded server, the ranks."""
+        self._pids: dict[str, int] = {}
         self.trainer_done = False
         self.restarts = 0
 
@@ -105,11 +110,16 @@ class Supervisor:
                 buffer.store.open_run()
                 server = buffer.store.server()
                 self.say("run", f"run {settings.run!r} on {server['name']} {server['version']} at {server['address']}")
+                ended = threading.Event()
+                observer = threading.Thread(target=self._observe, args=(buffer, ended), name="observe", daemon=True)
+                observer.start()
                 children = self._children()
                 try:
-                    return self._watch(children, stop, tick, lambda: _server_pid(buffer))
+                    return self._watch(children, stop, tick)
                 finally:
                     self._drain(children)
+                    ended.set()
+                    observer.join(timeout=DRAIN_SECONDS)
         finally:
             for thread in self._readers:
                 thread.join(timeout=1.0)
@@ -120,7 +130,7 @@ class Supervisor:
         """One line of the one log."""
         with self._log_lock:
             if self._log is not None and not self._log.closed:
-                self._log.write(f"{datetime.now():%H:%M:%S} {name:<10} {line}\n")
+                self._log.write(f"{datetime.now():%H:%M:%S} {name:<14} {line}\n")
                 self._log.flush()
         self._tell(name, line)
 
@@ -147,12 +157,13 @@ class Supervisor:
         children = [Child(name="serve", start=self._start_serve)]
         for key, options in self.settings.worker.items():
             for replica in range(options.replicas):
-                name = key if options.replicas == 1 else f"{key}-{replica}"
+                title = key if options.replicas == 1 else f"{key}-{replica}"
+                name = f"worker {title}"
                 children.append(
                     Child(
                         name=name,
-                        start=lambda key=key, replica=replica, name=name: self._fork(  # type: ignore[misc]
-                            name, processes.worker_main, (self._json, key, replica, name)
+                        start=lambda key=key, replica=replica, name=name, title=title: self._fork(  # type: ignore[misc]
+                            name, processes.worker_main, (self._json, key, replica, title)
                         ),
                     )
                 )
@@ -200,28 +211,35 @@ class Supervisor:
         self._readers.append(thread)
 
     # -- watching --------------------------------------------------------------------------------------------------
-    def _watch(
-        self, children: list[Child], stop: threading.Event, tick: Callable[[], None], server_pid: Callable[[], int]
-    ) -> int:
-        next_look = 0.0
+    def _watch(self, children: list[Child], stop: threading.Event, tick: Callable[[], None]) -> int:
         while not stop.is_set():
             for child in children:
                 if stop.is_set():
                     break
-                code = self._look_after(child, children)
+                code = self._look_after(child)
                 if code is not None:
                     return code
-            if time.monotonic() > next_look:
-                next_look = time.monotonic() + SERVER_POLL_SECONDS
-                pid = server_pid()
-                if pid != self._server_pid:
-                    self._server_pid = pid
-                    self._write_pids(children)
+            self._write_pids({child.name: child.pid for child in children if child.pid})
             tick()
             stop.wait(POLL_SECONDS)
-        return 130
+        return INTERRUPTED
 
-    def _look_after(self, child: Child, children: list[Child]) -> int | None:
+    def _observe(self, buffer: Buffer, ended: threading.Event) -> None:
+        """Looks up who the server and the ranks are; in a thread, because it waits while the server is away."""
+        while not ended.wait(OBSERVE_SECONDS):
+            try:
+                ranks = buffer.store.heartbeats("rank")
+            except RlbufferError:
+                continue  # the server is being restarted by whoever needs it; who it is then is seen next time
+            seen = {f"rank {name}": int(r["pid"]) for name, r in ranks.items() if _is_there(r)}
+            embedded = getattr(getattr(buffer.store, "connection", None), "embedded", None)
+            if embedded is not None:
+                seen["server"] = int(embedded.pid)
+            for name in sorted(seen.keys() - self._seen.keys()):
+                self.say("run", f"{name} has pid {seen[name]}")
+            self._seen = seen
+
+    def _look_after(self, child: Child) -> int | None:
         """Starts or restarts one process. -> the run's exit code when it is over."""
         now = time.monotonic()
         if child.process is None:
@@ -229,7 +247,6 @@ class Supervisor:
                 child.process = child.start()
                 child.started = time.monotonic()
                 self.say(child.name, f"started, pid {child.pid}")
-                self._write_pids(children)
             return None
         code = child.exit_code()
         if code is None:
@@ -256,10 +273,11 @@ class Supervisor:
         """Where everything that was said is kept."""
         return str(self.settings.run_dir / "run.log")
 
-    def _write_pids(self, children: list[Child]) -> None:
-        pids = {"run": os.getpid()} | {child.name: child.pid for child in children if child.pid}
-        if self._server_pid:
-            pids["server"] = self._server_pid
+    def _write_pids(self, started: dict[str, int]) -> None:
+        pids = {"run": os.getpid()} | started | self._seen
+        if pids == self._pids:
+            return
+        self._pids = pids
         path = self.settings.run_dir / "pids.json"
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(pids, indent=2) + "\n", encoding="utf-8")
@@ -286,6 +304,17 @@ class Supervisor:
                 child.process = None
 
 
+def _is_there(rank: Mapping[str, Any]) -> bool:
+    """A rank of this machine that still runs: heartbeats outlive whoever was killed."""
+    if rank["seconds_ago"] > FRESH_SECONDS or "pid" not in rank:
+        return False
+    try:
+        os.kill(int(rank["pid"]), 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
 def _signal(pid: int, number: signal.Signals) -> None:
     try:
         os.kill(pid, number)
@@ -298,12 +327,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _server_pid(buffer: Any) -> int:
-    connection = getattr(buffer.store, "connection", None)
-    embedded = getattr(connection, "embedded", None)
-    return int(embedded.pid) if embedded is not None else 0
 
 
 def _model_modules(settings: RunSettings) -> list[str]:

@@ -27,9 +27,7 @@ def open_existing(loaded: Loaded, *, run_given: bool) -> Buffer:
             f"nothing was ever stored under {settings.home} ({loaded.source('home')}): no embedded server has run "
             f"there. Start one with `rlbuffer demo`, or say where the run is: --redis URL or --home DIR."
         )
-    buffer = connect(
-        settings.redis_url, run=settings.run, config=settings, name="inspect", origin=redis_origin(loaded)
-    )
+    buffer = connect(settings.redis_url, run=settings.run, config=settings, name="inspect", origin=redis_origin(loaded))
     try:
         runs = buffer.store.runs()
         if settings.run in runs:

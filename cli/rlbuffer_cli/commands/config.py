@@ -38,9 +38,7 @@ def check(config: str | None, redis: str | None, run: str | None, home: str | No
 @options.common
 @click.option("--sources", is_flag=True, help="Also say where each value came from.")
 @click.option("--json", "as_json", is_flag=True, help="One object per setting.")
-def show(
-    config: str | None, redis: str | None, run: str | None, home: str | None, sources: bool, as_json: bool
-) -> int:
+def show(config: str | None, redis: str | None, run: str | None, home: str | None, sources: bool, as_json: bool) -> int:
     """Print every setting as it counts.
 
     \b

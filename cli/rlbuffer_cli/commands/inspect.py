@@ -113,5 +113,3 @@ def _window(text: str | None) -> tuple[int, int]:
     if start < 0 or end <= start:
         raise click.UsageError(f"--tokens takes A:B with 0 <= A < B, got {text!r}")
     return start, end
-
-

@@ -56,7 +56,7 @@ def command(
     else:
         supervisor = Supervisor(settings, say=_printer(shown), origin=options.redis_origin(loaded))
         code = supervisor.run(stop)
-    click.echo(f'next: rlbuffer inspect --run {settings.run}     rlbuffer verify --run {settings.run}', err=True)
+    click.echo(f"next: rlbuffer inspect --run {settings.run}     rlbuffer verify --run {settings.run}", err=True)
     return code
 
 

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 @click.command("serve")
 @options.common
-@click.option(
-    "--replace-config", is_flag=True, help="Go on with a run that was started with other batcher settings."
-)
+@click.option("--replace-config", is_flag=True, help="Go on with a run that was started with other batcher settings.")
 @click.option(
     "--display",
     type=click.Choice(["auto", "plain", "json", "none"]),
@@ -60,9 +58,7 @@ def command(
                     click.echo(line)
             narrator(event)
 
-    processes.serve(
-        loaded.settings, stop, on_event, replace_config=replace_config, origin=options.redis_origin(loaded)
-    )
+    processes.serve(loaded.settings, stop, on_event, replace_config=replace_config, origin=options.redis_origin(loaded))
     narrator.close()
     if display not in ("json", "none"):
         click.echo("stopped; groups and steps stay on the server.")
@@ -88,13 +84,25 @@ def banner(loaded: Loaded, ready: dict[str, Any], seconds: float) -> list[str]:
     if server.get("maxmemory"):
         memory += f" of {server['maxmemory'] / 1e9:.1f} GB"
     rows = [
-        ("redis", f"{server['address']} {server['name']} {server['version']} ({where}), {memory}, "
-                  f"{server.get('policy', 'noeviction')} ok"),
+        (
+            "redis",
+            (
+                f"{server['address']} {server['name']} {server['version']} ({where}), {memory}, "
+                f"{server.get('policy', 'noeviction')} ok"
+            ),
+        ),
         ("step", f"{size}   ({_source(loaded, 'batcher.row_tokens')})"),
-        ("age", f"at most {batcher.max_age} version{'s' * (batcher.max_age != 1)}   "
-                f"({_source(loaded, 'batcher.max_age')})"),
-        ("groups", f"at least {batcher.min_group_size} rollout{'s' * (batcher.min_group_size != 1)}   "
-                   f"({_source(loaded, 'batcher.min_group_size')})"),
+        (
+            "age",
+            f"at most {batcher.max_age} version{'s' * (batcher.max_age != 1)}   ({_source(loaded, 'batcher.max_age')})",
+        ),
+        (
+            "groups",
+            (
+                f"at least {batcher.min_group_size} rollout{'s' * (batcher.min_group_size != 1)}   "
+                f"({_source(loaded, 'batcher.min_group_size')})"
+            ),
+        ),
         ("budgets", shares or f"{batcher.remainder} (none set)"),
     ]
     lines = [f'rlbuffer {__version__} · serving run "{ready["run"]}" from step {ready["step"]}']

@@ -14,9 +14,7 @@ from rlbuffer_cli import options
 @options.common
 @click.option("--world-size", type=int, metavar="W", help="Data-parallel ranks. [default: trainer.world_size, 1]")
 @click.option("--steps", type=int, metavar="N", help="Stop after this many steps. [default: trainer.steps]")
-@click.option(
-    "--output", metavar="DIR", help="Checkpoints, weights and metrics go here. [default: HOME/runs/RUN]"
-)
+@click.option("--output", metavar="DIR", help="Checkpoints, weights and metrics go here. [default: HOME/runs/RUN]")
 @options.display
 def command(
     config: str | None,
@@ -38,7 +36,11 @@ def command(
     Example:
       rlbuffer train --world-size 2 --config rlbuffer.toml
     """
-    flags = {"trainer.world_size": ("--world-size", world_size), "trainer.steps": ("--steps", steps)}
+    flags = {
+        "trainer.world_size": ("--world-size", world_size),
+        "trainer.steps": ("--steps", steps),
+        "trainer.output": ("--output", output),
+    }
     loaded = options.load(config, redis, run, home, flags)
     settings = loaded.settings
 
@@ -46,17 +48,11 @@ def command(
     from rlbuffer.trainer.launch import launch
 
     name_process("train")
-    folder = Path(output) if output else settings.run_dir
     shown = options.choose_display(display)
     done = threading.Event()
-    follower = _follow(folder / "metrics.jsonl", shown, done, settings.trainer.steps)
+    follower = _follow(settings.output_dir / "metrics.jsonl", shown, done, settings.trainer.steps)
     try:
-        return launch(
-            settings,
-            world_size=settings.trainer.world_size,
-            output=Path(output) if output else None,
-            quiet=shown != "plain",
-        )
+        return launch(settings, world_size=settings.trainer.world_size)
     finally:
         done.set()
         if follower is not None:

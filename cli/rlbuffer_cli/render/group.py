@@ -32,7 +32,7 @@ def detail_record(detail: GroupDetail) -> dict[str, Any]:
 
 def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
     """``rlbuffer.rollout/1``; the payload's fields are there while the payload is."""
-    record = {
+    record: dict[str, Any] = {
         "schema": "rlbuffer.rollout/1",
         "rollout_id": member.rollout_id,
         "group_id": view.group_id,

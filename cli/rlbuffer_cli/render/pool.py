@@ -152,10 +152,14 @@ def header_lines(summary: RunSummary) -> list[str]:
     version = f"policy v{summary.policy_version}" if summary.policy_version >= 0 else "no policy announced"
     lines = [
         f'run "{summary.run}" on {server["address"]} ({server["name"]} {server["version"]})',
-        f"  {version} · step {summary.step} committed, {summary.trained} trained · "
-        f"{summary.world_size} rank{'s' * (summary.world_size != 1)}",
-        f"  rollouts: {account.pushed[0]:,} pushed = {account.pending[0]:,} pending + {account.packed[0]:,} packed "
-        f"+ {account.trained[0]:,} trained + {dropped:,} dropped   ({amount(account.pushed[1])} tokens)",
+        (
+            f"  {version} · step {summary.step} committed, {summary.trained} trained · "
+            f"{summary.world_size} rank{'s' * (summary.world_size != 1)}"
+        ),
+        (
+            f"  rollouts: {account.pushed[0]:,} pushed = {account.pending[0]:,} pending + {account.packed[0]:,} packed "
+            f"+ {account.trained[0]:,} trained + {dropped:,} dropped   ({amount(account.pushed[1])} tokens)"
+        ),
     ]
     if summary.ledger.damaged or summary.ledger.lost:
         lines.append(f"  ! {summary.ledger.damaged} rollouts damaged, {summary.ledger.lost} pushes lost")
@@ -168,7 +172,9 @@ def header_lines(summary: RunSummary) -> list[str]:
 def _env_row(env: EnvSummary) -> list[str]:
     dropped = " ".join(f"{d[0]} {reason}" for reason, d in sorted(env.account.dropped.items()))
     target = f" of {percent(env.budget)}" if env.budget is not None else ""
-    ages = "" if env.ages is None else f"{env.ages[0]}" if env.ages[0] == env.ages[1] else f"{env.ages[0]}-{env.ages[1]}"
+    ages = (
+        "" if env.ages is None else f"{env.ages[0]}" if env.ages[0] == env.ages[1] else f"{env.ages[0]}-{env.ages[1]}"
+    )
     return [
         env.env,
         str(env.ready),

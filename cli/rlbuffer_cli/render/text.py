@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 
 import click
 
@@ -31,7 +32,7 @@ def _thinned(values: Sequence[float], width: int) -> Sequence[float]:
     if len(values) <= width:
         return values
     edges = [round(i * len(values) / width) for i in range(width + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
 def bar(fraction: float, *, width: int = 20, mark: float | None = None) -> str:

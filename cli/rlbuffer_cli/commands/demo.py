@@ -1,0 +1,221 @@
+"""``rlbuffer demo``."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rlbuffer_cli import options
+
+if TYPE_CHECKING:
+    from rlbuffer.loading import Loaded
+    from rlbuffer.store.base import Ledger
+    from rlbuffer_cli.render.watch import Watch
+
+EDGE_STEPS = 10
+"""Steps that the rewards `from` and `to` of the summary are means of."""
+
+
+@click.command("demo")
+@options.common
+@click.option("--steps", type=click.IntRange(1), metavar="N", help="Trained steps. [default: 150]")
+@click.option("--seconds", type=click.FloatRange(1), metavar="S", help="Stop after this long, wherever it is.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Of everything.")
+@options.display
+def command(
+    config: str | None,
+    redis: str | None,
+    run: str | None,
+    home: str | None,
+    steps: int | None,
+    seconds: float | None,
+    seed: int,
+    display: str,
+) -> int:
+    """Watch a tiny model learn: everything on this machine, nothing to set up.
+
+    Starts the embedded server, the batcher, two workers (one per env, sharing every step 70 to 30) and a trainer
+    with two ranks, all real processes, and shows what they do. Exit code 0 when the run ended as planned.
+
+    \b
+    Examples:
+      rlbuffer demo
+      rlbuffer demo --steps 300 --seed 1
+      rlbuffer inspect            (in another terminal, meanwhile)
+    """
+    from rlbuffer import processes
+
+    loaded = _settings(config, redis, run, home, steps, seed)
+    stop = threading.Event()
+    processes.stop_on_signals(stop)
+    return _Demo(loaded, options.choose_display(display), seconds, seed).run(stop)
+
+
+def _settings(
+    config: str | None, redis: str | None, run: str | None, home: str | None, steps: int | None, seed: int
+) -> Loaded:
+    run = run or f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    with resources.as_file(resources.files("rlbuffer") / "demo.toml") as packaged:
+        flags: dict[str, tuple[str, Any]] = {"trainer.steps": ("--steps", steps), "trainer.seed": ("--seed", seed)}
+        for number, worker in enumerate(("vcopy", "repeat") if config is None else ()):
+            flags[f"worker.{worker}.seed"] = ("--seed", 1000 * seed + 100 * number)
+            flags[f"worker.{worker}.env_options.seed"] = ("--seed", seed)
+        return options.load(config or str(packaged), redis, run, home, flags)
+
+
+class _Demo:
+    def __init__(self, loaded: Loaded, shown: str, seconds: float | None, seed: int) -> None:
+        self._loaded = loaded
+        self._settings = loaded.settings
+        self._shown = shown
+        self._seconds = seconds
+        self._seed = seed
+        self._is_time_up = False
+
+    def run(self, stop: threading.Event) -> int:
+        from rlbuffer.client import connect
+        from rlbuffer.supervise import Supervisor
+        from rlbuffer_cli.render.watch import Watch
+
+        settings, origin = self._settings, options.redis_origin(self._loaded)
+        with connect(settings.redis_url, run=settings.run, config=settings, name="demo", origin=origin) as buffer:
+            watch = Watch(buffer, settings.output_dir / "metrics.jsonl", on_step=self._on_step)
+            supervisor = Supervisor(settings, say=self._say(watch), origin=origin)
+            if self._shown == "rich":
+                from rlbuffer_cli.render.live import RunView
+
+                with RunView(settings, watch, title=f'rlbuffer demo · run "{settings.run}"') as view:
+                    code = supervisor.run(stop, lambda: self._tick(watch, stop, view.refresh))
+                    watch.update(look=True)
+            else:
+                code = supervisor.run(stop, lambda: self._tick(watch, stop, None))
+                watch.update(look=False)
+            if self._is_time_up and watch.records:
+                code = 0
+            elif self._is_time_up:
+                click.echo(
+                    f"Error: no step was trained within {self._seconds:g} s. See {supervisor.log_path}", err=True
+                )
+                code = 5
+            self._summarize(watch, buffer.ledger(), code, supervisor.restarts, supervisor.log_path)
+        return code
+
+    def _tick(self, watch: Watch, stop: threading.Event, refresh: Any) -> None:
+        watch.update(look=refresh is not None)
+        if refresh is not None:
+            refresh()
+        if self._seconds is not None and watch.seconds >= self._seconds:
+            self._is_time_up = True
+            stop.set()
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+    def _say(self, watch: Watch) -> Any:
+        def say(name: str, line: str) -> None:
+            if self._shown == "rich":
+                watch.log(name, line)
+            elif self._shown in ("plain", "json") and name not in ("serve", "train"):
+                # Their step lines would only repeat the steps; everything is in the log.
+                click.echo(f"{name:<14} {line}", err=True)
+
+        return say
+
+    def _on_step(self, record: Mapping[str, Any]) -> None:
+        if self._shown == "json":
+            click.echo(json.dumps(step_event(record)))
+        elif self._shown == "plain":
+            from rlbuffer_cli.render.metrics import train_line
+
+            envs = "  ".join(f"{env} {r:.2f}" for env, r in record.get("rewards", {}).items() if r is not None)
+            click.echo(f"{train_line(record, self._settings.trainer.steps)}  {envs}")
+
+    def _summarize(self, watch: Watch, ledger: Ledger, code: int, restarts: int, log: str) -> None:
+        summary = summary_event(watch, ledger, self._settings.run, str(self._settings.output_dir))
+        summary |= {"exit_code": code, "restarts": restarts, "seed": self._seed}
+        if self._shown == "json":
+            click.echo(json.dumps(summary))
+        elif self._shown != "none":
+            for line in summary_lines(summary, self._settings.batcher.budgets, log, str(self._settings.home)):
+                click.echo(line)
+
+
+def step_event(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A trained step for ``--display json``."""
+    return {
+        "event": "step",
+        "step": record["step"],
+        "reward": record.get("reward"),
+        "reward_env": record.get("rewards", {}),
+        "tokens": record.get("tokens"),
+        "tokens_env": record.get("tokens_by_env", {}),
+        "ages": {"mean": record.get("age"), "max": record.get("max_age"), "env": record.get("ages", {})},
+        "loss": record.get("loss"),
+        "entropy": record.get("entropy"),
+        "time": record.get("time"),
+    }
+
+
+def summary_event(watch: Watch, ledger: Ledger, run: str, folder: str) -> dict[str, Any]:
+    """The summary of a run: where reward began and ended, what was trained, whether it adds up."""
+    records = watch.records
+    total = ledger.total()
+    dropped = sum(d[0] for d in total.dropped.values())
+    accounted = total.pending[0] + total.packed[0] + total.trained[0] + dropped
+    return {
+        "event": "summary",
+        "run": run,
+        "steps": records[-1]["step"] if records else 0,
+        "seconds": round(watch.seconds, 2),
+        "first_step_seconds": None if watch.first_step_seconds is None else round(watch.first_step_seconds, 2),
+        "reward_from": watch.mean_reward(records[:EDGE_STEPS]),
+        "reward_to": watch.mean_reward(records[-EDGE_STEPS:]),
+        "tokens": sum(watch.tokens.values()),
+        "shares": watch.shares(),
+        "ledger": {
+            "pushed": total.pushed[0],
+            "pending": total.pending[0],
+            "packed": total.packed[0],
+            "trained": total.trained[0],
+            "dropped": {reason: d[0] for reason, d in total.dropped.items()},
+            "balances": accounted == total.pushed[0],
+        },
+        "stored": folder,
+    }
+
+
+def summary_lines(summary: Mapping[str, Any], budgets: Mapping[str, float], log: str, home: str) -> list[str]:
+    """The summary for people, with what to type next."""
+    from rlbuffer.lines import amount, duration
+
+    ledger = summary["ledger"]
+    shares = " · ".join(
+        f"{env} {100 * share:.1f}%" + (f" (target {100 * budgets[env]:.0f}%)" if env in budgets else "")
+        for env, share in summary["shares"].items()
+    )
+    drops = " ".join(f"{n} {reason}" for reason, n in ledger["dropped"].items()) or "0"
+    where = "" if home == "~/.rlbuffer" else f" --home {home}"
+    head = "done" if summary["exit_code"] == 0 else f"ended early (exit code {summary['exit_code']}, see {log})"
+    first = duration(summary["first_step_seconds"]) or "none was trained"
+    if summary["reward_to"] is None:
+        reward = "no step was trained"
+    else:
+        reward = f"{summary['reward_from']:.3f} -> {summary['reward_to']:.3f}  (means of {EDGE_STEPS} steps)"
+    account = (
+        f"{ledger['pushed']:,} rollouts pushed = {ledger['pending']:,} pending + {ledger['packed']:,} packed "
+        f"+ {ledger['trained']:,} trained + dropped {drops}"
+    )
+    return [
+        "",
+        f"{head}: {summary['steps']} steps in {duration(summary['seconds'])}, the first after {first}",
+        f"  reward   {reward}",
+        f"  tokens   {amount(summary['tokens'])} trained   {shares}",
+        f"  ledger   {account}   {'balances' if ledger['balances'] else 'DOES NOT BALANCE'}",
+        f"  stored   {summary['stored']}   (log: run.log)",
+        f"  next     rlbuffer inspect --run {summary['run']}{where}",
+        f"           rlbuffer verify --run {summary['run']}{where}",
+    ]

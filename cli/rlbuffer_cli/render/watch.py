@@ -1,0 +1,100 @@
+"""What a live view of a whole run knows: the trained steps, the pool, ages and ranks. Reads only."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlbuffer.client import Buffer
+from rlbuffer.errors import RlbufferError
+from rlbuffer_cli.render.metrics import MetricsTail
+
+LOOK_SECONDS = 1.0
+"""Between two looks at the server."""
+KEPT_LINES = 6
+
+
+@dataclass(slots=True)
+class Glance:
+    """The last look at the server."""
+
+    pool: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """env -> pending, trained and dropped rollouts."""
+    ages: Counter[int] = field(default_factory=Counter)
+    """Age in policy versions -> rollouts of the newest step."""
+    rank_tokens: dict[int, int] = field(default_factory=dict)
+    """Tokens of each rank in the newest step."""
+    policy_version: int = -1
+    waiting: str = ""
+
+
+class Watch:
+    """Collects step records as they appear and looks at the server once a second."""
+
+    def __init__(self, buffer: Buffer, metrics: Path, *, on_step: Callable[[Mapping[str, Any]], None]) -> None:
+        self.started = time.monotonic()
+        self.records: list[dict[str, Any]] = []
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self.glance = Glance()
+        self.first_step_seconds: float | None = None
+        self.tokens: Counter[str] = Counter()
+        self._buffer = buffer
+        self._tail = MetricsTail(metrics)
+        self._on_step = on_step
+        self._next_look = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Since the processes were started."""
+        return time.monotonic() - self.started
+
+    def log(self, name: str, line: str) -> None:
+        """A line of the supervisor's log, for the foot of the view."""
+        self.lines.append(f"{name}  {line}")
+
+    def update(self, *, look: bool) -> None:
+        """Takes in new steps; with `look`, the server too when it is time."""
+        for record in self._tail.new():
+            if self.first_step_seconds is None:
+                self.first_step_seconds = self.seconds
+            self.records.append(record)
+            self.tokens.update({env: n for env, n in record.get("tokens_by_env", {}).items() if n})
+            self._on_step(record)
+        if look and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_SECONDS
+            try:
+                self.glance = self._look()
+            except RlbufferError as error:
+                self.glance.waiting = str(error).splitlines()[0]
+
+    def _look(self) -> Glance:
+        store = self._buffer.store
+        glance = Glance(policy_version=store.policy().version, waiting=store.waiting().get("batcher", ""))
+        for env, account in store.ledger().envs.items():
+            dropped = sum(d[0] for d in account.dropped.values())
+            glance.pool[env] = (account.pending[0], account.trained[0], dropped)
+        if self.records:
+            view = self._buffer.step(self.records[-1]["step"])
+            for rank, rollout in view.rollouts:
+                glance.ages[view.header.step - 1 - rollout.info.min_version] += 1
+                glance.rank_tokens[rank] = glance.rank_tokens.get(rank, 0) + rollout.info.length
+        return glance
+
+    # -- numbers -------------------------------------------------------------------------------------------------------
+    def rewards(self) -> list[float]:
+        """Mean reward of each step."""
+        return [r["reward"] for r in self.records if r.get("reward") is not None]
+
+    def mean_reward(self, records: list[dict[str, Any]]) -> float | None:
+        """Mean over the steps given; None without any."""
+        rewards = [r["reward"] for r in records if r.get("reward") is not None]
+        return sum(rewards) / len(rewards) if rewards else None
+
+    def shares(self) -> dict[str, float]:
+        """env -> fraction of all trained tokens."""
+        total = sum(self.tokens.values()) or 1
+        return {env: n / total for env, n in sorted(self.tokens.items())}
