@@ -7,7 +7,8 @@ included; a script runs alone, as on a server.
 What differs from a server, so that nobody takes its word for these: nothing is persisted, and a forked child has a copy
 of its own; there is no memory limit, hence no OOM, and no ACL; INFO, CONFIG and MEMORY do not exist; Lua has `cjson`
 but neither `cmsgpack`, `struct`, `bit` nor ``redis.sha1hex``; the ``#!lua flags=...`` line of a script is not known
-there and is left out (:class:`rlbuffer.store.script.Script`). What a script wrote before it failed stays, as on a server.
+there and is left out (:class:`rlbuffer.store.script.Script`). What a script wrote before
+it failed stays, as on a server.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def ensure(home: Path, settings: ServerSettings, *, timeout_seconds: float = 60.
         while True:
             if not is_held(directory / "alive.lock") or _bury(directory):
                 if is_ours:
-                    raise ServerUnreachable(f"the embedded server ended as soon as it ran.\n{log_tail(directory)}")
+                    raise ServerUnreachable(f"the embedded server ended before it answered.\n{log_tail(directory)}")
                 _start(directory, settings)
                 is_ours = True
             socket = read_record(directory).get("socket") or str(socket_path(directory))
@@ -255,7 +255,7 @@ def _await_ready(directory: Path, socket: Path, deadline: float) -> _Answer | No
             return answer
         if answer is not None:
             state = "is still loading its data"
-        elif not is_held(directory / "alive.lock") or not _is_running(read_record(directory)):
+        elif not is_held(directory / "alive.lock") or _is_dead(read_record(directory)):
             return None
         time.sleep(POLL_SECONDS)
     pid = read_record(directory).get("pid", "unknown")
@@ -286,19 +286,18 @@ def _look(socket: Path) -> _Answer | None:
 def _stop(directory: Path, deadline: float) -> bool:
     """SIGTERM, then waits for the end: the server syncs its append-only file before it goes."""
     recorded = read_record(directory)
-    if not is_held(directory / "alive.lock") or not _is_running(recorded):
+    if not is_held(directory / "alive.lock") or "pid" not in recorded or _is_dead(recorded):
         return False
-    pid = int(recorded["pid"])
     try:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(int(recorded["pid"]), signal.SIGTERM)
     except ProcessLookupError:
         return False
-    while is_held(directory / "alive.lock"):
+    while not _is_dead(recorded):
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_SECONDS)
-    _reap(pid)
-    (directory / "server.json").unlink(missing_ok=True)
+    if not is_held(directory / "alive.lock"):
+        (directory / "server.json").unlink(missing_ok=True)
     socket = Path(recorded["socket"])
     socket.unlink(missing_ok=True)
     if socket.parent != directory:
@@ -310,7 +309,7 @@ def _stop(directory: Path, deadline: float) -> bool:
 def _bury(directory: Path) -> bool:
     """True when the server is dead although its lock is held: a child that it forked to rewrite its file lives on."""
     recorded = read_record(directory)
-    if "pid" not in recorded or _is_running(recorded):
+    if not _is_dead(recorded):
         return False
     # No process gets the number of a group that still has members, so this reaches only what the server left.
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -325,17 +324,19 @@ def _bury(directory: Path) -> bool:
     return True
 
 
-def _is_running(recorded: Mapping[str, Any]) -> bool:
-    """The recorded process exists, is no zombie, and is still the same program."""
+def _is_dead(recorded: Mapping[str, Any]) -> bool:
+    """The recorded process is gone, a zombie, or another program by now. False when none is recorded."""
     pid = recorded.get("pid")
-    if not isinstance(pid, int) or _reap(pid):
+    if not isinstance(pid, int):
         return False
+    if _reap(pid):
+        return True
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, PermissionError):
-        return False
+        return True
     status, program = _process(pid)
-    return status != "Z" and recorded.get("program") in (None, program)
+    return status == "Z" or recorded.get("program") not in (None, program)
 
 
 def _process(pid: int) -> tuple[str, str | None]:
@@ -352,7 +353,7 @@ def _reap(pid: int) -> bool:
     child = _children.get(pid)
     if child is None or child.poll() is None:
         return False
-    del _children[pid]
+    _children.pop(pid, None)
     return True
 
 

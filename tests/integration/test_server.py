@@ -1,0 +1,366 @@
+"""The embedded server with real processes, real kills and real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from rlbuffer.errors import ConfigError, ServerUnreachable
+from rlbuffer.settings import ServerSettings
+from rlbuffer.store.binary import ServerBinary
+from rlbuffer.store.locks import is_held
+from rlbuffer.store.server import ensure, find
+
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
+
+SETTINGS = ServerSettings(maxmemory="64mb")
+
+USER = """
+import json, sys
+from pathlib import Path
+from rlbuffer.settings import ServerSettings
+from rlbuffer.store.server import ensure
+home, how = Path(sys.argv[1]), sys.argv[2]
+print("imported", flush=True)
+sys.stdin.readline()
+server = ensure(home, ServerSettings(maxmemory="64mb"))
+print(json.dumps({"pid": server.pid, "started_here": server.started_here}), flush=True)
+sys.stdin.readline()
+if how == "release":
+    server.release()
+"""
+
+
+class User:
+    """A process that uses the home's server: `join`, then `leave`."""
+
+    def __init__(self, home: Path, how: str = "release") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", USER, str(home), how],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _say(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], 60)
+        assert ready, "the user's process has said nothing for 60 s"
+        return self.process.stdout.readline()
+
+    def begin(self) -> None:
+        assert self.read() == "imported\n"
+        self._say()
+
+    def join(self) -> dict[str, Any]:
+        self.begin()
+        record: dict[str, Any] = json.loads(self.read())
+        return record
+
+    def leave(self) -> None:
+        self._say()
+        assert self.process.wait(30) == 0
+        self.close()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.killpg(self.process.pid, number)
+        self.process.wait(30)
+        self.close()
+
+    def close(self) -> None:
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+def client(address: str) -> redis.Redis:
+    return redis.Redis.from_url(address, protocol=3)
+
+
+def wait_until_dead(home: Path) -> None:
+    deadline = time.monotonic() + 10
+    while is_held(home / "server" / "alive.lock"):
+        assert time.monotonic() < deadline, "the server did not end"
+        time.sleep(0.01)
+
+
+def test_a_server_is_started_once_and_found_afterwards(home: Path) -> None:
+    first = ensure(home, SETTINGS)
+    second = ensure(home, SETTINGS)
+    seen = find(home)
+    assert first.started_here
+    assert not second.started_here
+    assert seen is not None
+    assert first.pid == second.pid == seen.pid
+    assert seen.address == first.address == f"unix://{home}/server/server.sock?db=0"
+    assert (first.is_user, second.is_user, seen.is_user) == (True, True, False)
+    first.release()
+    second.release()
+
+
+def test_the_server_is_private_durable_and_never_evicts(home: Path) -> None:
+    server = ensure(home, ServerSettings(maxmemory="64mb", appendfsync="always"))
+    directory = home / "server"
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    for private in ("server.conf", "server.json", "users.lock", "start.lock", "alive.lock"):
+        assert stat.S_IMODE((directory / private).stat().st_mode) == 0o600, private
+    assert stat.S_IMODE((directory / "server.sock").stat().st_mode) == 0o700
+    with client(server.address) as c:
+        expected = {
+            "port": "0",
+            "appendonly": "yes",
+            "appendfsync": "always",
+            "save": "",
+            "maxmemory": str(64 << 20),
+            "maxmemory-policy": "noeviction",
+        }
+        assert {name: c.config_get(name)[name] for name in expected} == expected
+    server.release()
+
+
+def test_the_last_user_stops_the_server_and_its_data_are_there_next_time(home: Path) -> None:
+    first, second = ensure(home, SETTINGS), ensure(home, SETTINGS)
+    with client(first.address) as c:
+        c.set("k", "v")
+    assert first.release() is False
+    assert find(home) is not None
+    assert second.release() is True
+    assert second.release() is False, "a second release does nothing"
+    assert find(home) is None
+    again = ensure(home, SETTINGS)
+    assert again.started_here
+    with client(again.address) as c:
+        assert c.get("k") == b"v"
+    again.release()
+
+
+def test_eight_processes_at_once_start_exactly_one(home: Path) -> None:
+    users = [User(home) for _ in range(8)]
+    for user in users:
+        user.begin()
+    told = [json.loads(user.read()) for user in users]
+    assert len({t["pid"] for t in told}) == 1
+    assert [t["started_here"] for t in told].count(True) == 1
+    for user in users[:-1]:
+        user.leave()
+    assert find(home) is not None, "one user is left"
+    users[-1].leave()
+    assert find(home) is None
+
+
+def test_a_program_that_forgets_to_release_does_so_at_its_end(home: Path) -> None:
+    user = User(home, how="forget")
+    user.join()
+    user.leave()
+    assert find(home) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_server_outlives_a_crashed_user_and_is_found_again(home: Path, number: int) -> None:
+    user = User(home)
+    pid = user.join()["pid"]
+    user.kill(number)
+    found = ensure(home, SETTINGS)
+    assert (found.pid, found.started_here) == (pid, False)
+    assert found.release() is True, "the crashed user is no user any more"
+
+
+def test_ctrl_c_in_the_starters_terminal_does_not_reach_the_server(home: Path) -> None:
+    user = User(home)
+    pid = user.join()["pid"]
+    keeper = ensure(home, SETTINGS)
+    user.kill(signal.SIGINT)
+    found = find(home)
+    assert found is not None
+    assert found.pid == pid
+    keeper.release()
+
+
+def test_a_killed_server_is_started_again_with_every_acknowledged_write(home: Path) -> None:
+    server = ensure(home, ServerSettings(maxmemory="64mb", appendfsync="no"))
+    with client(server.address) as c:
+        for i in range(200):
+            c.rpush("list", i)
+    os.kill(server.pid, signal.SIGKILL)
+    again = ensure(home, SETTINGS)
+    assert again.started_here
+    assert again.pid != server.pid
+    with client(again.address) as c:
+        assert c.llen("list") == 200
+    server.release()
+    again.release()
+
+
+def test_a_file_cut_short_by_a_kill_still_loads(home: Path) -> None:
+    server = ensure(home, SETTINGS)
+    with client(server.address) as c:
+        c.set("whole", 1)
+        c.set("cut", "x" * 1000)
+    os.kill(server.pid, signal.SIGKILL)
+    wait_until_dead(home)
+    (part,) = (home / "server" / "appendonlydir").glob("*.incr.aof")
+    with part.open("r+b") as file:
+        file.truncate(part.stat().st_size - 500)
+    again = ensure(home, SETTINGS)
+    with client(again.address) as c:
+        assert (c.get("whole"), c.get("cut")) == (b"1", None)
+    server.release()
+    again.release()
+
+
+def test_a_stale_pid_file_and_socket_do_not_mislead(home: Path) -> None:
+    directory = home / "server"
+    directory.mkdir()
+    # The kernel has given the number to another process since: this one.
+    record = {"pid": os.getpid(), "socket": str(directory / "server.sock"), "program": "valkey-server"}
+    (directory / "server.json").write_text(json.dumps(record))
+    (directory / "server.sock").write_text("")
+    (directory / "alive.lock").write_text("")
+    assert find(home) is None
+    server = ensure(home, SETTINGS)
+    assert server.started_here
+    assert server.pid != os.getpid()
+    assert server.release() is True
+
+
+def test_a_server_that_hangs_is_reported_and_never_doubled(home: Path) -> None:
+    server = ensure(home, SETTINGS)
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        assert find(home) is None
+        with pytest.raises(ServerUnreachable) as caught:
+            ensure(home, SETTINGS, timeout_seconds=1.0)
+        expected = f"the embedded server (pid {server.pid}) listens but does not answer at {home}/server/server.sock."
+        assert str(caught.value).splitlines()[0] == expected
+        assert "Ready to accept connections" in str(caught.value)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    again = ensure(home, SETTINGS)
+    assert again.pid == server.pid
+    server.release()
+    again.release()
+
+
+def test_what_a_killed_server_had_forked_does_not_keep_a_new_one_from_starting(
+    home: Path, server_binary: ServerBinary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The sleeper stands for a child that rewrites the append-only file: same process group, same inherited lock.
+    wrapper = home / "wrapper"
+    wrapper.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exec "{server_binary.path}" --version\n'
+        f'sleep 300 >/dev/null 2>&1 &\nexec "{server_binary.path}" "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("RLBUFFER_SERVER_BIN", str(wrapper))
+    server = ensure(home, SETTINGS)
+    monkeypatch.delenv("RLBUFFER_SERVER_BIN")
+    os.kill(server.pid, signal.SIGKILL)
+    again = ensure(home, SETTINGS, timeout_seconds=10.0)
+    assert again.started_here
+    server.release()
+    assert again.release() is True
+
+
+@pytest.fixture
+def deep_home() -> Iterator[Path]:
+    top = Path(tempfile.mkdtemp(prefix="rlb-deep-"))
+    yield top / ("d" * 90)
+    shutil.rmtree(top, ignore_errors=True)
+
+
+def test_a_long_home_gets_its_socket_in_a_private_directory(deep_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ensure(deep_home, SETTINGS)
+    socket = Path(server.address.removeprefix("unix://").removesuffix("?db=0"))
+    assert deep_home not in socket.parents
+    assert len(os.fsencode(socket)) < 100
+    assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+    # Another process may have another temporary directory: the pid file tells it where.
+    monkeypatch.setattr(tempfile, "tempdir", str(deep_home))
+    found = find(deep_home)
+    assert found is not None
+    assert found.address == server.address
+    assert server.release() is True
+    assert not socket.parent.exists()
+
+
+def test_a_socket_directory_open_to_others_is_refused(deep_home: Path) -> None:
+    server = ensure(deep_home, SETTINGS)
+    directory = Path(server.address.removeprefix("unix://").removesuffix("?db=0")).parent
+    server.release()
+    directory.mkdir(mode=0o755)
+    directory.chmod(0o755)
+    try:
+        with pytest.raises(ServerUnreachable) as caught:
+            ensure(deep_home, SETTINGS)
+    finally:
+        directory.rmdir()
+    assert str(caught.value) == (
+        f"cannot use {directory} for the embedded server's socket: it must be a directory that belongs to you with "
+        "mode 0700.\n  Remove it, or choose a shorter home."
+    )
+
+
+def test_a_forked_child_is_a_user_of_its_own(home: Path) -> None:
+    server = ensure(home, SETTINGS)
+    leave, told = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(told[1], b"1" if server.is_user else b"0")
+        os.read(leave[0], 1)
+        os._exit(0)
+    try:
+        assert os.read(told[0], 1) == b"1"
+        assert server.release() is False, "the child still uses it"
+    finally:
+        os.write(leave[1], b"x")
+        os.waitpid(child, 0)
+        for end in (*leave, *told):
+            os.close(end)
+    assert find(home) is not None
+
+
+def test_finding_nothing_changes_nothing(home: Path) -> None:
+    assert find(home) is None
+    assert list(home.iterdir()) == []
+
+
+def test_a_size_that_is_none_is_refused_before_anything_starts(home: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ensure(home, ServerSettings(maxmemory="lots\nport 6379"))
+    assert str(caught.value) == (
+        "server.maxmemory = 'lots\\nport 6379' is not a size: write a number and b, kb, mb or gb, like 2gb."
+    )
+    assert caught.value.setting == "server.maxmemory"
+    assert find(home) is None
+
+
+def test_a_server_that_cannot_start_says_why_with_its_log(home: Path) -> None:
+    ensure(home, SETTINGS).release()
+    manifest = home / "server" / "appendonlydir" / "appendonly.aof.manifest"
+    manifest.write_text("nonsense\n")
+    with pytest.raises(ServerUnreachable) as caught:
+        ensure(home, SETTINGS)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "the embedded server ended before it answered."
+    assert lines[1] == f"  The last lines of {home}/server/server.log:"
+    assert any("AOF manifest" in line for line in lines[2:]), lines
