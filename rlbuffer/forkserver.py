@@ -12,13 +12,14 @@ import os
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from typing import Any
 
 
 def start(preload: Sequence[str]) -> ForkServerContext:
     """Starts the forkserver without waiting for its imports. Modules that do not exist are skipped."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rlbuffer.preload", *preload])
-    forkserver.ensure_running()
+    _instance().ensure_running()  # the instance's own: `share` may have replaced it
     return context
 
 
@@ -46,8 +47,8 @@ def _already_running() -> None:
     return None
 
 
-def _instance() -> object:
-    return getattr(forkserver, "_forkserver", None)
+def _instance() -> Any:
+    return getattr(forkserver, "_forkserver")  # noqa: B009 - private, so typeshed does not know it
 
 
 def leave_terminal() -> None:

@@ -52,7 +52,7 @@ def command(
     done = threading.Event()
     follower = _follow(settings.output_dir / "metrics.jsonl", shown, done, settings.trainer.steps)
     try:
-        return launch(settings, world_size=settings.trainer.world_size)
+        return launch(settings, world_size=settings.trainer.world_size, quiet=shown != "plain")
     finally:
         done.set()
         if follower is not None:
