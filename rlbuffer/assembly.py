@@ -179,9 +179,8 @@ def _spec(name: str, kinds: Mapping[tuple[np.dtype[Any], tuple[int, ...]], str])
                 f"assemble: column {name} is required, but no rollout here has it and its dtype is not declared: "
                 f"call register_column({name!r}, fill=..., dtype=...)"
             )
-        shapes = {shape for _, shape in kinds}
         dtype = np.result_type(*(dtype for dtype, _ in kinds))
-        spec = ColumnSpec(fill=0, dtype=dtype, shape=next(iter(shapes)))
+        spec = ColumnSpec(fill=0, dtype=dtype, shape=next(iter(kinds))[1])
         wanted = " as in other rollouts"
     else:
         wanted = " as declared"

@@ -1,0 +1,388 @@
+"""Assembly: what each array of a micro-batch holds, what stands in for what is missing, and whose memory it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlbuffer import fills
+from rlbuffer.batches import MicroBatch, Normalizers, Sample
+from rlbuffer.errors import PackingError
+from rlbuffer.packing import Arena, PackItem, assemble, pack, register_column
+from rlbuffer.records import Rollout, VersionSpan
+
+COUNTS = Normalizers(loss_tokens=1, rollouts=1, groups=1)
+
+
+def make_rollout(length: int, *, first: int = 10, prompt: int = 1, name: str = "", **columns: Any) -> Rollout:
+    mask = np.arange(length) >= prompt
+    return Rollout(
+        rollout_id=name,
+        tokens=np.arange(first, first + length),
+        loss_mask=mask,
+        logprobs=np.where(mask, -0.5, 0.0),
+        version_spans=(VersionSpan(3, 0, length),),
+        columns={name: np.asarray(values) for name, values in columns.items()},
+    )
+
+
+def make_sample(name: str, *, length: int, advantage: float = 1.0) -> Sample:
+    return Sample(
+        rollout_id=name,
+        group_id="g",
+        env="a",
+        reward=None,
+        rewards={},
+        advantage=advantage,
+        policy_versions=(3, 3),
+        answer=None,
+        prompt_tokens=1,
+        length=length,
+    )
+
+
+def make_item(
+    length: int, *, name: str = "r", advantage: float = 1.0, damaged: bool = False, adapter: str = "", **fields: Any
+) -> PackItem:
+    rollout = None if damaged else make_rollout(length, **fields)
+    return PackItem(rollout, length, make_sample(name, length=length, advantage=advantage), adapter)
+
+
+def one(rows: Any, items: Any, **options: Any) -> MicroBatch:
+    (micro_batch,) = assemble([rows], items, **({"row_tokens": 100, "normalizers": COUNTS} | options))
+    return micro_batch
+
+
+def test_pack_lays_rollouts_end_to_end_with_positions_targets_and_boundaries() -> None:
+    packed = pack([make_rollout(3), make_rollout(2, first=20)], [2.0, -1.0], row_tokens=8)
+    assert packed.input_ids.tolist() == [10, 11, 12, 20, 21]
+    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert packed.cu_seqlens.tolist() == [0, 3, 5]
+    assert packed.targets.tolist() == [11, 12, -100, 21, -100]
+    assert packed.loss_mask.tolist() == [False, True, True, False, True]
+    assert packed.advantages.tolist() == [0, 2, 2, 0, -1]
+    assert not np.signbit(packed.advantages[3])
+    assert packed.logprobs.tolist() == [0, -0.5, -0.5, 0, -0.5]
+    assert packed.sample_index.tolist() == [0, 0, 0, 1, 1]
+    assert packed.normalizers == Normalizers(loss_tokens=3, rollouts=2, groups=1)
+    assert packed.adapter_tokens == {"": 5}
+    assert not packed.is_dummy
+    assert [s.policy_versions for s in packed.samples] == [(3, 3), (3, 3)]
+
+
+def test_arrays_have_the_dtypes_that_the_record_names() -> None:
+    packed = pack([make_rollout(3)], row_tokens=8)
+    dtypes = {name: getattr(packed, name).dtype.name for name in ("input_ids", "position_ids", "cu_seqlens")}
+    assert dtypes == {"input_ids": "int32", "position_ids": "int32", "cu_seqlens": "int32"}
+    assert packed.loss_mask.dtype == bool
+    assert packed.advantages.dtype == packed.logprobs.dtype == np.float32
+    assert packed.targets.dtype == np.int64
+    assert packed.sample_index.dtype == np.int32
+
+
+def test_padding_is_a_masked_segment_of_its_own() -> None:
+    packed = pack([make_rollout(3)], [1.0], row_tokens=8, pad_to_multiple_of=4, pad_token_id=7, ignore_index=-1)
+    assert packed.input_ids.tolist() == [10, 11, 12, 7]
+    assert packed.cu_seqlens.tolist() == [0, 3, 4]
+    assert packed.position_ids.tolist() == [0, 1, 2, 0]
+    assert packed.targets.tolist() == [11, 12, -1, -1]
+    assert packed.loss_mask.tolist() == [False, True, True, False]
+    assert packed.sample_index.tolist() == [0, 0, 0, -1]
+    assert packed.advantages.tolist() == [0, 1, 1, 0]
+    assert len(packed.unpack(packed.input_ids)) == 1
+
+
+@pytest.mark.parametrize(("length", "total"), [(3, 4), (4, 4), (5, 8)])
+def test_rows_are_padded_to_the_next_multiple(length: int, total: int) -> None:
+    assert pack([make_rollout(length)], row_tokens=8, pad_to_multiple_of=4).length == total
+
+
+def test_several_padded_rows_unpack_to_one_piece_per_sample() -> None:
+    items = [make_item(3, name="a"), make_item(2, name="b", first=20), make_item(5, name="c", first=30)]
+    batch = one([(0,), (1,), (2,)], items, pad_to_multiple_of=4)
+    assert batch.cu_seqlens.tolist() == [0, 3, 4, 6, 8, 13, 16]
+    assert [piece.tolist() for piece in batch.unpack(batch.input_ids)] == [[10, 11, 12], [20, 21], [*range(30, 35)]]
+    assert [s.rollout_id for s in batch.samples] == ["a", "b", "c"]
+
+
+def test_unpack_refuses_values_of_another_length() -> None:
+    with pytest.raises(PackingError, match="unpack: 4 values do not match 3 tokens"):
+        pack([make_rollout(3)], row_tokens=8).unpack(np.zeros(4))
+
+
+def test_attention_mask_is_causal_inside_each_segment_only() -> None:
+    mask = pack([make_rollout(2), make_rollout(1)], row_tokens=8, pad_to_multiple_of=4).attention_mask()
+    assert mask.astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+
+
+def test_column_advantages_wins_and_is_masked() -> None:
+    batch = one([(0, 1)], [make_item(3, advantages=[9.0, 0.25, 0.5]), make_item(2, advantage=3.0)])
+    assert batch.advantages.tolist() == [0, 0.25, 0.5, 0, 3]
+    assert "advantages" not in batch.columns
+
+
+def test_damaged_rollout_becomes_masked_padding_of_its_length_and_keeps_its_sample() -> None:
+    items = [make_item(2), make_item(3, name="lost", damaged=True, advantage=5.0), make_item(2, weights=[2.0, 2.0])]
+    batch = one([(0, 1, 2)], items, pad_token_id=9)
+    assert batch.input_ids.tolist() == [10, 11, 9, 9, 9, 10, 11]
+    assert batch.loss_mask.tolist() == [False, True, False, False, False, False, True]
+    assert batch.targets.tolist() == [11, -100, -100, -100, -100, 11, -100]
+    assert batch.advantages.tolist() == [0, 1, 0, 0, 0, 0, 1]
+    assert batch.columns["weights"].tolist() == [1, 1, 1, 1, 1, 2, 2]
+    assert batch.sample_index.tolist() == [0, 0, 1, 1, 1, 2, 2]
+    assert batch.samples[1].rollout_id == "lost"
+    assert not batch.is_dummy
+
+
+def test_micro_batch_of_damaged_rollouts_only_is_no_dummy() -> None:
+    batch = one([(0,)], [make_item(4, damaged=True)])
+    assert not batch.is_dummy
+    assert batch.length == 4
+    assert not batch.loss_mask.any()
+
+
+def test_dummy_is_a_short_masked_segment_in_fresh_arrays_with_all_columns() -> None:
+    arena = Arena()
+    items = [make_item(20, weights=np.full(20, 3.0))]
+    real, dummy, again = assemble(
+        [[(0,)], [()], [()]],
+        items,
+        row_tokens=100,
+        normalizers=COUNTS,
+        columns=["temperatures"],
+        arena=arena,
+        pad_token_id=5,
+    )
+    assert (real.is_dummy, dummy.is_dummy) == (False, True)
+    assert dummy.length == 8
+    assert set(dummy.input_ids.tolist()) == {5}
+    assert set(dummy.targets.tolist()) == {-100}
+    assert not dummy.loss_mask.any()
+    assert set(dummy.sample_index.tolist()) == {-1}
+    assert dummy.cu_seqlens.tolist() == [0, 8]
+    assert dummy.columns["weights"].tolist() == [1.0] * 8
+    assert dummy.columns["temperatures"].tolist() == [1.0] * 8
+    assert dummy.samples == ()
+    assert not np.shares_memory(dummy.input_ids, again.input_ids)
+    held = arena.held_bytes
+    assert all(not np.shares_memory(dummy.input_ids, array) for array in (real.input_ids, real.targets))
+    assert held < 3000  # the block of the real micro-batch alone
+
+
+@pytest.mark.parametrize(("row_tokens", "pad", "total"), [(100, 1, 8), (5, 1, 5), (100, 64, 64), (100, 6, 12)])
+def test_dummy_is_padded_like_a_row(row_tokens: int, pad: int, total: int) -> None:
+    assert one([()], [], row_tokens=row_tokens, pad_to_multiple_of=pad).length == total
+
+
+def test_pack_of_nothing_is_a_dummy() -> None:
+    assert pack([], row_tokens=10).is_dummy
+
+
+def test_empty_rows_beside_real_ones_vanish() -> None:
+    batch = one([(0,), ()], [make_item(3)], pad_to_multiple_of=2)
+    assert batch.length == 4
+    assert not batch.is_dummy
+
+
+def test_rows_of_one_adapter_stand_together_and_their_tokens_cut_the_micro_batch() -> None:
+    items = [make_item(3, adapter="x"), make_item(2, adapter="y", first=50), make_item(4, adapter="x", first=80)]
+    batch = one([(0,), (1,), (2,)], items, pad_to_multiple_of=4)
+    assert batch.adapter_tokens == {"x": 8, "y": 4}
+    assert batch.input_ids.tolist() == [10, 11, 12, 0, 80, 81, 82, 83, 50, 51, 0, 0]
+
+
+def test_further_columns_are_filled_where_a_rollout_lacks_them() -> None:
+    items = [make_item(2, mine=np.array([[1, 2], [3, 4]], np.int16)), make_item(1)]
+    batch = one([(0, 1)], items, columns=["ref_logprobs"])
+    assert batch.columns["mine"].tolist() == [[1, 2], [3, 4], [0, 0]]
+    assert batch.columns["mine"].dtype == np.int16
+    assert batch.columns["ref_logprobs"].tolist() == [0, 0, 0]
+    assert list(batch.columns) == ["mine", "ref_logprobs"]
+
+
+def test_every_micro_batch_of_a_call_has_the_same_columns() -> None:
+    items = [make_item(2, mine=[1.0, 2.0]), make_item(1)]
+    first, second = assemble([[(0,)], [(1,)]], items, row_tokens=9, normalizers=COUNTS)
+    assert first.columns["mine"].tolist() == [1, 2]
+    assert second.columns["mine"].tolist() == [0]
+
+
+def test_columns_of_two_dtypes_meet_in_one_that_holds_both() -> None:
+    items = [make_item(1, mine=np.array([0.5], np.float16)), make_item(1, mine=np.array([7], np.int32))]
+    batch = one([(0, 1)], items)
+    assert batch.columns["mine"].dtype == np.float64
+    assert batch.columns["mine"].tolist() == [0.5, 7]
+
+
+@pytest.fixture
+def declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Declarations of a test do not outlive it."""
+    monkeypatch.setattr(fills, "_SPECS", dict(fills._SPECS))
+
+
+@pytest.mark.usefixtures("declared")
+def test_declared_column_gives_fill_dtype_and_shape() -> None:
+    register_column("mine", fill=-1, dtype="i2", shape=(2,))
+    items = [make_item(1, mine=np.array([[1, 2]], np.int8)), make_item(1)]
+    batch = one([(0, 1)], items)
+    assert batch.columns["mine"].tolist() == [[1, 2], [-1, -1]]
+    assert batch.columns["mine"].dtype == np.int16
+    assert one([()], [], columns=["mine"]).columns["mine"].shape == (8, 2)
+
+
+@pytest.mark.usefixtures("declared")
+@pytest.mark.parametrize(
+    ("values", "arrived"),
+    [(np.zeros((1, 3), np.int16), "int16 [T, 3]"), (np.zeros((1, 2), np.int32), "int32 [T, 2]")],
+)
+def test_column_that_disagrees_with_its_declaration_is_refused(values: Any, arrived: str) -> None:
+    register_column("mine", fill=-1, dtype="i2", shape=(2,))
+    with pytest.raises(PackingError) as caught:
+        one([(0,)], [make_item(1, name="g/1", mine=values)])
+    assert str(caught.value) == f"assemble: column mine of rollout 'g/1' is {arrived}, not int16 [T, 2] as declared"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("tokens", {"fill": 0, "dtype": "f4"}, "register_column: name 'tokens' is not allowed"),
+        ("advantages", {"fill": 0, "dtype": "f4"}, "register_column: name 'advantages' is not allowed"),
+        ("a b", {"fill": 0, "dtype": "f4"}, "register_column: name 'a b' is not allowed"),
+        ("x", {"fill": 0, "dtype": "O"}, "register_column: x: dtype object is not supported"),
+        ("x", {"fill": 300, "dtype": "u1"}, "register_column: x: fill 300 does not fit uint8"),
+        ("x", {"fill": 0.5, "dtype": "i4"}, "register_column: x: fill 0.5 does not fit int32"),
+        ("x", {"fill": float("nan"), "dtype": "f4"}, "register_column: x: fill nan does not fit float32"),
+        ("x", {"fill": 0, "dtype": "f4", "shape": (0,)}, "register_column: x: shape (0,) must be positive sizes"),
+    ],
+)
+def test_declarations_that_cannot_hold_are_refused(name: str, options: Any, message: str) -> None:
+    with pytest.raises(PackingError) as caught:
+        register_column(name, **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("rows", "items", "options", "message"),
+    [
+        ([(0, 1)], [(3, {}), (4, {})], {"row_tokens": 6}, "a row of 2 rollouts has 7 tokens; it holds 6"),
+        ([(0, 2)], [(3, {}), (4, {})], {}, "row (0, 2) is out of range for 2 items"),
+        ([(-1,)], [(3, {})], {}, "row (-1,) is out of range for 1 items"),
+        ([(0, 1)], [(3, {"adapter": "y"}), (4, {})], {}, "a row mixes the adapters '', 'y'"),
+        ([(0,)], [(3, {})], {"pad_to_multiple_of": 0}, "pad_to_multiple_of = 0 must be at least 1"),
+        (
+            [(0,)],
+            [(3, {})],
+            {"columns": ["mine"]},
+            (
+                "column mine is required, but no rollout here has it and its dtype is not declared: "
+                "call register_column('mine', fill=..., dtype=...)"
+            ),
+        ),
+        (
+            [(0, 1)],
+            [(1, {"mine": [1.0]}), (1, {"mine": [[1.0]]})],
+            {},
+            "column mine of rollout 'r' is float64 [T, 1], not float64 [T] as in other rollouts",
+        ),
+        (
+            [(0,)],
+            [(1, {"advantages": [[1.0]]})],
+            {},
+            "column advantages of rollout 'r' is float64 [T, 1], not [T] numbers",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_assembled_are_refused(rows: Any, items: Any, options: Any, message: str) -> None:
+    with pytest.raises(PackingError) as caught:
+        one(rows, [make_item(length, **fields) for length, fields in items], **options)
+    assert str(caught.value) == f"assemble: {message}"
+
+
+def test_item_must_have_its_planned_length() -> None:
+    with pytest.raises(PackingError, match="rollout 'r' has 3 tokens, 4 planned"):
+        PackItem(make_rollout(3), 4, make_sample("r", length=4))
+    with pytest.raises(PackingError, match="rollout 'r' has length 0"):
+        PackItem(None, 0, make_sample("r", length=0))
+
+
+@pytest.mark.parametrize(
+    ("advantages", "message"),
+    [
+        ([1.0], "pack: advantages have shape [1], not one per rollout: [2]"),
+        ([1.0, float("inf")], "pack: the advantage of rollout 1 is inf"),
+    ],
+)
+def test_pack_refuses_advantages_that_do_not_fit(advantages: list[float], message: str) -> None:
+    with pytest.raises(PackingError) as caught:
+        pack([make_rollout(2), make_rollout(2)], advantages, row_tokens=9)
+    assert str(caught.value) == message
+
+
+def test_pack_counts_groups_by_the_ids_of_its_rollouts() -> None:
+    packed = pack([make_rollout(2, name=n) for n in ("a/0", "a/1", "b/0")], row_tokens=9)
+    assert packed.normalizers == Normalizers(loss_tokens=3, rollouts=3, groups=2)
+
+
+def test_micro_batches_of_several_slabs_equal_those_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [make_item(3 + k, name=str(k), first=10 * k, mine=np.arange(3.0 + k)) for k in range(7)]
+    rows = [[(0, 1)], [(2,)], [()], [(3, 4)], [(5,)], [(6,)]]
+    together = assemble(rows, items, row_tokens=99, normalizers=COUNTS, pad_to_multiple_of=4, arena=Arena())
+    monkeypatch.setattr("rlbuffer.assembly.SLAB_TOKENS", 1)
+    apart = assemble(rows, items, row_tokens=99, normalizers=COUNTS, pad_to_multiple_of=4)
+    for left, right in zip(together, apart, strict=True):
+        for name in ("input_ids", "position_ids", "cu_seqlens", "loss_mask", "advantages", "logprobs", "targets"):
+            assert np.array_equal(getattr(left, name), getattr(right, name)), name
+        assert np.array_equal(left.sample_index, right.sample_index)
+        assert np.array_equal(left.columns["mine"], right.columns["mine"])
+        assert (left.samples, left.is_dummy) == (right.samples, right.is_dummy)
+
+
+def test_arena_reuses_memory_only_when_no_array_of_it_is_held() -> None:
+    arena = Arena()
+    items = [make_item(50)]
+
+    def address(batch: MicroBatch) -> int:
+        return int(batch.input_ids.__array_interface__["data"][0])
+
+    first = one([(0,)], items, arena=arena)
+    where = address(first)
+    second = one([(0,)], items, arena=arena)
+    assert address(second) != where
+    kept = first.unpack(first.input_ids)[0]
+    del first
+    third = one([(0,)], [make_item(50, first=500)], arena=arena)
+    assert address(third) != where
+    assert kept.tolist() == list(range(10, 60))
+    held = arena.held_bytes
+    del kept
+    assert address(one([(0,)], items, arena=arena)) == where
+    assert arena.held_bytes == held
+
+
+def test_arena_gives_idle_memory_back_beyond_its_limit() -> None:
+    arena = Arena(keep_bytes=10_000)
+    for length in (50, 100, 200, 300):
+        one([(0,)], [make_item(length)], row_tokens=999, arena=arena)
+    assert arena.held_bytes <= 12_000
+
+
+def test_arena_arrays_are_aligned_to_cache_lines() -> None:
+    batch = one([(0,)], [make_item(7, mine=np.zeros((7, 3), np.int8))], arena=Arena())
+    for array in (batch.input_ids, batch.loss_mask, batch.targets, batch.columns["mine"]):
+        assert array.__array_interface__["data"][0] % 64 == 0
+        assert array.flags.c_contiguous
+
+
+def test_micro_batch_moves_to_torch_and_still_unpacks() -> None:
+    torch = pytest.importorskip("torch")
+    packed = pack([make_rollout(3, mine=[1.0, 2.0, 3.0]), make_rollout(2)], row_tokens=8, pad_to_multiple_of=8)
+    moved = packed.to("cpu")
+    assert moved.input_ids.dtype == torch.int32
+    assert moved.targets.dtype == torch.int64
+    assert moved.columns["mine"].tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
+    assert [piece.tolist() for piece in moved.unpack(moved.input_ids)] == [[10, 11, 12], [10, 11]]
+    assert np.array_equal(moved.attention_mask(), packed.attention_mask())
+    moved.input_ids[0] = 99
+    assert packed.input_ids[0] == 10

@@ -1,0 +1,207 @@
+"""The planner: what a plan must hold, what is refused, and how rows are dealt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlbuffer.batches import Plan
+from rlbuffer.errors import PackingError, RlbufferError
+from rlbuffer.packing import fewest_rows, plan, redeal
+
+
+def rows_of(made: Plan) -> list[tuple[int, ...]]:
+    return [row for step in made.rows for micro_batch in step for row in micro_batch]
+
+
+def cost_of(lengths: Any, indices: Any, cost: tuple[int, int] = (24576, 1)) -> int:
+    chosen = np.asarray(lengths)[list(indices)]
+    return int((cost[0] * chosen + cost[1] * chosen * chosen).sum())
+
+
+def waits(made: Plan, lengths: Any) -> list[int]:
+    """Cost of the costliest rank in each micro-step."""
+    return [max(sum(cost_of(lengths, row) for row in mb) for mb in step) for step in made.rows]
+
+
+def test_no_rollouts_give_a_plan_without_micro_steps() -> None:
+    made = plan([], row_tokens=10, world_size=4)
+    assert made.rows == ()
+    assert made.micro_steps == 0
+    assert redeal(made, 3).rows == ()
+
+
+def test_one_rollout_leaves_dummies_on_the_other_ranks() -> None:
+    made = plan([5], row_tokens=10, world_size=3)
+    assert sorted(made.rows[0]) == [((),), ((),), ((0,),)]
+
+
+@pytest.mark.parametrize(("n", "dummies"), [(1, 7), (3, 5), (7, 1), (8, 0)])
+def test_fewer_rollouts_than_ranks_are_split_into_rows_before_there_are_dummies(n: int, dummies: int) -> None:
+    made = plan([2] * n, row_tokens=100, world_size=8)
+    assert made.micro_steps == 1
+    assert rows_of(made).count(()) == dummies
+    assert all(len(row) <= 1 for row in rows_of(made))
+
+
+def test_row_count_is_a_multiple_of_world_size_times_rows_per_micro_batch() -> None:
+    made = plan([10] * 9, row_tokens=10, world_size=2, rows_per_micro_batch=3)
+    assert made.micro_steps == 2
+    assert [[len(micro_batch) for micro_batch in step] for step in made.rows] == [[3, 3], [3, 3]]
+    assert rows_of(made).count(()) == 3
+
+
+def test_costliest_row_is_split_first() -> None:
+    # Best fit makes the rows of 9 + 1, 8 + 1 and 8 tokens; the fourth rank gets what the costliest one gives up.
+    made = plan([9, 8, 8, 1, 1], row_tokens=10, world_size=4)
+    assert sorted(rows_of(made)) == [(0,), (1, 4), (2,), (3,)]
+
+
+def test_rollouts_of_different_adapters_never_share_a_row() -> None:
+    names = ["x", "y", "x", "z", "y", "x"]
+    made = plan([1] * 6, row_tokens=100, world_size=1, adapters=names)
+    assert all(len({names[i] for i in row}) == 1 for row in rows_of(made))
+    assert len(rows_of(made)) == 3
+
+
+def test_empty_rows_go_to_the_adapter_whose_rows_cost_most() -> None:
+    made = plan([50, 50, 5, 5], row_tokens=100, world_size=3, adapters=["big", "big", "small", "small"])
+    assert sorted(rows_of(made)) == [(0,), (1,), (2, 3)]
+
+
+def test_one_adapter_named_plans_like_none_named() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 50)
+    named = plan(lengths, row_tokens=128, world_size=4, adapters=["x"] * 50)
+    assert named == plan(lengths, row_tokens=128, world_size=4)
+
+
+@pytest.mark.parametrize(("pad", "rows"), [(1, 1), (5, 1), (4, 2), (3, 2)])
+def test_capacity_respects_the_padding_multiple(pad: int, rows: int) -> None:
+    # 10 tokens fit a row of 10 unless rows come in multiples of 4 or 3: then they hold 8 or 9.
+    made = plan([5, 5], row_tokens=10, world_size=1, pad_to_multiple_of=pad)
+    assert len(rows_of(made)) == rows
+    assert made.pad_to_multiple_of == pad
+
+
+def test_micro_steps_come_costliest_first_and_ranks_end_up_with_equal_loads() -> None:
+    lengths = np.random.default_rng(1).integers(1, 1000, 400)
+    made = plan(lengths, row_tokens=1000, world_size=4)
+    steps = [max(cost_of(lengths, row) for mb in step for row in mb) for step in made.rows]
+    assert steps == sorted(steps, reverse=True)
+    loads = [sum(cost_of(lengths, row) for step in made.rows for row in step[rank]) for rank in range(4)]
+    assert max(loads) / (sum(loads) / 4) < 1.005
+
+
+def test_rows_of_a_micro_step_are_paired_so_that_sums_are_level() -> None:
+    # Four rows of cost 4, 3, 2, 1 (tokens only) for two ranks of two rows: 4 + 1 and 3 + 2.
+    made = plan([4, 3, 2, 1], row_tokens=4, world_size=2, rows_per_micro_batch=2, cost=(1, 0))
+    assert [sorted(sum(4 - i for row in mb for i in row) for mb in step) for step in made.rows] == [[5, 5]]
+
+
+def test_cost_decides_and_not_the_number_of_tokens() -> None:
+    lengths = [8, 4, 4, 2, 2, 2, 2]
+    by_square = plan(lengths, row_tokens=24, world_size=2, cost=(0, 1))
+    # 64 against 48: the long rollout is alone on its rank although the other has twice its tokens.
+    assert sorted(rows_of(by_square), key=len) == [(0,), (1, 2, 3, 4, 5, 6)]
+
+
+def test_levelling_the_tail_shortens_the_wait() -> None:
+    lengths = np.clip(np.random.default_rng(5).lognormal(7.6, 0.9, 128), 64, 16384).astype(int)
+    made = plan(lengths, row_tokens=16384, world_size=8)
+    ideal = cost_of(lengths, range(128)) / 8
+    assert sum(waits(made, lengths)) / ideal < 1.15  # best fit with splitting alone: above 1.2
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ([3, 11], {}, "plan: rollout 1 has 11 tokens; a row holds 10"),
+        (
+            [9],
+            {"pad_to_multiple_of": 4},
+            "plan: rollout 0 has 9 tokens; a row holds 8 (10 row_tokens in multiples of 4)",
+        ),
+        ([3, 0], {}, "plan: rollout 1 has 0 tokens; a rollout has at least 1"),
+        ([-1], {}, "plan: rollout 0 has -1 tokens; a rollout has at least 1"),
+        ([1.5], {}, "plan: lengths must be [n] integers, got [1] float64"),
+        ([[1]], {}, "plan: lengths must be [n] integers, got [1, 1] int64"),
+        ([1], {"world_size": 0}, "plan: world_size = 0 must be a positive integer"),
+        ([1], {"world_size": True}, "plan: world_size = True must be a positive integer"),
+        ([1], {"row_tokens": 1.5}, "plan: row_tokens = 1.5 must be a positive integer"),
+        ([1], {"rows_per_micro_batch": -1}, "plan: rows_per_micro_batch = -1 must be a positive integer"),
+        ([1], {"pad_to_multiple_of": 0}, "plan: pad_to_multiple_of = 0 must be a positive integer"),
+        ([1], {"adapters": []}, "plan: 0 adapters do not match 1 rollouts"),
+        ([1], {"cost": (0, 0)}, "plan: cost = (0, 0) must be two integers >= 0, not both 0"),
+        ([1], {"cost": (1, -1)}, "plan: cost = (1, -1) must be two integers >= 0, not both 0"),
+        ([1], {"cost": 3}, "plan: cost = 3 must be two integers >= 0, not both 0"),
+        (
+            [10, 10],
+            {"cost": (2**60, 0)},
+            "plan: cost = (1152921504606846976, 0) is too large for 2 rollouts of up to 10 tokens",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_the_values(lengths: Any, options: Any, message: str) -> None:
+    with pytest.raises(PackingError) as caught:
+        plan(lengths, **({"row_tokens": 10, "world_size": 2} | options))
+    assert str(caught.value) == message
+    assert isinstance(caught.value, RlbufferError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_padding_multiple_above_the_row_leaves_no_room() -> None:
+    with pytest.raises(PackingError, match=r"a row holds 0 \(10 row_tokens in multiples of 16\)"):
+        plan([1], row_tokens=10, world_size=1, pad_to_multiple_of=16)
+
+
+def test_redeal_to_the_same_world_size_is_the_same_plan() -> None:
+    made = plan([3, 4, 5], row_tokens=5, world_size=2)
+    assert redeal(made, 2) is made
+
+
+def test_redeal_keeps_rows_drops_old_dummies_and_adds_its_own_last() -> None:
+    made = plan([5, 5, 5, 5, 5], row_tokens=5, world_size=4)
+    assert rows_of(made).count(()) == 3
+    three = redeal(made, 3)
+    assert three.micro_steps == 2
+    assert three.world_size == 3
+    assert sorted(row for row in rows_of(three) if row) == [(0,), (1,), (2,), (3,), (4,)]
+    assert all(row for micro_batch in three.rows[0] for row in micro_batch)
+    assert redeal(made, 1).micro_steps == 5
+    assert redeal(made, 8).micro_steps == 1
+
+
+def test_redeal_keeps_micro_steps_level_and_ranks_balanced() -> None:
+    lengths = np.random.default_rng(2).integers(1, 1000, 800)
+    for deep in (1, 2):
+        made = plan(lengths, row_tokens=1000, world_size=8, rows_per_micro_batch=deep)
+        for world_size in (1, 2, 3, 5, 16):
+            other = redeal(made, world_size)
+            assert all(len(micro_batch) == deep for step in other.rows for micro_batch in step)
+            ideal = cost_of(lengths, range(800)) / world_size
+            dealt = -(-len([r for r in rows_of(made) if r]) // (world_size * deep)) * world_size * deep
+            slack = dealt / len([r for r in rows_of(made) if r])
+            assert sum(waits(other, lengths)) / ideal < 1.03 * slack
+
+
+def test_redeal_refuses_no_ranks() -> None:
+    with pytest.raises(PackingError, match="plan: world_size = 0 must be a positive integer"):
+        redeal(plan([1], row_tokens=1, world_size=1), 0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        ([], 0),
+        ([10], 1),
+        ([6, 6, 6], 3),
+        ([5, 5, 5], 2),
+        ([7, 7, 4, 4], 3),
+        ([1] * 25, 3),
+        ([6, 4, 6, 4], 2),
+    ],
+)
+def test_fewest_rows_sees_what_cannot_share_a_row(lengths: list[int], rows: int) -> None:
+    assert fewest_rows(lengths, 10) == rows
