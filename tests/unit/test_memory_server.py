@@ -1,0 +1,108 @@
+"""memory://: what the protocol's scripts need of the in-process server, and that threads may share it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import redis
+
+from rlbuffer.settings import ServerSettings
+from rlbuffer.store.connection import Connection
+from rlbuffer.store.memory import memory_client, memory_name
+from rlbuffer.store.script import Script
+
+
+def connect(url: str, home: Path) -> Connection:
+    return Connection(url, home=home, server=ServerSettings(), name="test")
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("memory://", ""),
+        ("memory://a", "a"),
+        ("memory://a%20b/c", "a b/c"),
+        ("redis://memory", None),
+        ("unix:///memory", None),
+    ],
+)
+def test_the_name_is_what_follows_the_scheme(url: str, name: str | None) -> None:
+    assert memory_name(url) == name
+
+
+def test_a_name_is_shared_and_no_name_is_a_fresh_server(tmp_path: Path) -> None:
+    shared = f"memory://{tmp_path.name}"
+    with connect(shared, tmp_path) as a, connect(shared, tmp_path) as b:
+        a.client.set("k", 1)
+        assert b.client.get("k") == b"1"
+        with connect("memory://", tmp_path) as c, connect("memory://", tmp_path) as d:
+            c.client.set("k", 2)
+            assert d.client.get("k") is None
+            assert c.describe()["name"] == "memory"
+    assert list(tmp_path.iterdir()) == [], "nothing is started or kept"
+
+
+def test_the_flags_line_becomes_a_comment_and_keeps_line_numbers() -> None:
+    client = memory_client()
+    script = Script(lambda: client, "#!lua flags=allow-oom\nreturn redis.call('INCR', KEYS[1])", has_flags=False)
+    assert script.text.splitlines() == ["--#!lua flags=allow-oom", "return redis.call('INCR', KEYS[1])"]
+    assert [script(["n"]), script(["n"])] == [1, 2]
+    client.script_flush()
+    assert script(["n"]) == 3
+
+
+def test_a_stream_id_is_never_given_twice() -> None:
+    client = memory_client()
+    client.xadd("s", {"a": 1}, id="3-0")
+    client.xdel("s", "3-0")
+    with pytest.raises(redis.ResponseError, match="equal or smaller than the target stream top item"):
+        client.xadd("s", {"a": 1}, id="3-0")
+    client.xadd("s", {"a": 1}, id="3-1")
+    client.xadd("s", {"a": 1}, id="4-0")
+    client.xtrim("s", minid="4-0", approximate=False)
+    assert client.xrange("s") == [(b"4-0", {b"a": b"1"})]
+
+
+def test_scripts_see_the_clock_sizes_and_lifetimes() -> None:
+    client = memory_client()
+    client.hset("h", mapping={"0": b"12345"})
+    client.pexpire("h", 60_000)
+    text = """
+    local t = redis.call('TIME')
+    return {tonumber(t[1]), redis.call('HSTRLEN', KEYS[1], '0'), redis.call('PERSIST', KEYS[1]),
+            redis.call('PTTL', KEYS[1]), redis.call('HMGET', KEYS[1], '0', '1')}
+    """
+    seconds, size, persisted, ttl, values = client.eval(text, 1, "h")
+    assert abs(seconds - time.time()) < 60
+    assert (size, persisted, ttl, values) == (5, 1, -1, [b"12345", None])
+
+
+def test_a_blocked_reader_is_woken_and_blocks_nobody() -> None:
+    client = memory_client()
+    woken: list[object] = []
+    readers = [threading.Thread(target=lambda: woken.append(client.xread({"s": "0-0"}, block=5000))) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    begun = time.monotonic()
+    client.set("other", 1)
+    assert time.monotonic() - begun < 2
+    client.xadd("s", {"a": 1}, id="1-0")
+    for reader in readers:
+        reader.join(5)
+    assert woken == [{b"s": [[(b"1-0", {b"a": b"1"})]]}] * 4
+
+
+def test_scripts_of_several_threads_run_one_at_a_time() -> None:
+    client = memory_client()
+    script = Script(
+        lambda: client,
+        "local n = tonumber(redis.call('GET', KEYS[1]) or '0')\nredis.call('SET', KEYS[1], n + 1)\nreturn n",
+        has_flags=False,
+    )
+    with ThreadPoolExecutor(8) as threads:
+        seen = list(threads.map(lambda _: script(["n"]), range(200)))
+    assert sorted(seen) == list(range(200))
