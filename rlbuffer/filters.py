@@ -132,8 +132,3 @@ def nearest(name: str, names: tuple[str, ...] | list[str]) -> str:
     """`` Did you mean X?`` with the nearest name, or nothing when none is near."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f" Did you mean {close[0]}?" if close else ""
-
-
-def compile_filter(text: str) -> Callable[[Any], bool]:
-    """The filter as a function of a view. Raises FilterError like :func:`parse`."""
-    return parse(text).matches

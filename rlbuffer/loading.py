@@ -49,7 +49,10 @@ class Loaded:
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """Every setting as (dotted name, value), in the order of the schema."""
-        yield from _flatten((), self.settings.model_dump(mode="python"))
+        settings = self.settings
+        values = settings.model_dump(exclude={"batcher"}) | {"batcher": settings.batcher.as_dict()}
+        for name in type(settings).model_fields:
+            yield from _flatten((name,), values[name])
 
 
 def load(
@@ -270,7 +273,7 @@ def _places(names: tuple[str, ...], sources: Mapping[str, str]) -> str:
 
 
 def _flatten(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and (value or len(path) < 1):
+    if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _flatten((*path, str(key)), inner)
     else:

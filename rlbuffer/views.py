@@ -106,24 +106,28 @@ class StepView:
 
 def list_groups(store: Store, *, where: str = "", limit: int = 100) -> list[GroupView]:
     """Groups that match `where`: pending ones first, then by step and time, newest first."""
-    from rlbuffer.filters import compile_filter
+    from rlbuffer.filters import parse
 
-    matches: Callable[[GroupView], bool] = compile_filter(where)
+    chosen = parse(where)
     out: list[GroupView] = []
-    for view in _all_groups(store):
-        if matches(view):
+    for view in _all_groups(store, wanted=lambda state: chosen.allows("state", state)):
+        if chosen.matches(view):
             out.append(view)
             if len(out) >= limit:
                 break
     return out
 
 
-def _all_groups(store: Store) -> Iterator[GroupView]:
-    yield from _pending(store)
-    yield from _in_steps(store)
-    for record in store.history():
-        if record.get("event") == "drop":
-            yield _dropped(record)
+def _all_groups(store: Store, wanted: Callable[[str], bool] = lambda state: True) -> Iterator[GroupView]:
+    """Every group whose state can be `wanted`; what cannot is not read."""
+    if wanted("forming") or wanted("ready"):
+        yield from _pending(store)
+    if wanted("packed") or wanted("trained"):
+        yield from _in_steps(store)
+    if wanted("dropped"):
+        for record in store.history():
+            if record.get("event") == "drop":
+                yield _dropped(record)
 
 
 # -- pending -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def open_existing(loaded: Loaded, *, run_given: bool) -> Buffer:
-    """Connects to an existing run: the one named, else the one opened last.
+    """Connects to an existing run: the one named, else the configured one, else the one opened last.
 
     Raises:
         NotFound: there is no server data, or no such run on the server.
@@ -32,7 +32,7 @@ def open_existing(loaded: Loaded, *, run_given: bool) -> Buffer:
         runs = buffer.store.runs()
         if settings.run in runs:
             return buffer
-        if run_given or "run" in loaded.sources or not runs:
+        if run_given or loaded.source("run") == "RLBUFFER_RUN" or not runs:
             address = buffer.store.server()["address"]
             there = f" Runs there: {', '.join(sorted(runs, key=lambda r: -runs[r])[:8])}." if runs else ""
             raise NotFound(f"there is no run {settings.run!r} on {address}.{there}")
