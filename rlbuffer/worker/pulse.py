@@ -51,6 +51,7 @@ class Pulse:
         self.waiting = ""
         """What the worker waits for, "" while it works."""
         self._buffer, self._name, self._env = buffer, name, env
+        self._holding = threading.Lock()
         self._held: tuple[Renewer, tuple[Ticket, ...]] | None = None
         self._seen: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=RATE_BEATS)
         self._started = time.time()
@@ -63,11 +64,13 @@ class Pulse:
 
     def hold(self, writer: Renewer, tickets: Sequence[Ticket]) -> None:
         """From now on these tickets are renewed."""
-        self._held = (writer, tuple(tickets))
+        with self._holding:
+            self._held = (writer, tuple(tickets))
 
     def let_go(self) -> None:
-        """From now on no ticket is renewed."""
-        self._held = None
+        """From now on no ticket is renewed; a renewal after the tickets were given back would take them out again."""
+        with self._holding:
+            self._held = None
 
     def record(self) -> dict[str, Any]:
         """What a heartbeat says; msgpack types."""
@@ -100,11 +103,11 @@ class Pulse:
                 return
 
     def _beat(self) -> None:
-        held = self._held
         try:
-            if held is not None:
-                writer, tickets = held
-                writer.renew(tickets)
+            with self._holding:
+                if self._held is not None:
+                    writer, tickets = self._held
+                    writer.renew(tickets)
             self._buffer.heartbeat("worker", self._name, self.record())
         except RlbufferError as error:
             self.error = str(error)

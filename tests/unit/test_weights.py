@@ -50,7 +50,7 @@ def test_nothing_temporary_is_left_behind(tmp_path: Path) -> None:
 def test_the_newest_versions_stay_and_older_ones_go(tmp_path: Path, keep: int) -> None:
     for version in range(0, 12, 2):
         put(tmp_path, version, keep=keep)
-        newest = [v for v in range(0, version + 1, 2)][-keep:]
+        newest = list(range(0, version + 1, 2))[-keep:]
         assert list(versions(tmp_path)) == newest
 
 
@@ -116,7 +116,7 @@ def test_a_missing_file_names_its_place(tmp_path: Path) -> None:
 
 
 def test_a_version_announced_without_weights_is_refused() -> None:
-    with pytest.raises(WeightsError, match="^version 4 was announced without weights$"):
+    with pytest.raises(WeightsError, match=r"^version 4 was announced without weights$"):
         open_weights(PolicyVersion(version=4))
 
 
@@ -226,7 +226,11 @@ def test_weights_that_do_not_fit_leave_the_model_as_it_was(change: object, messa
     ("settings", "setting", "message"),
     [
         (ModelSettings(), "model", "model: exactly one of path and config is needed; neither is set"),
-        (tiny().model_copy(update={"path": "x"}), "model", "model: exactly one of path and config is needed; both are set"),
+        (
+            tiny().model_copy(update={"path": "x"}),
+            "model",
+            "model: exactly one of path and config is needed; both are set",
+        ),
         (
             ModelSettings(config={"hidden_size": 4}),
             "model.config.model_type",

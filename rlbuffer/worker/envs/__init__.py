@@ -22,7 +22,7 @@ BUILT_IN: Mapping[str, Callable[..., Env]] = MappingProxyType({"vcopy": VCopy, "
 _MEMBERS = ("name", "vocab_size", "eos_token_ids", "max_new_tokens", "prompt", "score", "render")
 
 
-def make_env(name: str, **options: Any) -> Env:
+def make_env(name: str, /, **options: Any) -> Env:
     """Makes an env: a built-in one, or what the factory named ``package.module:factory`` returns.
 
     `options` go to the factory as keywords. Built-in envs take ``name`` (so that one kind can serve under two names)

@@ -1,7 +1,8 @@
-"""``repeat``: a count and a symbol; the answer is the symbol that many times, then the end token.
+"""``repeat``: a symbol and a count; the answer is the symbol that many times, then the end token.
 
 Shorter prompts than ``vcopy`` and other lengths, from the same vocabulary: a second env that one tiny model learns
-beside the first. Counts up to five; six is markedly slower to learn.
+beside the first. The count stands next to the equals sign; with the symbol there a run took half as many steps again to
+pass 0.7. Counts up to five: six is markedly slower to learn.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MAX_COUNT = 5
 
 
 class Repeat:
-    """Prompts ``37=`` (3 tokens), answers ``777$`` (2 to 6 tokens). 50 different prompts.
+    """Prompts ``73=`` (3 tokens), answers ``777$`` (2 to 6 tokens). 50 different prompts.
 
     Reward: share of positions right over the longer of answer and target, the end token included. Success ``exact``:
     all of them.
@@ -34,7 +35,7 @@ class Repeat:
     def prompt(self, number: int) -> Prompt:
         rng = np.random.default_rng([self.seed, number])
         count, symbol = int(rng.integers(1, MAX_COUNT + 1)), int(rng.integers(0, 10))
-        tokens = np.array([count, symbol, EQUALS], np.int32)
+        tokens = np.array([symbol, count, EQUALS], np.int32)
         return Prompt(prompt_id=render(tokens), tokens=tokens, answer=str(symbol) * count)
 
     def score(self, prompt: Prompt, tokens: NDArray[np.int32], *, finish_reason: str) -> Score:

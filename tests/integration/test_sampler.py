@@ -1,0 +1,248 @@
+"""The transformers sampler against the real tiny model: what it says it sampled from is what it sampled from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import ModelSettings
+from rlbuffer.weights.files import publish
+from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
+from rlbuffer.worker.samplers import Completion, Sampler, make_sampler
+
+EOS = 12
+UNEQUAL = [np.array(p, np.int32) for p in ([1, 2, 10, 10, 11], [3], [3, 7, 11], [4, 5, 6, 7, 8, 9, 0, 11])]
+EQUAL = [np.array(p, np.int32) for p in ([1, 2, 11], [3, 7, 11])]
+
+
+def published(
+    directory: Path, version: int = 0, *, seed: int = 0, **config: object
+) -> tuple[PreTrainedModel, PolicyVersion]:
+    model = build_model(ModelSettings(config={**TINY_QWEN3, **config}), seed=seed).eval()
+    return model, publish(directory, version, state=model.state_dict(), config=config_of(model), keep=4)
+
+
+def sampler_of(policy: PolicyVersion, seed: int = 0) -> Sampler:
+    sampler = make_sampler("transformers", seed=seed)
+    sampler.load(policy)
+    return sampler
+
+
+def sample(sampler: Sampler, prompts: list[np.ndarray] = UNEQUAL, **changes: object) -> list[list[Completion]]:
+    arguments = {"group_size": 8, "max_new_tokens": 6, "temperature": 1.0, "eos_token_ids": (EOS,), **changes}
+    return sampler.sample(prompts, **arguments)  # type: ignore[arg-type]
+
+
+def forward_logprobs(
+    model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
+    """Logprobs of the sampled tokens by one forward pass over prompt and completion, alone, without a cache."""
+    ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    return logprobs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0].numpy()
+
+
+@pytest.mark.parametrize("prompts", [UNEQUAL, EQUAL], ids=["unequal", "equal"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_logprobs_equal_a_separate_forward_pass(
+    tmp_path: Path, prompts: list[np.ndarray], temperature: float, model_type: str
+) -> None:
+    model, policy = published(tmp_path, model_type=model_type)
+    groups = sample(sampler_of(policy), prompts, temperature=temperature)
+    assert [len(group) for group in groups] == [8] * len(prompts)
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            expected = forward_logprobs(model, prompt, completion.tokens, temperature)
+            assert np.abs(completion.logprobs - expected).max() < 1e-5
+
+
+def test_the_check_above_can_see_a_wrong_temperature(tmp_path: Path) -> None:
+    model, policy = published(tmp_path)
+    completion = sample(sampler_of(policy), temperature=0.7)[0][0]
+    assert np.abs(completion.logprobs - forward_logprobs(model, UNEQUAL[0], completion.tokens, 1.0)).max() > 1e-2
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_tokens_are_drawn_from_the_distribution_that_is_reported(tmp_path: Path, temperature: float) -> None:
+    _, policy = published(tmp_path)
+    prompt = [np.array([5, 11], np.int32)]
+    group = sample(sampler_of(policy), prompt, group_size=20_000, max_new_tokens=1, temperature=temperature)[0]
+    counts = np.bincount([int(c.tokens[0]) for c in group], minlength=13) / len(group)
+    told = np.zeros(13)
+    for completion in group:
+        told[completion.tokens[0]] = np.exp(completion.logprobs[0])
+    assert np.abs(counts - told).max() < 0.015  # four standard deviations of the likeliest count
+
+
+def test_completions_end_with_the_end_token_or_at_the_limit(tmp_path: Path) -> None:
+    _, policy = published(tmp_path)
+    completions = [c for group in sample(sampler_of(policy), group_size=64) for c in group]
+    reasons = {c.finish_reason for c in completions}
+    assert reasons == {"stop", "length"}
+    for completion in completions:
+        stops = np.flatnonzero(completion.tokens == EOS).tolist()
+        if completion.finish_reason == "stop":
+            assert stops == [len(completion.tokens) - 1]
+        else:
+            assert stops == []
+            assert len(completion.tokens) == 6
+        assert completion.tokens.dtype == np.int32
+        assert completion.logprobs.dtype == np.float32
+        assert completion.logprobs.shape == completion.tokens.shape
+        assert (completion.logprobs <= 0).all()
+
+
+def test_several_end_tokens_are_honoured_and_none_means_the_limit(tmp_path: Path) -> None:
+    sampler = sampler_of(published(tmp_path)[1])
+    everything = sample(sampler, eos_token_ids=range(13))
+    assert all(len(c.tokens) == 1 and c.finish_reason == "stop" for group in everything for c in group)
+    nothing = sample(sampler, eos_token_ids=())
+    assert all(len(c.tokens) == 6 and c.finish_reason == "length" for group in nothing for c in group)
+
+
+def test_generation_ends_early_when_every_row_has_finished(tmp_path: Path) -> None:
+    sampler = sampler_of(published(tmp_path)[1])
+    asked = []
+    sample(sampler, eos_token_ids=range(13), max_new_tokens=1000, stopped=lambda: asked.append(1) is not None)
+    assert asked == []
+
+
+def test_being_told_to_stop_aborts_what_is_unfinished(tmp_path: Path) -> None:
+    sampler = sampler_of(published(tmp_path)[1])
+    answers = iter([False, True])
+    completions = [c for g in sample(sampler, max_new_tokens=50, stopped=lambda: next(answers)) for c in g]
+    assert {c.finish_reason for c in completions} == {"abort", "stop"}
+    assert all(len(c.tokens) == 2 for c in completions if c.finish_reason == "abort")
+
+
+def test_the_seed_alone_decides_what_is_sampled(tmp_path: Path) -> None:
+    _, policy = published(tmp_path)
+
+    def tokens(seed: int) -> list[list[int]]:
+        return [c.tokens.tolist() for group in sample(sampler_of(policy, seed)) for c in group]
+
+    state = torch.random.get_rng_state()
+    first = tokens(1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(99)
+    assert first == tokens(1)
+    assert first != tokens(2)
+
+
+def test_a_new_version_is_loaded_in_place_and_named_in_what_it_samples(tmp_path: Path) -> None:
+    _, old = published(tmp_path, 0, seed=0)
+    model, new = published(tmp_path, 1, seed=1)
+    sampler = sampler_of(old)
+    assert (sampler.version, sampler.vocab_size) == (0, 13)
+    assert {c.policy_version for group in sample(sampler) for c in group} == {0}
+    parameters = {id(p) for p in sampler._model.parameters()}  # type: ignore[attr-defined]
+    sampler.load(new)
+    assert {id(p) for p in sampler._model.parameters()} == parameters  # type: ignore[attr-defined]
+    assert sampler.version == 1
+    for prompt, group in zip(UNEQUAL, sample(sampler), strict=True):
+        for completion in group:
+            assert completion.policy_version == 1
+            assert np.abs(completion.logprobs - forward_logprobs(model, prompt, completion.tokens)).max() < 1e-5
+
+
+def truncated(policy: PolicyVersion, directory: Path) -> PolicyVersion:
+    file = Path(policy.location) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: policy.size // 2])
+    return policy
+
+
+def truncated_and_announced_so(policy: PolicyVersion, directory: Path) -> PolicyVersion:
+    from rlbuffer.weights.files import _sha256
+
+    file = Path(truncated(policy, directory).location) / "model.safetensors"
+    return replace(policy, size=file.stat().st_size, checksum=_sha256(file))
+
+
+def missing(policy: PolicyVersion, directory: Path) -> PolicyVersion:
+    (Path(policy.location) / "model.safetensors").unlink()
+    return policy
+
+
+def foreign(policy: PolicyVersion, directory: Path) -> PolicyVersion:
+    return published(directory / "foreign", 1, hidden_size=32, num_hidden_layers=1)[1]
+
+
+def deeper(policy: PolicyVersion, directory: Path) -> PolicyVersion:
+    return published(directory / "deeper", 1, num_hidden_layers=3)[1]
+
+
+def without_weights(policy: PolicyVersion, directory: Path) -> PolicyVersion:
+    return PolicyVersion(version=1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncated, "announced were"),
+        (truncated_and_announced_so, "cannot be loaded"),
+        (missing, "No such file or directory"),
+        (foreign, "do not fit the model: they lack"),
+        (deeper, "do not fit the model: they have unknown model.layers.2"),
+        (without_weights, "was announced without weights"),
+    ],
+)
+def test_weights_that_are_not_right_are_refused_and_the_old_version_serves_on(
+    tmp_path: Path, damage: object, message: str
+) -> None:
+    model, old = published(tmp_path, 0, seed=0)
+    _, new = published(tmp_path, 1, seed=1)
+    sampler = sampler_of(old)
+    with pytest.raises(WeightsError, match=message):
+        sampler.load(damage(new, tmp_path))  # type: ignore[operator]
+    assert sampler.version == 0
+    completion = sample(sampler)[0][0]
+    assert completion.policy_version == 0
+    assert np.abs(completion.logprobs - forward_logprobs(model, UNEQUAL[0], completion.tokens)).max() < 1e-5
+
+
+def test_a_first_load_that_fails_leaves_a_sampler_without_weights(tmp_path: Path) -> None:
+    policy = truncated(published(tmp_path)[1], tmp_path)
+    sampler = make_sampler("transformers", seed=0)
+    with pytest.raises(WeightsError):
+        sampler.load(policy)
+    assert (sampler.version, sampler.vocab_size) == (-1, 0)
+    with pytest.raises(ConfigError, match="no weights yet"):
+        sample(sampler)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.0},
+        {"group_size": 0},
+        {"max_new_tokens": 0},
+        {"prompts": []},
+        {"prompts": [np.array([], np.int32)]},
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        sample(sampler_of(published(tmp_path)[1]), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "vllm"}, "sampler 'vllm' is not one of transformers"),
+        ({"name": "transformers", "device": "tpu"}, "device 'tpu' is not one of auto, cpu, cuda"),
+    ],
+)
+def test_a_sampler_that_does_not_exist_is_refused(arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_sampler(**arguments, seed=0)
+    assert str(error.value) == message

@@ -1,0 +1,401 @@
+"""The worker against the real scripts (memory://): tickets, versions, groups, troubles, stopping."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlbuffer.client import Buffer, connect
+from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import ModelSettings, WorkerSettings
+from rlbuffer.wire import decode_rollout
+from rlbuffer.worker import loop, pulse
+from rlbuffer.worker.envs import Prompt, Score, make_env
+from rlbuffer.worker.loop import run_worker
+from rlbuffer.worker.samplers import Completion
+
+PATIENCE_SECONDS = 20.0
+
+
+class FakeSampler:
+    """Answers with one digit and the end token; remembers what it was asked."""
+
+    vocab_size = 13
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.bad_versions: set[int] = set()
+        self.loads: list[int] = []
+        self.batches: list[list[str]] = []
+        self.gate = threading.Event()
+        """While it is not set, sampling waits until told to stop."""
+        self.gate.set()
+        self.sampling = threading.Event()
+
+    def load(self, policy: PolicyVersion) -> None:
+        self.loads.append(policy.version)
+        if policy.version in self.bad_versions:
+            raise WeightsError(f"version {policy.version}: bad")
+        self.version = policy.version
+
+    def sample(
+        self, prompts: Sequence[np.ndarray], *, group_size: int, stopped: Callable[[], bool], **rest: Any
+    ) -> list[list[Completion]]:
+        self.batches.append(["".join(map(str, prompt)) for prompt in prompts])
+        self.sampling.set()
+        while not self.gate.wait(0.01):
+            if stopped():
+                return [[self._completion("abort")] * group_size for _ in prompts]
+        return [[self._completion("stop")] * group_size for _ in prompts]
+
+    def _completion(self, reason: str) -> Completion:
+        return Completion(
+            tokens=np.array([3, 12], np.int32),
+            logprobs=np.array([-1.0, -0.5], np.float32),
+            finish_reason=reason,
+            policy_version=self.version,
+        )
+
+
+class Counting:
+    """An env whose n-th prompt is n; what it does with some numbers is up to the test."""
+
+    name = "counting"
+    vocab_size = 13
+    eos_token_ids = (12,)
+    max_new_tokens = 4
+
+    def __init__(self) -> None:
+        self.scores: dict[str, list[float | Exception]] = {}
+        """Prompt id -> what the next groups of it earn; 1.0 when nothing is left."""
+        self.bad_prompts: set[int] = set()
+
+    def prompt(self, number: int) -> Prompt:
+        if number in self.bad_prompts:
+            raise KeyError(number)
+        return Prompt(prompt_id=str(number), tokens=np.array([number], np.int32), answer=number)
+
+    def score(self, prompt: Prompt, tokens: np.ndarray, *, finish_reason: str) -> Score:
+        planned = self.scores.get(prompt.prompt_id)
+        outcome = planned.pop(0) if planned else 1.0
+        if isinstance(outcome, Exception):
+            raise outcome
+        return Score(reward=outcome, successes={"exact": outcome == 1.0})
+
+    def render(self, tokens: np.ndarray) -> str:
+        return " ".join(map(str, tokens.tolist()))
+
+
+class Stage:
+    """A run in memory with a batcher's and a trainer's hand on it, and one worker in a thread."""
+
+    def __init__(self) -> None:
+        self.buffer: Buffer = connect("memory://")
+        self.store: Any = self.buffer.store
+        self.store.open_run()
+        self.token = self.store.lease("batcher", ttl_seconds=600).token
+        self.attempt = self.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number
+        self.stop = threading.Event()
+        self.events: list[dict[str, Any]] = []
+        self.sampler, self.env = FakeSampler(), Counting()
+        self.raised: BaseException | None = None
+        self.thread: threading.Thread | None = None
+
+    def allow(self, tickets: int, env: str = "counting") -> None:
+        self.store.set_allowances(self.token, {env: tickets})
+
+    def announce(self, policy: PolicyVersion | int) -> None:
+        announced = PolicyVersion(version=policy, location="w", size=1) if isinstance(policy, int) else policy
+        assert self.store.announce(self.attempt, announced)
+
+    def start(self, **changes: Any) -> None:
+        settings = WorkerSettings(**{"env": "vcopy", "group_size": 2, "groups_per_batch": 3, **changes})
+
+        def work() -> None:
+            try:
+                run_worker(
+                    self.buffer,
+                    "w-0",
+                    settings,
+                    stop=self.stop,
+                    on_event=self.events.append,
+                    env=self.env if changes.get("env") is None else None,
+                    sampler=self.sampler if changes.get("env") is None else None,
+                )
+            except BaseException as error:
+                self.raised = error
+
+        self.thread = threading.Thread(target=work)
+        self.thread.start()
+
+    def finish(self) -> None:
+        self.stop.set()
+        if self.thread is not None:
+            self.thread.join(PATIENCE_SECONDS)
+            assert not self.thread.is_alive()
+
+    def groups(self) -> list[str]:
+        return [entry.group_id for entry in self.store.read_pool()]
+
+    def told(self, event: str) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["event"] == event]
+
+    def heartbeat(self) -> dict[str, Any]:
+        eventually(lambda: "w-0" in self.store.heartbeats("worker"))
+        return dict(self.store.heartbeats("worker")["w-0"])
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    monkeypatch.setattr(loop, "TAKE_SECONDS", 0.05)
+    monkeypatch.setattr(loop, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(loop, "SAY_WAITING_SECONDS", 0.1)
+    monkeypatch.setattr(loop, "RELOAD_SECONDS", 0.1)
+    monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.02)
+    stage = Stage()
+    yield stage
+    stage.finish()
+    stage.buffer.close()
+
+
+def eventually(fact: Callable[[], object]) -> None:
+    """Waits until `fact` holds: the worker runs in a thread of its own."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not fact():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.005)
+
+
+def test_tickets_become_groups_of_their_number_in_one_batch(stage: Stage) -> None:
+    stage.allow(3)
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: len(stage.groups()) == 3)
+    stage.finish()
+    assert stage.raised is None
+    assert stage.sampler.batches == [["0", "1", "2"]]
+    entries = stage.store.read_pool()
+    assert [entry.group_id for entry in entries] == ["counting.0", "counting.1", "counting.2"]
+    info = entries[1].info
+    assert (info.env, info.prompt_id, info.planned_size, info.worker) == ("counting", "1", 2, "w-0")
+    assert [(r.rollout_id, r.length, r.prompt_tokens, r.loss_tokens, r.reward) for r in info.rollouts] == [
+        ("counting.1/0", 3, 1, 2, 1.0),
+        ("counting.1/1", 3, 1, 2, 1.0),
+    ]
+    assert {(r.min_version, r.max_version) for r in info.rollouts} == {(0, 0)}
+    batch = stage.told("batch")[0]
+    assert {k: batch[k] for k in ("version", "groups", "rollouts", "tokens", "reward")} == {
+        "version": 0,
+        "groups": 3,
+        "rollouts": 6,
+        "tokens": 18,
+        "reward": 1.0,
+    }
+    assert stage.events[-1] == {"event": "stopped", "groups": 3, "rollouts": 6, "failed_groups": 0}
+
+
+def test_a_worker_waits_for_the_first_version_and_for_tickets_and_says_so(stage: Stage) -> None:
+    stage.start()
+    eventually(lambda: stage.told("waiting"))
+    assert stage.told("waiting")[0]["waiting"] == (
+        "waiting for 0 s: the first policy version: no trainer has announced one"
+    )
+    assert stage.sampler.loads == []
+    stage.announce(0)
+    eventually(lambda: stage.told("waiting")[-1]["waiting"].endswith("what may be sampled now is out or in the pool"))
+    eventually(lambda: "no ticket for counting" in stage.heartbeat()["waiting"])
+    stage.allow(1)
+    eventually(lambda: stage.groups() == ["counting.0"])
+    assert stage.sampler.loads == [0]
+
+
+def test_what_is_sampled_is_sampled_by_the_version_that_is_current_then(stage: Stage) -> None:
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: stage.sampler.loads == [0])
+    for version in (1, 2):
+        stage.announce(version)
+        stage.allow(version)
+        eventually(lambda expected=version: len(stage.groups()) == expected)
+    stage.finish()
+    assert [entry.info.rollouts[0].max_version for entry in stage.store.read_pool()] == [1, 2]
+    assert stage.sampler.loads == [0, 1, 2]
+
+
+def test_weights_that_cannot_be_loaded_leave_the_old_version_sampling(stage: Stage) -> None:
+    stage.sampler.bad_versions = {1}
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: stage.sampler.loads == [0])
+    stage.announce(1)
+    eventually(lambda: stage.told("trouble"))
+    assert stage.told("trouble")[0]["error"] == "version 1: bad; version 0 goes on sampling"
+    stage.allow(1)
+    eventually(lambda: len(stage.groups()) == 1)
+    assert stage.store.read_pool()[0].info.rollouts[0].max_version == 0
+    eventually(lambda: stage.heartbeat()["error"].startswith("version 1: bad"))
+    stage.sampler.bad_versions = set()
+    eventually(lambda: stage.sampler.version == 1)  # tried again after a while
+    assert stage.told("version")[-1]["version"] == 1
+
+
+def test_a_first_version_that_cannot_be_loaded_is_waited_out(stage: Stage) -> None:
+    stage.sampler.bad_versions = {0}
+    stage.allow(1)
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: stage.told("trouble"))
+    assert stage.told("trouble")[0]["error"] == "version 0: bad; nothing to sample with"
+    assert stage.groups() == []
+    stage.announce(1)
+    eventually(lambda: len(stage.groups()) == 1)
+
+
+def test_a_scoring_failure_costs_its_group_only_and_gives_its_ticket_back(stage: Stage) -> None:
+    stage.env.scores = {"1": [ValueError("no verdict")]}
+    stage.allow(3)
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: len(stage.groups()) == 3)
+    stage.finish()
+    assert stage.groups() == ["counting.0", "counting.2", "counting.1"]
+    assert stage.told("trouble")[0]["error"] == ("group counting.1 given up: score failed: ValueError: no verdict")
+    assert stage.events[-1] == {"event": "stopped", "groups": 3, "rollouts": 6, "failed_groups": 1}
+    assert stage.heartbeat()["failed_groups"] == 1
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_a_scoring_failure(stage: Stage, reward: float) -> None:
+    stage.env.scores = {"0": [reward]}
+    stage.allow(1)
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: stage.groups() == ["counting.0"])
+    assert "group counting.0 given up: score failed: InvalidRollout: reward" in stage.told("trouble")[0]["error"]
+
+
+def test_a_prompt_that_fails_again_and_again_is_left_to_lapse_and_others_go_on(stage: Stage) -> None:
+    stage.env.bad_prompts = {0}
+    stage.allow(3)
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: len(stage.groups()) == 2)
+    eventually(lambda: len(stage.told("trouble")) == 2)
+    assert stage.told("trouble")[0]["error"] == "group counting.0 given up: prompt failed: KeyError: 0"
+    assert stage.told("trouble")[1]["error"] == (
+        "group counting.0 given up: prompt failed: KeyError: 0 (2 times; its ticket is left to lapse)"
+    )
+    assert stage.groups() == ["counting.1", "counting.2"]
+    time.sleep(0.2)
+    assert len(stage.told("trouble")) == 2
+
+
+def test_stopping_while_sampling_gives_all_tickets_back_at_once(stage: Stage) -> None:
+    stage.sampler.gate.clear()
+    stage.allow(3)
+    stage.announce(0)
+    stage.start()
+    assert stage.sampler.sampling.wait(PATIENCE_SECONDS)
+    other = stage.buffer.writer("w-1")
+    assert other.take("counting", 3, timeout_seconds=0.0) == []
+    stage.finish()
+    assert stage.groups() == []
+    assert [ticket.number for ticket in other.take("counting", 3, timeout_seconds=0.0)] == [0, 1, 2]
+
+
+def test_tickets_stay_out_however_long_sampling_takes(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlbuffer.writer.TICKET_SECONDS", 0.3)
+    stage.sampler.gate.clear()
+    stage.allow(2)
+    stage.announce(0)
+    stage.start()
+    assert stage.sampler.sampling.wait(PATIENCE_SECONDS)
+    other = stage.buffer.writer("w-1")
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        assert other.take("counting", 1, timeout_seconds=0.0) == []
+        time.sleep(0.02)
+    stage.sampler.gate.set()
+    eventually(lambda: stage.groups() == ["counting.0", "counting.1"])
+
+
+def test_a_run_in_another_epoch_makes_the_worker_start_afresh(stage: Stage) -> None:
+    stage.announce(5)
+    stage.start()
+    eventually(lambda: stage.sampler.loads == [5])
+    stage.store.client.hset(stage.store.keys.meta, "epoch", 77)  # what a rewind does: new epoch, older version
+    stage.store.client.delete(stage.store.keys.policy)
+    stage.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0)
+    stage.attempt = stage.store.trainer().number
+    stage.announce(2)
+    stage.allow(1)
+    eventually(lambda: stage.told("restart"))
+    stage.allow(2)
+    eventually(lambda: len(stage.groups()) >= 1)
+    assert stage.raised is None
+    assert stage.sampler.loads[-1] == 2
+    assert {entry.info.rollouts[0].max_version for entry in stage.store.read_pool()} == {2}
+
+
+def test_heartbeats_say_what_the_worker_does(stage: Stage) -> None:
+    stage.allow(2)
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: stage.heartbeat()["groups"] == 2)
+    beat = stage.heartbeat()
+    assert beat["env"] == "counting"
+    assert (beat["version"], beat["rollouts"], beat["failed_groups"], beat["error"]) == (0, 4, 0, "")
+    assert beat["pid"] > 0
+    assert beat["rollouts_per_second"] >= 0
+
+
+def test_an_env_that_the_model_cannot_answer_ends_the_worker(stage: Stage) -> None:
+    stage.sampler.vocab_size = 10
+    stage.announce(0)
+    stage.start()
+    stage.thread.join(PATIENCE_SECONDS)  # type: ignore[union-attr]
+    assert isinstance(stage.raised, ConfigError)
+    assert str(stage.raised) == "env counting uses 13 token ids, the model of version 0 knows 10"
+
+
+def test_the_real_sampler_serves_a_built_in_env(stage: Stage, tmp_path: Path) -> None:
+    from rlbuffer.weights.files import publish
+    from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
+
+    model = build_model(ModelSettings(config=dict(TINY_QWEN3)), seed=0)
+
+    def put(version: int) -> PolicyVersion:
+        return publish(tmp_path, version, state=model.state_dict(), config=config_of(model), keep=2)
+
+    stage.announce(put(0))
+    stage.allow(4, "repeat")
+    stage.start(env="repeat", group_size=4, groups_per_batch=4, temperature=0.5)
+    eventually(lambda: len(stage.groups()) == 4)
+    stage.announce(put(1))
+    stage.allow(8, "repeat")
+    eventually(lambda: len(stage.groups()) == 8)
+    stage.finish()
+    assert stage.raised is None
+    env = make_env("repeat")
+    entries = stage.store.read_pool()
+    assert [entry.info.rollouts[0].min_version for entry in entries] == [0] * 4 + [1] * 4
+    for number, entry in enumerate(entries):
+        prompt = env.prompt(number)
+        assert entry.info.prompt_id == prompt.prompt_id
+        payloads = stage.store.client.hgetall(entry.payload_key)
+        for index in range(4):
+            rollout = decode_rollout(payloads[str(index).encode()], expected=entry.info.rollouts[index])
+            completion = rollout.tokens[3:]
+            assert rollout.tokens[:3].tolist() == prompt.tokens.tolist()
+            assert rollout.reward == env.score(prompt, completion, finish_reason=rollout.finish_reason).reward
+            assert rollout.is_truncated == (rollout.finish_reason == "length")
+            assert rollout.columns["temperatures"].tolist() == [0.5] * rollout.length
+            assert rollout.text == prompt.prompt_id + env.render(completion)

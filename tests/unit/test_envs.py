@@ -1,0 +1,179 @@
+"""The built-in envs: fixed prompts, dense rewards; and how an env is found by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.worker.envs import BUILT_IN, Prompt, Score, make_env
+from rlbuffer.worker.envs.vocabulary import END, SYMBOLS, VOCAB_SIZE, encode, positions_right, render
+
+
+class Constant:
+    """A user's env, made by a factory named on the command line."""
+
+    name = "constant"
+    vocab_size = 3
+    eos_token_ids = (2,)
+    max_new_tokens = 1
+
+    def __init__(self, *, token: int = 0) -> None:
+        self.token = token
+
+    def prompt(self, number: int) -> Prompt:
+        return Prompt(prompt_id=str(number), tokens=np.array([self.token], np.int32))
+
+    def score(self, prompt: Prompt, tokens: np.ndarray, *, finish_reason: str) -> Score:
+        return Score(reward=1.0)
+
+    def render(self, tokens: np.ndarray) -> str:
+        return " ".join(map(str, tokens))
+
+
+class Nameless(Constant):
+    name = "has spaces"
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_prompts_are_the_same_in_every_process_and_differ_by_number_and_seed(name: str) -> None:
+    one, other, reseeded = make_env(name), make_env(name), make_env(name, seed=1)
+    numbers = range(50)
+    texts = [one.prompt(n).prompt_id for n in numbers]
+    assert texts == [other.prompt(n).prompt_id for n in reversed(numbers)][::-1]
+    assert len(set(texts)) > 10
+    assert texts != [reseeded.prompt(n).prompt_id for n in numbers]
+
+
+def test_the_first_prompts_never_change_between_releases() -> None:
+    assert [make_env("vcopy").prompt(n).prompt_id for n in range(6)] == [
+        "6523=",
+        "895_=",
+        "0242=",
+        "898_=",
+        "84__=",
+        "385_=",
+    ]
+    assert [make_env("repeat").prompt(n).prompt_id for n in range(6)] == ["65=", "83=", "05=", "83=", "83=", "34="]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_answer_fits_and_earns_exactly_one(name: str) -> None:
+    env = make_env(name)
+    for number in range(200):
+        prompt = env.prompt(number)
+        assert prompt.tokens.dtype == np.int32
+        assert 0 <= prompt.tokens.min() <= prompt.tokens.max() < env.vocab_size == VOCAB_SIZE
+        completion = encode(prompt.answer + "$")
+        assert len(completion) < env.max_new_tokens
+        score = env.score(prompt, completion, finish_reason="stop")
+        assert score.reward == 1.0
+        assert score.successes == {"exact": True}
+
+
+def test_vcopy_prompts_hold_one_to_four_digits_then_filler() -> None:
+    env = make_env("vcopy")
+    lengths = set()
+    for number in range(100):
+        prompt = env.prompt(number)
+        text = render(prompt.tokens)
+        assert text == prompt.prompt_id == prompt.answer.ljust(4, "_") + "="
+        lengths.add(len(prompt.answer))
+    assert lengths == {1, 2, 3, 4}
+
+
+def test_repeat_asks_for_one_to_five_times_the_symbol() -> None:
+    env = make_env("repeat")
+    counts = set()
+    for number in range(100):
+        prompt = env.prompt(number)
+        symbol, count, equals = prompt.prompt_id
+        assert equals == "="
+        assert prompt.answer == symbol * int(count)
+        counts.add(int(count))
+    assert counts == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("target", "answer", "reward"),
+    [
+        ("12$", "12$", 1.0),
+        ("12$", "13$", 2 / 3),
+        ("12$", "12", 2 / 3),
+        ("12$", "12_", 2 / 3),
+        ("12$", "123$", 2 / 4),
+        ("12$", "$", 0.0),
+        ("12$", "1$", 1 / 3),
+        ("1$", "1$", 1.0),
+        ("1$", "234567", 0.0),
+    ],
+)
+def test_reward_is_the_share_of_positions_right_over_the_longer(target: str, answer: str, reward: float) -> None:
+    assert positions_right(encode(target), encode(answer)) == pytest.approx(reward)
+
+
+def test_rendering_writes_foreign_ids_as_question_marks() -> None:
+    assert render(range(VOCAB_SIZE)) == SYMBOLS
+    assert render([END, 13, -1]) == "$??"
+
+
+def test_one_kind_of_env_can_serve_under_two_names() -> None:
+    assert make_env("vcopy", name="vcopy-eval").name == "vcopy-eval"
+
+
+def test_a_factory_of_the_users_own_gets_the_options() -> None:
+    env = make_env(f"{__name__}:Constant", token=7)
+    assert env.prompt(0).tokens.tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("vcop", {}, "env 'vcop' is not one of vcopy, repeat. Did you mean vcopy?"),
+        ("math", {}, "env 'math' is not one of vcopy, repeat. Your own env is named as package.module:factory."),
+        ("nowhere_at_all:make", {}, "env nowhere_at_all:make: cannot be imported: No module named 'nowhere_at_all'"),
+        ("math:make", {}, "env math:make: cannot be imported: module 'math' has no attribute 'make'"),
+        ("math:pi", {}, "env math:pi: pi is not callable"),
+        (":make", {}, "env :make: cannot be imported: Empty module name"),
+        (
+            "builtins:dict",
+            {},
+            (
+                "env builtins:dict: its factory returned dict, which lacks name, vocab_size, eos_token_ids, "
+                "max_new_tokens, prompt, score, render"
+            ),
+        ),
+        (
+            f"{__name__}:Nameless",
+            {},
+            f"env {__name__}:Nameless: its name 'has spaces' does not match [A-Za-z0-9_.-]{{1,64}}",
+        ),
+        (
+            "repeat",
+            {"sead": 1},
+            (
+                "env repeat: its factory refused the options {'sead': 1}: "
+                "Repeat.__init__() got an unexpected keyword argument 'sead'"
+            ),
+        ),
+    ],
+)
+def test_an_env_that_cannot_be_made_is_refused_with_the_reason(
+    name: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_env(name, **options)
+    assert str(error.value).removesuffix(". Did you mean 'seed'?") == message  # Python 3.13 adds the hint
+    assert error.value.setting == "env"
+
+
+def test_envs_import_no_torch() -> None:
+    code = (
+        "import sys, rlbuffer.worker.envs as e, rlbuffer.worker.loop; e.make_env('vcopy').prompt(0); "
+        "print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
