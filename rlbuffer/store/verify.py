@@ -147,9 +147,10 @@ def _check_chain(shot: Snapshot, findings: Findings) -> None:
 # -- I1, I2, I5 --------------------------------------------------------------------------------------------------------
 def _check_step(step: LiveStep, findings: Findings) -> None:
     header = step.header
-    if header is None:
-        return
     where = f"step {step.number}"
+    if header is None:
+        findings.unless(bool(step.header_bytes), "I4", f"{where}: has no header")
+        return
     members = [member for part in step.parts for member in part.rollouts]
     ranks = [part.rank for part in step.parts]
     findings.unless(

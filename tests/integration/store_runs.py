@@ -1,0 +1,181 @@
+"""A run to make moves on, for the tests of the store: on a real server and in memory, each under a name of its own."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlbuffer.batches import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.records import Group
+from rlbuffer.settings import ServerSettings
+from rlbuffer.store.base import Lease, PoolEntry, StepHeader
+from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.testing import make_group
+
+LEASE_SECONDS = 30.0
+
+
+class Run:
+    """A run with a leader and a producer, and short names for what tests do with it."""
+
+    def __init__(self, url: str, home: Path) -> None:
+        self.url, self.home = url, home
+        self.store = open_store(url, run=f"t{uuid.uuid4().hex[:12]}", home=home, server=ServerSettings())
+        self.meta = self.store.open_run()
+        self.sequence = 0
+        self.token = 0
+
+    @property
+    def client(self) -> Any:
+        return self.store.connection.client
+
+    def again(self) -> RedisStore:
+        """Another process's store of the same run."""
+        return open_store(self.url, run=self.store.run, home=self.home, server=ServerSettings())
+
+    def lead(self, owner: str = "leader", *, ttl_seconds: float = LEASE_SECONDS) -> Lease:
+        lease = self.store.lease(owner, ttl_seconds=ttl_seconds)
+        if lease.held:
+            self.token = lease.token
+        return lease
+
+    def push(self, group_id: str = "a.0", *, size: int = 2, version: int = 0, **fields: Any) -> Group:
+        group = make_group(env=group_id.split(".")[0], size=size, version=version, group_id=group_id, **fields)
+        self.sequence += 1
+        self.store.push(group, producer="w", incarnation="u", sequence=self.sequence, epoch=self.meta.epoch)
+        return group
+
+    def pool(self) -> list[PoolEntry]:
+        return self.store.read_pool()
+
+    def commit(
+        self,
+        step: int | None = None,
+        *,
+        entries: Sequence[PoolEntry] | None = None,
+        world_size: int = 2,
+        **changes: Any,
+    ) -> tuple[str, Any]:
+        """Commits everything that is pending, or `entries`, as the next step."""
+        used = self.pool() if entries is None else list(entries)
+        meta = self.store.meta()
+        plan = plan_of(used, meta.step + 1 if step is None else step, world_size=world_size)
+        if changes:
+            plan = changed(plan, **changes)
+        self.store.pin(plan.rollouts, {e.entry_id: e for e in used})
+        return self.store.commit(
+            self.token, plan, {e.entry_id: e for e in used}, meta=meta, state={"deficits": {"a": 1.5}}
+        )
+
+    def step(self, *groups: str, world_size: int = 2) -> StepHeader:
+        """Pushes groups and commits them."""
+        for group_id in groups:
+            self.push(group_id, version=self.store.meta().step)
+        if not self.token:
+            self.lead()
+        self.commit(world_size=world_size)
+        header = self.store.wait_step(self.store.meta().step, block_seconds=0)
+        assert header is not None
+        return header
+
+    def train(self, step: int, *, oldest_kept: int = 0) -> int:
+        """Registers a trainer if there is none, and reports `step` as trained."""
+        attempt = self.store.trainer()
+        if not attempt.number:
+            attempt = self.store.attempt(uuid="trainer", world_size=2, resume_step=0)
+        self.store.report(attempt.number, epoch=self.meta.epoch, trained=step, digest="", oldest_kept=oldest_kept)
+        return attempt.number
+
+    def drop(self, reason: str, entries: Sequence[PoolEntry]) -> Drop:
+        drop = Drop(
+            group_id=entries[0].group_id,
+            env=entries[0].env,
+            reason=reason,
+            rollouts=sum(e.rollouts for e in entries),
+            tokens=sum(e.tokens for e in entries),
+            entry_ids=tuple(e.entry_id for e in entries),
+            detail="because",
+        )
+        self.store.drop(self.token, [(drop, entries)])
+        return drop
+
+    def control_keys(self) -> dict[str, Any]:
+        """Every control key of the run with its whole content."""
+        return {key: self._content(key) for key in self._names(f"{{rlb:{self.store.run}}}:*")}
+
+    def payload_keys(self) -> list[str]:
+        return self._names(f"rlb:{self.store.run}:g:*")
+
+    def _names(self, pattern: str) -> list[str]:
+        return sorted(key.decode() for key in self.client.scan_iter(match=pattern))
+
+    def _content(self, key: str) -> Any:
+        kind = self.client.type(key).decode()
+        if kind == "hash":
+            return self.client.hgetall(key)
+        if kind == "zset":
+            return self.client.zrange(key, 0, -1, withscores=True)
+        if kind == "stream":
+            return self.client.xrange(key)
+        return self.client.get(key)
+
+
+def plan_of(
+    entries: Sequence[PoolEntry], step: int, *, world_size: int = 2, drop: Mapping[str, str] | None = None
+) -> StepPlan:
+    """A step of everything in `entries`: one rollout a row, dealt to the ranks in turn; `drop`: id -> reason."""
+    drop = drop or {}
+    refs = [
+        RolloutRef(
+            entry_id=entry.entry_id,
+            index=i,
+            rollout_id=info.rollout_id,
+            group_id=entry.group_id,
+            env=entry.env,
+            adapter="",
+            length=info.length,
+            loss_tokens=info.loss_tokens,
+            min_version=info.min_version,
+        )
+        for entry in entries
+        for i, info in enumerate(entry.info.rollouts if entry.info else ())
+        if info.rollout_id not in drop
+    ]
+    micro_steps = max(1, -(-len(refs) // world_size))
+    rows = tuple(
+        tuple((((m * world_size + r),) if m * world_size + r < len(refs) else (),) for r in range(world_size))
+        for m in range(micro_steps)
+    )
+    groups = tuple(dict.fromkeys(ref.group_id for ref in refs))
+    return StepPlan(
+        step=step,
+        group_ids=groups,
+        rollouts=tuple(refs),
+        advantages=np.arange(len(refs), dtype=np.float32) / 8,
+        plan=Plan(rows=rows, world_size=world_size, row_tokens=64),
+        normalizers=Normalizers(loss_tokens=sum(r.loss_tokens for r in refs), rollouts=len(refs), groups=len(groups)),
+        tokens=sum(r.length for r in refs),
+        closed_by="capacity",
+        entries=tuple(_use(entry, drop) for entry in entries),
+    )
+
+
+def _use(entry: PoolEntry, drop: Mapping[str, str]) -> EntryUse:
+    left_out = [(drop[r.rollout_id], 1, r.length) for r in entry.info.rollouts if r.rollout_id in drop]
+    return EntryUse(
+        entry_id=entry.entry_id,
+        env=entry.env,
+        packed_rollouts=entry.rollouts - len(left_out),
+        packed_tokens=entry.tokens - sum(tokens for _, _, tokens in left_out),
+        dropped=tuple(left_out),
+    )
+
+
+def changed(plan: StepPlan, /, **changes: Any) -> StepPlan:
+    """`plan` with other values."""
+    values = {name: getattr(plan, name) for name in StepPlan.__dataclass_fields__}
+    return StepPlan(**(values | changes))

@@ -1,0 +1,162 @@
+"""LEASE and TICKET."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from store_runs import Run
+
+pytest_plugins = ("store_fixtures",)
+
+
+def test_first_to_ask_leads_and_others_are_told_who(run):
+    lease = run.store.lease("one", ttl_seconds=5)
+    assert (lease.held, lease.owner, lease.renewed, lease.remaining_seconds) == (True, "one", False, 5.0)
+    other = run.again().lease("two", ttl_seconds=5)
+    assert (other.held, other.owner, other.token) == (False, "one", lease.token)
+    assert 0 < other.remaining_seconds <= 5
+
+
+def test_renewal_keeps_the_token(run):
+    first = run.store.lease("one", ttl_seconds=5)
+    again = run.store.lease("one", ttl_seconds=5)
+    assert (again.token, again.renewed) == (first.token, True)
+
+
+def test_lapsed_lease_gives_a_new_token_even_to_the_same_owner(run):
+    first = run.store.lease("one", ttl_seconds=0.001)
+    time.sleep(0.01)
+    again = run.store.lease("one", ttl_seconds=5)
+    assert again.token > first.token
+    assert not again.renewed
+
+
+def test_acquisition_whose_reply_was_lost_is_no_renewal(run):
+    # Another store object stands for the same process before it had heard of its token.
+    run.again().lease("one", ttl_seconds=5)
+    assert not run.store.lease("one", ttl_seconds=5).renewed
+    assert run.store.lease("one", ttl_seconds=5).renewed
+
+
+def test_released_lease_is_free_at_once_and_its_token_never_comes_back(run):
+    first = run.store.lease("one", ttl_seconds=30)
+    run.store.release_lease("two")
+    assert not run.store.lease("two", ttl_seconds=5).held
+    run.store.release_lease("one")
+    assert run.store.lease("two", ttl_seconds=5).token > first.token
+
+
+def test_token_is_beyond_every_token_of_the_past_after_the_clock_went_back(run):
+    future = 10**15
+    run.client.hset(run.store.keys.lease, mapping={"owner": "x", "until": 0, "token": future})
+    assert run.store.lease("one", ttl_seconds=5).token == future + 1
+
+
+def test_leader_says_config_error_and_allowances(run):
+    run.lead()
+    run.store.set_config(run.token, {"max_age": 2, "envs": {"a": {"max_age": 3}}}, "digest-1")
+    run.store.set_error(run.token, "boom")
+    run.store.set_allowances(run.token, {"a": 3, "b": -1})
+    meta = run.store.meta()
+    assert (meta.config, meta.config_digest, meta.error) == (
+        {"max_age": 2, "envs": {"a": {"max_age": 3}}},
+        "digest-1",
+        "boom",
+    )
+    assert run.store.allowances() == {"a": 3, "b": 0}
+    run.store.set_allowances(run.token, {"b": 1})
+    assert run.store.allowances() == {"b": 1}
+    run.store.set_error(run.token, "")
+    assert run.store.meta().error == ""
+
+
+def test_config_revision_grows_only_with_another_digest(run):
+    run.lead()
+    for digest in ("x", "x", "y"):
+        run.store.set_config(run.token, {}, digest)
+    assert run.client.hget(run.store.keys.meta, "revision") == b"2"
+
+
+def test_tombstones_outlive_twice_the_group_timeout(run):
+    run.lead()
+    for timeout, wanted_hours in ((300.0, 1), (7200.0, 4)):
+        run.store.set_config(run.token, {"group_timeout_seconds": timeout}, str(timeout))
+        assert run.store.tombstone_ms == wanted_hours * 3_600_000
+        other = run.again()
+        other.meta()
+        assert other.tombstone_ms == wanted_hours * 3_600_000
+
+
+def test_old_tombstones_go_with_the_next_step(run):
+    run.lead()
+    now = run.store.now()
+    run.client.zadd(run.store.keys.closed, {"old": 1000 * (now - 3700), "young": 1000 * (now - 3500)})
+    run.step("a.0")
+    assert run.store.closed_groups() == ["young", "a.0"]
+
+
+# -- tickets -----------------------------------------------------------------------------------------------------------
+def allow(run: Run, **allowances: int) -> None:
+    run.lead()
+    run.store.set_allowances(run.token, allowances)
+
+
+def take(run: Run, n: int, env: str = "a", ttl_seconds: float = 60) -> list[int]:
+    return run.store.take_tickets(env, n, ttl_seconds=ttl_seconds)
+
+
+def test_no_more_tickets_are_out_than_allowed(run):
+    assert take(run, 2) == []
+    allow(run, a=3, b=1)
+    assert (take(run, 2), take(run, 2), take(run, 2)) == ([0, 1], [2], [])
+    assert take(run, 5, "b") == [0]
+    allow(run, a=4)
+    assert take(run, 5) == [3]
+    assert take(run, 5, "b") == []
+
+
+def test_tickets_of_ingested_groups_make_room_for_new_numbers(run):
+    allow(run, a=2)
+    take(run, 2)
+    run.store.close_tickets("a", [0])
+    run.store.close_tickets("a", [])
+    assert take(run, 2) == [2]
+
+
+def test_lowest_expired_number_is_taken_first(run):
+    allow(run, a=12)
+    take(run, 12, ttl_seconds=0.001)
+    time.sleep(0.01)
+    run.store.close_tickets("a", [0, 3])
+    # By number, not by text: 10 comes after 9.
+    assert take(run, 12) == [1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
+
+
+def test_released_tickets_are_taken_again_first(run):
+    allow(run, a=4)
+    take(run, 3)
+    run.store.release_tickets("a", [1])
+    assert take(run, 2) == [1, 3]
+
+
+def test_renewed_ticket_stays_out_and_a_closed_one_does_not_come_back(run):
+    allow(run, a=3)
+    take(run, 3, ttl_seconds=0.2)
+    run.store.close_tickets("a", [2])
+    run.store.renew_tickets("a", [0, 2], ttl_seconds=60)
+    time.sleep(0.25)
+    assert take(run, 3) == [1, 3]
+    for nothing in (run.store.renew_tickets("a", [], ttl_seconds=1), run.store.release_tickets("a", [])):
+        assert nothing is None
+    assert run.client.zscore(run.store.keys.tickets("a"), "2") is None
+
+
+@pytest.mark.parametrize("moves", [1, 2])
+def test_refused_take_changes_nothing(run, moves):
+    allow(run, a=1)
+    take(run, 1)
+    before = run.control_keys()
+    for _ in range(moves):
+        assert take(run, 1) == []
+    assert run.control_keys() == before

@@ -1,0 +1,159 @@
+"""PUSH and INGEST: exactly once, and what happens to what cannot be read."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from store_runs import Run
+
+from rlbuffer import wire
+from rlbuffer.errors import ProducerGap, RunGone
+from rlbuffer.store.base import PartRollout
+from rlbuffer.testing import make_group
+
+pytest_plugins = ("store_fixtures",)
+
+
+def send(run: Run, sequence: int, *, group_id: str = "a.0", epoch: int | None = None, store=None) -> tuple[str, str]:
+    group = make_group(env="a", size=2, group_id=group_id)
+    where = store or run.store
+    return where.push(group, producer="w", incarnation="u", sequence=sequence, epoch=epoch or run.meta.epoch)
+
+
+def test_pushed_group_is_pending_and_counted_as_pushed(run):
+    status, entry_id = send(run, 1)
+    (entry,) = run.pool()
+    assert (status, entry.entry_id, entry.group_id, entry.env) == ("stored", entry_id, "a.0", "a")
+    account = run.store.ledger().envs["a"]
+    assert account.pushed == account.pending == (2, entry.tokens)
+    assert entry.payload_key == f"rlb:{run.store.run}:g:a.0:u.1"
+    assert 0 < run.client.pttl(entry.payload_key) <= 7 * 86_400_000
+
+
+def test_payloads_come_back_as_they_were_pushed(run):
+    group = run.push("a.0", size=3)
+    (entry,) = run.pool()
+    refs = [
+        PartRollout(payload_key=entry.payload_key, index=i, info=r, group_id="a.0", env="a", adapter="", advantage=0.0)
+        for i, r in enumerate(entry.info.rollouts)
+    ]
+    # Out of order and one twice: the answer follows the question.
+    order = [2, 0, 2, 1]
+    payloads = run.store.read_payloads([refs[i] for i in order])
+    assert [wire.decode_rollout(p, expected=refs[i].info) for i, p in zip(order, payloads, strict=True)] == [
+        group.rollouts[i] for i in order
+    ]
+    assert run.store.read_payloads([]) == []
+
+
+def test_same_sequence_again_is_a_duplicate_and_moves_the_ledger_once(run):
+    stored = send(run, 1)
+    before = run.control_keys()
+    assert send(run, 1) == ("duplicate", stored[1])
+    assert run.control_keys() == before
+
+
+def test_older_sequence_is_a_duplicate_whose_entry_is_not_known_any_more(run):
+    send(run, 1)
+    send(run, 2, group_id="a.1")
+    assert send(run, 1) == ("duplicate", "")
+
+
+def test_missing_push_is_answered_with_the_last_one_that_the_server_has(run):
+    send(run, 1)
+    before = run.control_keys()
+    with pytest.raises(ProducerGap) as caught:
+        send(run, 3, group_id="a.2")
+    assert caught.value.last == 1
+    assert run.control_keys() == before
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_producer_of_another_epoch_is_told_that_its_run_is_gone(run, deleted):
+    if deleted:
+        run.client.delete(run.store.keys.meta)
+        message = f"run '{run.store.run}' is not on the server any more ({run.store.keys.meta})"
+    else:
+        run.client.hset(run.store.keys.meta, "epoch", 8)
+        message = f"run '{run.store.run}' is in epoch 8, this producer works in epoch 7: it was reset or rewound"
+    before = run.control_keys()
+    with pytest.raises(RunGone) as caught:
+        send(run, 1, epoch=7)
+    assert str(caught.value) == message
+    assert run.control_keys() == before
+
+
+def test_run_made_anew_is_in_another_epoch(run):
+    run.client.delete(run.store.keys.meta)
+    time.sleep(0.002)
+    assert run.store.open_run().epoch > run.meta.epoch
+
+
+def test_repeating_a_push_from_a_new_process_leaves_a_pinned_payload_permanent(run):
+    # PEXPIRE on a persisted hash gives it a time to live again: a week later a committed step would lose its payload.
+    run.step("a.0")
+    (key,) = run.payload_keys()
+    assert run.client.pttl(key) == -1
+    other = run.again()
+    assert send(run, 1, store=other)[0] == "duplicate"
+    assert run.client.pttl(key) == -1
+    other.close()
+
+
+def test_push_whose_payload_was_lost_before_it_became_pending_is_sent_whole_again(run):
+    # As after a power cut between the two phases: the writer repeats the same sequence.
+    send(run, 1)
+    run.client.delete(*run.payload_keys(), run.store.keys.producer("w", "u"), run.store.keys.pool)
+    assert send(run, 1)[0] == "stored"
+    assert run.client.hlen(run.payload_keys()[0]) >= 2
+
+
+def test_entry_with_unreadable_metadata_is_named_and_still_accounted(run):
+    keys = run.store.keys
+    fields = {"env": "a", "group": "a.9", "key": "u.9", "rollouts": "3", "tokens": "30", "metadata": b"\xc1junk"}
+    run.client.xadd(keys.pool, fields)
+    (entry,) = run.pool()
+    assert entry.info is None
+    assert entry.error.startswith("metadata: ")
+    assert (entry.env, entry.group_id, entry.rollouts, entry.tokens) == ("a", "a.9", 3, 30)
+    assert run.store.pin([], {}) == []
+
+
+def test_entry_whose_metadata_disagrees_with_its_counts_is_invalid(run):
+    group = make_group(env="a", size=2, group_id="a.0", lengths=[5, 5])
+    fields = {"env": "a", "group": "a.0", "key": "u.1", "rollouts": "2", "tokens": "11"}
+    run.client.xadd(run.store.keys.pool, {**fields, "metadata": wire.encode_push(group).metadata})
+    (entry,) = run.pool()
+    assert entry.info is None
+    assert entry.error == (
+        "metadata of a.0 (a, 2 rollouts, 10 tokens) disagrees with its entry: a.0 (a, 2 rollouts, 11 tokens)"
+    )
+
+
+def test_pool_is_read_in_pages_each_entry_once(run):
+    for i in range(5):
+        run.push(f"a.{i}")
+    seen, cursor = [], "0-0"
+    while page := run.store.read_pool(cursor, count=2):
+        assert len(page) <= 2
+        seen += [entry.group_id for entry in page]
+        cursor = page[-1].entry_id
+    assert seen == [f"a.{i}" for i in range(5)]
+
+
+def test_blocked_reader_of_the_pool_is_woken_by_a_push(run):
+    got = []
+    thread = threading.Thread(target=lambda: got.extend(run.store.read_pool(block_seconds=1.9)))
+    thread.start()
+    time.sleep(0.1)
+    send(run, 1)
+    thread.join(5)
+    assert [entry.group_id for entry in got] == ["a.0"]
+
+
+def test_reading_an_empty_pool_ends_after_the_time_allowed(run):
+    begun = time.monotonic()
+    assert run.store.read_pool(block_seconds=0.05) == []
+    assert time.monotonic() - begun < 2

@@ -1,0 +1,316 @@
+"""COMMIT, DROP, PIN, PULL and RETIRE."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from store_runs import Run, changed, plan_of
+
+from rlbuffer.batches import EntryUse
+from rlbuffer.errors import LeaseLost, NotFound, RlbufferError, StepRetired
+
+pytest_plugins = ("store_fixtures",)
+
+
+def test_committed_step_moves_everything_at_once(run):
+    run.lead()
+    run.push("a.0", size=3, rewards=[0, 1, 1])
+    run.push("b.0", size=2, rewards=[0, 0])
+    entries = run.pool()
+    status, digest = run.commit()
+    assert status == "ok"
+    assert run.pool() == []
+    header = run.store.wait_step(1, block_seconds=0)
+    assert (header.step, header.digest, header.previous_digest, header.world_size) == (1, digest, "", 2)
+    assert (header.rollouts, header.group_ids, header.closed_by) == (5, ("a.0", "b.0"), "capacity")
+    tokens = sum(e.tokens for e in entries)
+    assert (header.tokens, header.fill) == (tokens, tokens / (2 * 3 * 64))
+    assert header.reward == pytest.approx(2 / 5)
+    assert header.envs["a"]["reward"] == pytest.approx(2 / 3)
+    assert {env: (v["rollouts"], v["groups"], v["max_age"]) for env, v in header.envs.items()} == {
+        "a": (3, 1, 0),
+        "b": (2, 1, 0),
+    }
+    assert abs(header.committed_ms / 1000 - run.store.now()) < 5
+    ledger = run.store.ledger()
+    assert ledger.envs["a"].packed == (3, entries[0].tokens)
+    assert ledger.total().pending == (0, 0)
+    assert run.store.closed_groups() == ["a.0", "b.0"]
+    assert run.store.load_state() == {"deficits": {"a": 1.5}}
+    assert (run.store.meta().step, run.store.meta().digest) == (1, digest)
+    assert run.store.history()[0]["event"] == "step"
+    assert run.client.zrange(run.store.keys.garbage, 0, -1, withscores=True) == [
+        [e.payload_key.encode(), 1.0] for e in entries
+    ]
+    assert run.store.verify().findings == ()
+
+
+def test_parts_hold_what_each_rank_trains_on(run):
+    run.lead()
+    run.push("a.0", size=3)
+    entries = run.pool()
+    run.commit()
+    first, second = run.store.read_parts(1)
+    assert [r.info.rollout_id for r in first.rollouts] == ["a.0/0", "a.0/2"]
+    assert [r.info.rollout_id for r in second.rollouts] == ["a.0/1"]
+    assert first.rows == (((0,),), ((1,),))
+    assert second.rows == (((0,),), ((),))
+    assert [r.advantage for r in first.rollouts] == [0.0, 0.25]
+    assert first.rollouts[0].info == entries[0].info.rollouts[0]
+    assert first.rollouts[0].payload_key == entries[0].payload_key
+    assert run.store.read_parts(1, [1]) == [second]
+    assert all(run.store.read_payloads(first.rollouts))
+
+
+def test_digest_of_a_step_chains_on_the_one_before(run):
+    first, second = run.step("a.0"), run.step("a.1")
+    assert second.previous_digest == first.digest != second.digest
+
+
+def test_same_step_again_is_a_duplicate_and_changes_nothing(run):
+    run.lead()
+    run.push()
+    entries = run.pool()
+    meta = run.store.meta()
+    plan = plan_of(entries, 1)
+    used = {e.entry_id: e for e in entries}
+    first = run.store.commit(run.token, plan, used, meta=meta, state={})
+    before = run.control_keys()
+    assert run.store.commit(run.token, plan, used, meta=meta, state={}) == ("duplicate", first[1])
+    assert run.control_keys() == before
+
+
+def test_entries_that_are_gone_are_named_and_nothing_is_committed(run):
+    run.lead()
+    run.push("a.0")
+    run.push("a.1")
+    run.push("a.2")
+    entries = run.pool()
+    run.drop("stale", [entries[1]])
+    before = run.control_keys()
+    assert run.commit(entries=entries) == ("gone", [entries[1].entry_id])
+    assert run.control_keys() == before
+
+
+def _other_leader(run: Run) -> None:
+    run.store.release_lease("leader")
+    run.store.lease("other", ttl_seconds=30)
+
+
+def _lapsed(run: Run) -> None:
+    run.store.lease("leader", ttl_seconds=0.001)
+    time.sleep(0.01)
+
+
+def _no_lease(run: Run) -> None:
+    run.client.delete(run.store.keys.lease)
+
+
+@pytest.mark.parametrize("spoil", [_other_leader, _lapsed, _no_lease])
+def test_who_does_not_lead_can_neither_commit_nor_drop_nor_retire(run, spoil):
+    run.lead()
+    run.push()
+    entries = run.pool()
+    spoil(run)
+    before = run.control_keys()
+    with pytest.raises(LeaseLost, match=f"the lease of run '{run.store.run}' is not this batcher's any more"):
+        run.commit()
+    with pytest.raises(LeaseLost):
+        run.drop("stale", entries)
+    with pytest.raises(LeaseLost):
+        run.store.retire(run.token, 1)
+    for refused in (
+        lambda: run.store.set_config(run.token, {"max_age": 1}, "d"),
+        lambda: run.store.set_error(run.token, "x"),
+        lambda: run.store.set_allowances(run.token, {"a": 1}),
+    ):
+        with pytest.raises(LeaseLost):
+            refused()
+    assert run.control_keys() == before
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        ("step", LeaseLost, r"step 3 of run '\w+' follows step 0 .* read everything again"),
+        ("epoch", LeaseLost, r"but the run is at step 0 of epoch 9"),
+        ("digest", LeaseLost, r"or has another digest"),
+        (
+            "unequal",
+            RlbufferError,
+            r"does not account for all of pool entry \S+, which holds 2 rollouts and \d+ tokens",
+        ),
+        ("twice", RlbufferError, r"the plan of step 1 names pool entry \S+ twice"),
+    ],
+)
+def test_refused_commit_changes_nothing(run, spoil, error, message):
+    run.lead()
+    run.push()
+    entries = run.pool()
+    plan, meta = plan_of(entries, 1), run.store.meta()
+    use = plan.entries[0]
+    if spoil == "step":
+        plan = changed(plan, step=3)
+    elif spoil == "epoch":
+        run.client.hset(run.store.keys.meta, "epoch", 9)
+    elif spoil == "digest":
+        run.client.hset(run.store.keys.meta, "digest", "other")
+    elif spoil == "unequal":
+        short = EntryUse(entry_id=use.entry_id, env="a", packed_rollouts=1, packed_tokens=use.packed_tokens)
+        plan = changed(plan, entries=(short,))
+    else:
+        plan = changed(plan, entries=(use, use))
+    before = run.control_keys()
+    with pytest.raises(error, match=message):
+        run.store.commit(run.token, plan, {e.entry_id: e for e in entries}, meta=meta, state={})
+    assert run.control_keys() == before
+
+
+def test_what_an_entry_holds_beyond_the_step_is_dropped_by_its_reason(run):
+    run.lead()
+    run.push("a.0", size=3, lengths=[4, 5, 6])
+    (entry,) = run.pool()
+    plan = plan_of([entry], 1, drop={"a.0/2": "oversized"})
+    assert run.store.commit(run.token, plan, {entry.entry_id: entry}, meta=run.store.meta(), state={})[0] == "ok"
+    account = run.store.ledger().envs["a"]
+    assert (account.packed, account.dropped, account.pending) == ((2, 9), {"oversized": (1, 6)}, (0, 0))
+    assert run.store.verify().findings == ()
+
+
+def test_dropped_group_is_accounted_once_and_leaves_a_tombstone(run):
+    run.lead()
+    run.push("a.0")
+    entries = run.pool()
+    run.drop("stale", entries)
+    account = run.store.ledger().envs["a"]
+    assert (account.dropped, account.pending) == ({"stale": (2, entries[0].tokens)}, (0, 0))
+    assert run.store.closed_groups() == ["a.0"]
+    record = run.store.history()[0]
+    assert (record["event"], record["group_id"], record["reason"], record["detail"]) == (
+        "drop",
+        "a.0",
+        "stale",
+        "because",
+    )
+    before = run.control_keys()
+    run.drop("stale", entries)
+    assert run.control_keys() == before
+
+
+@pytest.mark.parametrize("reason", ["late", "duplicate", "invalid", "oversized"])
+def test_dropping_a_part_leaves_its_group_open(run, reason):
+    # A tombstone here would lose the rest of the group at the next takeover.
+    run.lead()
+    run.push("a.0")
+    run.drop(reason, run.pool())
+    assert run.store.closed_groups() == []
+
+
+def test_drop_of_more_entries_than_one_call_takes_is_carried_out_whole(run):
+    run.lead()
+    group = {"env": "a", "group": "a.0", "key": "u.1", "rollouts": "1", "tokens": "2", "metadata": b""}
+    for _ in range(1003):
+        run.client.xadd(run.store.keys.pool, group)
+    run.client.hset(run.store.keys.ledger, mapping={"a:pushed:rollouts": 1003, "a:pushed:tokens": 2006})
+    run.drop("small", run.store.read_pool(count=2000))
+    assert run.pool() == []
+    assert run.store.ledger().envs["a"].dropped == {"small": (1003, 2006)}
+    assert [r["rollouts"] for r in run.store.history()] == [1003]
+
+
+def test_pin_makes_payloads_permanent_and_names_what_is_missing_or_of_another_size(run):
+    for i in range(4):
+        run.push(f"a.{i}")
+    entries = run.pool()
+    used = {e.entry_id: e for e in entries}
+    refs = plan_of(entries, 1).rollouts
+    run.client.delete(entries[1].payload_key)
+    run.client.hset(entries[2].payload_key, "1", b"short")
+    run.client.hdel(entries[3].payload_key, "0")
+    assert run.store.pin(refs, used) == [e.entry_id for e in entries[1:]]
+    assert run.client.pttl(entries[0].payload_key) == -1
+    assert run.store.pin(refs[:2], used) == []
+
+
+def test_waiting_reader_is_woken_by_the_commit(run):
+    run.lead()
+    run.push()
+    got = []
+    thread = threading.Thread(target=lambda: got.append(run.store.wait_step(1, block_seconds=10)))
+    thread.start()
+    time.sleep(0.1)
+    run.commit()
+    thread.join(5)
+    assert got[0].step == 1
+
+
+def test_step_that_was_not_committed_is_waited_for_and_then_none(run):
+    begun = time.monotonic()
+    assert run.store.wait_step(1, block_seconds=0.05) is None
+    assert 0.04 < time.monotonic() - begun < 2
+    with pytest.raises(NotFound, match="has no step 1"):
+        run.store.read_parts(1)
+
+
+def test_only_trained_steps_retire(run):
+    for i in range(3):
+        run.step(f"a.{i}")
+    run.train(2)
+    assert run.store.retire(run.token, 99) == 2
+    assert run.store.meta().retired == 2
+    assert [h.step for h in run.store.headers()] == [3]
+    assert len(run.payload_keys()) == 1
+    assert run.store.verify().findings == ()
+
+
+def test_dropped_payloads_stay_until_the_steps_beside_them_retire(run):
+    run.step("a.0")
+    run.push("a.1")
+    run.drop("stale", run.pool())
+    run.train(1)
+    assert len(run.payload_keys()) == 2
+    assert run.store.retire(run.token, 1) == 2
+    assert run.payload_keys() == []
+    assert run.client.zcard(run.store.keys.garbage) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_retired_step_is_said_to_be_retired(run, steps):
+    # With one step the stream is empty afterwards, with two the read gives the next step: both must be noticed.
+    for i in range(steps):
+        run.step(f"a.{i}")
+    run.train(1)
+    run.store.retire(run.token, 1)
+    for pull in (lambda: run.store.wait_step(1, block_seconds=5), lambda: run.store.read_parts(1)):
+        with pytest.raises(StepRetired) as caught:
+            pull()
+        assert str(caught.value) == (
+            f"step 1 of run '{run.store.run}' was trained, checkpointed and retired: "
+            "steps up to 1 are gone, resume from a newer checkpoint"
+        )
+
+
+def test_sweep_takes_more_keys_than_fit_one_round_trip(run):
+    run.step("a.0")
+    run.train(1)
+    run.client.zadd(run.store.keys.garbage, {f"rlb:{run.store.run}:g:x:{i}": 0 for i in range(1100)})
+    assert run.store.retire(run.token, 1) == 1101
+
+
+def test_headers_are_found_by_range_and_groups_in_steps(run):
+    for i in range(4):
+        run.step(f"a.{i}")
+    assert [h.step for h in run.store.headers(2, 3)] == [2, 3]
+    assert [h.step for h in run.store.headers(3)] == [3, 4]
+    assert [(step, member.info.rollout_id, rank) for step, member, rank in run.store.find_in_steps("a.2")] == [
+        (3, "a.2/0", 0),
+        (3, "a.2/1", 1),
+    ]
+    assert run.store.find_in_steps("a.9") == []
+
+
+def test_run_without_a_step_has_no_state(run):
+    assert run.store.load_state() is None
+    assert list(run.store.headers()) == []

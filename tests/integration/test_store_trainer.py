@@ -1,0 +1,162 @@
+"""ATTEMPT, REPORT and ANNOUNCE."""
+
+from __future__ import annotations
+
+import pytest
+from store_runs import Run
+
+from rlbuffer.errors import AttemptFenced, RlbufferError, RunGone, StepRetired
+from rlbuffer.records import PolicyVersion
+
+pytest_plugins = ("store_fixtures",)
+
+
+def attempt(run: Run, uuid: str = "first", *, resume_step: int = 0):
+    return run.store.attempt(uuid=uuid, world_size=2, resume_step=resume_step)
+
+
+def report(run: Run, number: int, trained: int, *, digest: str = "", oldest_kept: int = 0, epoch: int = 0) -> None:
+    epoch = epoch or run.meta.epoch
+    run.store.report(number, epoch=epoch, trained=trained, digest=digest, oldest_kept=oldest_kept)
+
+
+def test_run_without_a_trainer_has_attempt_zero(run):
+    assert run.store.trainer().number == 0
+    assert run.store.policy() == PolicyVersion(version=-1)
+
+
+def test_each_attempt_has_a_larger_number_and_a_repeated_one_the_same(run):
+    first = attempt(run)
+    assert attempt(run).number == first.number
+    second = attempt(run, "second")
+    assert second.number > first.number
+    assert (second.world_size, second.resume_step, second.epoch, second.trained) == (2, 0, run.meta.epoch, 0)
+    assert 0 <= second.seen_seconds_ago < 5
+
+
+def test_older_attempt_is_fenced_from_everything(run):
+    run.step("a.0")
+    first = attempt(run)
+    second = attempt(run, "second")
+    before = run.control_keys()
+    message = (
+        f"attempt {first.number} of run '{run.store.run}' is over: attempt {second.number} has taken over "
+        f"({run.store.keys.trainer})"
+    )
+    with pytest.raises(AttemptFenced) as caught:
+        report(run, first.number, 1)
+    assert str(caught.value) == message
+    with pytest.raises(AttemptFenced) as caught:
+        run.store.announce(first.number, PolicyVersion(version=0))
+    assert str(caught.value) == message
+    assert run.control_keys() == before
+
+
+def test_newly_trained_steps_move_from_packed_to_trained_once(run):
+    headers = [run.step(f"a.{i}", f"b.{i}") for i in range(3)]
+    number = attempt(run).number
+    report(run, number, 2, digest=headers[1].digest)
+    report(run, number, 2, digest=headers[1].digest)
+    total = run.store.ledger().total()
+    assert total.trained == (8, headers[0].tokens + headers[1].tokens)
+    assert total.packed == (4, headers[2].tokens)
+    assert (run.store.trainer().trained, run.store.trainer().digest) == (2, headers[1].digest)
+    groups = run.client.hmget(run.store.keys.ledger, ["a:packed:groups", "a:trained:groups"])
+    assert groups == [b"1", b"2"]
+    assert run.store.verify().findings == ()
+
+
+def test_trained_and_oldest_kept_never_go_back_over_attempts(run):
+    for i in range(3):
+        run.step(f"a.{i}")
+    report(run, attempt(run).number, 3, oldest_kept=2)
+    again = attempt(run, "second", resume_step=2)
+    report(run, again.number, 2, oldest_kept=1)
+    now = run.store.trainer()
+    assert (now.resume_step, now.trained, now.oldest_kept) == (2, 3, 2)
+    assert run.store.ledger().total().trained[0] == 6
+
+
+def _epoch(run: Run) -> None:
+    run.client.hset(run.store.keys.meta, "epoch", 5)
+
+
+def _header_gone(run: Run) -> None:
+    run.client.xdel(run.store.keys.steps, "1-0")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "trained", "digest", "error", "message"),
+    [
+        (None, 3, "", RunGone, "has trained step 3, but run .* ends at step 2"),
+        (None, 2, "abc", RunGone, "trained step 2 with digest abc, but run .* has [0-9a-f]{64} there"),
+        (_epoch, 1, "", RunGone, "is in epoch 5, the trainer in"),
+        (_header_gone, 2, "", RlbufferError, "has lost step 1, which was never trained"),
+    ],
+)
+def test_report_that_does_not_fit_the_run_changes_nothing(run, spoil, trained, digest, error, message):
+    run.step("a.0")
+    run.step("a.1")
+    number = attempt(run).number
+    if spoil:
+        spoil(run)
+    before = run.control_keys()
+    with pytest.raises(error, match=message):
+        report(run, number, trained, digest=digest)
+    assert run.control_keys() == before
+
+
+def test_step_trained_before_is_compared_by_digest_too(run):
+    header = run.step("a.0")
+    number = attempt(run).number
+    report(run, number, 1, digest=header.digest)
+    with pytest.raises(RunGone, match="trained step 1 with digest other"):
+        report(run, number, 1, digest="other")
+
+
+@pytest.mark.parametrize(
+    ("resume_step", "error", "message"),
+    [
+        (0, StepRetired, "resumes after step 0, but steps up to 1 of run .* were retired"),
+        (3, RunGone, "resumes after step 3, but run .* ends at step 2"),
+    ],
+)
+def test_attempt_that_the_run_cannot_serve_is_refused(run, resume_step, error, message):
+    for i in range(2):
+        run.step(f"a.{i}")
+    run.train(2)
+    run.store.retire(run.token, 1)
+    before = run.control_keys()
+    with pytest.raises(error, match=message):
+        attempt(run, "second", resume_step=resume_step)
+    assert run.control_keys() == before
+    for step in (1, 2):
+        assert attempt(run, f"good{step}", resume_step=step).resume_step == step
+
+
+def test_attempt_on_a_run_that_is_not_there_is_refused(run):
+    run.client.delete(run.store.keys.meta)
+    with pytest.raises(RunGone, match="is not on the server"):
+        attempt(run)
+
+
+def test_policy_version_only_grows_within_an_epoch(run):
+    number = attempt(run).number
+    two = PolicyVersion(version=2, location="/w/2", size=10, checksum="c2")
+    assert run.store.announce(number, two)
+    before = run.control_keys()
+    for version in (1, 2):
+        assert not run.store.announce(number, PolicyVersion(version=version, location="/other"))
+    assert run.control_keys() == before
+    assert run.store.policy() == two
+    assert run.store.announce(number, PolicyVersion(version=3))
+    run.client.hset(run.store.keys.meta, "epoch", run.meta.epoch + 1)
+    assert run.store.announce(number, PolicyVersion(version=1))
+    assert run.store.policy().version == 1
+
+
+def test_each_adapter_has_a_version_of_its_own(run):
+    number = attempt(run).number
+    run.store.announce(number, PolicyVersion(version=4, adapter="lora"))
+    assert run.store.policy().version == -1
+    assert run.store.policy("lora") == PolicyVersion(version=4, adapter="lora")

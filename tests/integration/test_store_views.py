@@ -1,0 +1,100 @@
+"""Opening a run, and what is shown of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlbuffer.errors import ConfigError, RunGone, SchemaMismatch
+from rlbuffer.settings import ServerSettings
+from rlbuffer.store.redis_store import open_store
+
+pytest_plugins = ("store_fixtures",)
+
+
+def test_opening_again_changes_nothing_but_the_time(run):
+    before = run.control_keys()
+    assert run.again().open_run() == run.meta
+    assert run.control_keys() == before
+    assert abs(run.store.runs()[run.store.run] - run.store.now()) < 5
+
+
+def test_run_of_another_schema_is_refused(run):
+    run.client.hset(run.store.keys.meta, "schema", 99)
+    with pytest.raises(SchemaMismatch) as caught:
+        run.store.open_run()
+    assert str(caught.value) == (
+        f"run '{run.store.run}' was written with schema 99, this version of rlbuffer reads schema 1: "
+        f"use another run name, or the version that wrote it ({run.store.keys.meta})"
+    )
+
+
+def test_meta_of_a_run_that_is_not_there_says_so(run):
+    run.client.delete(run.store.keys.meta)
+    with pytest.raises(RunGone):
+        run.store.meta()
+
+
+@pytest.mark.parametrize("name", ["", "Upper", "a b", "x" * 65, "a:b", "a*"])
+def test_run_names_that_cannot_be_keys_are_refused(name, tmp_path):
+    with pytest.raises(ConfigError, match="must match"):
+        open_store("memory://", run=name, home=tmp_path, server=ServerSettings())
+
+
+def test_heartbeats_carry_the_servers_time(run):
+    run.store.heartbeat("worker", "w0", {"tokens_per_second": 12.5, "text": "a b"})
+    run.store.heartbeat("rank", "0", {"step": 3})
+    (record,) = run.store.heartbeats("worker").values()
+    assert 0 <= record.pop("seconds_ago") < 5
+    assert record == {"tokens_per_second": 12.5, "text": "a b"}
+    assert list(run.store.heartbeats("rank")) == ["0"]
+    assert run.store.heartbeats("batcher") == {}
+    with pytest.raises(ValueError, match="heartbeat kind 'x' must be one of worker, rank, batcher"):
+        run.store.heartbeat("x", "w0", {})
+
+
+def test_process_that_was_silent_for_an_hour_is_forgotten_when_a_new_one_comes(run):
+    run.store.heartbeat("worker", "old", {})
+    key = run.store.keys.heartbeats("worker")
+    age = f"{int(1000 * run.store.now()) - 3_700_000} ".encode()
+    run.client.hset(key, "old", age + run.client.hget(key, "old").partition(b" ")[2])
+    run.store.heartbeat("worker", "new", {})
+    assert list(run.store.heartbeats("worker")) == ["new"]
+
+
+def test_waiting_sentences_are_said_and_taken_back(run):
+    run.store.set_waiting("batcher", "Waiting for env b: 3 of 8 groups.")
+    run.store.set_waiting("rank 0", "Waiting for step 1.")
+    assert run.store.waiting() == {"batcher": "Waiting for env b: 3 of 8 groups.", "rank 0": "Waiting for step 1."}
+    run.store.set_waiting("rank 0", "")
+    assert list(run.store.waiting()) == ["batcher"]
+
+
+def test_damaged_and_lost_are_counted_beside_the_accounts(run):
+    run.push()
+    run.store.count_damaged(2)
+    run.store.count_damaged(1)
+    run.store.count_lost(4)
+    ledger = run.store.ledger()
+    assert (ledger.damaged, ledger.lost, list(ledger.envs)) == (3, 4, ["a"])
+
+
+def test_history_is_newest_first_with_the_time_of_the_event(run):
+    run.step("a.0")
+    run.push("a.1")
+    run.drop("stale", run.pool())
+    records = run.store.history()
+    assert [r["event"] for r in records] == ["drop", "step"]
+    assert records[1]["step"] == 1
+    assert abs(records[0]["at"] - run.store.now()) < 5
+    assert run.store.history(1) == records[:1]
+
+
+def test_server_is_described(run):
+    facts = run.store.server()
+    assert {"name", "version", "address", "embedded", "used_memory", "maxmemory", "policy"} <= facts.keys()
+    assert facts["policy"] == "noeviction"
+
+
+def test_env_without_pushes_has_no_account(run):
+    assert run.store.ledger().envs == {}
+    assert run.store.verify().ok
