@@ -40,14 +40,18 @@ def group_from_line(line: str | bytes, *, place: str = "") -> Group:
         InvalidRollout: the line is not JSON, a key occurs twice, or what :func:`group_from_dict` refuses.
     """
     try:
-        values = json.loads(line, object_pairs_hook=_without_duplicates)
+        text = line.decode() if isinstance(line, bytes) else line
+        values = json.loads(text, object_pairs_hook=_without_duplicates)
     except InvalidRollout as error:
         raise InvalidRollout(f"{_prefix(place)}{error}") from None
     except json.JSONDecodeError as error:
         raise InvalidRollout(f"{_prefix(place)}not JSON: {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:
-        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else shown(str(error)).strip("'\"")
-        raise InvalidRollout(f"{_prefix(place)}not JSON: {reason}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRollout(f"{_prefix(place)}not JSON: not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise InvalidRollout(f"{_prefix(place)}not JSON: nested too deeply") from None
+    except ValueError:
+        raise InvalidRollout(f"{_prefix(place)}not JSON: an integer of too many digits") from None
     return group_from_dict(values, place=place)
 
 
@@ -117,20 +121,20 @@ def _array(path: str, values: Any, dtype: np.dtype[Any] | None) -> NDArray[Any]:
     except (ValueError, TypeError, OverflowError):
         raise InvalidRollout(f"{path}: nested lists of unequal length") from None
     if array.dtype.kind not in "biuf":
-        place, bad = _odd_one(path, values)
+        place, bad = _odd_one(path, values) or (path, _kind(values))
         raise InvalidRollout(f"{place}: expected a number, got {bad}")
     if array.size == 0 and dtype is not None:
         array = array.astype(dtype)
     return array
 
 
-def _odd_one(path: str, values: Any) -> tuple[str, str]:
-    """Place and kind of the first element that is no number."""
+def _odd_one(path: str, values: Any) -> tuple[str, str] | None:
+    """Place and kind of the first element that is no number of 64 bits; None where all are."""
     if isinstance(values, list | tuple):
-        for i, value in enumerate(values):
-            if not isinstance(value, bool | int | float) or (isinstance(value, int) and abs(value) >= 2**63):
-                return _odd_one(f"{path}[{i}]", value)
-    return path, _kind(values)
+        found = (_odd_one(f"{path}[{i}]", value) for i, value in enumerate(values))
+        return next((odd for odd in found if odd is not None), None)
+    is_number = isinstance(values, bool | float) or (isinstance(values, int) and -(2**63) <= values < 2**63)
+    return None if is_number else (path, _kind(values))
 
 
 def _inferred(array: NDArray[Any]) -> NDArray[Any]:

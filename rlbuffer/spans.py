@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.values import as_finite, as_integer, as_text, plain, shown
+from rlbuffer.values import MAX_COUNT, as_finite, as_integer, as_text, plain, shown
 
 MAX_SPANS = 2**14
 """Version spans, and turns, of one rollout."""
@@ -42,9 +42,10 @@ def as_spans(spans: Any, length: int, mask: NDArray[np.bool_]) -> tuple[VersionS
             version, start, end = item
         except (TypeError, ValueError):
             raise InvalidRollout(f"version_spans: expected (policy_version, start, end), got {shown(item)}") from None
-        version = as_integer("version_spans", version, low=-(2**63))
+        version = as_integer("version_spans", version, low=-(2**63), high=2**63)
         if version < 0:
             raise InvalidRollout(f"version_spans: negative policy version {version}")
+        as_integer("version_spans", version, high=MAX_COUNT)
         start, end = _bounds("version_spans", start, end, position, length)
         if start == end:
             raise InvalidRollout(f"version_spans: [{start}, {end}) is empty")

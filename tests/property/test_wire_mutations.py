@@ -1,0 +1,268 @@
+"""Whatever is done to the bytes of a push is noticed, and never answered with anything but PayloadError."""
+
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from rlbuffer.errors import PayloadError
+from rlbuffer.infos import GroupInfo
+from rlbuffer.records import Group, Rollout, Turn, VersionSpan
+from rlbuffer.testing import make_group
+from rlbuffer.wire import decode_group_payload, decode_info, decode_rollout, encode_info, encode_push, encode_rollout
+
+HEADER = struct.Struct("<4sHHIIII")
+MUTATIONS = 10_000
+
+
+def rich_group() -> Group:
+    rng = np.random.default_rng(0)
+    base = make_group(env="math", rewards=[0.5, None, -2.0], lengths=[5, 16, 9], version=7, created=12.5).rollouts
+    members = []
+    for i, rollout in enumerate(base):
+        length = rollout.length
+        middle = 3
+        members.append(
+            Rollout(
+                rollout_id="" if i else "math.0:π",
+                tokens=rollout.tokens,
+                loss_mask=rollout.loss_mask,
+                logprobs=rollout.logprobs,
+                reward=rollout.reward,
+                rewards={"format": 1.0} if i else {},
+                successes={"solved": True},
+                version_spans=(VersionSpan(7, 1, middle), VersionSpan(8, middle, length)),
+                turns=(Turn("user", 0, 1), Turn("assistant", 1, length, 0.5, {"tool": "π"})),
+                finish_reason="length",
+                is_truncated=i == 1,
+                columns={
+                    "entropy": rng.random(length).astype(np.float32),
+                    "experts": rng.integers(0, 9, (length, 2, 2)),
+                },
+                attachments={"image": rng.integers(0, 255, (3, 2), dtype=np.uint8), "flags": np.array([True, False])},
+                text="Was ist π?",
+                metadata={"difficulty": 3, "tags": ["ä", None, 1.5]},
+            )
+        )
+    return Group(
+        group_id="math.0",
+        env="math",
+        prompt_id="p",
+        rollouts=tuple(members),
+        planned_size=4,
+        answer="3.14",
+        created=2.5,
+    )
+
+
+PAYLOADS = encode_push(rich_group()).payloads
+MAPS = (encode_push(rich_group()).metadata, encode_push(make_group(size=5, seed=3, worker="w")).metadata)
+
+
+def mutated(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    """`data` with one to three wounds of the kinds that storage, networks and programs inflict."""
+    out = bytearray(data)
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(len(out) + 1)
+        size = rng.randint(1, 16)
+        kind = rng.randrange(9)
+        if kind == 0 and at < len(out):
+            out[at] ^= 1 << rng.randrange(8)
+        elif kind == 1 and at < len(out):
+            out[at] = rng.randrange(256)
+        elif kind == 2:
+            del out[at:]
+        elif kind == 3:
+            out += rng.randbytes(size)
+        elif kind == 4:
+            out[at : at + size] = other[at : at + size]
+        elif kind == 5:
+            out[at:at] = out[rng.randrange(len(out) + 1) :][:size]
+        elif kind == 6:
+            out[at : at + size] = bytes(len(out[at : at + size]))
+        elif kind == 7:
+            del out[at : at + size]
+        elif len(out) >= HEADER.size:
+            fields = list(HEADER.unpack_from(out))
+            i = rng.randrange(1, len(fields))
+            largest = 0xFFFF if i < 3 else 0xFFFFFFFF
+            fields[i] = rng.choice(
+                [0, 1, largest, rng.randint(0, largest), (fields[i] + rng.choice([-8, -1, 1, 8])) & largest]
+            )
+            HEADER.pack_into(out, 0, *fields)
+    return bytes(out)
+
+
+def resealed(data: bytes, *, length: bool = True) -> bytes:
+    """`data` with its length (where told) and its checksum made right again, so that what lies behind them is tried."""
+    if len(data) < HEADER.size:
+        return data
+    out = bytearray(data)
+    if length:
+        struct.pack_into("<I", out, 16, len(out))
+    struct.pack_into("<I", out, 20, zlib.crc32(bytes(out[24:]), zlib.crc32(bytes(out[:20]))))
+    return bytes(out)
+
+
+def resealed_map(data: bytes) -> bytes:
+    return data if len(data) < 5 else data[:-4] + struct.pack(">I", zlib.crc32(data[:-4]))
+
+
+HOSTILE = (
+    *(None, True, False, 0, 1, -1, 3, 2**31, 2**32, 2**53, 2**63, 2**64 - 1, -(2**63)),
+    *(0.5, -0.0, 1e308, float("nan"), float("inf")),
+    *("", "a", "f4", "<f8", "O", "tokens", "../x", "\x00", "π" * 400, b"", b"\x00" * 49),
+    *([], {}, [[]], [None], [0, 0, 0], [-1, 0, 3], [1, 0, 99], ["x"] * 12),
+    *(["x", "f4"], ["x", "f4", -1], ["x", "f4", 2**40], ["x", "u1", 0, 2**26]),
+    *({"a": {}}, {"reward": float("nan")}, {"x": [b"\x02\x00\x00", b"\x00" * 16]}, [b"\x01", b""]),
+    *(["user", 0, 99, None, None], ["user", 2, 1, None, None], [["user", 0, 1, "x", None]]),
+)
+
+
+def tampered(rng: random.Random, value: Any) -> Any:
+    """A decoded structure with one of its values, at any depth, swapped, dropped, doubled or replaced."""
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        key = rng.choice(list(value))
+        if rng.random() < 0.1:
+            return {k: v for k, v in value.items() if k != key}
+        return {k: tampered(rng, v) if k == key else v for k, v in value.items()}
+    if isinstance(value, list) and value and rng.random() < 0.85:
+        i, kind = rng.randrange(len(value)), rng.random()
+        if kind < 0.1:
+            return value[:i] + value[i + 1 :]
+        if kind < 0.2:
+            return [*value, value[i]]
+        if kind < 0.3:
+            return rng.sample(value, len(value))
+        return [*value[:i], tampered(rng, value[i]), *value[i + 1 :]]
+    if isinstance(value, int) and not isinstance(value, bool) and rng.random() < 0.5:
+        return value + rng.choice([-1, 1, 8])
+    if isinstance(value, bytes) and value and rng.random() < 0.7:
+        return mutated(rng, value, value[::-1])
+    return rng.choice(HOSTILE)
+
+
+def packed(value: Any) -> bytes:
+    try:
+        return bytes(msgpack.packb(value))
+    except OverflowError:
+        return b"\xc0"
+
+
+def with_details(data: bytes, details: bytes) -> bytes:
+    """A payload with other details; everything behind them stays aligned as it was."""
+    magic, version, count, size, tokens, _, _ = HEADER.unpack_from(data)
+    start = -(-(HEADER.size + size) // 8) * 8
+    body = details + bytes(-(HEADER.size + len(details)) % 8) + data[start:]
+    return resealed(HEADER.pack(magic, version, count, len(details), tokens, 0, 0) + body)
+
+
+def refuses(decode: Callable[[bytes], Any], data: bytes) -> bool:
+    try:
+        decode(data)
+    except PayloadError:
+        return True
+    return False
+
+
+def test_ten_thousand_mutated_payloads_are_each_refused() -> None:
+    refused = 0
+    rng = random.Random(1)
+    for i in range(MUTATIONS):
+        data, other = rng.sample(PAYLOADS, 2)
+        wounded = mutated(rng, data, other)
+        if wounded == data:
+            continue
+        assert refuses(decode_rollout, wounded), f"mutation {i} was accepted"
+        refused += 1
+    assert refused > 0.9 * MUTATIONS
+
+
+def test_ten_thousand_mutated_payloads_with_a_right_checksum_are_refused_or_valid() -> None:
+    """Behind the checksum a changed value cannot be told from another rollout; a broken record must be."""
+    rng, accepted, refused = random.Random(2), 0, 0
+    for i in range(MUTATIONS):
+        data, other = rng.sample(PAYLOADS, 2)
+        wounded = resealed(mutated(rng, data, other), length=i % 2 == 0)
+        accepted, refused = _judge(decode_rollout, encode_rollout, wounded, accepted, refused)
+    assert accepted > 100
+    assert refused > 0.5 * MUTATIONS
+
+
+def test_ten_thousand_payloads_with_tampered_details_are_refused_or_valid() -> None:
+    rng, accepted, refused = random.Random(3), 0, 0
+    for _ in range(MUTATIONS):
+        data = rng.choice(PAYLOADS)
+        size = HEADER.unpack_from(data)[3]
+        details = msgpack.unpackb(data[HEADER.size : HEADER.size + size], strict_map_key=False)
+        wounded = with_details(data, packed(tampered(rng, details)))
+        accepted, refused = _judge(decode_rollout, encode_rollout, wounded, accepted, refused)
+    assert accepted > 100
+    assert refused > 0.3 * MUTATIONS
+
+
+def test_every_flipped_bit_of_a_payload_and_of_its_metadata_is_noticed() -> None:
+    push = encode_push(rich_group())
+    assert push.group_payload is not None
+    for data, decode in (
+        (push.payloads[0], decode_rollout),
+        (push.metadata, decode_info),
+        (push.group_payload, decode_group_payload),
+    ):
+        for bit in range(8 * len(data)):
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            assert refuses(decode, bytes(flipped)), f"bit {bit} was flipped unnoticed"
+
+
+def test_every_truncation_and_extension_is_noticed() -> None:
+    push = encode_push(rich_group())
+    for data, decode in ((push.payloads[0], decode_rollout), (push.metadata, decode_info)):
+        for wounded in (*(data[:n] for n in range(len(data))), data + b"\x00", data + data):
+            with pytest.raises(PayloadError):
+                decode(wounded)
+
+
+def test_ten_thousand_mutated_metadata_maps_are_each_refused() -> None:
+    rng = random.Random(4)
+    for i in range(MUTATIONS):
+        data, other = rng.sample(MAPS, 2)
+        wounded = mutated(rng, data, other)
+        if wounded in MAPS:
+            continue
+        assert refuses(decode_info, wounded), f"mutation {i} was accepted"
+
+
+def test_ten_thousand_mutated_metadata_maps_with_a_right_checksum_are_refused_or_valid() -> None:
+    rng, accepted, refused = random.Random(5), 0, 0
+    for i in range(MUTATIONS):
+        data, other = rng.sample(MAPS, 2)
+        if i % 2:
+            wounded = resealed_map(mutated(rng, data, other))
+        else:
+            values = tampered(rng, msgpack.unpackb(data))
+            if isinstance(values, dict) and "checksum" in values:
+                values["checksum"] = 0xFFFFFFFF
+            wounded = resealed_map(packed(values))
+        accepted, refused = _judge(decode_info, encode_info, wounded, accepted, refused)
+    assert accepted > 100
+    assert refused > 0.5 * MUTATIONS
+
+
+def _judge(
+    decode: Callable[[bytes], Any], encode: Callable[[Any], bytes], data: bytes, accepted: int, refused: int
+) -> tuple[int, int]:
+    try:
+        record = decode(data)
+    except PayloadError:
+        return accepted, refused + 1
+    assert isinstance(record, Rollout | GroupInfo)
+    assert decode(encode(record)) == record
+    return accepted + 1, refused

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlbuffer.errors import InvalidRollout
+from rlbuffer.jsonl import group_from_line
+from rlbuffer.records import FIELD_NAMES, Turn, VersionSpan
+from rlbuffer.wire import encode_push, group_from_dict
+
+
+def rollout(**changes: Any) -> dict[str, Any]:
+    return {
+        "tokens": [1, 2, 3],
+        "loss_mask": [False, True, True],
+        "logprobs": [0, -0.5, -0.25],
+        "reward": 1,
+        "version_spans": [[4, 1, 3]],
+    } | changes
+
+
+def group(*rollouts: Any, **changes: Any) -> dict[str, Any]:
+    members = list(rollouts) or [rollout(), rollout()]
+    return {"group_id": "g.1", "env": "math", "prompt_id": "p1", "planned_size": 4, "rollouts": members} | changes
+
+
+def without(record: dict[str, Any], name: str) -> dict[str, Any]:
+    return {k: v for k, v in record.items() if k != name}
+
+
+def refusal(values: Any, place: str = "") -> str:
+    with pytest.raises(InvalidRollout) as caught:
+        group_from_dict(values, place=place)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_every_field_of_group_and_rollout_can_be_given_as_json() -> None:
+    full = rollout(
+        rollout_id="r1",
+        rewards={"format": 0.5},
+        successes={"solved": True},
+        turns=[["user", 0, 1], {"role": "assistant", "start": 1, "end": 3, "reward": 0.5, "metadata": {"k": [1]}}],
+        finish_reason="stop",
+        is_truncated=False,
+        columns={"entropy": [0.5, 1, 2], "experts": [[1, 2], [3, 4], [5, 6]], "seen": [True, False, True]},
+        attachments={"image": [[[0, 255]]], "big": [2**40], "scale": 1.5},
+        text="π",
+        metadata={"difficulty": 3},
+    )
+    values = group(
+        full, adapter="l", answer=["42"], metadata={"split": "train"}, needs=["ref_logprobs"], worker="w", created=5
+    )
+    assert set(values) == FIELD_NAMES["Group"]
+    assert set(full) == FIELD_NAMES["Rollout"]
+    made = group_from_line(json.dumps(values))
+    (r,) = made.rollouts
+    assert (made.group_id, made.env, made.planned_size, made.answer, made.needs) == (
+        "g.1",
+        "math",
+        4,
+        ["42"],
+        ("ref_logprobs",),
+    )
+    assert (r.rollout_id, r.reward, r.text, r.finish_reason) == ("r1", 1.0, "π", "stop")
+    assert r.version_spans == (VersionSpan(4, 1, 3),)
+    assert r.turns == (Turn("user", 0, 1), Turn("assistant", 1, 3, 0.5, {"k": [1]}))
+    assert {name: (a.dtype.name, a.shape) for name, a in (r.columns | r.attachments).items()} == {
+        "entropy": ("float32", (3,)),
+        "experts": ("int32", (3, 2)),
+        "seen": ("bool", (3,)),
+        "image": ("int32", (1, 1, 2)),
+        "big": ("int64", (1,)),
+        "scale": ("float32", ()),
+    }
+    assert encode_push(made).info.rollouts[0].size > 0
+
+
+def test_arrays_may_be_arrays_already() -> None:
+    made = group_from_dict(group(rollout(tokens=np.array([1, 2, 3]), loss_mask=np.array([0, 1, 1], np.bool_))))
+    assert made.rollouts[0].tokens.tolist() == [1, 2, 3]
+
+
+def test_spans_may_be_objects() -> None:
+    spans = [{"policy_version": 4, "start": 1, "end": 3}]
+    assert group_from_dict(group(rollout(version_spans=spans))).rollouts[0].version_spans == (VersionSpan(4, 1, 3),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": float("nan")}, "reward: expected a finite number, got nan"),
+        ({"reward": "1"}, "reward: expected a number, got '1'"),
+        ({"logprobs": [0.0, -0.5]}, "logprobs: [2] rows do not match 3 tokens"),
+        ({"logprobs": [0.0, -0.5, float("nan")]}, "logprobs: not finite at position 2"),
+        ({"logprobs": [0.0, None, -0.5]}, "logprobs[1]: expected a number, got null"),
+        ({"logprobs": None}, "logprobs: expected a list, got null"),
+        ({"tokens": "1 2 3"}, "tokens: expected a list, got the string '1 2 3'"),
+        ({"tokens": [1, "2", 3]}, "tokens[1]: expected a number, got the string '2'"),
+        ({"tokens": [1, 2.5, 3]}, "tokens: expected integers, got float64"),
+        ({"tokens": [1, 2**70, 3]}, f"tokens[1]: expected a number, got {2**70}"),
+        ({"tokens": [[1, 2], [3]]}, "tokens: nested lists of unequal length"),
+        ({"tokens": [[1], [2], [3]]}, "tokens: expected shape [T], got [3, 1]"),
+        ({"tokens": []}, "tokens: empty"),
+        ({"tokens": [1, -2, 3]}, "tokens: negative token id at position 1"),
+        ({"tokens": {"0": 1}}, "tokens: expected a list, got an object"),
+        ({"loss_mask": [0, 1, 2]}, "loss_mask: expected booleans, got int64"),
+        ({"loss_mask": [True, True, True]}, "loss_mask: the first token cannot be trained"),
+        ({"version_spans": [[-1, 1, 3]]}, "version_spans: negative policy version -1"),
+        ({"version_spans": [[1, 3]]}, "version_spans: expected (policy_version, start, end), got [1, 3]"),
+        ({"version_spans": "4"}, "version_spans: expected a list, got the string '4'"),
+        ({"version_spans": [{"version": 4}]}, "version_spans[0].version: unknown field; did you mean policy_version?"),
+        ({"version_spans": [{"policy_version": 4, "start": 1}]}, "version_spans[0].end: missing"),
+        ({"turns": [{"role": "user", "start": 0, "end": 9}]}, "turns: [0, 9) is out of order or outside 3 tokens"),
+        ({"turns": {"role": "user"}}, "turns: expected a list, got an object"),
+        ({"turns": [["user", 0, 1, float("inf")]]}, "turns[0].reward: expected a finite number, got inf"),
+        ({"columns": [1, 2, 3]}, "columns: expected an object, got a list"),
+        ({"columns": {"entropy": [1, 2]}}, "columns.entropy: [2] rows do not match 3 tokens"),
+        ({"columns": {"entropy": [1, 2, "x"]}}, "columns.entropy[2]: expected a number, got the string 'x'"),
+        ({"columns": {"experts": [[1, 2], [3], [4, 5]]}}, "columns.experts: nested lists of unequal length"),
+        ({"columns": {"experts": [[1, 2], [3, None], [4, 5]]}}, "columns.experts[1][1]: expected a number, got null"),
+        ({"columns": {"entropy": [1.0, 2.0, 1e300]}}, "columns.entropy: not finite at position 2"),
+        ({"columns": {"who is": [1, 2, 3]}}, "column name 'who is' is not allowed"),
+        ({"attachments": {"image": [float("nan")]}}, "attachments.image: not finite at position 0"),
+        ({"attachments": {"image": "abc"}}, "attachments.image: expected a number, got the string 'abc'"),
+        ({"is_truncated": "no"}, "is_truncated: expected true or false, got 'no'"),
+        ({"successes": {"solved": 1}}, "successes.solved: expected true or false, got 1"),
+        ({"rewards": [1]}, "rewards: expected a mapping, got [1]"),
+        ({"metadata": 3}, "metadata: expected a mapping, got 3"),
+        ({"tokns": [1]}, "tokns: unknown field; did you mean tokens?"),
+    ],
+)  # fmt: skip
+def test_a_bad_rollout_is_refused_with_its_place(changes: dict[str, Any], message: str) -> None:
+    place = ": " if message.startswith("column name") else "."
+    assert refusal(group(rollout(), rollout(**changes))) == f"rollouts[1]{place}{message}"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([], "group: expected an object, got a list"),
+        (None, "group: expected an object, got null"),
+        (without(group(), "env"), "env: missing"),
+        (without(group(), "planned_size"), "planned_size: missing: how many rollouts the whole group has"),
+        (group(rollouts=None), "rollouts: expected a list, got null"),
+        (group(rollouts=[]), "rollouts: empty"),
+        (group(rollouts=[3]), "rollouts[0]: expected an object, got 3"),
+        (group(planned_size=1), "rollouts: 2 are more than planned_size = 1"),
+        (group(planned_size="4"), "planned_size: expected an integer, got '4'"),
+        (group(group_id="a b"), "group_id: expected [A-Za-z0-9_.:-]{1,128}, got 'a b'"),
+        (group(created=float("nan")), "created: expected a finite number, got nan"),
+        (group(reward=1.0), "reward: unknown field; did you mean created?"),
+        (
+            group(zzz=1),
+            f"zzz: unknown field; known are {', '.join(sorted(FIELD_NAMES['Group']))}",
+        ),
+        (group(without(rollout(), "tokens")), "rollouts[0].tokens: missing"),
+        (
+            group(without(rollout(), "version_spans")),
+            (
+                "rollouts[0].version_spans: missing: "
+                "which policy version sampled which tokens, as [[version, start, end], ...]"
+            ),
+        ),
+        (group(rollout(rollout_id="r"), rollout(rollout_id="r")), "rollouts: id 'r' occurs twice in group g.1"),
+    ],
+)
+def test_a_bad_group_is_refused_with_its_place(values: Any, message: str) -> None:
+    assert refusal(values) == message
+
+
+def test_the_place_of_the_line_opens_the_message() -> None:
+    assert refusal(group(rollout(reward=float("nan"))), "g.jsonl:3") == (
+        "g.jsonl:3: rollouts[0].reward: expected a finite number, got nan"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "not JSON: Expecting value at column 1"),
+        ("{'a': 1}", "not JSON: Expecting property name enclosed in double quotes at column 2"),
+        ('{"group_id": "a"', "not JSON: Expecting ',' delimiter at column 17"),
+        (b"\xff\xfe{}", "not JSON: not UTF-8 at byte 0"),
+        ("[" * 100_000, "not JSON: nested too deeply"),
+        ("9" * 5000, "not JSON: an integer of too many digits"),
+        ('{"env": "a", "env": "b"}', "key 'env' occurs twice in one object"),
+        ("3", "group: expected an object, got 3"),
+        ('{"env": "a"}', "group_id: missing"),
+    ],
+)
+def test_a_line_that_is_no_group_is_refused_with_its_place(line: str | bytes, message: str) -> None:
+    with pytest.raises(InvalidRollout) as caught:
+        group_from_line(line, place="g.jsonl:7")
+    assert str(caught.value) == f"g.jsonl:7: {message}"
+
+
+def test_nan_written_as_json_is_refused_and_not_stored_as_none() -> None:
+    line = json.dumps(group(rollout(reward=float("nan"))))
+    assert "NaN" in line
+    with pytest.raises(InvalidRollout, match=r"^rollouts\[0\]\.reward: expected a finite number, got nan$"):
+        group_from_line(line)

@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlbuffer.errors import InvalidRollout
+from rlbuffer.records import Group, Rollout, Turn, VersionSpan
+from rlbuffer.testing import make_group
+from rlbuffer.values import plain
+
+BYTES = np.array([0, 1, 2, 1], np.uint8)
+
+
+def fields(**changes: Any) -> dict[str, Any]:
+    """A valid rollout of four tokens, the last two trained."""
+    return {
+        "tokens": [1, 2, 3, 4],
+        "loss_mask": [False, False, True, True],
+        "logprobs": [0.0, 0.0, -0.5, -0.25],
+        "reward": 1.0,
+        "version_spans": [(3, 2, 4)],
+    } | changes
+
+
+def made(**changes: Any) -> Rollout:
+    return Rollout(**fields(**changes))
+
+
+def group(**changes: Any) -> Group:
+    values: dict[str, Any] = {
+        "group_id": "a.1",
+        "env": "a",
+        "prompt_id": "p",
+        "rollouts": (made(), made()),
+        "planned_size": 2,
+    }
+    return Group(**(values | changes))
+
+
+def test_lists_become_read_only_arrays_of_the_required_dtypes() -> None:
+    rollout = made()
+    assert (rollout.tokens.dtype, rollout.loss_mask.dtype, rollout.logprobs.dtype) == (np.int32, np.bool_, np.float32)
+    with pytest.raises(ValueError, match="read-only"):
+        rollout.tokens[0] = 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": []}, "column tokens: empty"),
+        ({"tokens": [1, 2, 3]}, "column loss_mask: [4] rows do not match 3 tokens"),
+        ({"logprobs": [0.0] * 5}, "column logprobs: [5] rows do not match 4 tokens"),
+        ({"tokens": [[1, 2], [3, 4]]}, "column tokens: expected shape [T], got [2, 2]"),
+        ({"tokens": [[1], [2, 3]]}, "column tokens: not a rectangular array of numbers"),
+        ({"tokens": [1, 2, -3, 4]}, "column tokens: negative token id at position 2"),
+        ({"tokens": [1, 2, 3, 2**31]}, "column tokens: 1..2147483648 does not fit int32"),
+        ({"tokens": [1.0, 2.0, 3.0, 4.0]}, "column tokens: expected integers, got float64"),
+        ({"tokens": "1234"}, "column tokens: expected integers, got <U4"),
+        ({"loss_mask": [0, 0, 1, 2]}, "column loss_mask: expected booleans, got int64"),
+        ({"loss_mask": [0.0, 0.0, 1.0, 1.0]}, "column loss_mask: expected booleans, got float64"),
+        ({"loss_mask": [True] * 4}, "column loss_mask: the first token cannot be trained"),
+        ({"logprobs": [0.0, 0.0, float("nan"), 0.0]}, "column logprobs: not finite at position 2"),
+        ({"logprobs": [0.0, 0.0, 0.0, -1e39]}, "column logprobs: not finite at position 3"),
+        ({"logprobs": [True] * 4}, "column logprobs: expected numbers, got bool"),
+        ({"reward": float("nan")}, "reward: expected a finite number, got nan"),
+        ({"reward": float("-inf")}, "reward: expected a finite number, got -inf"),
+        ({"reward": "1"}, "reward: expected a number, got '1'"),
+        ({"reward": True}, "reward: expected a number, got True"),
+        ({"reward": 10**400}, "reward: expected a number, got 1" + "0" * 96 + "..."),
+        ({"rewards": {"format": float("inf")}}, "rewards.format: expected a finite number, got inf"),
+        ({"rewards": {3: 1.0}}, "rewards name: expected a string of at most 64 characters, got 3"),
+        ({"rewards": [1.0]}, "rewards: expected a mapping, got [1.0]"),
+        ({"successes": {"solved": "false"}}, "successes.solved: expected true or false, got 'false'"),
+        ({"is_truncated": 1}, "is_truncated: expected true or false, got 1"),
+        ({"finish_reason": None}, "finish_reason: expected a string of at most 64 characters, got None"),
+        ({"text": b"abc"}, "text: expected a string, got b'abc'"),
+        ({"text": "ab\ud800"}, "text: not valid Unicode at position 2"),
+        ({"rollout_id": "x" * 161}, f"rollout_id: expected a string of at most 160 characters, got '{'x' * 80}'"),
+        ({"columns": {"tokens": [1, 2, 3, 4]}}, "column name 'tokens' is not allowed"),
+        ({"columns": {"a b": [1, 2, 3, 4]}}, "column name 'a b' is not allowed"),
+        ({"columns": {"x" * 65: [1, 2, 3, 4]}}, f"column name '{'x' * 65}' is not allowed"),
+        ({"columns": {"entropy": [0.5]}}, "column entropy: [1] rows do not match 4 tokens"),
+        ({"columns": {"entropy": 0.5}}, "column entropy: [] rows do not match 4 tokens"),
+        ({"columns": {"who": ["a", "b", "c", "d"]}}, "column who: dtype <U1 is not supported"),
+        ({"columns": {"z": np.zeros(4, complex)}}, "column z: dtype complex128 is not supported"),
+        ({"columns": {"z": np.zeros(4, object)}}, "column z: dtype object is not supported"),
+        ({"columns": {"z": np.zeros((4,) + (1,) * 8)}}, "column z: 9 dimensions, at most 8 are supported"),
+        ({"columns": {"mask": BYTES.view(np.bool_)}}, "column mask: not a boolean at position 2"),
+        ({"columns": {f"c{i}": [0] * 4 for i in range(257)}}, "columns: 257 are more than 256"),
+        ({"attachments": {"x": [1.0, float("nan")]}}, "attachment x: not finite at position 1"),
+        ({"attachments": {"x y": [1.0]}}, "attachment name 'x y' is not allowed"),
+        ({"version_spans": []}, "version_spans: at least one is required"),
+        ({"version_spans": "abc"}, "version_spans: expected a list, got 'abc'"),
+        ({"version_spans": 3}, "version_spans: expected a list, got 3"),
+        ({"version_spans": [(3, 2)]}, "version_spans: expected (policy_version, start, end), got (3, 2)"),
+        ({"version_spans": ["324"]}, "version_spans: expected an integer, got '3'"),
+        ({"version_spans": [(0.5, 2, 4)]}, "version_spans: expected an integer, got 0.5"),
+        ({"version_spans": [(True, 2, 4)]}, "version_spans: expected an integer, got True"),
+        ({"version_spans": [(-1, 2, 4)]}, "version_spans: negative policy version -1"),
+        ({"version_spans": [(2**53, 2, 4)]}, "version_spans: 9007199254740992 is outside 0..9007199254740991"),
+        ({"version_spans": [(3, 2, 5)]}, "version_spans: [2, 5) is out of order or outside 4 tokens"),
+        ({"version_spans": [(3, -1, 4)]}, "version_spans: [-1, 4) is out of order or outside 4 tokens"),
+        ({"version_spans": [(3, 2, 2)]}, "version_spans: [2, 2) is empty"),
+        ({"version_spans": [(3, 2, 4), (4, 3, 4)]}, "version_spans: [3, 4) is out of order or outside 4 tokens"),
+        ({"version_spans": [(3, 3, 4)]}, "version_spans: the trained token at position 2 is in no span"),
+        ({"turns": [("user", 0)]}, "turns: expected (role, start, end, reward?, metadata?), got ('user', 0)"),
+        ({"turns": ["abc"]}, "turns: expected (role, start, end, reward?, metadata?), got 'abc'"),
+        ({"turns": [("user", 0, 5)]}, "turns: [0, 5) is out of order or outside 4 tokens"),
+        ({"turns": [("user", 0, 2), ("tool", 1, 4)]}, "turns: [1, 4) is out of order or outside 4 tokens"),
+        ({"turns": [(None, 0, 2)]}, "turns[0].role: expected a string of at most 64 characters, got None"),
+        ({"turns": [("user", 0, 2, float("nan"))]}, "turns[0].reward: expected a finite number, got nan"),
+        ({"turns": [("user", 0, 2, None, [1])]}, "turns[0].metadata: expected a mapping, got [1]"),
+        ({"metadata": [1]}, "metadata: expected a mapping, got [1]"),
+        ({"metadata": {"when": object}}, "metadata.when: type cannot be stored"),
+        ({"metadata": {"x": [1, {"y": float("nan")}]}}, "metadata.x[1].y: expected a finite number, got nan"),
+        ({"metadata": {"x": {1: 2}}}, "metadata.x: expected string keys, got 1"),
+        ({"metadata": {"n": 2**64}}, f"metadata.n: {2**64} is outside {-(2**63)}..{2**64 - 1}"),
+        (
+            {"metadata": {"a": np.zeros(2)}},
+            "metadata.a: ndarray cannot be stored; arrays belong to columns or attachments",
+        ),
+        (
+            {"metadata": {"a": [0] * 65537}},
+            "metadata.a: 65537 items, more than 65536; arrays belong to columns or attachments",
+        ),
+    ],
+)  # fmt: skip
+def test_a_rollout_that_breaks_a_rule_is_refused_with_field_and_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRollout) as caught:
+        made(**changes)
+    assert str(caught.value) == message
+
+
+def test_values_at_the_limits_are_accepted() -> None:
+    rollout = made(
+        rollout_id="x" * 160,
+        tokens=[0, 1, 2, 2**31 - 1],
+        reward=-0.0,
+        version_spans=[(0, 0, 1), (2**53 - 1, 2, 4)],
+        turns=[("user", 0, 0), ("assistant", 0, 4, 1, {})],
+        columns={"x" * 64: np.zeros((4, 0)), "deep": np.zeros((4,) + (1,) * 7)},
+        metadata={"n": [2**64 - 1, -(2**63)]},
+    )
+    assert rollout.version_spans == (VersionSpan(0, 0, 1), VersionSpan(2**53 - 1, 2, 4))
+    assert rollout.turns == (Turn("user", 0, 0), Turn("assistant", 0, 4, 1.0, None))
+    assert (rollout.min_policy_version, rollout.max_policy_version) == (0, 2**53 - 1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "prompt_tokens", "loss_tokens"),
+    [
+        ([False, False, True, True], 2, 2),
+        ([False, True, False, True], 1, 2),
+        ([False] * 4, 4, 0),
+    ],
+)
+def test_prompt_and_loss_tokens_follow_from_the_mask(mask: list[bool], prompt_tokens: int, loss_tokens: int) -> None:
+    rollout = made(loss_mask=mask, version_spans=[(3, 0, 4)])
+    assert (rollout.length, rollout.prompt_tokens, rollout.loss_tokens) == (4, prompt_tokens, loss_tokens)
+
+
+def test_what_the_caller_changes_afterwards_does_not_change_the_record() -> None:
+    tokens, notes = np.array([1, 2, 3, 4], np.int32), {"tags": ["a"]}
+    window = tokens[:]
+    window.flags.writeable = False  # read-only, but its memory is still the caller's to write
+    rollout, other = made(tokens=tokens, metadata=notes), made(tokens=window)
+    tokens[0] = -1
+    notes["tags"].append("b")
+    assert rollout.tokens[0] == other.tokens[0] == 1
+    assert rollout.metadata == {"tags": ["a"]}
+
+
+def test_memory_that_nobody_can_write_to_is_kept_without_a_copy() -> None:
+    received = np.array([1, 2, 3, 4], np.int32).tobytes()
+    tokens = np.frombuffer(received, np.int32)
+    assert np.shares_memory(made(tokens=tokens).tokens, tokens)
+
+
+def test_a_strided_or_big_endian_array_is_stored_contiguous_and_little_endian() -> None:
+    wide = np.arange(16, dtype=">i8").reshape(4, 4)
+    column = made(columns={"x": wide[:, ::2]}).columns["x"]
+    assert column.dtype == np.dtype("<i8")
+    assert column.flags.c_contiguous
+    assert column.tolist() == [[0, 2], [4, 6], [8, 10], [12, 14]]
+
+
+def test_an_attachment_may_have_no_dimension() -> None:
+    assert made(attachments={"x": 2.5}).attachments["x"].shape == ()
+
+
+def test_metadata_comes_in_the_types_that_it_will_have_after_the_wire() -> None:
+    given = {"pair": (1, np.float32(0.5)), "flag": np.bool_(True), "n": np.int64(3), "none": None, "raw": b"\x00"}
+    assert made(metadata=given).metadata == {"pair": [1, 0.5], "flag": True, "n": 3, "none": None, "raw": b"\x00"}
+
+
+def test_values_nested_as_deep_as_allowed_pass_and_one_level_more_does_not() -> None:
+    value: Any = 1
+    for _ in range(32):
+        value = [value]
+    assert plain("x", value) == value
+    with pytest.raises(InvalidRollout) as caught:
+        plain("x", [value])
+    assert str(caught.value) == f"x{'[0]' * 32}: nested too deeply"
+
+
+def test_metadata_that_contains_itself_is_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(InvalidRollout, match="nested too deeply"):
+        made(metadata={"loop": loop})
+
+
+def test_rollouts_compare_by_value_dtype_and_shape() -> None:
+    assert made() == made()
+    assert made() != made(reward=0.5)
+    assert made(columns={"x": np.zeros(4, np.int32)}) != made(columns={"x": np.zeros(4, np.int64)})
+    assert made(columns={"x": np.zeros(4)}) != made(columns={"y": np.zeros(4)})
+    assert made() != "rollout"
+
+
+def test_a_group_survives_pickle_and_deepcopy() -> None:
+    original = make_group(
+        size=3, metadata={"k": [1]}, columns=[{"x": [0.5] * n} for n in (8, 9, 10)], lengths=[8, 9, 10]
+    )
+    assert pickle.loads(pickle.dumps(original)) == original
+    assert copy.deepcopy(original) == original
+
+
+def test_a_completion_is_a_prompt_followed_by_trained_tokens() -> None:
+    rollout = Rollout.from_completion(
+        prompt_ids=[5, 6],
+        token_ids=[7, 8, 9],
+        logprobs=[-1.0, -2.0, -3.0],
+        reward=1,
+        policy_version=4,
+        finish_reason="stop",
+    )
+    assert rollout.tokens.tolist() == [5, 6, 7, 8, 9]
+    assert rollout.loss_mask.tolist() == [False, False, True, True, True]
+    assert rollout.logprobs.tolist() == [0.0, 0.0, -1.0, -2.0, -3.0]
+    assert rollout.version_spans == (VersionSpan(4, 2, 5),)
+    assert [turn[:3] for turn in rollout.turns] == [("user", 0, 2), ("assistant", 2, 5)]
+    assert (rollout.reward, rollout.finish_reason) == (1.0, "stop")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_ids": []}, "column loss_mask: the first token cannot be trained"),
+        ({"logprobs": [-1.0]}, "column logprobs: [1] rows do not match [2] token ids"),
+        ({"token_ids": [1.7, 2.2]}, "column tokens: expected integers, got float64"),
+        ({"token_ids": [1, 2**40]}, "column tokens: 1..1099511627776 does not fit int32"),
+        ({"token_ids": [[1, 2]]}, "column tokens: expected shape [n], got [1, 2]"),
+        ({"logprobs": [-1.0, float("nan")]}, "column logprobs: not finite at position 1"),
+        ({"policy_version": -1}, "version_spans: negative policy version -1"),
+    ],
+)
+def test_a_completion_that_breaks_a_rule_is_refused(changes: dict[str, Any], message: str) -> None:
+    values: dict[str, Any] = {
+        "prompt_ids": [5], "token_ids": [7, 8], "logprobs": [-1.0, -2.0], "reward": 1.0, "policy_version": 0
+    }  # fmt: skip
+    with pytest.raises(InvalidRollout) as caught:
+        Rollout.from_completion(**(values | changes))
+    assert str(caught.value) == message
+
+
+def test_turns_become_one_table_with_a_span_for_each_sampled_one() -> None:
+    rollout = Rollout.from_turns(
+        [
+            {"role": "user", "tokens": [1, 2]},
+            {"role": "assistant", "tokens": [3], "logprobs": [-0.5], "reward": 0.25},
+            {"role": "tool", "tokens": [4, 5], "metadata": {"exit": 0}},
+            {"role": "assistant", "tokens": [6, 7], "logprobs": [-1, -2], "policy_version": 9},
+        ],
+        reward=None,
+        policy_version=8,
+    )
+    assert rollout.loss_mask.tolist() == [False, False, True, False, False, True, True]
+    assert rollout.version_spans == (VersionSpan(8, 2, 3), VersionSpan(9, 5, 7))
+    assert rollout.turns[1] == Turn("assistant", 2, 3, 0.25, None)
+    assert rollout.turns[2] == Turn("tool", 3, 5, None, {"exit": 0})
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([], "turns: empty"),
+        ([{"role": "user"}], "turns[0].tokens: missing"),
+        ([{"tokens": [1]}], "turns[0].role: missing"),
+        (["user"], "turns[0]: expected a mapping, got 'user'"),
+        (
+            [{"role": "user", "tokens": [1]}, {"role": "a", "tokens": [2, 3], "logprobs": [-1.0]}],
+            "column logprobs: 1 rows do not match 2 tokens of a turn",
+        ),
+    ],
+)
+def test_turns_that_make_no_rollout_are_refused(turns: Any, message: str) -> None:
+    with pytest.raises(InvalidRollout) as caught:
+        Rollout.from_turns(turns, reward=1.0, policy_version=0)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_id": ""}, "group_id: expected [A-Za-z0-9_.:-]{1,128}, got ''"),
+        ({"group_id": "a/1"}, "group_id: expected [A-Za-z0-9_.:-]{1,128}, got 'a/1'"),
+        ({"group_id": "a\n"}, "group_id: expected [A-Za-z0-9_.:-]{1,128}, got 'a\\n'"),
+        ({"group_id": "x" * 129}, f"group_id: expected [A-Za-z0-9_.:-]{{1,128}}, got '{'x' * 80}'"),
+        ({"env": "a:b"}, "env: expected [A-Za-z0-9_.-]{1,64}, got 'a:b'"),
+        ({"prompt_id": 3}, "prompt_id: expected a string of at most 256 characters, got 3"),
+        ({"rollouts": ()}, "rollouts: empty"),
+        ({"rollouts": ("x",)}, "rollouts[0]: expected a Rollout, got 'x'"),
+        ({"planned_size": 0}, "planned_size: 0 is outside 1..2147483647"),
+        ({"planned_size": True}, "planned_size: expected an integer, got True"),
+        ({"planned_size": 1}, "rollouts: 2 are more than planned_size = 1"),
+        ({"adapter": None}, "adapter: expected a string of at most 128 characters, got None"),
+        ({"worker": 7}, "worker: expected a string of at most 128 characters, got 7"),
+        ({"needs": "ref_logprobs"}, "needs: expected a list of names, got 'ref_logprobs'"),
+        ({"needs": [1]}, "needs[0]: expected a string of at most 64 characters, got 1"),
+        ({"created": float("nan")}, "created: expected a finite number, got nan"),
+        ({"answer": {1, 2}}, "answer: set cannot be stored"),
+        ({"metadata": {"x": print}}, "metadata.x: builtin_function_or_method cannot be stored"),
+        ({"rollouts": (made(rollout_id="r"), made(rollout_id="r"))}, "rollouts: id 'r' occurs twice in group a.1"),
+        ({"rollouts": (made(rollout_id="a.1/1"), made())}, "rollouts: id 'a.1/1' occurs twice in group a.1"),
+    ],
+)
+def test_a_group_that_breaks_a_rule_is_refused_with_field_and_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRollout) as caught:
+        group(**changes)
+    assert str(caught.value) == message
+
+
+def test_rollouts_without_an_id_get_the_group_id_and_their_index() -> None:
+    named = group(rollouts=(made(), made(rollout_id="mine"), made()), planned_size=5)
+    assert [r.rollout_id for r in named.rollouts] == ["a.1/0", "mine", "a.1/2"]
+    assert named.rollouts[0] != made()
+    assert np.array_equal(named.rollouts[0].tokens, made().tokens)
+
+
+def test_the_info_of_a_group_counts_what_the_batcher_needs() -> None:
+    rollout = made(
+        rewards={"format": 0.5},
+        turns=[("user", 0, 2), ("assistant", 2, 4)],
+        is_truncated=True,
+        version_spans=[(3, 2, 3), (5, 3, 4)],
+    )
+    info = group(rollouts=(rollout,), needs=["ref_logprobs"], worker="w", created=5, adapter="l").info()
+    assert (info.group_id, info.env, info.prompt_id, info.adapter, info.planned_size) == ("a.1", "a", "p", "l", 2)
+    assert (info.needs, info.worker, info.created, info.tokens) == (("ref_logprobs",), "w", 5.0, 4)
+    (row,) = info.rollouts
+    assert (row.rollout_id, row.length, row.prompt_tokens, row.loss_tokens, row.turns) == ("a.1/0", 4, 2, 2, 2)
+    assert (row.reward, row.rewards, row.min_version, row.max_version) == (1.0, {"format": 0.5}, 3, 5)
+    assert (row.is_truncated, row.size, row.checksum) == (True, 0, 0)

@@ -1,0 +1,472 @@
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from rlbuffer.errors import InvalidRollout, PayloadError
+from rlbuffer.messages import dumps, loads
+from rlbuffer.records import Group, Rollout, RolloutInfo
+from rlbuffer.testing import make_group
+from rlbuffer.wire import (
+    MAX_METADATA_BYTES,
+    MAX_PAYLOAD_BYTES,
+    decode_group_payload,
+    decode_info,
+    decode_rollout,
+    encode_group_payload,
+    encode_info,
+    encode_push,
+    encode_rollout,
+    payload_checksum,
+)
+
+HEADER = struct.Struct("<4sHHIIII")
+
+
+def rollout(**changes: Any) -> Rollout:
+    base = make_group(size=1, lengths=[8]).rollouts[0]
+    return Rollout(**({name: getattr(base, name) for name in base.__slots__} | changes))
+
+
+def resealed(data: bytes) -> bytes:
+    head, body = bytearray(data[:20]), data[24:]
+    struct.pack_into("<I", head, 16, len(data))
+    return bytes(head) + struct.pack("<I", zlib.crc32(body, zlib.crc32(bytes(head)))) + body
+
+
+def with_header(data: bytes, **changes: Any) -> bytes:
+    names = ("magic", "format", "arrays", "details", "tokens", "total", "checksum")
+    values = dict(zip(names, HEADER.unpack_from(data), strict=True)) | changes
+    return HEADER.pack(*values.values()) + data[HEADER.size :]
+
+
+def with_details(data: bytes, change: Any) -> bytes:
+    """The payload with its details changed in place by `change(list)`."""
+    magic, version, arrays, size, tokens, _, _ = HEADER.unpack_from(data)
+    details = msgpack.unpackb(data[HEADER.size : HEADER.size + size])
+    change(details)
+    packed = msgpack.packb(details)
+    body = packed + bytes(-(HEADER.size + len(packed)) % 8) + data[-(-(HEADER.size + size) // 8) * 8 :]
+    return resealed(HEADER.pack(magic, version, arrays, len(packed), tokens, 0, 0) + body)
+
+
+def refusal(data: bytes, expected: RolloutInfo | None = None) -> str:
+    with pytest.raises(PayloadError) as caught:
+        decode_rollout(data, expected=expected)
+    return str(caught.value)
+
+
+def test_arrays_are_aligned_views_of_the_received_bytes() -> None:
+    data = encode_rollout(rollout(columns={"x": np.arange(8.0), "y": np.zeros((8, 3), np.uint8)}))
+    back = decode_rollout(data)
+    start = np.frombuffer(data, np.uint8).ctypes.data
+    for array in (back.tokens, back.loss_mask, back.logprobs, *back.columns.values()):
+        assert (array.ctypes.data - start) % 8 == 0
+        assert np.shares_memory(array, np.frombuffer(data, np.uint8))
+
+
+def test_a_rollout_takes_nine_bytes_a_token_on_the_wire() -> None:
+    sizes = [len(encode_rollout(make_group(size=1, lengths=[n]).rollouts[0])) for n in (10_000, 20_000)]
+    assert sizes[1] - sizes[0] == pytest.approx(90_000, abs=16)
+    assert sizes[0] < 90_000 + 200
+
+
+def test_a_column_and_an_attachment_may_share_a_name() -> None:
+    original = rollout(columns={"x": np.zeros(8)}, attachments={"x": np.ones(3), "tokens": np.ones(2)})
+    assert decode_rollout(encode_rollout(original)) == original
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"magic": b"RLBG"}, "not a payload: starts with b'RLBG', expected b'RLBR'"),
+        ({"format": 2}, "payload format 2 is not the one this version reads, 1"),
+        ({"total": 999}, "payload of {n} bytes should have 999"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_named(changes: dict[str, Any], message: str) -> None:
+    data = encode_rollout(rollout())
+    assert refusal(with_header(data, **changes)) == message.format(n=len(data))
+
+
+@pytest.mark.parametrize("tokens", [0, 7, 9, 2**32 - 1])
+def test_another_number_of_tokens_behind_a_right_checksum_is_refused(tokens: int) -> None:
+    refusal(resealed(with_header(encode_rollout(rollout()), tokens=tokens)))
+
+
+@pytest.mark.parametrize("arrays", [0, 2, 4, 65535])
+def test_another_number_of_arrays_is_refused(arrays: int) -> None:
+    data = resealed(with_header(encode_rollout(rollout()), arrays=arrays))
+    assert refusal(data) == f"invalid rollout payload: {arrays} arrays in the header, others in the table"
+
+
+def test_details_longer_than_the_payload_are_refused() -> None:
+    data = resealed(with_header(encode_rollout(rollout()), details=2**32 - 1))
+    assert refusal(data) == f"details of 4294967295 bytes do not fit a payload of {len(data)}"
+
+
+def test_bytes_behind_the_last_array_are_refused() -> None:
+    assert refusal(resealed(encode_rollout(rollout()) + b"\x00" * 8)) == "payload has 8 bytes too many"
+
+
+def test_bytes_that_are_missing_at_the_end_are_refused() -> None:
+    data = resealed(encode_rollout(rollout(text=None))[:-1])
+    assert refusal(data).startswith("payload is too short: 32 bytes at ")
+
+
+def test_a_gap_that_is_not_zero_is_refused() -> None:
+    data = bytearray(encode_rollout(rollout(columns={"x": np.zeros(8, np.uint8), "y": np.zeros((8, 0))}, text="abc")))
+    at = HEADER.size + HEADER.unpack_from(bytes(data))[3]
+    assert at % 8
+    data[at] = 1
+    assert refusal(resealed(bytes(data))) == f"payload has bytes between its arrays at {at}"
+
+
+def test_a_mask_byte_that_is_no_boolean_is_refused() -> None:
+    data = bytearray(encode_rollout(rollout()))
+    mask = len(data) - 8 - 32
+    assert bytes(data[mask : mask + 8]) == bytes([0, 0, 1, 1, 1, 1, 1, 1])
+    data[mask + 1] = 2
+    assert refusal(resealed(bytes(data))) == "invalid rollout payload: column loss_mask: not a boolean at position 1"
+
+
+def test_a_nan_in_a_column_is_refused() -> None:
+    data = encode_rollout(rollout())
+    data = resealed(data[:-4] + struct.pack("<f", float("nan")))
+    assert refusal(data) == "invalid rollout payload: column logprobs: not finite at position 7"
+
+
+COLUMN = {"columns": {"x": np.arange(8, dtype=np.float32)}}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, 5, "rollout_id: expected a string of at most 160 characters, got 5"),
+        (1, "1", "reward: expected a number, got '1'"),
+        (2, {"x": "1"}, "rewards.x: expected a number, got '1'"),
+        (3, {"x": 1}, "successes.x: expected true or false, got 1"),
+        (5, None, "is_truncated: expected true or false, got None"),
+        (6, [0, 2], "version_spans"),
+        (6, [-1, 2, 8], "version_spans: negative policy version -1"),
+        (6, [0, 3, 8], "version_spans: the trained token at position 2 is in no span"),
+        (7, [["user", 0, 2]], "turns"),
+        (7, None, "turns"),
+        (8, [["x", "c16"]], "'x' has the unknown dtype 'c16'"),
+        (8, [["x", "O"]], "'x' has the unknown dtype 'O'"),
+        (8, [["x", "f4", -1]], "'x' has the size -1"),
+        (8, [["x", "f4", 2**60]], "'x' has the size 1152921504606846976"),
+        (8, [["x", "f4", True]], "'x' has the size True"),
+        (8, [["x", "f4", *[1] * 8]], "table of columns"),
+        (8, [["tokens", "f4"]], "column name 'tokens' is not allowed"),
+        (8, [["../x", "f4"]], "column name '../x' is not allowed"),
+        (8, {"x": "f4"}, "table of columns"),
+        (11, [], "metadata: expected a mapping, got []"),
+    ],
+)
+def test_details_that_no_rollout_can_have_are_refused(place: int, value: Any, message: str) -> None:
+    def change(details: list[Any]) -> None:
+        details[place] = value
+
+    assert refusal(with_details(encode_rollout(rollout(**COLUMN)), change)) == f"invalid rollout payload: {message}"
+
+
+def test_a_shape_that_asks_for_more_than_is_there_is_refused_before_memory_is_set_aside() -> None:
+    def change(details: list[Any]) -> None:
+        details[8] = [["x", "f8", *[2**26] * 7]]
+
+    assert refusal(with_details(encode_rollout(rollout(**COLUMN)), change)).startswith("payload is too short: ")
+
+
+def test_details_of_another_length_are_refused() -> None:
+    message = "invalid rollout payload: details are not the list of this format"
+    assert refusal(with_details(encode_rollout(rollout()), lambda details: details.append(1))) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout_id": "a.0/1"}, "rollout a.0/1: rollout_id = 'a.0/0' does not agree with the metadata: 'a.0/1'"),
+        ({"length": 9}, "rollout a.0/0: length = 8 does not agree with the metadata: 9"),
+        ({"prompt_tokens": 3}, "rollout a.0/0: prompt_tokens = 2 does not agree with the metadata: 3"),
+        ({"loss_tokens": 5}, "rollout a.0/0: loss_tokens = 6 does not agree with the metadata: 5"),
+        ({"reward": 0.5}, "rollout a.0/0: reward = 0.0 does not agree with the metadata: 0.5"),
+        ({"reward": None}, "rollout a.0/0: reward = 0.0 does not agree with the metadata: None"),
+        ({"rewards": {"x": 1.0}}, "rollout a.0/0: rewards = {} does not agree with the metadata: {'x': 1.0}"),
+        ({"min_version": 0}, "rollout a.0/0: min_version = 4 does not agree with the metadata: 0"),
+        ({"max_version": 5}, "rollout a.0/0: max_version = 4 does not agree with the metadata: 5"),
+        ({"turns": 1}, "rollout a.0/0: turns = 2 does not agree with the metadata: 1"),
+        ({"is_truncated": True}, "rollout a.0/0: is_truncated = False does not agree with the metadata: True"),
+    ],
+)
+def test_a_payload_that_is_not_the_rollout_of_the_metadata_is_refused(changes: dict[str, Any], message: str) -> None:
+    push = encode_push(make_group(size=1, lengths=[8], version=4))
+    assert refusal(push.payloads[0], replace(push.info.rollouts[0], **changes)) == message
+
+
+def test_a_payload_of_another_size_or_checksum_than_the_metadata_is_refused() -> None:
+    push = encode_push(make_group(size=1, lengths=[8]))
+    (data,), (info,) = push.payloads, push.info.rollouts
+    other = encode_push(make_group(size=1, lengths=[8], seed=1)).payloads[0]
+    assert refusal(other, info) == (
+        f"rollout a.0/0: {len(other)} bytes with checksum {payload_checksum(other):08x} do not agree "
+        f"with the metadata: {len(data)} bytes with checksum {info.checksum:08x}"
+    )
+    assert decode_rollout(data, expected=replace(info, size=0, checksum=0)) == decode_rollout(data)
+
+
+@pytest.mark.parametrize("data", [b"", b"RLBR", b"\x00" * 24, bytearray(30), None, "RLBR"])
+def test_what_is_no_payload_at_all_is_refused(data: Any) -> None:
+    for decode in (decode_rollout, decode_info, decode_group_payload):
+        with pytest.raises(PayloadError):
+            decode(data)
+
+
+def giant(tokens: int) -> Rollout:
+    mask = np.zeros(tokens, np.bool_)
+    return Rollout(
+        rollout_id="g/0",
+        tokens=np.zeros(tokens, np.int32),
+        loss_mask=mask,
+        logprobs=np.zeros(tokens, np.float32),
+        version_spans=((0, 0, tokens),),  # type: ignore[arg-type]
+    )
+
+
+def test_a_rollout_of_64_mib_is_encoded_and_one_token_more_is_refused_with_its_sizes() -> None:
+    most = (MAX_PAYLOAD_BYTES - 96) // 9 // 8 * 8
+    data = encode_rollout(giant(most))
+    assert MAX_PAYLOAD_BYTES - 200 < len(data) <= MAX_PAYLOAD_BYTES
+    assert decode_rollout(data).length == most
+    with pytest.raises(InvalidRollout) as caught:
+        encode_rollout(giant(most + 32))
+    assert "above the limit of 67108864 (64 MiB)" in str(caught.value)
+    too_many = Group(group_id="g", env="a", prompt_id="p", rollouts=(giant(11_000_000),), planned_size=1)
+    with pytest.raises(InvalidRollout) as caught:
+        encode_push(too_many)
+    assert str(caught.value) == (
+        "rollout g/0: payload of 99000024 bytes is above the limit of 67108864 (64 MiB); the largest parts: "
+        "tokens 44000000, logprobs 44000000, loss_mask 11000000"
+    )
+    with pytest.raises(PayloadError):
+        decode_rollout(data + bytes(200))
+
+
+def test_text_counts_for_the_limit_and_not_for_that_of_the_metadata() -> None:
+    long = "ä" * (5 * 2**20)
+    assert decode_rollout(encode_rollout(rollout(text=long))).text == long
+    with pytest.raises(
+        InvalidRollout, match=r"rollout a\.0/0: payload of \d+ bytes .*the largest parts: text 67108864"
+    ):
+        encode_rollout(rollout(text="a" * MAX_PAYLOAD_BYTES))
+
+
+def test_metadata_of_a_rollout_above_4_mib_is_refused_with_a_place_to_put_it() -> None:
+    with pytest.raises(InvalidRollout) as caught:
+        encode_rollout(rollout(metadata={"log": "x" * 2**22}))
+    assert str(caught.value).startswith("rollout a.0/0: turns and metadata take 41943")
+    assert str(caught.value).endswith("above the limit of 4194304; large values belong to text, columns or attachments")
+
+
+def test_metadata_that_was_spoiled_after_construction_is_refused() -> None:
+    spoiled = rollout(metadata={"tags": []})
+    spoiled.metadata["tags"].append(object())
+    with pytest.raises(InvalidRollout, match=r"^rollout a\.0/0: metadata cannot be encoded: .*object cannot be stored"):
+        encode_rollout(spoiled)
+
+
+def test_a_group_of_a_thousand_rollouts_fits_the_metadata_of_one_push() -> None:
+    push = encode_push(make_group(size=1000, env="x" * 64, lengths=[4] * 1000))
+    assert len(push.metadata) < MAX_METADATA_BYTES
+    assert decode_info(push.metadata) == push.info
+
+
+def test_256_rollouts_with_ids_and_named_rewards_of_their_own_fit_in_about_100_bytes_each() -> None:
+    group = make_group(size=256, lengths=[4] * 256, rollout_ids=[f"{i:032x}" for i in range(256)])
+    rollouts = [replace(r, rewards={"format": 0.5, "answer": 1.0}) for r in group.info().rollouts]
+    assert len(encode_info(replace(group.info(), rollouts=tuple(rollouts)))) < 256 * 105
+
+
+def test_metadata_above_64_kib_is_refused_before_any_payload_is_made() -> None:
+    group = make_group(size=2000, lengths=[4] * 2000)
+    with pytest.raises(InvalidRollout) as caught:
+        encode_push(group)
+    assert str(caught.value) == (
+        "group a.0: metadata of 98134 bytes is above the limit of 65536 (64 KiB): 2000 rollouts with 0 named rewards; "
+        "push the group in parts"
+    )
+
+
+def test_metadata_of_exactly_64_kib_is_written_and_read_and_one_byte_more_is_neither() -> None:
+    info = make_group(size=1).info()
+    rows = tuple(replace(info.rollouts[0], rollout_id=f"{i:0160d}") for i in range(309))
+
+    def padded(characters: int) -> bytes:
+        return encode_info(replace(info, planned_size=400, rollouts=rows, prompt_id="p" * characters))
+
+    most = next(n for n in range(40, 256) if len(padded(n)) == MAX_METADATA_BYTES)
+    assert decode_info(padded(most)).prompt_id == "p" * most
+    with pytest.raises(InvalidRollout, match="metadata of 65537 bytes is above the limit of 65536"):
+        padded(most + 1)
+    with pytest.raises(PayloadError, match="msgpack of 65537 bytes is above the limit of 65536"):
+        decode_info(padded(most) + b"\x00")
+
+
+INFO = make_group(size=2, lengths=[8, 8]).info()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 0}, "6 loss tokens after 2 prompt tokens do not fit 0 tokens"),
+        ({"length": -1}, "6 loss tokens after 2 prompt tokens do not fit -1 tokens"),
+        ({"length": 2**26 + 1}, "6 loss tokens after 2 prompt tokens do not fit 67108865 tokens"),
+        ({"prompt_tokens": 0}, "6 loss tokens after 0 prompt tokens do not fit 8 tokens"),
+        ({"prompt_tokens": 3}, "6 loss tokens after 3 prompt tokens do not fit 8 tokens"),
+        ({"prompt_tokens": 8}, "6 loss tokens after 8 prompt tokens do not fit 8 tokens"),
+        ({"loss_tokens": 0}, "0 loss tokens after 2 prompt tokens do not fit 8 tokens"),
+        ({"loss_tokens": 7}, "7 loss tokens after 2 prompt tokens do not fit 8 tokens"),
+        ({"min_version": -1}, "policy versions -1..0"),
+        ({"min_version": 1}, "policy versions 1..0"),
+        ({"max_version": 2**53}, "policy versions 0..9007199254740992"),
+        ({"size": 2**26 + 1}, "2 turns, 67108865 bytes, checksum 0"),
+        ({"checksum": 2**32}, "2 turns, 0 bytes, checksum 4294967296"),
+        ({"turns": -1}, "-1 turns, 0 bytes, checksum 0"),
+        ({"reward": float("nan")}, "reward is not finite"),
+        ({"rewards": {"x": float("inf")}}, "x is not finite"),
+    ],
+)
+def test_numbers_of_a_rollout_outside_their_range_are_refused_in_metadata(
+    changes: dict[str, Any], message: str
+) -> None:
+    bad = replace(INFO, rollouts=(replace(INFO.rollouts[0], **changes), INFO.rollouts[1]))
+    with pytest.raises(InvalidRollout) as caught:
+        encode_info(bad)
+    assert str(caught.value) == f"group a.0: rollout a.0/0: {message}"
+
+
+def info_map(**changes: Any) -> bytes:
+    values = msgpack.unpackb(encode_info(INFO)) | changes
+    del values["checksum"]
+    data = msgpack.packb(values | {"checksum": 0xFFFFFFFF})[:-4]
+    return bytes(data + struct.pack(">I", zlib.crc32(data)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "metadata format 2 is not the one this version reads, 1"),
+        ({"format": True}, "metadata format True is not the one this version reads, 1"),
+        ({"more": 1}, "invalid metadata: not the map of this format"),
+        ({"group_id": "a/0"}, "invalid metadata: group_id: expected [A-Za-z0-9_.:-]{1,128}, got 'a/0'"),
+        ({"group_id": 3}, "invalid metadata: group_id"),
+        ({"env": ""}, "invalid metadata: env: expected [A-Za-z0-9_.-]{1,64}, got ''"),
+        ({"planned_size": 1}, "invalid metadata: rollouts: 2 do not fit planned_size = 1"),
+        ({"planned_size": 2.0}, "invalid metadata: planned_size: expected an integer, got 2.0"),
+        ({"needs": "x"}, "invalid metadata: needs"),
+        ({"created": "now"}, "invalid metadata: created: expected a number, got 'now'"),
+        ({"ids": ["r"]}, "invalid metadata: ids"),
+        ({"ids": ["r", "r"]}, "invalid metadata: rollouts: an id occurs twice in group a.0"),
+        ({"ids": ["r", ""]}, "invalid metadata: rollout_id: empty"),
+        ({"rows": b""}, "invalid metadata: rows"),
+        ({"rows": b"x" * 50}, "invalid metadata: rows"),
+        ({"rewards": {"x": [b"\x01\x02", bytes(16)]}}, "invalid metadata: rewards"),
+        ({"rewards": {"x": [b"\x01\x01", bytes(8)]}}, "invalid metadata: rewards"),
+        (
+            {"rewards": {"x": [b"\x01\x00", struct.pack("<d", float("nan"))]}},
+            "invalid metadata: rollout a.0/0: x is not finite",
+        ),
+    ],
+)
+def test_a_metadata_map_behind_a_right_checksum_is_still_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PayloadError) as caught:
+        decode_info(info_map(**changes))
+    assert str(caught.value) == message
+
+
+def test_the_unchanged_map_of_these_tests_is_read() -> None:
+    assert decode_info(info_map()) == INFO
+
+
+def test_named_rewards_may_differ_from_rollout_to_rollout() -> None:
+    rows = (replace(INFO.rollouts[0], rewards={"a": 1.0}), replace(INFO.rollouts[1], rewards={"b": -2.5, "a": 0.0}))
+    info = replace(INFO, rollouts=rows)
+    assert decode_info(encode_info(info)) == info
+
+
+def test_a_group_without_answer_and_metadata_has_no_group_payload() -> None:
+    assert encode_group_payload(None, {}) is None
+    assert encode_push(make_group()).group_payload is None
+    data = encode_group_payload(None, {"split": "train"})
+    assert data is not None
+    assert decode_group_payload(data) == (None, {"split": "train"})
+
+
+def test_a_group_payload_is_no_rollout_and_the_other_way_round() -> None:
+    data = encode_group_payload("42", {})
+    assert data is not None
+    assert refusal(data) == "not a payload: starts with b'RLBG', expected b'RLBR'"
+    with pytest.raises(PayloadError):
+        decode_group_payload(encode_rollout(rollout()))
+
+
+def test_an_answer_above_4_mib_is_refused() -> None:
+    with pytest.raises(
+        InvalidRollout, match=r"^group a\.0: answer and metadata take 4194\d+ bytes, above the limit of 4194304$"
+    ):
+        encode_push(make_group(answer="x" * 2**22))
+
+
+def array32(n: int) -> bytes:
+    return b"\xdd" + struct.pack(">I", n)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "malformed msgpack: Unpack failed: incomplete input"),
+        (b"\xc1", "malformed msgpack: FormatError"),
+        (b"\x01\x01", "malformed msgpack: unpack(b) received extra data."),
+        (b"\xcb" + struct.pack(">d", float("nan")), "malformed msgpack: a number that is not finite"),
+        (b"\x91\xca" + struct.pack(">f", float("inf")), "malformed msgpack: a number that is not finite"),
+        (b"\x82\xa1a\x01\xa1a\x02", "malformed msgpack: a key occurs twice in a map"),
+        (b"\x81\x01\x02", "malformed msgpack: int is not allowed for map key when strict_map_key=True"),
+        (b"\x81\xc4\x01a\x02", "malformed msgpack: a key that is not a string"),
+        (b"\xc7\x00\x05", "malformed msgpack: extension type 5"),
+        (b"\xd6\xff\x00\x00\x00\x00", "malformed msgpack: 5 exceeds max_ext_len(0)"),
+        (b"\x91" * 41 + b"\x00", "malformed msgpack: nested more than 40 levels deep"),
+        (b"\x91" * 5000 + b"\x00", "malformed msgpack: StackError"),
+        (array32(200_000), "malformed msgpack: 200000 exceeds max_array_len(5)"),
+        (array32(60_000) * 13_000, "malformed msgpack: StackError"),
+        (bytes(70_000), "msgpack of 70000 bytes is above the limit of 66000"),
+    ],
+)  # fmt: skip
+def test_msgpack_that_nobody_here_writes_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(PayloadError) as caught:
+        loads(data, limit=66_000)
+    assert str(caught.value) == message
+
+
+def test_forty_levels_are_read_and_written_and_no_more() -> None:
+    value: Any = 1
+    for _ in range(40):
+        value = [value]
+    assert loads(dumps(value), limit=100) == value
+    with pytest.raises(PayloadError, match="nested too deeply"):
+        dumps([value])
+
+
+@pytest.mark.parametrize("value", [float("nan"), {1: 2}, object(), 2**64, "\ud800", {1, 2}])
+def test_what_cannot_be_read_back_is_not_written(value: Any) -> None:
+    with pytest.raises(PayloadError, match=r"^cannot be encoded: value"):
+        dumps(value)
+
+
+def test_tuples_and_numpy_scalars_are_written_as_what_they_come_back_as() -> None:
+    assert loads(dumps({"a": (1, np.float64(0.5)), "b": np.int32(7)}), limit=100) == {"a": [1, 0.5], "b": 7}
