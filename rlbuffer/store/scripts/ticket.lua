@@ -2,7 +2,7 @@
 -- TICKET: leave to sample. A ticket is a number n of an env: the group id is <env>.<n>, the prompt the n-th of the env.
 -- Refused at the memory limit (no allow-oom): no new groups are wanted then.
 --
--- KEYS  1 tickets of the env (zset: number -> expiry, server ms)   2 allowance (hash)   3 numbers (hash)
+-- KEYS  1 tickets of the env (zset: number -> expiry, server ms)   2 allowance (hash: env -> how many, '*' for others)   3 numbers (hash)
 -- ARGV  1 action, then
 --       take     2 env   3 how many at most   4 time to live, ms
 --                -> the numbers: the lowest expired ones first, then new ones, while fewer than the allowance are out
@@ -33,7 +33,9 @@ local env, wanted = ARGV[2], tonumber(ARGV[3])
 local expiry = string.format('%.0f', now + tonumber(ARGV[4]))
 local clock = string.format('%.0f', now)
 local out = redis.call('ZCOUNT', KEYS[1], '(' .. clock, '+inf')
-local free = math.min(wanted, tonumber(redis.call('HGET', KEYS[2], env) or '0') - out)
+-- '*' stands for envs that the leader does not know yet: without it a new env could never send its first group.
+local allowance = redis.call('HGET', KEYS[2], env) or redis.call('HGET', KEYS[2], '*') or '0'
+local free = math.min(wanted, tonumber(allowance) - out)
 local taken = {}
 if free <= 0 then return taken end
 
