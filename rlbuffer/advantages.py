@@ -110,7 +110,7 @@ def advantage(name: str, rewards: ArrayLike, *, lengths: ArrayLike | None = None
         raise InvalidRollout(f"advantage {name}: rewards must be finite numbers of shape [n], got {rewards!r}")
     weights = None if lengths is None else np.asarray(lengths, dtype=np.float64)
     if weights is not None and weights.shape != values.shape:
-        raise InvalidRollout(f"advantage {name}: {list(weights.shape)} lengths do not match {len(values)} rewards")
+        raise InvalidRollout(f"advantage {name}: {weights.size} lengths do not match {len(values)} rewards")
     if len(values) <= 1:
         return np.zeros_like(values)
     return estimator(values, weights)

@@ -91,7 +91,7 @@ def select(
         if trial.short:
             trial.ended = "short"
             break
-        env = max((e for e in heads if heads[e] is not None), key=lambda e: (owed[e], fractions[e], e), default=None)
+        env = min((e for e in heads if heads[e] is not None), key=lambda e: (-owed[e], -fractions[e], e), default=None)
         group = heads[env] if env is not None else None
         if env is None or group is None:
             trial.ended = "empty"

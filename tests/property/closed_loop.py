@@ -1,0 +1,174 @@
+"""A closed loop without processes: workers take tickets, sample for a while and push; a trainer trains what is committed.
+
+Discrete events on a simulated clock; everything random comes from one seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlbuffer.batcher import Batcher
+from rlbuffer.config import BatcherConfig
+from rlbuffer.infos import GroupInfo, RolloutInfo
+from rlbuffer.policy.admission import ANY_ENV
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvSpeed:
+    """How an env behaves: seconds per group (median of a lognormal), workers, rollouts per group, mean length."""
+
+    seconds: float
+    workers: int
+    size: int = 4
+    length: int = 100
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    steps: int = 0
+    pushed: int = 0
+    packed: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    closed_by: Counter[str] = field(default_factory=Counter)
+    fills: list[float] = field(default_factory=list)
+    oldest: int = 0
+    seconds: float = 0.0
+    stuck: str = ""
+
+    @property
+    def stale_percent(self) -> float:
+        return 100 * self.dropped["stale"] / max(1, self.pushed)
+
+
+def simulate(
+    config: BatcherConfig,
+    envs: dict[str, EnvSpeed],
+    *,
+    steps: int,
+    seed: int = 0,
+    world_size: int = 2,
+    train_seconds: float = 1.0,
+    spread: float = 0.5,
+    loss: float = 0.0,
+    ticket_seconds: float = 200.0,
+) -> Outcome:
+    """Runs until `steps` are trained or nothing can happen any more (then `stuck` is the batcher's sentence).
+
+    `loss`: probability that a worker dies with its ticket, which then expires after `ticket_seconds`.
+    """
+    rng = np.random.default_rng(seed)
+    batcher, out = Batcher(config), Outcome()
+    now, order = 0.0, 0
+    events: list[tuple[float, int, str, object]] = []
+    idle = {env: speed.workers for env, speed in envs.items()}
+    tickets = Counter[str]()
+    allowances: dict[str, int] = {}
+    trained = committed = number = 0
+    training = False
+    batcher.set_published(0)
+
+    def later(seconds: float, kind: str, what: object) -> None:
+        nonlocal order
+        order += 1
+        heapq.heappush(events, (now + seconds, order, kind, what))
+
+    def decide() -> str:
+        nonlocal committed, allowances
+        while True:
+            step = committed + 1
+            if step > trained + 1 + config.lookahead:
+                allowances = batcher.allowances(step, world_size=world_size)
+                return "the trainer is busy"
+            decision = batcher.next(step, world_size=world_size, now=now, rng=rng)
+            batcher.dropped(decision.drops)
+            out.dropped.update(d.reason for d in decision.drops)
+            allowances = dict(decision.allowances)
+            if decision.plan is None:
+                return decision.waiting
+            plan = decision.plan
+            out.packed += len(plan.group_ids)
+            out.closed_by[plan.closed_by] += 1
+            out.oldest = max(out.oldest, max(step - 1 - r.min_version for r in plan.rollouts))
+            rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
+            out.fills.append(plan.tokens / (rows * config.row_tokens))
+            for ref in plan.rollouts:
+                out.tokens[ref.env] += ref.length
+            batcher.committed(plan)
+            committed = step
+
+    def work() -> None:
+        nonlocal number, training
+        for env, speed in envs.items():
+            while idle[env] and tickets[env] < allowances.get(env, allowances.get(ANY_ENV, 0)):
+                idle[env] -= 1
+                tickets[env] += 1
+                number += 1
+                if rng.random() < loss:
+                    later(ticket_seconds, "lost", env)
+                else:
+                    lengths = np.maximum(1, rng.lognormal(np.log(speed.length), 0.4, speed.size)).astype(int)
+                    lengths = np.minimum(lengths, config.row_tokens)
+                    later(float(rng.lognormal(np.log(speed.seconds), spread)), "group", (env, number, trained, lengths))
+        if not training and trained < committed:
+            training = True
+            later(train_seconds, "trained", None)
+
+    while trained < steps:
+        sentence = decide()
+        work()
+        if not events:
+            out.stuck = f"step {committed + 1} at {now:.1f} s: {sentence} {allowances} {dict(tickets)}"
+            break
+        now, _, kind, what = heapq.heappop(events)
+        if kind == "trained":
+            trained, training = trained + 1, False
+            batcher.set_published(trained)
+        elif kind == "lost":
+            env = str(what)
+            idle[env] += 1
+            tickets[env] -= 1
+        else:
+            env, n, version, lengths = what  # type: ignore[misc]
+            idle[env] += 1
+            tickets[env] -= 1
+            out.pushed += 1
+            batcher.add(group_info(f"{env}.{n}", env, lengths, version), entry_id=f"{n}-0", now=now)
+    out.steps, out.seconds = trained, now
+    return out
+
+
+def group_info(
+    group_id: str,
+    env: str,
+    lengths: object,
+    version: int = 0,
+    *,
+    planned_size: int | None = None,
+    first: int = 0,
+    rewards: list[float | None] | None = None,
+) -> GroupInfo:
+    """A push of rollouts of these lengths; rollout ids count from `first`."""
+    sizes = [int(n) for n in lengths]  # type: ignore[attr-defined]
+    return GroupInfo(
+        group_id=group_id,
+        env=env,
+        prompt_id=group_id,
+        planned_size=planned_size or len(sizes),
+        rollouts=tuple(
+            RolloutInfo(
+                rollout_id=f"{group_id}/{first + i}",
+                length=n,
+                prompt_tokens=1,
+                loss_tokens=n - 1,
+                reward=float((i + n) % 2) if rewards is None else rewards[i],
+                min_version=version,
+                max_version=version,
+            )
+            for i, n in enumerate(sizes)
+        ),
+    )

@@ -1,0 +1,57 @@
+import pytest
+
+from rlbuffer.policy.admission import START_TICKETS, EnvSupply, allowances, groups_per_step, window
+
+
+def supply(*, window=1, pending=0, share=1.0, mean=(100.0, 100.0, 4.0)):
+    return EnvSupply(window=window, pending=pending, share=share, mean=mean)
+
+
+@pytest.mark.parametrize(
+    ("version", "max_age", "last_step", "expected"),
+    [(0, 0, 0, 1), (3, 0, 3, 1), (3, 0, 4, 0), (3, 1, 4, 1), (3, 1, 5, 0), (3, 2, 7, -1), (3, 2, 3, 3)],
+)
+def test_the_window_is_what_a_group_sampled_now_can_serve(version, max_age, last_step, expected):
+    assert window(version=version, max_age=max_age, last_step=last_step) == expected
+
+
+@pytest.mark.parametrize(
+    ("pending", "steps", "expected"), [(0, 1, 10), (9, 1, 1), (10, 1, 0), (30, 1, 0), (5, 2, 15), (0, 0, 0), (0, -1, 0)]
+)
+def test_tickets_out_and_groups_pending_fill_the_window(pending, steps, expected):
+    assert allowances({"a": supply(window=steps, pending=pending)}, {"a": 10.0}) == {"a": expected}
+
+
+@pytest.mark.parametrize(("steps", "share", "expected"), [(1, 0.5, 1), (0, 0.5, 0), (1, 0.0, 0)])
+def test_a_wanted_env_gets_a_ticket_if_what_it_samples_can_still_train(steps, share, expected):
+    got = allowances({"a": supply(window=steps, pending=99, share=share)}, {"a": 10.0}, wanted=["a"])
+    assert got == {"a": expected}
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        # Budgets in tokens 70/30, groups of 100 and 300 tokens: a step of 3,000 tokens holds 21 and 3.
+        ({"tokens": 3000, "groups": None, "rollouts": None}, {"a": 21, "b": 3}),
+        ({"tokens": 0, "groups": 24, "rollouts": None}, {"a": 21, "b": 3}),
+        ({"tokens": 0, "groups": None, "rollouts": 108}, {"a": 21, "b": 3}),
+    ],
+)
+def test_groups_per_step_follow_from_shares_and_mean_groups(limits, expected):
+    envs = {"a": supply(share=0.7), "b": supply(share=0.3, mean=(300.0, 300.0, 8.0))}
+    assert groups_per_step(envs, **limits) == pytest.approx(expected)
+
+
+def test_before_anything_is_known_each_env_gets_a_few():
+    envs = {"a": supply(share=0.5, mean=None), "b": supply(share=0.5, mean=None), "c": supply(share=0.0, mean=None)}
+    assert groups_per_step(envs, tokens=1000, groups=None, rollouts=None) == {"a": START_TICKETS, "b": START_TICKETS}
+
+
+def test_with_a_number_of_groups_the_start_needs_no_mean():
+    envs = {"a": supply(share=0.75, mean=None), "b": supply(share=0.25, mean=None)}
+    assert groups_per_step(envs, tokens=0, groups=32, rollouts=None) == {"a": 24, "b": 8}
+
+
+def test_an_unknown_env_is_taken_for_an_average_one():
+    envs = {"a": supply(share=0.5), "b": supply(share=0.5, mean=None)}
+    assert groups_per_step(envs, tokens=1000, groups=None, rollouts=None) == pytest.approx({"a": 5, "b": 5})

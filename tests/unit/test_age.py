@@ -1,0 +1,67 @@
+from dataclasses import dataclass
+
+import pytest
+
+from rlbuffer.policy.age import VersionIndex, age_at, is_future, is_stale, oldest_version
+
+
+@dataclass(frozen=True)
+class Item:
+    group_id: str
+    min_version: int
+
+
+@pytest.mark.parametrize(
+    ("step", "version", "max_age", "age", "stale"),
+    [(1, 0, 0, 0, False), (2, 0, 0, 1, True), (2, 1, 0, 0, False), (5, 2, 2, 2, False), (6, 2, 2, 3, True)],
+)
+def test_age_counts_versions_between_sampling_and_the_step(step, version, max_age, age, stale):
+    assert age_at(step, version) == age
+    assert is_stale(step, version, max_age) is stale
+    assert (version < oldest_version(step, max_age)) is stale
+
+
+@pytest.mark.parametrize(("version", "future"), [(3, False), (4, False), (5, True)])
+def test_a_version_that_the_step_has_not_made_is_from_the_future(version, future):
+    assert is_future(5, version) is future
+
+
+def test_the_oldest_version_is_never_negative():
+    assert oldest_version(1, 4) == 0
+
+
+def index(*versions):
+    made = VersionIndex()
+    for number, version in enumerate(versions):
+        made.add(Item(f"g{number}", version))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("newest_first", "oldest", "expected"),
+    [
+        (True, 0, ["g1", "g4", "g0", "g3", "g2"]),
+        (False, 0, ["g2", "g0", "g3", "g1", "g4"]),
+        (True, 2, ["g1", "g4", "g0", "g3"]),
+        (False, 3, ["g1", "g4"]),
+        (False, 4, []),
+    ],
+)
+def test_walking_goes_by_version_and_in_order_of_arrival_inside_one(newest_first, oldest, expected):
+    walked = index(2, 3, 1, 2, 3).walk(newest_first=newest_first, oldest=oldest)
+    assert [item.group_id for item in walked] == expected
+
+
+def test_popping_takes_whole_buckets_below_the_version():
+    made = index(2, 3, 1, 2, 3)
+    assert [item.group_id for item in made.pop_older_than(3)] == ["g2", "g0", "g3"]
+    assert (len(made), made.count(), made.count(4)) == (2, 2, 0)
+    assert made.pop_older_than(3) == []
+
+
+def test_discarding_twice_or_something_unknown_changes_nothing():
+    made = index(1, 1)
+    made.discard(Item("g0", 1))
+    made.discard(Item("g0", 1))
+    made.discard(Item("other", 7))
+    assert [item.group_id for item in made.walk(newest_first=True, oldest=0)] == ["g1"]

@@ -1,0 +1,429 @@
+import dataclasses
+
+import msgpack
+import numpy as np
+import pytest
+
+from rlbuffer.batcher import Batcher
+from rlbuffer.batches import Normalizers
+from rlbuffer.config import BatcherConfig, EnvConfig
+from rlbuffer.errors import RlbufferError
+from rlbuffer.policy.admission import ANY_ENV
+from rlbuffer.testing import make_group
+
+RNG = np.random.default_rng(0)
+
+
+def batcher(state=None, **settings):
+    return Batcher(BatcherConfig(**({"row_tokens": 100} | settings)), state)
+
+
+def put(made, name, *, env="a", lengths=(25,) * 4, version=0, now=0.0, entry=None, planned=None, first=0, **fields):
+    group = make_group(
+        env=env,
+        size=len(lengths),
+        lengths=lengths,
+        version=version,
+        group_id=name,
+        planned_size=planned or len(lengths),
+        rewards=fields.pop("rewards", [float(i % 2) for i in range(len(lengths))]),
+    )
+    info = dataclasses.replace(group.info(), **fields)
+    rollouts = [dataclasses.replace(r, rollout_id=f"{name}/{first + i}") for i, r in enumerate(info.rollouts)]
+    made.add(dataclasses.replace(info, rollouts=tuple(rollouts)), entry_id=entry or f"{name}-0", now=now)
+
+
+def ask(made, step=1, *, now=0.0, world_size=2):
+    return made.next(step, world_size=world_size, now=now, rng=RNG)
+
+
+def drops_of(decision):
+    return [(d.group_id, d.reason, d.detail, d.rollouts, d.tokens) for d in decision.drops]
+
+
+def test_a_step_closes_before_the_group_that_needs_another_row():
+    made = batcher()
+    put(made, "g1")
+    put(made, "g2", lengths=(20,) * 4)
+    assert ask(made).plan is None
+    put(made, "g3", lengths=(30,))
+    plan = ask(made).plan
+    assert plan.group_ids == ("g1", "g2")
+    assert (plan.closed_by, plan.tokens, plan.plan.micro_steps) == ("capacity", 180, 1)
+    assert plan.normalizers == Normalizers(loss_tokens=sum(r.loss_tokens for r in plan.rollouts), rollouts=8, groups=2)
+    assert [r.entry_id for r in plan.rollouts] == ["g1-0"] * 4 + ["g2-0"] * 4
+    assert [r.index for r in plan.rollouts] == [0, 1, 2, 3] * 2
+    np.testing.assert_allclose(plan.advantages[:4], [-2 / 3, 2 / 3, -2 / 3, 2 / 3], rtol=1e-6)
+    assert plan.advantages.dtype == np.float32
+    assert [(e.entry_id, e.packed_rollouts, e.packed_tokens, e.dropped) for e in plan.entries] == [
+        ("g1-0", 4, 100, ()),
+        ("g2-0", 4, 80, ()),
+    ]
+
+
+@pytest.mark.parametrize(("last", "closed_by"), [(89, None), (90, "fill"), (100, "capacity")])
+def test_a_full_enough_step_closes_at_once(last, closed_by):
+    made = batcher()
+    put(made, "g1", lengths=(100,))
+    put(made, "g2", lengths=(last,))
+    plan = ask(made).plan
+    assert (plan and plan.closed_by) == closed_by
+
+
+def test_rows_that_fragment_give_groups_back():
+    made = batcher(close_fill=1.0)
+    for n in range(5):
+        put(made, f"g{n}", lengths=(40,))
+    plan = ask(made).plan
+    assert (plan.group_ids, plan.closed_by, plan.plan.micro_steps) == (("g0", "g1", "g2", "g3"), "capacity", 1)
+
+
+def test_a_group_larger_than_the_step_is_a_step_of_its_own():
+    made = batcher()
+    put(made, "big", lengths=(60,) * 5)
+    plan = ask(made).plan
+    assert (plan.group_ids, plan.plan.micro_steps, plan.closed_by) == (("big",), 3, "capacity")
+
+
+@pytest.mark.parametrize(
+    ("settings", "closed_by", "groups"), [({"step_groups": 3}, "groups", 3), ({"step_rollouts": 5}, "rollouts", 2)]
+)
+def test_groups_or_rollouts_fix_the_size_instead(settings, closed_by, groups):
+    made = batcher(**settings)
+    for n in range(4):
+        put(made, f"g{n}", lengths=(90,) * 4)
+    plan = ask(made).plan
+    assert (plan.closed_by, len(plan.group_ids)) == (closed_by, groups)
+
+
+def test_asking_moves_nothing_until_it_is_committed():
+    made = batcher(step_groups=1)
+    put(made, "g1")
+    put(made, "g2")
+    first, again = ask(made), ask(made)
+    assert first.plan.group_ids == again.plan.group_ids == ("g1",)
+    assert first.state == again.state
+    made.committed(again.plan)
+    assert ask(made, 2).plan.group_ids == ("g2",)
+
+
+def test_only_the_last_decided_plan_can_be_committed():
+    made = batcher(step_groups=1)
+    put(made, "g1")
+    plan = ask(made).plan
+    made.committed(plan)
+    with pytest.raises(RlbufferError, match="step 1 was committed, but it is not the plan that was decided last"):
+        made.committed(plan)
+
+
+def test_a_refused_plan_forgets_what_is_gone_and_plans_again():
+    made = batcher(step_groups=1)
+    put(made, "g1")
+    put(made, "g2", lengths=(25, 25), planned=4, entry="g2a-0")
+    put(made, "g2", lengths=(25, 25), planned=4, first=2, entry="g2b-0")
+    put(made, "g3")
+    plan = ask(made).plan
+    made.refused(plan, ["g1-0", "g2b-0"])
+    decision = ask(made)
+    assert decision.plan.group_ids == ("g3",)
+    assert drops_of(decision) == [("g2", "invalid", "its part g2b-0 is gone from the pool", 2, 50)]
+    assert decision.drops[0].entry_ids == ("g2a-0",)
+
+
+def test_drops_repeat_until_they_are_confirmed_and_are_never_planned():
+    made = batcher(step_groups=1)
+    put(made, "old", version=0)
+    put(made, "new", version=4)
+    first = ask(made, 5)
+    assert drops_of(first) == [("old", "stale", "age 4 > max_age 1 at step 5", 4, 100)]
+    assert first.drops[0].entry_ids == ("old-0",)
+    assert first.plan.group_ids == ("new",)
+    assert ask(made, 5).drops == first.drops
+    made.dropped(first.drops)
+    assert ask(made, 5).drops == ()
+
+
+@pytest.mark.parametrize(("version", "fate"), [(1, "stale"), (2, None), (4, None), (5, "future")])
+def test_only_what_is_neither_too_old_nor_from_the_future_trains(version, fate):
+    made = batcher(step_groups=1, max_age=2)
+    put(made, "g", version=version)
+    decision = ask(made, 5)
+    assert [d.reason for d in decision.drops] == ([fate] if fate else [])
+    assert (decision.plan is None) is (fate is not None)
+
+
+def test_max_age_may_differ_by_env():
+    made = batcher(step_groups=2, max_age=0, envs={"b": EnvConfig(max_age=3)})
+    put(made, "ga", env="a", version=3)
+    put(made, "gb", env="b", version=1)
+    decision = ask(made, 5)
+    assert drops_of(decision) == [("ga", "stale", "age 1 > max_age 0 at step 5", 4, 100)]
+    assert made.pending_tokens("a") == 0
+    assert made.pending_tokens("b") == 100
+
+
+@pytest.mark.parametrize(("now", "dropped"), [(60.0, False), (60.1, True)])
+def test_groups_older_than_max_age_seconds_are_stale(now, dropped):
+    made = batcher(step_groups=2, max_age_seconds=60.0)
+    put(made, "g", now=0.0)
+    assert drops_of(ask(made, now=now)) == (
+        [("g", "stale", "60.1 s in the pool > max_age_seconds 60", 4, 100)] if dropped else []
+    )
+
+
+def test_a_lagging_version_sweeps_nothing_admits_nothing_and_says_what_it_waits_for():
+    made = batcher(max_age=1, step_groups=2, budgets={"a": 1.0})
+    made.set_published(3)
+    put(made, "g", version=3)
+    decision = ask(made, 6)
+    assert decision.drops == ()
+    assert decision.allowances == {"a": 0}
+    assert decision.waiting == (
+        "Step 6 waits for policy version 4: version 3 is published, and step 6 trains nothing older than 4 (max_age 1). "
+        "The trainer publishes it when it has finished the steps before."
+    )
+    made.set_published(5)
+    assert [d.reason for d in ask(made, 6).drops] == ["stale"]
+
+
+def test_parts_become_one_group_and_each_entry_is_accounted_for():
+    made = batcher(step_groups=1)
+    put(made, "g", lengths=(10, 20), planned=4, entry="1-0")
+    assert ask(made).plan is None
+    put(made, "g", lengths=(30, 40, 50), planned=4, first=2, entry="2-0")
+    plan = ask(made).plan
+    assert [r.rollout_id for r in plan.rollouts] == ["g/0", "g/1", "g/2", "g/3"]
+    assert [(e.entry_id, e.packed_rollouts, e.packed_tokens, e.dropped) for e in plan.entries] == [
+        ("1-0", 2, 30, ()),
+        ("2-0", 2, 70, (("late", 1, 50),)),
+    ]
+
+
+def test_what_comes_after_a_group_is_ready_is_late_or_a_duplicate():
+    made = batcher(step_groups=2)
+    put(made, "g")
+    put(made, "g", lengths=(7,), planned=4, first=9, entry="late-0")
+    put(made, "g", lengths=(8,), planned=4, first=1, entry="twice-0")
+    assert [(d.reason, d.entry_ids, d.tokens) for d in ask(made).drops] == [
+        ("late", ("late-0",), 7),
+        ("duplicate", ("twice-0",), 8),
+    ]
+
+
+def test_what_comes_after_a_group_was_trained_or_closed_is_late():
+    made = batcher(step_groups=1)
+    made.close(["tomb"])
+    put(made, "tomb")
+    put(made, "g")
+    made.committed(ask(made).plan)
+    put(made, "g", entry="again-0")
+    decision = ask(made, 2)
+    assert [(d.group_id, d.reason, d.detail) for d in decision.drops] == [
+        ("tomb", "late", "the group is closed"),
+        ("g", "late", "the group is closed"),
+    ]
+
+
+def test_an_entry_read_twice_counts_once():
+    made = batcher(step_groups=1)
+    put(made, "g")
+    put(made, "g")
+    assert ask(made).drops == ()
+    assert made.pending_tokens("a") == 100
+
+
+@pytest.mark.parametrize(
+    ("now", "least", "fate"), [(299.9, 1, None), (300, 1, "ready"), (300, 2, "ready"), (300, 3, "small")]
+)
+def test_a_group_that_is_not_full_closes_after_the_timeout(now, least, fate):
+    made = batcher(step_groups=1, min_group_size=least)
+    put(made, "g", lengths=(25, 25), planned=4)
+    decision = ask(made, now=now)
+    assert (decision.plan is not None) is (fate == "ready")
+    small = [("g", "small", "2 valid rollouts < min_group_size 3 after 300 s", 2, 50)]
+    assert drops_of(decision) == (small if fate == "small" else [])
+
+
+def test_timeouts_count_from_the_time_given_at_add():
+    made = batcher(step_groups=1)
+    put(made, "g", lengths=(25, 25), planned=4, now=1000.0)
+    assert ask(made, now=1299.0).plan is None
+    assert ask(made, now=1300.0).plan is not None
+
+
+def test_a_group_that_needs_something_stays_forming_and_then_drops_small():
+    made = batcher(step_groups=1)
+    put(made, "g", needs=("ref_logprobs",))
+    assert ask(made, now=299.0).plan is None
+    assert drops_of(ask(made, now=300.0)) == [("g", "small", "still needs ref_logprobs after 300 s", 4, 100)]
+
+
+def test_oversized_and_unscored_rollouts_leave_the_rest_of_the_group():
+    made = batcher(step_groups=1)
+    put(made, "g", lengths=(10, 101, 30, 40), rewards=[1.0, 0.0, None, 0.0])
+    plan = ask(made).plan
+    assert [r.index for r in plan.rollouts] == [0, 3]
+    assert plan.advantages.tolist() == [1.0, -1.0]
+    assert plan.entries[0].dropped == (("oversized", 1, 101), ("invalid", 1, 30))
+
+
+def test_a_push_without_a_valid_rollout_is_dropped_at_once():
+    made = batcher(step_groups=1)
+    put(made, "g", lengths=(101, 102))
+    assert drops_of(ask(made)) == [("g", "oversized", "length 101 > row_tokens 100", 2, 203)]
+    assert ask(made, now=1e9).drops[0].group_id == "g"
+
+
+def test_too_few_valid_rollouts_drop_the_group_without_waiting():
+    made = batcher(step_groups=1, min_group_size=3)
+    put(made, "g", lengths=(10, 101, 102, 40))
+    assert drops_of(ask(made)) == [("g", "small", "2 valid rollouts < min_group_size 3", 4, 253)]
+
+
+@pytest.mark.parametrize(("flat", "planned"), [("keep", True), ("drop", False)])
+def test_flat_groups_are_kept_or_dropped(flat, planned):
+    made = batcher(step_groups=1, flat=flat)
+    put(made, "g", rewards=[0.5] * 4)
+    decision = ask(made)
+    assert (decision.plan is not None) is planned
+    assert drops_of(decision) == ([] if planned else [("g", "flat", "all 4 rollouts have reward 0.5", 4, 100)])
+
+
+def test_a_group_of_one_gets_advantage_zero():
+    made = batcher(step_groups=1, advantage="reinforce")
+    put(made, "g", lengths=(25,), rewards=[1.0])
+    assert ask(made).plan.advantages.tolist() == [0.0]
+
+
+def test_each_env_has_its_own_estimator():
+    made = batcher(step_groups=2, advantage="dr_grpo", envs={"b": EnvConfig(advantage="reinforce")})
+    put(made, "ga", env="a", lengths=(5, 5), rewards=[1.0, 0.0])
+    put(made, "gb", env="b", lengths=(5, 5), rewards=[1.0, 0.0])
+    plan = ask(made).plan
+    by_env = {r.rollout_id: a for r, a in zip(plan.rollouts, plan.advantages.tolist(), strict=True)}
+    assert by_env == {"ga/0": 0.5, "ga/1": -0.5, "gb/0": 1.0, "gb/1": 0.0}
+
+
+@pytest.mark.parametrize(("order", "first"), [("newest_first", "g2"), ("oldest_first", "g1")])
+def test_the_order_decides_which_version_goes_first(order, first):
+    made = batcher(step_groups=1, order=order)
+    for name, version in (("g1", 3), ("g2", 4), ("g3", 4)):
+        put(made, name, version=version)
+    assert ask(made, 5).plan.group_ids == (first,)
+
+
+def test_a_step_waits_for_an_env_that_is_short_and_names_it():
+    made = batcher(budgets={"math": 0.5, "code": 0.5})
+    made.set_published(0)
+    for n in range(3):
+        put(made, f"c{n}", env="code", lengths=(20,) * 2)
+    put(made, "m", env="math", lengths=(20,), planned=2, now=1.0)
+    decision = ask(made, now=10.0)
+    assert decision.plan is None
+    assert decision.waiting == (
+        "math is 3 groups short of its share (1 forming, oldest 9 s). "
+        "Policy version 0 is published. Normal while workers generate."
+    )
+    assert made.is_short("math")
+    assert not made.is_short("code")
+    assert decision.allowances["math"] >= 1
+
+
+def test_an_env_that_never_sent_anything_is_named_too():
+    made = batcher(step_groups=4, budgets={"math": 0.5, "code": 0.5})
+    for n in range(4):
+        put(made, f"c{n}", env="code")
+    assert ask(made).waiting == (
+        "math is 2 groups short of its share (0 forming). It has not sent a group yet: is a worker for math running?"
+    )
+
+
+def test_the_sentence_says_how_full_the_step_is_when_nobody_is_short():
+    made = batcher()
+    assert ask(made).waiting == (
+        "Step 1 is 0 % full (0 of 200 tokens ready). No env has sent a group that can train yet: start a worker."
+    )
+    put(made, "g")
+    assert ask(made).waiting == (
+        "Step 1 is 50 % full (100 of 200 tokens ready). a goes next and has nothing ready (0 forming). "
+        "Normal while workers generate."
+    )
+
+
+def test_allowances_follow_the_window_and_what_is_pending():
+    made = batcher(step_groups=8, budgets={"a": 1.0})
+    made.set_published(0)
+    assert ask(made).allowances == {"a": 16}  # steps 1 and 2
+    put(made, "g1")
+    put(made, "g2", lengths=(25,), planned=2)
+    assert ask(made).allowances == {"a": 14}
+    for n in range(7):
+        put(made, f"h{n}")
+    decision = ask(made)
+    assert decision.plan is not None
+    assert decision.allowances == {"a": 7}  # step 2 only: 8 groups, of which one is forming
+    made.committed(decision.plan)
+    assert made.allowances(2, world_size=2) == {"a": 7}
+    assert made.allowances(2, world_size=2, version=1) == {"a": 15}
+
+
+def test_an_env_that_nobody_knows_yet_may_start():
+    made = batcher()
+    assert ask(made).allowances == {ANY_ENV: 8}
+    assert batcher(budgets={"a": 1.0}).allowances(1, world_size=2) == {"a": 16}
+
+
+def test_deficits_carry_over_to_the_next_step():
+    made = batcher(step_groups=1, budgets={"a": 0.5, "b": 0.5})
+    for n in range(4):
+        put(made, f"a{n}", env="a")
+        put(made, f"b{n}", env="b")
+    order = []
+    for step in range(1, 7):
+        decision = ask(made, step=1)
+        order.append(decision.plan.group_ids[0][0])
+        made.committed(decision.plan)
+    assert "".join(order) == "ababab"
+
+
+def test_a_restart_from_the_saved_state_decides_the_same():
+    def feed(made, first, last):
+        for n in range(first, last):
+            put(made, f"a{n}", env="a", lengths=(10 + n, 7))
+            put(made, f"b{n}", env="b", lengths=(30, 20 + n))
+
+    settings = {"budgets": {"a": 0.3, "b": 0.7}, "row_tokens": 200}
+    made = batcher(**settings)
+    feed(made, 0, 10)
+    decision = ask(made)
+    made.committed(decision.plan)
+    state = msgpack.unpackb(msgpack.packb(decision.state))
+    again = batcher(state, **settings)
+    again.close(decision.plan.group_ids)
+    for n in range(10):
+        for env, lengths in (("a", (10 + n, 7)), ("b", (30, 20 + n))):
+            if f"{env}{n}" not in decision.plan.group_ids:
+                put(again, f"{env}{n}", env=env, lengths=lengths)
+    feed(made, 10, 20)
+    feed(again, 10, 20)
+    one, two = ask(made, 2), ask(again, 2)
+    assert one.plan.group_ids == two.plan.group_ids
+    assert one.plan.plan == two.plan.plan
+    assert msgpack.packb(one.state) == msgpack.packb(two.state)
+    assert one.allowances == two.allowances
+
+
+def test_adapters_are_kept_apart_in_rows():
+    made = batcher(step_groups=2)
+    put(made, "g1", lengths=(10,) * 4, adapter="x")
+    put(made, "g2", lengths=(10,) * 4, adapter="y")
+    plan = ask(made).plan
+    rows = [row for micro_step in plan.plan.rows for rank in micro_step for row in rank if row]
+    assert all(len({plan.rollouts[i].adapter for i in row}) == 1 for row in rows)
+
+
+def test_a_group_that_was_trained_before_cannot_be_pending():
+    made = batcher()
+    info = make_group(group_id="g").info()
+    with pytest.raises(RlbufferError, match="group g was trained 1 times: max_uses is 1"):
+        made.add(info, entry_id="1-0", now=0.0, uses=1)

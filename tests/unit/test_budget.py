@@ -1,0 +1,82 @@
+import pytest
+
+from rlbuffer.config import BatcherConfig
+from rlbuffer.errors import RlbufferError
+from rlbuffer.policy.budget import MEAN_WINDOW, EnvAccount, charge, dump, has_budget, known_envs, load, shares, size_of
+
+
+def config(**settings):
+    return BatcherConfig(row_tokens=100, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ready", "expected"),
+    [
+        ({}, {"a": 30, "b": 10}, {"a": 0.75, "b": 0.25}),
+        ({}, {}, {"a": 0, "b": 0}),
+        ({}, None, {"a": 0.5, "b": 0.5}),
+        ({"remainder": "equal"}, {"a": 30}, {"a": 0.5, "b": 0.5}),
+        ({"remainder": "b"}, {"a": 30}, {"a": 0, "b": 1}),
+        ({"budgets": {"a": 0.7, "b": 0.3}}, {}, {"a": 0.7, "b": 0.3}),
+        ({"budgets": {"a": 0.5}}, {"b": 10}, {"a": 0.5, "b": 0.5}),
+        ({"budgets": {"a": 0.5}}, {"a": 10}, {"a": 1, "b": 0}),
+        ({"budgets": {"a": 0.5}, "remainder": "a"}, {"b": 10}, {"a": 1, "b": 0}),
+        ({"budgets": {"a": 0.25, "c": 0.25}, "remainder": "equal"}, {}, {"a": 0.25, "b": 0.5, "c": 0.25}),
+        ({"budgets": {"a": 1.0}}, {"b": 99}, {"a": 1, "b": 0}),
+    ],
+)
+def test_the_rest_goes_where_remainder_says(settings, ready, expected):
+    made = config(**settings)
+    assert shares(made, known_envs(made, ["a", "b"]), ready) == pytest.approx(expected)
+
+
+def test_an_env_is_known_by_its_budget_or_its_first_group():
+    assert known_envs(config(budgets={"c": 0.5}, remainder="d"), ["a"]) == ["a", "c", "d"]
+
+
+@pytest.mark.parametrize(("env", "expected"), [("c", True), ("d", True), ("a", False)])
+def test_a_step_waits_only_for_envs_with_a_share_by_name(env, expected):
+    assert has_budget(config(budgets={"c": 0.5}, remainder="d"), env) is expected
+
+
+def test_charging_moves_what_is_owed_but_never_creates_any():
+    deficits = {"a": 0.0, "b": 0.0}
+    charge(deficits, {"a": 0.7, "b": 0.3}, "a", 100)
+    assert deficits == pytest.approx({"a": -30, "b": 30})
+
+
+@pytest.mark.parametrize(
+    ("deficit", "share", "largest", "expected"),
+    [(50, 40, 10, 40), (50, 40, 45, 45), (-50, 40, 10, -40), (39, 40, 10, 39), (5, 0.5, 8, 5)],
+)
+def test_deficits_are_clamped_to_one_steps_share_but_at_least_a_group(deficit, share, largest, expected):
+    account = EnvAccount(deficit=deficit, largest=largest)
+    account.clamp(share)
+    assert account.deficit == expected
+
+
+def test_means_are_exact_at_first_and_then_follow():
+    account = EnvAccount()
+    for tokens in (10, 20, 60):
+        account.learn(tokens, 4, tokens)
+    assert (account.tokens, account.rollouts, account.largest) == (30, 4, 60)
+    for _ in range(20 * MEAN_WINDOW):
+        account.learn(100, 8, 100)
+    assert account.tokens == pytest.approx(100, rel=1e-6)
+
+
+@pytest.mark.parametrize(("unit", "expected"), [("tokens", 90), ("rollouts", 4), ("groups", 1)])
+def test_a_group_counts_in_the_budgets_unit(unit, expected):
+    assert size_of(unit, tokens=90, rollouts=4) == expected
+
+
+def test_accounts_survive_being_saved_exactly():
+    accounts = {"b": EnvAccount(0.1 + 0.2, 3, 1 / 3, 2 / 3, 7.0), "a": EnvAccount()}
+    assert load(dump(accounts)) == accounts
+    assert list(dump(accounts)["envs"]) == ["a", "b"]
+    assert load(None) == {}
+
+
+def test_the_state_of_another_version_is_refused():
+    with pytest.raises(RlbufferError, match="saved state has schema 7, this version reads 1"):
+        load({"schema": 7})

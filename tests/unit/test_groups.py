@@ -1,0 +1,124 @@
+import pytest
+
+from rlbuffer.batches import EntryUse
+from rlbuffer.config import BatcherConfig, EnvConfig
+from rlbuffer.infos import GroupInfo, RolloutInfo
+from rlbuffer.policy.groups import GroupState, group_state, most_common
+
+
+def rollout(name, *, length=10, reward=1.0, version=0):
+    return RolloutInfo(
+        rollout_id=name,
+        length=length,
+        prompt_tokens=2,
+        loss_tokens=length - 2,
+        reward=reward,
+        min_version=version,
+        max_version=version,
+    )
+
+
+def part(*rollouts, planned_size=4, **fields):
+    base = {"group_id": "g", "env": "a", "prompt_id": "p"}
+    return GroupInfo(planned_size=planned_size, rollouts=tuple(rollouts), **(base | fields))
+
+
+def state_of(*parts, row_tokens=100):
+    state = GroupState(parts[0], since=0.0)
+    verdicts = [state.take(f"{n}-0", p, row_tokens) for n, p in enumerate(parts)]
+    return state, verdicts
+
+
+def test_parts_merge_and_the_sums_follow():
+    state, verdicts = state_of(part(rollout("r0", version=3), rollout("r1")), part(rollout("r2", length=30, version=1)))
+    assert verdicts == [None, None]
+    assert (state.rollouts, state.tokens, state.min_version, state.max_version) == (3, 50, 0, 3)
+    assert [(m.entry_id, m.place) for m in state.members] == [("0-0", 0), ("0-0", 1), ("1-0", 0)]
+
+
+def test_the_same_rollout_twice_is_a_duplicate_and_one_too_many_is_late():
+    full = part(*(rollout(f"r{i}") for i in range(4)))
+    _, verdicts = state_of(full, part(rollout("r3")), part(rollout("r4")))
+    assert verdicts[1] == ("duplicate", "rollout r3 came before")
+    assert verdicts[2] == ("late", "the group was closed with 4 of 4 rollouts")
+
+
+@pytest.mark.parametrize(("length", "joins"), [(99, True), (100, True), (101, False)])
+def test_a_rollout_longer_than_a_row_is_oversized(length, joins):
+    state, verdicts = state_of(part(rollout("r0", length=length)))
+    assert (state.rollouts == 1) is joins
+    assert verdicts == [None if joins else ("oversized", "length 101 > row_tokens 100")]
+
+
+def test_a_rollout_without_reward_is_invalid_unless_something_is_still_to_be_added():
+    assert state_of(part(rollout("r0", reward=None)))[1] == [("invalid", "rollout r0 has no reward")]
+    state, verdicts = state_of(part(rollout("r0", reward=None), needs=("reward",), planned_size=1))
+    assert verdicts == [None]
+    assert not state.is_whole(1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "detail"),
+    [
+        ("env", "b", "env 'b' differs from the group's 'a'"),
+        ("prompt_id", "q", "prompt_id 'q' differs from the group's 'p'"),
+        ("adapter", "x", "adapter 'x' differs from the group's ''"),
+        ("planned_size", 8, "planned_size 8 differs from the group's 4"),
+    ],
+)
+def test_a_part_that_contradicts_its_group_is_invalid(field, value, detail):
+    _, verdicts = state_of(part(rollout("r0")), part(rollout("r1"), **{field: value}))
+    assert verdicts[1] == ("invalid", detail)
+
+
+@pytest.mark.parametrize(
+    ("valid", "oversized", "least", "whole"),
+    [(4, 0, 1, True), (3, 0, 1, False), (3, 1, 1, True), (3, 1, 3, True), (3, 1, 4, False), (0, 4, 1, False)],
+)
+def test_a_group_is_whole_when_nothing_more_can_come_and_enough_is_valid(valid, oversized, least, whole):
+    rollouts = [rollout(f"r{i}") for i in range(valid)] + [rollout(f"o{i}", length=101) for i in range(oversized)]
+    state, _ = state_of(part(*rollouts))
+    assert state.is_whole(least) is whole
+
+
+def test_entries_are_accounted_for_exactly():
+    state, _ = state_of(
+        part(rollout("r0"), rollout("r1", length=101), rollout("r2", reward=None)),
+        part(rollout("r0", length=11), rollout("r3", length=12), rollout("r4"), rollout("r5", length=14)),
+    )
+    assert state.uses() == [
+        EntryUse(
+            entry_id="0-0",
+            env="a",
+            packed_rollouts=1,
+            packed_tokens=10,
+            dropped=(("oversized", 1, 101), ("invalid", 1, 10)),
+        ),
+        EntryUse(entry_id="1-0", env="a", packed_rollouts=3, packed_tokens=36, dropped=(("duplicate", 1, 11),)),
+    ]
+
+
+def test_a_drop_takes_all_entries_with_everything_they_hold():
+    state, _ = state_of(part(rollout("r0", reward=0.5), rollout("r1", length=101)), part(rollout("r2", version=2)))
+    drop = state.drop("stale", "age 3 > max_age 1 at step 4")
+    assert (drop.entry_ids, drop.rollouts, drop.tokens) == (("0-0", "1-0"), 3, 121)
+    assert (drop.reward, drop.min_version) == (0.75, 0)
+
+
+@pytest.mark.parametrize(("rewards", "flat"), [((1, 1, 1), True), ((1, 1, 0.5), False), ((0.25,), True)])
+def test_a_group_without_variance_is_flat(rewards, flat):
+    state, _ = state_of(part(*(rollout(f"r{i}", reward=r) for i, r in enumerate(rewards))))
+    assert state.is_flat is flat
+
+
+def test_of_equally_common_reasons_the_first_in_the_tables_counts():
+    assert most_common(["late", "oversized", "late", "oversized"]) == "oversized"
+
+
+@pytest.mark.parametrize(
+    ("now", "least", "ready"), [(299.9, 2, False), (300.0, 2, True), (300.0, 3, False), (900.0, 1, True)]
+)
+def test_views_see_when_a_group_closes_with_what_it_has(now, least, ready):
+    config = BatcherConfig(row_tokens=100, envs={"a": EnvConfig(min_group_size=least)})
+    state = group_state([part(rollout("r0")), part(rollout("r1"))], now, config, since=0.0)
+    assert state.is_closed is ready
