@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,17 @@ from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
 from rlbuffer.worker.samplers import Completion, Sampler, make_sampler
 
 EOS = 12
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """A tiny model on several threads spends its time waiting for them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 UNEQUAL = [np.array(p, np.int32) for p in ([1, 2, 10, 10, 11], [3], [3, 7, 11], [4, 5, 6, 7, 8, 9, 0, 11])]
 EQUAL = [np.array(p, np.int32) for p in ([1, 2, 11], [3, 7, 11])]
 

@@ -367,9 +367,12 @@ def test_an_env_that_the_model_cannot_answer_ends_the_worker(stage: Stage) -> No
 
 
 def test_the_real_sampler_serves_a_built_in_env(stage: Stage, tmp_path: Path) -> None:
+    import torch
+
     from rlbuffer.weights.files import publish
     from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
 
+    torch.set_num_threads(1)  # several threads spend their time waiting for each other on so small a model
     model = build_model(ModelSettings(config=dict(TINY_QWEN3)), seed=0)
 
     def put(version: int) -> PolicyVersion:
