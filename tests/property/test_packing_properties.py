@@ -28,7 +28,7 @@ def planned(draw: st.DrawFn) -> tuple[list[int], list[str] | None, dict[str, Any
     lengths = draw(st.lists(size, max_size=80))
     names = st.lists(st.sampled_from("xyz"), min_size=len(lengths), max_size=len(lengths))
     adapters = draw(st.one_of(st.none(), names))
-    options = {
+    options: dict[str, Any] = {
         "row_tokens": row_tokens,
         "world_size": draw(st.integers(1, 9)),
         "rows_per_micro_batch": draw(st.integers(1, 3)),

@@ -51,7 +51,8 @@ def make_item(
 
 
 def one(rows: Any, items: Any, **options: Any) -> MicroBatch:
-    (micro_batch,) = assemble([rows], items, **({"row_tokens": 100, "normalizers": COUNTS} | options))
+    arguments: dict[str, Any] = {"row_tokens": 100, "normalizers": COUNTS} | options
+    (micro_batch,) = assemble([rows], items, **arguments)
     return micro_batch
 
 
@@ -327,7 +328,7 @@ def test_pack_counts_groups_by_the_ids_of_its_rollouts() -> None:
 
 def test_micro_batches_of_several_slabs_equal_those_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     items = [make_item(3 + k, name=str(k), first=10 * k, mine=np.arange(3.0 + k)) for k in range(7)]
-    rows = [[(0, 1)], [(2,)], [()], [(3, 4)], [(5,)], [(6,)]]
+    rows: list[list[tuple[int, ...]]] = [[(0, 1)], [(2,)], [()], [(3, 4)], [(5,)], [(6,)]]
     together = assemble(rows, items, row_tokens=99, normalizers=COUNTS, pad_to_multiple_of=4, arena=Arena())
     monkeypatch.setattr("rlbuffer.assembly.SLAB_TOKENS", 1)
     apart = assemble(rows, items, row_tokens=99, normalizers=COUNTS, pad_to_multiple_of=4)
