@@ -57,7 +57,7 @@ def loads(data: bytes | memoryview, *, limit: int, max_items: int = MAX_MESSAGE_
         )
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise PayloadError(f"malformed msgpack: {str(error) or type(error).__name__}") from None
-    _check(value, 0)
+    _check([value], -1)
     return value
 
 
@@ -72,17 +72,18 @@ def _no_extension(code: int, data: bytes) -> Any:
     raise ValueError(f"extension type {code}")
 
 
-def _check(value: Any, level: int) -> None:
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise PayloadError("malformed msgpack: a number that is not finite")
-    elif isinstance(value, list | dict):
-        if level >= MAX_LEVELS:
-            raise PayloadError(f"malformed msgpack: nested more than {MAX_LEVELS} levels deep")
-        if isinstance(value, dict):
-            for key in value:
-                if not isinstance(key, str):
-                    raise PayloadError("malformed msgpack: a key that is not a string")
-            value = value.values()
-        for item in value:
+def _check(container: list[Any] | dict[Any, Any], level: int) -> None:
+    """Refuses what msgpack lets through; leaves are looked at in place, because a step has a million of them."""
+    if level >= MAX_LEVELS:
+        raise PayloadError(f"malformed msgpack: nested more than {MAX_LEVELS} levels deep")
+    if isinstance(container, dict):
+        for key in container:
+            if type(key) is not str:
+                raise PayloadError("malformed msgpack: a key that is not a string")
+    for item in container.values() if isinstance(container, dict) else container:
+        kind = type(item)
+        if kind is float:
+            if not math.isfinite(item):
+                raise PayloadError("malformed msgpack: a number that is not finite")
+        elif kind is list or kind is dict:
             _check(item, level + 1)

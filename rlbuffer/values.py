@@ -104,16 +104,32 @@ def plain(name: str, value: Any, *, depth: int = MAX_DEPTH, items: int = MAX_ITE
                 f"{name}: {len(value)} items, more than {items}; arrays belong to columns or attachments"
             )
         if not isinstance(value, Mapping):
-            return [plain(f"{name}[{i}]", item, depth=depth - 1, items=items) for i, item in enumerate(value)]
+            return [
+                item if _is_plain(item) else plain(f"{name}[{i}]", item, depth=depth - 1, items=items)
+                for i, item in enumerate(value)
+            ]
         out = {}
         for key, item in value.items():
             if not isinstance(key, str):
                 raise InvalidRollout(f"{name}: expected string keys, got {shown(key)}")
             as_text(f"{name} key", key)
-            out[str(key)] = plain(f"{name}.{key}", item, depth=depth - 1, items=items)
+            is_plain = _is_plain(item)
+            out[str(key)] = item if is_plain else plain(f"{name}.{key}", item, depth=depth - 1, items=items)
         return out
     hint = "; arrays belong to columns or attachments" if isinstance(value, np.ndarray) else ""
     raise InvalidRollout(f"{name}: {type(value).__name__} cannot be stored{hint}")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `value` is a leaf that :func:`plain` returns as it is; saves naming the place of nearly every one."""
+    kind = type(value)
+    if kind is int:
+        return bool(-(2**63) <= value < 2**64)
+    if kind is float:
+        return math.isfinite(value)
+    if kind is str:
+        return bool(value.isascii())
+    return value is None or kind is bool or kind is bytes
 
 
 def same(a: Any, b: Any) -> bool:

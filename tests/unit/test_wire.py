@@ -87,6 +87,7 @@ def test_a_column_and_an_attachment_may_share_a_name() -> None:
     [
         ({"magic": b"RLBG"}, "not a payload: starts with b'RLBG', expected b'RLBR'"),
         ({"format": 2}, "payload format 2 is not the one this version reads, 1"),
+        ({"total": 24}, "payload of {n} bytes should have 24"),
         ({"total": 999}, "payload of {n} bytes should have 999"),
     ],
 )
@@ -167,6 +168,7 @@ COLUMN = {"columns": {"x": np.arange(8, dtype=np.float32)}}
         (8, [["tokens", "f4"]], "column name 'tokens' is not allowed"),
         (8, [["../x", "f4"]], "column name '../x' is not allowed"),
         (8, {"x": "f4"}, "table of columns"),
+        (8, [["x", "f4"], ["x", "f4"]], "table of columns"),
         (11, [], "metadata: expected a mapping, got []"),
     ],
 )
