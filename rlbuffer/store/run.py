@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from rlbuffer import wire
-from rlbuffer.errors import RunGone, SchemaMismatch
+from rlbuffer.errors import RunGone, SchemaMismatch, ServerRefused
 from rlbuffer.store.base import Ledger, Meta
 from rlbuffer.store.keys import RUNS, SCHEMA
 from rlbuffer.store.lease import tombstone_ms
@@ -52,7 +53,9 @@ class RunViews(Session):
             self.look(create)
         meta = self.meta()
         now = self.now()
-        self.look(lambda client: client.zadd(RUNS, {self.run: now}))
+        # At the memory limit the list keeps the older time: a takeover must not fail for it.
+        with suppress(ServerRefused):
+            self.look(lambda client: client.zadd(RUNS, {self.run: now}))
         return meta
 
     def meta(self) -> Meta:

@@ -45,8 +45,8 @@ class Run:
 
     def push(self, group_id: str = "a.0", *, size: int = 2, version: int = 0, **fields: Any) -> Group:
         group = make_group(env=group_id.split(".")[0], size=size, version=version, group_id=group_id, **fields)
+        self.store.push(group, producer="w", incarnation="u", sequence=self.sequence + 1, epoch=self.meta.epoch)
         self.sequence += 1
-        self.store.push(group, producer="w", incarnation="u", sequence=self.sequence, epoch=self.meta.epoch)
         return group
 
     def pool(self) -> list[PoolEntry]:

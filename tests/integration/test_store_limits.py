@@ -1,0 +1,144 @@
+"""What a full server, a lost reply and many producers at once do to the moves. On a real server only."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_runs import Run
+
+from rlbuffer.batches import Drop
+from rlbuffer.errors import ServerRefused, ServerUnreachable
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import ServerSettings
+from rlbuffer.store import server
+from rlbuffer.testing import make_group
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def own(server_binary: object) -> Iterator[Run]:
+    """A run on a server that nobody else uses."""
+    home = Path(tempfile.mkdtemp(prefix="rlb-"))
+    running = server.ensure(home, ServerSettings(appendfsync="no"))
+    made = Run(running.address, home)
+    yield made
+    made.store.close()
+    running.release()
+    shutil.rmtree(home, ignore_errors=True)
+
+
+def test_at_the_memory_limit_pushes_are_refused_and_every_control_move_passes(own):
+    store = own.store
+    own.step("a.0")
+    own.push("a.1", version=1)
+    own.push("a.2", version=1)
+    store.set_allowances(own.token, {"a": 2})
+    tickets = store.take_tickets("a", 1, ttl_seconds=60)
+    own.client.config_set("maxmemory", 1000)
+    before = own.control_keys(), own.payload_keys()
+    for refused in (lambda: own.push("a.3"), lambda: store.take_tickets("a", 1, ttl_seconds=60)):
+        with pytest.raises(ServerRefused, match="memory limit"):
+            refused()
+    assert (own.control_keys(), own.payload_keys()) == before
+
+    assert store.open_run().epoch == own.meta.epoch
+    assert own.lead().renewed
+    store.set_config(own.token, {"max_age": 1}, "d")
+    store.set_error(own.token, "")
+    store.set_allowances(own.token, {"a": 0})
+    store.close_tickets("a", tickets)
+    store.set_waiting("batcher", "The server's memory is full.")
+    store.heartbeat("batcher", "leader", {})
+    store.count_damaged(1)
+    first, second = own.pool()
+    own.drop("stale", [first])
+    assert own.commit(entries=[second])[0] == "ok"
+    number = own.train(2, oldest_kept=2)
+    assert store.announce(number, PolicyVersion(version=2))
+    assert store.retire(own.token, 2) == 3
+    own.client.config_set("maxmemory", 0)
+    assert store.verify().findings == ()
+    assert own.push("a.3", version=2)
+
+
+def test_producers_at_once_lose_and_double_nothing(own):
+    def produce(name: str) -> None:
+        for sequence in range(1, 21):
+            group = make_group(env=name, size=2, group_id=f"{name}.{sequence}")
+            for _ in range(2):  # each push twice, as after a lost reply
+                own.store.push(group, producer=name, incarnation=name, sequence=sequence, epoch=own.meta.epoch)
+
+    threads = [threading.Thread(target=produce, args=(f"p{i}",)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    groups = [entry.group_id for entry in own.pool()]
+    assert sorted(groups) == sorted(f"p{i}.{n}" for i in range(6) for n in range(1, 21))
+    assert own.store.ledger().total().pushed[0] == 240
+    assert own.store.verify().findings == ()
+
+
+class Lossy:
+    """Stands before the connection's `call` and loses the reply of chosen calls, after the server did the work."""
+
+    def __init__(self, connection: object, lose: set[int]) -> None:
+        self._call = connection.call
+        self._lose = lose
+        self._calls = 0
+
+    def __call__(self, fn, *, patience_seconds, repeat):
+        def once():
+            self._calls += 1
+            reply = fn()
+            if self._calls in self._lose:
+                raise ConnectionResetError("reply lost")
+            return reply
+
+        while True:
+            try:
+                return self._call(once, patience_seconds=patience_seconds, repeat=repeat)
+            except ConnectionResetError as error:
+                if not repeat:
+                    raise ServerUnreachable("reply lost") from error
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_push_with_a_lost_reply_is_repeated_without_doubling(own, monkeypatch, lost):
+    # 1: the question for the last sequence, 2: the payload, 3: the script.
+    monkeypatch.setattr(own.store.connection, "call", Lossy(own.store.connection, {lost}))
+    group = make_group(env="a", size=2, group_id="a.0")
+
+    def push() -> tuple[str, str]:
+        return own.store.push(group, producer="w", incarnation="u", sequence=1, epoch=own.meta.epoch)
+
+    with pytest.raises(ServerUnreachable):
+        push()
+    status, entry_id = push()
+    assert status == ("duplicate" if lost == 3 else "stored")
+    assert [e.entry_id for e in own.pool()] == [entry_id]
+    assert own.store.ledger().total().pushed[0] == 2
+    assert own.store.verify().findings == ()
+
+
+def test_commit_drop_and_report_with_lost_replies_happen_once(own, monkeypatch):
+    own.lead()
+    own.push("a.0")
+    own.push("a.1")
+    entries = own.pool()
+    drop = Drop(group_id="a.1", env="a", reason="stale", rollouts=2, tokens=entries[1].tokens)
+    monkeypatch.setattr(own.store.connection, "call", Lossy(own.store.connection, set(range(1, 100, 2))))
+    assert own.commit(entries=entries[:1])[0] == "duplicate"
+    own.store.drop(own.token, [(drop, entries[1:])])
+    own.train(1)
+    monkeypatch.undo()
+    total = own.store.ledger().total()
+    assert (total.trained[0], total.packed[0], total.dropped["stale"][0], total.pending) == (2, 0, 2, (0, 0))
+    assert len(own.store.history()) == 2
+    assert own.store.verify().findings == ()
