@@ -139,6 +139,8 @@ _joined: set[EmbeddedServer] = set()
 """Users of this process, released at exit when the program did not."""
 _children: dict[int, subprocess.Popen[bytes]] = {}
 """Servers that this process started: their parent must reap them, or they look alive after they died."""
+_is_exiting = False
+"""The interpreter is ending: a daemon thread that loses the server now must not start it again."""
 
 
 def ensure(home: Path, settings: ServerSettings, *, timeout_seconds: float = 60.0) -> EmbeddedServer:
@@ -150,6 +152,8 @@ def ensure(home: Path, settings: ServerSettings, *, timeout_seconds: float = 60.
         ServerUnreachable: no program, no start, or no answer in time; the message has the log's last lines.
         ConfigError: a setting that no server would take.
     """
+    if _is_exiting:
+        raise ServerUnreachable("this process is ending: it does not start the embedded server again")
     home = home.expanduser().absolute()
     directory = home / "server"
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -368,6 +372,8 @@ def _join(directory: Path) -> int:
 
 
 def _release_all() -> None:
+    global _is_exiting
+    _is_exiting = True
     for server in tuple(_joined):
         server.release(timeout_seconds=10.0)
 

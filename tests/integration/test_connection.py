@@ -1,0 +1,466 @@
+"""The connection against real servers that die, refuse, hang up before they answer, or are the wrong ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import redis
+from faults import CuttingProxy, TalkingServer, info_reply
+
+from rlbuffer.errors import ConfigError, ServerRefused, ServerUnreachable, ServerUnsuitable
+from rlbuffer.settings import ServerSettings
+from rlbuffer.store.binary import ServerBinary
+from rlbuffer.store.connection import Connection, redacted
+from rlbuffer.store.server import EmbeddedServer, ensure
+
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
+
+SETTINGS = ServerSettings(maxmemory="64mb", appendfsync="no")
+
+
+@pytest.fixture
+def connection(home: Path) -> Iterator[Connection]:
+    """To an embedded server of the test's own."""
+    with Connection(None, home=home, server=SETTINGS, name="test") as c:
+        yield c
+
+
+@pytest.fixture
+def embedded(connection: Connection) -> EmbeddedServer:
+    assert connection.embedded is not None
+    return connection.embedded
+
+
+def connect(url: str, home: Path, *, origin: str = "", patience_seconds: float = 5.0) -> Connection:
+    return Connection(url, home=home, server=SETTINGS, name="test", origin=origin, patience_seconds=patience_seconds)
+
+
+def socket_of(server: EmbeddedServer) -> str:
+    return server.address.removeprefix("unix://").removesuffix("?db=0")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+# -- what is repeated --------------------------------------------------------------------------------------------------
+
+
+def test_redis_py_as_shipped_writes_four_times_when_three_replies_are_lost(embedded: EmbeddedServer) -> None:
+    # The trap itself, so that the next test is known to be able to see it.
+    with CuttingProxy(socket_of(embedded)) as proxy, redis.Redis(port=proxy.port) as shipped:
+        proxy.swallow_replies(b"XADD", times=3)
+        shipped.xadd("shipped", {"a": 1})
+        assert shipped.xlen("shipped") == 4
+
+
+def test_a_write_whose_reply_is_lost_is_not_repeated_unless_told(home: Path, embedded: EmbeddedServer) -> None:
+    with CuttingProxy(socket_of(embedded)) as proxy, connect(proxy.url, home) as c:
+        proxy.swallow_replies(b"XADD", times=3)
+        with pytest.raises(redis.ConnectionError):
+            c.client.xadd("s", {"a": 1})
+        with pytest.raises(ServerUnreachable, match=r"Tried once\."):
+            c.call(lambda: c.client.xadd("s", {"a": 1}), repeat=False)
+        assert proxy.seen == 2
+        assert c.client.xlen("s") == 2
+
+
+def test_a_transaction_whose_reply_is_lost_is_not_repeated_unless_told(home: Path, embedded: EmbeddedServer) -> None:
+    with CuttingProxy(socket_of(embedded)) as proxy, connect(proxy.url, home) as c:
+
+        def store() -> list[object]:
+            with c.client.pipeline(transaction=True) as pipe:
+                pipe.rpush("list", "x")
+                pipe.pexpire("list", 60_000)
+                return list(pipe.execute())
+
+        proxy.swallow_replies(b"RPUSH", times=1)
+        with pytest.raises(ServerUnreachable):
+            c.call(store, repeat=False)
+        assert c.client.llen("list") == 1
+        assert c.call(store, repeat=False) == [2, True]
+
+
+def test_a_script_whose_reply_is_lost_is_not_repeated_unless_told(home: Path, embedded: EmbeddedServer) -> None:
+    with CuttingProxy(socket_of(embedded)) as proxy, connect(proxy.url, home) as c:
+        push = c.script("#!lua\nreturn redis.call('RPUSH', KEYS[1], ARGV[1])")
+        assert push(["list"], ["x"]) == 1
+        proxy.swallow_replies(b"EVALSHA", times=1)
+        with pytest.raises(ServerUnreachable):
+            c.call(lambda: push(["list"], ["x"]), repeat=False)
+        assert c.client.llen("list") == 2
+
+
+def test_idempotent_work_is_repeated_until_its_reply_comes(home: Path, embedded: EmbeddedServer) -> None:
+    with CuttingProxy(socket_of(embedded)) as proxy, connect(proxy.url, home) as c:
+        proxy.swallow_replies(b"HSET", times=3)
+        c.call(lambda: c.client.hset("h", "f", "v"))
+        assert proxy.seen == 4
+        assert c.client.hgetall("h") == {b"f": b"v"}
+
+
+# -- a server that dies ------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_embedded_server_is_back_within_the_call(connection: Connection, embedded: EmbeddedServer) -> None:
+    append = connection.script("redis.call('SET', KEYS[1], ARGV[1])\nreturn redis.call('GET', KEYS[1])")
+    append(["before"], ["1"])
+    os.kill(embedded.pid, signal.SIGKILL)
+    assert connection.call(lambda: append(["after"], ["2"])) == b"2", "its scripts are loaded again, too"
+    assert connection.client.get("before") == b"1"
+    assert connection.embedded is not None
+    assert connection.embedded.pid != embedded.pid
+
+
+def test_a_call_that_is_not_repeated_still_brings_the_server_back(
+    connection: Connection, embedded: EmbeddedServer
+) -> None:
+    connection.client.set("k", 1)
+    os.kill(embedded.pid, signal.SIGKILL)
+    with pytest.raises(ServerUnreachable) as caught:
+        connection.call(lambda: connection.client.incr("k"), repeat=False)
+    first, second = str(caught.value).splitlines()
+    assert re.fullmatch(rf"cannot reach the embedded server at {re.escape(embedded.address)} \([a-z .]+\)\.", first)
+    assert second == f"  Tried once. Its log: {embedded.log}"
+    assert connection.call(lambda: connection.client.incr("k"), repeat=False) == 2
+
+
+def test_threads_outlive_three_kills_and_nothing_acknowledged_is_lost(connection: Connection) -> None:
+    acknowledged: list[int] = []
+    done = threading.Event()
+
+    def write(worker: int) -> None:
+        n = worker
+        while not done.is_set():
+            connection.call(lambda key=n: connection.client.hset("h", str(key), key), patience_seconds=30)
+            acknowledged.append(n)
+            n += 6
+
+    def read() -> None:
+        while not done.is_set():
+            connection.call(lambda: connection.blocking.xread({"none": "0-0"}, block=200), patience_seconds=30)
+
+    with ThreadPoolExecutor(8) as threads:
+        futures = [*(threads.submit(write, worker) for worker in range(6)), *(threads.submit(read) for _ in range(2))]
+        try:
+            for _ in range(3):
+                time.sleep(0.3)
+                assert connection.embedded is not None
+                os.kill(connection.embedded.pid, signal.SIGKILL)
+            time.sleep(0.3)
+        finally:
+            done.set()
+        for future in futures:
+            future.result(60)
+    assert len(acknowledged) > 6
+    assert connection.client.hlen("h") == len(set(acknowledged))
+
+
+def test_closing_stops_the_embedded_server_and_the_connection_stays_closed(home: Path) -> None:
+    c = Connection(None, home=home, server=SETTINGS, name="test")
+    c.close()
+    c.close()
+    with pytest.raises(ServerUnreachable, match="is closed"):
+        c.call(lambda: c.client.get("k"))
+    again = ensure(home, SETTINGS)
+    assert again.started_here
+    again.release()
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("origin", "source", "instead"),
+    [
+        ("rlbuffer.toml:1", " The address comes from rlbuffer.toml:1.", "leave redis_url out"),
+        ("RLBUFFER_REDIS_URL", " The address comes from RLBUFFER_REDIS_URL.", "unset RLBUFFER_REDIS_URL"),
+        ("--redis", " The address comes from --redis.", "leave --redis out"),
+        ("", "", "leave redis_url out"),
+    ],
+)
+def test_an_unreachable_server_is_named_with_the_origin_of_its_address(
+    home: Path, origin: str, source: str, instead: str
+) -> None:
+    url = f"redis://me:secret@127.0.0.1:{free_port()}/0"
+    with pytest.raises(ServerUnreachable) as caught:
+        connect(url, home, origin=origin, patience_seconds=0.0)
+    assert str(caught.value) == (
+        f"cannot reach Redis at {url.replace('secret', '***')} (connection refused).\n"
+        f"  Tried once.{source}\n"
+        "  Start one:   docker compose up -d redis\n"
+        f"  Or use the embedded one: {instead}."
+    )
+    assert caught.value.exit_code == 4
+
+
+def test_patience_bounds_the_tries(home: Path) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ServerUnreachable, match=r"Tried [0-9]+ times in 0\.[0-9] s\."):
+        connect(f"redis://127.0.0.1:{free_port()}", home, patience_seconds=0.4)
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("url", ["http://localhost", "localhost:6379", "redis://host:port"])
+def test_what_is_no_address_is_a_config_error(home: Path, url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        connect(url, home, origin="rlbuffer.toml:2")
+    assert str(caught.value) == (
+        f"{url} is not the address of a server.\n"
+        "  The address comes from rlbuffer.toml:2.\n"
+        "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://."
+    )
+    assert caught.value.setting == "redis_url"
+
+
+@pytest.mark.parametrize("option", ["protocol=2", "retry_on_timeout=yes", "socket_timeout=1", "colour=red"])
+def test_an_address_cannot_undo_how_commands_are_sent(home: Path, option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"has an option that cannot be set there: {option.split('=')[0]}\."):
+        connect(f"redis://localhost?{option}", home)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://u:p%40ss@host:1/0", "redis://u:***@host:1/0"),
+        ("rediss://:secret@host", "rediss://:***@host"),
+        ("redis://user@host", "redis://user@host"),
+        ("unix:///run/s?db=1&password=x", "unix:///run/s?db=1&password=***"),
+        ("redis://host/0?ssl_password=x&ssl_keyfile=k", "redis://host/0?ssl_password=***&ssl_keyfile=k"),
+        ("memory://", "memory://"),
+    ],
+)
+def test_passwords_are_never_shown(url: str, shown: str) -> None:
+    assert redacted(url) == shown
+
+
+# -- servers that will not do ------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_too_old_is_refused(home: Path) -> None:
+    with TalkingServer(info_reply(redis_version="6.2.14")) as old, pytest.raises(ServerUnsuitable) as caught:
+        connect(old.url, home, origin="--redis")
+    assert str(caught.value) == (
+        f"Redis 6.2.14 at {old.url} is too old: a run needs Redis 7.0 or Valkey 7.2, or newer.\n"
+        "  The address comes from --redis."
+    )
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
+def test_a_server_that_may_evict_keys_is_refused(home: Path, connection: Connection, policy: str) -> None:
+    connection.client.config_set("maxmemory-policy", policy)
+    with pytest.raises(ServerUnsuitable) as caught:
+        connect(connection.address, home)
+    facts = connection.describe()
+    assert facts["policy"] == policy
+    assert str(caught.value) == (
+        f"{facts['name'].capitalize()} {facts['version']} at {connection.address} may evict keys of a run "
+        f"(maxmemory-policy {policy}).\n  Set it:   redis-cli config set maxmemory-policy noeviction"
+    )
+
+
+def test_a_login_that_is_refused_is_not_tried_again(home: Path, connection: Connection) -> None:
+    connection.client.execute_command("ACL", "SETUSER", "worker", "on", ">right", "~*", "+@all", "-info", "-config")
+    url = connection.address.replace("unix://", "unix://worker@")
+    with connect(f"{url}&password=right", home) as allowed:
+        # Who may not ask for INFO is trusted to know the server.
+        allowed.client.set("k", 1)
+        with pytest.raises(ServerUnsuitable, match="no permissions"):
+            allowed.call(lambda: allowed.client.config_get("maxmemory"))
+    begun = time.monotonic()
+    with pytest.raises(ServerUnsuitable, match=r"does not allow this: .*invalid username-password pair"):
+        connect(f"{url}&password=wrong", home, patience_seconds=30)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_cluster_of_several_shards_is_refused_and_one_shard_is_taken(home: Path, server_binary: ServerBinary) -> None:
+    ports = [free_port(), free_port()]
+    nodes = []
+    try:
+        for port in ports:
+            folder = home / str(port)
+            folder.mkdir()
+            arguments = ["--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes", "--save", ""]
+            arguments += ["--cluster-port", str(free_port()), "--cluster-node-timeout", "2000"]
+            nodes.append(subprocess.Popen([server_binary.path, *arguments], cwd=folder, stdout=subprocess.DEVNULL))
+        first, second = (redis.Redis(port=port, protocol=3) for port in ports)
+        with first, second:
+            wait_for(lambda: first.ping() and second.ping())
+            first.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            wait_for(lambda: first.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+            url = f"redis://127.0.0.1:{ports[0]}"
+            with connect(url, home) as c:
+                assert c.client.set("k", 1)
+            first.execute_command("CLUSTER", "DELSLOTSRANGE", 8000, 16383)
+            second.execute_command("CLUSTER", "ADDSLOTSRANGE", 8000, 16383)
+            meet(first, second, ports[1])
+            wait_for(lambda: int(first.execute_command("CLUSTER INFO")["cluster_size"]) == 2)
+            with pytest.raises(ServerUnsuitable, match="is a cluster of 2 shards; this version works with one shard"):
+                connect(url, home)
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+
+
+def meet(first: redis.Redis, second: redis.Redis, port: int) -> None:
+    bus = second.config_get("cluster-port")["cluster-port"]
+    first.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus)
+
+
+def wait_for(fact: object, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if fact():  # type: ignore[operator]
+                return
+        except redis.ConnectionError:
+            pass
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_server_refuses_at_once_in_every_way_of_asking(home: Path) -> None:
+    small = ServerSettings(maxmemory="4mb", appendfsync="no")
+    with Connection(None, home=home, server=small, name="test") as c:
+        push = c.script("#!lua\nreturn redis.call('XADD', KEYS[1], '*', 'a', ARGV[1])")
+        control = c.script("#!lua flags=allow-oom\nreturn redis.call('HSET', KEYS[1], 'a', ARGV[1])")
+
+        def transaction() -> list[object]:
+            with c.client.pipeline(transaction=True) as pipe:
+                pipe.hset("h", "a", b"x" * 10_000)
+                pipe.pexpire("h", 1000)
+                return list(pipe.execute())
+
+        def fill() -> None:
+            for i in range(1000):
+                c.client.set(f"k{i}", b"x" * 100_000)
+
+        begun = time.monotonic()
+        for write in (fill, transaction, lambda: push(["s"], ["x"]), lambda: c.client.hset("h", "a", 1)):
+            with pytest.raises(ServerRefused) as caught:
+                c.call(write, patience_seconds=30)
+            # The buffer of the refused command counted, too: stay over the limit without it.
+            c.client.config_set("maxmemory", "2mb")
+            assert str(caught.value).startswith(
+                f"the server at {c.address} refused: it is at its memory limit (maxmemory). It takes pushes again "
+                "when steps retire; or raise the limit ("
+            )
+        assert time.monotonic() - begun < 10, "whoever is refused for memory must act, not wait"
+        assert c.call(lambda: control(["meta"], ["x"])) == 1
+
+
+def test_a_busy_server_is_waited_for(connection: Connection, embedded: EmbeddedServer) -> None:
+    connection.client.config_set("busy-reply-threshold", 50)
+    endless = threading.Thread(target=run_endless_script, args=(embedded.address,))
+    endless.start()
+    wait_for_busy(connection)
+    with pytest.raises(ServerRefused, match="a script has kept it busy for seconds"):
+        connection.call(lambda: connection.client.get("k"), patience_seconds=0.2)
+    killer = threading.Timer(0.3, connection.client.script_kill)
+    killer.start()
+    assert connection.call(lambda: connection.client.set("k", 1), patience_seconds=20) is True
+    killer.join()
+    endless.join()
+
+
+def run_endless_script(address: str) -> None:
+    with redis.Redis.from_url(address, protocol=3) as client, pytest.raises(redis.ResponseError):
+        client.eval("while true do end", 0)
+
+
+def wait_for_busy(connection: Connection) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            connection.client.get("k")
+        except redis.ResponseError:
+            return
+        time.sleep(0.01)
+    pytest.fail("the script did not make the server busy")
+
+
+def test_a_replica_is_waited_for_and_then_named(connection: Connection) -> None:
+    connection.client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(ServerRefused, match=r"it is a replica\. Use the address of the primary") as caught:
+        connection.call(lambda: connection.client.set("k", 1), patience_seconds=0.2)
+    assert isinstance(caught.value.__cause__, redis.exceptions.ReadOnlyError)
+    back = threading.Timer(0.3, lambda: connection.client.execute_command("REPLICAOF", "NO", "ONE"))
+    back.start()
+    assert connection.call(lambda: connection.client.set("k", 1), patience_seconds=20) is True
+    back.join()
+
+
+def test_a_mistake_in_a_command_is_passed_on_as_it_is(connection: Connection) -> None:
+    connection.client.set("string", 1)
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        connection.call(lambda: connection.client.hset("string", "a", 1))
+
+
+# -- how commands are sent ---------------------------------------------------------------------------------------------
+
+
+def test_a_blocking_read_returns_in_time_and_blocks_nobody(connection: Connection) -> None:
+    begun = time.monotonic()
+    reader = threading.Thread(target=lambda: connection.blocking.xread({"s": "0-0"}, block=1000))
+    reader.start()
+    connection.client.set("k", 1)
+    assert time.monotonic() - begun < 0.9
+    reader.join()
+    assert 0.9 < time.monotonic() - begun < 5
+    assert connection.client.info("commandstats")["cmdstat_xread"]["calls"] == 1, "issued once, not again and again"
+
+
+def test_big_values_survive_the_packer(connection: Connection) -> None:
+    value = os.urandom(5_000_000)
+    fields: dict[str, object] = {"bytes": value, "view": memoryview(value), "array": bytearray(value), "small": 7}
+    connection.client.hset("h", mapping=fields)  # type: ignore[arg-type]
+    assert connection.client.hmget("h", ["bytes", "view", "array", "small"]) == [value, value, value, b"7"]
+
+
+def test_the_clients_settings_are_those_that_the_protocol_needs(connection: Connection) -> None:
+    for client, timeout in ((connection.client, 20.0), (connection.blocking, 12.0)):
+        options = client.connection_pool.connection_kwargs
+        assert options["socket_timeout"] == timeout
+        assert options["protocol"] == 3
+        assert options["retry"].get_retries() == 0
+        assert options["socket_read_size"] == 1 << 20
+        assert not client.connection_pool.maint_notifications_enabled()
+    with connection.client.monitor():
+        names = {c["name"] for c in connection.client.client_list()}
+    assert "test" in names
+
+
+def test_scripts_are_loaded_when_the_server_has_forgotten_them(connection: Connection) -> None:
+    script = connection.script("#!lua flags=no-writes\nreturn {KEYS[1], ARGV[1], #ARGV}")
+    assert script(["k"], [b"\x00a", 2]) == [b"k", b"\x00a", 2]
+    connection.client.script_flush()
+    assert script(keys=["k"], args=["x"]) == [b"k", b"x", 1]
+
+
+def test_a_forked_child_uses_connections_of_its_own(connection: Connection) -> None:
+    connection.client.set("k", 0)
+    child = os.fork()
+    if child == 0:
+        for _ in range(50):
+            connection.client.incr("k")
+        os._exit(0)
+    for _ in range(50):
+        connection.client.incr("k")
+    assert os.waitpid(child, 0)[1] == 0
+    assert connection.client.get("k") == b"100"
