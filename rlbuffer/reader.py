@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from rlbuffer import wire
+from rlbuffer.arena import Arena
 from rlbuffer.batches import Normalizers, Plan, Sample, Step
 from rlbuffer.errors import AttemptFenced, BatcherFailed, BatchTimeout, PayloadError, RlbufferError
 from rlbuffer.packing import PackItem, assemble, redeal
@@ -61,6 +62,8 @@ class Reader:
         self.timeout_seconds = timeout_seconds
         self._pad_token_id = pad_token_id
         self._pad_to_multiple_of = pad_to_multiple_of
+        self._arena = Arena()
+        self._assembling = threading.Lock()  # an arena serves one caller at a time; `pull` may run beside a prefetch
         self._attempt = 0
         self._trained = 0
         self._epoch = 0
@@ -225,14 +228,16 @@ class Reader:
         rows, refs, plan = self._part(header)
         items, damaged = self._items(refs)
         normalizers = Normalizers(**header.normalizers)
-        micro_batches = assemble(
-            rows,
-            items,
-            row_tokens=plan.row_tokens,
-            normalizers=normalizers,
-            pad_token_id=self._pad_token_id,
-            pad_to_multiple_of=self._pad_to_multiple_of,
-        )
+        with self._assembling:
+            micro_batches = assemble(
+                rows,
+                items,
+                row_tokens=plan.row_tokens,
+                normalizers=normalizers,
+                pad_token_id=self._pad_token_id,
+                pad_to_multiple_of=self._pad_to_multiple_of,
+                arena=self._arena,
+            )
         if damaged:
             self._store.count_damaged(len(damaged))
         return Step(
