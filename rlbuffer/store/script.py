@@ -30,7 +30,7 @@ class Script:
     def __call__(self, keys: Sequence[Argument] = (), args: Sequence[Argument] = ()) -> Any:
         client = self._client()
         try:
-            return client.evalsha(self.sha, len(keys), *keys, *args)  # type: ignore[arg-type]
+            return client.evalsha(self.sha, len(keys), *keys, *args)
         except redis.exceptions.NoScriptError:
             client.script_load(self.text)
-            return client.evalsha(self.sha, len(keys), *keys, *args)  # type: ignore[arg-type]
+            return client.evalsha(self.sha, len(keys), *keys, *args)
