@@ -22,9 +22,14 @@ def main(arguments: list[str]) -> int:
             return launch(settings, world_size=settings.trainer.world_size)
         from rlbuffer.trainer.rank import INTERRUPTED, run_rank
 
-        return 0 if run_rank(settings) else INTERRUPTED
+        code = 0 if run_rank(settings) else INTERRUPTED
+        sys.stdout.flush()
+        # As every forked rank ends: without destructors, which may hang (see `rlbuffer.trainer.loop`).
+        os._exit(code)
     except RlbufferError as error:
-        print(f"Error: {error}", file=sys.stderr)
+        print(f"Error: {error}", file=sys.stderr, flush=True)
+        if "RANK" in os.environ:
+            os._exit(error.exit_code)
         return error.exit_code
 
 

@@ -9,6 +9,7 @@ trained again with the same bytes; what was announced before is not announced ag
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
@@ -50,6 +51,12 @@ EXCHANGE_GRACE_SECONDS = 60.0
 """How much longer than the wait for a step a rank waits for the other ranks in an exchange."""
 
 
+_KEPT_OPEN: list[nn.Module] = []
+"""What holds a gloo process group is never let go of. Its destructor joins a thread while it holds Python's lock, and
+that thread may be waiting for the lock to release the last exchange's tensors: torch 2.13 then hangs for good. Ranks
+end by ``os._exit``, as every forked process does; nothing is lost, because nothing is in flight."""
+
+
 def train(
     settings: RunSettings,
     *,
@@ -89,8 +96,10 @@ def train(
             finished = trainer.run()
         finally:
             trainer.close()
-    if world_size > 1:
+    if device.type == "cuda" and world_size > 1:
         dist.destroy_process_group()
+    elif world_size > 1:
+        _KEPT_OPEN.append(trainer.module)
     return finished
 
 
@@ -104,6 +113,14 @@ def device_of(settings: RunSettings) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+"""DDP's switch, by its name in this torch: buffers (rotary tables) are constants, exchanging them would only cost time."""
 
 
 class _Trainer:
@@ -129,8 +146,7 @@ class _Trainer:
         self.module: nn.Module = policy
         if ranks.world_size > 1:
             ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-            # Buffers (rotary tables) are constants: exchanging them every forward pass would only cost time.
-            self.module = DistributedDataParallel(policy, device_ids=ids, broadcast_buffers=False)
+            self.module = DistributedDataParallel(policy, device_ids=ids, **{_SYNC_BUFFERS: False})
         self.optimizer = make_optimizer(policy, settings.trainer)
         self.reader: Reader | FakeReader = buffer.reader(
             ranks.rank,
