@@ -130,5 +130,5 @@ def _number(field: str, text: str) -> float:
 
 def nearest(name: str, names: tuple[str, ...] | list[str]) -> str:
     """`` Did you mean X?`` with the nearest name, or nothing when none is near."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f" Did you mean {close[0]}?" if close else ""

@@ -171,28 +171,25 @@ def _check_names(value: Any, node: Node, path: tuple[str, ...], place: Any) -> N
     for key, inner in value.items():
         child = node.fields.get(key) if isinstance(node, Section) else node.child
         if child is None:
-            raise ConfigError(f"{place((*path, key))}  {_unknown((*path, key))}", setting=".".join((*path, key)))
+            full = (*path, key)
+            siblings = list(node.fields) if isinstance(node, Section) else []
+            raise ConfigError(f"{place(full)}  {_unknown(full, siblings)}", setting=".".join(full))
         _check_names(inner, child, (*path, key), place)
 
 
-def _unknown(path: tuple[str, ...]) -> str:
-    name = ".".join(path)
-    return f"{name} is not a setting.{_suggest(name)}"
-
-
-def _suggest(name: str) -> str:
-    """Nearest setting: names of the same section first, then the same last word elsewhere."""
+def _unknown(path: tuple[str, ...], siblings: list[str]) -> str:
+    """What to say of a name that is none; the same word elsewhere first, then the nearest beside it, then anywhere."""
     known = run_schema().names()
-    pattern = name.split(".")
-    own = [".".join(k) for k in known if len(k) == len(pattern)]
-    # `*` stands for a name that the user chose (an env, a worker): keep theirs.
-    own = [".".join(p if k == "*" else k for p, k in zip(pattern, o.split("."), strict=True)) for o in own]
-    close = difflib.get_close_matches(name, own, n=1, cutoff=0.75)
-    if not close:
-        last = {k[-1]: ".".join(k) for k in reversed(known) if "*" not in k[-1]}
-        match = difflib.get_close_matches(pattern[-1], list(last), n=1, cutoff=0.7)
-        close = [last[match[0]].replace("*", "NAME")] if match else []
-    return f" Did you mean {close[0]}?" if close else " `rlbuffer config show` lists all settings."
+    elsewhere = {name[-1]: name for name in reversed(known) if "*" not in name[-1]}
+    found = elsewhere.get(path[-1])
+    if found is None:
+        close = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6)
+        found = (*path[:-1], close[0]) if close else None
+    if found is None:
+        close = difflib.get_close_matches(path[-1], list(elsewhere), n=1, cutoff=0.75)
+        found = elsewhere[close[0]] if close else None
+    nearest = f" Did you mean {'.'.join(found).replace('*', 'NAME')}?" if found else ""
+    return f"{'.'.join(path)} is not a setting.{nearest or ' `rlbuffer config show` lists all settings.'}"
 
 
 # -- environment -----------------------------------------------------------------------------------------------------
@@ -209,14 +206,16 @@ def _variable(variable: str, text: str, schema: Section, data: Mapping[str, Any]
         known = known.get(name) if isinstance(known, Mapping) else None
         if node is None:
             break
-    if node is None or isinstance(node, Section | Named):
+    if node is None or isinstance(node, Section):
         raise ConfigError(f"{variable} is not a variable that rlbuffer knows.{_suggest_variable(variable)}")
     if isinstance(node, Leaf) and not (node.is_structured or text[:1] in "[{"):
         return tuple(path), text
     try:
-        return tuple(path), tomllib.loads(f"v = {text}")["v"]
+        value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
-        return tuple(path), text
+        value = text
+    _check_names(value, node, tuple(path), lambda path: variable)
+    return tuple(path), value
 
 
 def _suggest_variable(variable: str) -> str:

@@ -112,7 +112,7 @@ def read_groups(
         if not line.strip():
             continue
         try:
-            data = json.loads(line)
+            data = json.loads(line.strip())
         except json.JSONDecodeError as error:
             raise InvalidRollout(f"{place}  not JSON: {error.msg} (column {error.colno})") from None
         except (UnicodeDecodeError, RecursionError, ValueError) as error:

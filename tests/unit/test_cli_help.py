@@ -1,0 +1,166 @@
+"""Commands as a newcomer meets them: help, exit codes, error texts. Nothing here needs a server."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import rlbuffer
+from rlbuffer_cli.main import COMMANDS, main
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG", "RLBUFFER_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path / "home"))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = main(list(arguments))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def command(name: str) -> click.Command:
+    found = importlib.import_module(f"rlbuffer_cli.commands.{name}").command
+    assert isinstance(found, click.Command)
+    return found
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_table_of_commands_repeats_the_first_line_of_each_help(name: str) -> None:
+    assert (command(name).help or "").splitlines()[0] == COMMANDS[name]
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "config"])
+def test_every_command_shows_an_example_and_explains_every_option(name: str) -> None:
+    found = command(name)
+    assert f"rlbuffer {name}" in (found.help or "")
+    assert [o.name for o in found.params if isinstance(o, click.Option) and not o.help] == []
+
+
+def test_help_and_version(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(name in out for name in COMMANDS)
+    assert run("--version") == (0, f"rlbuffer {rlbuffer.__version__}\n", "")
+    code, out, _ = run("inspect", "--help")
+    assert code == 0
+    assert "Changes nothing." in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["serv"], 2, "Error: there is no command 'serv'. Did you mean serve?"),
+        (["serve", "--nope"], 2, "Error: No such option"),
+        (["inspect", "--where", "evn:math"], 2, "Error: 'evn' is not a field to filter by. Did you mean env? "),
+        (["inspect", "x/0", "--tokens", "9:3"], 2, "Error: --tokens takes A:B with 0 <= A < B, got '9:3'"),
+        (["config", "check", "--config", "no.toml"], 3, "Error: cannot read the config file no.toml: No such file"),
+        (["config", "show", "--run", "BAD"], 3, "Error: --run  run = 'BAD': string should match pattern"),
+        (["worker"], 3, "Error: which env? Give --env (vcopy, repeat, package.module:factory), or a [worker.NAME]"),
+        (["worker", "x"], 3, "Error: the config has no [worker.x] section. Give --env, or add the section."),
+        (["run"], 3, "Error: there is no [worker.NAME] section: nothing would be sampled."),
+        (["verify"], 1, "Error: nothing was ever stored under "),
+        (["inspect"], 1, "Error: nothing was ever stored under "),
+    ],
+)
+def test_errors_are_one_message_and_an_exit_code(
+    run: Callable[..., tuple[int, str, str]], arguments: list[str], code: int, message: str
+) -> None:
+    actual, out, err = run(*arguments)
+    assert (actual, out) == (code, "")
+    assert err.splitlines()[-1].startswith(message)
+    assert "Traceback" not in err
+
+
+def test_looking_starts_nothing(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    assert run("inspect")[0] == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_where_an_error_came_from(run: Callable[..., tuple[int, str, str]]) -> None:
+    from rlbuffer.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"no\.toml"):
+        run("config", "check", "--debug", "--config", "no.toml")
+
+
+def test_config_show_tells_value_and_source(run: Callable[..., tuple[int, str, str]]) -> None:
+    Path("rlbuffer.toml").write_text("[batcher]\nmax_age = 3\n")
+    code, out, _ = run("config", "show", "--sources", "--run", "x")
+    rows = {line.split(" = ")[0].strip(): line.split(" = ")[1].split() for line in out.splitlines()}
+    assert code == 0
+    assert rows["batcher.max_age"] == ["3", "rlbuffer.toml:2"]
+    assert rows["run"] == ['"x"', "--run"]
+    assert rows["batcher.row_tokens"] == ["8192", "default"]
+    code, out, _ = run("config", "show", "--json")
+    record = next(r for r in map(json.loads, out.splitlines()) if r["name"] == "batcher.max_age")
+    assert record == {
+        "schema": "rlbuffer.setting/1",
+        "name": "batcher.max_age",
+        "value": 3,
+        "source": "rlbuffer.toml:2",
+    }
+
+
+def line(**changes: Any) -> str:
+    rollout = {
+        "tokens": [1, 2, 3],
+        "loss_mask": [False, True, True],
+        "logprobs": [0.0, -0.5, -0.25],
+        "reward": 0.5,
+        "version_spans": [[0, 1, 3]],
+    }
+    group = {"group_id": "g1", "env": "math", "prompt_id": "p", "planned_size": 1, "rollouts": [rollout | changes]}
+    return json.dumps(group)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ('{"group_id": ', ["g.jsonl:3  not JSON: Expecting value (column 13)"]),
+        ("[1]", ["g.jsonl:3  "]),
+        (line(reward=float("nan")), ["g.jsonl:3  ", "reward"]),
+        (line(logprobs=[0.0]), ["g.jsonl:3  ", "logprobs"]),
+        (line(version_spans=[[-1, 1, 3]]), ["g.jsonl:3  ", "version"]),
+        (line(rewrad=1), ["g.jsonl:3  ", "rewrad", "reward"]),
+    ],
+)
+def test_a_file_with_a_bad_line_is_refused_with_its_place(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, bad: str, words: list[str]
+) -> None:
+    Path("g.jsonl").write_text(f"{line()}\n\n{bad}\n")
+    code, out, err = run("push", "g.jsonl")
+    assert (code, out, len(err.splitlines())) == (1, "", 1)
+    assert all(word in err for word in words), err
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [("text", "x" * 2000, "rollouts[0].text"), ("tokens", [1] * 2000, "rollouts[0].tokens")],
+)
+def test_a_line_that_is_too_long_is_refused_by_the_field_that_makes_it_so(
+    run: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    field: str,
+    value: Any,
+    named: str,
+) -> None:
+    monkeypatch.setattr("rlbuffer_cli.commands.push.MAX_LINE_BYTES", 1500)
+    Path("g.jsonl").write_text(line(**{field: value}) + "\n")
+    code, _, err = run("push", "g.jsonl")
+    assert code == 1
+    assert err.startswith(f"Error: g.jsonl:1  {named}: the line is longer than ")
