@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from rlbuffer.cross_checks import check_together
 from rlbuffer.errors import ConfigError
-from rlbuffer.schema import Free, Leaf, Named, Node, Section, children, run_schema
+from rlbuffer.schema import Free, Leaf, Node, Section, children, run_schema
 from rlbuffer.settings import RunSettings
 from rlbuffer.toml_lines import key_lines
 
