@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlbuffer.errors import PayloadError
@@ -47,6 +47,20 @@ class Snapshot:
     unreadable: tuple[Finding, ...]
 
 
+@dataclass(slots=True)
+class Findings:
+    """What was found so far."""
+
+    found: list[Finding] = field(default_factory=list)
+
+    def add(self, invariant: str, message: str) -> None:
+        self.found.append(Finding(invariant=invariant, message=message))
+
+    def unless(self, holds: bool, invariant: str, message: str) -> None:
+        if not holds:
+            self.add(invariant, message)
+
+
 def take_snapshot(store: Session) -> Snapshot:
     """Reads every control key in one transaction."""
     keys = store.keys
@@ -63,7 +77,7 @@ def take_snapshot(store: Session) -> Snapshot:
             return list(pipe.execute())
 
     (seconds, micros), meta, trainer, ledger, pool, steps, garbage, closed = store.look(read)
-    unreadable: list[Finding] = []
+    unreadable = Findings()
     return Snapshot(
         now_ms=int(seconds) * 1000 + int(micros) // 1000,
         meta=parse_meta(meta),
@@ -75,11 +89,11 @@ def take_snapshot(store: Session) -> Snapshot:
         steps=_live_steps(ranged(steps), unreadable),
         garbage={text(key): int(score) for key, score in garbage},
         closed=frozenset(text(group_id) for group_id in closed),
-        unreadable=tuple(unreadable),
+        unreadable=tuple(unreadable.found),
     )
 
 
-def _live_steps(stream: list[Entry], findings: list[Finding]) -> tuple[LiveStep, ...]:
+def _live_steps(stream: list[Entry], findings: Findings) -> tuple[LiveStep, ...]:
     by_step: dict[int, list[Entry]] = {}
     for entry_id, fields in stream:
         by_step.setdefault(int(entry_id.split("-")[0]), []).append((entry_id, fields))
@@ -100,8 +114,7 @@ def _live_steps(stream: list[Entry], findings: list[Finding]) -> tuple[LiveStep,
                     part_bytes.append(fields.get(b"part", b""))
                     parts.append(part_of(entry_id, fields))
             except (PayloadError, ValueError) as error:
-                message = f"step {number}: entry {entry_id} of the steps stream cannot be read: {error}"
-                findings.append(Finding(invariant="I4", message=message))
+                findings.add("I4", f"step {number}: entry {entry_id} of the steps stream cannot be read: {error}")
         steps.append(
             LiveStep(
                 number=number,

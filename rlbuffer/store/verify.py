@@ -7,35 +7,19 @@ it, and what went away in between is looked for again before it is called missin
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rlbuffer.store.base import EnvLedger, Finding, Report
-from rlbuffer.store.snapshot import LiveStep, Snapshot, take_snapshot
+from rlbuffer.store.base import EnvLedger, Report
+from rlbuffer.store.snapshot import Findings, LiveStep, Snapshot, take_snapshot
 from rlbuffer.store.step_format import step_digest
+from rlbuffer.store.verify_payloads import check_payloads
 
 if TYPE_CHECKING:
     from rlbuffer.store.redis_store import RedisStore
 
 
-@dataclass(slots=True)
-class Findings:
-    """What was found so far."""
-
-    found: list[Finding] = field(default_factory=list)
-
-    def add(self, invariant: str, message: str) -> None:
-        self.found.append(Finding(invariant=invariant, message=message))
-
-    def unless(self, holds: bool, invariant: str, message: str) -> None:
-        if not holds:
-            self.add(invariant, message)
-
-
 def verify(store: RedisStore) -> Report:
     """Checks the invariants of docs/protocol.md that are visible on the server."""
-    from rlbuffer.store.verify_payloads import check_payloads
-
     shot = take_snapshot(store)
     findings = Findings(list(shot.unreadable))
     _check_ledger(shot, findings)

@@ -10,8 +10,7 @@ from rlbuffer import wire
 from rlbuffer.errors import PayloadError
 from rlbuffer.store.base import PartRollout
 from rlbuffer.store.session import text
-from rlbuffer.store.snapshot import Snapshot, take_snapshot
-from rlbuffer.store.verify import Findings
+from rlbuffer.store.snapshot import Findings, Snapshot, take_snapshot
 
 if TYPE_CHECKING:
     from rlbuffer.store.redis_store import RedisStore
