@@ -354,9 +354,10 @@ class Batcher:
             total += size
             budget.charge(deficits, fractions, group.env, size)
             accounts[group.env].learn(group.tokens, group.rollouts, size)
+        largest = max(account.largest for account in accounts.values())
         for env, deficit in deficits.items():
             accounts[env].deficit = deficit
-            accounts[env].clamp(fractions[env] * total)
+            accounts[env].clamp(fractions[env] * total, largest)
         return accounts
 
     # -- admitting ----------------------------------------------------------------------------------------------------

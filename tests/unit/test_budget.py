@@ -47,11 +47,11 @@ def test_charging_moves_what_is_owed_but_never_creates_any():
 
 @pytest.mark.parametrize(
     ("deficit", "share", "largest", "expected"),
-    [(50, 40, 10, 40), (50, 40, 45, 45), (-50, 40, 10, -40), (39, 40, 10, 39), (5, 0.5, 8, 5)],
+    [(50, 40, 10, 50), (51, 40, 10, 50), (-51, 40, 10, -50), (7, 0.5, 8, 7), (9, 0.5, 8, 8.5)],
 )
-def test_deficits_are_clamped_to_one_steps_share_but_at_least_a_group(deficit, share, largest, expected):
-    account = EnvAccount(deficit=deficit, largest=largest)
-    account.clamp(share)
+def test_deficits_are_clamped_to_one_steps_share_beyond_a_group(deficit, share, largest, expected):
+    account = EnvAccount(deficit=deficit)
+    account.clamp(share, largest)
     assert account.deficit == expected
 
 

@@ -36,9 +36,9 @@ def names(trial):
     return [g.group_id for g in trial.groups]
 
 
-def test_the_env_with_the_largest_deficit_gives_the_next_group():
+def test_the_env_that_would_first_be_owed_a_whole_group_gives_the_next_one():
     trial = run({"a": groups("a", 9, 10), "b": groups("b", 9, 10)}, fractions={"a": 0.75, "b": 0.25})
-    assert "".join(n[0] for n in names(trial)) == "abaaabaaab"
+    assert "".join(n[0] for n in names(trial)) == "aaabaaabaa"
     assert trial.ended == "full"
 
 

@@ -1,0 +1,322 @@
+"""What must hold for the batcher whatever is pushed, in whatever order, and whenever it is asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from closed_loop import EnvSpeed, group_info, simulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlbuffer.batcher import Batcher
+from rlbuffer.batches import Decision, StepPlan
+from rlbuffer.config import BatcherConfig
+from rlbuffer.infos import GroupInfo
+
+RNG = np.random.default_rng(0)
+
+# -- fairness ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", ["tokens", "rollouts", "groups"])
+@pytest.mark.parametrize("seed", range(6))
+def test_shares_hold_within_one_group_over_200_random_steps(unit: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    fractions = np.maximum(rng.dirichlet(np.ones(int(rng.integers(2, 6)))), 0.02)
+    fractions /= fractions.sum()
+    budgets = {f"e{i}": float(f) * 0.999999 for i, f in enumerate(fractions)}
+    config = BatcherConfig(
+        row_tokens=1000,
+        micro_batches_per_rank=int(rng.integers(1, 5)),
+        budgets=budgets,
+        unit=unit,  # type: ignore[arg-type]
+        max_age=10**6,
+    )
+    batcher = Batcher(config)
+    sizes: dict[str, int] = {}
+    given_by = dict.fromkeys(budgets, 0)
+    for step in range(1, 201):
+        for env in budgets:
+            while batcher.pending_tokens(env) < 12_000:
+                name = f"{env}.{len(sizes)}"
+                lengths = rng.integers(1, 600, int(rng.integers(1, 5)))
+                sizes[name] = {"tokens": int(lengths.sum()), "rollouts": len(lengths), "groups": 1}[unit]
+                batcher.add(group_info(name, env, lengths), entry_id=name, now=0.0)
+        plan = batcher.next(step, world_size=2, now=0.0, rng=rng).plan
+        assert plan is not None
+        for group_id in plan.group_ids:
+            given_by[group_id.split(".")[0]] += sizes[group_id]
+        batcher.committed(plan)
+        total = sum(given_by.values())
+        for env, fraction in zip(budgets, fractions, strict=True):
+            assert abs(given_by[env] - fraction * total) <= max(sizes.values()) * 1.001
+
+
+# -- conservation and determinism --------------------------------------------------------------------------------------
+
+PUSHES = st.lists(
+    st.tuples(
+        st.sampled_from(["add"] * 6 + ["ask"] * 3 + ["wait", "gone", "publish"]),
+        st.integers(0, 11),
+        st.lists(st.integers(1, 130), min_size=1, max_size=4),
+        st.integers(0, 5),
+        st.integers(0, 4),
+    ),
+    max_size=80,
+)
+CONFIGS = st.builds(
+    BatcherConfig,
+    row_tokens=st.just(100),
+    micro_batches_per_rank=st.integers(1, 2),
+    step_groups=st.sampled_from([None, None, 2]),
+    max_age=st.integers(0, 3),
+    min_group_size=st.integers(1, 4),
+    max_age_seconds=st.sampled_from([None, 150.0]),
+    flat=st.sampled_from(["keep", "drop"]),
+    order=st.sampled_from(["newest_first", "oldest_first"]),
+    budgets=st.sampled_from([{}, {"e0": 0.5}, {"e0": 0.6, "e1": 0.4}]),
+    unit=st.sampled_from(["tokens", "rollouts", "groups"]),
+)
+
+
+class Account:
+    """The store's side: what is in the pool, and where everything else went."""
+
+    def __init__(self) -> None:
+        self.pool: dict[str, GroupInfo] = {}
+        self.pushed = np.zeros(2, int)
+        self.packed = np.zeros(2, int)
+        self.dropped = np.zeros(2, int)
+        self.lost = np.zeros(2, int)
+        self.trained: Counter[str] = Counter()
+
+    @staticmethod
+    def size(info: GroupInfo) -> Any:
+        return np.array([len(info.rollouts), info.tokens])
+
+    def push(self, entry_id: str, info: GroupInfo) -> None:
+        self.pool[entry_id] = info
+        self.pushed += self.size(info)
+
+    def drop(self, decision: Decision) -> None:
+        for drop in decision.drops:
+            held = sum((self.size(self.pool.pop(e)) for e in drop.entry_ids), np.zeros(2, int))
+            assert (drop.rollouts, drop.tokens) == tuple(held)
+            assert drop.detail
+            self.dropped += held
+
+    def commit(self, plan: StepPlan, config: BatcherConfig) -> None:
+        for use in plan.entries:
+            info = self.pool.pop(use.entry_id)
+            dropped = sum((np.array(d[1:]) for d in use.dropped), np.zeros(2, int))
+            packed = np.array([use.packed_rollouts, use.packed_tokens])
+            assert tuple(packed + dropped) == tuple(self.size(info))
+            self.packed += packed
+            self.dropped += dropped
+            for ref in plan.rollouts:
+                if ref.entry_id == use.entry_id:
+                    assert info.rollouts[ref.index].rollout_id == ref.rollout_id
+        assert sum(u.packed_rollouts for u in plan.entries) == len(plan.rollouts)
+        for ref in plan.rollouts:
+            assert 0 <= plan.step - 1 - ref.min_version <= config.max_age
+            self.trained[ref.rollout_id] += 1
+        assert max(self.trained.values()) == 1
+        placed = sorted(i for micro_step in plan.plan.rows for rank in micro_step for row in rank for i in row)
+        assert placed == list(range(len(plan.rollouts)))
+
+    def check(self) -> None:
+        pending = sum((self.size(info) for info in self.pool.values()), np.zeros(2, int))
+        assert tuple(self.pushed) == tuple(pending + self.packed + self.dropped + self.lost)
+
+
+def play(config: BatcherConfig, moves: list[Any], account: Account) -> list[bytes]:
+    """Plays the moves against a batcher and an account; -> each decision as bytes."""
+    batcher, step, now, said = Batcher(config), 1, 0.0, []
+    for number, (kind, which, lengths, first, version) in enumerate(moves):
+        if kind == "add":
+            info = group_info(f"g{which}", f"e{which % 2}", lengths, version, planned_size=4, first=first)
+            account.push(f"{number}-0", info)
+            batcher.add(info, entry_id=f"{number}-0", now=now)
+        elif kind == "wait":
+            now += 100.0
+        elif kind == "publish":
+            batcher.set_published(min(version, step - 1))
+        elif kind == "gone" and account.pool:
+            entry_id = sorted(account.pool)[which % len(account.pool)]
+            account.lost += account.size(account.pool.pop(entry_id))
+            batcher.remove(entry_id)
+        elif kind == "ask":
+            decision = batcher.next(step, world_size=2, now=now, rng=RNG)
+            plan = decision.plan
+            said.append(
+                msgpack.packb(
+                    [
+                        None if plan is None else [plan.group_ids, plan.plan.rows, plan.advantages.tolist()],
+                        dict(decision.state),
+                        [[d.group_id, d.reason, d.entry_ids, d.detail] for d in decision.drops],
+                        decision.waiting,
+                        dict(decision.allowances),
+                    ]
+                )
+            )
+            assert (plan is None) == bool(decision.waiting)
+            account.drop(decision)
+            batcher.dropped(decision.drops)
+            if plan is not None:
+                account.commit(plan, config)
+                batcher.committed(plan)
+                step += 1
+        account.check()
+    return said
+
+
+@given(config=CONFIGS, moves=PUSHES)
+@settings(max_examples=150, deadline=None)
+def test_every_rollout_is_pending_packed_or_dropped_and_never_two_of_them(config: BatcherConfig, moves: Any) -> None:
+    account = Account()
+    play(config, moves, account)
+    # What is left is still known: closing everything down drops exactly that.
+    batcher_left = set(account.pool)
+    batcher = Batcher(config)
+    for entry_id in sorted(batcher_left):
+        batcher.add(account.pool[entry_id], entry_id=entry_id, now=0.0)
+    decision = batcher.next(1000, world_size=2, now=1e9, rng=RNG)
+    account.drop(decision)
+    account.check()
+    assert not account.pool
+
+
+@given(config=CONFIGS, moves=PUSHES)
+@settings(max_examples=60, deadline=None)
+def test_the_same_calls_give_the_same_decisions(config: BatcherConfig, moves: Any) -> None:
+    assert play(config, moves, Account()) == play(config, moves, Account())
+
+
+@given(
+    config=CONFIGS.filter(lambda c: c.max_age_seconds is None),
+    lengths=st.lists(st.lists(st.integers(1, 100), min_size=4, max_size=4), min_size=8, max_size=40),
+    cut=st.integers(0, 12),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_restart_from_the_saved_state_goes_on_with_the_same_bytes(
+    config: BatcherConfig, lengths: list[list[int]], cut: int
+) -> None:
+    infos = {f"{n}-0": group_info(f"g{n}", f"e{n % 2}", sizes, n // 6) for n, sizes in enumerate(lengths)}
+
+    def run(restart_at: int) -> list[bytes]:
+        batcher, pool, closed, said = Batcher(config), {}, [], []
+        state, step = None, 1
+        for number, (entry_id, info) in enumerate(infos.items()):
+            if number == restart_at:
+                batcher = Batcher(config, msgpack.unpackb(msgpack.packb(state)))
+                batcher.close(closed)
+                for pending, old in pool.items():
+                    batcher.add(old, entry_id=pending, now=0.0)
+            pool[entry_id] = info
+            batcher.add(info, entry_id=entry_id, now=0.0)
+            decision = batcher.next(step, world_size=2, now=0.0, rng=RNG)
+            plan = decision.plan
+            groups = None if plan is None else [plan.group_ids, plan.plan.rows, plan.advantages.tobytes()]
+            said.append(msgpack.packb([groups, dict(decision.state), dict(decision.allowances), decision.waiting]))
+            batcher.dropped(decision.drops)
+            gone = [e for d in decision.drops for e in d.entry_ids]
+            if plan is not None:
+                batcher.committed(plan)
+                state, step = dict(decision.state), step + 1
+                gone += [use.entry_id for use in plan.entries]
+            for old_id in gone:
+                closed.append(pool.pop(old_id).group_id)
+        return said
+
+    # An env of which nothing was trained and nothing is pending is no longer known after a restart, so its allowance
+    # and sentence may differ; with budgets for both that cannot happen.
+    if len(config.budgets) == 2:
+        assert run(cut) == run(-1)
+
+
+# -- the closed loop ---------------------------------------------------------------------------------------------------
+
+FAST_AND_SLOW = {
+    "a": EnvSpeed(seconds=2, workers=8),
+    "b": EnvSpeed(seconds=8, workers=6, length=200, size=8),
+    "c": EnvSpeed(seconds=0.5, workers=2, length=30),
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "rows": {"micro_batches_per_rank": 3},
+    "groups": {"step_groups": 16},
+    "rollouts": {"step_rollouts": 64},
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("max_age", [0, 1, 2])
+@pytest.mark.parametrize("budgets", [{}, {"a": 0.5, "b": 0.3, "c": 0.2}, {"b": 0.5}], ids=["free", "fixed", "some"])
+def test_workers_and_trainer_never_wait_for_each_other_for_ever(
+    size: str, lookahead: int, max_age: int, budgets: dict[str, float]
+) -> None:
+    config = BatcherConfig(row_tokens=2048, max_age=max_age, lookahead=lookahead, budgets=budgets, **SIZES[size])
+    outcome = simulate(config, FAST_AND_SLOW, steps=30, train_seconds=2.0)
+    assert outcome.stuck == ""
+    assert outcome.steps == 30
+    assert outcome.oldest <= max_age
+    assert set(outcome.dropped) <= {"stale"}
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    speeds=st.lists(
+        st.builds(
+            EnvSpeed,
+            seconds=st.floats(0.1, 30),
+            workers=st.integers(1, 6),
+            size=st.integers(1, 8),
+            length=st.integers(10, 900),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    size=st.sampled_from(list(SIZES)),
+    max_age=st.integers(0, 2),
+    lookahead=st.integers(0, 1),
+    remainder=st.sampled_from(["proportional", "equal", "e0"]),
+    share=st.floats(0.05, 0.9),
+    loss=st.sampled_from([0.0, 0.1]),
+)
+@settings(max_examples=25, deadline=None)
+def test_no_mix_of_speeds_and_settings_deadlocks(
+    seed: int,
+    speeds: list[EnvSpeed],
+    size: str,
+    max_age: int,
+    lookahead: int,
+    remainder: str,
+    share: float,
+    loss: float,
+) -> None:
+    envs = {f"e{i}": speed for i, speed in enumerate(speeds)}
+    config = BatcherConfig(
+        row_tokens=1024,
+        max_age=max_age,
+        lookahead=lookahead,
+        remainder=remainder,
+        budgets={"e0": share},
+        **SIZES[size],
+    )
+    outcome = simulate(config, envs, steps=4, seed=seed, loss=loss, spread=1.0)
+    assert (outcome.stuck, outcome.steps) == ("", 4)
+
+
+@pytest.mark.parametrize(
+    ("order", "max_age", "least", "most"),
+    [("newest_first", 0, 0, 0.1), ("newest_first", 1, 1, 20), ("newest_first", 2, 0, 20), ("oldest_first", 2, 0, 15)],
+)
+def test_the_window_throws_little_away(order: Any, max_age: int, least: float, most: float) -> None:
+    config = BatcherConfig(row_tokens=8192, max_age=max_age, step_groups=32, order=order)
+    outcome = simulate(config, {"a": EnvSpeed(seconds=4, workers=32)}, steps=60, train_seconds=2.0)
+    assert outcome.stuck == ""
+    assert least <= outcome.stale_percent <= most
