@@ -21,6 +21,9 @@ from rlbuffer.settings import RunSettings
 TINY = """
 run = "{run}"
 
+[server]
+appendfsync = "no"
+
 [batcher]
 row_tokens = 1024
 micro_batches_per_rank = {micro_batches}
