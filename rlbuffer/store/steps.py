@@ -64,6 +64,9 @@ class StepMoves(Session):
             for reason, rollouts, tokens in use.dropped:
                 args += [reason, rollouts, tokens]
         env_of = {ref.group_id: ref.env for ref in plan.rollouts}
+        empty = [group_id for group_id in plan.group_ids if group_id not in env_of]
+        if empty:
+            raise RlbufferError(f"the plan of step {plan.step} names groups without a rollout: {', '.join(empty)}")
         args.append(len(plan.group_ids))
         for group_id in plan.group_ids:
             args += [group_id, env_of[group_id]]

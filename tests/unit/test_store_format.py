@@ -1,0 +1,242 @@
+"""What the store keeps, without a server: scripts, keys, the ledger's fields, headers, parts and their digest."""
+
+from __future__ import annotations
+
+import random
+import re
+from importlib import resources
+
+import numpy as np
+import pytest
+
+from rlbuffer import wire
+from rlbuffer.batches import EntryUse, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.errors import ConfigError, PayloadError
+from rlbuffer.store.base import EnvLedger, Ledger, Meta, PoolEntry
+from rlbuffer.store.keys import Keys
+from rlbuffer.store.ledger import parse_ledger
+from rlbuffer.store.session import script_text
+from rlbuffer.store.step_format import (
+    age_limit,
+    decode_header,
+    decode_part,
+    header_record,
+    info_of,
+    part_records,
+    step_digest,
+)
+from rlbuffer.testing import make_group
+
+SCRIPTS = sorted(f.name.removesuffix(".lua") for f in (resources.files("rlbuffer.store") / "scripts").iterdir())
+
+
+# -- scripts -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_only_producers_are_refused_at_the_memory_limit(name):
+    first = script_text(name).splitlines()[0]
+    assert first == ("#!lua" if name in ("push", "ticket") else "#!lua flags=allow-oom")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_header_of_a_script_names_every_key_that_it_uses(name):
+    text = script_text(name)
+    header = "\n".join(line for line in text.splitlines() if line.startswith("--"))
+    used = {int(n) for n in re.findall(r"KEYS\[(\d+)\]", text)}
+    documented = {int(n) for n in re.findall(r"(?<!\S)(\d+) ", header[header.index("KEYS") : header.index("ARGV")])}
+    assert used == documented == set(range(1, len(used) + 1))
+    assert "ARGV" in header
+    assert re.search(r"Reply|->", header)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_make_no_key_names(name):
+    # A name that is not declared works on one node and fails on a cluster.
+    calls = re.findall(r"redis\.call\('(\w+)'(?:, ([^,)]+))?", script_text(name))
+    assert calls
+    assert all(key.startswith("KEYS[") for command, key in calls if command != "TIME")
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+def test_control_keys_share_a_slot_and_payload_keys_do_not():
+    keys = Keys("r1")
+    control = [getattr(keys, n) for n in Keys.__slots__ if n not in ("run", "tag", "payload_prefix")]
+    control += [keys.producer("w", "u"), keys.tickets("a"), keys.heartbeats("rank")]
+    assert all(key.startswith("{rlb:r1}:") for key in control)
+    assert len(set(control)) == len(control)
+    assert keys.payload("a.1", "u.2") == "rlb:r1:g:a.1:u.2"
+
+
+def test_run_name_that_could_be_a_pattern_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        Keys("a*")
+    assert str(caught.value) == "run = 'a*' must match [a-z0-9_.-]{1,64}"
+    assert caught.value.setting == "run"
+
+
+# -- ledger ------------------------------------------------------------------------------------------------------------
+def test_ledger_is_read_from_its_fields():
+    fields = {
+        b"a:pushed:rollouts": b"10",
+        b"a:pushed:tokens": b"100",
+        b"a:packed:rollouts": b"2",
+        b"a:packed:tokens": b"20",
+        b"a:packed:groups": b"1",
+        b"a:trained:rollouts": b"3",
+        b"a:trained:tokens": b"33",
+        b"a:dropped:stale:rollouts": b"1",
+        b"a:dropped:stale:tokens": b"9",
+        b"a:dropped:stale:groups": b"1",
+        b"b.c:pushed:rollouts": b"1",
+        b"damaged": b"4",
+        b"lost": b"5",
+    }
+    account = EnvLedger(pushed=(10, 100), pending=(4, 38), packed=(2, 20), trained=(3, 33), dropped={"stale": (1, 9)})
+    other = EnvLedger(pushed=(1, 0), pending=(1, 0))
+    assert parse_ledger(fields) == Ledger(envs={"a": account, "b.c": other}, damaged=4, lost=5)
+    assert parse_ledger({}) == Ledger(envs={})
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+def meta(**changes: object) -> Meta:
+    values = {
+        "schema": 1,
+        "epoch": 7,
+        "step": 2,
+        "digest": "d",
+        "retired": 0,
+        "config": {"max_age": 1, "envs": {"b": {"max_age": 0}, "c": {"max_age": None}}},
+        "config_digest": "",
+        "error": "",
+    }
+    return Meta(**(values | changes))
+
+
+def planned() -> tuple[StepPlan, dict[str, PoolEntry]]:
+    """Step 3: three rollouts of env a at ages 1, one of env b at age 0, on two ranks."""
+    entries, refs = {}, []
+    for number, (env, size, version) in enumerate((("a", 3, 1), ("b", 1, 2))):
+        info = wire.encode_push(make_group(env=env, size=size, version=version, seed=number)).info
+        entry_id = f"{number + 1}-0"
+        entries[entry_id] = PoolEntry(
+            entry_id=entry_id,
+            info=info,
+            payload_key=f"k{number}",
+            env=env,
+            group_id=info.group_id,
+            rollouts=size,
+            tokens=info.tokens,
+        )
+        refs += [
+            RolloutRef(
+                entry_id=entry_id,
+                index=i,
+                rollout_id=r.rollout_id,
+                group_id=info.group_id,
+                env=env,
+                adapter="",
+                length=r.length,
+                loss_tokens=r.loss_tokens,
+                min_version=version,
+            )
+            for i, r in enumerate(info.rollouts)
+        ]
+    plan = StepPlan(
+        step=3,
+        group_ids=("a.0", "b.1"),
+        rollouts=tuple(refs),
+        advantages=np.array([0.5, -0.25, 0.1, 0.0], np.float32),
+        plan=Plan(rows=((((3, 0),), ((1,),)), (((2,),), ((),))), world_size=2, row_tokens=64),
+        normalizers=Normalizers(loss_tokens=sum(r.loss_tokens for r in refs), rollouts=4, groups=2),
+        tokens=sum(r.length for r in refs),
+        closed_by="fill",
+        entries=tuple(
+            EntryUse(entry_id=e.entry_id, env=e.env, packed_rollouts=e.rollouts, packed_tokens=e.tokens)
+            for e in entries.values()
+        ),
+    )
+    return plan, entries
+
+
+def test_header_comes_back_with_the_ages_and_limits_of_its_commit():
+    plan, entries = planned()
+    data = wire.dumps(header_record(plan, entries, meta(), None))
+    header, limits = decode_header(data, digest="x", committed_ms=5)
+    assert (header.step, header.epoch, header.previous_digest, header.digest, header.committed_ms) == (
+        3,
+        7,
+        "d",
+        "x",
+        5,
+    )
+    assert (header.group_ids, header.rollouts, header.tokens) == (("a.0", "b.1"), 4, plan.tokens)
+    assert (header.age, header.max_age, header.fill) == (0.75, 1, plan.tokens / (2 * 2 * 64))
+    assert {env: (v["age"], v["max_age"]) for env, v in header.envs.items()} == {"a": (1.0, 1), "b": (0.0, 0)}
+    assert limits == {"a": 1, "b": 0}
+
+
+def test_rewards_that_are_not_there_have_no_mean():
+    plan, entries = planned()
+    unscored = wire.encode_push(make_group(env="b", rewards=[None], version=2, seed=1)).info
+    entries["2-0"] = PoolEntry(
+        entry_id="2-0", info=unscored, payload_key="k1", env="b", group_id="b.1", rollouts=1, tokens=unscored.tokens
+    )
+    header = header_record(plan, entries, meta(), None)
+    assert header["envs"]["b"]["reward"] is None
+    assert header["reward"] == header["envs"]["a"]["reward"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "env", "limit"),
+    [({}, "a", None), ({"max_age": 2}, "a", 2), (meta().config, "b", 0), (meta().config, "c", 1)],
+)
+def test_age_limit_of_an_env_is_its_own_or_the_runs(config, env, limit):
+    assert age_limit(config, env) == limit
+
+
+def test_parts_hold_each_ranks_rollouts_in_the_order_of_its_rows():
+    plan, entries = planned()
+    first, second = (decode_part(wire.dumps(part)) for part in part_records(plan, entries))
+    assert [r.info.rollout_id for r in first.rollouts] == ["b.1/0", "a.0/0", "a.0/2"]
+    assert first.rows == (((0, 1),), ((2,),))
+    assert [round(r.advantage, 6) for r in first.rollouts] == [0.0, 0.5, 0.1]
+    assert second.rows == (((0,),), ((),))
+    assert [(r.payload_key, r.index, r.env) for r in second.rollouts] == [("k0", 1, "a")]
+    assert first.rollouts[1].info == entries["1-0"].info.rollouts[0]
+
+
+def test_same_step_is_always_the_same_bytes():
+    (plan, entries), (again, same) = planned(), planned()
+    assert [wire.dumps(p) for p in part_records(plan, entries)] == [wire.dumps(p) for p in part_records(again, same)]
+
+
+def test_plan_that_does_not_fit_its_entries_is_refused():
+    plan, entries = planned()
+    ref = plan.rollouts[3]
+    wrong = RolloutRef(**{n: getattr(ref, n) for n in RolloutRef.__dataclass_fields__} | {"rollout_id": "other"})
+    with pytest.raises(PayloadError, match=r"^entry 2-0 does not hold rollout other at index 0$"):
+        info_of(wrong, entries)
+
+
+@pytest.mark.parametrize(
+    ("previous", "header", "parts"),
+    [("q", b"h", [b"ab", b"c"]), ("p", b"g", [b"ab", b"c"]), ("p", b"h", [b"a", b"bc"]), ("p", b"ha", [b"b", b"c"])],
+)
+def test_digest_tells_apart_every_piece_and_where_it_ends(previous, header, parts):
+    assert step_digest(previous, header, parts) != step_digest("p", b"h", [b"ab", b"c"])
+
+
+def test_damaged_headers_and_parts_are_payload_errors_and_nothing_else():
+    plan, entries = planned()
+    dice = random.Random(0)
+    whole = [wire.dumps(header_record(plan, entries, meta(), None)), *map(wire.dumps, part_records(plan, entries))]
+    refused = 0
+    for _ in range(3000):
+        data = bytearray(dice.choice(whole))
+        for _ in range(dice.randint(1, 4)):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+        for decode in (lambda d: decode_header(d, digest="", committed_ms=0), decode_part):
+            try:
+                decode(bytes(data))
+            except PayloadError:
+                refused += 1
+    assert refused > 3000
