@@ -162,8 +162,8 @@ class Home:
             for child in _tree(process.pid):
                 _signal(child, signal.SIGKILL)
             process.wait(timeout=30)
-        for pidfile in self.path.glob("server/*.pid"):
-            _signal(int(pidfile.read_text().split()[0]), signal.SIGKILL)
+        for record in self.path.glob("server/server.json"):
+            _signal(int(json.loads(record.read_text())["pid"]), signal.SIGKILL)
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

@@ -13,11 +13,6 @@ def last_step(home: Home) -> int:
     return max((record["step"] for record in home.metrics()), default=0)
 
 
-def server_pid(home: Home) -> int:
-    (pidfile,) = (home.path / "server").glob("*.pid")
-    return int(pidfile.read_text().split()[0])
-
-
 def test_a_run_survives_kill_9_of_each_process(home: Home) -> None:
     config = home.config(steps=60, checkpoint_every=10, keep_checkpoints=50)
     supervisor = home.start("run", config, "--display", "plain", log="run")
@@ -26,8 +21,7 @@ def test_a_run_survives_kill_9_of_each_process(home: Home) -> None:
     def kill(pattern: str) -> None:
         before = last_step(home)
         names = [name for name in home.pids() if pattern in name]
-        pid = server_pid(home) if pattern == "server" else home.pids()[names[0]]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(home.pids()[names[0]], signal.SIGKILL)
         home.wait_until(lambda: last_step(home) > before + 1, seconds=120, why=f"a step after the death of {pattern}")
 
     for victim in ("serve", "worker", "rank", "server"):
