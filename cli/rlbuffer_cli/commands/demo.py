@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlbuffer_cli.render.watch import Watch
 
 EDGE_STEPS = 10
-"""Steps that the rewards `from` and `to` of the summary are means of."""
+"""Steps that the rewards `from` and `to` of the summary are means of; fewer in a short run."""
 
 
 @click.command("demo")
@@ -166,6 +166,7 @@ def step_event(record: Mapping[str, Any]) -> dict[str, Any]:
 def summary_event(watch: Watch, ledger: Ledger, run: str, folder: str) -> dict[str, Any]:
     """The summary of a run: where reward began and ended, what was trained, whether it adds up."""
     records = watch.records
+    edge = max(1, min(EDGE_STEPS, len(records) // 2))
     total = ledger.total()
     dropped = sum(d[0] for d in total.dropped.values())
     accounted = total.pending[0] + total.packed[0] + total.trained[0] + dropped
@@ -175,8 +176,9 @@ def summary_event(watch: Watch, ledger: Ledger, run: str, folder: str) -> dict[s
         "steps": records[-1]["step"] if records else 0,
         "seconds": round(watch.seconds, 2),
         "first_step_seconds": None if watch.first_step_seconds is None else round(watch.first_step_seconds, 2),
-        "reward_from": watch.mean_reward(records[:EDGE_STEPS]),
-        "reward_to": watch.mean_reward(records[-EDGE_STEPS:]),
+        "reward_from": watch.mean_reward(records[:edge]),
+        "reward_to": watch.mean_reward(records[-edge:]),
+        "edge_steps": edge,
         "tokens": sum(watch.tokens.values()),
         "shares": watch.shares(),
         "ledger": {
@@ -202,12 +204,13 @@ def summary_lines(summary: Mapping[str, Any], budgets: Mapping[str, float], log:
     )
     drops = " ".join(f"{n} {reason}" for reason, n in ledger["dropped"].items()) or "0"
     where = "" if home == "~/.rlbuffer" else f" --home {home}"
-    head = "done" if summary["exit_code"] == 0 else f"ended early (exit code {summary['exit_code']}, see {log})"
+    how = {0: "done", 130: "interrupted"}
+    head = how.get(summary["exit_code"], f"ended early (exit code {summary['exit_code']}, see {log})")
     first = duration(summary["first_step_seconds"]) or "none was trained"
     if summary["reward_to"] is None:
         reward = "no step was trained"
     else:
-        reward = f"{summary['reward_from']:.3f} -> {summary['reward_to']:.3f}  (means of {EDGE_STEPS} steps)"
+        reward = f"{summary['reward_from']:.3f} -> {summary['reward_to']:.3f}  (means of {summary['edge_steps']} steps)"
     account = (
         f"{ledger['pushed']:,} rollouts pushed = {ledger['pending']:,} pending + {ledger['packed']:,} packed "
         f"+ {ledger['trained']:,} trained + dropped {drops}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -51,7 +52,8 @@ class RunView:
         self._settings = settings
         self._watch = watch
         self._title = title
-        self._live = Live(console=Console(), refresh_per_second=REFRESH_PER_SECOND, transient=False)
+        self._live = Live(console=Console(), auto_refresh=False)
+        self._drawn = 0.0
 
     def __enter__(self) -> RunView:
         self._live.start()
@@ -60,12 +62,17 @@ class RunView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._drawn = 0.0
         self.refresh()
         self._live.stop()
 
     def refresh(self) -> None:
-        """Draws what the watch knows now."""
-        self._live.update(Panel(self._body(), title=self._title, border_style="dim", padding=(0, 1)))
+        """Draws what the watch knows now, a few times a second at most: the cores belong to the run."""
+        now = time.monotonic()
+        if now - self._drawn >= 1 / REFRESH_PER_SECOND:
+            self._drawn = now
+            panel = Panel(self._body(), title=self._title, border_style="dim", padding=(0, 1))
+            self._live.update(panel, refresh=True)
 
     def _body(self) -> Group:
         watch, planned = self._watch, self._settings.trainer.steps
