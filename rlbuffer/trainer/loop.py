@@ -120,7 +120,7 @@ _SYNC_BUFFERS = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-"""DDP's switch, by its name in this torch: buffers (rotary tables) are constants, exchanging them would only cost time."""
+"""DDP's switch, by its name in this torch. Buffers (rotary tables) are constants: exchanging them only costs time."""
 
 
 class _Trainer:
@@ -146,7 +146,8 @@ class _Trainer:
         self.module: nn.Module = policy
         if ranks.world_size > 1:
             ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-            self.module = DistributedDataParallel(policy, device_ids=ids, **{_SYNC_BUFFERS: False})
+            options: dict[str, Any] = {"device_ids": ids, _SYNC_BUFFERS: False}
+            self.module = DistributedDataParallel(policy, **options)
         self.optimizer = make_optimizer(policy, settings.trainer)
         self.reader: Reader | FakeReader = buffer.reader(
             ranks.rank,

@@ -1,0 +1,154 @@
+"""However a step is cut (rows, micro-batches, dummies, ranks), the gradient is that of the whole step at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlbuffer.batches import MicroBatch, Normalizers, Plan, Sample
+from rlbuffer.packing import PackItem, assemble
+from rlbuffer.records import Rollout
+from rlbuffer.settings import TrainerSettings
+from rlbuffer.trainer.model import PackedPolicy, prepare
+from rlbuffer.trainer.update import SUMS, accumulate
+from rlbuffer.weights.model import TINY_QWEN3, model_from_config
+
+SHAPES = ((3, 9), (5, 2), (1, 17), (4, 6), (2, 30), (7, 1), (3, 12))
+"""(prompt tokens, sampled tokens) of the rollouts."""
+ROW_TOKENS = 96
+CPU = torch.device("cpu")
+
+
+def rollouts() -> list[Rollout]:
+    rng = np.random.default_rng(3)
+    return [
+        Rollout.from_completion(
+            prompt_ids=rng.integers(0, 13, p),
+            token_ids=rng.integers(0, 13, c),
+            logprobs=rng.normal(-2.5, 0.3, c).clip(max=0),
+            reward=float(rng.random()),
+            policy_version=0,
+            columns={"ref_logprobs": rng.normal(-2.5, 0.3, p + c).astype(np.float32)},
+        )
+        for p, c in SHAPES
+    ]
+
+
+def items(made: Sequence[Rollout]) -> list[PackItem]:
+    advantages = np.linspace(-1, 1, len(made))
+    return [
+        PackItem(
+            rollout=r,
+            length=r.length,
+            adapter="",
+            sample=Sample(
+                rollout_id=str(i),
+                group_id="g",
+                env="a",
+                reward=r.reward,
+                rewards={},
+                advantage=float(advantages[i]),
+                policy_versions=(0, 0),
+                answer=None,
+                prompt_tokens=r.prompt_tokens,
+                length=r.length,
+            ),
+        )
+        for i, r in enumerate(made)
+    ]
+
+
+def cut(plan: Plan, rank: int, normalizers: Normalizers) -> tuple[MicroBatch, ...]:
+    return assemble(
+        [step[rank] for step in plan.rows],
+        items(rollouts()),
+        row_tokens=ROW_TOKENS,
+        normalizers=normalizers,
+        pad_to_multiple_of=8,
+    )
+
+
+def policy() -> PackedPolicy:
+    torch.manual_seed(0)
+    return prepare(model_from_config(TINY_QWEN3, dtype=torch.float64))
+
+
+def gradient(
+    made: PackedPolicy, parts: Sequence[MicroBatch], settings: TrainerSettings, normalizers: Normalizers, ranks: int
+) -> tuple[Tensor, Tensor]:
+    model = copy.deepcopy(made)
+    sums = accumulate(model, parts, settings, normalizers, world_size=ranks, longest=ROW_TOKENS, device=CPU)
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]), sums
+
+
+@pytest.mark.parametrize("loss", ["clip", "dapo", "dr_grpo", "ratio"])
+def test_packed_accumulated_on_two_ranks_equals_unpacked_in_one_process(loss: str) -> None:
+    made = policy()
+    settings = TrainerSettings(loss=loss, entropy_bonus=0.01, kl_beta=0.1)
+    everything = rollouts()
+    normalizers = Normalizers(loss_tokens=sum(r.loss_tokens for r in everything), rollouts=len(everything), groups=1)
+    # Two ranks, three micro-steps, packed rows of several rollouts, and a dummy on rank 1.
+    packed = Plan(
+        rows=((((0, 1, 2),), ((4,),)), (((3,),), ((5, 6),)), (((),), ((),))),
+        world_size=2,
+        row_tokens=ROW_TOKENS,
+    )
+    unpacked = Plan(rows=tuple((((i,),),) for i in range(len(everything))), world_size=1, row_tokens=ROW_TOKENS)
+    whole, of_whole = gradient(made, cut(unpacked, 0, normalizers), settings, normalizers, 1)
+    per_rank = [gradient(made, cut(packed, rank, normalizers), settings, normalizers, 2) for rank in (0, 1)]
+    averaged = (per_rank[0][0] + per_rank[1][0]) / 2
+    assert float((averaged - whole).norm() / whole.norm()) < 1e-12
+    torch.testing.assert_close(per_rank[0][1] + per_rank[1][1], of_whole, rtol=1e-12, atol=1e-12)
+    totals = dict(zip(SUMS, of_whole.tolist(), strict=True))
+    assert totals["loss_tokens"] == normalizers.loss_tokens
+    assert totals["tokens"] == sum(r.length for r in everything)
+
+
+def test_a_mean_of_means_would_be_another_gradient() -> None:
+    """What the counts that travel with a step are for: dividing by each rank's own count is not the same."""
+    made = policy()
+    settings = TrainerSettings(loss="dapo")
+    plan = Plan(rows=((((0, 1, 2, 3, 5, 6),), ((4,),)),), world_size=2, row_tokens=ROW_TOKENS)
+    counts = [sum(rollouts()[i].loss_tokens for i in plan.rows[0][rank][0]) for rank in (0, 1)]
+    whole = Normalizers(loss_tokens=sum(counts), rollouts=7, groups=1)
+    right = sum(gradient(made, cut(plan, r, whole), settings, whole, 2)[0] for r in (0, 1)) / 2
+    own = [Normalizers(loss_tokens=c, rollouts=1, groups=1) for c in counts]
+    wrong = sum(gradient(made, cut(plan, r, own[r]), settings, own[r], 1)[0] for r in (0, 1)) / 2
+    assert isinstance(right, Tensor)
+    assert isinstance(wrong, Tensor)
+    assert float((wrong - right).norm() / right.norm()) > 0.05
+
+
+def test_a_dummy_reaches_every_parameter_and_changes_none() -> None:
+    made = policy()
+    normalizers = Normalizers(loss_tokens=10, rollouts=1, groups=1)
+    dummy = cut(Plan(rows=((((),),),), world_size=1, row_tokens=ROW_TOKENS), 0, normalizers)
+    assert dummy[0].is_dummy
+    accumulate(made, dummy, TrainerSettings(entropy_bonus=0.1), normalizers, world_size=1, longest=1, device=CPU)
+    for name, parameter in made.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_a_damaged_rollout_is_not_trained_and_leaves_the_others_as_they_were() -> None:
+    made = policy()
+    settings = TrainerSettings(loss="dapo")
+    normalizers = Normalizers(loss_tokens=77, rollouts=7, groups=1)
+    whole = items(rollouts())
+    damaged = [
+        PackItem(rollout=None if i == 4 else item.rollout, length=item.length, sample=item.sample, adapter="")
+        for i, item in enumerate(whole)
+    ]
+
+    def of(rows: list[tuple[tuple[int, ...], ...]], made_of: list[PackItem]) -> Tensor:
+        parts = assemble(rows, made_of, row_tokens=ROW_TOKENS, normalizers=normalizers)
+        return gradient(made, parts, settings, normalizers, 1)[0]
+
+    with_damage = of([((0, 1, 2),), ((4,),), ((3, 5, 6),)], damaged)
+    without = of([((0, 1, 2),), ((3, 5, 6),)], whole)
+    torch.testing.assert_close(with_damage, without, rtol=1e-12, atol=1e-14)

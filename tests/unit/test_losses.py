@@ -1,0 +1,140 @@
+"""Losses: the numbers of the papers' formulas, their gradients, and what they divide by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlbuffer.batches import Normalizers
+from rlbuffer.errors import ConfigError
+from rlbuffer.settings import TrainerSettings
+from rlbuffer.trainer.losses import TrainedTokens, divisor_of, get_loss, loss_of, register_loss, token_weights
+
+POLICY = [0.5, 0.9, 0.3, 0.1]
+INFERENCE = [0.4, 0.5, 0.35, 0.6]
+ADVANTAGES = [1.0, 1.0, -1.0, -1.0]
+
+
+def tokens(policy: list[float] = POLICY, rollout: list[int] | None = None, **fields: Any) -> TrainedTokens:
+    logprobs = torch.tensor(policy, dtype=torch.float64).log()
+    values = {
+        "logprobs": logprobs,
+        "entropy": -logprobs,
+        "inference_logprobs": torch.tensor(INFERENCE, dtype=torch.float64).log(),
+        "advantages": torch.tensor(ADVANTAGES, dtype=torch.float64),
+        "rollout": torch.tensor([0] * len(policy) if rollout is None else rollout),
+    }
+    return TrainedTokens(**(values | fields))
+
+
+def settings(**values: Any) -> TrainerSettings:
+    return TrainerSettings(**({"clip_low": 0.2, "clip_high": 0.2} | values))
+
+
+def counts(rollouts: int = 1, loss_tokens: int = 4) -> Normalizers:
+    return Normalizers(loss_tokens=loss_tokens, rollouts=rollouts, groups=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("clip", -0.1857143), ("dapo", -0.1857143), ("dr_grpo", -0.1857143 * 4 / 10), ("ratio", -0.5065476)],
+)
+def test_a_loss_has_the_value_of_its_formula(name: str, expected: float) -> None:
+    value = loss_of(tokens(), settings(loss=name), counts(), longest=10)
+    assert float(value) == pytest.approx(expected, abs=1e-7)
+
+
+def test_the_upper_clip_has_a_bound_of_its_own() -> None:
+    low, high = (float(loss_of(tokens(), settings(loss="dapo", clip_high=h), counts(), longest=1)) for h in (0.2, 0.28))
+    # Two tokens gain 0.08 each: r = 1.25 and 1.8 are clipped at 1.2, or at 1.25 and 1.28.
+    assert low - high == pytest.approx((0.05 + 0.08) / 4)
+
+
+def test_the_ratio_is_capped() -> None:
+    capped = loss_of(tokens([0.5, 0.9, 0.3, 0.1]), settings(loss="ratio", max_ratio=1.5), counts(), longest=1)
+    assert float(capped) == pytest.approx(-(1.25 + 1.5 - 0.3 / 0.35 - 0.1 / 0.6) / 4)
+
+
+def test_the_kl_term_adds_to_the_loss() -> None:
+    reference = torch.tensor([0.45, 0.8, 0.3, 0.2], dtype=torch.float64).log()
+    without = loss_of(tokens(), settings(), counts(), longest=1)
+    with_kl = loss_of(tokens(ref_logprobs=reference), settings(kl_beta=0.1), counts(), longest=1)
+    d = reference - tokens().logprobs
+    assert float(with_kl - without) == pytest.approx(0.1 * float((d.exp() - d - 1).mean()))
+
+
+def test_a_kl_term_without_reference_logprobs_is_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        loss_of(tokens(), settings(kl_beta=0.1), counts(), longest=1)
+    assert str(error.value) == (
+        "trainer.kl_beta is above 0, but the rollouts carry no column ref_logprobs: push it with them, "
+        "or set trainer.kl_beta = 0"
+    )
+
+
+def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss_divides_by() -> None:
+    for name in ("clip", "dr_grpo"):
+        plain = loss_of(tokens(), settings(loss=name), counts(2, 8), longest=3)
+        with_bonus = loss_of(tokens(), settings(loss=name, entropy_bonus=0.5), counts(2, 8), longest=3)
+        assert float(with_bonus - plain) == pytest.approx(-0.5 * float(tokens().entropy.sum()) / 8)
+
+
+@pytest.mark.parametrize("name", ["clip", "dapo", "dr_grpo", "ratio"])
+def test_the_gradient_is_that_of_finite_differences(name: str) -> None:
+    # Off the corners of clipping, where there is no derivative.
+    start = torch.tensor([0.41, 0.9, 0.3, 0.1], dtype=torch.float64).log()
+    chosen = settings(loss=name, entropy_bonus=0.01, kl_beta=0.05)
+
+    def value(logprobs: torch.Tensor) -> torch.Tensor:
+        made = tokens(
+            rollout=[0, 0, 0, 1], logprobs=logprobs, entropy=-logprobs, ref_logprobs=torch.full_like(start, -1.0)
+        )
+        return loss_of(made, chosen, counts(2), longest=3)
+
+    leaf = start.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(value(leaf), leaf)
+    step = 1e-6
+    for i in range(len(start)):
+        nudge = torch.zeros_like(start)
+        nudge[i] = step
+        difference = float(value(start + nudge) - value(start - nudge)) / (2 * step)
+        assert float(gradient[i]) == pytest.approx(difference, abs=1e-8)
+
+
+def test_clip_weighs_rollouts_alike_and_dapo_tokens() -> None:
+    rollout = torch.tensor([0, 0, 0, 2])
+    assert token_weights("rollouts", rollout, torch.zeros(4)).tolist() == pytest.approx([1 / 3] * 3 + [1.0])
+    assert token_weights("tokens", rollout, torch.zeros(4)).tolist() == [1.0] * 4
+
+
+def test_no_tokens_have_no_weights() -> None:
+    nothing = torch.zeros(0)
+    assert token_weights("rollouts", torch.zeros(0, dtype=torch.int64), nothing).tolist() == []
+
+
+@pytest.mark.parametrize(("divisor", "expected"), [("rollouts", 5), ("tokens", 70), ("longest", 60)])
+def test_a_loss_divides_by_counts_of_the_whole_update(divisor: Any, expected: int) -> None:
+    assert divisor_of(divisor, counts(rollouts=5, loss_tokens=70), 12) == expected
+
+
+def test_an_update_without_tokens_divides_by_one() -> None:
+    assert divisor_of("tokens", counts(rollouts=0, loss_tokens=0), 0) == 1
+
+
+def test_max_length_replaces_the_row_length_in_dr_grpo() -> None:
+    short = loss_of(tokens(), settings(loss="dr_grpo", max_length=5), counts(), longest=10)
+    long = loss_of(tokens(), settings(loss="dr_grpo"), counts(), longest=10)
+    assert float(short) == pytest.approx(2 * float(long))
+
+
+def test_a_registered_loss_is_found_by_name() -> None:
+    register_loss("half_clip", lambda t, s: 0.5 * get_loss("clip").per_token(t, s), divisor="rollouts")
+    half = loss_of(tokens(), settings(loss="half_clip"), counts(), longest=1)
+    assert float(half) == pytest.approx(-0.1857143 / 2, abs=1e-7)
+
+
+def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"^trainer\.loss = 'ppo' is not a loss: clip, dapo, dr_grpo,"):
+        get_loss("ppo")
