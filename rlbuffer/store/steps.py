@@ -13,7 +13,7 @@ from rlbuffer.errors import LeaseLost, NotFound, PayloadError, RlbufferError, St
 from rlbuffer.store.base import Meta, PartRollout, PoolEntry, StepHeader, StepPart
 from rlbuffer.store.pool import HISTORY_ENTRIES
 from rlbuffer.store.session import BLOCK_SECONDS, LAST_IN_STEP, Fields, Session, ranged, text
-from rlbuffer.store.step_format import decode_header, decode_part, header_record, part_records, step_digest
+from rlbuffer.store.step_format import decode_header, decode_part, encode, header_record, part_records, step_digest
 
 SUMMARY_LINES = 20_000
 """Lines of the summary stream that are kept, one per step, about 200 bytes each."""
@@ -49,8 +49,8 @@ class StepMoves(Session):
             RlbufferError: the plan does not account for whole entries.
         """
         record = header_record(plan, entries, meta, waiting_for_version)
-        header = wire.dumps(record)
-        parts = [wire.dumps(part) for part in part_records(plan, entries)]
+        header = encode(record)
+        parts = [encode(part) for part in part_records(plan, entries)]
         digest = step_digest(meta.digest, header, parts)
         summary = {name: record[name] for name in ("step", "rollouts", "tokens", "reward", "age", "max_age", "fill")}
         summary["envs"] = record["envs"]
