@@ -357,7 +357,7 @@ class _Trainer:
         """Rank 0 writes for all: parameters, optimizer and random states are the same on every rank."""
         kept = 0
         if self.is_first:
-            kept = checkpoints.save(
+            saved = checkpoints.save(
                 self._checkpoint_dir,
                 Checkpoint(
                     step=self.trained,
@@ -370,7 +370,10 @@ class _Trainer:
                     random=checkpoints.random_state(),
                 ),
                 keep=self.settings.trainer.keep_checkpoints,
-            )[0]
+            )
+            # The fresh weights count as checkpoint 0, because they can be made again: nothing is retired before a real
+            # checkpoint is the oldest of `keep`, so a short run can be replayed, and looked into, from step 1.
+            kept = saved[0] if len(saved) >= self.settings.trainer.keep_checkpoints else 0
         self.checkpointed = self.trained
         kept = self.ranks.first(kept)
         self.reader.checkpointed(self.trained, oldest_kept=kept)
