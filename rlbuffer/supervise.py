@@ -101,7 +101,7 @@ class Supervisor:
         settings = self.settings
         settings.run_dir.mkdir(parents=True, exist_ok=True)
         self._log = (settings.run_dir / "run.log").open("a", encoding="utf-8")
-        _share_cores(settings)
+        processes.share_cores(settings.trainer.world_size + sum(w.replicas for w in settings.worker.values()))
         try:
             self._context = self._start_forkserver()
             with connect(
@@ -332,10 +332,3 @@ def _signal_name(number: int) -> str:
 def _model_modules(settings: RunSettings) -> list[str]:
     kind = settings.model.config.get("model_type", "")
     return [f"transformers.models.{kind}.modeling_{kind}"] if kind else []
-
-
-def _share_cores(settings: RunSettings) -> None:
-    """Without this every process starts a thread per core, and a handful of processes fight over all of them."""
-    busy = settings.trainer.world_size + sum(options.replicas for options in settings.worker.values())
-    threads = max(1, (os.cpu_count() or 1) // busy)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))

@@ -14,6 +14,9 @@ from rlbuffer_cli import options
 if TYPE_CHECKING:
     from rlbuffer.settings import RunSettings
 
+SHARING = 2
+"""Processes that share this machine's cores, the worker included; a set OMP_NUM_THREADS counts instead."""
+
 
 @click.command("worker")
 @click.argument("name", required=False)
@@ -62,6 +65,7 @@ def command(
 
     title = f"{key}-{replica}" if replica or settings.worker[key].replicas > 1 else key
     processes.name_process(f"worker {title}")
+    processes.share_cores(SHARING)
     stop = threading.Event()
     processes.stop_on_signals(stop)
     narrator = processes.WorkerNarrator(lambda line: click.echo(f"{datetime.now():%H:%M:%S} {line}"))
