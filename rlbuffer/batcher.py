@@ -392,8 +392,13 @@ class Batcher:
             oldest = oldest_version(step, max_age)
             # What cannot train any more is not supply, though it may wait to be swept.
             pending = pool.ready.count(oldest) + len(pool.order) - used.get(env, 0)
+            window = self._window(step, max_age)
+            if self._short and env not in self._short and config.order == "newest_first":
+                # The step waits for another env. Newest first, whatever this one samples beyond a step's worth only
+                # pushes its own older groups out of the next steps.
+                window = min(window, 1)
             supply[env] = admission.EnvSupply(
-                window=self._window(step, max_age), pending=max(0, pending), share=fractions[env], mean=means[env]
+                window=window, pending=max(0, pending), share=fractions[env], mean=means[env]
             )
         per_step = admission.groups_per_step(
             supply, tokens=limits.tokens, groups=limits.groups, rollouts=limits.rollouts

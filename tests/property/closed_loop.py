@@ -1,4 +1,4 @@
-"""A closed loop without processes: workers take tickets, sample for a while and push; a trainer trains what is committed.
+"""A closed loop without processes: workers take tickets, sample for a while and push; a trainer trains the steps.
 
 Discrete events on a simulated clock; everything random comes from one seed.
 """

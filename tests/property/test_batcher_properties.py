@@ -320,3 +320,17 @@ def test_the_window_throws_little_away(order: Any, max_age: int, least: float, m
     outcome = simulate(config, {"a": EnvSpeed(seconds=4, workers=32)}, steps=60, train_seconds=2.0)
     assert outcome.stuck == ""
     assert least <= outcome.stale_percent <= most
+
+
+@pytest.mark.parametrize("order", ["newest_first", "oldest_first"])
+@pytest.mark.parametrize("max_age", [0, 1, 2])
+def test_the_env_that_others_wait_for_does_not_make_them_waste_their_work(order: Any, max_age: int) -> None:
+    config = BatcherConfig(row_tokens=4096, max_age=max_age, budgets={"fast": 0.7, "slow": 0.3}, order=order)
+    envs = {
+        "fast": EnvSpeed(seconds=1, workers=16, size=16, length=20),
+        "slow": EnvSpeed(seconds=2, workers=8, size=16, length=12),
+    }
+    outcome = simulate(config, envs, steps=50)
+    assert outcome.stuck == ""
+    assert outcome.tokens["fast"] / outcome.tokens.total() == pytest.approx(0.7, abs=0.01)
+    assert outcome.stale_percent <= 13

@@ -179,8 +179,8 @@ def test_a_lagging_version_sweeps_nothing_admits_nothing_and_says_what_it_waits_
     assert decision.drops == ()
     assert decision.allowances == {"a": 0}
     assert decision.waiting == (
-        "Step 6 waits for policy version 4: version 3 is published, and step 6 trains nothing older than 4 (max_age 1). "
-        "The trainer publishes it when it has finished the steps before."
+        "Step 6 waits for policy version 4: version 3 is published, and step 6 trains nothing older than 4 "
+        "(max_age 1). The trainer publishes it when it has finished the steps before."
     )
     made.set_published(5)
     assert [d.reason for d in ask(made, 6).drops] == ["stale"]
@@ -374,13 +374,13 @@ def test_an_env_that_nobody_knows_yet_may_start():
 
 
 def test_deficits_carry_over_to_the_next_step():
-    made = batcher(step_groups=1, budgets={"a": 0.5, "b": 0.5})
+    made = batcher(step_groups=1, budgets={"a": 0.5, "b": 0.5}, max_age=9)
     for n in range(4):
         put(made, f"a{n}", env="a")
         put(made, f"b{n}", env="b")
     order = []
     for step in range(1, 7):
-        decision = ask(made, step=1)
+        decision = ask(made, step)
         order.append(decision.plan.group_ids[0][0])
         made.committed(decision.plan)
     assert "".join(order) == "ababab"
@@ -427,3 +427,37 @@ def test_a_group_that_was_trained_before_cannot_be_pending():
     info = make_group(group_id="g").info()
     with pytest.raises(RlbufferError, match="group g was trained 1 times: max_uses is 1"):
         made.add(info, entry_id="1-0", now=0.0, uses=1)
+
+
+def test_an_open_step_that_has_used_up_everything_always_gets_one_more_ticket():
+    made = batcher(max_age=0)
+    made.set_published(0)
+    put(made, "g1", lengths=(100,))
+    put(made, "g2", lengths=(100,))
+    made.committed(ask(made).plan)
+    made.set_published(1)
+    assert ask(made, 2).allowances["a"] == 2  # as many groups as the last step had
+    for n in range(2):
+        put(made, f"small{n}", lengths=(10,), version=1)
+    assert made.allowances(2, world_size=2)["a"] == 0
+    assert ask(made, 2).allowances["a"] == 1  # they are ten times smaller: the window is full, the step is not
+
+
+def test_opo_weighs_by_trained_tokens():
+    made = batcher(step_groups=1, advantage="opo")
+    info = make_group(group_id="g", size=2, lengths=(30, 30), rewards=[1.0, 0.0]).info()
+    loss_tokens = (5, 15)
+    rollouts = [dataclasses.replace(r, loss_tokens=n) for r, n in zip(info.rollouts, loss_tokens, strict=True)]
+    made.add(dataclasses.replace(info, rollouts=tuple(rollouts)), entry_id="1-0", now=0.0)
+    assert ask(made).plan.advantages.tolist() == [0.75, -0.25]
+
+
+@pytest.mark.parametrize(("order", "allowance"), [("newest_first", 1), ("oldest_first", 5)])
+def test_newest_first_an_env_does_not_outrun_the_one_that_the_step_waits_for(order, allowance):
+    made = batcher(step_groups=8, budgets={"a": 0.5, "b": 0.5}, order=order)
+    made.set_published(0)
+    for n in range(3):
+        put(made, f"a{n}", env="a")
+    decision = ask(made)
+    assert made.is_short("b")
+    assert decision.allowances == {"a": allowance, "b": 8}
