@@ -275,6 +275,7 @@ def _detail(store: Store, view: GroupView) -> GroupDetail:
             if entry.group_id == view.group_id and entry.info is not None
             for index, info in enumerate(entry.info.rollouts)
         ]
+    places.sort(key=lambda place: (place[0].payload_key, place[0].index))
     refs = [ref for ref, _, _ in places]
     payloads = store.read_payloads(refs) if refs else []
     members = tuple(_member(ref, step, rank, data) for (ref, step, rank), data in zip(places, payloads, strict=True))
