@@ -15,6 +15,8 @@ from rlbuffer.records import Ticket
 
 BEAT_SECONDS = 2.0
 """Between two heartbeats, and between two renewals: a small part of a ticket's life."""
+CLOSE_SECONDS = 5.0
+"""How long closing waits for a beat that is under way."""
 RATE_BEATS = 10
 """Beats that the rate is averaged over: long enough to hold several batches, short enough to follow a change."""
 
@@ -55,6 +57,7 @@ class Pulse:
         self._held: tuple[Renewer, tuple[Ticket, ...]] | None = None
         self._seen: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=RATE_BEATS)
         self._started = time.time()
+        self._is_heard = True
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlbuffer-pulse", daemon=True)
 
@@ -91,10 +94,11 @@ class Pulse:
         }
 
     def close(self) -> None:
-        """Stops the thread and says goodbye with a last heartbeat."""
+        """Stops the thread and says goodbye with a last heartbeat, unless the server is away: leaving must not wait."""
         self._closed.set()
-        self._thread.join()
-        self._beat()
+        self._thread.join(CLOSE_SECONDS)
+        if not self._thread.is_alive() and self._is_heard:
+            self._beat()
 
     def _run(self) -> None:
         while True:
@@ -109,6 +113,8 @@ class Pulse:
                     writer, tickets = self._held
                     writer.renew(tickets)
             self._buffer.heartbeat("worker", self._name, self.record())
+            self._is_heard = True
         except RlbufferError as error:
+            self._is_heard = False
             self.error = str(error)
         self._seen.append((time.monotonic(), self.rollouts))
