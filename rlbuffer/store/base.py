@@ -210,7 +210,7 @@ class Store(Protocol):
     # -- life ------------------------------------------------------------------------------------------------------
     def close(self) -> None: ...
     def server(self) -> Mapping[str, Any]:
-        """name, version, address, embedded (bool), used_memory, maxmemory, policy; checks that a run can be held here."""
+        """name, version, address, embedded (bool), used_memory, maxmemory, policy; checks that it can hold a run."""
 
     def now(self) -> float:
         """The server's clock, Unix seconds."""
@@ -224,7 +224,7 @@ class Store(Protocol):
 
     # -- worker ----------------------------------------------------------------------------------------------------
     def push(self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int) -> tuple[str, str]:
-        """PUSH. -> (status ``stored`` | ``duplicate``, entry id). `producer` is the worker's name, `incarnation` its uuid.
+        """PUSH. -> (status ``stored`` | ``duplicate``, entry id). `producer` names the worker, `incarnation` is its uuid.
 
         Raises RunGone, ProducerGap (``.last`` holds what the server has), ServerRefused, ServerUnreachable. Never
         retried inside: the writer repeats the call with the same sequence.
