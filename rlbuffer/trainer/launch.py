@@ -100,8 +100,7 @@ def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bo
 
     from rlbuffer.trainer.rank import rank_main, read_reports
 
-    # Its own account of a failure is forty lines; ours is the rank's message.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _quieten("torch.distributed.elastic", "torch.multiprocessing")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -152,6 +151,13 @@ def _cause(reports: Sequence[Report], codes: Mapping[int, int], world_size: int)
     if reports:
         return _End(reports[0].exit_code, f"Rank {reports[0].rank} failed:\n{reports[0].trace or reports[0].message}")
     return _End(1, f"The ranks ended with exit codes {dict(codes)}.")
+
+
+def _quieten(*packages: str) -> None:
+    """The launcher's own account of a failure is forty lines; ours is the rank's message."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(packages):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _model_modules(settings: RunSettings) -> list[str]:

@@ -95,7 +95,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     save(tmp_path, made(3), keep=1)
     meta = path_of(tmp_path, 3) / "meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format": 2}))
-    with pytest.raises(CheckpointError, match="has format 2, this version reads 1$"):
+    with pytest.raises(CheckpointError, match=r"has format 2, this version reads 1$"):
         load(tmp_path, 3, run="r")
 
 

@@ -1,0 +1,128 @@
+"""Ranks as real processes, started by the launcher: equal parameters, a killed rank, a fenced attempt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlbuffer.processes import to_json
+from rlbuffer.settings import RunSettings
+from rlbuffer.trainer.checkpoint import load_parameters, steps
+from rlbuffer.weights.model import TINY_QWEN3
+
+LAUNCH = """
+import sys
+from rlbuffer.processes import from_json
+from rlbuffer.trainer.launch import launch
+sys.exit(launch(from_json(sys.argv[1]), world_size=int(sys.argv[2]), fake_data=True))
+"""
+
+
+def start(output: Path, world_size: int, *, dtype: str = "float32", **trainer: Any) -> subprocess.Popen[str]:
+    values = {"steps": 3, "output": output, "device": "cpu", "check_parameters": True, "entropy_bonus": 0.01}
+    settings = RunSettings(
+        home=output,
+        batcher={"row_tokens": 128, "micro_batches_per_rank": 2},
+        model={"config": dict(TINY_QWEN3), "dtype": dtype},
+        trainer=values | trainer,
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, to_json(settings), str(world_size)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    path = output / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_until(what: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > deadline or process.poll() is not None:
+            process.kill()
+            pytest.fail(f"did not happen; the launcher said: {process.communicate()[1]}")
+        time.sleep(0.02)
+
+
+def test_eight_ranks_hold_equal_parameters_and_train_what_one_rank_trains(tmp_path: Path) -> None:
+    for world_size in (1, 8):
+        process = start(tmp_path / str(world_size), world_size, dtype="float64")
+        _, errors = process.communicate(timeout=200)
+        assert (process.returncode, errors) == (0, "")
+    for record in records(tmp_path / "8"):
+        assert len(record["parameters_sha256"]) == 8
+        assert len(set(record["parameters_sha256"])) == 1
+    one, eight = load_parameters(tmp_path / "1", 3), load_parameters(tmp_path / "8", 3)
+    difference = torch.cat([(eight[name] - one[name]).reshape(-1) for name in one]).norm()
+    norm = torch.cat([one[name].reshape(-1) for name in one]).norm()
+    assert float(difference / norm) < 1e-9
+    for ours, expected in zip(records(tmp_path / "8"), records(tmp_path / "1"), strict=True):
+        assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-9)
+        assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-9)
+
+
+def test_a_killed_rank_is_started_again_with_the_others_and_sigterm_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    process = start(tmp_path, 2, steps=100_000, checkpoint_every=5)
+    try:
+        wait_until(lambda: len(records(tmp_path)) >= 7, process)
+        victim = json.loads((tmp_path / "ranks.json").read_text())["rank-1"]
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: records(tmp_path)[-1]["resumed_from"] >= 5, process)
+        replayed = [r for r in records(tmp_path) if r["resumed_from"] >= 5]
+        first = replayed[0]
+        assert first["step"] == first["resumed_from"] + 1
+        before = [r for r in records(tmp_path) if r["step"] == first["step"] and r["resumed_from"] == 0]
+        assert all(r["parameters_sha256"] == first["parameters_sha256"] for r in before)
+
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors == (
+        "Rank 1 was killed by SIGKILL.\nStarting all 2 ranks again from the newest checkpoint (restart 1 of 10).\n"
+    )
+    assert steps(tmp_path / "checkpoints")[-1] == records(tmp_path)[-1]["step"]
+
+
+def test_an_error_of_our_own_ends_the_job_with_one_message_and_its_exit_code(tmp_path: Path) -> None:
+    process = start(tmp_path, 2, loss="ppo")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 3
+    assert errors == "Error: trainer.loss = 'ppo' is not a loss: clip, dapo, dr_grpo, ratio\n"
+
+
+def test_a_rank_that_keeps_failing_ends_the_job_after_its_restarts_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    process = start(tmp_path, 2, max_restarts=1)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    first, second = errors.split("Starting all 2 ranks again from the newest checkpoint (restart 1 of 1).\n")
+    for message in (first, second):
+        assert message.startswith("Rank 0 failed:\nTraceback (most recent call last):\n")
+        assert message.count("Traceback") == 1
+        assert "IsADirectoryError" in message
+    assert second.endswith("\nGiving up after 1 restarts (trainer.max_restarts).\n")
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("in the way")
+    process = start(tmp_path, 2)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert errors.startswith(f"Error: version 0 cannot be written to {tmp_path / 'weights'}: ")
+    assert errors.count("\n") == 1
