@@ -77,6 +77,7 @@ class Daemon:
         self._cursor = "0-0"
         self._meta: Meta | None = None
         self._renewed = 0.0
+        self._since = 0.0
         self._told = ("", 0.0)
         self._allowances: Mapping[str, int] = {}
         self._drops: dict[str, list[int]] = {}
@@ -141,6 +142,7 @@ class Daemon:
             )
         self._batcher = Batcher(self._config, state=self._store.load_state())
         self._batcher.close(self._store.closed_groups())
+        self._since = self._store.now()
         while self._ingest(block_seconds=0.0):
             self._renew()
         self._emit(
@@ -230,7 +232,9 @@ class Daemon:
                 invalid.append((_invalid(entry, entry.error), [entry]))
                 continue
             self._entries[entry.entry_id] = entry
-            self._batcher.add(entry.info, entry_id=entry.entry_id, now=entry.pushed_ms / 1000)
+            # Time in which no batcher ran does not count against a group that is not full yet.
+            arrived = max(entry.pushed_ms / 1000, self._since)
+            self._batcher.add(entry.info, entry_id=entry.entry_id, now=arrived)
             match = _TICKET.match(entry.group_id)
             if match and match["env"] == entry.env:
                 tickets.setdefault(entry.env, []).append(int(match["number"]))

@@ -1,0 +1,284 @@
+"""Writer, daemon and reader together, in memory and on a real server: what a user of the library meets."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlbuffer
+from rlbuffer.batches import digest_step
+from rlbuffer.daemon import Daemon
+from rlbuffer.errors import AttemptFenced, BatcherFailed, BatchTimeout, ConfigError, NotFound, StepRetired
+from rlbuffer.testing import make_group
+
+CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)
+
+
+@dataclass
+class Place:
+    """One run on one server, its daemons and its buffers; everything is closed at the end."""
+
+    url: str
+    run: str
+    buffers: list[rlbuffer.Buffer] = field(default_factory=list)
+    daemons: list[tuple[threading.Event, threading.Thread]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
+
+    def connect(self) -> rlbuffer.Buffer:
+        buffer = rlbuffer.connect(self.url, run=self.run)
+        self.buffers.append(buffer)
+        return buffer
+
+    def serve(self, config: rlbuffer.BatcherConfig = CONFIG, **options: Any) -> threading.Event:
+        stop = threading.Event()
+        daemon = Daemon(self.connect(), config, on_event=self.events.append, lease_seconds=1.0, **options)
+
+        def lead() -> None:
+            try:
+                daemon.run(stop)
+            except Exception as error:
+                self.errors.append(error)
+
+        thread = threading.Thread(target=lead)
+        thread.start()
+        self.daemons.append((stop, thread))
+        return stop
+
+    def stop_serving(self) -> None:
+        for stop, _ in self.daemons:
+            stop.set()
+        for _, thread in self.daemons:
+            thread.join(timeout=20)
+        self.daemons.clear()
+
+    def wait_for(self, what: Callable[[], Any], seconds: float = 20) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (value := what()):
+            assert time.monotonic() < deadline, f"events: {self.events[-5:]} errors: {self.errors}"
+            time.sleep(0.02)
+        return value
+
+
+@pytest.fixture(params=["memory", "server"])
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    url = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else request.getfixturevalue("redis_url")
+    made = Place(url, f"loop-{uuid.uuid4().hex[:8]}")
+    yield made
+    made.stop_serving()
+    for buffer in made.buffers:
+        buffer.close()
+
+
+def push_groups(place: Place, seeds: range, **values: Any) -> None:
+    writer = place.connect().writer("w")
+    for seed in seeds:
+        assert writer.push(make_group(seed=seed, size=2, rewards=[0.0, 1.0], **values)).status == "stored"
+
+
+def take_steps(reader: rlbuffer.Reader, count: int) -> list[rlbuffer.Step]:
+    out = []
+    for step in reader.steps():
+        out.append(step)
+        if len(out) == count:
+            reader.trained(step)
+            return out
+    raise AssertionError("the reader ended by itself")
+
+
+def start_trainer(buffer: rlbuffer.Buffer, reader: rlbuffer.Reader | None = None) -> None:
+    """An attempt with version 0 announced, as a trainer does before its first step."""
+    (reader or buffer.reader()).start(0)
+    buffer.policy().announce(0, location="", size=0, checksum="")
+
+
+def test_what_is_pushed_is_trained_and_accounted(place: Place) -> None:
+    place.serve()
+    push_groups(place, range(8))
+    buffer = place.connect()
+    steps = take_steps(buffer.reader(timeout_seconds=20), 3)
+    assert [step.number for step in steps] == [1, 2, 3]
+    assert all(step.groups == 2 and step.rollouts == 4 for step in steps)
+    samples = [sample for step in steps for mb in step for sample in mb.samples]
+    assert len({sample.rollout_id for sample in samples}) == 12
+    assert {sample.advantage for sample in samples} == {-1.0, 1.0}
+    account = buffer.ledger().envs["a"]
+    assert (account.pushed[0], account.trained[0]) == (16, 12)
+    assert account.pending[0] + account.packed[0] == 4
+    report = buffer.verify()
+    assert report.ok, report.findings
+
+
+def test_every_rank_reads_its_part_and_another_world_size_the_same_rollouts(place: Place) -> None:
+    place.serve()
+    buffer = place.connect()
+    four = [place.connect().reader(rank, 4, timeout_seconds=20) for rank in range(4)]
+    start_trainer(place.buffers[-4], four[0])
+    push_groups(place, range(4), lengths=[20, 40])
+    parts = [reader.pull(1) for reader in four]
+    assert len({step.digest for step in parts}) == 1
+    assert len({len(step) for step in parts}) == 1
+    alone = buffer.reader(0, 1, timeout_seconds=20).pull(1)
+    assert alone.normalizers == parts[0].normalizers
+
+    def content(steps: list[rlbuffer.Step]) -> list[tuple[str, float, bytes]]:
+        return sorted(
+            (sample.rollout_id, sample.advantage, np.asarray(tokens).tobytes())
+            for step in steps
+            for mb in step
+            for sample, tokens in zip(mb.samples, mb.unpack(mb.input_ids), strict=True)
+        )
+
+    assert content([alone]) == content(parts)
+    assert digest_step(four[2].pull(1)) == digest_step(parts[2])
+
+
+def test_the_leader_goes_on_where_another_stopped(place: Place) -> None:
+    place.serve()
+    push_groups(place, range(4))
+    reader = place.connect().reader(timeout_seconds=20)
+    steps = reader.steps()
+    assert next(steps).number == 1
+    place.stop_serving()
+    place.serve()
+    assert next(steps).number == 2
+    push_groups(place, range(10, 14))
+    assert next(steps).number == 3
+    assert place.connect().verify().ok
+
+
+def test_a_timeout_says_what_the_batcher_waits_for(place: Place) -> None:
+    place.serve()
+    push_groups(place, range(1))
+    reader = place.connect().reader(timeout_seconds=2.5)
+    with pytest.raises(BatchTimeout, match=r"no batch for step 1 within 2\.5 s\. .*a .*No worker has been seen"):
+        next(reader.steps())
+
+
+def test_a_fatal_error_of_the_batcher_reaches_a_waiting_rank(place: Place) -> None:
+    buffer = place.connect()
+    store = buffer.store
+    store.open_run()
+    lease = store.lease("somebody", ttl_seconds=60)
+    store.set_error(lease.token, "ValueError: a bug")
+    reader = buffer.reader(timeout_seconds=30)
+    with pytest.raises(BatcherFailed, match=r"the batcher of run .* failed: ValueError: a bug"):
+        next(reader.steps())
+
+
+def test_another_config_is_refused_until_told_to_replace(place: Place) -> None:
+    place.serve()
+    place.wait_for(lambda: any(event["event"] == "ready" for event in place.events))
+    place.stop_serving()
+    place.serve(rlbuffer.BatcherConfig(64, step_groups=2, max_age=3))
+    error = place.wait_for(lambda: place.errors)[0]
+    assert isinstance(error, ConfigError)
+    assert "max_age: 8 -> 3" in str(error)
+    place.stop_serving()
+    place.events.clear()
+    place.serve(rlbuffer.BatcherConfig(64, step_groups=2, max_age=3), replace_config=True)
+    place.wait_for(lambda: any(event["event"] == "ready" for event in place.events))
+    assert place.connect().store.meta().config["max_age"] == 3
+
+
+def test_a_newer_attempt_fences_the_older_reader(place: Place) -> None:
+    place.serve()
+    push_groups(place, range(4))
+    old = place.connect().reader(timeout_seconds=20)
+    step = next(old.steps())
+    time.sleep(0.01)  # attempts are numbered by the server's clock
+    new = place.connect().reader(timeout_seconds=20)
+    new.start(0)
+    with pytest.raises(AttemptFenced):
+        old.trained(step)
+
+
+def test_a_damaged_payload_trains_as_masked_padding(place: Place) -> None:
+    place.serve()
+    buffer = place.connect()
+    start_trainer(buffer)
+    push_groups(place, range(2))
+    store = buffer.store
+    place.wait_for(lambda: store.meta().step == 1)
+    victim = store.read_parts(1)[0].rollouts[0]
+    data = bytearray(store.read_payloads([victim])[0] or b"")
+    data[len(data) // 2] ^= 1
+    store.client.hset(victim.payload_key, str(victim.index), bytes(data))
+    reader = buffer.reader(timeout_seconds=20)
+    step = reader.pull(1)
+    assert step.damaged == (victim.info.rollout_id,)
+    intact = [mb for mb in step if not mb.is_dummy]
+    trained = sum(int(mb.loss_mask.sum()) for mb in intact)
+    assert trained == step.normalizers.loss_tokens - victim.info.loss_tokens
+    assert digest_step(reader.pull(1)) == digest_step(step)
+    assert buffer.ledger().damaged == 2
+
+
+def test_steps_retire_behind_the_oldest_checkpoint(place: Place) -> None:
+    place.serve()
+    push_groups(place, range(8))
+    buffer = place.connect()
+    reader = buffer.reader(timeout_seconds=20)
+    take_steps(reader, 3)
+    reader.checkpointed(2)
+    place.wait_for(lambda: buffer.store.meta().retired == 2)
+    with pytest.raises(StepRetired, match=r"step 1 of run .* was trained, checkpointed and retired"):
+        buffer.step(1)
+    assert len(buffer.step(3).rollout_ids) == 4
+    with pytest.raises(NotFound, match="has no step 99"):
+        buffer.step(99)
+    assert buffer.verify().ok
+
+
+def test_groups_can_be_looked_at_in_every_state(place: Place) -> None:
+    place.serve()
+    push_groups(place, range(6))
+    push_groups(place, range(20, 21), planned_size=4)
+    buffer = place.connect()
+    reader = buffer.reader(timeout_seconds=20)
+    take_steps(reader, 1)
+    place.wait_for(lambda: buffer.store.meta().step >= 2)
+    states = {view.group_id: view.state for view in buffer.groups()}
+    assert sorted(states.values()).count("trained") == 2
+    assert "forming" in states.values()
+    assert "packed" in states.values()
+    forming = buffer.groups("state:forming")
+    assert [view.group_id for view in forming] == ["a.20"]
+    detail = buffer.group("a.20")
+    assert [member.rollout_id for member in detail.members] == ["a.20/0", "a.20/1"]
+    assert detail.members[0].rollout == make_group(seed=20, size=2, rewards=[0.0, 1.0], planned_size=4).rollouts[0]
+    with pytest.raises(NotFound, match="has no group 'nothing'"):
+        buffer.group("nothing")
+
+
+def test_a_reader_resumes_after_the_step_of_its_state(place: Place) -> None:
+    place.serve()
+    push_groups(place, range(8))
+    reader = place.connect().reader(timeout_seconds=20)
+    steps = take_steps(reader, 2)
+    state = reader.state_dict()
+    assert state["step"] == 2
+    assert state["digest"] == steps[1].digest
+    take_steps(reader, 1)
+    again = place.connect().reader(timeout_seconds=20)
+    again.load_state_dict(state)
+    assert next(again.steps()).number == 3
+
+
+def test_workers_take_tickets_and_a_dead_worker_s_are_taken_again(place: Place) -> None:
+    place.serve()
+    buffer = place.connect()
+    start_trainer(buffer)
+    writer = buffer.writer("w")
+    tickets = writer.take("new-env", timeout_seconds=20)
+    assert [ticket.group_id for ticket in tickets] == ["new-env.0"]
+    writer.release(tickets)
+    assert [ticket.number for ticket in writer.take("new-env", timeout_seconds=20)] == [0]
+    assert writer.take("new-env", 1000, timeout_seconds=0.0) != tickets

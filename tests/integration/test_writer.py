@@ -1,0 +1,70 @@
+"""The writer against servers that lose what they had acknowledged, in memory and for real."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+import rlbuffer
+from rlbuffer.testing import make_group
+
+
+@pytest.fixture(params=["memory", "server"])
+def buffer(request: pytest.FixtureRequest) -> Iterator[rlbuffer.Buffer]:
+    url = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else request.getfixturevalue("redis_url")
+    with rlbuffer.connect(url, run=f"writer-{uuid.uuid4().hex[:8]}") as made:
+        yield made
+
+
+def group(seed: int) -> rlbuffer.Group:
+    return make_group(seed=seed, size=2, lengths=[8, 8])
+
+
+def roll_back(buffer: rlbuffer.Buffer, writer: rlbuffer.Writer, entry_ids: list[str], *, to: int) -> None:
+    """What a rolled back append-only file leaves: the entries, their account and the producer's memory are older."""
+    keys, client = buffer.store.keys, buffer.store.client  # type: ignore[attr-defined]
+    client.xdel(keys.pool, *entry_ids)
+    client.hincrby(keys.ledger, "a:pushed:rollouts", -2 * len(entry_ids))
+    client.hincrby(keys.ledger, "a:pushed:tokens", -16 * len(entry_ids))
+    client.hset(keys.producer(writer.worker, writer.incarnation), "sequence", to)
+
+
+def pending(buffer: rlbuffer.Buffer) -> list[str]:
+    return [entry.group_id for entry in buffer.store.read_pool()]
+
+
+def test_a_push_repeated_under_its_sequence_is_answered_as_a_duplicate(buffer: rlbuffer.Buffer) -> None:
+    writer = buffer.writer("w")
+    assert writer.push(group(1), sequence=1).status == "stored"
+    assert writer.push(group(1), sequence=1).status == "duplicate"
+    again = buffer.writer("w", incarnation=writer.incarnation)
+    assert again.push(group(1), sequence=1).status == "duplicate"
+    assert pending(buffer) == ["a.1"]
+
+
+def test_what_the_server_forgot_is_sent_again_in_order(buffer: rlbuffer.Buffer) -> None:
+    writer = buffer.writer("w")
+    pushed = [writer.push(group(seed)) for seed in range(4)]
+    roll_back(buffer, writer, [p.entry_id for p in pushed[1:]], to=1)
+    assert pending(buffer) == ["a.0"]
+    assert writer.push(group(4)).status == "stored"
+    assert pending(buffer) == ["a.0", "a.1", "a.2", "a.3", "a.4"]
+    assert buffer.ledger().envs["a"].pushed == (10, 80)
+    assert buffer.ledger().lost == 0
+    assert buffer.verify().ok
+
+
+def test_what_the_spool_no_longer_holds_is_counted_as_lost(buffer: rlbuffer.Buffer) -> None:
+    writer = buffer.writer("w")
+    pushed = [writer.push(group(seed)) for seed in range(3)]
+    first = writer.incarnation
+    writer._spool.clear()
+    roll_back(buffer, writer, [p.entry_id for p in pushed[1:]], to=1)
+    assert writer.push(group(3)).status == "stored"
+    assert writer.incarnation != first
+    assert buffer.ledger().lost == 2
+    assert writer.push(group(4)).status == "stored"
+    assert pending(buffer) == ["a.0", "a.3", "a.4"]
+    assert buffer.verify().ok
