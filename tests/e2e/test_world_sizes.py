@@ -13,7 +13,7 @@ STEPS = 5
 def test_eight_ranks_train_what_one_rank_trains(home: Home, dtype: str, tolerance: float) -> None:
     import torch
 
-    from rlbuffer.trainer import checkpoint as checkpoints
+    from rlbuffer.trainer.checkpoint import load_parameters
 
     config = home.config(steps=STEPS, world_size=8, dtype=dtype, checkpoint_every=STEPS, keep_checkpoints=50)
     start_sources(home, config)
@@ -22,15 +22,15 @@ def test_eight_ranks_train_what_one_rank_trains(home: Home, dtype: str, toleranc
     records = home.metrics()
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
     for record in records:
-        assert len(record["parameters_by_rank"]) == 8
-        assert len(set(record["parameters_by_rank"])) == 1
+        assert len(record["parameters_sha256"]) == 8
+        assert len(set(record["parameters_sha256"])) == 1
 
     alone = home.path / "alone"
     one = home.start("train", "--config", config, "--world-size", "1", "--output", alone, log="train-1")
     assert one.wait(timeout=240) == 0, home.logs()
     assert [r["step"] for r in home.metrics(folder=alone)] == list(range(1, STEPS + 1))
-    many = checkpoints.load(home.path / "runs" / "tiny" / "checkpoints", STEPS, run="tiny").model
-    single = checkpoints.load(alone / "checkpoints", STEPS, run="tiny").model
+    many = load_parameters(home.path / "runs" / "tiny", STEPS)
+    single = load_parameters(alone, STEPS)
     assert many.keys() == single.keys()
     difference = torch.sqrt(sum(((many[k].double() - single[k].double()) ** 2).sum() for k in many))
     norm = torch.sqrt(sum((single[k].double() ** 2).sum() for k in many))
