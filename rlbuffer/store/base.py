@@ -224,7 +224,7 @@ class Store(Protocol):
 
     # -- worker ----------------------------------------------------------------------------------------------------
     def push(self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int) -> tuple[str, str]:
-        """PUSH. -> (status ``stored`` | ``duplicate``, entry id). `producer` names the worker, `incarnation` is its uuid.
+        """PUSH. -> (status ``stored`` | ``duplicate``, entry id). `producer` is the worker, `incarnation` its uuid.
 
         Raises RunGone, ProducerGap (``.last`` holds what the server has), ServerRefused, ServerUnreachable. Never
         retried inside: the writer repeats the call with the same sequence.
