@@ -2,8 +2,8 @@
 
 The field names are those of :class:`~rlbuffer.records.Group` and :class:`~rlbuffer.records.Rollout`, arrays are lists.
 JSON has no dtypes: of further columns and attachments, booleans become bool, integers int32 (int64 where they need it)
-and everything with a fraction float32. A file is written by people, so every error is one line that names the place:
-``g.jsonl:3: rollouts[2].logprobs: [3] rows do not match 4 tokens``.
+and everything with a fraction float32. A file is written by people, so every error is one line that names the field:
+``rollouts[2].logprobs: [3] rows do not match 4 tokens``. File and line are the caller's to add.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ _WHY = {
 _INT32 = np.iinfo(np.int32)
 
 
-def group_from_line(line: str | bytes, *, place: str = "") -> Group:
-    """The group on one line of a JSONL file; `place` (``g.jsonl:3``) opens every message.
+def group_from_line(line: str | bytes) -> Group:
+    """The group on one line of a JSONL file.
 
     Raises:
         InvalidRollout: the line is not JSON, a key occurs twice, or what :func:`group_from_dict` refuses.
     """
     try:
         text = line.decode() if isinstance(line, bytes) else line
-        values = json.loads(text, object_pairs_hook=_without_duplicates)
-    except InvalidRollout as error:
-        raise InvalidRollout(f"{_prefix(place)}{error}") from None
+        values = json.loads(text.strip(), object_pairs_hook=_without_duplicates)
+    except InvalidRollout:
+        raise  # a ValueError too, but not one of the parser's
     except json.JSONDecodeError as error:
-        raise InvalidRollout(f"{_prefix(place)}not JSON: {error.msg} at column {error.colno}") from None
+        raise InvalidRollout(f"not JSON: {error.msg} at column {error.colno}") from None
     except UnicodeDecodeError as error:
-        raise InvalidRollout(f"{_prefix(place)}not JSON: not UTF-8 at byte {error.start}") from None
+        raise InvalidRollout(f"not JSON: not UTF-8 at byte {error.start}") from None
     except RecursionError:
-        raise InvalidRollout(f"{_prefix(place)}not JSON: nested too deeply") from None
+        raise InvalidRollout("not JSON: nested too deeply") from None
     except ValueError:
-        raise InvalidRollout(f"{_prefix(place)}not JSON: an integer of too many digits") from None
-    return group_from_dict(values, place=place)
+        raise InvalidRollout("not JSON: an integer of too many digits") from None
+    return group_from_dict(values)
 
 
-def group_from_dict(d: Mapping[str, Any], *, place: str = "") -> Group:
+def group_from_dict(d: Mapping[str, Any]) -> Group:
     """A group from the fields of Group and Rollout, with lists for arrays.
 
     Version spans are ``[version, start, end]``, turns ``[role, start, end, reward?, metadata?]``; both may be objects
-    with the same names instead. `place` opens every message.
+    with the same names instead.
 
     Raises:
         InvalidRollout: an unknown or missing field, a wrong type, or a value that its record refuses; the message is
-            one line that names the place.
+            one line that names the field.
     """
     try:
         values = _fields("Group", d, "")
@@ -73,7 +73,7 @@ def group_from_dict(d: Mapping[str, Any], *, place: str = "") -> Group:
         records = tuple(_rollout(r, f"rollouts[{i}]") for i, r in enumerate(rollouts))
         return Group(**(values | {"rollouts": records}))
     except InvalidRollout as error:
-        raise InvalidRollout(_prefix(place) + " ".join(str(error).split())) from None
+        raise InvalidRollout(" ".join(str(error).split())) from None
 
 
 def _rollout(d: Any, path: str) -> Rollout:
@@ -186,10 +186,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "a list"
     return shown(value)
-
-
-def _prefix(place: str) -> str:
-    return f"{place}: " if place else ""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

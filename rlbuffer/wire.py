@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from rlbuffer.columns import COLUMN_DTYPES, MAX_ARRAYS, MAX_DIMENSIONS, REQUIRED_COLUMNS
 from rlbuffer.errors import InvalidRollout, PayloadError
-from rlbuffer.jsonl import group_from_dict as group_from_dict
 from rlbuffer.messages import dumps as dumps
 from rlbuffer.messages import loads as loads
 from rlbuffer.records import Group, GroupInfo, Rollout, RolloutInfo, Turn

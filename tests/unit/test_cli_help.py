@@ -130,7 +130,8 @@ def line(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ('{"group_id": ', ["g.jsonl:3  not JSON: Expecting value (column 13)"]),
+        ('{"group_id": ', ["g.jsonl:3  not JSON: Expecting value at column 13"]),
+        ('{"env": "a", "env": "b"}', ["g.jsonl:3  key 'env' occurs twice in one object"]),
         ("[1]", ["g.jsonl:3  "]),
         (line(reward=float("nan")), ["g.jsonl:3  ", "reward"]),
         (line(logprobs=[0.0]), ["g.jsonl:3  ", "logprobs"]),

@@ -97,7 +97,7 @@ def read_groups(
 ) -> Iterator[Group]:
     """The groups of a file, one per line that is not blank; `seen` gets every line, `check` every group."""
     from rlbuffer.errors import InvalidRollout, PayloadError
-    from rlbuffer.wire import group_from_dict
+    from rlbuffer.jsonl import group_from_line
 
     number = 0
     while line := stream.readline(MAX_LINE_BYTES + 1):
@@ -112,13 +112,7 @@ def read_groups(
         if not line.strip():
             continue
         try:
-            data = json.loads(line.strip())
-        except json.JSONDecodeError as error:
-            raise InvalidRollout(f"{place}  not JSON: {error.msg} (column {error.colno})") from None
-        except (UnicodeDecodeError, RecursionError, ValueError) as error:
-            raise InvalidRollout(f"{place}  not JSON: {error}") from None
-        try:
-            group = group_from_dict(data)
+            group = group_from_line(line)
             check(group)
         except (InvalidRollout, PayloadError) as error:
             raise InvalidRollout(f"{place}  {error}") from None
