@@ -10,7 +10,7 @@ name       advantage                                    source
 rloo       r_i - mean of the others                     Ahmadian et al. 2024, arXiv 2402.14740, section 3
 grpo       (r_i - r̄) / (std + 1e-6), std over n - 1     Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, section 4.1
 dr_grpo    r_i - r̄                                      Liu et al. 2025, arXiv 2503.20783, section 3
-max_rl     (r_i - r̄) / r̄, 0 where r̄ <= 0                maximum-likelihood RL: pass rates weighted by their inverse
+max_rl     (r_i - r̄) / r̄, 0 where r̄ <= 0                Tajwar et al. 2026 (MaxRL), arXiv 2602.02710
 opo        r_i - mean weighted by sampled length        Hao et al. 2025, arXiv 2505.23585, section 3
 reinforce  r_i                                          Williams 1992, without a baseline
 ========== ============================================ ================================================================
@@ -54,7 +54,7 @@ def dr_grpo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
 
 
 def max_rl(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
-    """(r_i - mean) / mean; zeros where the mean is not positive."""
+    """(r_i - mean) / mean, zeros where the mean is not positive: prompts count by the inverse of their pass rate."""
     mean = float(rewards.mean())
     return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)
 

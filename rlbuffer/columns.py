@@ -14,15 +14,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.values import as_finite as as_finite
-from rlbuffer.values import same as same
 
 COLUMN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}\Z")
 MAX_DIMENSIONS = 8
 """Dimensions that a column or an attachment may have."""
 MAX_ARRAYS = 256
 """Columns, and attachments, that a rollout may have."""
-
 
 REQUIRED_COLUMNS: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {"tokens": np.dtype("<i4"), "loss_mask": np.dtype("?"), "logprobs": np.dtype("<f4")}

@@ -3,22 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field
+from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
+from rlbuffer.advantages import ESTIMATORS
 from rlbuffer.errors import ConfigError
 from rlbuffer.records import ENV_NAME
 
-ADVANTAGES = ("rloo", "grpo", "dr_grpo", "max_rl", "opo", "reinforce")
-"""Estimators that come with the package; see :mod:`rlbuffer.advantages`."""
+
+_T = TypeVar("_T")
 
 
+def _refusing_as_config_error(cls: type[_T]) -> type[_T]:
+    """Whoever makes the record by hand gets the ConfigError that a file would give, and not pydantic's error."""
+    check = cls.__init__
+
+    @functools.wraps(check)
+    def init(self: Any, *args: Any, **values: Any) -> None:
+        try:
+            check(self, *args, **values)
+        except ValidationError as error:
+            names = [f.name for f in dataclasses.fields(self)]
+            raise _refusal(error, names) from None
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
+
+
+def _refusal(error: ValidationError, names: Sequence[str]) -> ConfigError:
+    """The first of pydantic's complaints as one line; the rest usually follow from it."""
+    first = error.errors(include_url=False)[0]
+    path = first["loc"]
+    if path and isinstance(path[0], int):  # an argument by position
+        path = (*names[path[0] : path[0] + 1], *path[1:])
+    setting = ".".join(["batcher", *(str(part) for part in path)])
+    if first["type"] == "unexpected_keyword_argument":
+        near = get_close_matches(str(path[-1]), names, n=1)
+        hint = f" Did you mean batcher.{near[0]}?" if near and len(path) == 1 else ""
+        return ConfigError(f"{setting} is not a setting.{hint}", setting=setting)
+    if first["type"] == "missing" and len(path) == 1:
+        return ConfigError(f"{setting} is required", setting=setting)
+    message = first["msg"]
+    return ConfigError(f"{setting} = {first['input']!r}: {message[:1].lower()}{message[1:]}", setting=setting)
+
+
+@_refusing_as_config_error
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class EnvConfig:
     """Overrides for one env; None means the batcher's own value."""
@@ -31,6 +68,7 @@ class EnvConfig:
     """Estimator by name."""
 
 
+@_refusing_as_config_error
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class BatcherConfig:
     """How the batcher forms steps.
@@ -127,8 +165,8 @@ class BatcherConfig:
         for where, name in [("advantage", self.advantage)] + [
             (f"envs.{e}.advantage", c.advantage) for e, c in self.envs.items() if c.advantage is not None
         ]:
-            if name not in ADVANTAGES:
-                refuse(where, f"= {name!r} is not an estimator: {', '.join(ADVANTAGES)}")
+            if name not in ESTIMATORS:
+                refuse(where, f"= {name!r} is not an estimator: {', '.join(ESTIMATORS)}")
         for env, override in self.envs.items():
             if override.max_age is not None and override.max_age < 0:
                 refuse(f"envs.{env}.max_age", f"= {override.max_age} must not be negative")

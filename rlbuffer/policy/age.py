@@ -23,11 +23,6 @@ def oldest_version(step: int, max_age: int) -> int:
     return max(0, step - 1 - max_age)
 
 
-def is_stale(step: int, min_version: int, max_age: int) -> bool:
-    """True when data of `min_version` is too old for `step`."""
-    return age_at(step, min_version) > max_age
-
-
 def is_future(step: int, max_version: int) -> bool:
     """True when data was sampled by weights that `step` has not made yet: only after a rewind, or by mistake."""
     return max_version > step - 1

@@ -10,9 +10,7 @@ All hosts must see the same directory.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import pickle
 import random
 import re
@@ -27,6 +25,7 @@ import numpy as np
 import torch
 
 from rlbuffer.errors import CheckpointError
+from rlbuffer.weights.disk import flush, sha256_of
 
 FORMAT = 1
 """Version of the layout; another one is refused."""
@@ -99,15 +98,15 @@ def save(directory: Path, checkpoint: Checkpoint, *, keep: int) -> list[int]:
             "world_size": checkpoint.world_size,
             "run": checkpoint.run,
             "size": state.stat().st_size,
-            "sha256": _sha256(state),
+            "sha256": sha256_of(state),
         }
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         for path in (state, temporary / "meta.json", temporary):
-            _flush(path)
+            flush(path)
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
-        _flush(directory)
+        flush(directory)
         for step in steps(directory):
             if step > checkpoint.step:
                 shutil.rmtree(path_of(directory, step), ignore_errors=True)
@@ -199,21 +198,7 @@ def _verify(path: Path) -> None:
             raise CheckpointError(f"{path} has format {meta.get('format')}, this version reads {FORMAT}")
         if size != meta.get("size"):
             raise CheckpointError(f"{path / 'state.pt'} has {size} bytes, {meta.get('size')} were written")
-        if _sha256(path / "state.pt") != meta.get("sha256"):
+        if sha256_of(path / "state.pt") != meta.get("sha256"):
             raise CheckpointError(f"{path / 'state.pt'} is damaged: its sha256 is not the one in meta.json")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Forces a file's or directory's content to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,16 +21,6 @@ from rlbuffer.trainer.losses import TrainedTokens, loss_of
 
 SUMS = ("loss", "entropy", "kl", "clipped", "loss_tokens", "tokens")
 """What every update sums over its micro-batches, and the ranks over each other. ``tokens`` is without padding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateResult:
-    """What one update did on this rank."""
-
-    sums: Tensor
-    """[len(SUMS)] float64, of this rank."""
-    gradient_norm: float
-    """Global L2 norm before clipping; the same on all ranks."""
 
 
 def trained_tokens(policy: nn.Module, micro_batch: MicroBatch, *, temperature: float = 1.0) -> TrainedTokens:

@@ -13,9 +13,7 @@ Imports torch and safetensors: import this module lazily.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import shutil
 import time
@@ -30,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from rlbuffer.errors import WeightsError
 from rlbuffer.records import PolicyVersion
+from rlbuffer.weights.disk import flush, sha256_of
 from rlbuffer.weights.model import unaliased
 
 WEIGHTS_FILE = "model.safetensors"
@@ -66,15 +65,15 @@ def publish(
         tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in unaliased(state).items()}
         save_file(tensors, weights, metadata={"format": "pt"})
         (temporary / CONFIG_FILE).write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", "utf-8")
-        size, checksum = weights.stat().st_size, _sha256(weights)
+        size, checksum = weights.stat().st_size, sha256_of(weights)
         for path in (weights, temporary / CONFIG_FILE, temporary):
-            _flush(path)
+            flush(path)
         final = directory / f"v{version:08d}-{checksum[:12]}"
         if final.is_dir():
             shutil.rmtree(temporary)
         else:
             temporary.rename(final)
-            _flush(directory)
+            flush(directory)
         _prune(directory, version, keep)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -96,7 +95,7 @@ def open_weights(policy: PolicyVersion) -> Path:
         size = weights.stat().st_size
         if size != policy.size:
             raise WeightsError(f"version {policy.version}: {weights} has {size} bytes, announced were {policy.size}")
-        checksum = _sha256(weights)
+        checksum = sha256_of(weights)
     except OSError as error:
         raise WeightsError(
             f"version {policy.version}: {weights} cannot be read ({error.strerror}); "
@@ -157,17 +156,3 @@ def _prune(directory: Path, version: int, keep: int) -> None:
     for path in directory.glob(f"{_TEMPORARY}*"):
         if path.stat().st_mtime < time.time() - ABANDONED_SECONDS:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Forces a file's or directory's content to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

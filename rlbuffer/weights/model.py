@@ -105,13 +105,6 @@ def config_of(model: PreTrainedModel) -> dict[str, Any]:
     return values
 
 
-def save_config(model: PreTrainedModel, directory: Path) -> Path:
-    """Writes ``config.json`` into `directory`. -> its path."""
-    path = directory / "config.json"
-    path.write_text(json.dumps(config_of(model), indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return path
-
-
 def unaliased(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The state without names that are another name's tensor (tied weights): the first name stays.
 

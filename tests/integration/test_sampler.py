@@ -174,10 +174,10 @@ def truncated(policy: PolicyVersion, directory: Path) -> PolicyVersion:
 
 
 def truncated_and_announced_so(policy: PolicyVersion, directory: Path) -> PolicyVersion:
-    from rlbuffer.weights.files import _sha256
+    from rlbuffer.weights.disk import sha256_of
 
     file = Path(truncated(policy, directory).location) / "model.safetensors"
-    return replace(policy, size=file.stat().st_size, checksum=_sha256(file))
+    return replace(policy, size=file.stat().st_size, checksum=sha256_of(file))
 
 
 def missing(policy: PolicyVersion, directory: Path) -> PolicyVersion:

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlbuffer.policy.age import VersionIndex, age_at, is_future, is_stale, oldest_version
+from rlbuffer.policy.age import VersionIndex, age_at, is_future, oldest_version
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,6 @@ class Item:
 )
 def test_age_counts_versions_between_sampling_and_the_step(step, version, max_age, age, stale):
     assert age_at(step, version) == age
-    assert is_stale(step, version, max_age) is stale
     assert (version < oldest_version(step, max_age)) is stale
 
 

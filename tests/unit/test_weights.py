@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import replace
@@ -15,7 +14,7 @@ from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.records import PolicyVersion
 from rlbuffer.settings import ModelSettings
 from rlbuffer.weights.files import ABANDONED_SECONDS, load_state, open_weights, publish, read_config, versions
-from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of, load_into, model_from_config, save_config
+from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of, load_into, model_from_config
 
 CONFIG = {"model_type": "qwen3"}
 
@@ -187,11 +186,6 @@ def test_loading_converts_the_dtype(tmp_path: Path) -> None:
     load_into(narrow, wide.state_dict())
     assert narrow.dtype == torch.float32
     assert torch.equal(narrow.state_dict()["model.norm.weight"], wide.state_dict()["model.norm.weight"].float())
-
-
-def test_save_config_writes_what_config_of_says(tmp_path: Path) -> None:
-    model = build_model(tiny(), seed=0)
-    assert json.loads(save_config(model, tmp_path).read_text()) == config_of(model)
 
 
 @pytest.mark.parametrize(
