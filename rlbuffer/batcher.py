@@ -20,17 +20,15 @@ Cost: a step touches the groups that it selects or drops, and running sums of th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rlbuffer.advantages import advantage
-from rlbuffer.batches import Decision, Drop, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.batches import Decision, Drop, Plan, StepPlan
 from rlbuffer.config import BatcherConfig
 from rlbuffer.errors import RlbufferError
-from rlbuffer.planning import plan as plan_rows
-from rlbuffer.policy import admission, budget, closing, waiting
+from rlbuffer.policy import admission, budget, closing, composing, waiting
 from rlbuffer.policy.age import oldest_version
 from rlbuffer.policy.groups import GroupState
 from rlbuffer.policy.pool import EnvPool, Pool
@@ -126,10 +124,6 @@ class Batcher:
         """Tokens of the env's valid rollouts that wait to be trained, forming and ready."""
         return self._pool.pending_tokens(env)
 
-    def is_short(self, env: str) -> bool:
-        """True when the last decision had to wait for this env."""
-        return env in self._short
-
     # -- what to do ---------------------------------------------------------------------------------------------------
     def next(self, step: int, *, world_size: int, now: float, rng: np.random.Generator) -> Decision:
         """Decides about `step`: a plan, or why there is none yet; and what must be dropped in either case.
@@ -164,8 +158,9 @@ class Batcher:
                 allowances=self.allowances(step, world_size=world_size, wanted=self._wanted(trial)),
             )
         groups, plan, closed_by = found
-        step_plan = self._step_plan(step, groups, plan, closed_by)
-        accounts = self._settle(groups, fractions)
+        step_plan = composing.step_plan(step, groups, plan, closed_by, self._config)
+        sizes = [(g.env, g.tokens, g.rollouts) for g in groups]
+        accounts = budget.settle(self._accounts, sizes, fractions, self._config.unit)
         self._decided = _Decided(step, step_plan.group_ids, accounts)
         self._short = frozenset()
         return Decision(
@@ -271,7 +266,7 @@ class Batcher:
         micro_steps = self._config.micro_batches_per_rank
 
         def planner(some: Sequence[GroupState]) -> Plan:
-            return self._plan(some, world_size)
+            return composing.plan_groups(some, self._config, world_size)
 
         if trial.ended == "count":
             return groups, planner(groups), "groups" if limits.groups is not None else "rollouts"
@@ -290,75 +285,6 @@ class Batcher:
             return None
         count, plan = closing.longest_fit(groups, planner, micro_steps)
         return groups[:count], plan, "capacity"
-
-    def _plan(self, groups: Sequence[GroupState], world_size: int) -> Plan:
-        config = self._config
-        adapters = [g.adapter for g in groups for _ in g.members] if any(g.adapter for g in groups) else None
-        return plan_rows(
-            [m.info.length for g in groups for m in g.members],
-            row_tokens=config.row_tokens,
-            world_size=world_size,
-            rows_per_micro_batch=config.rows_per_micro_batch,
-            cost=config.cost,
-            adapters=adapters,
-        )
-
-    def _step_plan(self, step: int, groups: Sequence[GroupState], plan: Plan, closed_by: str) -> StepPlan:
-        advantages: list[np.ndarray[Any, np.dtype[np.float64]]] = []
-        refs: list[RolloutRef] = []
-        for group in groups:
-            advantages.append(
-                advantage(
-                    self._config.for_env(group.env, "advantage"),
-                    group.rewards,
-                    lengths=[m.info.loss_tokens for m in group.members],
-                )
-            )
-            refs.extend(
-                RolloutRef(
-                    entry_id=member.entry_id,
-                    index=member.place,
-                    rollout_id=member.info.rollout_id,
-                    group_id=group.group_id,
-                    env=group.env,
-                    adapter=group.adapter,
-                    length=member.info.length,
-                    loss_tokens=member.info.loss_tokens,
-                    min_version=member.info.min_version,
-                )
-                for member in group.members
-            )
-        return StepPlan(
-            step=step,
-            group_ids=tuple(g.group_id for g in groups),
-            rollouts=tuple(refs),
-            advantages=np.concatenate(advantages).astype(np.float32),
-            plan=plan,
-            normalizers=Normalizers(
-                loss_tokens=sum(r.loss_tokens for r in refs), rollouts=len(refs), groups=len(groups)
-            ),
-            tokens=sum(g.tokens for g in groups),
-            closed_by=closed_by,
-            entries=tuple(use for g in groups for use in g.uses()),
-        )
-
-    def _settle(self, groups: Sequence[GroupState], fractions: Mapping[str, float]) -> dict[str, budget.EnvAccount]:
-        """The accounts as they will be when these groups are committed."""
-        accounts = {env: replace(account) for env, account in self._accounts.items()}
-        for env in fractions:
-            accounts.setdefault(env, budget.EnvAccount())
-        deficits = {env: accounts[env].deficit for env in fractions}
-        total = 0
-        for group in groups:
-            size = self._size(group.tokens, group.rollouts)
-            total += size
-            budget.charge(deficits, fractions, group.env, size)
-            accounts[group.env].learn(group.tokens, group.rollouts, size)
-        largest = max(account.largest for account in accounts.values())
-        for env, deficit in deficits.items():
-            accounts[env].deficit = deficit
-            accounts[env].clamp(fractions[env] * total, largest)
-        return accounts
 
     # -- admitting ----------------------------------------------------------------------------------------------------
     def _wanted(self, trial: Trial) -> list[str]:
@@ -435,26 +361,18 @@ class Batcher:
             return waiting.for_share(self._need(env, trial, limits, fractions, means), published)
         env = max(trial.exhausted, key=lambda e: (trial.deficits.get(e, 0.0), e), default="")
         need = self._need(env, trial, limits, fractions, means) if env and self._pool.envs else None
-        done, what = self._progress(trial, limits)
+        done, what = waiting.progress(trial, limits)
         return waiting.for_groups(step, done=done, what=what, need=need, published=published)
 
     def _all_lag(self, lagging: Collection[str], step: int) -> bool:
         known = self._known()
         return len(lagging) == len(known) if known else self._lags("", step)
 
-    @staticmethod
-    def _progress(trial: Trial, limits: Limits) -> tuple[float, str]:
-        if limits.groups is not None:
-            return len(trial.groups) / limits.groups, f"{len(trial.groups)} of {limits.groups} groups ready"
-        if limits.rollouts is not None:
-            return trial.rollouts / limits.rollouts, f"{trial.rollouts} of {limits.rollouts} rollouts ready"
-        return trial.tokens / limits.tokens, f"{trial.tokens} of {limits.tokens} tokens ready"
-
     def _need(
         self, env: str, trial: Trial, limits: Limits, fractions: Mapping[str, float], means: Mapping[str, Mean]
     ) -> waiting.EnvNeed:
         """What the step still needs of `env`: what it is owed now, and its share of what the step still lacks."""
-        done, _ = self._progress(trial, limits)
+        done, _ = waiting.progress(trial, limits)
         size = sum(self._size(g.tokens, g.rollouts) for g in trial.groups)
         lacking = size / done - size if done > 0 else 0.0
         owed = trial.deficits.get(env, 0.0) + fractions.get(env, 0.0) * lacking

@@ -1,1 +1,1 @@
-"""Pure decisions of the batcher: age, groups, budgets, selection, closing, admission. No I/O, clock or randomness."""
+"""Pure decisions of the batcher: age, groups, budgets, selection, closing, composing, admission. No I/O, clock or randomness."""

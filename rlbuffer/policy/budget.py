@@ -10,7 +10,7 @@ Source: Shreedhar and Varghese 1995, Efficient fair queuing using deficit round 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlbuffer.config import BatcherConfig
@@ -103,6 +103,36 @@ def charge(deficits: MutableMapping[str, float], fractions: Mapping[str, float],
     for name, fraction in fractions.items():
         deficits[name] += fraction * size
     deficits[env] -= size
+
+
+def settle(
+    accounts: Mapping[str, EnvAccount],
+    groups: Iterable[tuple[str, int, int]],
+    fractions: Mapping[str, float],
+    unit: str,
+) -> dict[str, EnvAccount]:
+    """New accounts, as they are once a step of these groups is committed; `accounts` stay as they were.
+
+    Args:
+        groups: (env, tokens, rollouts) of each group, in the order in which they were selected.
+        fractions: env -> share, summing to 1; holds every env of `groups`.
+        unit: tokens | rollouts | groups.
+    """
+    out = {env: replace(account) for env, account in accounts.items()}
+    for env in fractions:
+        out.setdefault(env, EnvAccount())
+    deficits = {env: out[env].deficit for env in fractions}
+    total = 0
+    for env, tokens, rollouts in groups:
+        size = size_of(unit, tokens=tokens, rollouts=rollouts)
+        total += size
+        charge(deficits, fractions, env, size)
+        out[env].learn(tokens, rollouts, size)
+    largest = max(account.largest for account in out.values())
+    for env, deficit in deficits.items():
+        out[env].deficit = deficit
+        out[env].clamp(fractions[env] * total, largest)
+    return out
 
 
 def dump(accounts: Mapping[str, EnvAccount]) -> dict[str, Any]:

@@ -152,10 +152,8 @@ class GroupState:
         return None
 
     def is_whole(self, min_group_size: int) -> bool:
-        """True when the group can close now: all planned rollouts are valid, or all have come and enough are."""
-        if self.needs:
-            return False
-        return self.rollouts >= self.planned_size or (self.has_all and self.rollouts >= max(1, min_group_size))
+        """True when the group can close now: all planned rollouts have come, and enough of them are valid."""
+        return not self.needs and self.has_all and self.rollouts >= max(1, min_group_size)
 
     @property
     def has_all(self) -> bool:

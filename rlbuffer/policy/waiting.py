@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rlbuffer.policy.selection import Limits, Trial
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvNeed:
@@ -19,6 +21,15 @@ class EnvNeed:
     """How long the oldest forming group has been forming; None when there is none."""
     is_silent: bool
     """It never sent a group."""
+
+
+def progress(trial: Trial, limits: Limits) -> tuple[float, str]:
+    """How full the step is: share, 0-1, and the same in words."""
+    if limits.groups is not None:
+        return len(trial.groups) / limits.groups, f"{len(trial.groups)} of {limits.groups} groups ready"
+    if limits.rollouts is not None:
+        return trial.rollouts / limits.rollouts, f"{trial.rollouts} of {limits.rollouts} rollouts ready"
+    return trial.tokens / limits.tokens, f"{trial.tokens} of {limits.tokens} tokens ready"
 
 
 def for_version(step: int, *, needed: int, published: int, max_age: int, env: str = "") -> str:
