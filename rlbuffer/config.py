@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
@@ -17,7 +17,6 @@ from pydantic.dataclasses import dataclass
 from rlbuffer.advantages import ESTIMATORS
 from rlbuffer.errors import ConfigError
 from rlbuffer.records import ENV_NAME
-
 
 _T = TypeVar("_T")
 
@@ -31,25 +30,27 @@ def _refusing_as_config_error(cls: type[_T]) -> type[_T]:
         try:
             check(self, *args, **values)
         except ValidationError as error:
-            names = [f.name for f in dataclasses.fields(self)]
-            raise _refusal(error, names) from None
+            raise refusal(error, section="batcher", names=[f.name for f in dataclasses.fields(self)]) from None
 
     cls.__init__ = init  # type: ignore[method-assign]
     return cls
 
 
-def _refusal(error: ValidationError, names: Sequence[str]) -> ConfigError:
-    """The first of pydantic's complaints as one line; the rest usually follow from it."""
+def refusal(error: ValidationError, *, section: str = "", names: Sequence[str] = ()) -> ConfigError:
+    """The first of pydantic's complaints as one line; the rest usually follow from it.
+
+    `section` stands before the setting's name; `names` are the record's fields, for arguments by position.
+    """
     first = error.errors(include_url=False)[0]
     path = first["loc"]
     if path and isinstance(path[0], int):  # an argument by position
         path = (*names[path[0] : path[0] + 1], *path[1:])
-    setting = ".".join(["batcher", *(str(part) for part in path)])
-    if first["type"] == "unexpected_keyword_argument":
+    setting = ".".join([section] * bool(section) + [str(part) for part in path])
+    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         near = get_close_matches(str(path[-1]), names, n=1)
-        hint = f" Did you mean batcher.{near[0]}?" if near and len(path) == 1 else ""
+        hint = f" Did you mean {section}.{near[0]}?" if near and len(path) == 1 else ""
         return ConfigError(f"{setting} is not a setting.{hint}", setting=setting)
-    if first["type"] == "missing" and len(path) == 1:
+    if first["type"] in ("missing", "missing_argument"):
         return ConfigError(f"{setting} is required", setting=setting)
     message = first["msg"]
     return ConfigError(f"{setting} = {first['input']!r}: {message[:1].lower()}{message[1:]}", setting=setting)
@@ -127,51 +128,9 @@ class BatcherConfig:
     """Overrides per env."""
 
     def __post_init__(self) -> None:
-        def refuse(setting: str, why: str) -> None:
-            raise ConfigError(f"batcher.{setting} {why}", setting=f"batcher.{setting}")
-
-        for name in ("row_tokens", "micro_batches_per_rank", "rows_per_micro_batch", "min_group_size", "max_uses"):
-            if getattr(self, name) < 1:
-                refuse(name, f"= {getattr(self, name)} must be at least 1")
-        for name in ("lookahead", "max_age"):
-            if getattr(self, name) < 0:
-                refuse(name, f"= {getattr(self, name)} must not be negative")
-        for name in ("step_rollouts", "step_groups"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                refuse(name, f"= {getattr(self, name)} must be at least 1")
-        if self.step_rollouts is not None and self.step_groups is not None:
-            refuse("step_rollouts", "and batcher.step_groups exclude each other: set one")
-        if self.max_uses > 1:
-            refuse("max_uses", f"= {self.max_uses}: reuse is not implemented yet, leave it at 1")
-        for name in ("close_fill", "replay_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                refuse(name, f"= {getattr(self, name)} must lie between 0 and 1")
-        for name in ("group_timeout_seconds", "spill_after_seconds", "max_age_seconds"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                refuse(name, f"= {value} must be a positive number of seconds")
-        if min(self.cost) < 0 or sum(self.cost) == 0:
-            refuse("cost", f"= {list(self.cost)} must be two numbers >= 0, not both 0")
-        for env, fraction in self.budgets.items():
-            if not ENV_NAME.match(env):
-                refuse(f"budgets.{env}", "is not an env name")
-            if not (math.isfinite(fraction) and 0 < fraction <= 1):
-                refuse(f"budgets.{env}", f"= {fraction} must be above 0 and at most 1")
-        total = sum(self.budgets.values())
-        if total > 1 + 1e-9:
-            refuse("budgets", f"sum to {total:g}: fractions above 1 can never be met")
-        if self.remainder not in ("proportional", "equal") and not ENV_NAME.match(self.remainder):
-            refuse("remainder", f"= {self.remainder!r} must be proportional, equal or the name of an env")
-        for where, name in [("advantage", self.advantage)] + [
-            (f"envs.{e}.advantage", c.advantage) for e, c in self.envs.items() if c.advantage is not None
-        ]:
-            if name not in ESTIMATORS:
-                refuse(where, f"= {name!r} is not an estimator: {', '.join(ESTIMATORS)}")
-        for env, override in self.envs.items():
-            if override.max_age is not None and override.max_age < 0:
-                refuse(f"envs.{env}.max_age", f"= {override.max_age} must not be negative")
-            if override.min_group_size is not None and override.min_group_size < 1:
-                refuse(f"envs.{env}.min_group_size", f"= {override.min_group_size} must be at least 1")
+        _check_ranges(self)
+        _check_shares(self)
+        _check_overrides(self)
         object.__setattr__(self, "budgets", MappingProxyType(dict(self.budgets)))
         object.__setattr__(self, "envs", MappingProxyType(dict(self.envs)))
 
@@ -194,3 +153,65 @@ class BatcherConfig:
                 value = list(value)
             out[f.name] = value
         return out
+
+
+def _refuse(setting: str, why: str) -> NoReturn:
+    raise ConfigError(f"batcher.{setting} {why}", setting=f"batcher.{setting}")
+
+
+def _check_ranges(config: BatcherConfig) -> None:
+    for names, least, what in (
+        (("row_tokens", "micro_batches_per_rank", "rows_per_micro_batch"), 1, "must be at least 1"),
+        (("min_group_size", "max_uses", "step_rollouts", "step_groups"), 1, "must be at least 1"),
+        (("lookahead", "max_age"), 0, "must not be negative"),
+    ):
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and value < least:
+                _refuse(name, f"= {value} {what}")
+    if config.step_rollouts is not None and config.step_groups is not None:
+        _refuse("step_rollouts", "and batcher.step_groups exclude each other: set one")
+    if config.max_uses > 1:
+        _refuse("max_uses", f"= {config.max_uses}: this version trains a group once, leave it at 1")
+    for name in ("close_fill", "replay_fraction"):
+        value = getattr(config, name)
+        if not 0 <= value <= 1:
+            _refuse(name, f"= {value} must lie between 0 and 1")
+    for name in ("group_timeout_seconds", "spill_after_seconds", "max_age_seconds"):
+        value = getattr(config, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            _refuse(name, f"= {value} must be a positive number of seconds")
+    if min(config.cost) < 0 or sum(config.cost) == 0:
+        _refuse("cost", f"= {list(config.cost)} must be two numbers >= 0, not both 0")
+
+
+def _check_shares(config: BatcherConfig) -> None:
+    for env, fraction in config.budgets.items():
+        if not ENV_NAME.match(env):
+            _refuse(f"budgets.{env}", "is not an env name")
+        if not (math.isfinite(fraction) and 0 < fraction <= 1):
+            _refuse(f"budgets.{env}", f"= {fraction} must be above 0 and at most 1")
+    total = sum(config.budgets.values())
+    if total > 1 + 1e-9:
+        _refuse("budgets", f"sum to {total:g}: fractions above 1 can never be met")
+    if config.remainder not in ("proportional", "equal") and not ENV_NAME.match(config.remainder):
+        _refuse("remainder", f"= {config.remainder!r} must be proportional, equal or the name of an env")
+
+
+def _check_overrides(config: BatcherConfig) -> None:
+    _check_estimator("advantage", config.advantage)
+    for env, override in config.envs.items():
+        place = f"envs.{env}"
+        if not ENV_NAME.match(env):
+            _refuse(place, "is not an env name")
+        if override.advantage is not None:
+            _check_estimator(f"{place}.advantage", override.advantage)
+        if override.max_age is not None and override.max_age < 0:
+            _refuse(f"{place}.max_age", f"= {override.max_age} must not be negative")
+        if override.min_group_size is not None and override.min_group_size < 1:
+            _refuse(f"{place}.min_group_size", f"= {override.min_group_size} must be at least 1")
+
+
+def _check_estimator(setting: str, name: str) -> None:
+    if name not in ESTIMATORS:
+        _refuse(setting, f"= {name!r} is not an estimator: {', '.join(ESTIMATORS)}")

@@ -147,19 +147,13 @@ def decode_rollout(data: bytes, *, expected: RolloutInfo | None = None) -> Rollo
             another rollout than expected.
     """
     count, details, tokens, at = _unframed(data, _ROLLOUT)
-    if (
-        expected is not None
-        and expected.size
-        and (len(data), payload_checksum(data))
-        != (
-            expected.size,
-            expected.checksum,
-        )
-    ):
-        raise PayloadError(
-            f"rollout {expected.rollout_id}: {len(data)} bytes with checksum {payload_checksum(data):08x} do not agree "
-            f"with the metadata: {expected.size} bytes with checksum {expected.checksum:08x}"
-        )
+    if expected is not None and expected.size:  # 0: described before it was encoded
+        size, checksum = len(data), payload_checksum(data)
+        if (size, checksum) != (expected.size, expected.checksum):
+            raise PayloadError(
+                f"rollout {expected.rollout_id}: {size} bytes with checksum {checksum:08x} do not agree with the "
+                f"metadata: {expected.size} bytes with checksum {expected.checksum:08x}"
+            )
     try:
         rollout = _rollout(data, count, details, tokens, at)
     except PayloadError:
@@ -342,15 +336,15 @@ def _arrays_of(rollout: Rollout) -> dict[str, NDArray[Any]]:
 
 
 def _refuse_giant(rollout: Rollout) -> None:
-    size = _HEADER.size + sum(a.nbytes for a in _arrays_of(rollout).values()) + len(rollout.text or "")
+    """Refuses what is too large before anything of it is copied."""
+    arrays = _arrays_of(rollout)
+    size = _HEADER.size + sum(a.nbytes for a in arrays.values()) + len(rollout.text or "")
     if size > MAX_PAYLOAD_BYTES:
         raise _giant(rollout, size)
-    for name, array in rollout.attachments.items():
+    for name, array in arrays.items():
+        # Of no bytes, because another dimension is 0, and still more than a decoder believes.
         if any(n > MAX_PAYLOAD_BYTES for n in array.shape):
-            raise InvalidRollout(f"rollout {rollout.rollout_id}: attachment {name} has the shape {list(array.shape)}")
-    for name, array in rollout.columns.items():
-        if any(n > MAX_PAYLOAD_BYTES for n in array.shape):
-            raise InvalidRollout(f"rollout {rollout.rollout_id}: column {name} has the shape {list(array.shape)}")
+            raise InvalidRollout(f"rollout {rollout.rollout_id}: {name} has the shape {list(array.shape)}")
 
 
 def _giant(rollout: Rollout, size: int) -> InvalidRollout:
