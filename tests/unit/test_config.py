@@ -1,0 +1,105 @@
+"""What the batcher's settings refuse: everything that can never make a batch, by the name of the setting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+
+from rlbuffer.config import BatcherConfig, EnvConfig
+from rlbuffer.errors import ConfigError
+
+AT_LEAST_ONE = (
+    "row_tokens",
+    "micro_batches_per_rank",
+    "rows_per_micro_batch",
+    "min_group_size",
+    "max_uses",
+    "step_rollouts",
+    "step_groups",
+)
+
+
+def config(**settings: Any) -> BatcherConfig:
+    return BatcherConfig(**({"row_tokens": 100} | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting", "why"),
+    [
+        *(({name: 0}, name, "= 0 must be at least 1") for name in AT_LEAST_ONE),
+        *(({name: -1}, name, "= -1 must not be negative") for name in ("lookahead", "max_age")),
+        *(({name: -0.01}, name, "= -0.01 must lie between 0 and 1") for name in ("close_fill", "replay_fraction")),
+        *(({name: 1.01}, name, "= 1.01 must lie between 0 and 1") for name in ("close_fill", "replay_fraction")),
+        *(
+            ({name: value}, name, f"= {value} must be a positive number of seconds")
+            for name in ("group_timeout_seconds", "spill_after_seconds", "max_age_seconds")
+            for value in (0.0, float("inf"), float("nan"))
+        ),
+        (
+            {"step_rollouts": 8, "step_groups": 2},
+            "step_rollouts",
+            "and batcher.step_groups exclude each other: set one",
+        ),
+        ({"max_uses": 2}, "max_uses", "= 2: this version trains a group once, leave it at 1"),
+        ({"cost": (0, 0)}, "cost", "= [0, 0] must be two numbers >= 0, not both 0"),
+        ({"cost": (1, -1)}, "cost", "= [1, -1] must be two numbers >= 0, not both 0"),
+        ({"budgets": {"a b": 0.5}}, "budgets.a b", "is not an env name"),
+        ({"budgets": {"a": 0.0}}, "budgets.a", "= 0.0 must be above 0 and at most 1"),
+        ({"budgets": {"a": 1.01}}, "budgets.a", "= 1.01 must be above 0 and at most 1"),
+        ({"budgets": {"a": 0.7, "b": 0.4}}, "budgets", "sum to 1.1: fractions above 1 can never be met"),
+        ({"remainder": "a b"}, "remainder", "= 'a b' must be proportional, equal or the name of an env"),
+        (
+            {"advantage": "gae"},
+            "advantage",
+            "= 'gae' is not an estimator: rloo, grpo, dr_grpo, max_rl, opo, reinforce",
+        ),
+        (
+            {"envs": {"a": EnvConfig(advantage="gae")}},
+            "envs.a.advantage",
+            "= 'gae' is not an estimator: rloo, grpo, dr_grpo, max_rl, opo, reinforce",
+        ),
+        ({"envs": {"a b": EnvConfig()}}, "envs.a b", "is not an env name"),
+        ({"envs": {"a": EnvConfig(max_age=-1)}}, "envs.a.max_age", "= -1 must not be negative"),
+        ({"envs": {"a": EnvConfig(min_group_size=0)}}, "envs.a.min_group_size", "= 0 must be at least 1"),
+    ],
+)
+def test_a_setting_that_can_never_make_a_batch_is_refused_by_name(
+    settings: dict[str, Any], setting: str, why: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**settings)
+    assert str(caught.value) == f"batcher.{setting} {why}"
+    assert caught.value.setting == f"batcher.{setting}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict.fromkeys(AT_LEAST_ONE[:-1], 1),
+        {"step_groups": 1},
+        {"lookahead": 0, "max_age": 0},
+        {"close_fill": 0.0, "replay_fraction": 1.0},
+        {"close_fill": 1.0, "replay_fraction": 0.0},
+        {"cost": (0, 1)},
+        {"budgets": {"a": 0.1, "b": 0.2, "c": 0.7}},
+        {"budgets": {"a": 1.0}, "remainder": "a"},
+        {"envs": {"a": EnvConfig(max_age=0, min_group_size=1)}},
+    ],
+)
+def test_a_setting_at_its_limit_is_taken(settings: dict[str, Any]) -> None:
+    made = config(**settings)
+    assert all(getattr(made, name) == value for name, value in settings.items())
+
+
+@pytest.mark.parametrize(("env", "max_age", "least"), [("a", 0, 2), ("b", 3, 1), ("c", 3, 2)])
+def test_an_env_has_its_override_or_the_batchers_own_value(env: str, max_age: int, least: int) -> None:
+    made = config(max_age=3, min_group_size=2, envs={"a": EnvConfig(max_age=0), "b": EnvConfig(min_group_size=1)})
+    assert made.for_env(env, "max_age") == max_age
+    assert made.for_env(env, "min_group_size") == least
+
+
+def test_settings_survive_the_record_that_the_run_keeps_of_them() -> None:
+    made = config(budgets={"a": 0.5}, envs={"a": EnvConfig(max_age=2)}, cost=(3, 1), max_age_seconds=60.0)
+    assert BatcherConfig(**msgpack.unpackb(msgpack.packb(made.as_dict()))) == made
