@@ -117,11 +117,11 @@ class BatcherConfig:
     spillover: Literal["block"] = "block"
     """What happens when an env is short of its share: wait for it."""
     spill_after_seconds: float = 60.0
-    """Seconds before spillover acts."""
+    """Seconds before spillover acts; `block` never does."""
     max_uses: int = 1
     """How many steps may train a group."""
     replay_fraction: float = 0.5
-    """Largest share of a step that was trained before. 0-1."""
+    """Largest share of a step that was trained before. 0-1. Without effect while `max_uses` is 1."""
     cost: tuple[int, int] = (24576, 1)
     """(a, b): a rollout of L tokens costs a*L + b*L^2; the default fits a 7B model."""
     envs: Mapping[str, EnvConfig] = field(default_factory=dict)

@@ -88,6 +88,7 @@ def _spread(sizes: Ints, costs: Ints, rows: int, capacity: int) -> Ints | None:
 
 
 def cost_of_rows(row_of: Ints, costs: Ints, rows: int) -> Ints:
+    """[rows] summed costs; 0 for rows that hold nothing."""
     total = np.zeros(rows, np.int64)
     np.add.at(total, row_of, costs)
     return total

@@ -119,7 +119,7 @@ class FakeReader:
         for g in range(GROUPS):
             made = [_rollout(rng, row_tokens, self._vocabulary, number) for _ in range(GROUP_SIZE)]
             rewards = [float(r.reward or 0.0) for r in made]
-            credits = advantage(self._settings.batcher.advantage, rewards, lengths=[r.length for r in made])
+            credits = advantage(self._settings.batcher.advantage, rewards, lengths=[r.loss_tokens for r in made])
             for i, (rollout, credit) in enumerate(zip(made, credits, strict=True)):
                 rollouts.append(rollout)
                 samples.append(_sample(rollout, f"fake.{number}.{g}", i, float(credit)))

@@ -105,7 +105,7 @@ def token_logprobs(
     Shapes: ``hidden`` [N, D] (the hidden state that predicts the target), ``weight`` [V, D], ``targets`` [N] int64,
     ``temperature`` a number or [N]; -> ([N], [N]) in float32 at least. Units: nats.
 
-    Source: docs/design.md, "chunked head".
+    Source: chunks recomputed in the backward pass as in Liger Kernel's fused cross entropy, arXiv 2410.10989.
     """
     if not len(hidden):
         # Keeps every parameter in the graph, so that a rank without trained tokens joins the gradient exchange.

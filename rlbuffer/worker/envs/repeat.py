@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.worker.envs.base import Prompt, Score
-from rlbuffer.worker.envs.vcopy import score_against
-from rlbuffer.worker.envs.vocabulary import END, EQUALS, VOCAB_SIZE, render
+from rlbuffer.worker.envs.vocabulary import END, EQUALS, VOCAB_SIZE, render, score_against
 
 MAX_COUNT = 5
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.worker.envs.base import Prompt, Score
-from rlbuffer.worker.envs.vocabulary import END, EQUALS, FILLER, VOCAB_SIZE, encode, positions_right, render
+from rlbuffer.worker.envs.vocabulary import END, EQUALS, FILLER, VOCAB_SIZE, render, score_against
 
 SLOTS = 4
 
@@ -44,9 +44,3 @@ class VCopy:
 
     def render(self, tokens: NDArray[np.int32]) -> str:
         return render(tokens)
-
-
-def score_against(answer: str, tokens: NDArray[np.int32]) -> Score:
-    """Scores a completion against the text of the answer, without its end token."""
-    reward = positions_right(encode(answer + "$"), tokens)
-    return Score(reward=reward, successes={"exact": reward == 1.0})

@@ -1,4 +1,6 @@
-"""The 13 symbols that the built-in envs share, so that one tiny model learns both: ten digits, filler, equals, end."""
+"""What the built-in envs share: 13 symbols (ten digits, filler, equals, end), so that one tiny model learns both, and
+how an answer in them is scored.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rlbuffer.worker.envs.base import Score
 
 SYMBOLS = "0123456789_=$"
 """Token id i is written as ``SYMBOLS[i]``: a digit is its own id."""
@@ -53,3 +57,9 @@ def positions_right(target: NDArray[np.int32], answer: NDArray[np.int32]) -> flo
     shared = min(len(target), len(answer))
     right = int(np.count_nonzero(target[:shared] == answer[:shared]))
     return right / max(len(target), len(answer))
+
+
+def score_against(answer: str, tokens: NDArray[np.int32]) -> Score:
+    """Scores a completion against the answer's text, which is written without its end token."""
+    reward = positions_right(encode(answer + SYMBOLS[END]), tokens)
+    return Score(reward=reward, successes={"exact": reward == 1.0})
