@@ -1,7 +1,8 @@
 """rlbuffer: the experience buffer of asynchronous RL post-training for language models.
 
-Everything importable from here is public; everything else is private. Names resolve on first use, so that
-``import rlbuffer`` costs a millisecond and loads neither numpy nor a Redis client.
+Everything importable from here is public, and so are the modules ``rlbuffer.errors`` and ``rlbuffer.testing``;
+everything else is private. Names resolve on first use, so that ``import rlbuffer`` costs a millisecond and loads
+neither numpy nor a Redis client.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ _HOME = {
     "Buffer": "rlbuffer.client",
     "Decision": "rlbuffer.batches",
     "Drop": "rlbuffer.batches",
+    "FakeClock": "rlbuffer.testing",
     "Group": "rlbuffer.records",
     "GroupInfo": "rlbuffer.records",
+    "GroupView": "rlbuffer.views",
+    "Ledger": "rlbuffer.store.base",
     "MicroBatch": "rlbuffer.batches",
     "Normalizers": "rlbuffer.batches",
     "Plan": "rlbuffer.batches",
@@ -26,21 +30,26 @@ _HOME = {
     "PolicyVersion": "rlbuffer.records",
     "Pushed": "rlbuffer.records",
     "Reader": "rlbuffer.reader",
+    "Report": "rlbuffer.store.base",
     "RlbufferError": "rlbuffer.errors",
     "Rollout": "rlbuffer.records",
     "Sample": "rlbuffer.batches",
     "Step": "rlbuffer.batches",
     "StepPlan": "rlbuffer.batches",
+    "StepView": "rlbuffer.views",
     "Ticket": "rlbuffer.records",
     "Turn": "rlbuffer.records",
     "VersionSpan": "rlbuffer.records",
     "Writer": "rlbuffer.writer",
     "advantage": "rlbuffer.advantages",
     "connect": "rlbuffer.client",
+    "make_group": "rlbuffer.testing",
     "pack": "rlbuffer.packing",
     "plan": "rlbuffer.packing",
     "redeal": "rlbuffer.packing",
 }
+_MODULES = ("errors", "testing")
+"""Public modules beside the names."""
 
 if TYPE_CHECKING:
     from rlbuffer.advantages import advantage as advantage
@@ -70,12 +79,20 @@ if TYPE_CHECKING:
     from rlbuffer.records import Ticket as Ticket
     from rlbuffer.records import Turn as Turn
     from rlbuffer.records import VersionSpan as VersionSpan
+    from rlbuffer.store.base import Ledger as Ledger
+    from rlbuffer.store.base import Report as Report
+    from rlbuffer.testing import FakeClock as FakeClock
+    from rlbuffer.testing import make_group as make_group
+    from rlbuffer.views import GroupView as GroupView
+    from rlbuffer.views import StepView as StepView
     from rlbuffer.writer import Writer as Writer
 
 __all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"rlbuffer.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'rlbuffer' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

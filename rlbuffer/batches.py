@@ -2,6 +2,8 @@
 
 A step's life: the batcher makes a :class:`StepPlan`, the store commits it, each rank's reader turns its part into a
 :class:`Step` of :class:`MicroBatch` es.
+
+The order of the fields that have no default is public: these records can be made by position, too.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Plan:
         return len(self.rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Normalizers:
     """The update's counts over all ranks: what a loss divides by."""
 
@@ -88,7 +90,7 @@ class EntryUse:
     """(reason, rollouts, tokens) of what the entry holds beyond what is packed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step trains on; immutable once committed."""
 
@@ -109,7 +111,7 @@ class StepPlan:
     """Every pool entry that the commit consumes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Drop:
     """A group, or rollouts of one, that will not be trained."""
 
@@ -143,7 +145,7 @@ class Decision:
     """env -> tickets that may be out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """What a trainer may want to know of one rollout in a micro-batch."""
 
@@ -165,7 +167,7 @@ def _on_host(array: Any) -> NDArray[Any]:
     return array if isinstance(array, np.ndarray) else np.asarray(array.cpu())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
     """The rows of one forward pass on one rank, packed: all arrays are [T], aligned to the token itself.
 
@@ -244,7 +246,7 @@ class MicroBatch:
         return MicroBatch(**(values | moved | {"columns": columns}))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """What one rank trains on in one step. Iterating gives its micro-batches, over all updates."""
 

@@ -17,6 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pydantic import ValidationError
+
+from rlbuffer.config import BatcherConfig, refusal
 from rlbuffer.errors import BatchTimeout, RlbufferError
 from rlbuffer.reader import Reader
 from rlbuffer.records import PolicyVersion
@@ -44,11 +47,15 @@ class Policy:
     def announce(self, version: int, *, location: str, size: int, checksum: str, adapter: str = "") -> bool:
         """Says that `version` can be sampled from. -> False when an equal or newer one is announced already.
 
+        `location` is where samplers find the weights, `size` their bytes, `checksum` as the publisher computed it; all
+        may be empty for samplers that need no weights. A trainer that announces before it reads begins its attempt
+        here.
+
         Raises:
             AttemptFenced: a newer attempt of the trainer has taken over.
             RlbufferError: no trainer has started an attempt (:meth:`Reader.start` does).
         """
-        number = self._buffer.attempt or self._store.trainer().number
+        number = self._buffer.attempt or self._store.trainer().number or self._buffer.start_attempt()
         if not number:
             raise RlbufferError("no trainer has started: call reader.start() on rank 0 before announcing a version")
         return self._store.announce(
@@ -89,6 +96,13 @@ class Buffer:
     def attempt(self) -> int:
         """Number of the attempt that a reader of this buffer started; 0 when none did."""
         return max((reader.attempt for reader in self._readers), default=0)
+
+    def start_attempt(self) -> int:
+        """Begins the attempt of this buffer's rank-0 reader, if it has one. -> its number, else 0."""
+        for reader in self._readers:
+            if reader.rank == 0:
+                reader.start()
+        return self.attempt
 
     def writer(self, worker: str, *, incarnation: str | None = None, patience_seconds: float = 300.0) -> Writer:
         """A writer for `worker`. `incarnation` names the producer itself where it must survive a restart."""
@@ -134,7 +148,7 @@ class Buffer:
         return find_group(self.store, group_id)
 
     def step(self, n: int) -> StepView:
-        """A committed step that was not retired yet. Raises NotFound or StepRetired."""
+        """A committed step. Raises NotFound, StepRetired, or RunGone when the server has no run of this name."""
         return view_step(self.store, n)
 
     def verify(self) -> Report:
@@ -165,7 +179,7 @@ def connect(
     url: str | None = None,
     *,
     run: str = "default",
-    config: RunSettings | str | Path | None = None,
+    config: RunSettings | BatcherConfig | Mapping[str, Any] | str | Path | None = None,
     name: str = "",
     origin: str = "",
 ) -> Buffer:
@@ -173,10 +187,12 @@ def connect(
 
     `url` is ``redis://``, ``rediss://``, ``unix://``, or ``memory://`` for a server inside this process (with the
     real scripts; needs ``rlbuffer[memory]``). None: the environment's ``RLBUFFER_REDIS_URL``, then the config's
-    `redis_url`, then an embedded server under the config's `home`, started when it is not running. `config` is a
-    settings object or the path of an ``rlbuffer.toml``, whose `run` counts unless `run` is given.
+    `redis_url`, then an embedded server under the config's `home`, started when it is not running. `config` is the
+    path of an ``rlbuffer.toml``, its content as a mapping, or a settings object; its `run` counts unless `run` is
+    given.
 
     Raises:
+        ConfigError: a setting, or the name of the run, is not valid.
         ServerUnreachable: nothing answers there.
         ServerUnsuitable: it is too old, or set to evict keys.
     """
@@ -191,12 +207,18 @@ def connect(
     return Buffer(store, settings=settings)
 
 
-def _settings(config: RunSettings | str | Path | None) -> RunSettings:
+def _settings(config: RunSettings | BatcherConfig | Mapping[str, Any] | str | Path | None) -> RunSettings:
     if isinstance(config, RunSettings):
         return config
-    if config is None:
-        home = os.environ.get(HOME_VARIABLE)
-        return RunSettings(home=Path(home)) if home else RunSettings()
-    from rlbuffer.loading import load
+    if isinstance(config, str | Path):
+        from rlbuffer.loading import load
 
-    return load(Path(config)).settings
+        return load(Path(config)).settings
+    home = os.environ.get(HOME_VARIABLE)
+    given: dict[str, Any] = {"home": Path(home)} if home else {}
+    if isinstance(config, BatcherConfig):
+        return RunSettings(**given, batcher=config)
+    try:
+        return RunSettings.model_validate(given | dict(config or {}))
+    except ValidationError as error:
+        raise refusal(error) from None

@@ -9,6 +9,8 @@ from rlbuffer.settings import RunSettings
 
 Places = Callable[..., str]
 """Names of settings -> where they came from."""
+PROMPTS = 16
+"""Prompts of an env whose length is looked at; a rollout has at least one token more than its prompt."""
 
 
 def check_together(settings: RunSettings, places: Places) -> tuple[str, ...]:
@@ -19,6 +21,7 @@ def check_together(settings: RunSettings, places: Places) -> tuple[str, ...]:
     """
     _publishing(settings, places)
     _group_sizes(settings, places)
+    _rows(settings, places)
     return tuple(_doubts(settings, places))
 
 
@@ -56,6 +59,24 @@ def _group_sizes(settings: RunSettings, places: Places) -> None:
                 name,
                 f"min_group_size = {required}, but the workers' group_size = {options.group_size}",
                 places(name, f"worker.{worker}.group_size"),
+            )
+
+
+def _rows(settings: RunSettings, places: Places) -> None:
+    # Only built-in envs are asked for a prompt: reading a config file runs nobody's code.
+    from rlbuffer.worker.envs import BUILT_IN, make_env
+
+    row_tokens = settings.batcher.row_tokens
+    for worker, options in settings.worker.items():
+        if options.env not in BUILT_IN:
+            continue
+        env = make_env(options.env, **options.env_options)
+        shortest = 1 + min(len(env.prompt(number).tokens) for number in range(PROMPTS))
+        if shortest > row_tokens:
+            _refuse(
+                "batcher.row_tokens",
+                f"row_tokens = {row_tokens}, but the shortest rollout of {options.env} has {shortest} tokens",
+                places("batcher.row_tokens", f"worker.{worker}.env"),
             )
 
 

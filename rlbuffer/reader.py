@@ -17,7 +17,7 @@ from typing import Any
 from rlbuffer import wire
 from rlbuffer.arena import Arena
 from rlbuffer.batches import Normalizers, Plan, Sample, Step
-from rlbuffer.errors import AttemptFenced, BatcherFailed, BatchTimeout, PayloadError, RlbufferError
+from rlbuffer.errors import AttemptFenced, BatcherFailed, BatchTimeout, NotFound, PayloadError, RlbufferError
 from rlbuffer.packing import PackItem, assemble, redeal
 from rlbuffer.records import PolicyVersion
 from rlbuffer.store.base import PartRollout, StepHeader, Store
@@ -98,6 +98,8 @@ class Reader:
     def steps(self, start: int | None = None) -> Iterator[Step]:
         """Yields step after step, from `start` (default: the one after the last trained) until the caller stops.
 
+        Asking for the next step acknowledges the last one as trained. Whoever stops earlier calls :meth:`trained`.
+
         Raises:
             BatchTimeout: no step came within `timeout_seconds`; the message says what the batcher waits for.
             BatcherFailed: the batcher stopped with a fatal error.
@@ -107,7 +109,7 @@ class Reader:
         self.start(None if start is None else start - 1)
         if self.rank == 0 and self._store.policy().version < 0:
             self._store.announce(self._attempt, PolicyVersion(version=0))
-        number = self._trained + 1
+        number = self._trained + 1 if start is None else start
         future = self._fetch(number)
         try:
             while True:
@@ -125,16 +127,37 @@ class Reader:
         self.start()
         return self._await(number, self._fetch(number))
 
-    def trained(self, step: Step) -> None:
-        """Acknowledges `step` as trained: its rollouts move from packed to trained, the next may be committed."""
+    def trained(self, step: Step | int) -> None:
+        """Acknowledges `step` (or the step of that number) as trained.
+
+        Its rollouts move from packed to trained, and the next may be committed. :meth:`steps` does it when the next
+        step is asked for.
+
+        Raises:
+            AttemptFenced: a newer attempt has taken over.
+            NotFound: no step of this number is committed.
+            StepRetired: it was retired.
+        """
         self._raise_fault()
-        self._trained, self._digest, self._epoch = step.number, step.digest, step.epoch
+        if isinstance(step, Step):
+            self._trained, self._digest, self._epoch = step.number, step.digest, step.epoch
+        else:
+            header = self._store.wait_step(step, block_seconds=0.0)
+            if header is None:
+                last = self._store.meta().step
+                raise NotFound(f"run {self._store.run!r} has no step {step}: the last committed one is {last}.")
+            self._trained, self._digest, self._epoch = header.step, header.digest, header.epoch
         self._report()
 
-    def checkpointed(self, step: int, *, oldest_kept: int | None = None) -> None:
-        """Says that a checkpoint of `step` exists; steps up to `oldest_kept` (default `step`) may be retired."""
+    def checkpointed(self, step: Step | int, *, oldest_kept: int | None = None) -> None:
+        """Says that a checkpoint of `step` exists; steps up to `oldest_kept` (default `step`) may be retired.
+
+        Raises:
+            AttemptFenced: a newer attempt has taken over.
+        """
         self._raise_fault()
-        self._oldest_kept = max(self._oldest_kept, step if oldest_kept is None else oldest_kept)
+        number = step.number if isinstance(step, Step) else step
+        self._oldest_kept = max(self._oldest_kept, number if oldest_kept is None else oldest_kept)
         self._report()
 
     def state_dict(self) -> dict[str, Any]:

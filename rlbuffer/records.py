@@ -257,9 +257,12 @@ def _rebuilt(cls: type[_T], values: Mapping[str, Any]) -> _T:
     return cls(**values)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Group:
-    """The rollouts of one prompt, or a part of them (parts share ``group_id`` and ``planned_size``)."""
+    """The rollouts of one prompt, or a part of them (parts share ``group_id`` and ``planned_size``).
+
+    The order of the fields is public: a group can be made by position, too.
+    """
 
     group_id: str
     """`[A-Za-z0-9_.:-]{1,128}`, unique in the run."""

@@ -14,8 +14,8 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from rlbuffer.errors import ProducerGap, ServerRefused, ServerUnreachable
-from rlbuffer.records import Group, Pushed, Ticket
+from rlbuffer.errors import InvalidRollout, ProducerGap, ServerRefused, ServerUnreachable
+from rlbuffer.records import ENV_NAME, Group, Pushed, Ticket
 from rlbuffer.store.base import Store
 
 TICKET_SECONDS = 60.0
@@ -52,8 +52,16 @@ class Writer:
     def take(self, env: str, n: int = 1, *, timeout_seconds: float | None = None) -> list[Ticket]:
         """Waits for leave to sample, and takes up to `n` tickets of `env`; none when the timeout passes.
 
-        The batcher sets how many may be out, so that what is sampled now can still be trained in time.
+        The batcher sets how many may be out, so that what is sampled now can still be trained in time. A ticket stays
+        out for :data:`TICKET_SECONDS`; its group is pushed under its ``group_id``.
+
+        Raises:
+            ValueError: `env` is not an env name, or `n` is below 1.
         """
+        if not isinstance(env, str) or not ENV_NAME.match(env):
+            raise ValueError(f"take: env must be {ENV_NAME.pattern[:-2]}, got {env!r}")
+        if n < 1:
+            raise ValueError(f"take: n = {n} must be at least 1")
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         delay = 0.01
         while True:
@@ -82,11 +90,13 @@ class Writer:
         `sequence` is for producers that number their own pushes (``rlbuffer push`` uses the line of the file).
 
         Raises:
-            InvalidRollout: the group is too large for the wire. Nothing was stored.
+            InvalidRollout: it is no group, or too large for the wire. Nothing was stored.
             ServerUnreachable, ServerRefused: the server stayed away, or full, for longer than the writer's patience.
                 The group is not stored; pushing it again is safe.
             RunGone: the run was reset while this writer was at work.
         """
+        if not isinstance(group, Group):
+            raise InvalidRollout(f"push: expected a Group, got {type(group).__name__}")
         with self._lock:
             number = self._sequence + 1 if sequence is None else sequence
             pushed, number = self._send(group, number)

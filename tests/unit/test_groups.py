@@ -73,7 +73,16 @@ def test_a_part_that_contradicts_its_group_is_invalid(field, value, detail):
 
 @pytest.mark.parametrize(
     ("valid", "oversized", "least", "whole"),
-    [(4, 0, 1, True), (3, 0, 1, False), (3, 1, 1, True), (3, 1, 3, True), (3, 1, 4, False), (0, 4, 1, False)],
+    [
+        (4, 0, 1, True),
+        (4, 0, 4, True),
+        (4, 0, 5, False),
+        (3, 0, 1, False),
+        (3, 1, 1, True),
+        (3, 1, 3, True),
+        (3, 1, 4, False),
+        (0, 4, 1, False),
+    ],
 )
 def test_a_group_is_whole_when_nothing_more_can_come_and_enough_is_valid(valid, oversized, least, whole):
     rollouts = [rollout(f"r{i}") for i in range(valid)] + [rollout(f"o{i}", length=101) for i in range(oversized)]

@@ -191,6 +191,18 @@ def test_a_wrong_variable_is_refused_by_its_name(file: Path, variable: str, valu
     assert refusal(environ={variable: value}) == text
 
 
+@pytest.mark.parametrize(("env", "shortest"), [("vcopy", 6), ("repeat", 4)])
+def test_a_row_shorter_than_the_shortest_rollout_is_refused(file: Path, env: str, shortest: int) -> None:
+    rows = "[batcher]\nrow_tokens = {}\n[worker.w]\nenv = '{}'\n"
+    file.write_text(rows.format(shortest, env))
+    assert load(environ={}).settings.batcher.row_tokens == shortest
+    file.write_text(rows.format(shortest - 1, env))
+    assert refusal() == (
+        f"these settings can never make a batch: row_tokens = {shortest - 1}, but the shortest rollout of {env} has "
+        f"{shortest} tokens (rlbuffer.toml:2, :4)."
+    )
+
+
 def test_a_file_that_is_not_there_is_an_error_when_it_was_asked_for(tmp_path: Path) -> None:
     missing = tmp_path / "no.toml"
     assert refusal(config=missing) == f"cannot read the config file {missing}: No such file or directory"
