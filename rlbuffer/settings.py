@@ -24,7 +24,10 @@ class ServerSettings(_Section):
 
     maxmemory: str = Field("2gb", description="Memory the embedded server may use; it never evicts.")
     appendfsync: Literal["everysec", "always", "no"] = Field(
-        "everysec", description="When the append-only file reaches the disk: `always` survives a power cut, slower."
+        "everysec",
+        description="When the append-only file reaches the disk. What may be lost of acknowledged writes: `always` "
+        "nothing, but every push waits for the disk; `no` the newest at a power cut; `everysec` those, and some at kill "
+        "-9 while a sync is slow.",
     )
 
 
