@@ -26,8 +26,8 @@ class ServerSettings(_Section):
     appendfsync: Literal["everysec", "always", "no"] = Field(
         "everysec",
         description="When the append-only file reaches the disk. What may be lost of acknowledged writes: `always` "
-        "nothing, but every push waits for the disk; `no` the newest at a power cut; `everysec` those, and some at kill "
-        "-9 while a sync is slow.",
+        "nothing, but every push waits for the disk; `no` the newest at a power cut; `everysec` those, and some at "
+        "kill -9 while a sync is slow.",
     )
 
 
