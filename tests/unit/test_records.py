@@ -9,6 +9,7 @@ import pytest
 
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records import Group, Rollout, Turn, VersionSpan
+from rlbuffer.spans import MAX_SPANS
 from rlbuffer.testing import make_group
 from rlbuffer.values import plain
 
@@ -58,6 +59,7 @@ def test_lists_become_read_only_arrays_of_the_required_dtypes() -> None:
         ({"tokens": [[1], [2, 3]]}, "column tokens: not a rectangular array of numbers"),
         ({"tokens": [1, 2, -3, 4]}, "column tokens: negative token id at position 2"),
         ({"tokens": [1, 2, 3, 2**31]}, "column tokens: 1..2147483648 does not fit int32"),
+        ({"tokens": [1, 2, 3, 1 - 2**32]}, "column tokens: -4294967295..3 does not fit int32"),
         ({"tokens": [1.0, 2.0, 3.0, 4.0]}, "column tokens: expected integers, got float64"),
         ({"tokens": "1234"}, "column tokens: expected integers, got <U4"),
         ({"loss_mask": [0, 0, 1, 2]}, "column loss_mask: expected booleans, got int64"),
@@ -143,7 +145,7 @@ def test_values_at_the_limits_are_accepted() -> None:
         version_spans=[(0, 0, 1), (2**53 - 1, 2, 4)],
         turns=[("user", 0, 0), ("assistant", 0, 4, 1, {})],
         columns={"x" * 64: np.zeros((4, 0)), "deep": np.zeros((4,) + (1,) * 7)},
-        metadata={"n": [2**64 - 1, -(2**63)]},
+        metadata={"n": [2**64 - 1, -(2**63)], "many": [0] * 65536},
     )
     assert rollout.version_spans == (VersionSpan(0, 0, 1), VersionSpan(2**53 - 1, 2, 4))
     assert rollout.turns == (Turn("user", 0, 0), Turn("assistant", 0, 4, 1.0, None))
@@ -220,6 +222,20 @@ def test_rollouts_compare_by_value_dtype_and_shape() -> None:
     assert made(columns={"x": np.zeros(4, np.int32)}) != made(columns={"x": np.zeros(4, np.int64)})
     assert made(columns={"x": np.zeros(4)}) != made(columns={"y": np.zeros(4)})
     assert made() != "rollout"
+
+
+@pytest.mark.parametrize("name", ["version_spans", "turns"])
+def test_a_rollout_has_so_many_spans_and_no_more(name: str) -> None:
+    def with_pieces(count: int) -> Rollout:
+        mask = np.arange(count) > 0
+        pieces = [(7 if name == "version_spans" else "tool", i, i + 1) for i in range(count)]
+        whole = {"version_spans": [(7, 0, count)]}
+        table = {"tokens": np.ones(count, np.int32), "loss_mask": mask, "logprobs": np.zeros(count, np.float32)}
+        return made(**(table | whole | {name: pieces}))
+
+    assert len(getattr(with_pieces(MAX_SPANS), name)) == MAX_SPANS
+    with pytest.raises(InvalidRollout, match=f"^{name}: 16385 are more than 16384$"):
+        with_pieces(MAX_SPANS + 1)
 
 
 def test_a_group_survives_pickle_and_deepcopy() -> None:
