@@ -17,6 +17,8 @@ from typing import Any
 
 import click
 
+from rlbuffer_cli.options import EXIT_INTERRUPTED
+
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "demo": "Watch a tiny model learn: everything on this machine, nothing to set up.",
@@ -30,8 +32,6 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "config": "Check the settings, or show them with where each came from.",
     }
 )
-
-EXIT_INTERRUPTED = 130
 
 
 class Commands(click.Group):
@@ -94,6 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except click.exceptions.Exit as leave:
         return leave.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return error.exit_code
     except click.ClickException as error:
         if isinstance(error, click.UsageError) and error.ctx is not None:
             click.echo(error.ctx.get_usage(), err=True)

@@ -10,6 +10,8 @@ import click
 if TYPE_CHECKING:
     from rlbuffer.loading import Loaded
 
+EXIT_INTERRUPTED = 130
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -78,3 +80,11 @@ def choose_display(display: str) -> str:
     if display == "auto":
         return "rich" if sys.stdout.isatty() else "plain"
     return display
+
+
+def program() -> str:
+    """How this command can be typed again: by name where it is on the PATH, else as it was called."""
+    import shutil
+    import sys
+
+    return "rlbuffer" if shutil.which("rlbuffer") or not sys.argv[0].endswith("rlbuffer") else sys.argv[0]

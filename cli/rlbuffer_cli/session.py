@@ -6,13 +6,18 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rlbuffer_cli.options import EXIT_INTERRUPTED
+
 if TYPE_CHECKING:
     from rlbuffer.client import Buffer
     from rlbuffer.loading import Loaded
+    from rlbuffer.settings import RunSettings
 
 
 def open_existing(loaded: Loaded, *, run_given: bool) -> Buffer:
-    """Connects to an existing run: the one named, else the configured one, else the one opened last.
+    """Connects to an existing run: the one named by flag, variable or file, else the one opened last.
+
+    A file's run that was never opened on this server does not count: the example file has one.
 
     Raises:
         NotFound: there is no server data, or no such run on the server.
@@ -30,16 +35,40 @@ def open_existing(loaded: Loaded, *, run_given: bool) -> Buffer:
     buffer = connect(settings.redis_url, run=settings.run, config=settings, name="inspect", origin=redis_origin(loaded))
     try:
         runs = buffer.store.runs()
-        if settings.run in runs:
+        source = loaded.source("run")
+        is_named = run_given or source == "RLBUFFER_RUN"
+        latest = max(runs, key=lambda name: runs[name], default="")
+        if settings.run in runs and (is_named or source != "default" or settings.run == latest):
+            if not is_named and settings.run != latest:
+                click.echo(
+                    f'showing run "{settings.run}" ({source}); "{latest}" was opened later (--run chooses)', err=True
+                )
             return buffer
-        if run_given or loaded.source("run") == "RLBUFFER_RUN" or not runs:
+        if is_named or not runs:
             address = buffer.store.server()["address"]
             there = f" Runs there: {', '.join(sorted(runs, key=lambda r: -runs[r])[:8])}." if runs else ""
             raise NotFound(f"there is no run {settings.run!r} on {address}.{there}")
-        latest = max(runs, key=lambda name: runs[name])
     except BaseException:
         buffer.close()
         raise
     buffer.close()
     click.echo(f'showing run "{latest}", the one opened last (--run chooses another)', err=True)
     return connect(settings.redis_url, run=latest, config=settings, name="inspect", origin=redis_origin(loaded))
+
+
+def say_ended(buffer: Buffer, settings: RunSettings, code: int) -> None:
+    """Leaves for whoever looks later how a supervised run ended; the batcher's last sentence only says that it left."""
+    from rlbuffer.errors import RlbufferError
+
+    try:
+        trained = buffer.store.trainer().trained
+        if code == 0:
+            sentence = f"The run has ended: the trainer has made its {settings.trainer.steps} steps."
+        elif code == EXIT_INTERRUPTED:
+            sentence = f"The run was stopped after step {trained}; started again, it goes on."
+        else:
+            log = settings.run_dir / "run.log"
+            sentence = f"The run ended after step {trained} with exit code {code}: see {log}."
+        buffer.store.set_waiting("batcher", sentence)
+    except RlbufferError as error:
+        click.echo(f"Warning: could not note that the run ended: {error}", err=True)

@@ -30,7 +30,8 @@ def check(config: str | None, redis: str | None, run: str | None, home: str | No
     """
     loaded = options.load(config, redis, run, home)
     where = str(loaded.file) if loaded.file else "no config file (all defaults)"
-    click.echo(f"ok: {where}, {len(loaded.sources)} settings given, {len(loaded.warnings)} warnings")
+    given, warnings = len(loaded.sources), len(loaded.warnings)
+    click.echo(f"ok: {where}, {given} setting{'s' * (given != 1)} given, {warnings} warning{'s' * (warnings != 1)}")
     return 0
 
 

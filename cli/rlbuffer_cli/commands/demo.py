@@ -85,6 +85,7 @@ class _Demo:
         from rlbuffer.client import connect
         from rlbuffer.supervise import Supervisor
         from rlbuffer_cli.render.watch import Watch
+        from rlbuffer_cli.session import say_ended
 
         settings, origin = self._settings, options.redis_origin(self._loaded)
         with connect(settings.redis_url, run=settings.run, config=settings, name="demo", origin=origin) as buffer:
@@ -95,9 +96,11 @@ class _Demo:
 
                 with RunView(settings, watch, title=f'rlbuffer demo · run "{settings.run}"') as view:
                     code = supervisor.run(stop, lambda: self._tick(watch, stop, view.refresh))
-                    watch.update(look=True)
+                    say_ended(buffer, settings, code)
+                    watch.update(look=True, now=True)
             else:
                 code = supervisor.run(stop, lambda: self._tick(watch, stop, None))
+                say_ended(buffer, settings, code)
                 watch.update(look=False)
             if self._is_time_up and watch.records:
                 code = 0
@@ -196,17 +199,19 @@ def summary_event(watch: Watch, ledger: Ledger, run: str, folder: str) -> dict[s
 def summary_lines(summary: Mapping[str, Any], budgets: Mapping[str, float], log: str, home: str) -> list[str]:
     """The summary for people, with what to type next."""
     from rlbuffer.lines import amount, duration
+    from rlbuffer_cli.render.text import wrapped
 
     ledger = summary["ledger"]
     shares = " · ".join(
         f"{env} {100 * share:.1f}%" + (f" (target {100 * budgets[env]:.0f}%)" if env in budgets else "")
         for env, share in summary["shares"].items()
     )
-    drops = " ".join(f"{n} {reason}" for reason, n in ledger["dropped"].items()) or "0"
+    drops = " ".join(f"{n:,} {reason}" for reason, n in ledger["dropped"].items()) or "0"
     where = "" if home == "~/.rlbuffer" else f" --home {home}"
-    how = {0: "done", 130: "interrupted"}
+    how = {0: "done", options.EXIT_INTERRUPTED: "interrupted"}
     head = how.get(summary["exit_code"], f"ended early (exit code {summary['exit_code']}, see {log})")
-    first = duration(summary["first_step_seconds"]) or "none was trained"
+    first = summary["first_step_seconds"]
+    when = "" if first is None else f", the first after {duration(first)}"
     if summary["reward_to"] is None:
         reward = "no step was trained"
     else:
@@ -217,11 +222,11 @@ def summary_lines(summary: Mapping[str, Any], budgets: Mapping[str, float], log:
     )
     return [
         "",
-        f"{head}: {summary['steps']} steps in {duration(summary['seconds'])}, the first after {first}",
+        f"{head}: {summary['steps']} steps in {duration(summary['seconds'])}{when}",
         f"  reward   {reward}",
         f"  tokens   {amount(summary['tokens'])} trained   {shares}",
-        f"  ledger   {account}   {'balances' if ledger['balances'] else 'DOES NOT BALANCE'}",
+        *wrapped(f"  ledger   {'balances' if ledger['balances'] else 'DOES NOT BALANCE'}: {account}", indent=" " * 11),
         f"  stored   {summary['stored']}   (log: run.log)",
-        f"  next     rlbuffer inspect --run {summary['run']}{where}",
-        f"           rlbuffer verify --run {summary['run']}{where}",
+        f"  next     {options.program()} inspect --run {summary['run']}{where}",
+        f"           {options.program()} verify --run {summary['run']}{where}",
     ]

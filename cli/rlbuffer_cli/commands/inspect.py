@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 @click.option("--limit", type=click.IntRange(1), default=30, show_default=True, metavar="N", help="Groups to list.")
 @click.option("--tokens", "window", metavar="A:B", help="Of a rollout: tokens A to B. [default: the first 200]")
 @click.option("--json", "as_json", is_flag=True, help="One object per line: groups, or the group or rollout whole.")
-@click.option("--totals", is_flag=True, help="With --json: the run and its envs instead of groups.")
+@click.option("--totals", is_flag=True, help="With --json: run, envs and workers instead of groups.")
+@click.option("--alive", metavar="WHO", help="Only whether WHO has been heard: batcher, 'worker NAME' or 'rank N'.")
+@click.option(
+    "--within", type=click.FloatRange(0), default=30.0, show_default=True, metavar="S", help="Seconds, for --alive."
+)
 def command(
     identifier: str | None,
     config: str | None,
@@ -32,6 +36,8 @@ def command(
     window: str | None,
     as_json: bool,
     totals: bool,
+    alive: str | None,
+    within: float,
 ) -> int:
     """Look at the pool, a group or a rollout. Changes nothing.
 
@@ -49,6 +55,7 @@ def command(
       rlbuffer inspect --where 'env:vcopy state:ready reward<0.5'
       rlbuffer inspect vcopy.120
       rlbuffer inspect vcopy.120/3 --json
+      rlbuffer inspect --alive 'worker vcopy' --within 60      (exit code 1 when not: for health checks)
     """
     from rlbuffer.filters import parse
     from rlbuffer_cli.session import open_existing
@@ -56,6 +63,8 @@ def command(
     parse(where)  # a typing mistake needs no server
     bounds = _window(window)
     with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+        if alive is not None:
+            return _alive(buffer, alive, within)
         if identifier is not None:
             return _one(buffer, identifier, bounds, as_json)
         return _pool(buffer, where, limit, as_json, totals)
@@ -75,6 +84,20 @@ def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -
         return 0
     pool.show(summary, buffer.groups(where=where, limit=limit), where=where, limit=limit)
     return 0
+
+
+def _alive(buffer: Buffer, who: str, within: float) -> int:
+    from rlbuffer.errors import NotFound
+    from rlbuffer.lines import duration
+    from rlbuffer_cli.render.pool import last_seen
+
+    seen = last_seen(buffer.store)
+    if who not in seen:
+        known = ", ".join(seen) or "nobody"
+        raise NotFound(f"{who!r} has never been heard in run {buffer.run!r}. Heard were: {known}.")
+    is_alive = seen[who] <= within
+    click.echo(f"{who} was heard {duration(seen[who])} ago" + ("" if is_alive else f", more than {within:g} s"))
+    return 0 if is_alive else 1
 
 
 def _one(buffer: Buffer, identifier: str, bounds: tuple[int, int], as_json: bool) -> int:

@@ -37,7 +37,9 @@ def command(
       rlbuffer run rlbuffer.toml --steps 500
     """
     from rlbuffer import processes
+    from rlbuffer.client import connect
     from rlbuffer.supervise import Supervisor
+    from rlbuffer_cli.session import say_ended
 
     loaded = options.load(config_file or config, redis, run, home, {"trainer.steps": ("--steps", steps)})
     settings = loaded.settings
@@ -54,9 +56,12 @@ def command(
 
         code = watch_run(loaded, stop, planned=settings.trainer.steps)
     else:
-        supervisor = Supervisor(settings, say=_printer(shown), origin=options.redis_origin(loaded))
-        code = supervisor.run(stop)
-    click.echo(f"next: rlbuffer inspect --run {settings.run}     rlbuffer verify --run {settings.run}", err=True)
+        origin = options.redis_origin(loaded)
+        with connect(settings.redis_url, run=settings.run, config=settings, name="run", origin=origin) as buffer:
+            code = Supervisor(settings, say=_printer(shown), origin=origin).run(stop)
+            say_ended(buffer, settings, code)
+    name = options.program()
+    click.echo(f"next: {name} inspect --run {settings.run}   {name} verify --run {settings.run}", err=True)
     return code
 
 

@@ -80,17 +80,15 @@ def banner(loaded: Loaded, ready: dict[str, Any], seconds: float) -> list[str]:
     else:
         size = f"{per_rank} row{'s' * (per_rank > 1)} of {batcher.row_tokens:,} tokens per rank"
     shares = " · ".join(f"{env} {percent(share)}" for env, share in batcher.budgets.items())
-    memory = f"{server.get('used_memory', 0) / 1e6:.0f} MB"
+    memory = _bytes(server.get("used_memory", 0))
     if server.get("maxmemory"):
-        memory += f" of {server['maxmemory'] / 1e9:.1f} GB"
+        memory += f" of {_bytes(server['maxmemory'])}"
     rows = [
         (
             "redis",
-            (
-                f"{server['address']} {server['name']} {server['version']} ({where}), {memory}, "
-                f"{server.get('policy', 'noeviction')} ok"
-            ),
+            f"{server['name']} {server['version']} ({where}), {memory}, {server.get('policy', 'noeviction')} ok",
         ),
+        ("", str(server["address"])),
         ("step", f"{size}   ({_source(loaded, 'batcher.row_tokens')})"),
         (
             "age",
@@ -107,8 +105,12 @@ def banner(loaded: Loaded, ready: dict[str, Any], seconds: float) -> list[str]:
     ]
     lines = [f'rlbuffer {__version__} · serving run "{ready["run"]}" from step {ready["step"]}']
     lines += [f"  {name:<9} {text}" for name, text in rows]
-    lines.append(f"  ready in {seconds:.1f} s.   look: rlbuffer inspect --run {ready['run']}     stop: ctrl-c")
+    lines.append(f"  ready in {seconds:.1f} s.   look: {options.program()} inspect --run {ready['run']}   stop: ctrl-c")
     return lines
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.0f} MiB"
 
 
 def _source(loaded: Loaded, name: str) -> str:

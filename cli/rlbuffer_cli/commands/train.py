@@ -52,11 +52,16 @@ def command(
     done = threading.Event()
     follower = _follow(settings.output_dir / "metrics.jsonl", shown, done, settings.trainer.steps)
     try:
-        return launch(settings, world_size=settings.trainer.world_size, quiet=shown != "plain")
+        code = launch(settings, world_size=settings.trainer.world_size, quiet=shown != "plain")
     finally:
         done.set()
         if follower is not None:
             follower.join(timeout=2.0)
+    if code == options.EXIT_INTERRUPTED:
+        click.echo(
+            f"Interrupted. Started again, it goes on from its last checkpoint in {settings.output_dir}.", err=True
+        )
+    return code
 
 
 def _follow(path: Path, shown: str, done: threading.Event, planned: int) -> threading.Thread | None:

@@ -10,7 +10,7 @@ import click
 
 from rlbuffer.lines import amount, duration
 from rlbuffer_cli.render.pool import group_record
-from rlbuffer_cli.render.text import bar, printable, show_table
+from rlbuffer_cli.render.text import bar, printable, show_table, sparkline, wrapped
 
 if TYPE_CHECKING:
     from rlbuffer.records import Rollout
@@ -85,8 +85,11 @@ def _plain(value: Any) -> Any:
 # -- tables ------------------------------------------------------------------------------------------------------------
 def show_group(detail: GroupDetail) -> None:
     """Prints a group: what it is, then one row per rollout."""
+    prompt = _prompt(detail)
     for line in _headline(detail.view):
         click.echo(line)
+    if prompt:
+        click.echo(f"  prompt    {printable(prompt)[: 2 * MAX_TEXT]}")
     if detail.answer is not None:
         click.echo(f"  answer    {_short(detail.answer)}")
     if detail.metadata:
@@ -98,36 +101,56 @@ def show_group(detail: GroupDetail) -> None:
     click.echo("")
     show_table(
         ["rollout", "reward", "", "advantage", "tokens", "trained", "version", "stop", "logprob", "text"],
-        [_member_row(member, best) for member in detail.members],
+        [_member_row(member, best, len(prompt)) for member in detail.members],
         right=frozenset({"reward", "advantage", "tokens", "trained", "version", "logprob"}),
+        optional=["trained", "version", "logprob"],
     )
     click.echo(f"\none rollout: rlbuffer inspect {detail.members[0].rollout_id}")
 
 
 def _headline(view: GroupView) -> list[str]:
-    state = f"{view.state} ({view.reason}: {view.detail})" if view.reason else view.state
+    state = f"{view.state} ({view.reason}: {printable(view.detail)})" if view.reason else view.state
     where = f" in step {view.step}" if view.step else ""
+    spread = sparkline(view.rewards, low=min([0.0, *view.rewards]), high=max([1.0, *view.rewards]))
+    versions = f"{view.min_version}-{view.max_version}" if view.max_version > view.min_version else view.min_version
     count = f"{view.rollouts} of {view.planned_size}" if view.planned_size else str(view.rollouts)
     lines = [f"group {view.group_id}   env {view.env}   {state}{where}"]
     facts = [
         f"{count} rollouts",
         f"{amount(view.tokens)} tokens",
-        f"reward {view.reward:.3f}" if view.reward is not None else "not scored",
+        f"reward {view.reward:.3f} {spread}".rstrip() if view.reward is not None else "not scored",
         f"age {view.age}" if view.age is not None else "",
-        f"versions {view.min_version}-{view.max_version}",
+        f"version{'s' * (view.max_version > view.min_version)} {versions}",
         f"waited {duration(view.waited_seconds)}" if view.waited_seconds is not None else "",
         f"from {view.worker}" if view.worker else "",
         f"prompt {printable(view.prompt_id)}" if view.prompt_id else "",
     ]
-    lines.append("  " + " · ".join(fact for fact in facts if fact))
+    lines += wrapped("  " + " · ".join(fact for fact in facts if fact), indent="  ")
     if view.detail and not view.reason:
         lines.append(f"  ! {printable(view.detail)}")
     return lines
 
 
-def _member_row(member: RolloutView, best: float) -> list[str]:
+def _prompt(detail: GroupDetail) -> str:
+    """The text that all rollouts begin with, where text and tokens can be told to be the same: one character each."""
+    prompts = set()
+    for member in detail.members:
+        if member.text is None or len(member.text) != member.length:
+            return ""
+        prompts.add(member.text[: member.prompt_tokens])
+    return prompts.pop() if len(prompts) == 1 else ""
+
+
+def _stop(finish_reason: str, is_truncated: bool) -> str:
+    if not is_truncated or finish_reason == "length":
+        return finish_reason
+    return f"{finish_reason} (truncated)".strip()
+
+
+def _member_row(member: RolloutView, best: float, skip: int) -> list[str]:
+    """`skip`: characters of the text that were shown already."""
     versions = {member.min_version, member.max_version}
-    stop = member.finish_reason + (" cut" if member.is_truncated else "")
+    stop = _stop(member.finish_reason, member.is_truncated)
     return [
         member.rollout_id,
         "" if member.reward is None else f"{member.reward:.3f}",
@@ -138,7 +161,7 @@ def _member_row(member: RolloutView, best: float) -> list[str]:
         "-".join(str(v) for v in sorted(versions)),
         stop if member.rollout is not None else "payload gone",
         "" if member.logprob_mean is None else f"{member.logprob_mean:.2f}",
-        printable(member.text or "")[:MAX_TEXT],
+        printable((member.text or "")[skip:])[:MAX_TEXT],
     ]
 
 
@@ -147,16 +170,15 @@ def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, in
     for line in _headline(detail.view):
         click.echo(line)
     reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
-    parts = "  ".join(f"{name} {value:.3f}" for name, value in member.rewards.items())
-    place = f"   step {member.step} rank {member.rank}" if member.step is not None else ""
-    advantage = "" if member.advantage is None else f"   advantage {member.advantage:+.4f}"
-    click.echo(f"rollout {member.rollout_id}   {reward}{advantage}{place}   {parts}".rstrip())
+    parts = " ".join(f"{name} {value:.3f}" for name, value in member.rewards.items())
+    advantage = "" if member.advantage is None else f" · advantage {member.advantage:+.4f}"
+    click.echo(f"rollout {member.rollout_id}   {reward}{f' ({parts})' if parts else ''}{advantage}")
     rollout: Rollout | None = member.rollout
+    for line in wrapped(_life(detail.view, member), indent="    "):
+        click.echo(line)
     if rollout is None:
         click.echo("  its payload is no longer kept")
         return
-    spans = ", ".join(f"v{s.policy_version} [{s.start}, {s.end})" for s in rollout.version_spans)
-    click.echo(f"  sampled by {spans}   stop {rollout.finish_reason or '?'}{' cut' * rollout.is_truncated}")
     if rollout.text is not None:
         click.echo(f"  text {printable(rollout.text)}")
     start, end = bounds[0], min(bounds[1], rollout.length)
@@ -186,6 +208,19 @@ def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, in
     )
     if end < rollout.length:
         click.echo(f"tokens {start} to {end} of {rollout.length}: --tokens {end}:{min(end + 200, rollout.length)}")
+
+
+def _life(view: GroupView, member: RolloutView) -> str:
+    """From sampling to training, as far as it came."""
+    rollout: Rollout | None = member.rollout
+    spans = [] if rollout is None else rollout.version_spans
+    sampled = ", ".join(f"v{s.policy_version} [{s.start}, {s.end})" for s in spans) or f"v{member.min_version}"
+    stop = "" if rollout is None else _stop(rollout.finish_reason, rollout.is_truncated)
+    stages = [f"sampled by {sampled}" + (f", stop: {stop}" if stop else "")]
+    if member.step is not None:
+        stages.append(f"packed into step {member.step}, rank {member.rank}")
+    stages += [view.state] if view.state != "packed" else []
+    return "  " + " -> ".join(stages)
 
 
 def _short(value: Any) -> str:

@@ -5,23 +5,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from rlbuffer.lines import amount, duration, percent
 from rlbuffer.settings import RunSettings
-from rlbuffer_cli.render.metrics import train_line
-from rlbuffer_cli.render.text import BLOCKS, bar, printable, sparkline
+from rlbuffer_cli.render.text import BLOCKS, bar, printable, sparkline, table
 from rlbuffer_cli.render.watch import Watch
 
 PLOT_HEIGHT = 8
 REFRESH_PER_SECOND = 4
+FRAME_LINES = 8
+"""Lines that the run's view always has, beside curve, envs and sentences: border, heads, ages, ranks, cursor."""
+ENV_COLUMNS = 50
+"""Characters of an env's line beside its name, strip and bar."""
+RECENT_STEPS = 20
+"""Steps that rates and waiting are means of."""
 
 
 def plot(values: Sequence[float], *, width: int, height: int = PLOT_HEIGHT) -> list[str]:
@@ -75,45 +80,63 @@ class RunView:
             self._live.update(panel, refresh=True)
 
     def _body(self) -> Group:
+        """As much as fits: a view that is cut at the foot hides what it waits for."""
         watch, planned = self._watch, self._settings.trainer.steps
-        done = len(watch.records)
-        head = Text(
-            f"step {watch.records[-1]['step'] if done else 0}/{planned}  {bar(done / planned, width=24)}  "
-            f"{duration(watch.seconds)}   policy v{max(watch.glance.policy_version, 0)}"
-        )
-        rewards = watch.rewards()
-        width = min(72, max(20, self._live.console.width - 12))
+        console = self._live.console
+        width = max(40, console.width - 4)
+        envs = self._envs(width)
+        waiting = wrap(f"batcher: {watch.glance.waiting}", width, max_lines=2, placeholder=" …")
+        room = console.height - FRAME_LINES - len(envs) - (len(waiting) if watch.glance.waiting else 0)
+        height = min(PLOT_HEIGHT, max(3, room))
+        gaps = min(3, max(0, room - height))
+        logged = list(watch.lines)[max(0, len(watch.lines) - max(0, room - height - gaps)) :]
+
+        done = watch.records[-1]["step"] if watch.records else 0
         latest = watch.mean_reward(watch.records[-10:])
         caption = "waiting for the first step" if latest is None else f"reward {latest:.3f} (mean of the last 10 steps)"
-        parts: list[Any] = [head, Text(""), Text(caption, style="bold")]
-        parts += [Text(line, style="green") for line in plot(rewards, width=width)]
-        parts += [Text(""), self._envs(), Text(""), Text(self._ages()), Text(self._ranks())]
-        if watch.glance.waiting:
-            parts.append(Text(f"batcher: {watch.glance.waiting}", style="dim"))
-        parts += [Text(printable(line)[: self._live.console.width - 6], style="dim") for line in watch.lines]
-        return Group(*parts)
+        version = max(watch.glance.policy_version, 0)
+        lines = [
+            _line(
+                f"step {done}/{planned}  {bar(done / planned, width=24)}  {duration(watch.seconds)}   policy v{version}"
+            ),
+            *([Text("")] if gaps > 2 else []),
+            _line(caption, "bold"),
+            *[_line(row, "green") for row in plot(watch.rewards(), width=min(72, width - 5), height=height)],
+            *([Text("")] if gaps > 0 else []),
+            *[_line(row, "" if i else "bold") for i, row in enumerate(envs)],
+            *([Text("")] if gaps > 1 else []),
+            _line(self._ages()),
+            _line(self._ranks(width)),
+            *([_line(row, "dim") for row in waiting] if watch.glance.waiting else []),
+            *[_line(printable(row), "dim") for row in logged],
+        ]
+        return Group(*lines)
 
-    def _envs(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in ("env", "reward", "", "share of tokens", "pending", "trained", "dropped"):
-            table.add_column(name, justify="right" if name in ("pending", "trained", "dropped", "reward") else "left")
+    def _envs(self, width: int) -> list[str]:
         budgets: Mapping[str, float] = self._settings.batcher.budgets
         shares = self._watch.shares()
-        for env in sorted({*budgets, *shares, *self._watch.glance.pool}):
+        names = sorted({*budgets, *shares, *self._watch.glance.pool})
+        spare = width - max([3, *map(len, names)]) - ENV_COLUMNS
+        strip, stretch = (16, 16) if spare >= 32 else (12, 8) if spare >= 20 else (8, 6)
+        rows = []
+        for env in names:
             curve = [v for r in self._watch.records if (v := r.get("rewards", {}).get(env)) is not None]
             share, budget = shares.get(env, 0.0), budgets.get(env)
             target = f"{percent(share)}" + (f" of {percent(budget)}" if budget is not None else "")
             pending, trained, dropped = self._watch.glance.pool.get(env, (0, 0, 0))
-            table.add_row(
-                env,
-                f"{curve[-1]:.3f}" if curve else "",
-                sparkline(curve),
-                f"{bar(share, width=16, mark=budget)} {target}",
-                f"{pending:,}",
-                f"{trained:,}",
-                f"{dropped:,}",
+            rows.append(
+                [
+                    env,
+                    f"{curve[-1]:.3f}" if curve else "",
+                    sparkline(curve, width=strip),
+                    f"{bar(share, width=stretch, mark=budget)} {target}",
+                    f"{pending:,}",
+                    f"{trained:,}",
+                    f"{dropped:,}",
+                ]
             )
-        return table
+        header = ["env", "reward", "", "share of tokens", "pending", "trained", "dropped"]
+        return table(header, rows, right=frozenset({"reward", "pending", "trained", "dropped"}))
 
     def _ages(self) -> str:
         ages = self._watch.glance.ages
@@ -121,10 +144,18 @@ class RunView:
         shown = "   ".join(f"{age}: {bar(n / total, width=10)} {percent(n / total)}" for age, n in sorted(ages.items()))
         return f"age     {shown or 'no step yet'}"
 
-    def _ranks(self) -> str:
+    def _ranks(self, width: int) -> str:
         tokens = self._watch.glance.rank_tokens
         most = max(tokens.values(), default=1)
-        return "ranks   " + "   ".join(f"{r}: {bar(n / most, width=10)} {amount(n)}" for r, n in sorted(tokens.items()))
+        bars = "   ".join(f"{r}: {bar(n / most, width=10)} {amount(n)}" for r, n in sorted(tokens.items()))
+        if len(bars) + 8 > width:
+            bars = "  ".join(f"{r} {sparkline([n / most])}" for r, n in sorted(tokens.items()))
+        return f"ranks   {bars or 'no step yet'}"
+
+
+def _line(text: str, style: str = "") -> Text:
+    """One line that is cut, never wrapped."""
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
 class TrainView:
@@ -132,8 +163,10 @@ class TrainView:
 
     def __init__(self, planned: int) -> None:
         self._planned = planned
+        self._started = time.monotonic()
         self._records: list[dict[str, Any]] = []
-        self._live = Live(console=Console(), refresh_per_second=REFRESH_PER_SECOND)
+        first = Text("starting the ranks; the first step comes once the batcher has committed it")
+        self._live = Live(first, console=Console(), refresh_per_second=REFRESH_PER_SECOND)
 
     def __enter__(self) -> TrainView:
         self._live.start()
@@ -149,18 +182,63 @@ class TrainView:
         if not records:
             return
         self._records += records
-        last = self._records[-1]
-        seconds = last.get("seconds", {})
-        parts = "  ".join(f"{part} {value:.2f}s" for part, value in seconds.items() if part != "total")
-        rewards = [r["reward"] for r in self._records if r.get("reward") is not None]
-        progress = bar(last["step"] / self._planned, width=24)
-        self._live.update(
-            Group(
-                Text(f"step {last['step']}/{self._planned}  {progress}  {parts}"),
-                Text(f"reward {sparkline(rewards, width=32)}"),
-                Text(train_line(last, self._planned), style="dim"),
-            )
-        )
+        lines = train_lines(self._records, self._planned, time.monotonic() - self._started, self._live.console.width)
+        self._live.update(Group(*[_line(line) for line in lines]))
+
+
+def train_lines(records: Sequence[Mapping[str, Any]], planned: int, elapsed: float, width: int) -> list[str]:
+    """The trainer's view: progress and where the time of a step goes, what it learns, which side is slow."""
+    last, recent = records[-1], records[-RECENT_STEPS:]
+    seconds = last.get("seconds", {})
+    step, pace = last["step"], elapsed / len(records)
+    left = duration(pace * (planned - step))
+    rewards = [r["reward"] for r in records if r.get("reward") is not None]
+
+    def number(name: str, form: str) -> str:
+        return f"{name.partition('_')[0]} {last[name]:{form}}" if last.get(name) is not None else ""
+
+    tokens = sum(r["tokens"] for r in recent) / max(sum(r.get("seconds", {}).get("total", 0.0) for r in recent), 1e-9)
+    progress = [
+        f"step {step}/{planned}",
+        f"{bar(step / planned, width=24)} {percent(step / planned)}",
+        duration(elapsed),
+        f"{left} left" if left and step < planned else "",
+        *[f"{part} {value:.2f} s" for part, value in seconds.items() if part != "total" and value >= 0.005],
+    ]
+    learned = [
+        f"reward {last['reward']:.3f} {sparkline(rewards, width=24)}" if last.get("reward") is not None else "",
+        number("loss", "+.4f"),
+        number("kl", ".4f"),
+        number("entropy", ".3f"),
+        number("grad_norm", ".2f"),
+        f"age {last['age']:.1f} max {last['max_age']}" if last.get("age") is not None else "",
+        f"{amount(tokens)} tok/s",
+        f"{last['world_size']} rank{'s' * (last['world_size'] != 1)}" if last.get("world_size") else "",
+    ]
+    return [*flow(progress, width), *flow(learned, width), slow_side(recent)]
+
+
+def slow_side(records: Sequence[Mapping[str, Any]]) -> str:
+    """Which side holds up the other, from the time that the trainer waited."""
+    total = sum(r.get("seconds", {}).get("total", 0.0) for r in records)
+    share = sum(r.get("seconds", {}).get("wait", 0.0) for r in records) / max(total, 1e-9)
+    if share > 0.5:
+        return f"waiting for data {percent(share)} of the time: sampling is the slow side"
+    if share < 0.05:
+        return f"waiting for data {percent(share)} of the time: training is the slow side"
+    return f"waiting for data {percent(share)} of the time"
+
+
+def flow(parts: Sequence[str], width: int) -> list[str]:
+    """Parts side by side, two blanks between them, as many to a line as fit."""
+    lines = [""]
+    for part in filter(None, parts):
+        joined = f"{lines[-1]}  {part}" if lines[-1] else part
+        if len(joined) > width and lines[-1]:
+            lines.append(part)
+        else:
+            lines[-1] = joined
+    return lines
 
 
 def watch_run(loaded: Any, stop: threading.Event, *, planned: int) -> int:
@@ -168,6 +246,7 @@ def watch_run(loaded: Any, stop: threading.Event, *, planned: int) -> int:
     from rlbuffer.client import connect
     from rlbuffer.supervise import Supervisor
     from rlbuffer_cli.options import redis_origin
+    from rlbuffer_cli.session import say_ended
 
     settings: RunSettings = loaded.settings
     origin = redis_origin(loaded)
@@ -181,5 +260,6 @@ def watch_run(loaded: Any, stop: threading.Event, *, planned: int) -> int:
                 view.refresh()
 
             code = supervisor.run(stop, tick)
-            watch.update(look=True)
+            say_ended(buffer, settings, code)
+            watch.update(look=True, now=True)
     return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlbuffer.lines import amount, duration, percent
-from rlbuffer_cli.render.text import bar, printable, show_table, sparkline, utc
+from rlbuffer_cli.render.text import bar, printable, show_table, sparkline, utc, wrapped
 
 if TYPE_CHECKING:
     from rlbuffer.client import Buffer
-    from rlbuffer.store.base import EnvLedger, Ledger
+    from rlbuffer.store.base import EnvLedger, Ledger, Store
     from rlbuffer.views import GroupView
 
 EVERY_PENDING = 10**9
+FRESH_SECONDS = 6.0
+"""A heartbeat comes at least every two seconds; whoever is silent for longer may be gone."""
+MAX_AGES = 10
+"""Blocks of an age histogram."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +33,8 @@ class EnvSummary:
     """Groups."""
     forming: int
     """Groups."""
-    ages: tuple[int, int] | None
-    """(youngest, oldest) of the pending groups, in policy versions."""
+    ages: Mapping[int, int]
+    """Age in policy versions -> pending groups."""
     account: EnvLedger
     budget: float | None
     """Fraction of a step's tokens; None when the env has no budget of its own."""
@@ -49,6 +54,11 @@ class RunSummary:
     world_size: int
     ledger: Ledger
     waiting: Mapping[str, str]
+    """Who -> for what."""
+    seen: Mapping[str, float]
+    """``batcher``, ``rank 0``, ... -> seconds since its last heartbeat."""
+    workers: Mapping[str, Mapping[str, Any]]
+    """Name -> its last heartbeat, with ``seconds_ago``."""
     error: str
     envs: tuple[EnvSummary, ...] = field(default=())
 
@@ -64,13 +74,13 @@ def summarize(buffer: Buffer) -> RunSummary:
     envs = []
     for env in sorted({*ledger.envs, *budgets}):
         mine = [g for g in pending if g.env == env]
-        ages = [g.age for g in mine if g.age is not None]
+        ages = Counter(g.age for g in mine if g.age is not None)
         envs.append(
             EnvSummary(
                 env=env,
                 ready=sum(g.state == "ready" for g in mine),
                 forming=sum(g.state == "forming" for g in mine),
-                ages=(min(ages), max(ages)) if ages else None,
+                ages=dict(sorted(ages.items())),
                 account=ledger.envs.get(env) or _empty(),
                 budget=budgets.get(env),
                 share=consumed.get(env, 0) / total,
@@ -85,9 +95,20 @@ def summarize(buffer: Buffer) -> RunSummary:
         world_size=trainer.world_size,
         ledger=ledger,
         waiting=store.waiting(),
+        seen=last_seen(store),
+        workers=store.heartbeats("worker"),
         error=meta.error,
         envs=tuple(envs),
     )
+
+
+def last_seen(store: Store) -> dict[str, float]:
+    """``batcher``, ``worker NAME`` and ``rank N`` -> seconds since the last heartbeat, by the server's clock."""
+    leader = store.heartbeats("batcher").get("leader")
+    seen = {"batcher": leader["seconds_ago"]} if leader else {}
+    for kind in ("worker", "rank"):
+        seen |= {f"{kind} {name}": beat["seconds_ago"] for name, beat in store.heartbeats(kind).items()}
+    return seen
 
 
 def _empty() -> EnvLedger:
@@ -103,7 +124,7 @@ def group_record(view: GroupView) -> dict[str, Any]:
 
 
 def summary_records(summary: RunSummary) -> Iterator[dict[str, Any]]:
-    """``rlbuffer.run/1``, then an ``rlbuffer.env/1`` per env."""
+    """``rlbuffer.run/1``, then an ``rlbuffer.env/1`` per env and an ``rlbuffer.worker/1`` per worker."""
     yield {
         "schema": "rlbuffer.run/1",
         "run": summary.run,
@@ -116,32 +137,45 @@ def summary_records(summary: RunSummary) -> Iterator[dict[str, Any]]:
         "damaged": summary.ledger.damaged,
         "lost": summary.ledger.lost,
         "waiting": dict(summary.waiting),
+        "seconds_ago": dict(summary.seen),
         "error": summary.error,
     }
     for env in summary.envs:
         yield {"schema": "rlbuffer.env/1", **asdict(env)}
+    for name, beat in summary.workers.items():
+        yield {"schema": "rlbuffer.worker/1", "worker": name, **beat}
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit: int) -> None:
     """Prints header, envs and groups."""
     for line in header_lines(summary):
-        click.echo(line)
+        for row in wrapped(line, indent="    "):
+            click.echo(row)
     click.echo("")
-    show_table(
-        ["env", "ready", "forming", "packed", "trained", "dropped", "share of tokens", "age"],
-        [_env_row(env) for env in summary.envs],
-        right=frozenset({"ready", "forming", "packed", "trained"}),
-    )
-    click.echo("")
+    if summary.envs:
+        show_table(
+            ["env", "ready", "forming", "age", "share of tokens", "packed", "trained", "dropped"],
+            [_env_row(env) for env in summary.envs],
+            right=frozenset({"ready", "forming", "packed", "trained"}),
+            optional=["forming", "packed"],
+        )
+        click.echo("groups ready, forming, and by age in policy versions; rollouts packed, trained, dropped")
+        click.echo("")
     if not groups:
-        click.echo(f"no group matches {where!r}" if where else "no groups yet")
+        envs = ", ".join(env.env for env in summary.envs)
+        click.echo(f"no group matches {where!r}   (envs: {envs})" if where else "no groups yet")
         return
     header = ["id", "env", "rollouts", "reward", "spread", "age", "tokens", "state", "waited", "worker"]
     rows = [_group_row(view) for view in groups]
-    show_table(header, rows, right=frozenset({"rollouts", "reward", "age", "tokens", "waited"}))
-    if len(groups) == limit:
-        click.echo(f"the first {limit}: --limit shows more, --where chooses.   one group: rlbuffer inspect ID")
+    show_table(
+        header,
+        rows,
+        right=frozenset({"rollouts", "reward", "age", "tokens", "waited"}),
+        optional=["worker", "env", "waited", "rollouts"],
+    )
+    more = f"the first {limit}: --limit shows more, --where chooses.   " if len(groups) == limit else ""
+    click.echo(f"{more}one group: rlbuffer inspect {groups[0].group_id}")
 
 
 def header_lines(summary: RunSummary) -> list[str]:
@@ -165,26 +199,58 @@ def header_lines(summary: RunSummary) -> list[str]:
         lines.append(f"  ! {summary.ledger.damaged} rollouts damaged, {summary.ledger.lost} pushes lost")
     if summary.error:
         lines.append(f"  ! the batcher failed: {printable(summary.error)}")
-    lines += [f"  {who}: {printable(sentence)}" for who, sentence in sorted(summary.waiting.items()) if sentence]
+    if summary.workers:
+        lines.append("  workers: " + " · ".join(_worker(name, beat) for name, beat in summary.workers.items()))
+    for who, sentence in sorted(summary.waiting.items()):
+        if sentence:
+            ago = summary.seen.get(who, 0.0)
+            said = f" ({duration(ago)} ago)" if ago > FRESH_SECONDS else ""
+            lines.append(f"  {who}{said}: {printable(sentence)}")
     return lines
 
 
+def _worker(name: str, beat: Mapping[str, Any]) -> str:
+    """A worker in a few words; any process may write a heartbeat, so nothing in it is certain to be there."""
+    name = printable(name)
+    if beat["seconds_ago"] > FRESH_SECONDS:
+        return f"{name} last seen {duration(beat['seconds_ago'])} ago"
+    rate, version = beat.get("rollouts_per_second"), beat.get("version")
+    parts = [
+        f"v{version}" if isinstance(version, int) and version >= 0 else "",
+        f"{amount(rate)} rollouts/s" if isinstance(rate, float) else "",
+        f"! {printable(str(beat['error']))}" if beat.get("error") else "",
+    ]
+    return " ".join([name, *filter(None, parts)])
+
+
 def _env_row(env: EnvSummary) -> list[str]:
-    dropped = " ".join(f"{d[0]} {reason}" for reason, d in sorted(env.account.dropped.items()))
+    dropped = " ".join(f"{d[0]:,} {reason}" for reason, d in sorted(env.account.dropped.items()))
     target = f" of {percent(env.budget)}" if env.budget is not None else ""
-    ages = (
-        "" if env.ages is None else f"{env.ages[0]}" if env.ages[0] == env.ages[1] else f"{env.ages[0]}-{env.ages[1]}"
-    )
     return [
         env.env,
         str(env.ready),
         str(env.forming),
+        age_histogram(env.ages),
+        f"{bar(env.share, width=12, mark=env.budget)} {percent(env.share)}{target}",
         f"{env.account.packed[0]:,}",
         f"{env.account.trained[0]:,}",
         dropped or "0",
-        f"{bar(env.share, width=12, mark=env.budget)} {percent(env.share)}{target}",
-        ages,
     ]
+
+
+def age_histogram(ages: Mapping[int, int]) -> str:
+    """Groups per age from 0 to the oldest: a block each, then the range; ages that nothing has are dots.
+
+    Example:
+        >>> age_histogram({0: 4, 2: 8})
+        '▅·█ 0-2'
+    """
+    if not ages:
+        return ""
+    most, youngest, oldest = max(ages.values()), min(ages), max(ages)
+    first = 0 if oldest < MAX_AGES else oldest - MAX_AGES + 1
+    blocks = "".join(sparkline([ages[a] / most]) if ages.get(a) else "·" for a in range(first, oldest + 1))
+    return f"{blocks} {youngest}" + (f"-{oldest}" if oldest > youngest else "")
 
 
 def _group_row(view: GroupView) -> list[str]:

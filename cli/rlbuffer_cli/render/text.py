@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -51,36 +53,84 @@ def bar(fraction: float, *, width: int = 20, mark: float | None = None) -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: frozenset[str] = frozenset()) -> list[str]:
     """Aligned columns; names in `right` are numbers."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = []
+    widths = _widths(header, rows)
+    return [_joined(_cells(header, row, widths, right)) for row in [header, *rows]]
+
+
+def show_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: frozenset[str] = frozenset(),
+    optional: Sequence[str] = (),
+) -> None:
+    """A table, coloured on a terminal; the same words either way.
+
+    Where the terminal is too narrow, columns of `optional` are left out, the first ones first, and then lines are cut:
+    a wrapped table cannot be read. Off a terminal everything is printed.
+    """
+    width = terminal_width()
+    if width is not None:
+        header, rows = _fitted(header, rows, optional, width)
+    widths = _widths(header, rows)
     for row in [header, *rows]:
-        cells = [
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for name, cell, width in zip(header, row, widths, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+        cells = _cells(header, row, widths, right)
+        line = _joined(cells)
+        if width is not None and len(line) > width:
+            line = line[: width - 1] + "…"
+        elif width is not None and "NO_COLOR" not in os.environ:
+            plain = row is header
+            line = _joined([click.style(cell, bold=True) if plain else _coloured(cell) for cell in cells])
+        click.echo(line)
 
 
-def show_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: frozenset[str] = frozenset()) -> None:
-    """A table with rich on a terminal, plain text elsewhere; the same words either way."""
-    if not (sys.stdout.isatty() and "NO_COLOR" not in os.environ):
-        for line in table(header, rows, right=right):
-            click.echo(line)
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for name in header:
-        shown.add_column(name, justify="right" if name in right else "left", no_wrap=name in ("id", "rollout"))
-    for row in rows:
-        shown.add_row(*[Text(cell, style=_STYLES.get(cell, "")) for cell in row])
-    Console().print(shown)
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is; None when it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-_STYLES = {"ready": "green", "forming": "yellow", "packed": "cyan", "trained": "blue", "dropped": "red"}
+def wrapped(line: str, *, indent: str = "      ") -> list[str]:
+    """A line of prose, broken between words where the terminal is too narrow for it."""
+    width = terminal_width()
+    if width is None or len(line) <= width:
+        return [line]
+    lead = line[: len(line) - len(line.lstrip())]
+    return textwrap.wrap(line.strip(), width, initial_indent=lead, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _fitted(
+    header: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str], width: int
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    for name in optional:
+        widths = _widths(header, rows)
+        if sum(widths) + 2 * (len(widths) - 1) <= width:
+            break
+        keep = [i for i, other in enumerate(header) if other != name]
+        header, rows = [header[i] for i in keep], [[row[i] for i in keep] for row in rows]
+    return header, rows
+
+
+def _widths(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+
+def _cells(header: Sequence[str], row: Sequence[str], widths: Sequence[int], right: frozenset[str]) -> list[str]:
+    return [
+        cell.rjust(width) if name in right else cell.ljust(width)
+        for name, cell, width in zip(header, row, widths, strict=True)
+    ]
+
+
+def _joined(cells: Sequence[str]) -> str:
+    return "  ".join(cells).rstrip()
+
+
+def _coloured(cell: str) -> str:
+    colour = _COLOURS.get(cell.strip().partition(" ")[0])
+    return click.style(cell, fg=colour) if colour else cell
+
+
+_COLOURS = {"ready": "green", "forming": "yellow", "packed": "cyan", "trained": "blue", "dropped": "red"}
 
 
 def utc(seconds: float | None) -> str | None:

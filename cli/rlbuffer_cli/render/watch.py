@@ -53,18 +53,20 @@ class Watch:
         return time.monotonic() - self.started
 
     def log(self, name: str, line: str) -> None:
-        """A line of the supervisor's log, for the foot of the view."""
+        """A line of the supervisor's log, for the foot of the view; steps are in the view already."""
+        if name in ("serve", "train") and line.startswith("step "):
+            return
         self.lines.append(f"{name}  {line}")
 
-    def update(self, *, look: bool) -> None:
-        """Takes in new steps; with `look`, the server too when it is time."""
+    def update(self, *, look: bool, now: bool = False) -> None:
+        """Takes in new steps; with `look`, the server too when it is time, or `now`."""
         for record in self._tail.new():
             if self.first_step_seconds is None:
                 self.first_step_seconds = self.seconds
             self.records.append(record)
             self.tokens.update({env: n for env, n in record.get("tokens_by_env", {}).items() if n})
             self._on_step(record)
-        if look and time.monotonic() >= self._next_look:
+        if look and (now or time.monotonic() >= self._next_look):
             self._next_look = time.monotonic() + LOOK_SECONDS
             try:
                 self.glance = self._look()
