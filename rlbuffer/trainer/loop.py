@@ -50,6 +50,12 @@ MAX_PULLS = 3
 EXCHANGE_GRACE_SECONDS = 60.0
 """How much longer than the wait for a step a rank waits for the other ranks in an exchange."""
 
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+"""DDP's switch, by its name in this torch. Buffers (rotary tables) are constants: exchanging them only costs time."""
 
 _KEPT_OPEN: list[nn.Module] = []
 """What holds a gloo process group is never let go of. Its destructor joins a thread while it holds Python's lock, and
@@ -113,14 +119,6 @@ def device_of(settings: RunSettings) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-_SYNC_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
-"""DDP's switch, by its name in this torch. Buffers (rotary tables) are constants: exchanging them only costs time."""
 
 
 class _Trainer:
@@ -252,30 +250,8 @@ class _Trainer:
         )
 
     def _train(self, step: Step, agreement: Agreement, watch: Stopwatch) -> None:
-        settings, world_size = self.settings.trainer, self.ranks.world_size
-        sums = torch.zeros(len(SUMS), dtype=torch.float64)
-        norm = rate = 0.0
-        for micro_batches in step.updates:
-            with watch.measure("train"):
-                sums += accumulate(
-                    self.module,
-                    micro_batches,
-                    settings,
-                    micro_batches[0].normalizers,
-                    world_size=world_size,
-                    longest=self.settings.batcher.row_tokens,
-                    device=self.ranks.device,
-                )
-            with watch.measure("optimizer"):
-                self.updates += 1
-                rate = learning_rate_at(self.updates, settings)
-                norm = take_step(
-                    self.policy,
-                    self.optimizer,
-                    learning_rate=rate,
-                    gradient_clip=settings.gradient_clip,
-                    place=f"step {step.number}",
-                )
+        settings = self.settings.trainer
+        sums, norm, rate = self._make_updates(step, watch)
         self.trained = step.number
         with watch.measure("publish"):
             if step.number % settings.publish_every == 0 or step.number == settings.steps:
@@ -289,7 +265,7 @@ class _Trainer:
             learning_rate=rate,
             damaged_tokens=agreement.damaged_tokens,
             seconds=watch.seconds,
-            world_size=world_size,
+            world_size=self.ranks.world_size,
         )
         record |= {"resumed_from": self.resumed_from} | self._proofs(step)
         if self.metrics is not None:
@@ -300,6 +276,34 @@ class _Trainer:
             raise RlbufferError(f"step {step.number}: the ranks' parameters differ: {record['parameters_sha256']}")
         if step.number % settings.checkpoint_every == 0:
             self._checkpoint()
+
+    def _make_updates(self, step: Step, watch: Stopwatch) -> tuple[torch.Tensor, float, float]:
+        """Makes every update of a step. -> sums [len(SUMS)] of this rank, last gradient norm, last learning rate."""
+        settings = self.settings.trainer
+        sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        norm = rate = 0.0
+        for micro_batches in step.updates:
+            with watch.measure("train"):
+                sums += accumulate(
+                    self.module,
+                    micro_batches,
+                    settings,
+                    micro_batches[0].normalizers,
+                    world_size=self.ranks.world_size,
+                    longest=self.settings.batcher.row_tokens,
+                    device=self.ranks.device,
+                )
+            with watch.measure("optimizer"):
+                self.updates += 1
+                rate = learning_rate_at(self.updates, settings)
+                norm = take_step(
+                    self.policy,
+                    self.optimizer,
+                    learning_rate=rate,
+                    gradient_clip=settings.gradient_clip,
+                    place=f"step {step.number}",
+                )
+        return sums, norm, rate
 
     def _proofs(self, step: Step) -> dict[str, Any]:
         """Hashes that were asked for, of all ranks."""
