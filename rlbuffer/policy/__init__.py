@@ -1,1 +1,1 @@
-"""Pure decisions of the batcher: age, groups, budgets, selection, closing, composing, admission. No I/O, clock or randomness."""
+"""The batcher's decisions, pure: age, groups, budget, selection, closing, composing, admission, waiting."""

@@ -65,7 +65,7 @@ class Pool:
         """Merges one push into its group; an entry that is already here is ignored."""
         if entry_id in self._entries:
             return
-        self.now = max(self.now, now)
+        self._hear(now)
         self._entries[entry_id] = info.group_id
         if info.group_id in self._closed:
             self._queue(drop_part(entry_id, info, Rejected("late", "the group is closed")))
@@ -155,7 +155,7 @@ class Pool:
     # -- time and age -------------------------------------------------------------------------------------------------
     def advance(self, now: float) -> None:
         """Closes or drops the groups whose time is up, and forgets old tombstones."""
-        self.now = max(self.now, now)
+        self._hear(now)
         timeout = self.config.group_timeout_seconds
         for env in list(self.envs.values()):
             while env.order:
@@ -191,6 +191,12 @@ class Pool:
                 self.drop(group, "future", f"policy version {group.max_version} > {step - 1} at step {step}")
         # What is left at the top is not from the future, so nothing below it is: steps only grow.
         self._future.clear()
+
+    def _hear(self, now: float) -> None:
+        if self.now == float("-inf"):
+            # A takeover closes groups before it tells any time: their tombstones age from here.
+            self._closed = OrderedDict.fromkeys(self._closed, now)
+        self.now = max(self.now, now)
 
     # -- inside -------------------------------------------------------------------------------------------------------
     def _env(self, name: str) -> EnvPool:

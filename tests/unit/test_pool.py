@@ -1,0 +1,67 @@
+"""The batcher's index at its edges: what is remembered of groups that are gone, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlbuffer.config import BatcherConfig
+from rlbuffer.policy.pool import TOMBSTONE_SECONDS, Pool
+from rlbuffer.testing import make_group
+
+
+def pool(**settings: object) -> Pool:
+    return Pool(BatcherConfig(row_tokens=1000, **settings))  # type: ignore[arg-type]
+
+
+def add(made: Pool, name: str, *, now: float = 0.0, version: int = 0, entry: str | None = None) -> None:
+    made.add(make_group(group_id=name, size=2, version=version).info(), entry or f"{name}-0", now)
+
+
+def reasons(made: Pool) -> list[tuple[str, str]]:
+    return [(drop.group_id, drop.reason) for drop in made.drops.values()]
+
+
+@pytest.mark.parametrize(("timeout", "kept"), [(10.0, TOMBSTONE_SECONDS), (TOMBSTONE_SECONDS, 2 * TOMBSTONE_SECONDS)])
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_closed_group_is_remembered_for_as_long_as_parts_of_it_can_come(
+    timeout: float, kept: float, is_over: bool
+) -> None:
+    made = pool(group_timeout_seconds=timeout)
+    made.advance(100.0)
+    made.close(["g"])
+    made.advance(100.0 + kept + (0.1 if is_over else 0.0))
+    add(made, "g", now=made.now)
+    assert reasons(made) == ([] if is_over else [("g", "late")])
+
+
+@pytest.mark.parametrize("first", ["advance", "add"])
+def test_groups_closed_before_any_time_was_told_are_remembered_from_the_first_time_on(first: str) -> None:
+    made = pool()
+    made.close(["g"])
+    if first == "advance":
+        made.advance(1000.0)
+    else:
+        add(made, "other", now=1000.0)
+    made.advance(1000.0 + TOMBSTONE_SECONDS)
+    add(made, "g", now=made.now)
+    assert reasons(made) == [("g", "late")]
+
+
+def test_an_entry_that_is_gone_takes_its_own_drop_with_it() -> None:
+    made = pool()
+    made.close(["g"])
+    add(made, "g")
+    assert reasons(made) == [("g", "late")]
+    made.remove("g-0")
+    assert made.drops == {}
+
+
+def test_a_group_from_the_future_that_is_gone_is_not_dropped_again() -> None:
+    made = pool()
+    made.sweep_future(2)
+    add(made, "g", version=5)
+    add(made, "h", version=5)
+    made.remove("g-0")
+    made.sweep_future(3)
+    assert reasons(made) == [("h", "future")]
+    assert made.pending_tokens("a") == 0
