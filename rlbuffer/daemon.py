@@ -72,6 +72,7 @@ class Daemon:
 
     def _forget(self) -> None:
         self._token = 0
+        self._losses = self._store.losses()
         self._batcher = Batcher(self._config)
         self._entries: dict[str, PoolEntry] = {}
         self._cursor = "0-0"
@@ -115,6 +116,7 @@ class Daemon:
             lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)
             if lease.held:
                 self._token, self._renewed = lease.token, time.monotonic()
+                self._losses = self._store.losses()
                 return True
             if lease.owner != said:
                 said = lease.owner
@@ -130,8 +132,6 @@ class Daemon:
             raise ConfigError(_differences(meta.config, self._config.as_dict(), self._store.run))
         if meta.config_digest != digest:
             self._store.set_config(self._token, self._config.as_dict(), digest)
-        if meta.error:
-            self._store.set_error(self._token, "")
         self._meta = self._store.meta()
         trainer = self._store.trainer()
         if trainer.trained > self._meta.step:
@@ -140,6 +140,9 @@ class Daemon:
                 f"step is {self._meta.step}: the server lost acknowledged writes (power cut or failover). "
                 f"Start a new run from the trainer's checkpoint."
             )
+        if meta.error:
+            # Not before: ranks that wait must not miss an error that comes again.
+            self._store.set_error(self._token, "")
         self._batcher = Batcher(self._config, state=self._store.load_state())
         self._batcher.close(self._store.closed_groups())
         self._since = self._store.now()
@@ -157,8 +160,8 @@ class Daemon:
         )
 
     def _turn(self) -> None:
-        self._renew()
         self._ingest(block_seconds=POLL_SECONDS)
+        self._renew()
         meta = self._known_meta()
         trainer = self._store.trainer()
         self._retire(meta, trainer)
@@ -191,6 +194,9 @@ class Daemon:
         self._commit(decision, decision.plan, meta, started)
 
     def _renew(self) -> None:
+        if self._store.losses() != self._losses:
+            # It may be back without its newest writes: a drop, a commit, pushes that were read already.
+            raise LeaseLost(f"the server of run {self._store.run!r} was away: everything is read from it again")
         if time.monotonic() - self._renewed < self._lease_seconds / 3:
             return
         lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)
@@ -204,6 +210,8 @@ class Daemon:
         return self._meta
 
     def _leave(self) -> None:
+        if not self._token:
+            return  # stood by: what is waited for is the leader's to say
         try:
             self._store.set_waiting("batcher", "The batcher was stopped: start `rlbuffer serve` again.")
             self._store.release_lease(self._owner)

@@ -11,13 +11,22 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlbuffer import wire
 from rlbuffer.arena import Arena
 from rlbuffer.batches import Normalizers, Plan, Sample, Step
-from rlbuffer.errors import AttemptFenced, BatcherFailed, BatchTimeout, NotFound, PayloadError, RlbufferError
+from rlbuffer.errors import (
+    BatcherFailed,
+    BatchTimeout,
+    NotFound,
+    PayloadError,
+    RlbufferError,
+    ServerRefused,
+    ServerUnreachable,
+)
 from rlbuffer.packing import PackItem, assemble, redeal
 from rlbuffer.records import PolicyVersion
 from rlbuffer.store.base import PartRollout, StepHeader, Store
@@ -28,6 +37,19 @@ HEARTBEAT_SECONDS = 2.0
 """How often the rank says that it is alive; rank 0's report is the attempt's heartbeat as well."""
 FETCH_BYTES = 64 * 2**20
 """Payload bytes asked for in one call."""
+CLOSED = "the reader was closed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fetch:
+    """A step that is being pulled. Nobody waits for an abandoned one, so it must not keep its thread."""
+
+    future: Future[Step]
+    is_abandoned: threading.Event = field(default_factory=threading.Event)
+
+    def abandon(self) -> None:
+        self.is_abandoned.set()
+        self.future.cancel()
 
 
 class Reader:
@@ -73,6 +95,7 @@ class Reader:
         self._stop = threading.Event()
         self._pool: ThreadPoolExecutor | None = None
         self._heart: threading.Thread | None = None
+        self._fetches: set[Future[Step]] = set()
 
     @property
     def attempt(self) -> int:
@@ -110,22 +133,26 @@ class Reader:
         if self.rank == 0 and self._store.policy().version < 0:
             self._store.announce(self._attempt, PolicyVersion(version=0))
         number = self._trained + 1 if start is None else start
-        future = self._fetch(number)
+        fetch = self._fetch(number)
         try:
             while True:
-                step = self._await(number, future)
-                future = self._fetch(number + 1)
+                step = self._await(number, fetch.future)
+                fetch = self._fetch(number + 1)
                 yield step
                 if step.number > self._trained:
                     self.trained(step)
                 number = step.number + 1
         finally:
-            future.cancel()
+            fetch.abandon()
 
     def pull(self, number: int) -> Step:
         """Pulls one step, waiting for it as :meth:`steps` does; acknowledges nothing."""
         self.start()
-        return self._await(number, self._fetch(number))
+        fetch = self._fetch(number)
+        try:
+            return self._await(number, fetch.future)
+        finally:
+            fetch.abandon()
 
     def trained(self, step: Step | int) -> None:
         """Acknowledges `step` (or the step of that number) as trained.
@@ -169,18 +196,23 @@ class Reader:
         self._trained, self._epoch, self._digest = int(state["step"]), int(state["epoch"]), str(state["digest"])
 
     def close(self) -> None:
-        """Stops the prefetch and the heartbeat; acknowledges nothing."""
+        """Stops the prefetch and the heartbeat; acknowledges nothing. Does not wait for a server that is away."""
         self._stop.set()
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            wait(tuple(self._fetches), timeout=2 * BLOCK_SECONDS)
         if self._heart is not None:
             self._heart.join(timeout=2 * HEARTBEAT_SECONDS)
 
     # -- waiting ---------------------------------------------------------------------------------------------------
-    def _fetch(self, number: int) -> Future[Step]:
-        if self._pool is None:
-            raise RlbufferError("this reader was closed")
-        return self._pool.submit(self._pull, number)
+    def _fetch(self, number: int) -> _Fetch:
+        if self._pool is None or self._stop.is_set():
+            raise RlbufferError(CLOSED)
+        is_abandoned = threading.Event()
+        fetch = _Fetch(self._pool.submit(self._pull, number, is_abandoned), is_abandoned)
+        self._fetches.add(fetch.future)
+        fetch.future.add_done_callback(self._fetches.discard)
+        return fetch
 
     def _await(self, number: int, future: Future[Step]) -> Step:
         """The prefetched step; the time allowed counts from the asking, not from when the prefetch began."""
@@ -189,6 +221,8 @@ class Reader:
         try:
             while not wait([future], timeout=min(BLOCK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
                 self._raise_fault()
+                if self._stop.is_set():
+                    raise RlbufferError(f"{CLOSED} while it waited for step {number}")
                 error = self._store.meta().error
                 if error:
                     raise BatcherFailed(f"the batcher of run {self._store.run!r} failed: {error}")
@@ -198,8 +232,10 @@ class Reader:
                 self._store.set_waiting(f"rank {self.rank}", f"Waiting for step {number}.")
             self._raise_fault()
             return future.result()
+        except CancelledError:
+            raise RlbufferError(f"{CLOSED} while it waited for step {number}") from None
         finally:
-            if waiting:
+            if waiting and not self._stop.is_set():
                 self._store.set_waiting(f"rank {self.rank}", "")
 
     def _timeout_message(self, number: int) -> str:
@@ -219,12 +255,13 @@ class Reader:
                 self._report()
                 record = {"step": self._trained, "world_size": self.world_size, "pid": os.getpid()}
                 self._store.heartbeat("rank", str(self.rank), record)
-            except AttemptFenced as error:
-                self._fault = error
-                return
-            except RlbufferError:
+            except (ServerUnreachable, ServerRefused):
                 # The server is away: the next beat tries again, and whoever needs it waits with a message of its own.
                 continue
+            except RlbufferError as error:
+                # A newer attempt, or a run that is gone or has lost what was trained: no step can come any more.
+                self._fault = error
+                return
 
     def _report(self) -> None:
         if self.rank == 0 and self._attempt:
@@ -241,10 +278,10 @@ class Reader:
             raise self._fault
 
     # -- pulling ---------------------------------------------------------------------------------------------------
-    def _pull(self, number: int) -> Step:
+    def _pull(self, number: int, is_abandoned: threading.Event) -> Step:
         while True:
-            if self._stop.is_set():
-                raise RlbufferError("the reader was closed while it waited")
+            if self._stop.is_set() or is_abandoned.is_set():
+                raise RlbufferError(f"{CLOSED} while it waited for step {number}")
             header = self._store.wait_step(number, block_seconds=BLOCK_SECONDS)
             if header is not None:
                 break

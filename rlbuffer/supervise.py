@@ -10,6 +10,7 @@ drains workers, batcher and trainer, in that order.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -82,6 +83,7 @@ class Supervisor:
         self._context: ForkServerContext | None = None
         self._log: IO[str] | None = None
         self._log_lock = threading.Lock()
+        self._log_is_broken = False
         self._readers: list[threading.Thread] = []
         self._seen: dict[str, int] = {}
         """Pids that this process did not start: the embedded server, the ranks."""
@@ -123,15 +125,22 @@ class Supervisor:
         finally:
             for thread in self._readers:
                 thread.join(timeout=1.0)
-            self._log.close()
+            with contextlib.suppress(OSError):  # the disk is full: that was said
+                self._log.close()
             (settings.run_dir / "pids.json").unlink(missing_ok=True)
 
     def say(self, name: str, line: str) -> None:
         """One line of the one log."""
-        with self._log_lock:
-            if self._log is not None and not self._log.closed:
-                self._log.write(f"{datetime.now():%H:%M:%S} {name:<14} {line}\n")
-                self._log.flush()
+        try:
+            with self._log_lock:
+                if self._log is not None and not self._log.closed:
+                    self._log.write(f"{datetime.now():%H:%M:%S} {name:<14} {line}\n")
+                    self._log.flush()
+        except OSError as error:
+            # A full disk must not stop whoever copies a process's output: its pipe would fill, and the process with it.
+            if not self._log_is_broken:
+                self._log_is_broken = True
+                self._tell("run", f"{self.log_path} cannot be written: {error.strerror}. Lines are missing there")
         self._tell(name, line)
 
     # -- starting --------------------------------------------------------------------------------------------------
@@ -280,8 +289,9 @@ class Supervisor:
         self._pids = pids
         path = self.settings.run_dir / "pids.json"
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(pids, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        with contextlib.suppress(OSError):  # a list for people: a full disk must not end what it lists
+            temporary.write_text(json.dumps(pids, indent=2) + "\n", encoding="utf-8")
+            temporary.replace(path)
 
     # -- draining --------------------------------------------------------------------------------------------------
     def _drain(self, children: list[Child]) -> None:

@@ -65,7 +65,7 @@ class Writer:
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         delay = 0.01
         while True:
-            numbers = self._store.take_tickets(env, n, ttl_seconds=TICKET_SECONDS)
+            numbers = self._take(env, n)
             if numbers:
                 return [Ticket(env=env, number=i, group_id=f"{env}.{i}") for i in numbers]
             left = delay if deadline is None else min(delay, deadline - time.monotonic())
@@ -73,6 +73,15 @@ class Writer:
                 return []
             time.sleep(left)
             delay = min(delay * 1.5, 0.1)
+
+    def _take(self, env: str, n: int) -> list[int]:
+        """A server at its memory limit gives no tickets: no new groups are wanted until steps retire."""
+        try:
+            return self._store.take_tickets(env, n, ttl_seconds=TICKET_SECONDS)
+        except ServerRefused as error:
+            if self._on_retry is not None:
+                self._on_retry(str(error))
+            return []
 
     def renew(self, tickets: Iterable[Ticket]) -> None:
         """Keeps tickets out for another :data:`TICKET_SECONDS`; a worker does so while it samples."""
@@ -108,14 +117,18 @@ class Writer:
         """-> what became of it, and the sequence under which it is stored."""
         deadline = time.monotonic() + self._patience
         delay = FIRST_DELAY_SECONDS
+        last: int | None = None
+        """The server's last push, when it has told that some are missing there."""
         while True:
             try:
+                if last is not None:
+                    sequence, last = self._fill(last, sequence), None
                 status, entry_id = self._store.push(
                     group, producer=self.worker, incarnation=self.incarnation, sequence=sequence, epoch=self._epoch
                 )
                 return Pushed(entry_id=entry_id, status=status), sequence
             except ProducerGap as gap:
-                sequence = self._fill(gap.last, sequence)
+                last = gap.last
             except (ServerUnreachable, ServerRefused) as error:
                 if time.monotonic() + delay > deadline:
                     raise

@@ -105,7 +105,7 @@ class TrainerMoves(Session):
         raise self.unexpected("report", reply)
 
     def announce(self, number: int, version: PolicyVersion) -> bool:
-        """ANNOUNCE. -> False when an equal or newer version is already there. Raises AttemptFenced."""
+        """ANNOUNCE. -> False when an equal or newer version is already there. Raises AttemptFenced, RunGone."""
         if version.version < 0:
             raise ValueError(f"policy version {version.version} must not be negative")
         record = wire.dumps([version.location, version.size, version.checksum])
@@ -126,7 +126,12 @@ class TrainerMoves(Session):
         location, size, checksum = wire.loads(record, limit=MAX_RECORD_BYTES)
         return PolicyVersion(version=int(version), location=location, size=size, checksum=checksum, adapter=adapter)
 
-    def _superseded(self, number: int, current: str) -> AttemptFenced:
+    def _superseded(self, number: int, current: str) -> AttemptFenced | RunGone:
+        if current == "0":
+            return RunGone(
+                f"run {self.run!r} is not on the server any more, nor is attempt {number} of its trainer "
+                f"({self.keys.trainer}): the server was emptied, or it lost its data"
+            )
         return AttemptFenced(
             f"attempt {number} of run {self.run!r} is over: attempt {current} has taken over ({self.keys.trainer})"
         )

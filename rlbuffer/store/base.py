@@ -212,6 +212,9 @@ class Store(Protocol):
     def server(self) -> Mapping[str, Any]:
         """name, version, address, embedded (bool), used_memory, maxmemory, policy; checks that it can hold a run."""
 
+    def losses(self) -> int:
+        """Times that this process lost the server; it may have come back without its newest writes."""
+
     def now(self) -> float:
         """The server's clock, Unix seconds."""
 

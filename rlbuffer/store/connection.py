@@ -108,6 +108,8 @@ class Connection:
         self.embedded: EmbeddedServer | None = None
         self.is_memory = False
         """The in-process model instead of a server."""
+        self.losses = 0
+        """Times that the connection was lost. What the server had acknowledged before may be gone with it."""
         if not url:
             self.embedded = ensure(home, server)
             self._url = self.embedded.address
@@ -179,6 +181,7 @@ class Connection:
             wait = pause * random.uniform(0.5, 1.0)
             elapsed = time.monotonic() - begun
             if isinstance(failure, ServerUnreachable):
+                self.losses += 1
                 failure = self._recovered(failure, patience_seconds - elapsed)
                 elapsed = time.monotonic() - begun
             if not (repeat and may_pass and elapsed + wait <= patience_seconds):

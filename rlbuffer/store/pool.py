@@ -143,7 +143,8 @@ def _expected_size(entry: PoolEntry, index: int) -> int:
 
 def pool_entry(keys: Keys, entry_id: str, fields: Fields) -> PoolEntry:
     """A pool entry as the server has it. What cannot be decoded is named in `error`, not raised: it must be dropped."""
-    env, group_id = text(fields.get(b"env", b"")), text(fields.get(b"group", b""))
+    # Cut to what is allowed: an entry that somebody wrote by hand must not fill the history.
+    env, group_id = text(fields.get(b"env", b"")[:64]), text(fields.get(b"group", b"")[:128])
     rollouts, tokens = _count(fields, b"rollouts"), _count(fields, b"tokens")
     info, error = None, ""
     try:
@@ -174,8 +175,9 @@ def pool_entry(keys: Keys, entry_id: str, fields: Fields) -> PoolEntry:
 
 
 def _count(fields: Fields, name: bytes) -> int:
+    """As DROP counts it: what is not a plain number of at most 15 digits is 0."""
     value = fields.get(name, b"0")
-    return int(value) if value.isdigit() else 0
+    return int(value) if value.isdigit() and len(value) <= 15 else 0
 
 
 def _chunks(

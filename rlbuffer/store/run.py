@@ -25,6 +25,10 @@ class RunViews(Session):
         """name, version, address, embedded, used_memory, maxmemory, policy; checks that a run can be held here."""
         return self.connection.describe()
 
+    def losses(self) -> int:
+        """Times that this process lost the server; it may have come back without its newest writes."""
+        return self.connection.losses
+
     def now(self) -> float:
         """The server's clock, Unix seconds."""
         seconds, micros = self.look(lambda client: client.time())

@@ -11,6 +11,12 @@ local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local lease = redis.call('HMGET', KEYS[1], 'owner', 'until', 'token')
 if lease[3] ~= ARGV[1] or tonumber(lease[2] or '0') < now then return {'FENCED', lease[1] or ''} end
 
+-- An entry that did not come through PUSH may hold anything, or nothing: it must go all the same.
+local function known(value, pattern, otherwise)
+  if value and string.match(value, pattern) and (otherwise ~= '0' or #value <= 15) then return value end
+  return otherwise
+end
+
 local clock = string.format('%.0f', now)
 local step = redis.call('HGET', KEYS[7], 'step') or '0'
 local total, p = 0, 6
@@ -24,10 +30,12 @@ for _ = 1, tonumber(ARGV[5]) do
     if #found == 1 and redis.call('XDEL', KEYS[2], ARGV[i]) == 1 then
       local fields, entry = found[1][2], {}
       for k = 1, #fields, 2 do entry[fields[k]] = fields[k + 1] end
-      local fate = entry.env .. ':dropped:' .. reason
-      redis.call('HINCRBY', KEYS[3], fate .. ':rollouts', entry.rollouts)
-      redis.call('HINCRBY', KEYS[3], fate .. ':tokens', entry.tokens)
-      redis.call('ZADD', KEYS[5], step, ARGV[2] .. entry.group .. ':' .. entry.key)
+      local fate = known(entry.env, '^[%w_.-]+$', '?') .. ':dropped:' .. reason
+      redis.call('HINCRBY', KEYS[3], fate .. ':rollouts', known(entry.rollouts, '^%d+$', '0'))
+      redis.call('HINCRBY', KEYS[3], fate .. ':tokens', known(entry.tokens, '^%d+$', '0'))
+      if entry.group and entry.key then
+        redis.call('ZADD', KEYS[5], step, ARGV[2] .. entry.group .. ':' .. entry.key)
+      end
       dropped = dropped + 1
     end
   end

@@ -1,0 +1,113 @@
+"""The batcher against entries that nobody pushed, a server that was away, and another leader."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.client import Buffer
+from rlbuffer.daemon import Daemon
+from rlbuffer.settings import RunSettings
+
+pytest_plugins = ("store_fixtures",)
+
+
+class Served:
+    """Daemons over the run's store, and what they said."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.events: list[dict[str, Any]] = []
+        self.errors: list[BaseException] = []
+        self._running: list[tuple[threading.Event, threading.Thread]] = []
+
+    def serve(self) -> Any:
+        """Starts a daemon. -> its store."""
+        store = self.run.again()
+        config = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)
+        daemon = Daemon(Buffer(store, settings=RunSettings()), config, on_event=self.events.append, lease_seconds=1.0)
+        stop = threading.Event()
+
+        def lead() -> None:
+            try:
+                daemon.run(stop)
+            except BaseException as error:
+                self.errors.append(error)
+
+        thread = threading.Thread(target=lead)
+        thread.start()
+        self._running.append((stop, thread))
+        return store
+
+    def stop(self, which: int = 0) -> None:
+        stop, thread = self._running.pop(which)
+        stop.set()
+        thread.join(timeout=20)
+
+    def close(self) -> None:
+        while self._running:
+            self.stop()
+
+    def wait_for(self, what: Callable[[], Any], seconds: float = 10.0) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (value := what()):
+            assert not self.errors, self.errors
+            assert time.monotonic() < deadline, self.events[-5:]
+            time.sleep(0.02)
+        return value
+
+    def said(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
+        return [e for e in list(self.events) if e["event"] == kind and fields.items() <= e.items()]
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[Served]:
+    made = Served(run)
+    yield made
+    made.close()
+
+
+GARBAGE: list[Mapping[str, Any]] = [
+    {"x": "y"},
+    {"env": "a"},
+    {"env": "a", "group": "g", "rollouts": "many", "tokens": "-3", "key": "k", "metadata": b"\xff\x00"},
+    {"env": "a b\n", "group": "\xff" * 3000, "key": "k", "rollouts": "9" * 6000, "tokens": "9" * 17, "metadata": b""},
+    {"env": "", "group": "", "key": "", "rollouts": "", "tokens": "", "metadata": ""},
+]
+
+
+def test_entries_that_nobody_pushed_leave_the_pool_and_stop_nothing(served: Served) -> None:
+    run = served.run
+    for fields in GARBAGE:
+        run.client.xadd(run.store.keys.pool, dict(fields))
+    run.push("a.0")
+    without_key = {k: v for k, v in run.client.xrange(run.store.keys.pool)[-1][1].items() if k != b"key"}
+    run.client.xadd(run.store.keys.pool, without_key | {b"group": b"a.1"})
+    served.serve()
+    served.wait_for(lambda: len(served.said("drop", reason="invalid")) == len(GARBAGE) + 1)
+    assert [entry.group_id for entry in run.pool()] == ["a.0"]
+    assert not served.errors
+    assert all(len(str(record["group_id"])) <= 128 for record in run.store.history())
+
+
+def test_a_server_that_was_away_is_read_again_from_the_start(served: Served) -> None:
+    store = served.serve()
+    served.wait_for(lambda: served.said("ready"))
+    store.connection.losses += 1
+    served.wait_for(lambda: len(served.said("ready")) == 2)
+    assert "was away: everything is read from it again" in served.said("leader", state="lost")[0]["reason"]
+
+
+def test_a_standby_that_leaves_does_not_speak_for_the_leader(served: Served) -> None:
+    served.serve()
+    sentence = served.wait_for(lambda: served.run.store.waiting().get("batcher"))
+    served.serve()
+    served.wait_for(lambda: served.said("leader", state="standby"))
+    served.stop(1)
+    assert served.run.store.waiting()["batcher"] == sentence

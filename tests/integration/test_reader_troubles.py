@@ -1,0 +1,85 @@
+"""Readers whose run changes under them: they say what happened and end, instead of waiting for what cannot come."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from store_runs import Run
+
+from rlbuffer.errors import RlbufferError, RunGone
+from rlbuffer.reader import Reader
+
+pytest_plugins = ("store_fixtures",)
+
+
+def make_reader(run: Run, *, timeout_seconds: float = 30.0) -> Reader:
+    return Reader(run.again(), rank=0, world_size=1, timeout_seconds=timeout_seconds)
+
+
+def test_a_trainer_that_is_ahead_of_the_server_is_told_while_it_waits(run: Run) -> None:
+    for n in range(2):
+        run.step(f"a.{n}", world_size=1)
+    reader = make_reader(run)
+    for step in (1, 2):
+        reader.trained(reader.pull(step))
+    # What a server that lost its newest second comes back with.
+    run.client.hset(run.store.keys.meta, mapping={"step": 1})
+    run.client.hset(run.store.keys.trainer, mapping={"trained": 1, "digest": ""})
+    start = time.monotonic()
+    with pytest.raises(RunGone, match=r"has trained step 2, but run .* ends at step 1: the server lost acknowledged"):
+        reader.pull(3)
+    assert time.monotonic() - start < 10
+    reader.close()
+
+
+def test_a_run_that_is_gone_ends_a_waiting_trainer_with_a_word(run: Run) -> None:
+    run.step("a.0", world_size=1)
+    reader = make_reader(run)
+    reader.trained(reader.pull(1))
+    run.client.delete(*run.control_keys(), *run.payload_keys())
+    with pytest.raises(RunGone, match="is not on the server"):
+        reader.pull(2)
+    with pytest.raises(RunGone, match=r"run .* is not on the server any more, nor is attempt \d+ of its trainer"):
+        reader._report()
+    reader.close()
+
+
+def test_abandoned_iterations_do_not_keep_the_threads_that_the_next_one_needs(run: Run) -> None:
+    run.step("a.0", world_size=1)
+    reader = make_reader(run, timeout_seconds=5)
+    for _ in range(4):
+        steps = reader.steps(1)
+        assert next(steps).number == 1
+        time.sleep(0.1)  # the prefetch of step 2 has begun
+        steps.close()
+    reader.close()
+
+
+def test_closing_a_reader_ends_whoever_waits_in_it(run: Run) -> None:
+    run.step("a.0", world_size=1)
+    reader = make_reader(run)
+    reader.start(0)
+    caught: list[BaseException] = []
+
+    def wait_for_ever(step: int) -> None:
+        try:
+            reader.pull(step)
+        except BaseException as error:
+            caught.append(error)
+
+    threads = [threading.Thread(target=wait_for_ever, args=(step,)) for step in (2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    start = time.monotonic()
+    reader.close()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert time.monotonic() - start < 5
+    assert sorted((type(error), str(error)) for error in caught) == [
+        (RlbufferError, f"the reader was closed while it waited for step {step}") for step in (2, 3, 4)
+    ]
+    with pytest.raises(RlbufferError, match=r"the reader was closed$"):
+        reader.pull(1)

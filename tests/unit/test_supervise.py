@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from rlbuffer.settings import RunSettings
+from rlbuffer.supervise import Supervisor
+
+
+def test_a_full_disk_is_said_once_and_stops_nobody_from_being_heard(tmp_path: Path) -> None:
+    heard: list[tuple[str, str]] = []
+    supervisor = Supervisor(RunSettings(home=tmp_path), say=lambda name, line: heard.append((name, line)))
+    log = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115 - closing it fails, too
+    supervisor._log = log
+    supervisor.say("serve", "one")
+    supervisor.say("serve", "two")
+    with contextlib.suppress(OSError):
+        log.close()
+    assert [line for name, line in heard if name == "serve"] == ["one", "two"]
+    assert [line.split(":")[1] for name, line in heard if name == "run"] == [
+        " No space left on device. Lines are missing there"
+    ]
