@@ -359,7 +359,8 @@ class Batcher:
         if trial.short:
             env = trial.short[0]
             return waiting.for_share(self._need(env, trial, limits, fractions, means), published)
-        env = max(trial.exhausted, key=lambda e: (trial.deficits.get(e, 0.0), e), default="")
+        # Where nothing is ready at all, `proportional` gives nobody a share: then it is any env that sent something.
+        env = max(trial.exhausted or self._pool.envs, key=lambda e: (trial.deficits.get(e, 0.0), e), default="")
         need = self._need(env, trial, limits, fractions, means) if env and self._pool.envs else None
         done, what = waiting.progress(trial, limits)
         return waiting.for_groups(step, done=done, what=what, need=need, published=published)
@@ -386,4 +387,5 @@ class Batcher:
             forming=len(pool.order),
             oldest_seconds=None if oldest is None else max(0.0, self._pool.now - oldest.since),
             is_silent=env not in self._pool.envs and env not in self._accounts,
+            lost=pool.lost,
         )

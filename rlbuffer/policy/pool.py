@@ -7,7 +7,8 @@ kept as running sums.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from heapq import heappop, heappush
 
 from rlbuffer.batches import Drop
@@ -23,7 +24,16 @@ TOMBSTONE_SECONDS = 3600.0
 class EnvPool:
     """One env's groups."""
 
-    __slots__ = ("forming", "forming_tokens", "order", "ready", "ready_groups", "ready_rollouts", "ready_tokens")
+    __slots__ = (
+        "forming",
+        "forming_tokens",
+        "lost",
+        "order",
+        "ready",
+        "ready_groups",
+        "ready_rollouts",
+        "ready_tokens",
+    )
 
     def __init__(self) -> None:
         self.ready: VersionIndex[GroupState] = VersionIndex()
@@ -34,6 +44,8 @@ class EnvPool:
         self.ready_groups = 0
         self.ready_rollouts = 0
         self.ready_tokens = 0
+        self.lost = ""
+        """Why the last group was dropped, while none has become ready since: an env may lose all it sends."""
 
     def count(self, group: GroupState, sign: int) -> None:
         """Moves the running sums of ready groups."""
@@ -53,6 +65,8 @@ class Pool:
         self.now = float("-inf")
         self.step = 0
         """Last step that was asked for."""
+        self._dropping: dict[str, tuple[tuple[str, ...], GroupInfo]] = {}
+        """entry id -> all entries of its unconfirmed drop, and what it holds."""
         self._groups: dict[str, GroupState] = {}
         self._entries: dict[str, str] = {}
         self._closed: OrderedDict[str, float] = OrderedDict()
@@ -68,7 +82,7 @@ class Pool:
         self._hear(now)
         self._entries[entry_id] = info.group_id
         if info.group_id in self._closed:
-            self._queue(drop_part(entry_id, info, Rejected("late", "the group is closed")))
+            self._queue(drop_part(entry_id, info, Rejected("late", "the group is closed")), {entry_id: info})
             return
         group = self._groups.get(info.group_id)
         if group is None:
@@ -82,7 +96,7 @@ class Pool:
         before = group.tokens
         why = group.take(entry_id, info, self.config.row_tokens)
         if why is not None:
-            self._queue(drop_part(entry_id, info, why))
+            self._queue(drop_part(entry_id, info, why), {entry_id: info})
         if group.is_closed:
             return
         env.forming_tokens += group.tokens - before
@@ -106,6 +120,7 @@ class Pool:
             env = self._env(group.env)
             env.ready.add(group)
             env.count(group, 1)
+            env.lost = ""
             if is_future(self.step, group.max_version):
                 self._sequence += 1
                 heappush(self._future, (-group.max_version, self._sequence, group))
@@ -115,7 +130,7 @@ class Pool:
         """Takes a group out and queues its drop."""
         self._forget(group)
         if group.parts:
-            self._queue(group.drop(reason, detail))
+            self._queue(group.drop(reason, detail), group.parts)
 
     def consume(self, group_ids: Iterable[str]) -> None:
         """Forgets groups that a commit consumed; late parts of them are still known as late."""
@@ -129,13 +144,13 @@ class Pool:
     def remove(self, entry_id: str) -> None:
         """Forgets an entry that is gone from the store; what is left of its group is no longer whole and is dropped."""
         group = self._groups.get(self._entries.pop(entry_id, ""))
-        self.drops.pop((entry_id,), None)
+        self._withdraw(entry_id)
         if group is None or entry_id not in group.parts:
             return
         self._forget(group)
         del group.parts[entry_id]
         if group.parts:
-            self._queue(group.drop("invalid", f"its part {entry_id} is gone from the pool"))
+            self._queue(group.drop("invalid", f"its part {entry_id} is gone from the pool"), group.parts)
 
     def close(self, group_ids: Iterable[str]) -> None:
         """Remembers groups as closed; what is pending of them is late."""
@@ -151,6 +166,7 @@ class Pool:
             self.drops.pop(drop.entry_ids, None)
             for entry_id in drop.entry_ids:
                 self._entries.pop(entry_id, None)
+                self._dropping.pop(entry_id, None)
 
     # -- time and age -------------------------------------------------------------------------------------------------
     def advance(self, now: float) -> None:
@@ -210,8 +226,22 @@ class Pool:
         env = self.envs.get(name)
         return 0 if env is None else env.ready_tokens + env.forming_tokens
 
-    def _queue(self, drop: Drop) -> None:
+    def _queue(self, drop: Drop, parts: Mapping[str, GroupInfo]) -> None:
         self.drops[drop.entry_ids] = drop
+        self._dropping.update({entry_id: (drop.entry_ids, info) for entry_id, info in parts.items()})
+        if drop.reason not in ("late", "duplicate"):  # those come of groups that did train
+            self._env(drop.env).lost = f"{drop.reason}: {drop.detail}"
+
+    def _withdraw(self, entry_id: str) -> None:
+        """An entry that is gone cannot be dropped any more; what else its drop holds still must be."""
+        entry_ids, info = self._dropping.pop(entry_id, ((), None))
+        drop = self.drops.pop(entry_ids, None)
+        if drop is None or info is None or len(entry_ids) == 1:
+            return
+        left = tuple(e for e in entry_ids if e != entry_id)
+        rollouts, tokens = drop.rollouts - len(info.rollouts), drop.tokens - info.tokens
+        self.drops[left] = replace(drop, entry_ids=left, rollouts=rollouts, tokens=tokens)
+        self._dropping.update({e: (left, self._dropping[e][1]) for e in left})
 
     def _unform(self, group: GroupState) -> None:
         env = self._env(group.env)

@@ -21,6 +21,8 @@ class EnvNeed:
     """How long the oldest forming group has been forming; None when there is none."""
     is_silent: bool
     """It never sent a group."""
+    lost: str = ""
+    """Why its last group was dropped, while none has become ready since."""
 
 
 def progress(trial: Trial, limits: Limits) -> tuple[float, str]:
@@ -48,7 +50,7 @@ def for_share(need: EnvNeed, published: int | None) -> str:
     first = f"{need.env} is {_groups(count)} short of its share ({_forming(need)})."
     if need.is_silent:
         first += f" It has not sent a group yet: is a worker for {need.env} running?"
-    return first + _trainer(published, need.is_silent)
+    return first + _trainer(published, need)
 
 
 def for_groups(step: int, *, done: float, what: str, need: EnvNeed | None, published: int | None) -> str:
@@ -56,7 +58,7 @@ def for_groups(step: int, *, done: float, what: str, need: EnvNeed | None, publi
     first = f"Step {step} is {100 * done:.0f} % full ({what})."
     if need is None:
         return f"{first} No env has sent a group that can train yet: start a worker."
-    return f"{first} {need.env} goes next and has nothing ready ({_forming(need)})." + _trainer(published, False)
+    return f"{first} {need.env} goes next and has nothing ready ({_forming(need)})." + _trainer(published, need)
 
 
 def _forming(need: EnvNeed) -> str:
@@ -68,6 +70,8 @@ def _groups(count: int) -> str:
     return f"{count} group" if count == 1 else f"{count} groups"
 
 
-def _trainer(published: int | None, is_silent: bool) -> str:
+def _trainer(published: int | None, need: EnvNeed) -> str:
     version = "" if published is None else f" Policy version {published} is published."
-    return version + ("" if is_silent else " Normal while workers generate.")
+    if need.lost:
+        return f"{version} Its last group was dropped as {need.lost}."
+    return version + ("" if need.is_silent else " Normal while workers generate.")

@@ -152,6 +152,18 @@ def test_only_what_is_neither_too_old_nor_from_the_future_trains(version, fate):
     assert (decision.plan is None) is (fate is not None)
 
 
+def test_a_drop_goes_on_without_the_entries_that_are_gone_before_it_was_made():
+    made = batcher(group_timeout_seconds=10.0, min_group_size=4)
+    for entry in range(3):
+        put(made, "g", lengths=(20 + entry,), planned=4, first=entry, entry=f"{entry}-0")
+    assert [(d.entry_ids, d.rollouts, d.tokens) for d in ask(made, now=10.0).drops] == [(("0-0", "1-0", "2-0"), 3, 63)]
+    made.remove("1-0")
+    assert [(d.entry_ids, d.rollouts, d.tokens) for d in ask(made, now=10.0).drops] == [(("0-0", "2-0"), 2, 42)]
+    made.remove("0-0")
+    made.remove("2-0")
+    assert ask(made, now=10.0).drops == ()
+
+
 def test_max_age_may_differ_by_env():
     made = batcher(step_groups=2, max_age=0, envs={"b": EnvConfig(max_age=3)})
     put(made, "ga", env="a", version=3)
@@ -346,6 +358,22 @@ def test_the_sentence_says_how_full_the_step_is_when_nobody_is_short():
         "Step 1 is 50 % full (100 of 200 tokens ready). a goes next and has nothing ready (0 forming). "
         "Normal while workers generate."
     )
+
+
+def test_an_env_whose_groups_are_all_dropped_is_named_with_the_reason_until_one_is_ready():
+    made = batcher()
+    put(made, "g1", lengths=(101, 102))
+    first = ask(made)
+    made.dropped(first.drops)
+    again = ask(made)
+    assert (len(first.drops), again.drops) == (1, ())
+    assert again.waiting == (
+        "Step 1 is 0 % full (0 of 200 tokens ready). a goes next and has nothing ready (0 forming). "
+        "Its last group was dropped as oversized: length 101 > row_tokens 100."
+    )
+    put(made, "g2")
+    put(made, "g2", entry="late")
+    assert ask(made).waiting.endswith("Normal while workers generate.")
 
 
 def test_allowances_follow_the_window_and_what_is_pending():
