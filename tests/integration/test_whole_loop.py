@@ -221,6 +221,26 @@ def test_a_damaged_payload_trains_as_masked_padding(place: Place) -> None:
     assert buffer.ledger().damaged == 2
 
 
+def test_a_group_that_lost_payloads_of_several_parts_before_the_commit_drops_as_a_whole(place: Place) -> None:
+    buffer = place.connect()
+    start_trainer(buffer)
+    writer = buffer.writer("w")
+    for part in range(3):
+        ids = [f"a.0/{part}"]
+        writer.push(make_group(group_id="a.0", size=1, rewards=[float(part)], planned_size=3, rollout_ids=ids))
+    client = buffer.store.client
+    keys = sorted(key for key in client.scan_iter("rlb:*:g:a.0:*") if place.run in str(key))
+    assert len(keys) == 3
+    client.delete(*keys[:2])
+    push_groups(place, range(1, 3))
+    place.serve()
+    place.wait_for(lambda: buffer.store.meta().step == 1)
+    place.wait_for(lambda: buffer.ledger().envs["a"].pending[0] == 0)
+    assert place.errors == []
+    account = buffer.ledger().envs["a"]
+    assert (account.pushed[0], account.packed[0], account.dropped["invalid"][0]) == (7, 4, 3)
+
+
 def test_steps_retire_behind_the_oldest_checkpoint(place: Place) -> None:
     place.serve()
     push_groups(place, range(8))
