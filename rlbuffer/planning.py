@@ -206,9 +206,7 @@ def _deal(
     load = np.zeros(shape[0], np.int64)
     by_cost = np.argsort(-costs, axis=1, kind="stable")
     sorted_costs = np.take_along_axis(costs, by_cost, axis=1)
-    # Uneven micro-steps first: the even ones after them cannot level much, but cannot spoil much either.
-    uneven_first = np.argsort(sorted_costs[:, -1] - sorted_costs[:, 0], kind="stable")
-    for step in uneven_first.tolist():
+    for step in range(len(grid)):
         ranks = load.argsort(kind="stable")
         dealt[step][:, ranks] = grid[step][:, by_cost[step]]
         load[ranks] += sorted_costs[step]

@@ -2,7 +2,18 @@ import pytest
 
 from rlbuffer.config import BatcherConfig
 from rlbuffer.errors import RlbufferError
-from rlbuffer.policy.budget import MEAN_WINDOW, EnvAccount, charge, dump, has_budget, known_envs, load, shares, size_of
+from rlbuffer.policy.budget import (
+    MEAN_WINDOW,
+    EnvAccount,
+    charge,
+    dump,
+    has_budget,
+    known_envs,
+    load,
+    settle,
+    shares,
+    size_of,
+)
 
 
 def config(**settings):
@@ -63,11 +74,25 @@ def test_means_are_exact_at_first_and_then_follow():
     for _ in range(20 * MEAN_WINDOW):
         account.learn(100, 8, 100)
     assert account.tokens == pytest.approx(100, rel=1e-6)
+    account.learn(100 + MEAN_WINDOW, 8, 0)
+    assert account.tokens == pytest.approx(101, rel=1e-6)
 
 
 @pytest.mark.parametrize(("unit", "expected"), [("tokens", 90), ("rollouts", 4), ("groups", 1)])
 def test_a_group_counts_in_the_budgets_unit(unit, expected):
     assert size_of(unit, tokens=90, rollouts=4) == expected
+
+
+@pytest.mark.parametrize(("unit", "first", "second"), [("tokens", 150, 250), ("rollouts", 6, 10), ("groups", 1.5, 2.5)])
+def test_a_committed_step_moves_new_accounts_and_clamps_them(unit, first, second):
+    before = {"a": EnvAccount()}
+    groups, fractions = [("a", 100, 4)] * 3, {"a": 0.5, "b": 0.5}
+    once = settle(before, groups, fractions, unit)
+    assert before == {"a": EnvAccount()}
+    assert (once["a"].deficit, once["b"].deficit) == (-first, first)
+    assert (once["a"].groups, once["a"].tokens, once["a"].rollouts, once["b"].groups) == (3, 100, 4, 0)
+    twice = settle(once, groups, fractions, unit)  # unclamped it would be owed as much again
+    assert (twice["a"].deficit, twice["b"].deficit) == (-second, second)
 
 
 def test_accounts_survive_being_saved_exactly():

@@ -55,6 +55,8 @@ def test_a_rollout_without_reward_is_invalid_unless_something_is_still_to_be_add
     state, verdicts = state_of(part(rollout("r0", reward=None), needs=("reward",), planned_size=1))
     assert verdicts == [None]
     assert not state.is_whole(1)
+    needy = part(rollout("r0", reward=None), needs=("reward",))
+    assert state_of(needy, part(rollout("r1", reward=None)))[1] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,13 @@ def test_redeal_keeps_micro_steps_level_and_ranks_balanced() -> None:
             assert sum(waits(other, lengths)) / ideal < 1.03 * slack
 
 
+def test_redeal_gives_no_rank_always_the_costlier_end() -> None:
+    lengths = range(93, 101)  # each above half a row: a row of its own
+    two = redeal(plan(list(lengths), row_tokens=100, world_size=8, cost=(1, 0)), 2)
+    loads = [sum(cost_of(lengths, row, (1, 0)) for step in two.rows for row in step[rank]) for rank in (0, 1)]
+    assert loads == [386, 386]
+
+
 def test_redeal_refuses_no_ranks() -> None:
     with pytest.raises(PackingError, match="plan: world_size = 0 must be a positive integer"):
         redeal(plan([1], row_tokens=1, world_size=1), 0)

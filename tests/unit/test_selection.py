@@ -47,6 +47,14 @@ def test_what_is_owed_from_before_comes_first():
     assert "".join(n[0] for n in names(trial)) == "bbbbbababa"
 
 
+def test_an_env_ahead_of_its_share_by_more_than_its_next_group_waits_while_others_have_any():
+    ready = {"a": groups("a", 2, 10), "b": [group("b0", *[10] * 6)]}
+    trial = run(ready, fractions={"a": 0.9, "b": 0.1}, deficits={"a": -10.0, "b": 10.0})
+    assert names(trial)[0] == "b0"  # though a's next group would be owed sooner: 20 / 0.9 against 50 / 0.1
+    alone = run({"a": groups("a", 2, 10)}, fractions={"a": 0.9, "b": 0.1}, deficits={"a": -10.0, "b": 10.0})
+    assert names(alone) == ["a0", "a1"]
+
+
 @pytest.mark.parametrize(("count", "ended", "selected"), [(9, "empty", 9), (10, "full", 10), (11, "full", 10)])
 def test_a_step_is_full_at_its_tokens(count, ended, selected):
     trial = run({"a": groups("a", count, 4, 6)})

@@ -392,6 +392,23 @@ def test_a_metadata_map_behind_a_right_checksum_is_still_checked(changes: dict[s
     assert str(caught.value) == message
 
 
+def test_a_reward_behind_a_flag_that_says_there_is_none_is_refused() -> None:
+    info = replace(INFO, rollouts=(replace(INFO.rollouts[0], reward=0.5), INFO.rollouts[1]))
+    rows = bytearray(msgpack.unpackb(encode_info(info))["rows"])
+    flags = 16 + 8 + 16  # four counts, the reward, two versions
+    rows[flags] &= ~1
+    with pytest.raises(PayloadError, match=r"^invalid metadata: flags of rollout 0$"):
+        decode_info(info_map(rows=bytes(rows)))
+
+
+def test_a_right_checksum_written_wider_than_it_is_is_refused() -> None:
+    values = msgpack.unpackb(encode_info(INFO))
+    del values["checksum"]
+    data = msgpack.packb(values | {"checksum": 2**63})[:-4].replace(b"\xcf\x80\x00\x00\x00", b"\xcf" + bytes(4))
+    with pytest.raises(PayloadError, match=r"^metadata is damaged: "):
+        decode_info(data + struct.pack(">I", zlib.crc32(data)))
+
+
 def test_the_unchanged_map_of_these_tests_is_read() -> None:
     assert decode_info(info_map()) == INFO
 
