@@ -18,6 +18,7 @@ _HOME = {
     "Buffer": "rlbuffer.client",
     "Decision": "rlbuffer.batches",
     "Drop": "rlbuffer.batches",
+    "EnvConfig": "rlbuffer.config",
     "FakeClock": "rlbuffer.testing",
     "Group": "rlbuffer.records",
     "GroupInfo": "rlbuffer.records",
@@ -52,6 +53,8 @@ _MODULES = ("errors", "testing")
 """Public modules beside the names."""
 
 if TYPE_CHECKING:
+    from rlbuffer import errors as errors
+    from rlbuffer import testing as testing
     from rlbuffer.advantages import advantage as advantage
     from rlbuffer.batcher import Batcher as Batcher
     from rlbuffer.batches import Decision as Decision
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
     from rlbuffer.client import Policy as Policy
     from rlbuffer.client import connect as connect
     from rlbuffer.config import BatcherConfig as BatcherConfig
+    from rlbuffer.config import EnvConfig as EnvConfig
     from rlbuffer.errors import RlbufferError as RlbufferError
     from rlbuffer.packing import pack as pack
     from rlbuffer.packing import plan as plan
