@@ -1,0 +1,75 @@
+"""One optimizer update: what is decayed, what is clipped, what is refused, and how fast it goes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rlbuffer.errors import RlbufferError
+from rlbuffer.settings import TrainerSettings
+from rlbuffer.trainer.update import learning_rate_at, make_optimizer, take_step
+
+
+class Policy(nn.Module):
+    """A matrix, a vector, and a parameter that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.ones(2, 2))
+        self.vector = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+
+
+def step(policy: Policy, settings: TrainerSettings, gradient: float, *, clip: float = 1.0) -> tuple[float, float]:
+    """Takes one step with every gradient `gradient`. -> norm as reported, norm that the optimizer saw."""
+    optimizer = make_optimizer(policy, settings)
+    seen: list[float] = []
+
+    def look(used: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        gradients = [p.grad.flatten() for group in used.param_groups for p in group["params"] if p.grad is not None]
+        seen.append(float(torch.cat(gradients).norm()))
+
+    optimizer.register_step_pre_hook(look)
+    for parameter in (policy.matrix, policy.vector):
+        parameter.grad = torch.full_like(parameter, gradient)
+    norm = take_step(policy, optimizer, learning_rate=0.1, gradient_clip=clip, place="step 3")
+    assert policy.matrix.grad is None
+    return norm, seen[0]
+
+
+def test_weight_decay_shrinks_matrices_only() -> None:
+    policy = Policy()
+    step(policy, TrainerSettings(weight_decay=0.5), 0.0)
+    assert torch.equal(policy.matrix, torch.full((2, 2), 0.95))  # 1 - rate x decay
+    assert torch.equal(policy.vector, torch.ones(2))
+    assert torch.equal(policy.frozen, torch.ones(2, 2))
+
+
+def test_an_update_goes_at_the_rate_it_is_given_and_not_at_the_settings_own() -> None:
+    policy = Policy()
+    step(policy, TrainerSettings(learning_rate=5.0), 1.0)
+    assert torch.allclose(policy.vector, torch.full((2,), 0.9))  # Adam's first step is the rate itself
+
+
+@pytest.mark.parametrize(("clip", "seen"), [(1.0, 1.0), (100.0, 6**0.5 * 2)])
+def test_the_norm_is_the_one_before_clipping(clip: float, seen: float) -> None:
+    assert step(Policy(), TrainerSettings(), 2.0, clip=clip) == pytest.approx((6**0.5 * 2, seen), rel=1e-5)
+
+
+@pytest.mark.parametrize("gradient", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(gradient: float) -> None:
+    policy = Policy()
+    with pytest.raises(RlbufferError, match=r"^step 3: the gradient's norm is (nan|inf)\. The parameters are left"):
+        step(policy, TrainerSettings(weight_decay=0.5), gradient)
+    assert torch.equal(policy.matrix, torch.ones(2, 2))
+    assert torch.equal(policy.vector, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("warmup", "update", "share"), [(0, 1, 1.0), (4, 1, 0.25), (4, 3, 0.75), (4, 4, 1.0), (4, 5, 1.0), (4, 400, 1.0)]
+)
+def test_the_rate_grows_to_the_full_one_at_the_last_update_of_the_warm_up(
+    warmup: int, update: int, share: float
+) -> None:
+    assert learning_rate_at(update, TrainerSettings(learning_rate=0.5, warmup_steps=warmup)) == 0.5 * share
