@@ -1,0 +1,95 @@
+"""``python -m simulation``: many seeds, or one again."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import replace
+
+from simulation.mutations import MUTATIONS, mutation
+from simulation.plan import draw
+from simulation.world import LAST_EVENTS, Result, World
+
+
+def run_seed(seed: int, *, broken: str = "", rollback: bool = False, keep_log: int = LAST_EVENTS) -> Result:
+    """Simulates one seed."""
+    plan = draw(seed, mutation=mutation(broken) if broken else None, rollback=rollback)
+    return World(plan, keep_log=keep_log).simulate()
+
+
+def replay_command(seed: int, broken: str, rollback: bool) -> str:
+    """The command that shows a seed again."""
+    options = f"{f' --mutation {broken}' if broken else ''}{' --rollback' if rollback else ''}"
+    return f"python -m simulation --seed {seed}{options} -v"
+
+
+def show(result: Result, command: str) -> None:
+    """A violation, for people."""
+    print(f"\nseed {result.seed} violates an invariant at event {result.event}, {result.seconds:.3f} s:")
+    print(f"  {result.violation}\n  {result.plan}\nThe last events:")
+    for line in result.log:
+        print(f"  {line}")
+    print(f"Again, event by event:  {command}", flush=True)
+
+
+def _job(values: tuple[int, str, bool]) -> Result:
+    seed, broken, rollback = values
+    result = run_seed(seed, broken=broken, rollback=rollback)
+    return result if result.violation else replace(result, log=())
+
+
+def main() -> int:
+    """Runs what the command line asks for. -> exit code"""
+    parser = argparse.ArgumentParser(prog="python -m simulation", description="The protocol under faults.")
+    parser.add_argument("--seeds", type=int, default=500, help="how many seeds (default 500)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--seed", type=int, help="one seed only")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="processes (default: one per core)")
+    parser.add_argument("--mutation", default="", choices=["", *(m.name for m in MUTATIONS)], help="break a Lua file")
+    parser.add_argument("--rollback", action="store_true", help="the server loses acknowledged writes")
+    parser.add_argument("--keep-going", action="store_true", help="do not stop at the first violation")
+    parser.add_argument("-v", "--verbose", action="store_true", help="with --seed: every event")
+    args = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        # The order of sets of strings must be the same in every replay.
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, "-m", "simulation", *sys.argv[1:]])
+    if args.seed is not None:
+        keep = 10**6 if args.verbose else LAST_EVENTS
+        result = run_seed(args.seed, broken=args.mutation, rollback=args.rollback, keep_log=keep)
+        if args.verbose and not result.violation:
+            print("\n".join(result.log))
+        if result.violation:
+            show(result, replay_command(args.seed, args.mutation, args.rollback))
+            return 1
+        print(f"seed {args.seed}: {result.plan}\n{result.event} events, {result.steps} steps, no violation")
+        return 0
+    return _many(args)
+
+
+def _many(args: argparse.Namespace) -> int:
+    began = time.monotonic()
+    jobs = [(seed, args.mutation, args.rollback) for seed in range(args.first, args.first + args.seeds)]
+    failed, done, events, calls, steps = [], 0, 0, 0, 0
+    with multiprocessing.Pool(args.processes, maxtasksperchild=500) as pool:
+        for result in pool.imap_unordered(_job, jobs, chunksize=4):
+            done, events, calls, steps = done + 1, events + result.event, calls + result.calls, steps + result.steps
+            if result.violation:
+                failed.append(result.seed)
+                show(result, replay_command(result.seed, args.mutation, args.rollback))
+                if not args.keep_going:
+                    pool.terminate()
+                    break
+    seconds = time.monotonic() - began
+    print(
+        f"{done} seeds, {events} events, {calls} round trips, {steps} steps in {seconds:.1f} s "
+        f"({done / seconds:.1f} seeds/s): {len(failed)} violations {sorted(failed)[:20] if failed else ''}"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

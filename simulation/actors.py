@@ -1,0 +1,333 @@
+"""The processes: the real `Daemon`, `Writer` and `Reader`, with what starts, uses and restarts them.
+
+What a worker or a trainer does with its `Writer` or `Reader` is written out here in a few lines, in the order of
+worker/loop.py (take, sample, push) and trainer/loop.py (announce, acknowledge, checkpoint); everything else is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from rlbuffer.batches import Drop, Step, digest_step
+from rlbuffer.daemon import Daemon
+from rlbuffer.errors import (
+    AttemptFenced,
+    BatcherFailed,
+    BatchTimeout,
+    LeaseLost,
+    RlbufferError,
+    ServerRefused,
+    ServerUnreachable,
+    StepRetired,
+)
+from rlbuffer.reader import Reader
+from rlbuffer.records import Group, PolicyVersion
+from rlbuffer.store.redis_store import RedisStore
+from rlbuffer.store.session import text
+from rlbuffer.writer import Writer
+from simulation.network import SimulatedConnection
+from simulation.rollouts import made_group
+from simulation.scheduler import Killed, Process
+from simulation.stand_ins import Event
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+AWAY = (ServerUnreachable, ServerRefused)
+KEPT = 2
+"""Checkpoints that the trainer keeps."""
+
+
+class Host:
+    """Starts processes and starts them again when they end."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def store(self, process: Process) -> RedisStore:
+        """The process's own store."""
+        connection = SimulatedConnection(self.world.network, process)
+        return RedisStore(connection, self.world.run, patience_seconds=self.world.plan.patience_seconds)
+
+    def start(self, name: str, main: Callable[[Process], None], on_end: Callable[[Process], None]) -> Process:
+        """A process that runs `main`; `on_end` is called when it has ended, however."""
+        process = Process(name)
+
+        def body() -> None:
+            try:
+                main(process)
+            except (Killed, Exception) as error:
+                process.outcome = error
+            if self.world.is_over:
+                return
+            self.world.scheduler.kill(process)
+            self.world.note(f"{name} ended: {describe(process.outcome)}")
+            on_end(process)
+
+        self.world.scheduler.spawn(process, body)
+        return process
+
+    def keep(self, name: str, main: Callable[[Process], None], expected: tuple[type[Exception], ...]) -> None:
+        """As :meth:`start`, again and again; an end by another error than `expected` is a violation."""
+
+        def ended(process: Process) -> None:
+            outcome = process.outcome
+            if isinstance(outcome, Exception) and not isinstance(outcome, (*expected, *AWAY)):
+                if not self.world.was_disturbed:
+                    self.world.invariants.fail("end", f"{name} died of {describe(outcome)}")
+            delay = 0.05 if self.world.network.is_healed else self.world.dice.uniform(0.02, 1.5)
+            self.world.scheduler.after(delay, lambda: self.keep(name, main, expected))
+
+        self.start(name, main, ended)
+
+
+def describe(error: BaseException | None) -> str:
+    """An outcome, for the log."""
+    return "done" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+# -- batcher -----------------------------------------------------------------------------------------------------------
+def batcher(host: Host, process: Process) -> None:
+    """`rlbuffer serve`"""
+    buffer: Any = SimpleNamespace(store=host.store(process), run=host.world.run)
+
+    def emit(event: dict[str, Any]) -> None:
+        if event["event"] == "waiting":
+            host.world.sentence = event["sentence"]
+        elif event["event"] in ("ready", "leader", "step"):
+            host.world.note(f"{process.name}: {event['event']} {event.get('state', '')} {event.get('step', '')}")
+
+    plan = host.world.plan
+    daemon = Daemon(buffer, plan.config, on_event=emit, lease_seconds=plan.lease_seconds)
+    daemon.run(Event(host.world.scheduler))  # type: ignore[arg-type]
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+class Worker:
+    """Takes tickets, samples, pushes; careless in the ways that the seed draws."""
+
+    def __init__(self, host: Host, index: int) -> None:
+        self.host = host
+        self.world = host.world
+        self.name = f"writer {index}"
+        self._numbers = 0
+        self._index = index
+
+    def run(self, process: Process) -> None:
+        """`rlbuffer worker`"""
+        world, plan, dice = self.world, self.world.plan, self.world.dice
+        store = self.host.store(process)
+        writer = Writer(
+            store, f"w{self._index}", epoch=store.open_run().epoch, patience_seconds=2 * plan.patience_seconds
+        )
+        world.invariants.incarnations[writer.incarnation] = writer._epoch
+        while True:
+            env = dice.choice("ab")
+            if plan.tickets:
+                names = [t.group_id for t in writer.take(env, dice.choice((1, 2)), timeout_seconds=0.5)]
+            else:
+                self._numbers += 1
+                names = [f"{env}-{self._index}.{self._numbers}"]
+                world.scheduler.wait(0.1 + 0.02 * len(world.invariants.pool))
+            if not names:
+                continue
+            version = max(0, store.policy().version)
+            world.scheduler.wait(dice.expovariate(1 / plan.sample_seconds))
+            for name in names:
+                self._push(writer, made_group(dice, name, env, version), process)
+
+    def _push(self, writer: Writer, group: Group, process: Process) -> None:
+        plan, dice = self.world.plan, self.world.dice
+        parts = [group]
+        if dice.random() < plan.parts:
+            cut = dice.randrange(1, len(group.rollouts))
+            parts = [replace(group, rollouts=group.rollouts[:cut]), replace(group, rollouts=group.rollouts[cut:])]
+        if dice.random() < plan.small:
+            parts = parts[:1]
+        elif dice.random() < plan.careless:
+            parts.append(dice.choice(parts))
+            if dice.random() < 0.5:
+                late = parts.pop()
+                delay = dice.uniform(0.1, 2.0)
+                self.world.scheduler.after(delay, partial(self._push_late, writer, late, process))
+        for part in parts:
+            self._send(writer, part)
+
+    def _push_late(self, writer: Writer, part: Group, process: Process) -> None:
+        if not process.is_dead:
+            self.world.scheduler.spawn(process, lambda: self._send(writer, part))
+
+    def _send(self, writer: Writer, group: Group) -> None:
+        """Pushes until it is told that the push is there; now and then it gives the group up instead."""
+        while True:
+            try:
+                pushed = writer.push(group)
+            except AWAY:
+                if self.world.dice.random() < 0.3:
+                    return
+                continue
+            self._expect_stored(group, pushed.status)
+            return
+
+    def _expect_stored(self, group: Group, status: str) -> None:
+        wanted = {r.rollout_id for r in group.rollouts}
+        if not any(e.group == group.group_id and wanted <= e.ids() for e in self.world.invariants.pushed.values()):
+            if not self.world.was_disturbed:
+                self.world.invariants.fail(
+                    "I10", f"a push of group {group.group_id} was acknowledged ({status}), but it is not there"
+                )
+
+
+# -- trainer -----------------------------------------------------------------------------------------------------------
+class Job:
+    """One start of the trainer: its ranks, and what they exchange."""
+
+    def __init__(self, trainer: Trainer, world_size: int, state: dict[str, Any] | None) -> None:
+        self.trainer = trainer
+        self.world_size = world_size
+        self.state = state
+        self.processes: list[Process] = []
+        self.is_over = False
+        self._held: dict[tuple[int, str], dict[int, str]] = {}
+        self._news = Event(trainer.world.scheduler)
+
+    def exchange(self, rank: int, step: Step, what: str) -> list[str]:
+        """An all-gather: everybody's digests, once everybody is here."""
+        held = self._held.setdefault((step.number, what), {})
+        held[rank] = step.digest
+        self._news.set()
+        while len(held) < self.world_size:
+            self._news.clear()
+            self._news.wait()
+        return list(held.values())
+
+
+class Trainer:
+    """`rlbuffer train`: all ranks of a job end together; the next job resumes from the newest checkpoint."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.world = host.world
+        self.checkpoints: dict[int, dict[str, Any]] = {}
+        self.job: Job | None = None
+        self.trained = 0
+        """Newest step that any attempt has trained."""
+        self._jobs = 0
+
+    def begin(self) -> None:
+        """Starts a job; the one before may still be there and not know that it is over."""
+        self._jobs += 1
+        world = self.world
+        world_size = world.plan.world_sizes[self._jobs % len(world.plan.world_sizes)]
+        state = self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
+        job = self.job = Job(self, world_size, state)
+        for rank in range(world_size):
+            name = f"rank {rank} of job {self._jobs}"
+            job.processes.append(self.host.start(name, partial(self._rank, job, rank), partial(self._ended, job)))
+
+    def stopped(self, process: Process) -> None:
+        """A rank stands still: now and then somebody starts the trainer elsewhere, and the old one wakes up later."""
+        job = self.job
+        if job is None or process not in job.processes or self.world.dice.random() < 0.4:
+            return
+
+        def elsewhere() -> None:
+            if self.job is job and not job.is_over:
+                self.begin()
+
+        self.world.scheduler.after(self.world.dice.uniform(0.1, 0.6), elsewhere)
+
+    def end(self) -> None:
+        """Kills the job that is there."""
+        if self.job is not None:
+            self._over(self.job)
+
+    def _over(self, job: Job) -> None:
+        job.is_over = True
+        for process in job.processes:
+            self.world.scheduler.kill(process)
+
+    def _ended(self, job: Job, process: Process) -> None:
+        outcome, world = process.outcome, self.world
+        if isinstance(outcome, Exception) and not world.was_disturbed:
+            expected: tuple[type[Exception], ...] = (AttemptFenced, BatchTimeout, BatcherFailed, *AWAY)
+            if isinstance(outcome, StepRetired) and job is not self.job:
+                expected += (StepRetired,)  # a trainer that another one has overtaken
+            if not isinstance(outcome, expected):
+                world.invariants.fail("end", f"{process.name} died of {describe(outcome)}")
+        if job.is_over:
+            return
+        self._over(job)
+        if job is self.job:
+            delay = 0.05 if world.network.is_healed else world.dice.uniform(0.05, 1.0)
+            world.scheduler.after(delay, lambda: self.begin() if self.job is job else None)
+
+    def _rank(self, job: Job, rank: int, process: Process) -> None:
+        world, plan = self.world, self.world.plan
+        store = self.host.store(process)
+        store.open_run()
+        reader = Reader(store, rank=rank, world_size=job.world_size, timeout_seconds=6.0)
+        if job.state is not None:
+            reader.load_state_dict(job.state)
+        reader.start()
+        for step in reader.steps():
+            digests = job.exchange(rank, step, "digest")
+            if len(set(digests)) > 1:
+                raise RlbufferError(f"the ranks hold different steps {step.number}")
+            self._check(job, rank, step)
+            world.scheduler.wait(plan.train_seconds)
+            job.exchange(rank, step, "update")
+            if rank == 0:
+                store.announce(reader.attempt, PolicyVersion(version=step.number))
+            reader.trained(step)
+            if rank == 0:
+                self.trained = max(self.trained, step.number)
+                if step.number % plan.checkpoint_every == 0:
+                    self._checkpoint(reader, step.number)
+
+    def _check(self, job: Job, rank: int, step: Step) -> None:
+        invariants = self.world.invariants
+        digest = invariants.digests.get(step.number)
+        if digest != step.digest:
+            invariants.fail("I3", f"rank {rank} trains step {step.number} with digest {step.digest}, not {digest}")
+        if step.damaged:
+            invariants.fail("I2", f"rank {rank} misses rollouts {step.damaged} of step {step.number}")
+        content, place = digest_step(step), (step.number, job.world_size, rank)
+        if invariants.trained_content.setdefault(place, content) != content:
+            invariants.fail("I3", f"rank {rank} of {job.world_size} replays step {step.number} with other bytes")
+
+    def _checkpoint(self, reader: Reader, step: int) -> None:
+        self.checkpoints[step] = reader.state_dict()
+        for old in sorted(self.checkpoints)[:-KEPT]:
+            del self.checkpoints[old]
+        reader.checkpointed(step, oldest_kept=min(self.checkpoints) if len(self.checkpoints) >= KEPT else 0)
+
+
+# -- operator ----------------------------------------------------------------------------------------------------------
+def operator(host: Host, process: Process) -> None:
+    """Drops a pending group by hand, every now and then, under the leader's token."""
+    store = host.store(process)
+    while True:
+        host.world.scheduler.wait(host.world.dice.uniform(0.1, 1.0))
+        try:
+            pool = store.read_pool(count=50)
+            token = store.look(lambda client: client.hget(store.keys.lease, "token"))
+            if not pool or not token:
+                continue
+            group = host.world.dice.choice(pool).group_id
+            entries = [entry for entry in pool if entry.group_id == group]
+            drop = Drop(
+                group_id=group,
+                env=entries[0].env,
+                reason="void",
+                rollouts=sum(e.rollouts for e in entries),
+                tokens=sum(e.tokens for e in entries),
+                entry_ids=tuple(e.entry_id for e in entries),
+            )
+            store.drop(int(text(token)), [(drop, entries)])
+        except (LeaseLost, *AWAY):
+            continue

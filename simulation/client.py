@@ -1,0 +1,129 @@
+"""redis-py's own commands and reply shapes over the modelled server: only sockets and packing are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from redis._parsers.helpers import _RedisCallbacks, _RedisCallbacksRESP3
+from redis.commands.core import CoreCommands
+from redis.exceptions import ResponseError
+
+
+class Wire(Protocol):
+    """Where commands go."""
+
+    def round_trip(self, commands: Sequence[Sequence[bytes]], *, is_transaction: bool) -> list[Any]:
+        """-> the replies, RESP2; errors among them."""
+
+    def round_trip_blocking(self, command: Sequence[bytes], key: bytes, seconds: float) -> Any:
+        """As above for one XREAD, waiting for an entry."""
+
+
+CALLBACKS: dict[str, Any] = {**_RedisCallbacks, **_RedisCallbacksRESP3}
+
+
+class SimulatedClient(CoreCommands):
+    """What redis.Redis is to the store."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        command = encoded(args)
+        if command[0] == b"XREAD" and b"BLOCK" in command:
+            at = command.index(b"BLOCK")
+            plain = command[:at] + command[at + 2 :]
+            key = plain[plain.index(b"STREAMS") + 1]
+            reply = self._wire.round_trip_blocking(plain, key, int(command[at + 1]) / 1000)
+        else:
+            reply = self._wire.round_trip((command,), is_transaction=False)[0]
+        if isinstance(reply, Exception):
+            raise reply
+        return shaped(command, reply, options)
+
+    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> SimulatedPipeline:
+        return SimulatedPipeline(self._wire, is_transaction=transaction)
+
+    def get_connection_kwargs(self) -> dict[str, Any]:
+        return {"protocol": 3}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class SimulatedPipeline(CoreCommands):
+    """What redis.client.Pipeline is to the store."""
+
+    def __init__(self, wire: Wire, *, is_transaction: bool) -> None:
+        self._wire = wire
+        self._is_transaction = is_transaction
+        self._commands: list[tuple[list[bytes], dict[str, Any]]] = []
+
+    def __enter__(self) -> SimulatedPipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._commands.clear()
+
+    def execute_command(self, *args: Any, **options: Any) -> SimulatedPipeline:
+        self._commands.append((encoded(args), options))
+        return self
+
+    def get_connection_kwargs(self) -> dict[str, Any]:
+        return {"protocol": 3}
+
+    def execute(self) -> list[Any]:
+        commands, self._commands = self._commands, []
+        if not commands:
+            return []
+        replies = self._wire.round_trip([c for c, _ in commands], is_transaction=self._is_transaction)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return [shaped(c, reply, options) for (c, options), reply in zip(commands, replies, strict=True)]
+
+
+def encoded(args: Sequence[Any]) -> list[bytes]:
+    """A command as it goes over the wire; several words in the first argument are several."""
+    words = []
+    for arg in args:
+        if type(arg) is str:
+            words.append(arg.encode())
+        elif type(arg) is bytes:
+            words.append(arg)
+        elif type(arg) is float:
+            words.append(repr(arg).encode())
+        elif type(arg) is int:
+            words.append(b"%d" % arg)
+        else:
+            raise ResponseError(f"the simulation does not send {type(arg).__name__}")
+    if b" " in words[0]:
+        words[:1] = words[0].split(b" ")
+    words[0] = words[0].upper()
+    return words
+
+
+def shaped(command: Sequence[bytes], reply: Any, options: dict[str, Any]) -> Any:
+    """A RESP2 reply as RESP3, then as redis-py gives it to the caller."""
+    name = command[0]
+    if name == b"HGETALL":
+        reply = dict(zip(reply[::2], reply[1::2], strict=True))
+    elif name in (b"ZRANGE", b"ZREVRANGE", b"ZRANGEBYSCORE") and b"WITHSCORES" in command:
+        reply = [[m, float(s)] for m, s in zip(reply[::2], reply[1::2], strict=True)]
+    elif name == b"ZSCORE" and reply is not None:
+        reply = float(reply)
+    elif name == b"XREAD" and reply is not None:
+        reply = dict(reply)
+    elif name == b"SCRIPT":
+        return reply.decode()
+    elif type(reply) is str:
+        reply = reply.encode()
+    callback = CALLBACKS.get(name.decode())
+    if callback is None:
+        return reply
+    options = {k: v for k, v in options.items() if k != "keys"}
+    return callback(reply, **options)

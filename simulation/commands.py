@@ -1,0 +1,390 @@
+"""The commands that the store and its Lua files use, with RESP2 replies, as a script sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import ResponseError
+
+from simulation.values import LARGEST, SortedSet, Stream, StreamId, bound, number_text, stream_id
+
+if TYPE_CHECKING:
+    from simulation.server import Server
+
+Args = Sequence[bytes]
+COMMANDS: dict[bytes, Callable[[Any, Any], Any]] = {}
+GROWING: set[bytes] = set()
+"""Commands that are refused at the memory limit."""
+
+
+def command(name: str, *, grows: bool = False) -> Callable[[Callable[[Any, Any], Any]], Callable[[Any, Any], Any]]:
+    def register(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        COMMANDS[name.encode()] = function
+        if grows:
+            GROWING.add(name.encode())
+        return function
+
+    return register
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+@command("TIME")
+def time(server: Server, args: Args) -> Any:
+    now = round(server.clock() * 1e6)
+    return [b"%d" % (now // 1_000_000), b"%d" % (now % 1_000_000)]
+
+
+@command("INFO")
+def info(server: Server, args: Args) -> Any:
+    return b"redis_version:7.2.4\r\nused_memory:1000000\r\nmaxmemory:0\r\nmaxmemory_policy:noeviction\r\n"
+
+
+@command("EXISTS")
+def exists(server: Server, args: Args) -> Any:
+    return sum(server.find(key) is not None for key in args[1:])
+
+
+@command("DEL")
+@command("UNLINK")
+def delete(server: Server, args: Args) -> Any:
+    return sum(server.find(key) is not None and server.delete(key) for key in args[1:])
+
+
+@command("PEXPIRE")
+def pexpire(server: Server, args: Args) -> Any:
+    if server.find(args[1]) is None:
+        return 0
+    server.expiry[args[1]] = server.now_ms() + int(args[2])
+    server.changes.append(("ttl", args[1], None))
+    return 1
+
+
+@command("PERSIST")
+def persist(server: Server, args: Args) -> Any:
+    if server.find(args[1]) is None or server.expiry.pop(args[1], None) is None:
+        return 0
+    server.changes.append(("ttl", args[1], None))
+    return 1
+
+
+@command("PTTL")
+def pttl(server: Server, args: Args) -> Any:
+    if server.find(args[1]) is None:
+        return -2
+    return server.expiry[args[1]] - server.now_ms() if args[1] in server.expiry else -1
+
+
+@command("SCAN")
+def scan(server: Server, args: Args) -> Any:
+    options = dict(zip(args[2::2], args[3::2], strict=True))
+    pattern = options.get(b"MATCH", b"*").decode()
+    return [b"0", [key for key in list(server.data) if server.find(key) is not None and fnmatchcase(key.decode(), pattern)]]
+
+
+# -- strings -----------------------------------------------------------------------------------------------------------
+@command("GET")
+def get(server: Server, args: Args) -> Any:
+    return server.find(args[1], bytes)
+
+
+@command("SET", grows=True)
+def set_(server: Server, args: Args) -> Any:
+    options = [a.upper() for a in args[3:]]
+    if b"NX" in options and server.find(args[1]) is not None:
+        return None
+    server.data[args[1]] = args[2]
+    server.expiry.pop(args[1], None)
+    if b"PX" in options:
+        server.expiry[args[1]] = server.now_ms() + int(options[options.index(b"PX") + 1])
+    server.changes.append(("string", args[1], None))
+    return "OK"
+
+
+# -- hashes ------------------------------------------------------------------------------------------------------------
+@command("HSET", grows=True)
+def hset(server: Server, args: Args) -> Any:
+    if len(args) < 4 or len(args) % 2:
+        raise ResponseError("wrong number of arguments for 'hset' command")
+    fields = server.make(args[1], dict)
+    before = len(fields)
+    for i in range(2, len(args), 2):
+        fields[args[i]] = args[i + 1]
+        server.changes.append(("hash", args[1], args[i]))
+    return len(fields) - before
+
+
+@command("HSETNX", grows=True)
+def hsetnx(server: Server, args: Args) -> Any:
+    fields = server.make(args[1], dict)
+    if args[2] in fields:
+        return 0
+    fields[args[2]] = args[3]
+    server.changes.append(("hash", args[1], args[2]))
+    return 1
+
+
+@command("HINCRBY", grows=True)
+def hincrby(server: Server, args: Args) -> Any:
+    fields = server.make(args[1], dict)
+    try:
+        value = int(fields.get(args[2], b"0")) + int(args[3])
+    except ValueError:
+        raise ResponseError("hash value is not an integer") from None
+    fields[args[2]] = b"%d" % value
+    server.changes.append(("hash", args[1], args[2]))
+    return value
+
+
+@command("HDEL")
+def hdel(server: Server, args: Args) -> Any:
+    fields = server.find(args[1], dict) or {}
+    found = 0
+    for name in args[2:]:
+        if fields.pop(name, None) is not None:
+            found += 1
+            server.changes.append(("hash", args[1], name))
+    server.tidy(args[1])
+    return found
+
+
+@command("HGET")
+def hget(server: Server, args: Args) -> Any:
+    return (server.find(args[1], dict) or {}).get(args[2])
+
+
+@command("HMGET")
+def hmget(server: Server, args: Args) -> Any:
+    fields = server.find(args[1], dict) or {}
+    return [fields.get(name) for name in args[2:]]
+
+
+@command("HGETALL")
+def hgetall(server: Server, args: Args) -> Any:
+    return [x for item in (server.find(args[1], dict) or {}).items() for x in item]
+
+
+@command("HLEN")
+def hlen(server: Server, args: Args) -> Any:
+    return len(server.find(args[1], dict) or {})
+
+
+@command("HEXISTS")
+def hexists(server: Server, args: Args) -> Any:
+    return int(args[2] in (server.find(args[1], dict) or {}))
+
+
+@command("HSTRLEN")
+def hstrlen(server: Server, args: Args) -> Any:
+    return len((server.find(args[1], dict) or {}).get(args[2], b""))
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+@command("XADD", grows=True)
+def xadd(server: Server, args: Args) -> Any:
+    key, at, cap = args[1], 2, -1
+    if args[at].upper() == b"MAXLEN":
+        at += 2 if args[at + 1] in (b"~", b"=") else 1
+        cap, at = int(args[at]), at + 1
+    stream = server.find(key, Stream)
+    given, fields = args[at], list(args[at + 1 :])
+    if not fields or len(fields) % 2:
+        raise ResponseError("wrong number of arguments for 'xadd' command")
+    last = stream.last if stream else (0, 0)
+    if given == b"*":
+        entry_id = max((server.now_ms(), 0), (last[0], last[1] + 1))
+    else:
+        entry_id = stream_id(given)
+    if stream is None:
+        fresh = Stream()
+        fresh.add(entry_id, fields)
+        server.data[key] = stream = fresh
+    else:
+        stream.add(entry_id, fields)
+    server.changes.append(("xadd", key, entry_id))
+    if cap >= 0 and len(stream.ids) > cap:
+        _trim(server, key, stream, stream.ids[: len(stream.ids) - cap])
+    server.announce(key)
+    return _text(entry_id)
+
+
+@command("XDEL")
+def xdel(server: Server, args: Args) -> Any:
+    stream = server.find(args[1], Stream)
+    found = 0
+    for name in args[2:]:
+        entry_id = stream_id(name)
+        if stream is not None and stream.remove(entry_id):
+            found += 1
+            server.changes.append(("xdel", args[1], entry_id))
+    return found
+
+
+@command("XTRIM")
+def xtrim(server: Server, args: Args) -> Any:
+    stream = server.find(args[1], Stream)
+    limit = args[4] if args[3] in (b"~", b"=") else args[3]
+    if stream is None:
+        return 0
+    if args[2].upper() == b"MINID":
+        gone = [entry_id for entry_id in stream.ids if entry_id < stream_id(limit)]
+    else:
+        gone = stream.ids[: max(0, len(stream.ids) - int(limit))]
+    _trim(server, args[1], stream, gone)
+    return len(gone)
+
+
+def _trim(server: Server, key: bytes, stream: Stream, gone: list[StreamId]) -> None:
+    for entry_id in gone:
+        stream.remove(entry_id)
+        server.changes.append(("xdel", key, entry_id))
+
+
+@command("XLEN")
+def xlen(server: Server, args: Args) -> Any:
+    stream = server.find(args[1], Stream)
+    return len(stream.ids) if stream else 0
+
+
+@command("XRANGE")
+def xrange(server: Server, args: Args) -> Any:
+    return _ranged(server, args, args[2], args[3], 1)
+
+
+@command("XREVRANGE")
+def xrevrange(server: Server, args: Args) -> Any:
+    return _ranged(server, args, args[3], args[2], -1)
+
+
+def _ranged(server: Server, args: Args, low: bytes, high: bytes, direction: int) -> Any:
+    stream = server.find(args[1], Stream)
+    if stream is None:
+        return []
+    ids = stream.between(_exclusive(low, 1), _exclusive(high, -1))[::direction]
+    if len(args) > 4:
+        ids = ids[: int(args[5])]
+    return _entries(stream, ids)
+
+
+def _exclusive(text: bytes, step: int) -> StreamId:
+    missing = 0 if step > 0 else LARGEST
+    if not text.startswith(b"("):
+        return stream_id(text, missing=missing)
+    first, second = stream_id(text[1:], missing=missing)
+    return first, second + step
+
+
+@command("XREAD")
+def xread(server: Server, args: Args) -> Any:
+    """BLOCK is the client's business here (simulation.client): it asks again when the stream has grown."""
+    words = [a.upper() for a in args]
+    count = int(args[words.index(b"COUNT") + 1]) if b"COUNT" in words else None
+    names = args[words.index(b"STREAMS") + 1 :]
+    found = []
+    for key, after in zip(names[: len(names) // 2], names[len(names) // 2 :], strict=True):
+        stream = server.find(key, Stream)
+        ids = stream.after(stream_id(after))[:count] if stream is not None else []
+        if ids:
+            found.append([key, _entries(stream, ids)])
+    return found or None
+
+
+def _entries(stream: Stream, ids: Sequence[StreamId]) -> list[Any]:
+    return [[_text(entry_id), list(stream.entries[entry_id])] for entry_id in ids]
+
+
+def _text(entry_id: StreamId) -> bytes:
+    return b"%d-%d" % entry_id
+
+
+# -- sorted sets -------------------------------------------------------------------------------------------------------
+@command("ZADD", grows=True)
+def zadd(server: Server, args: Args) -> Any:
+    at, flags = 2, set()
+    while args[at].upper() in (b"XX", b"NX", b"GT", b"LT", b"CH"):
+        flags.add(args[at].upper())
+        at += 1
+    if flags - {b"XX", b"NX"}:
+        raise ResponseError(f"the simulation does not model ZADD {flags}")
+    members = server.make(args[1], SortedSet)
+    added = 0
+    for score, member in zip(args[at::2], args[at + 1 :: 2], strict=True):
+        is_there = member in members.scores
+        if (b"XX" in flags and not is_there) or (b"NX" in flags and is_there):
+            continue
+        added += members.set(member, bound(score)[0])
+        server.changes.append(("zset", args[1], member))
+    server.tidy(args[1])
+    return added
+
+
+@command("ZREM")
+def zrem(server: Server, args: Args) -> Any:
+    members = server.find(args[1], SortedSet)
+    return _removed(server, args[1], members, args[2:]) if members else 0
+
+
+@command("ZREMRANGEBYSCORE")
+def zremrangebyscore(server: Server, args: Args) -> Any:
+    members = server.find(args[1], SortedSet)
+    return _removed(server, args[1], members, [m for _, m in members.within(args[2], args[3])]) if members else 0
+
+
+def _removed(server: Server, key: bytes, members: SortedSet, names: Sequence[bytes]) -> int:
+    found = 0
+    for name in names:
+        if members.remove(name):
+            found += 1
+            server.changes.append(("zset", key, name))
+    server.tidy(key)
+    return found
+
+
+@command("ZSCORE")
+def zscore(server: Server, args: Args) -> Any:
+    members = server.find(args[1], SortedSet)
+    score = members.scores.get(args[2]) if members else None
+    return None if score is None else number_text(score)
+
+
+@command("ZCARD")
+def zcard(server: Server, args: Args) -> Any:
+    members = server.find(args[1], SortedSet)
+    return len(members.order) if members else 0
+
+
+@command("ZCOUNT")
+def zcount(server: Server, args: Args) -> Any:
+    members = server.find(args[1], SortedSet)
+    return len(members.within(args[2], args[3])) if members else 0
+
+
+@command("ZRANGE")
+@command("ZREVRANGE")
+def zrange(server: Server, args: Args) -> Any:
+    members = server.find(args[1], SortedSet)
+    items = list(members.order) if members else []
+    options = [a.upper() for a in args[4:]]
+    if args[0] == b"ZREVRANGE":
+        items.reverse()
+    start, stop = int(args[2]), int(args[3])
+    return _members(items[start:] if stop == -1 else items[start : stop + 1 or None], options)
+
+
+@command("ZRANGEBYSCORE")
+def zrangebyscore(server: Server, args: Args) -> Any:
+    members = server.find(args[1], SortedSet)
+    items = members.within(args[2], args[3]) if members else []
+    options = [a.upper() for a in args[4:]]
+    if b"LIMIT" in options:
+        at = options.index(b"LIMIT")
+        start, count = int(options[at + 1]), int(options[at + 2])
+        items = items[start : None if count < 0 else start + count]
+    return _members(items, options)
+
+
+def _members(items: list[tuple[float, bytes]], options: Sequence[bytes]) -> list[bytes]:
+    if b"WITHSCORES" not in options:
+        return [member for _, member in items]
+    return [x for score, member in items for x in (member, number_text(score))]

@@ -1,0 +1,95 @@
+"""Broken Lua files: each takes one check away. The simulation must find every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """An exact replacement in one Lua file."""
+
+    name: str
+    script: str
+    old: str
+    new: str
+    profile: str = ""
+    """The profile of faults under which it matters most."""
+    asks: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the plan under which it matters."""
+
+    def applied(self, text: str) -> str:
+        """The broken text of `script`; any other file as it is."""
+        if text != source(self.script):
+            return text
+        if text.count(self.old) != 1:
+            raise ValueError(f"mutation {self.name}: {self.old!r} is {text.count(self.old)} times in {self.script}.lua")
+        return text.replace(self.old, self.new)
+
+
+def source(script: str) -> str:
+    """A Lua file as it is."""
+    return (resources.files("rlbuffer.store") / "scripts" / f"{script}.lua").read_text(encoding="utf-8")
+
+
+def _of(name: str, script: str, old: str, new: str, profile: str = "", **asks: Any) -> Mutation:
+    return Mutation(name=name, script=script, old=old, new=new, profile=profile, asks=asks)
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    _of(
+        "no-sequence-check",
+        "push",
+        "if sequence == last then return {'DUP', known[2]} end\nif sequence < last then return {'DUP', ''} end\n",
+        "",
+        "network",
+    ),
+    _of("push-in-any-epoch", "push", "if epoch ~= ARGV[1] then", "if not epoch then", "network", reset=True),
+    _of(
+        "commit-with-any-token",
+        "commit",
+        "if lease[3] ~= ARGV[1] or tonumber(lease[2] or '0') < now then",
+        "if tonumber(lease[2] or '0') < now then",
+        "stops",
+        batchers=2,
+    ),
+    _of(
+        "commit-after-the-lease",
+        "commit",
+        "if lease[3] ~= ARGV[1] or tonumber(lease[2] or '0') < now then",
+        "if lease[3] ~= ARGV[1] then",
+        "stops",
+    ),
+    _of("commit-what-is-gone", "commit", "if #gone > 0 then", "if #gone > 9 then", operator=True),
+    _of(
+        "commit-in-any-order",
+        "commit",
+        "if meta[1] ~= ARGV[2] or step ~= last + 1 or (meta[3] or '') ~= ARGV[4] then",
+        "if meta[1] ~= ARGV[2] then",
+        "network",
+    ),
+    _of("commit-without-tombstone", "commit", "redis.call('ZADD', KEYS[6], clock, ARGV[i])", ""),
+    _of("commit-sweeps-at-once", "commit", "redis.call('ZADD', KEYS[7], ARGV[3], use.key)", "redis.call('ZADD', KEYS[7], 0, use.key)"),
+    _of("commit-leaves-the-pool", "commit", "redis.call('XDEL', KEYS[2], entries[i].id)", "local _ = i"),
+    _of("drop-without-tombstone", "drop", "if closes == '1' then", "if closes == '2' then"),
+    _of("drop-without-xdel", "drop", "if #found == 1 and redis.call('XDEL', KEYS[2], ARGV[i]) == 1 then", "if #found == 1 then"),
+    _of("drop-with-any-token", "drop", "if lease[3] ~= ARGV[1] or tonumber(lease[2] or '0') < now then", "if false then", "stops", batchers=2),
+    _of("retire-untrained", "retire", "math.min(tonumber(ARGV[2]), tonumber(meta[1] or '0'), trained)", "tonumber(meta[1] or '0')"),
+    _of("report-goes-back", "report", "if trained > before then", "if true then", "deaths"),
+    _of("report-moves-twice", "report", "for step = before + 1, trained do", "for step = 1, trained do"),
+    _of("report-of-any-attempt", "report", "if trainer[1] ~= ARGV[1] then", "if false then", "stops"),
+    _of("announce-goes-back", "announce", "if its_epoch == epoch and tonumber(version) >= tonumber(ARGV[3]) then", "if false then", "deaths"),
+    _of("lease-without-owner", "lease", "if lapse >= now and owner ~= ARGV[2] then", "if false then", batchers=2),
+    _of("token-stays", "lease", "token = string.format('%.0f', math.max(now, tonumber(token) + 1))", "token = token == '0' and '1' or token", "deaths"),
+    _of("ticket-without-allowance", "ticket", "math.min(wanted, tonumber(allowance) - out)", "wanted", tickets=True, writers=3),
+    _of("ticket-given-twice", "ticket", "redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', clock)", "redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '+inf')", tickets=True, writers=3),
+)
+"""All of them."""
+
+
+def mutation(name: str) -> Mutation:
+    """The mutation of that name. Raises KeyError."""
+    return {m.name: m for m in MUTATIONS}[name]

@@ -1,0 +1,179 @@
+"""The network: every round trip takes its time, and what the seed draws may happen to it.
+
+==============  ====================================================================================================
+lost request    never reaches the server; the client sees a reset
+lost reply      carried out; the client sees a reset
+late            the client gives up, the server carries it out later: it hung, or a proxy held it
+twice           carried out and answered, and once more later
+killed          the process ends before or after the server has carried it out
+stopped         the process stands still (SIGSTOP) before or after, for longer than a lease
+restart         the server comes back without its scripts; everybody's connections break
+cut             nothing of this process gets through for a while
+==============  ====================================================================================================
+
+Late requests come within :data:`LATEST_SECONDS`. Above this stands the real :class:`Connection.call`: what is repeated,
+for how long, and what the server's refusals mean.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from redis.exceptions import ConnectionError as Reset
+from redis.exceptions import TimeoutError as NoAnswer
+
+from rlbuffer.settings import ServerSettings
+from rlbuffer.store.connection import Connection
+from rlbuffer.store.script import Script
+from simulation.client import SimulatedClient
+from simulation.plan import FAULTS, Plan
+from simulation.scheduler import Killed, Process, Scheduler
+from simulation.server import Command, Server
+
+LATEST_SECONDS = 2.0
+
+
+class Network:
+    """Carries requests between processes and the server."""
+
+    def __init__(self, scheduler: Scheduler, server: Server, plan: Plan, dice: random.Random) -> None:
+        self.scheduler = scheduler
+        self.server = server
+        self.plan = plan
+        self.dice = dice
+        self.is_healed = False
+        """No faults any more."""
+        self.down_until = 0.0
+        """Nobody reaches the server."""
+        self.cut_until: dict[Process, float] = {}
+        self.on_fault: Callable[[Process, str, Sequence[Command]], None] = lambda process, fault, commands: None
+        self.sender = ""
+        """Whose request is being carried out."""
+        self.is_repetition = False
+        """What is being carried out was given up or answered before: it comes late."""
+        self.calls = 0
+        self._kinds = [name for name in FAULTS if plan.faults.get(name, 0) > 0]
+        self._weights = [plan.faults[name] for name in self._kinds]
+        self._rate = sum(self._weights)
+
+    def draw(self, process: Process) -> str:
+        """What happens to the next round trip; "" for nothing."""
+        if self.is_healed or self.dice.random() >= self._rate:
+            return ""
+        kind = self.dice.choices(self._kinds, self._weights)[0]
+        return "" if kind in ("killed", "stopped") and not self.plan.may_die(process.name) else kind
+
+    def carry(self, process: Process, commands: Sequence[Command], *, is_transaction: bool) -> list[Any]:
+        """One round trip of `process`."""
+        if process.is_dead:
+            raise Killed
+        self.calls += 1
+        scheduler, dice = self.scheduler, self.dice
+        fault = self.draw(process)
+        if fault:
+            self.on_fault(process, fault, commands)
+        slow = not self.is_healed and dice.random() < self.plan.slow
+        scheduler.wait(dice.uniform(0.0002, 0.002) if not slow else dice.uniform(0.002, 0.2))
+        is_late = dice.random() < 0.5
+        if fault == "killed" and not is_late:
+            scheduler.kill(process)
+            raise Killed
+        if fault == "stopped" and not is_late:
+            self._stop(process)
+        if fault == "restart":
+            self.server.restart()
+            self.down_until = scheduler.now + dice.uniform(0.05, 1.0)
+        if fault == "cut":
+            self.cut_until[process] = scheduler.now + dice.uniform(0.2, 2.5)
+        if max(self.down_until, self.cut_until.get(process, 0.0)) > scheduler.now:
+            scheduler.wait(0.01)
+            raise Reset("simulated: connection refused")
+        if fault == "lost request":
+            raise Reset("simulated: connection reset")
+        if fault == "late":
+            self._later(process, commands, is_transaction)
+            scheduler.wait(dice.uniform(0.0, 0.3))
+            raise NoAnswer("simulated: no answer")
+        if fault == "twice":
+            self._later(process, commands, is_transaction)
+        replies = self._execute(process, commands, is_transaction)
+        if fault == "killed":
+            scheduler.kill(process)
+            raise Killed
+        if fault == "lost reply":
+            raise Reset("simulated: connection reset by peer")
+        if fault == "stopped":
+            self._stop(process)
+        return replies
+
+    def wait_for_entry(self, process: Process, command: Command, key: bytes, seconds: float) -> Any:
+        """A blocking XREAD."""
+        deadline = self.scheduler.now + seconds
+        while True:
+            reply = self.carry(process, (command,), is_transaction=False)[0]
+            if reply is not None or self.scheduler.now >= deadline:
+                return reply
+            task = self.scheduler.current
+            if task is None:
+                return None
+            self.server.waiting.setdefault(key, []).append(lambda: self.scheduler.wake(task))
+            self.scheduler.wait(deadline - self.scheduler.now)
+            if self.scheduler.now >= deadline:
+                return None
+
+    def _execute(self, process: Process, commands: Sequence[Command], is_transaction: bool) -> list[Any]:
+        self.sender = process.name
+        if is_transaction or len(commands) == 1 or self.is_healed or self.dice.random() < 0.9:
+            return self.server.execute(commands, is_transaction=is_transaction)
+        # A pipeline is no transaction: others come in between.
+        cut = self.dice.randrange(1, len(commands))
+        replies = self.server.execute(commands[:cut])
+        self.scheduler.wait(self.dice.uniform(0, 0.01))
+        self.sender = process.name
+        return replies + self.server.execute(commands[cut:])
+
+    def _later(self, process: Process, commands: Sequence[Command], is_transaction: bool) -> None:
+        commands = [list(command) for command in commands]
+
+        def arrive() -> None:
+            self.sender = f"{process.name} (late)"
+            self.is_repetition = True
+            try:
+                self.server.execute(commands, is_transaction=is_transaction)
+            finally:
+                self.is_repetition = False
+
+        self.scheduler.after(self.dice.uniform(0.0, LATEST_SECONDS), arrive)
+
+    def _stop(self, process: Process) -> None:
+        process.stopped_until = self.scheduler.now + self.plan.stop_seconds(self.dice)
+        self.scheduler.wait(0.0)
+
+
+class SimulatedConnection(Connection):
+    """The real connection's logic over the simulated network."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self._network, self._process = network, process
+        super().__init__("redis://simulated", home=Path(), server=ServerSettings(), name=process.name)
+
+    def _connect(self) -> None:
+        self._client = self._blocking = SimulatedClient(self)  # type: ignore[assignment]
+
+    def _check(self) -> None:
+        """The modelled server is suitable."""
+
+    def script(self, text: str) -> Script:
+        return Script(lambda: self._client, self._network.plan.broken(text))
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def round_trip(self, commands: Sequence[Command], *, is_transaction: bool) -> list[Any]:
+        return self._network.carry(self._process, commands, is_transaction=is_transaction)
+
+    def round_trip_blocking(self, command: Command, key: bytes, seconds: float) -> Any:
+        return self._network.wait_for_entry(self._process, command, key, seconds)

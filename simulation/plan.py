@@ -1,0 +1,156 @@
+"""What a seed draws before anything runs: the settings of the run, its processes, and how often what goes wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlbuffer.config import BatcherConfig
+from simulation.mutations import Mutation
+
+FAULTS = ("lost request", "lost reply", "late", "twice", "killed", "stopped", "restart", "cut")
+
+PROFILES: dict[str, Mapping[str, float]] = {
+    "calm": {},
+    "network": {"lost request": 0.01, "lost reply": 0.015, "late": 0.006, "twice": 0.01},
+    "deaths": {"killed": 0.006, "lost reply": 0.005},
+    "stops": {"stopped": 0.004, "lost reply": 0.003, "late": 0.002},
+    "server": {"restart": 0.002, "cut": 0.002, "lost reply": 0.004},
+    "all": {
+        "lost request": 0.004,
+        "lost reply": 0.006,
+        "late": 0.003,
+        "twice": 0.004,
+        "killed": 0.003,
+        "stopped": 0.002,
+        "restart": 0.0005,
+        "cut": 0.001,
+    },
+}
+"""Chance of each fault at a round trip."""
+
+CONSTANTS: dict[tuple[str, str], float] = {
+    ("rlbuffer.daemon", "POLL_SECONDS"): 0.1,
+    ("rlbuffer.daemon", "PAGE"): 5,
+    ("rlbuffer.writer", "TICKET_SECONDS"): 3.0,
+    ("rlbuffer.reader", "BLOCK_SECONDS"): 0.7,
+    ("rlbuffer.reader", "HEARTBEAT_SECONDS"): 0.5,
+    ("rlbuffer.store.session", "MINIMUM_TOMBSTONE_MS"): 1000,
+    ("rlbuffer.store.lease", "MINIMUM_TOMBSTONE_MS"): 1000,
+    ("rlbuffer.policy.pool", "TOMBSTONE_SECONDS"): 1.0,
+    ("rlbuffer.store.pool", "DROP_ENTRIES"): 5,
+    ("rlbuffer.store.steps", "SWEEP"): 4,
+}
+"""Times and sizes that are made smaller, so that what they are for happens within seconds and with few groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One seed's settings."""
+
+    seed: int
+    profile: str
+    faults: Mapping[str, float]
+    slow: float
+    """Share of round trips that take up to 200 ms."""
+    config: BatcherConfig
+    fault_seconds: float
+    """Virtual time in which things go wrong."""
+    lease_seconds: float
+    patience_seconds: float
+    batchers: int
+    writers: int
+    world_sizes: tuple[int, ...]
+    train_seconds: float
+    sample_seconds: float
+    checkpoint_every: int
+    tickets: bool
+    """Writers take tickets; else they number their groups themselves."""
+    parts: float
+    """Share of groups that come in parts."""
+    careless: float
+    """Share of groups of which a part is pushed twice, or comes late."""
+    small: float
+    """Share of groups of which a part never comes."""
+    operator: bool
+    """Somebody drops pending groups by hand."""
+    reset: bool
+    """The run is deleted and begun anew."""
+    full: bool
+    """The server is at its memory limit for a while."""
+    rollback: bool
+    """The server loses acknowledged writes."""
+    mutation: Mutation | None = field(default=None)
+
+    def may_die(self, name: str) -> bool:
+        return name.split(" ")[0] in ("batcher", "writer", "rank")
+
+    def stop_seconds(self, dice: random.Random) -> float:
+        """Mostly longer than a lease."""
+        return self.lease_seconds * dice.choice((0.5, 1.2, 2.0, 3.0))
+
+    def broken(self, text: str) -> str:
+        """A Lua file as it is, or as the mutation leaves it."""
+        return text if self.mutation is None else self.mutation.applied(text)
+
+    def describe(self) -> str:
+        names = ("tickets", "operator", "reset", "full", "rollback")
+        on = [name for name in names if getattr(self, name)]
+        closed = self.config.step_groups or self.config.step_rollouts or "capacity"
+        return (
+            f"profile {self.profile}, {self.batchers} batchers, {self.writers} writers, world sizes {self.world_sizes}, "
+            f"step {closed}, lookahead {self.config.lookahead}, max_age {self.config.max_age}"
+            f"{', ' if on else ''}{', '.join(on)}"
+        )
+
+
+def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False) -> Plan:
+    """The plan of a seed; a mutation may ask for the circumstances in which it matters."""
+    dice = random.Random(f"plan {seed}")
+    profile = dice.choice(list(PROFILES) + ["all", "network"])
+    closing = dice.choice(("capacity", "groups", "rollouts"))
+    config = BatcherConfig(
+        row_tokens=48,
+        micro_batches_per_rank=2,
+        step_groups=dice.choice((2, 3)) if closing == "groups" else None,
+        step_rollouts=dice.choice((5, 8)) if closing == "rollouts" else None,
+        close_fill=dice.choice((0.7, 0.95)),
+        lookahead=dice.choice((0, 1, 1)),
+        max_age=dice.choice((0, 1, 1, 2)),
+        group_timeout_seconds=dice.choice((0.5, 1.5)),
+        min_group_size=dice.choice((1, 2)),
+        flat=dice.choice(("keep", "drop")),
+        order=dice.choice(("newest_first", "oldest_first")),
+    )
+    values = {
+        "batchers": dice.choice((1, 2, 2)),
+        "writers": dice.choice((1, 2, 3)),
+        "world_sizes": dice.choice(((1,), (1, 2), (2,), (2, 1))),
+        "tickets": dice.random() < 0.6,
+        "operator": dice.random() < 0.3,
+        "reset": dice.random() < 0.1,
+        "full": dice.random() < 0.15,
+    }
+    if mutation is not None:
+        profile = mutation.profile or profile
+        values |= {name: value for name, value in mutation.asks.items() if name in values}
+    return Plan(
+        seed=seed,
+        profile=profile,
+        faults=PROFILES[profile],
+        slow=dice.choice((0.0, 0.02, 0.1)),
+        config=config,
+        fault_seconds=dice.uniform(4.0, 8.0),
+        lease_seconds=dice.choice((0.6, 1.0)),
+        patience_seconds=dice.choice((0.4, 2.0)),
+        train_seconds=dice.choice((0.1, 0.4)),
+        sample_seconds=dice.choice((0.1, 0.3)),
+        checkpoint_every=dice.choice((1, 2, 3)),
+        parts=dice.choice((0.1, 0.5)),
+        careless=dice.choice((0.0, 0.2)),
+        small=dice.choice((0.0, 0.1)),
+        rollback=rollback,
+        mutation=mutation,
+        **values,
+    )

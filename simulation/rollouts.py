@@ -1,0 +1,26 @@
+"""Groups to push: few tokens, made once and named anew, because making and encoding arrays is what costs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+from rlbuffer.records import Group
+from rlbuffer.testing import make_group
+
+SHAPES = 12
+
+
+@cache
+def _shape(number: int, version: int) -> Group:
+    size = 2 + number % 2
+    rewards = [float((number >> i) & 1) for i in range(size)]
+    return make_group(seed=number, size=size, rewards=rewards, version=version)
+
+
+def made_group(dice: random.Random, group_id: str, env: str, version: int) -> Group:
+    """A group of two or three rollouts of 8 to 31 tokens, sampled by `version`."""
+    shape = _shape(dice.randrange(SHAPES), version)
+    rollouts = tuple(replace(r, rollout_id=f"{group_id}/{i}") for i, r in enumerate(shape.rollouts))
+    return replace(shape, group_id=group_id, env=env, prompt_id=group_id, rollouts=rollouts)

@@ -1,0 +1,225 @@
+"""One seed from its first event to its verdict.
+
+Things go wrong for a few virtual seconds; then everything heals, and within ten more the next steps must come (I12).
+At the end the real `verify` looks at what is left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rlbuffer.store.redis_store import RedisStore
+from simulation.actors import Host, Trainer, Worker, batcher, operator
+from simulation.invariants import Invariants
+from simulation.lua import Engine
+from simulation.network import Network, SimulatedConnection
+from simulation.plan import CONSTANTS, Plan
+from simulation.scheduler import BEGINNING, Process, Scheduler
+from simulation.server import Command, Server
+from simulation.stand_ins import installed
+
+PROGRESS_SECONDS = 10.0
+"""I12: the next step comes within this after the last fault has healed."""
+LAST_EVENTS = 30
+RUN = "sim"
+
+_ENGINE: list[Engine] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What became of a seed."""
+
+    seed: int
+    violation: str
+    """"" when every invariant held."""
+    event: int
+    """Events until then."""
+    calls: int
+    """Round trips."""
+    seconds: float
+    """Virtual."""
+    steps: int
+    plan: str
+    log: tuple[str, ...]
+    """The last events before a violation."""
+
+
+class World:
+    """Everything of one seed."""
+
+    def __init__(self, plan: Plan, *, keep_log: int = LAST_EVENTS) -> None:
+        if not _ENGINE:
+            _ENGINE.append(Engine())
+        self.plan = plan
+        self.run = RUN
+        self.dice = random.Random(f"run {plan.seed}")
+        self.scheduler = Scheduler()
+        self.server = Server(lambda: self.scheduler.now, _ENGINE[0])
+        self.network = Network(self.scheduler, self.server, plan, self.dice)
+        self.invariants = Invariants(self.server, self.network, RUN)
+        self.log: deque[str] = deque(maxlen=keep_log)
+        self.sentence = ""
+        """What the batcher says that it waits for."""
+        self.is_over = False
+        self.was_disturbed = False
+        """The run was reset or rolled back: processes of before may end in ways that are an error else."""
+        self.host = Host(self)
+        self.trainer = Trainer(self.host)
+        check = self.server.on_event
+
+        def logged(commands: Sequence[Command], replies: list[object]) -> None:
+            check(commands, replies)
+            self.log.append(self._line(commands, replies))
+
+        self.server.on_event = logged
+        self.network.on_fault = self._fault
+
+    def simulate(self) -> Result:
+        """Runs the seed."""
+        with installed(self.scheduler, self.dice, CONSTANTS):
+            try:
+                self._begin()
+                self._run(self.plan.fault_seconds)
+                self._heal()
+                self._progress()
+                self._verify()
+            finally:
+                self._end()
+        return Result(
+            seed=self.plan.seed,
+            violation=self.invariants.violation,
+            event=self.invariants.events,
+            calls=self.network.calls,
+            seconds=self.scheduler.now - BEGINNING,
+            steps=max(self.invariants.digests, default=0),
+            plan=self.plan.describe(),
+            log=tuple(self.log),
+        )
+
+    def note(self, sentence: str) -> None:
+        """A line of the log that is no event of the server."""
+        self.log.append(f"{self._time()}         {sentence}")
+
+    # -- course ----------------------------------------------------------------------------------------------------
+    def _begin(self) -> None:
+        plan, host, later = self.plan, self.host, self.scheduler.after
+        for index in range(plan.batchers):
+            later(0.3 * index, partial(host.keep, f"batcher {index}", partial(batcher, host), ()))
+        for index in range(plan.writers):
+            worker = Worker(host, index)
+            later(0.1, partial(host.keep, worker.name, worker.run, ()))
+        later(0.2, self.trainer.begin)
+        if plan.operator:
+            later(1.0, partial(host.keep, "operator", partial(operator, host), ()))
+        if plan.reset:
+            later(plan.fault_seconds * self.dice.uniform(0.3, 0.7), self._reset)
+        if plan.full:
+            begin = plan.fault_seconds * self.dice.uniform(0.1, 0.8)
+            later(begin, partial(self._set_full, True))
+            later(begin + self.dice.uniform(0.3, 1.5), partial(self._set_full, False))
+        if plan.rollback:
+            later(0.5, self._sync)
+            later(plan.fault_seconds * self.dice.uniform(0.4, 0.8), self._roll_back)
+
+    def _run(self, seconds: float) -> None:
+        self.scheduler.run(lambda: bool(self.invariants.violation), self.scheduler.now + seconds)
+
+    def _heal(self) -> None:
+        self.note("everything heals")
+        self.network.is_healed = True
+        self.network.down_until = 0.0
+        self.network.cut_until.clear()
+        self.server.is_full = False
+
+    def _progress(self) -> None:
+        """Two more steps, each within the time allowed; what stands still meanwhile wakes up in it."""
+        for _ in range(2):
+            target = self.trainer.trained + 1
+            done = self.scheduler.run(
+                lambda target=target: bool(self.invariants.violation) or self.trainer.trained >= target,
+                self.scheduler.now + PROGRESS_SECONDS,
+            )
+            if not done:
+                self.invariants.fail("I12", f"step {target} is not trained after {PROGRESS_SECONDS:g} s: {self.sentence}")
+
+    def _verify(self) -> None:
+        if self.invariants.violation:
+            return
+        # What was on its way late arrives first.
+        self._run(2.1)
+        if self.invariants.violation:
+            return
+        store = RedisStore(SimulatedConnection(self.network, Process("verify")), RUN)
+        store.meta()
+        for finding in store.verify().findings:
+            self.invariants.fail(f"verify {finding.invariant}", finding.message)
+
+    def _end(self) -> None:
+        """Ends every process, so that nothing is left hanging in the middle of real code."""
+        self.is_over = True
+        self.server.on_event = lambda commands, replies: None
+        for process in {task.process: None for task in self.scheduler.tasks}:
+            self.scheduler.kill(process)
+        self.scheduler.run(lambda: not self.scheduler.tasks, self.scheduler.now + 60.0)
+
+    # -- disturbances ----------------------------------------------------------------------------------------------
+    def _set_full(self, is_full: bool) -> None:
+        self.note("the server is full" if is_full else "the server has room again")
+        self.server.is_full = is_full and not self.network.is_healed
+
+    def _reset(self) -> None:
+        self.note("the run is deleted")
+        self.was_disturbed = True
+        self.server.data.clear()
+        self.server.expiry.clear()
+        self.invariants.forget()
+        self.trainer.checkpoints.clear()
+        self.trainer.trained = 0
+        self.trainer.end()
+        self.scheduler.after(0.3, self.trainer.begin)
+
+    def _sync(self) -> None:
+        self._saved = self.server.snapshot()
+        self.scheduler.after(1.0, self._sync)
+
+    def _roll_back(self) -> None:
+        self.note("the server forgets what came after its last fsync")
+        self.was_disturbed = True
+        self.server.roll_back(self._saved)
+        self.invariants.forget()
+
+    def _fault(self, process: Process, fault: str, commands: Sequence[Command]) -> None:
+        self.note(f"{process.name}: {fault}, at {self._words(commands)}")
+        if fault == "stopped" and process.name.startswith("rank"):
+            self.trainer.stopped(process)
+
+    # -- log -------------------------------------------------------------------------------------------------------
+    def _time(self) -> str:
+        return f"{self.scheduler.now - BEGINNING:9.4f} s"
+
+    def _line(self, commands: Sequence[Command], replies: list[object]) -> str:
+        answer = repr(replies[0])
+        words = f"{self._words(commands)} -> {answer[:80]}{'...' if len(answer) > 80 else ''}"
+        return f"{self._time()} #{self.invariants.events:<6} {self.network.sender}: {words}"
+
+    def _words(self, commands: Sequence[Command]) -> str:
+        shown = []
+        for command in commands[:3]:
+            name = command[0].decode()
+            if name == "EVALSHA":
+                script = self.invariants._script(command)
+                args = command[3 + int(command[2]) :]
+                shown.append(f"{script} {' '.join(_short(a) for a in args[:8])}")
+            else:
+                shown.append(f"{name} {' '.join(_short(a) for a in command[1:4])}")
+        return "; ".join(shown) + (f" and {len(commands) - 3} more" if len(commands) > 3 else "")
+
+
+def _short(value: bytes) -> str:
+    text = value.decode(errors="replace") if value.isascii() else f"<{len(value)} bytes>"
+    return text if len(text) <= 36 else f"{text[:33]}..."
