@@ -66,7 +66,8 @@ def command(
         record = {"schema": "rlbuffer.push/1", "run": settings.run, "stored": stored, "duplicate": duplicate}
         click.echo(json.dumps(record))
     else:
-        click.echo(f'{file}: {count} groups into run "{settings.run}": {stored} stored, {duplicate} duplicate')
+        what = f"{count} group{'s' * (count != 1)}"
+        click.echo(f'{file}: {what} into run "{settings.run}": {stored} stored, {duplicate} duplicate')
     return 0
 
 

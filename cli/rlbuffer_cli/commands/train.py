@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from rlbuffer_cli import options
+
+if TYPE_CHECKING:
+    from rlbuffer.settings import RunSettings
 
 
 @click.command("train")
@@ -50,7 +53,7 @@ def command(
     name_process("train")
     shown = options.choose_display(display)
     done = threading.Event()
-    follower = _follow(settings.output_dir / "metrics.jsonl", shown, done, settings.trainer.steps)
+    follower = _follow(settings, shown, done)
     try:
         code = launch(settings, world_size=settings.trainer.world_size, quiet=shown != "plain")
     finally:
@@ -64,12 +67,12 @@ def command(
     return code
 
 
-def _follow(path: Path, shown: str, done: threading.Event, planned: int) -> threading.Thread | None:
+def _follow(settings: RunSettings, shown: str, done: threading.Event) -> threading.Thread | None:
     """rich and json show what rank 0 writes to the metrics; plain lines come from rank 0 itself."""
     if shown not in ("rich", "json"):
         return None
     from rlbuffer_cli.render.metrics import follow_train
 
-    thread = threading.Thread(target=follow_train, args=(path, shown, done, planned), daemon=True)
+    thread = threading.Thread(target=follow_train, args=(settings, shown, done), daemon=True)
     thread.start()
     return thread

@@ -34,7 +34,7 @@ def command(config: str | None, redis: str | None, run: str | None, home: str | 
         summary = {"schema": "rlbuffer.report/1", "run": name, "ok": report.ok, "checked": dict(report.checked)}
         click.echo(json.dumps(summary))
         return 0 if report.ok else 1
-    checked = ", ".join(f"{count:,} {what}" for what, count in report.checked.items())
+    checked = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in report.checked.items())
     click.echo(f'run "{name}": checked {checked}')
     for finding in report.findings:
         click.echo(f"  {finding.invariant:<4} {finding.message}")

@@ -167,6 +167,8 @@ def _member_row(member: RolloutView, best: float, skip: int) -> list[str]:
 
 def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, int]) -> None:
     """Prints a rollout: reward, versions, then one row per token of the window."""
+    if bounds[0] >= member.length:
+        raise click.UsageError(f"--tokens {bounds[0]}:{bounds[1]} lies behind its {member.length} tokens")
     for line in _headline(detail.view):
         click.echo(line)
     reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
@@ -182,8 +184,6 @@ def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, in
     if rollout.text is not None:
         click.echo(f"  text {printable(rollout.text)}")
     start, end = bounds[0], min(bounds[1], rollout.length)
-    if start >= rollout.length:
-        raise click.UsageError(f"--tokens {bounds[0]}:{bounds[1]} lies behind its {rollout.length} tokens")
     characters = rollout.text if rollout.text is not None and len(rollout.text) == rollout.length else None
     own = rollout.columns.get("advantages")
     rows = []

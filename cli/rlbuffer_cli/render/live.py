@@ -25,6 +25,8 @@ FRAME_LINES = 8
 """Lines that the run's view always has, beside curve, envs and sentences: border, heads, ages, ranks, cursor."""
 ENV_COLUMNS = 50
 """Characters of an env's line beside its name, strip and bar."""
+PATIENCE_SECONDS = 3.0
+"""Without a step for longer, the trainer's view says what is waited for."""
 RECENT_STEPS = 20
 """Steps that rates and waiting are means of."""
 
@@ -165,8 +167,10 @@ class TrainView:
         self._planned = planned
         self._started = time.monotonic()
         self._records: list[dict[str, Any]] = []
-        first = Text("starting the ranks; the first step comes once the batcher has committed it")
-        self._live = Live(first, console=Console(), refresh_per_second=REFRESH_PER_SECOND)
+        self._changed = self._started
+        self._waiting = ""
+        self._console = Console()
+        self._live = Live(console=self._console, get_renderable=self._body, refresh_per_second=REFRESH_PER_SECOND)
 
     def __enter__(self) -> TrainView:
         self._live.start()
@@ -178,12 +182,24 @@ class TrainView:
         self._live.stop()
 
     def add(self, records: Sequence[dict[str, Any]]) -> None:
-        """Takes in new steps and draws."""
-        if not records:
-            return
-        self._records += records
-        lines = train_lines(self._records, self._planned, time.monotonic() - self._started, self._live.console.width)
-        self._live.update(Group(*[_line(line) for line in lines]))
+        """Takes in new steps."""
+        if records:
+            self._records += records
+            self._changed = time.monotonic()
+
+    def wait_for(self, sentence: str) -> None:
+        """What the batcher waits for; shown while no step comes."""
+        self._waiting = sentence
+
+    def _body(self) -> Group:
+        now, width = time.monotonic(), self._console.width
+        lines = ["starting the ranks; the first step comes once the batcher has committed it"]
+        if self._records:
+            lines = train_lines(self._records, self._planned, self._changed - self._started, width)
+        if self._waiting and now - self._changed > PATIENCE_SECONDS:
+            quiet = f"no step for {duration(now - self._changed)}. batcher: {self._waiting}"
+            lines += wrap(printable(quiet), width, max_lines=3, placeholder=" …")
+        return Group(*map(_line, lines))
 
 
 def train_lines(records: Sequence[Mapping[str, Any]], planned: int, elapsed: float, width: int) -> list[str]:

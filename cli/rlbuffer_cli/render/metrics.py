@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from rlbuffer.lines import amount, percent
+from rlbuffer.settings import RunSettings
 
 POLL_SECONDS = 0.2
+ASK_SECONDS = 1.0
 
 
 class MetricsTail:
@@ -69,9 +71,9 @@ def train_line(record: Mapping[str, Any], planned: int) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def follow_train(path: Path, shown: str, done: threading.Event, planned: int) -> None:
+def follow_train(settings: RunSettings, shown: str, done: threading.Event) -> None:
     """Shows new steps until `done`: one object per line, or a live view."""
-    tail = MetricsTail(path, from_end=True)
+    tail = MetricsTail(settings.output_dir / "metrics.jsonl", from_end=True)
     if shown == "json":
         while True:
             is_last = done.wait(POLL_SECONDS)
@@ -81,9 +83,25 @@ def follow_train(path: Path, shown: str, done: threading.Event, planned: int) ->
                 return
     from rlbuffer_cli.render.live import TrainView
 
-    with TrainView(planned) as view:
+    with TrainView(settings.trainer.steps) as view:
+        asking = threading.Thread(target=_ask, args=(settings, done, view.wait_for), name="ask", daemon=True)
+        asking.start()
         while True:
             is_last = done.wait(POLL_SECONDS)
             view.add(tail.new())
             if is_last:
                 return
+
+
+def _ask(settings: RunSettings, done: threading.Event, tell: Callable[[str], None]) -> None:
+    """Asks the server once a second what the batcher waits for; in a thread, because it may be away."""
+    from rlbuffer.client import connect
+    from rlbuffer.errors import RlbufferError
+
+    while not done.wait(ASK_SECONDS):
+        try:
+            with connect(settings.redis_url, run=settings.run, config=settings, name="train view") as buffer:
+                while not done.wait(ASK_SECONDS):
+                    tell(buffer.store.waiting().get("batcher", ""))
+        except RlbufferError as error:
+            tell(str(error).splitlines()[0])

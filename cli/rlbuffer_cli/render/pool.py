@@ -160,7 +160,7 @@ def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit:
             right=frozenset({"ready", "forming", "packed", "trained"}),
             optional=["forming", "packed"],
         )
-        click.echo("groups ready, forming, and by age in policy versions; rollouts packed, trained, dropped")
+        click.echo("ready, forming, age (policy versions): groups   packed, trained, dropped: rollouts")
         click.echo("")
     if not groups:
         envs = ", ".join(env.env for env in summary.envs)
@@ -174,8 +174,9 @@ def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit:
         right=frozenset({"rollouts", "reward", "age", "tokens", "waited"}),
         optional=["worker", "env", "waited", "rollouts"],
     )
-    more = f"the first {limit}: --limit shows more, --where chooses.   " if len(groups) == limit else ""
-    click.echo(f"{more}one group: rlbuffer inspect {groups[0].group_id}")
+    if len(groups) == limit:
+        click.echo(f"the first {limit}: --limit shows more, --where chooses")
+    click.echo(f"one group: rlbuffer inspect {groups[0].group_id}")
 
 
 def header_lines(summary: RunSummary) -> list[str]:
@@ -185,7 +186,7 @@ def header_lines(summary: RunSummary) -> list[str]:
     server = summary.server
     version = f"policy v{summary.policy_version}" if summary.policy_version >= 0 else "no policy announced"
     lines = [
-        f'run "{summary.run}" on {server["address"]} ({server["name"]} {server["version"]})',
+        f'run "{summary.run}" on {server["address"]} ({" ".join(filter(None, [server["name"], server["version"]]))})',
         (
             f"  {version} · step {summary.step} committed, {summary.trained} trained · "
             f"{summary.world_size} rank{'s' * (summary.world_size != 1)}"

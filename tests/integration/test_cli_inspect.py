@@ -1,0 +1,117 @@
+"""`inspect` and `verify` on a run that is there: which run is meant, who is alive, how it ended. In memory."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import rlbuffer
+from rlbuffer.client import Buffer
+from rlbuffer.settings import RunSettings
+from rlbuffer_cli.main import main
+from rlbuffer_cli.render import pool
+from rlbuffer_cli.session import say_ended
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def call(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main([*arguments, "--redis", url])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def buffer(url: str) -> Iterator[Buffer]:
+    with rlbuffer.connect(url, run="math") as opened:
+        opened.store.open_run()
+        yield opened
+
+
+def test_the_run_opened_last_is_shown_unless_one_was_named(
+    url: str, buffer: Buffer, call: Call, tmp_path: Path
+) -> None:
+    with rlbuffer.connect(url, run="default") as older:
+        older.store.open_run()
+    with rlbuffer.connect(url, run="newest") as newest:
+        newest.store.open_run()
+        code, out, err = call("inspect")
+        assert (code, out.startswith('run "newest" on ')) == (0, True)
+        assert err == 'showing run "newest", the one opened last (--run chooses another)\n'
+        (tmp_path / "rlbuffer.toml").write_text('run = "math"\n')
+        code, out, err = call("inspect")
+        assert out.startswith('run "math" on ')
+        assert err == 'showing run "math" (rlbuffer.toml:1); "newest" was opened later (--run chooses)\n'
+        code, out, err = call("inspect", "--run", "default")
+        assert (out.startswith('run "default" on '), err) == (True, "")
+
+
+def test_alive_is_about_the_heartbeat_of_the_one_asked_for(buffer: Buffer, call: Call) -> None:
+    buffer.heartbeat("worker", "vcopy", {"version": 3, "rollouts_per_second": 12.5})
+    code, out, _ = call("inspect", "--alive", "worker vcopy")
+    assert (code, out.startswith("worker vcopy was heard 0.")) == (0, True)
+    code, out, _ = call("inspect", "--alive", "worker vcopy", "--within", "0")
+    assert (code, out.endswith("ago, more than 0 s\n")) == (1, True)
+    code, out, err = call("inspect", "--alive", "worker repeat")
+    assert (code, out) == (1, "")
+    assert "Error: 'worker repeat' has never been heard in run 'math'. Heard were: worker vcopy.\n" in err
+
+
+def test_workers_are_in_the_header_and_in_json(buffer: Buffer, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer.heartbeat("worker", "vcopy", {"version": 3, "rollouts_per_second": 12.5})
+    buffer.heartbeat("worker", "odd", {"version": "x", "error": "no\x1bne"})
+    _, out, _ = call("inspect")
+    assert "  workers: odd ! no\\x1bne · vcopy v3 12 rollouts/s\n" in out
+    _, out, _ = call("inspect", "--json", "--totals")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [(r["schema"], r.get("worker")) for r in records] == [
+        ("rlbuffer.run/1", None),
+        ("rlbuffer.worker/1", "odd"),
+        ("rlbuffer.worker/1", "vcopy"),
+    ]
+    monkeypatch.setattr(pool, "FRESH_SECONDS", -1.0)
+    _, out, _ = call("inspect")
+    assert "vcopy last seen 0." in out
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        (0, "The run has ended: the trainer has made its 7 steps."),
+        (130, "The run was stopped after step 0; started again, it goes on."),
+        (1, "The run ended after step 0 with exit code 1: see h/runs/math/run.log."),
+    ],
+)
+def test_how_a_run_ended_stays_readable(buffer: Buffer, call: Call, code: int, sentence: str) -> None:
+    settings = RunSettings.model_validate({"run": "math", "home": "h", "trainer": {"steps": 7}})
+    say_ended(buffer, settings, code)
+    assert f"  batcher: {sentence}\n" in call("inspect")[1]
+
+
+def test_tokens_behind_the_end_are_an_error_and_nothing_else(buffer: Buffer, call: Call) -> None:
+    rollout = rlbuffer.Rollout.from_completion(
+        prompt_ids=[1], token_ids=[2, 3], logprobs=[-1.0, -1.0], reward=1.0, policy_version=0
+    )
+    group = rlbuffer.Group(group_id="g1", env="math", prompt_id="p", rollouts=[rollout], planned_size=1)
+    buffer.writer("w").push(group)
+    code, out, err = call("inspect", "g1/0", "--tokens", "5")
+    assert (code, out) == (2, "")
+    assert "Error: --tokens 5:6 lies behind its 3 tokens" in err
+    code, out, _ = call("inspect", "g1/0")
+    assert "  sampled by v0 [1, 3) -> ready\n" in out

@@ -1,0 +1,119 @@
+"""What the views say, and that it fits: lines of the live views, histograms, tables on a narrow terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from rlbuffer_cli.render import text
+from rlbuffer_cli.render.live import flow, plot, slow_side, train_lines
+from rlbuffer_cli.render.pool import age_histogram
+
+
+def record(step: int, *, wait: float = 0.1, total: float = 1.0) -> dict[str, Any]:
+    return {
+        "step": step,
+        "reward": 0.5,
+        "loss": 0.013,
+        "kl": 0.004,
+        "entropy": 0.71,
+        "grad_norm": 0.88,
+        "age": 1.0,
+        "max_age": 2,
+        "tokens": 1000,
+        "world_size": 2,
+        "seconds": {"wait": wait, "train": 0.8, "optimizer": 0.001, "total": total},
+    }
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_trainers_view_fits_its_width(width: int) -> None:
+    lines = train_lines([record(1), record(2)], planned=500, elapsed=4.0, width=width)
+    assert max(len(line) for line in lines) <= max(width, 60)
+    everything = "  ".join(lines)
+    for part in ("step 2/500", "17 min left", "reward 0.500 ▅▅", "kl 0.0040", "grad 0.88", "age 1.0 max 2", "2 ranks"):
+        assert part in everything
+    assert "optimizer" not in everything  # too short to matter
+
+
+@pytest.mark.parametrize(
+    ("wait", "sentence"),
+    [
+        (0.04, "waiting for data 4% of the time: training is the slow side"),
+        (0.05, "waiting for data 5% of the time"),
+        (0.5, "waiting for data 50% of the time"),
+        (0.51, "waiting for data 51% of the time: sampling is the slow side"),
+    ],
+)
+def test_the_trainers_view_says_which_side_is_slow(wait: float, sentence: str) -> None:
+    assert slow_side([record(1, wait=wait)]) == sentence
+
+
+def test_parts_flow_onto_as_many_lines_as_they_need() -> None:
+    assert flow(["aaa", "", "bbb", "ccc"], 8) == ["aaa  bbb", "ccc"]
+    assert flow(["longer than the line", "b"], 8) == ["longer than the line", "b"]
+
+
+def test_a_curve_has_the_height_that_was_asked_for() -> None:
+    assert plot([0.0, 1.0], width=4, height=3) == ["1.0 ┤ █", "    ┤ █", "0.3 ┤ █", "0.0 └────"]
+
+
+@pytest.mark.parametrize(
+    ("ages", "shown"),
+    [({}, ""), ({0: 3}, "█ 0"), ({1: 1}, "·█ 1"), ({0: 4, 2: 8}, "▅·█ 0-2"), ({30: 1}, "·········█ 30")],
+)
+def test_ages_are_a_histogram_from_zero(ages: dict[int, int], shown: str) -> None:
+    assert age_histogram(ages) == shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+HEADER, ROW = ["id", "reward", "worker"], ["vcopy.1", "0.5", "worker-0"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "lines"),
+    [
+        (80, ["id       reward  worker", "vcopy.1     0.5  worker-0"]),
+        (25, ["id       reward  worker", "vcopy.1     0.5  worker-0"]),
+        (24, ["id       reward", "vcopy.1     0.5"]),
+        (10, ["id       …", "vcopy.1  …"]),
+    ],
+)
+def test_a_table_leaves_out_columns_before_it_cuts(
+    monkeypatch: pytest.MonkeyPatch, columns: int, lines: list[str]
+) -> None:
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    text.show_table(HEADER, [ROW], right=frozenset({"reward"}), optional=["worker"])
+    assert out.getvalue().splitlines() == lines
+
+
+def test_colours_come_on_a_terminal_and_go_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = {}
+    for value in ("", "1"):
+        out = Terminal()
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        if value:
+            monkeypatch.setenv("NO_COLOR", value)
+        assert ("NO_COLOR" in os.environ) == bool(value)
+        text.show_table(["state"], [["ready"], ["dropped stale"]])
+        shown[value] = out.getvalue()
+    assert shown["1"] == "state\nready\ndropped stale\n"
+    assert "\x1b[32mready" in shown[""]
+    assert "\x1b[31mdropped stale" in shown[""]
+    piped = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", piped)
+    text.show_table(["state"], [["ready"]])
+    assert piped.getvalue() == "state\nready\n"
