@@ -77,6 +77,7 @@ def assemble(
     ignore_index: int = -100,
     arena: Arena | None = None,
     columns: Sequence[str] = (),
+    schema: Mapping[str, ColumnSpec] | None = None,
     update: int = 0,
 ) -> tuple[MicroBatch, ...]:
     """Assembles one rank's micro-batches: ``rows[micro_step]`` are the rows of each, as indices into `items`.
@@ -84,7 +85,9 @@ def assemble(
     A micro-batch concatenates its rows, those of one adapter next to each other; the padding of a row is a segment
     of its own at the row's end. One whose rows are all () is a dummy: :data:`DUMMY_TOKENS` masked tokens in fresh
     arrays. All micro-batches have the same further columns: `columns` and every one that an item has; where a rollout
-    lacks one, its declared fill stands in (:func:`~rlbuffer.fills.register_column`; 0 without declaration).
+    lacks one, its declared fill stands in (:func:`~rlbuffer.fills.register_column`; 0 without declaration). With
+    `schema` the columns are those that it names, and every rollout must go with it (:func:`fits`): so all ranks of a
+    step have the same ones.
 
     Memory: without `arena` every array is fresh. With one, arrays are cut from memory that is used again once nobody
     holds an array of that micro-batch (see :mod:`rlbuffer.arena`).
@@ -96,7 +99,7 @@ def assemble(
     if pad_to_multiple_of < 1:
         raise PackingError(f"assemble: pad_to_multiple_of = {pad_to_multiple_of} must be at least 1")
     layout = _Layout(
-        schema=_schema(items, columns),
+        schema=_schema(items, columns) if schema is None else schema,
         row_tokens=row_tokens,
         pad_token_id=pad_token_id,
         pad_to_multiple_of=pad_to_multiple_of,
@@ -151,6 +154,21 @@ class _Segments:
         self.rollouts.append(rollout)
         self.owners.append(owner)
         self.tokens += length
+
+
+def fits(rollout: Rollout, schema: Mapping[str, ColumnSpec]) -> bool:
+    """Whether the rollout's further columns are among those of `schema`, of its shapes, in dtypes that convert."""
+    for name, array in rollout.columns.items():
+        if name == "advantages":
+            if array.ndim != 1 or array.dtype.kind == "b":
+                return False
+        elif (
+            name not in schema
+            or array.shape[1:] != schema[name].shape
+            or not _converts(array.dtype, schema[name].dtype)
+        ):
+            return False
+    return True
 
 
 # -- further columns ---------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from rlbuffer.batches import Decision, Drop, StepPlan
 from rlbuffer.client import Buffer
 from rlbuffer.config import BatcherConfig
 from rlbuffer.errors import ConfigError, LeaseLost, RlbufferError, ServerRefused, ServerUnreachable
+from rlbuffer.step_columns import agree
 from rlbuffer.store.base import Attempt, Meta, PoolEntry, Store
 
 LEASE_SECONDS = 5.0
@@ -285,7 +286,10 @@ class Daemon:
     # -- steps -----------------------------------------------------------------------------------------------------
     def _commit(self, decision: Decision, plan: StepPlan, meta: Meta, started: float) -> None:
         used = {use.entry_id: self._entries[use.entry_id] for use in plan.entries}
-        broken = self._store.pin(plan.rollouts, used)
+        reason = "a payload is missing or of another size than its metadata says"
+        broken = dict.fromkeys(self._store.pin(plan.rollouts, used), reason)
+        if not broken:
+            _, broken = agree(plan, {key: entry.info for key, entry in used.items() if entry.info is not None})
         if broken:
             self._drop_broken(broken)
             return
@@ -310,12 +314,12 @@ class Daemon:
             self._emit({"event": "step", **asdict(header), "build_ms": build_ms, "drops": self._drops})
         self._drops = {}
 
-    def _drop_broken(self, entry_ids: Iterable[str]) -> None:
-        """Payloads that are gone, or of another size than announced, cannot be trained: the push drops as invalid."""
-        for entry_id in entry_ids:
+    def _drop_broken(self, broken: Mapping[str, str]) -> None:
+        """Pushes that cannot be trained (their payloads are gone, or do not go with the others) drop as invalid."""
+        for entry_id, reason in broken.items():
             entry = self._entries.pop(entry_id)
             self._batcher.remove(entry_id)
-            drop = _invalid(entry, "a payload is missing or of another size than its metadata says")
+            drop = _invalid(entry, reason)
             self._store.drop(self._token, [(drop, [entry])])
             self._count([drop])
 

@@ -12,6 +12,8 @@ from rlbuffer.values import as_finite, as_integer, as_text, shown
 
 GROUP_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
 ENV_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+ColumnKind = tuple[str, str, tuple[int, ...]]
+"""Name, dtype (``<f4``) and trailing shape of a further column."""
 MAX_ROLLOUT_ID = 160
 """Characters: a group id, a slash and an index fit."""
 
@@ -62,6 +64,8 @@ class GroupInfo:
     """Rollouts planned for the whole group."""
     rollouts: tuple[RolloutInfo, ...]
     """The rollouts of this push, in payload order: rollout i is payload field ``str(i)``."""
+    columns: tuple[ColumnKind, ...] = ()
+    """Every kind of further column that a rollout of this push has, in order."""
     needs: tuple[str, ...] = ()
     """What must still be added before the group is ready, e.g. ``ref_logprobs``."""
     worker: str = ""

@@ -15,8 +15,11 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rlbuffer import wire
 from rlbuffer.arena import Arena
+from rlbuffer.assembly import fits
 from rlbuffer.batches import Normalizers, Plan, Sample, Step
 from rlbuffer.errors import (
     BatcherFailed,
@@ -27,6 +30,7 @@ from rlbuffer.errors import (
     ServerRefused,
     ServerUnreachable,
 )
+from rlbuffer.fills import ColumnSpec, column_spec
 from rlbuffer.packing import PackItem, assemble, redeal
 from rlbuffer.records import PolicyVersion
 from rlbuffer.store.base import PartRollout, StepHeader, Store
@@ -286,7 +290,11 @@ class Reader:
             if header is not None:
                 break
         rows, refs, plan = self._part(header)
-        items, damaged = self._items(refs)
+        schema = {
+            name: column_spec(name) or ColumnSpec(fill=0, dtype=np.dtype(dtype), shape=shape)
+            for name, (dtype, shape) in header.columns.items()
+        }
+        items, damaged = self._items(refs, schema)
         normalizers = Normalizers(**header.normalizers)
         with self._assembling:
             micro_batches = assemble(
@@ -297,6 +305,7 @@ class Reader:
                 pad_token_id=self._pad_token_id,
                 pad_to_multiple_of=self._pad_to_multiple_of,
                 arena=self._arena,
+                schema=schema,
             )
         if damaged:
             self._store.count_damaged(len(damaged))
@@ -350,8 +359,8 @@ class Reader:
             plan,
         )
 
-    def _items(self, refs: Sequence[PartRollout]) -> tuple[list[PackItem], list[str]]:
-        """Every rollout decoded and verified; what is missing or damaged stands in as masked padding."""
+    def _items(self, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec]) -> tuple[list[PackItem], list[str]]:
+        """Every rollout decoded and verified; what is missing, damaged or of other columns becomes masked padding."""
         answers = self._answers(refs)
         items, damaged = [], []
         for chunk in _chunks(refs):
@@ -363,6 +372,8 @@ class Reader:
                         rollout = wire.decode_rollout(data, expected=info)
                     except PayloadError:
                         rollout = None
+                if rollout is not None and not fits(rollout, schema):
+                    rollout = None
                 if rollout is None:
                     damaged.append(info.rollout_id)
                 sample = Sample(

@@ -323,6 +323,7 @@ class Group:
             needs=self.needs,
             worker=self.worker,
             created=self.created,
+            columns=tuple(sorted({(n, a.dtype.str, a.shape[1:]) for r in self.rollouts for n, a in r.columns.items()})),
             rollouts=tuple(
                 RolloutInfo(
                     rollout_id=r.rollout_id,

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from rlbuffer.columns import COLUMN_DTYPES, COLUMN_NAME, MAX_DIMENSIONS, REQUIRED_COLUMNS
 from rlbuffer.errors import InvalidRollout, PayloadError
-from rlbuffer.infos import MAX_ROLLOUT_ID, GroupInfo, RolloutInfo, group_fields
+from rlbuffer.infos import MAX_ROLLOUT_ID, ColumnKind, GroupInfo, RolloutInfo, group_fields
 from rlbuffer.messages import dumps, loads
 from rlbuffer.values import MAX_COUNT, as_text
 
@@ -29,7 +30,8 @@ _ROW = struct.Struct("<IIIIdQQBII")
 """length, prompt tokens, loss tokens, turns, reward, min version, max version, flags, size, checksum."""
 _HAS_REWARD, _IS_TRUNCATED = 1, 2
 _GROUP_KEYS = ("group_id", "env", "prompt_id", "adapter", "planned_size", "needs", "worker", "created")
-_KEYS = ("format", *_GROUP_KEYS, "ids", "rows", "rewards", "checksum")
+_KEYS = ("format", *_GROUP_KEYS, "ids", "rows", "rewards", "columns", "checksum")
+_DTYPES = frozenset(dtype.str for dtype in COLUMN_DTYPES)
 _UNSET = 0xFFFFFFFF
 """Stands for the checksum while the map is packed: its width is that of every checksum."""
 
@@ -49,6 +51,7 @@ def encode_info(info: GroupInfo) -> bytes:
     values["ids"] = None if ids == _default_ids(info.group_id, len(ids)) else ids
     values["rows"] = b"".join(_row(r) for r in info.rollouts)
     values["rewards"] = _packed_rewards([r.rewards for r in info.rollouts])
+    values["columns"] = [[name, dtype, *shape] for name, dtype, shape in info.columns]
     values["checksum"] = _UNSET
     try:
         data = dumps(values)[:-4]
@@ -142,7 +145,23 @@ def _group(values: Mapping[str, Any]) -> GroupInfo:
             )
         )
     fields = {key: values[key] for key in _GROUP_KEYS} | {"needs": tuple(values["needs"])}
-    return GroupInfo(**fields, rollouts=tuple(rollouts))
+    return GroupInfo(**fields, rollouts=tuple(rollouts), columns=_columns(values["columns"]))
+
+
+def _columns(kinds: Any) -> tuple[ColumnKind, ...]:
+    if not isinstance(kinds, list):
+        raise PayloadError("invalid metadata: columns")
+    columns = []
+    for kind in kinds:
+        if not isinstance(kind, list) or len(kind) < 2 or len(kind) > 1 + MAX_DIMENSIONS:
+            raise PayloadError("invalid metadata: columns")
+        name, dtype, *shape = kind
+        if not isinstance(name, str) or not COLUMN_NAME.match(name) or name in REQUIRED_COLUMNS or dtype not in _DTYPES:
+            raise PayloadError("invalid metadata: columns")
+        if any(type(size) is not int or not 0 <= size <= MAX_PAYLOAD_BYTES for size in shape):
+            raise PayloadError("invalid metadata: columns")
+        columns.append((name, dtype, tuple(shape)))
+    return tuple(columns)
 
 
 def _checked(info: GroupInfo) -> GroupInfo:

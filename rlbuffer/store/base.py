@@ -112,6 +112,8 @@ class StepHeader:
     """Mean over rollouts."""
     max_age: int
     committed_ms: int
+    columns: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Further column -> dtype and trailing shape: the same in all micro-batches of all ranks."""
     waiting_for_version: int | None = None
 
 

@@ -17,6 +17,7 @@ from rlbuffer import wire
 from rlbuffer.batches import RolloutRef, StepPlan
 from rlbuffer.errors import PayloadError
 from rlbuffer.records import RolloutInfo
+from rlbuffer.step_columns import Columns, agree
 from rlbuffer.store.base import Meta, PartRollout, PoolEntry, StepHeader, StepPart
 
 MAX_STEP_BYTES = 512 * 2**20
@@ -84,6 +85,7 @@ def header_record(
         "age": _mean(ages) or 0.0,
         "max_age": max(ages, default=0),
         "waiting_for_version": waiting_for,
+        "columns": {name: [dtype, *shape] for name, (dtype, shape) in _columns_of(plan, entries).items()},
         # The rule that held at the commit, so that it can be checked after the config has changed.
         "age_limits": {env: age_limit(meta.config, env) for env in envs},
     }
@@ -136,6 +138,12 @@ def _source(entry: PoolEntry, adapter: str) -> list[str]:
     return [entry.payload_key, entry.group_id, entry.env, adapter]
 
 
+def _columns_of(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> Columns:
+    infos = {ref.entry_id: entries[ref.entry_id].info for ref in plan.rollouts}
+    columns, _ = agree(plan, {entry_id: info for entry_id, info in infos.items() if info is not None})
+    return columns
+
+
 def info_of(ref: RolloutRef, entries: Mapping[str, PoolEntry]) -> RolloutInfo:
     """What the pool says about a planned rollout.
 
@@ -154,7 +162,9 @@ def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepH
     def build(record: dict[str, Any]) -> tuple[StepHeader, dict[str, Any]]:
         limits = dict(record.pop("age_limits"))
         group_ids = tuple(record.pop("group_ids"))
-        return StepHeader(digest=digest, committed_ms=committed_ms, group_ids=group_ids, **record), limits
+        columns = {name: (dtype, tuple(shape)) for name, (dtype, *shape) in record.pop("columns").items()}
+        header = StepHeader(digest=digest, committed_ms=committed_ms, group_ids=group_ids, columns=columns, **record)
+        return header, limits
 
     return _decoded("step header", data, build)
 

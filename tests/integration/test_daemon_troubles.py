@@ -7,12 +7,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 from store_runs import Run
 
 import rlbuffer
+from rlbuffer import fills
+from rlbuffer.batches import digest_step
 from rlbuffer.client import Buffer
 from rlbuffer.daemon import Daemon
+from rlbuffer.reader import Reader
+from rlbuffer.records import PolicyVersion
 from rlbuffer.settings import RunSettings
 
 pytest_plugins = ("store_fixtures",)
@@ -111,3 +116,63 @@ def test_a_standby_that_leaves_does_not_speak_for_the_leader(served: Served) -> 
     served.wait_for(lambda: served.said("leader", state="standby"))
     served.stop(1)
     assert served.run.store.waiting()["batcher"] == sentence
+
+
+def rollouts_of(step: rlbuffer.Step) -> set[str]:
+    return {sample.rollout_id for micro_batch in step for sample in micro_batch.samples}
+
+
+def test_a_push_whose_columns_do_not_go_with_the_others_is_dropped_and_the_step_comes(served: Served) -> None:
+    run = served.run
+    start_trainer(run)
+    run.push("a.0", lengths=[8, 8], columns=[{"x": np.zeros((8, 2), np.float32)}] * 2)
+    run.push("a.1", lengths=[8], columns=[{"x": np.zeros((8, 3), np.float32)}])
+    run.push("a.2", lengths=[8, 8], columns=[{"x": np.zeros((8, 2), np.float32)}] * 2)
+    served.serve()
+    (drop,) = served.wait_for(lambda: served.said("drop", reason="invalid"))
+    assert drop["detail"] == "column x is float32 [T, 3], but [T, 2] in most rollouts of its step"
+    served.wait_for(lambda: run.store.meta().step == 1)
+    assert run.store.ledger().envs["a"].dropped["invalid"] == (1, 8)
+    assert run.store.verify().ok
+
+
+def test_all_ranks_have_the_columns_of_the_step_though_only_one_has_rollouts_with_them(served: Served) -> None:
+    run = served.run
+    start_trainer(run, world_size=2)
+    run.push("a.0", lengths=[60], columns=[{"x": np.ones((60, 2), np.int16)}])
+    run.push("a.1", lengths=[60])
+    served.serve()
+    served.wait_for(lambda: run.store.meta().step == 1)
+    readers = [Reader(run.again(), rank=rank, world_size=2, timeout_seconds=20) for rank in (0, 1)]
+    steps = [reader.pull(1) for reader in readers]
+    assert len(set.union(*map(rollouts_of, steps))) == 2
+    kinds = [{name: (a.dtype, a.shape[1:]) for name, a in mb.columns.items()} for step in steps for mb in step]
+    assert kinds == [{"x": (np.dtype("<i2"), (2,))}] * 2
+    assert sorted(int(np.sum(mb.columns["x"])) for step in steps for mb in step) == [0, 120]
+    assert [step.damaged for step in steps] == [(), ()]
+    for reader in readers:
+        reader.close()
+
+
+def test_a_rollout_that_disagrees_with_the_trainer_s_declaration_is_masked_alike_on_replay(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = served.run
+    start_trainer(run)
+    run.push("a.0", lengths=[20], columns=[{"x": np.zeros((20, 3), np.float32)}])
+    run.push("a.1", lengths=[20])
+    served.serve()
+    served.wait_for(lambda: run.store.meta().step == 1)
+    monkeypatch.setattr(fills, "_SPECS", dict(fills._SPECS))
+    fills.register_column("x", fill=0, dtype="f4", shape=(2,))
+    reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
+    first, again = reader.pull(1), reader.pull(1)
+    assert first.damaged == again.damaged == ("a.0/0",)
+    assert digest_step(first) == digest_step(again)
+    assert all(mb.columns["x"].shape[1:] == (2,) for mb in first)
+    reader.close()
+
+
+def start_trainer(run: Run, *, world_size: int = 1) -> None:
+    attempt = run.store.attempt(uuid="trainer", world_size=world_size, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0))

@@ -25,6 +25,7 @@ FLOORS = [
         "arena",
         "fills",
         "rows",
+        "step_columns",
         "planning",
         "assembly",
         "packing",

@@ -300,7 +300,7 @@ def test_metadata_above_64_kib_is_refused_before_any_payload_is_made() -> None:
     with pytest.raises(InvalidRollout) as caught:
         encode_push(group)
     assert str(caught.value) == (
-        "group a.0: metadata of 98134 bytes is above the limit of 65536 (64 KiB): 2000 rollouts with 0 named rewards; "
+        "group a.0: metadata of 98143 bytes is above the limit of 65536 (64 KiB): 2000 rollouts with 0 named rewards; "
         "push the group in parts"
     )
 
@@ -384,6 +384,12 @@ def info_map(**changes: Any) -> bytes:
             {"rewards": {"x": [b"\x01\x00", struct.pack("<d", float("nan"))]}},
             "invalid metadata: rollout a.0/0: x is not finite",
         ),
+        ({"columns": {"x": "<f4"}}, "invalid metadata: columns"),
+        ({"columns": [["x"]]}, "invalid metadata: columns"),
+        ({"columns": [["x", "<f4", *[1] * 8]]}, "invalid metadata: columns"),
+        ({"columns": [["x", "O"]]}, "invalid metadata: columns"),
+        ({"columns": [["tokens", "<i4"]]}, "invalid metadata: columns"),
+        ({"columns": [["x", "<i4", -1]]}, "invalid metadata: columns"),
     ],
 )
 def test_a_metadata_map_behind_a_right_checksum_is_still_checked(changes: dict[str, Any], message: str) -> None:
