@@ -1,4 +1,7 @@
-"""Runs every bench_*.py of this folder in the order of names; exit code 1 when a stated target is missed."""
+"""``python -m benchmarks [PART OF A NAME ...]``: runs the bench_*.py of this folder in the order of their names.
+
+Exit code 1 when a stated target is missed.
+"""
 
 from __future__ import annotations
 

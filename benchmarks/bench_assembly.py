@@ -113,9 +113,3 @@ def _arrays(batch: MicroBatch) -> list[NDArray[Any]]:
         batch.targets,
         batch.sample_index,
     ]
-
-
-if __name__ == "__main__":
-    own = Report()
-    run(own)
-    raise SystemExit(own.end())

@@ -110,14 +110,3 @@ def run(report: Report) -> None:
     ratio = results[POOLS[-1]][0] / base
     name = f"a step over {POOLS[-1]:,} ready groups costs at most {MAX_RATIO} x one over {POOLS[0]:,}"
     report.line(f"\n{name}: {ratio:.2f} x, met: {report.target(name, ratio <= MAX_RATIO)}")
-
-
-def main() -> int:
-    """Runs this benchmark alone. -> exit code."""
-    own = Report()
-    run(own)
-    return own.end()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -92,9 +92,3 @@ def run(report: Report) -> None:
     names = np.random.default_rng(1).choice(["x", "y", "z"], 2048, p=[0.6, 0.3, 0.1]).tolist()
     made = plan(WORKLOADS["a"].lengths, row_tokens=16384, world_size=8, adapters=names)
     report.line(f"a with 3 adapters (60/30/10 %): span {judge(made, WORKLOADS['a']).span:.4f}")
-
-
-if __name__ == "__main__":
-    own = Report()
-    run(own)
-    raise SystemExit(own.end())

@@ -165,12 +165,3 @@ def timed(work: Callable[[], object]) -> Cost:
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - wall, time.process_time() - cpu
-
-
-def main() -> None:
-    """Runs this benchmark alone."""
-    run(Report())
-
-
-if __name__ == "__main__":
-    main()
