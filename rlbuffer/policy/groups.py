@@ -13,11 +13,10 @@ are set aside with a reason and are accounted for together with the entry that h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from rlbuffer.batches import Drop, EntryUse
-from rlbuffer.config import BatcherConfig
 from rlbuffer.records import REASONS, GroupInfo, RolloutInfo
 
 
@@ -232,18 +231,3 @@ def most_common(reasons: Iterable[str]) -> str:
     """The reason that occurs most often; of equals the first in the order of tables."""
     counts = Counter(reasons)
     return max(counts, key=lambda reason: (counts[reason], -REASONS.index(reason)))
-
-
-def group_state(infos: Sequence[GroupInfo], now: float, config: BatcherConfig, *, since: float) -> GroupState:
-    """The group that these parts make at `now`, for views: `is_closed` tells ready from forming.
-
-    `infos` are the group's pending parts in order of arrival; `since` is when the first came, on the clock of `now`.
-    """
-    state = GroupState(infos[0], since)
-    least = config.for_env(state.env, "min_group_size")
-    for number, info in enumerate(infos):
-        state.take(str(number), info, config.row_tokens)
-        state.is_closed = state.is_closed or state.is_whole(least)
-    if not state.is_closed and now - since >= config.group_timeout_seconds and not state.needs:
-        state.is_closed = state.rollouts >= max(1, least)
-    return state

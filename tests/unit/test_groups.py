@@ -1,9 +1,8 @@
 import pytest
 
 from rlbuffer.batches import EntryUse
-from rlbuffer.config import BatcherConfig, EnvConfig
 from rlbuffer.infos import GroupInfo, RolloutInfo
-from rlbuffer.policy.groups import GroupState, group_state, most_common
+from rlbuffer.policy.groups import GroupState, most_common
 
 
 def rollout(name, *, length=10, reward=1.0, version=0):
@@ -124,12 +123,3 @@ def test_a_group_without_variance_is_flat(rewards, flat):
 
 def test_of_equally_common_reasons_the_first_in_the_tables_counts():
     assert most_common(["late", "oversized", "late", "oversized"]) == "oversized"
-
-
-@pytest.mark.parametrize(
-    ("now", "least", "ready"), [(299.9, 2, False), (300.0, 2, True), (300.0, 3, False), (900.0, 1, True)]
-)
-def test_views_see_when_a_group_closes_with_what_it_has(now, least, ready):
-    config = BatcherConfig(row_tokens=100, envs={"a": EnvConfig(min_group_size=least)})
-    state = group_state([part(rollout("r0")), part(rollout("r1"))], now, config, since=0.0)
-    assert state.is_closed is ready
