@@ -55,7 +55,7 @@ def command(
       rlbuffer inspect --where 'env:vcopy state:ready reward<0.5'
       rlbuffer inspect vcopy.120
       rlbuffer inspect vcopy.120/3 --json
-      rlbuffer inspect --alive 'worker vcopy' --within 60      (exit code 1 when not: for health checks)
+      rlbuffer inspect --alive 'worker vcopy' --within 60      (exit code 1 when it was not heard)
     """
     from rlbuffer.filters import parse
     from rlbuffer_cli.session import open_existing
