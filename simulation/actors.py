@@ -128,12 +128,13 @@ class Worker:
         while True:
             env = dice.choice("ab")
             if plan.tickets:
-                names = [t.group_id for t in writer.take(env, dice.choice((1, 2)), timeout_seconds=0.5)]
+                names = [t.group_id for t in writer.take(env, dice.choice((1, 2)), timeout_seconds=0)]
             else:
                 self._numbers += 1
                 names = [f"{env}-{self._index}.{self._numbers}"]
                 world.scheduler.wait(0.1 + 0.02 * len(world.invariants.pool))
             if not names:
+                world.scheduler.wait(0.15)
                 continue
             version = max(0, store.policy().version)
             world.scheduler.wait(dice.expovariate(1 / plan.sample_seconds))
@@ -314,6 +315,7 @@ def operator(host: Host, process: Process) -> None:
     while True:
         host.world.scheduler.wait(host.world.dice.uniform(0.1, 1.0))
         try:
+            store.meta()  # how long tombstones are kept
             pool = store.read_pool(count=50)
             token = store.look(lambda client: client.hget(store.keys.lease, "token"))
             if not pool or not token:

@@ -70,7 +70,9 @@ class Invariants:
             for name in ("pool", "steps", "ledger", "trainer", "meta", "policy", "lease", "garbage")
         }
         self._prefix = keys.payload_prefix.encode()
-        self._tombstone_ms = max(1000, round(2000 * self.config.group_timeout_seconds))
+        self._tombstone_ms = round(
+            1000 * max(network.plan.tombstone_seconds, 2 * self.config.group_timeout_seconds)
+        )
         self.forget()
         server.before_event = self._note
         server.on_event = self._check
@@ -90,7 +92,7 @@ class Invariants:
         self._amounts: dict[tuple[str, str], list[int]] = {}
         """(env, fate) -> rollouts, tokens, as they should be."""
         self._highest: dict[str, int] = {}
-        self._holder = (b"", 0)
+        self._holder = self._leader = (b"", 0)
         self._rearmed: set[bytes] = set()
 
     def fail(self, invariant: str, message: str) -> None:
@@ -376,8 +378,6 @@ class Invariants:
             self._check_drop(args)
         if name == "TICKET" and args[0] == b"take":
             self._check_take(args, reply, keys, now)
-
-    _leader: tuple[bytes, int] = (b"", 0)
 
     def _check_drop(self, args: Sequence[bytes]) -> None:
         at, left = 5, {entry.group for entry in self._left.values()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from copy import copy
 from functools import cache
 
 from rlbuffer.records import Group
@@ -21,6 +21,12 @@ def _shape(number: int, version: int) -> Group:
 
 def made_group(dice: random.Random, group_id: str, env: str, version: int) -> Group:
     """A group of two or three rollouts of 8 to 31 tokens, sampled by `version`."""
-    shape = _shape(dice.randrange(SHAPES), version)
-    rollouts = tuple(replace(r, rollout_id=f"{group_id}/{i}") for i, r in enumerate(shape.rollouts))
-    return replace(shape, group_id=group_id, env=env, prompt_id=group_id, rollouts=rollouts)
+    group = copy(_shape(dice.randrange(SHAPES), version))
+    rollouts = []
+    for i, shape in enumerate(group.rollouts):
+        rollout = copy(shape)
+        object.__setattr__(rollout, "rollout_id", f"{group_id}/{i}")
+        rollouts.append(rollout)
+    for name, value in (("group_id", group_id), ("env", env), ("prompt_id", group_id), ("rollouts", tuple(rollouts))):
+        object.__setattr__(group, name, value)
+    return group

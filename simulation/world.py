@@ -11,13 +11,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from rlbuffer.errors import StepRetired
 from rlbuffer.store.redis_store import RedisStore
 from simulation.actors import Host, Trainer, Worker, batcher, operator
 from simulation.invariants import Invariants
 from simulation.lua import Engine
 from simulation.network import Network, SimulatedConnection
-from simulation.plan import CONSTANTS, Plan
+from simulation.plan import Plan
 from simulation.scheduler import BEGINNING, Process, Scheduler
 from simulation.server import Command, Server
 from simulation.stand_ins import installed
@@ -57,12 +59,13 @@ class World:
             _ENGINE.append(Engine())
         self.plan = plan
         self.run = RUN
+        self._keep_all = keep_log > LAST_EVENTS
         self.dice = random.Random(f"run {plan.seed}")
         self.scheduler = Scheduler()
         self.server = Server(lambda: self.scheduler.now, _ENGINE[0])
         self.network = Network(self.scheduler, self.server, plan, self.dice)
         self.invariants = Invariants(self.server, self.network, RUN)
-        self.log: deque[str] = deque(maxlen=keep_log)
+        self._log: deque[Any] = deque(maxlen=keep_log)
         self.sentence = ""
         """What the batcher says that it waits for."""
         self.is_over = False
@@ -74,14 +77,15 @@ class World:
 
         def logged(commands: Sequence[Command], replies: list[object]) -> None:
             check(commands, replies)
-            self.log.append(self._line(commands, replies))
+            now, number = self.scheduler.now, self.invariants.events
+            self._log.append((now, number, self.network.sender, commands, replies[0]))
 
         self.server.on_event = logged
         self.network.on_fault = self._fault
 
     def simulate(self) -> Result:
         """Runs the seed."""
-        with installed(self.scheduler, self.dice, CONSTANTS):
+        with installed(self.scheduler, self.dice, self.plan.constants()):
             try:
                 self._begin()
                 self._run(self.plan.fault_seconds)
@@ -98,18 +102,19 @@ class World:
             seconds=self.scheduler.now - BEGINNING,
             steps=max(self.invariants.digests, default=0),
             plan=self.plan.describe(),
-            log=tuple(self.log),
+            log=tuple(self._line(item) for item in self._log) if self.invariants.violation or self._keep_all else (),
         )
 
     def note(self, sentence: str) -> None:
         """A line of the log that is no event of the server."""
-        self.log.append(f"{self._time()}         {sentence}")
+        self._log.append((self.scheduler.now, 0, sentence, (), None))
 
     # -- course ----------------------------------------------------------------------------------------------------
     def _begin(self) -> None:
         plan, host, later = self.plan, self.host, self.scheduler.after
         for index in range(plan.batchers):
-            later(0.3 * index, partial(host.keep, f"batcher {index}", partial(batcher, host), ()))
+            expected = () if plan.known else (StepRetired,)
+            later(0.3 * index, partial(host.keep, f"batcher {index}", partial(batcher, host), expected))
         for index in range(plan.writers):
             worker = Worker(host, index)
             later(0.1, partial(host.keep, worker.name, worker.run, ()))
@@ -175,6 +180,10 @@ class World:
     def _reset(self) -> None:
         self.note("the run is deleted")
         self.was_disturbed = True
+        if not self.plan.known:  # else the batchers live on while their run goes away
+            for process in {task.process: None for task in self.scheduler.tasks}:
+                if process.name.startswith("batcher"):
+                    self.scheduler.kill(process)
         self.server.data.clear()
         self.server.expiry.clear()
         self.invariants.forget()
@@ -194,18 +203,18 @@ class World:
         self.invariants.forget()
 
     def _fault(self, process: Process, fault: str, commands: Sequence[Command]) -> None:
-        self.note(f"{process.name}: {fault}, at {self._words(commands)}")
+        self._log.append((self.scheduler.now, 0, f"{process.name}: {fault}, at", commands, None))
         if fault == "stopped" and process.name.startswith("rank"):
             self.trainer.stopped(process)
 
     # -- log -------------------------------------------------------------------------------------------------------
-    def _time(self) -> str:
-        return f"{self.scheduler.now - BEGINNING:9.4f} s"
-
-    def _line(self, commands: Sequence[Command], replies: list[object]) -> str:
-        answer = repr(replies[0])
-        words = f"{self._words(commands)} -> {answer[:80]}{'...' if len(answer) > 80 else ''}"
-        return f"{self._time()} #{self.invariants.events:<6} {self.network.sender}: {words}"
+    def _line(self, item: Any) -> str:
+        now, number, who, commands, reply = item
+        time, words = f"{now - BEGINNING:9.4f} s", self._words(commands)
+        if not number:
+            return f"{time}         {who} {words}"
+        answer = repr(reply)
+        return f"{time} #{number:<6} {who}: {words} -> {answer[:80]}{'...' if len(answer) > 80 else ''}"
 
     def _words(self, commands: Sequence[Command]) -> str:
         shown = []
@@ -216,7 +225,7 @@ class World:
                 args = command[3 + int(command[2]) :]
                 shown.append(f"{script} {' '.join(_short(a) for a in args[:8])}")
             else:
-                shown.append(f"{name} {' '.join(_short(a) for a in command[1:4])}")
+                shown.append(f"{name} {' '.join(_short(a) for a in command[1:6])}")
         return "; ".join(shown) + (f" and {len(commands) - 3} more" if len(commands) > 3 else "")
 
 
