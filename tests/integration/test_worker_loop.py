@@ -272,6 +272,23 @@ def test_a_scoring_failure_costs_its_group_only_and_gives_its_ticket_back(stage:
     assert stage.heartbeat()["failed_groups"] == 1
 
 
+def test_a_batch_that_lost_a_group_does_not_count_as_one_without_trouble(stage: Stage) -> None:
+    stage.env.scores = {"1": [ValueError("no verdict")]}
+    score = stage.env.score
+
+    def score_and_stop(prompt: Prompt, tokens: np.ndarray, *, finish_reason: str) -> Score:
+        stage.stop.set()  # the batch is finished; its state is what the last heartbeat tells
+        return score(prompt, tokens, finish_reason=finish_reason)
+
+    stage.env.score = score_and_stop  # type: ignore[method-assign]
+    stage.allow(3)
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: len(stage.groups()) == 2)
+    stage.finish()
+    assert stage.heartbeat()["error"] == "group counting.1 given up: score failed: ValueError: no verdict"
+
+
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 def test_a_reward_that_is_not_finite_is_a_scoring_failure(stage: Stage, reward: float) -> None:
     stage.env.scores = {"0": [reward]}

@@ -1,0 +1,86 @@
+"""A worker's pulse: beats, renewals, and a goodbye that does not wait for a server that is away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from rlbuffer.errors import ServerUnreachable
+from rlbuffer.records import Ticket
+from rlbuffer.worker import pulse as module
+from rlbuffer.worker.pulse import Pulse
+
+TICKET = Ticket(env="a", number=3, group_id="a.3")
+
+
+class Server:
+    """Takes heartbeats and renewals while it `is_there`."""
+
+    def __init__(self) -> None:
+        self.is_there = True
+        self.heard: list[Mapping[str, Any]] = []
+        self.refused = 0
+        self.renewed: list[tuple[Ticket, ...]] = []
+
+    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any], /) -> None:
+        if not self.is_there:
+            self.refused += 1
+            raise ServerUnreachable("the server is away")
+        self.heard.append({"kind": kind, "name": name} | dict(record))
+
+    def renew(self, tickets: Iterable[Ticket], /) -> None:
+        self.renewed.append(tuple(tickets))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
+    return Server()
+
+
+@pytest.fixture
+def pulse(server: Server) -> Iterator[Pulse]:
+    made = Pulse(server, "w0", "a")
+    made.start()
+    yield made
+    made.close()
+
+
+def eventually(fact: Callable[[], object]) -> None:
+    until = time.monotonic() + 10
+    while not fact():
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+def test_the_last_heartbeat_says_how_it_ended(server: Server, pulse: Pulse) -> None:
+    eventually(lambda: server.heard)
+    pulse.close()
+    before = len(server.heard)
+    pulse.groups = 7
+    pulse.close()
+    assert [record["groups"] for record in server.heard[before:]] == [7]
+    assert {(record["kind"], record["name"], record["env"]) for record in server.heard} == {("worker", "w0", "a")}
+
+
+def test_leaving_does_not_ask_a_server_that_was_away_at_the_last_beat(server: Server, pulse: Pulse) -> None:
+    server.is_there = False
+    eventually(lambda: server.refused)
+    pulse.close()
+    before = server.refused
+    pulse.close()
+    assert server.refused == before
+    assert pulse.error == "the server is away"
+
+
+def test_tickets_are_renewed_while_they_are_held_and_not_after(server: Server, pulse: Pulse) -> None:
+    pulse.hold(server, [TICKET])
+    eventually(lambda: server.renewed)
+    pulse.let_go()
+    before, beats = len(server.renewed), len(server.heard)
+    eventually(lambda: len(server.heard) > beats + 2)
+    assert len(server.renewed) == before
+    assert set(server.renewed) == {(TICKET,)}
