@@ -37,6 +37,8 @@ POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""
 TELEMETRY_SECONDS = 1.0
 """How often the waiting sentence and the heartbeat are written although nothing changed."""
+FULL = 0.97
+"""Share of maxmemory from which pushes may be refused: the server's own buffers count, too, and come and go."""
 PAGE = 1000
 """Pool entries per read."""
 BACKOFF_SECONDS = 0.5
@@ -81,6 +83,7 @@ class Daemon:
         self._renewed = 0.0
         self._since = 0.0
         self._told = ("", 0.0)
+        self._memory = ("", 0.0)
         self._allowances: Mapping[str, int] = {}
         self._drops: dict[str, list[int]] = {}
 
@@ -190,7 +193,7 @@ class Daemon:
         self._carry_out_drops(decision.drops)
         self._publish(decision.allowances)
         if decision.plan is None:
-            self._say(decision.waiting)
+            self._say(self._if_full() + decision.waiting)
             return
         self._commit(decision, decision.plan, meta, started)
 
@@ -322,6 +325,19 @@ class Daemon:
             drop = _invalid(entry, reason)
             self._store.drop(self._token, [(drop, [entry])])
             self._count([drop])
+
+    def _if_full(self) -> str:
+        """A sentence when the server takes no pushes for want of memory; looked up about once a second."""
+        now = time.monotonic()
+        if now - self._memory[1] > TELEMETRY_SECONDS:
+            facts = self._store.server()
+            used, limit = int(facts["used_memory"]), int(facts["maxmemory"])
+            full = (
+                f"The server's memory is full ({used / 2**20:.1f} of {limit / 2**20:.1f} MiB): pushes wait until steps "
+                "retire. Checkpoint more often (trainer.checkpoint_every), or raise its maxmemory. "
+            )
+            self._memory = (full if limit and used >= FULL * limit else "", now)
+        return self._memory[0]
 
     def _say(self, sentence: str) -> None:
         """The waiting sentence, from one place: `inspect`, `train` and this process's own output carry the same."""

@@ -27,6 +27,7 @@ from rlbuffer.errors import (
     NotFound,
     PayloadError,
     RlbufferError,
+    RunGone,
     ServerRefused,
     ServerUnreachable,
 )
@@ -130,6 +131,7 @@ class Reader:
         Raises:
             BatchTimeout: no step came within `timeout_seconds`; the message says what the batcher waits for.
             BatcherFailed: the batcher stopped with a fatal error.
+            RunGone: the run is not on the server any more, or ends before what was trained: the server lost writes.
             StepRetired: the step was trained, checkpointed and removed; resume from a newer checkpoint.
             AttemptFenced: a newer attempt has taken over.
         """
@@ -227,9 +229,7 @@ class Reader:
                 self._raise_fault()
                 if self._stop.is_set():
                     raise RlbufferError(f"{CLOSED} while it waited for step {number}")
-                error = self._store.meta().error
-                if error:
-                    raise BatcherFailed(f"the batcher of run {self._store.run!r} failed: {error}")
+                self._check_run()
                 if time.monotonic() >= deadline:
                     raise BatchTimeout(self._timeout_message(number))
                 waiting = True
@@ -241,6 +241,17 @@ class Reader:
         finally:
             if waiting and not self._stop.is_set():
                 self._store.set_waiting(f"rank {self.rank}", "")
+
+    def _check_run(self) -> None:
+        """Every rank looks for itself: rank 0 would say it only in an exchange that the others do not come to."""
+        meta = self._store.meta()
+        if meta.error:
+            raise BatcherFailed(f"the batcher of run {self._store.run!r} failed: {meta.error}")
+        if meta.step < self._trained:
+            raise RunGone(
+                f"the trainer has trained step {self._trained}, but run {self._store.run!r} ends at step {meta.step}: "
+                f"the server lost acknowledged writes (power cut or failover); start again from the checkpoint"
+            )
 
     def _timeout_message(self, number: int) -> str:
         head = f"no batch for step {number} within {self.timeout_seconds:g} s."

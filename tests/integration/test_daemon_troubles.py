@@ -19,6 +19,7 @@ from rlbuffer.daemon import Daemon
 from rlbuffer.reader import Reader
 from rlbuffer.records import PolicyVersion
 from rlbuffer.settings import RunSettings
+from rlbuffer.store.redis_store import RedisStore
 
 pytest_plugins = ("store_fixtures",)
 
@@ -171,6 +172,17 @@ def test_a_rollout_that_disagrees_with_the_trainer_s_declaration_is_masked_alike
     assert digest_step(first) == digest_step(again)
     assert all(mb.columns["x"].shape[1:] == (2,) for mb in first)
     reader.close()
+
+
+def test_a_full_server_is_what_the_batcher_says_it_waits_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"used_memory": 3 * 2**20, "maxmemory": 3 * 2**20}
+    monkeypatch.setattr(RedisStore, "server", lambda store: store.connection.describe() | facts)
+    start_trainer(served.run)
+    served.serve()
+    sentence = served.wait_for(lambda: served.run.store.waiting().get("batcher"))
+    assert sentence.startswith(
+        "The server's memory is full (3.0 of 3.0 MiB): pushes wait until steps retire. Checkpoint more often"
+    )
 
 
 def start_trainer(run: Run, *, world_size: int = 1) -> None:

@@ -34,6 +34,20 @@ def test_a_trainer_that_is_ahead_of_the_server_is_told_while_it_waits(run: Run) 
     reader.close()
 
 
+def test_a_rank_that_acknowledges_nothing_sees_a_server_that_is_behind_as_well(run: Run) -> None:
+    run.step("a.0", world_size=2)
+    reader = Reader(run.again(), rank=1, world_size=2, timeout_seconds=30)
+    reader.trained(reader.pull(1))
+    run.client.hset(run.store.keys.meta, mapping={"step": 0})
+    start = time.monotonic()
+    with pytest.raises(
+        RunGone, match=r"has trained step 1, but run .* ends at step 0: .* start again from the checkpo"
+    ):
+        reader.pull(2)
+    assert time.monotonic() - start < 10
+    reader.close()
+
+
 def test_a_run_that_is_gone_ends_a_waiting_trainer_with_a_word(run: Run) -> None:
     run.step("a.0", world_size=1)
     reader = make_reader(run)
