@@ -87,6 +87,8 @@ class Invariants:
         self.trained_content: dict[tuple[int, int, int], str] = {}
         self._used: dict[str, tuple[int, int]] = {}
         """rollout id -> step, when."""
+        self.outlived: set[str] = set()
+        """Rollouts that were pushed and trained again after their tombstone had gone: allowed."""
         self._closed: dict[str, tuple[int, str]] = {}
         """group -> when it was closed (server ms), by what."""
         self._amounts: dict[tuple[str, str], list[int]] = {}
@@ -301,8 +303,11 @@ class Invariants:
             sums = amounts.setdefault(member.env, [0, 0])
             sums[0], sums[1] = sums[0] + 1, sums[1] + member.info.length
             rollout, key = member.info.rollout_id, member.payload_key.encode()
-            if rollout in self._used and now - self._used[rollout][1] < self._tombstone_ms / 2:
-                self.fail("I1", f"rollout {rollout} of step {step} was in step {self._used[rollout][0]}")
+            if rollout in self._used:
+                before, at = self._used[rollout]
+                if now - at < self._tombstone_ms / 2:
+                    self.fail("I1", f"rollout {rollout} of step {step} was in step {before}")
+                self.outlived.add(rollout)
             self._used[rollout] = step, now
             if key not in self._left:
                 self.fail("I1", f"step {step} trains {key.decode()}, which was not pending")
@@ -388,7 +393,8 @@ class Invariants:
             if closes != (reason in CLOSING_REASONS) and closes:
                 self.fail("I6", f"a drop for {reason} closes group {group}")
             if closes and group in left:
-                self._close(group, f"its drop ({reason})")
+                if reason != "void":  # dropped by hand: the leader does not know
+                    self._close(group, f"its drop ({reason})")
                 if tombstones is None or group.encode() not in tombstones.scores:
                     self.fail("I6", f"group {group} was dropped ({reason}) without a tombstone")
 

@@ -69,7 +69,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "commit",
         "if meta[1] ~= ARGV[2] or step ~= last + 1 or (meta[3] or '') ~= ARGV[4] then",
         "if meta[1] ~= ARGV[2] then",
-        "network",
+        "late",
     ),
     _of("commit-without-tombstone", "commit", "redis.call('ZADD', KEYS[6], clock, ARGV[i])", ""),
     _of("commit-sweeps-at-once", "commit", "redis.call('ZADD', KEYS[7], ARGV[3], use.key)", "redis.call('ZADD', KEYS[7], 0, use.key)"),

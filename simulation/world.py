@@ -162,7 +162,8 @@ class World:
         store = RedisStore(SimulatedConnection(self.network, Process("verify")), RUN)
         store.meta()
         for finding in store.verify().findings:
-            self.invariants.fail(f"verify {finding.invariant}", finding.message)
+            if not (finding.invariant == "I1" and self.invariants.outlived & set(finding.message.split())):
+                self.invariants.fail(f"verify {finding.invariant}", finding.message)
 
     def _end(self) -> None:
         """Ends every process, so that nothing is left hanging in the middle of real code."""
