@@ -137,7 +137,7 @@ class Reader:
         """
         self.start(None if start is None else start - 1)
         if self.rank == 0 and self._store.policy().version < 0:
-            self._store.announce(self._attempt, PolicyVersion(version=0))
+            self._store.announce(self._attempt, PolicyVersion(version=self._trained))
         number = self._trained + 1 if start is None else start
         fetch = self._fetch(number)
         try:

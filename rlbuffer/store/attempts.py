@@ -20,11 +20,14 @@ class TrainerMoves(Session):
     def attempt(self, *, uuid: str, world_size: int, resume_step: int) -> Attempt:
         """ATTEMPT: from here on older attempts are fenced. The same `uuid` again gives the same attempt.
 
+        A policy version above the run's last step, made from steps that the server has lost, is taken back.
+
         Raises:
             RunGone: there is no such run, or it does not reach to `resume_step`.
             StepRetired: the steps after `resume_step` are gone.
         """
-        reply = self.move("attempt", (self.keys.trainer, self.keys.meta), (uuid, world_size, resume_step))
+        keys = (self.keys.trainer, self.keys.meta, self.keys.policy)
+        reply = self.move("attempt", keys, (uuid, world_size, resume_step))
         status = text(reply[0])
         if status == "OK":
             return self.trainer()

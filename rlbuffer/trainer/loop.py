@@ -187,8 +187,8 @@ class _Trainer:
         self.reader.start(self.trained)
         self._write_pids()
         self.ranks.barrier()  # rank 0 has registered the attempt: the others' reports are not fenced by an older one
-        if self.trained == 0:
-            self._publish(0)
+        # After a resume samplers have this version, or a newer one, unless the server lost what was newer.
+        self._publish(self.trained)
         finished = self._loop(planned)
         if self.trained > self.checkpointed:
             self._checkpoint()

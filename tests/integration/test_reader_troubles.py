@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -10,6 +11,7 @@ from store_runs import Run
 
 from rlbuffer.errors import RlbufferError, RunGone
 from rlbuffer.reader import Reader
+from rlbuffer.records import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 
@@ -97,3 +99,34 @@ def test_closing_a_reader_ends_whoever_waits_in_it(run: Run) -> None:
     ]
     with pytest.raises(RlbufferError, match=r"the reader was closed$"):
         reader.pull(1)
+
+
+def test_a_version_made_from_steps_that_the_server_lost_is_taken_back_by_the_next_attempt(run: Run) -> None:
+    run.step("a.0", world_size=1)
+    old = run.store.attempt(uuid="old", world_size=1, resume_step=0)
+    run.store.announce(old.number, PolicyVersion(version=2, location="/lost"))
+    assert run.store.policy().version == 2
+    reader = make_reader(run)
+    reader.start(1)
+    assert run.store.policy().version == -1
+
+    def wait_for_a_step() -> None:
+        with contextlib.suppress(RlbufferError):  # the reader is closed before one comes
+            next(reader.steps())
+
+    thread = threading.Thread(target=wait_for_a_step)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while run.store.policy().version != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    reader.close()
+    thread.join(timeout=10)
+
+
+def test_a_version_that_the_run_has_reached_stays_over_attempts(run: Run) -> None:
+    run.step("a.0", world_size=1)
+    for uuid in ("old", "new"):
+        attempt = run.store.attempt(uuid=uuid, world_size=1, resume_step=0)
+        run.store.announce(attempt.number, PolicyVersion(version=1, location=f"/{uuid}"))
+    assert run.store.policy().location == "/old"
