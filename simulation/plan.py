@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlbuffer.config import BatcherConfig
 from simulation.mutations import Mutation
@@ -14,9 +14,10 @@ FAULTS = ("lost request", "lost reply", "late", "twice", "killed", "stopped", "r
 PROFILES: dict[str, Mapping[str, float]] = {
     "calm": {},
     "network": {"lost request": 0.01, "lost reply": 0.015, "late": 0.006, "twice": 0.01},
-    "deaths": {"killed": 0.006, "lost reply": 0.005},
+    "deaths": {"killed": 0.01, "lost reply": 0.005},
     "late": {"late": 0.03, "lost reply": 0.005},
     "stops": {"stopped": 0.004, "lost reply": 0.003, "late": 0.002},
+    "halts": {"stopped": 0.02},
     "server": {"restart": 0.002, "cut": 0.002, "lost reply": 0.004},
     "all": {
         "lost request": 0.004,
@@ -34,6 +35,7 @@ PROFILES: dict[str, Mapping[str, float]] = {
 KNOWN = (
     "a run that is deleted while a batcher is about to lead keeps a meta of one field, `error`: its name is spoilt",
     "a leader that was stopped after its commit dies of StepRetired when others have retired the step meanwhile",
+    "a batcher that is stopped in its takeover, between reading meta and trainer, dies of 'lost acknowledged writes'",
 )
 """Defects that only seeds with `known` may find."""
 
@@ -104,7 +106,8 @@ class Plan:
 
     def stop_seconds(self, dice: random.Random) -> float:
         """Mostly longer than a lease."""
-        return self.lease_seconds * dice.choice((0.5, 1.2, 2.0, 3.0))
+        low, high = dice.choice(((0.3, 0.95), (0.95, 1.4), (0.95, 1.4), (1.4, 3.0)))
+        return self.lease_seconds * dice.uniform(low, high)
 
     def broken(self, text: str) -> str:
         """A Lua file as it is, or as the mutation leaves it."""
@@ -150,8 +153,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False,
     }
     if mutation is not None:
         profile = mutation.profile or profile
-        values |= {name: value for name, value in mutation.asks.items() if name in values}
-    return Plan(
+    plan = Plan(
         seed=seed,
         profile=profile,
         faults=PROFILES[profile],
@@ -172,3 +174,4 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False,
         mutation=mutation,
         **values,
     )
+    return plan if mutation is None else replace(plan, **mutation.asks)

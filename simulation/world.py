@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rlbuffer.errors import StepRetired
 from rlbuffer.store.redis_store import RedisStore
 from simulation.actors import Host, Trainer, Worker, batcher, operator
 from simulation.invariants import Invariants
@@ -113,14 +112,14 @@ class World:
     def _begin(self) -> None:
         plan, host, later = self.plan, self.host, self.scheduler.after
         for index in range(plan.batchers):
-            expected = () if plan.known else (StepRetired,)
+            expected = () if plan.known else ("checkpointed and retired", "lost acknowledged writes")
             later(0.3 * index, partial(host.keep, f"batcher {index}", partial(batcher, host), expected))
         for index in range(plan.writers):
             worker = Worker(host, index)
-            later(0.1, partial(host.keep, worker.name, worker.run, ()))
+            later(0.1, partial(host.keep, worker.name, worker.run))
         later(0.2, self.trainer.begin)
         if plan.operator:
-            later(1.0, partial(host.keep, "operator", partial(operator, host), ()))
+            later(1.0, partial(host.keep, "operator", partial(operator, host)))
         if plan.reset:
             later(plan.fault_seconds * self.dice.uniform(0.3, 0.7), self._reset)
         if plan.full:
