@@ -269,6 +269,10 @@ def test_groups_can_be_looked_at_in_every_state(place: Place) -> None:
     assert sorted(states.values()).count("trained") == 2
     assert "forming" in states.values()
     assert "packed" in states.values()
+    trained = buffer.groups("state:trained")[0]
+    assert (trained.prompt_id, trained.planned_size, trained.rollouts) == (f"prompt-{trained.group_id[2:]}", 2, 2)
+    assert trained.waited_seconds is not None
+    assert trained.step == 1
     forming = buffer.groups("state:forming")
     assert [view.group_id for view in forming] == ["a.20"]
     detail = buffer.group("a.20")
