@@ -116,6 +116,8 @@ class EmbeddedServer:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     return False
+                if not os.path.samestat(os.fstat(descriptor), (directory / "users.lock").stat()):
+                    return False  # the home was removed and made anew: the server in it is not the one that was used
                 return _stop(directory, deadline)
         except (OSError, ServerUnreachable):
             # The directory is gone or stays locked: leaving must work even so, at exit above all.
