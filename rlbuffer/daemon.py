@@ -39,6 +39,8 @@ TELEMETRY_SECONDS = 1.0
 """How often the waiting sentence and the heartbeat are written although nothing changed."""
 FULL = 0.97
 """Share of maxmemory from which pushes may be refused: the server's own buffers count, too, and come and go."""
+TRAINER_SILENT_SECONDS = 10.0
+"""A trainer reports every two seconds, also while it waits: after five of these missed it is called silent."""
 PAGE = 1000
 """Pool entries per read."""
 BACKOFF_SECONDS = 0.5
@@ -181,10 +183,7 @@ class Daemon:
         if step > trainer.trained + 1 + self._config.lookahead:
             allowances = self._batcher.allowances(step, world_size=trainer.world_size, version=version)
             self._publish(allowances)
-            self._say(
-                f"Step {meta.step} is committed and waits for the trainer, which is at step {trainer.trained} "
-                f"(lookahead {self._config.lookahead})."
-            )
+            self._say(self._trainer_sentence(meta, trainer))
             return
         started = time.perf_counter()
         decision = self._batcher.next(
@@ -196,6 +195,19 @@ class Daemon:
             self._say(self._if_full() + decision.waiting)
             return
         self._commit(decision, decision.plan, meta, started)
+
+    def _trainer_sentence(self, meta: Meta, trainer: Attempt) -> str:
+        silent = trainer.seen_seconds_ago or 0.0
+        if silent < TRAINER_SILENT_SECONDS:
+            return (
+                f"Step {meta.step} is committed and waits for the trainer, which is at step {trainer.trained} "
+                f"(lookahead {self._config.lookahead})."
+            )
+        # Tens of seconds: the sentence must not change at every look, or it would be told at every look.
+        return (
+            f"Step {meta.step} is committed, but the trainer has said nothing for over {silent // 10 * 10:.0f} s; it "
+            f"was at step {trainer.trained}. It has ended, or hangs: start `rlbuffer train` again to go on."
+        )
 
     def _renew(self) -> None:
         if self._store.losses() != self._losses:
