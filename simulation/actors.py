@@ -168,7 +168,7 @@ class Worker:
             try:
                 pushed = writer.push(group)
             except AWAY:
-                if self.world.dice.random() < 0.3:
+                if self.world.dice.random() < 0.3 and self.world.plan.known:
                     return
                 continue
             self._expect_stored(group, pushed.status)
@@ -176,11 +176,11 @@ class Worker:
 
     def _expect_stored(self, group: Group, status: str) -> None:
         wanted = {r.rollout_id for r in group.rollouts}
-        if not any(e.group == group.group_id and wanted <= e.ids() for e in self.world.invariants.pushed.values()):
-            if not self.world.was_disturbed:
-                self.world.invariants.fail(
-                    "I10", f"a push of group {group.group_id} was acknowledged ({status}), but it is not there"
-                )
+        there = (e.group == group.group_id and wanted <= e.ids() for e in self.world.invariants.pushed.values())
+        if not self.world.was_disturbed and not any(there):
+            self.world.invariants.fail(
+                "I10", f"a push of group {group.group_id} was acknowledged ({status}), but it is not there"
+            )
 
 
 # -- trainer -----------------------------------------------------------------------------------------------------------
@@ -256,8 +256,9 @@ class Trainer:
         outcome, world = process.outcome, self.world
         if isinstance(outcome, Exception) and not world.was_disturbed:
             expected: tuple[type[Exception], ...] = (AttemptFenced, BatchTimeout, BatcherFailed, *AWAY)
-            if isinstance(outcome, StepRetired) and job is not self.job:
-                expected += (StepRetired,)  # a trainer that another one has overtaken
+            resumed = 0 if job.state is None else job.state["step"]
+            if job is not self.job or resumed < max(self.checkpoints, default=0):
+                expected += (StepRetired,)  # another trainer has overtaken it; the next start finds a newer checkpoint
             if not isinstance(outcome, expected):
                 world.invariants.fail("end", f"{process.name} died of {describe(outcome)}")
         if job.is_over:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ class Network:
             task = self.scheduler.current
             if task is None:
                 return None
-            self.server.waiting.setdefault(key, []).append(lambda: self.scheduler.wake(task))
+            self.server.waiting.setdefault(key, []).append(partial(self.scheduler.wake, task))
             self.scheduler.wait(deadline - self.scheduler.now)
             if self.scheduler.now >= deadline:
                 return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rlbuffer.config import BatcherConfig
 from simulation.mutations import Mutation
@@ -33,6 +34,7 @@ PROFILES: dict[str, Mapping[str, float]] = {
 """Chance of each fault at a round trip."""
 
 KNOWN = (
+    "a writer whose patience ran out uses the same sequence for its next group, which is lost as a duplicate",
     "a run that is deleted while a batcher is about to lead keeps a meta of one field, `error`: its name is spoilt",
     "a leader that was stopped after its commit dies of StepRetired when others have retired the step meanwhile",
     "a batcher that is stopped in its takeover, between reading meta and trainer, dies of 'lost acknowledged writes'",
@@ -118,8 +120,9 @@ class Plan:
         on = [name for name in names if getattr(self, name)]
         closed = self.config.step_groups or self.config.step_rollouts or "capacity"
         return (
-            f"profile {self.profile}, {self.batchers} batchers, {self.writers} writers, world sizes {self.world_sizes}, "
-            f"step {closed}, lookahead {self.config.lookahead}, max_age {self.config.max_age}"
+            f"profile {self.profile}, {self.batchers} batchers, {self.writers} writers, "
+            f"world sizes {self.world_sizes}, step {closed}, "
+            f"lookahead {self.config.lookahead}, max_age {self.config.max_age}"
             f"{', ' if on else ''}{', '.join(on)}"
         )
 
@@ -127,7 +130,7 @@ class Plan:
 def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False, known: bool = False) -> Plan:
     """The plan of a seed; a mutation may ask for the circumstances in which it matters."""
     dice = random.Random(f"plan {seed}")
-    profile = dice.choice(list(PROFILES) + ["all", "network"])
+    profile = dice.choice([*PROFILES, "all", "network"])
     closing = dice.choice(("capacity", "groups", "rollouts"))
     config = BatcherConfig(
         row_tokens=48,
@@ -142,7 +145,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False,
         flat=dice.choice(("keep", "drop")),
         order=dice.choice(("newest_first", "oldest_first")),
     )
-    values = {
+    values: dict[str, Any] = {
         "batchers": dice.choice((1, 2, 2)),
         "writers": dice.choice((1, 2, 3)),
         "world_sizes": dice.choice(((1,), (1, 2), (2,), (2, 1))),

@@ -149,7 +149,9 @@ class World:
                 self.scheduler.now + PROGRESS_SECONDS,
             )
             if not done:
-                self.invariants.fail("I12", f"step {target} is not trained after {PROGRESS_SECONDS:g} s: {self.sentence}")
+                self.invariants.fail(
+                    "I12", f"step {target} is not trained after {PROGRESS_SECONDS:g} s: {self.sentence}"
+                )
 
     def _verify(self) -> None:
         if self.invariants.violation:
@@ -193,14 +195,16 @@ class World:
         self.scheduler.after(0.3, self.trainer.begin)
 
     def _sync(self) -> None:
-        self._saved = self.server.snapshot()
+        self._saved = self.server.snapshot(), self.invariants.snapshot()
         self.scheduler.after(1.0, self._sync)
 
     def _roll_back(self) -> None:
         self.note("the server forgets what came after its last fsync")
         self.was_disturbed = True
-        self.server.roll_back(self._saved)
-        self.invariants.forget()
+        on_disk, known = self._saved
+        self.server.roll_back(on_disk)
+        self.invariants.roll_back(known)
+        self.network.down_until = self.scheduler.now + 0.2
 
     def _fault(self, process: Process, fault: str, commands: Sequence[Command]) -> None:
         self._log.append((self.scheduler.now, 0, f"{process.name}: {fault}, at", commands, None))
