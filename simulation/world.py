@@ -17,7 +17,7 @@ from rlbuffer.store.redis_store import RedisStore
 from simulation.actors import Host, Trainer, Worker, batcher, operator
 from simulation.invariants import Invariants
 from simulation.lua import Engine
-from simulation.network import Network, SimulatedConnection
+from simulation.network import LATEST_SECONDS, Network, SimulatedConnection
 from simulation.plan import Plan
 from simulation.scheduler import BEGINNING, Process, Scheduler
 from simulation.server import Command, Server
@@ -136,6 +136,7 @@ class World:
     def _heal(self) -> None:
         self.note("everything heals")
         self.network.is_healed = True
+        self._healed = self.scheduler.now
         self.network.down_until = 0.0
         self.network.cut_until.clear()
         self.server.is_full = False
@@ -157,7 +158,9 @@ class World:
         if self.invariants.violation:
             return
         # What was on its way late arrives first.
-        self._run(2.1)
+        self._run(max(0.0, self._healed + LATEST_SECONDS + 0.1 - self.scheduler.now))
+        for failure in self.scheduler.failures:
+            self.invariants.fail("end", failure)
         if self.invariants.violation:
             return
         store = RedisStore(SimulatedConnection(self.network, Process("verify")), RUN)
