@@ -34,7 +34,7 @@ PROFILES: dict[str, Mapping[str, float]] = {
 """Chance of each fault at a round trip."""
 
 KNOWN = (
-    "an older `allow` that comes late stays: the leader publishes allowances only when they change, so all stands still",
+    "an older `allow` that comes late stays: the leader publishes allowances only when they change, all stands still",
     "a writer whose patience ran out uses the same sequence for its next group, which is lost as a duplicate",
     "a run that is deleted while a batcher is about to lead keeps a meta of one field, `error`: its name is spoilt",
     "a leader that was stopped after its commit dies of StepRetired when others have retired the step meanwhile",
