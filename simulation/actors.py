@@ -168,7 +168,7 @@ class Worker:
             try:
                 pushed = writer.push(group)
             except AWAY:
-                if self.world.dice.random() < 0.3 and self.world.plan.known:
+                if self.world.dice.random() < 0.3:
                     return
                 continue
             self._expect_stored(group, pushed.status)

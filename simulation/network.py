@@ -60,15 +60,13 @@ class Network:
         self._weights = [plan.faults[name] for name in self._kinds]
         self._rate = sum(self._weights)
 
-    def draw(self, process: Process, commands: Sequence[Command]) -> str:
+    def draw(self, process: Process) -> str:
         """What happens to the next round trip; "" for nothing."""
         if self.is_healed or self.dice.random() >= self._rate:
             return ""
         kind = self.dice.choices(self._kinds, self._weights)[0]
         if kind in ("killed", "stopped") and not self.plan.may_die(process.name):
             return ""
-        if kind in ("late", "twice") and not self.plan.known and any(b"allow" in command for command in commands):
-            return "lost reply"
         return kind
 
     def carry(self, process: Process, commands: Sequence[Command], *, is_transaction: bool) -> list[Any]:
@@ -77,7 +75,7 @@ class Network:
             raise Killed
         self.calls += 1
         scheduler, dice = self.scheduler, self.dice
-        fault = self.draw(process, commands)
+        fault = self.draw(process)
         if fault:
             self.on_fault(process, fault, commands)
         slow = not self.is_healed and dice.random() < self.plan.slow

@@ -112,8 +112,7 @@ class World:
     def _begin(self) -> None:
         plan, host, later = self.plan, self.host, self.scheduler.after
         for index in range(plan.batchers):
-            expected = () if plan.known else ("checkpointed and retired", "lost acknowledged writes")
-            later(0.3 * index, partial(host.keep, f"batcher {index}", partial(batcher, host), expected))
+            later(0.3 * index, partial(host.keep, f"batcher {index}", partial(batcher, host)))
         for index in range(plan.writers):
             worker = Worker(host, index)
             later(0.1, partial(host.keep, worker.name, worker.run))
@@ -185,10 +184,6 @@ class World:
     def _reset(self) -> None:
         self.note("the run is deleted")
         self.was_disturbed = True
-        if not self.plan.known:  # else the batchers live on while their run goes away
-            for process in {task.process: None for task in self.scheduler.tasks}:
-                if process.name.startswith("batcher"):
-                    self.scheduler.kill(process)
         self.server.data.clear()
         self.server.expiry.clear()
         self.invariants.forget()
