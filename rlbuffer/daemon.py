@@ -27,7 +27,15 @@ from rlbuffer.batcher import Batcher
 from rlbuffer.batches import Decision, Drop, StepPlan
 from rlbuffer.client import Buffer
 from rlbuffer.config import BatcherConfig
-from rlbuffer.errors import ConfigError, LeaseLost, RlbufferError, RunGone, ServerRefused, ServerUnreachable, StepRetired
+from rlbuffer.errors import (
+    ConfigError,
+    LeaseLost,
+    RlbufferError,
+    RunGone,
+    ServerRefused,
+    ServerUnreachable,
+    StepRetired,
+)
 from rlbuffer.step_columns import agree
 from rlbuffer.store.base import Attempt, Meta, PoolEntry, Store
 
