@@ -284,11 +284,11 @@ class Trainer:
             world.scheduler.wait(plan.train_seconds)
             job.exchange(rank, step, "update")
             if rank == 0:
-                store.announce(reader.attempt, PolicyVersion(version=step.number))
+                reader.announce(PolicyVersion(version=step.number))
             reader.trained(step)
             if rank == 0:
                 self.trained = max(self.trained, step.number)
-                if step.number % plan.checkpoint_every == 0:
+                if step.number % plan.checkpoint_every == 0 or step.header["checkpoint_now"]:
                     self._checkpoint(reader, step.number)
 
     def _check(self, job: Job, rank: int, step: Step) -> None:

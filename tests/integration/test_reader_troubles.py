@@ -58,7 +58,7 @@ def test_a_run_that_is_gone_ends_a_waiting_trainer_with_a_word(run: Run) -> None
     with pytest.raises(RunGone, match="is not on the server"):
         reader.pull(2)
     with pytest.raises(RunGone, match=r"run .* is not on the server any more, nor is attempt \d+ of its trainer"):
-        reader._report()
+        reader._progress.report()
     reader.close()
 
 
