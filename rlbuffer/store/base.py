@@ -338,6 +338,9 @@ class Store(Protocol):
     def rewind(self, to: int, *, force: bool = False) -> Mapping[str, Any]:
         """VOID of what follows step `to`, and of everything that is pending."""
 
+    def delete_run(self) -> int:
+        """Removes everything that the server holds of the run. -> keys removed."""
+
     # -- trainer ---------------------------------------------------------------------------------------------------
     def attempt(self, *, uuid: str, world_size: int, resume_step: int, claim: Claim | None = None) -> Attempt:
         """ATTEMPT; `claim` is handed back when the trainer's state is ahead of the server."""
