@@ -149,8 +149,8 @@ class Progress:
 
     def _claim(self) -> Claim | None:
         place = self.place
-        if not place.digest:
-            return None
+        if place.step and not place.digest:
+            return None  # nothing is known of the step
         return Claim(step=place.step, epoch=self.epoch, digest=place.digest, steps=place.steps)
 
     def _register(self) -> None:

@@ -177,7 +177,7 @@ class Worker:
     def _expect_stored(self, group: Group, status: str) -> None:
         wanted = {r.rollout_id for r in group.rollouts}
         there = (e.group == group.group_id and wanted <= e.ids() for e in self.world.invariants.pushed.values())
-        if not self.world.was_disturbed and not any(there):
+        if not (self.world.was_disturbed or self.world.was_rolled_back) and not any(there):
             self.world.invariants.fail(
                 "I10", f"a push of group {group.group_id} was acknowledged ({status}), but it is not there"
             )
@@ -193,6 +193,8 @@ class Job:
         self.state = state
         self.processes: list[Process] = []
         self.is_over = False
+        self.at = state["step"] if state else 0
+        """Last step in its state."""
         self._held: dict[tuple[int, str], dict[int, str]] = {}
         self._news = Event(trainer.world.scheduler)
 
@@ -226,6 +228,9 @@ class Trainer:
         world_size = world.plan.world_sizes[self._jobs % len(world.plan.world_sizes)]
         state = self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
         job = self.job = Job(self, world_size, state)
+        world.invariants.restarted(job.at)
+        if world.was_rolled_back:
+            self.trained = job.at
         for rank in range(world_size):
             name = f"rank {rank} of job {self._jobs}"
             job.processes.append(self.host.start(name, partial(self._rank, job, rank), partial(self._ended, job)))
@@ -288,13 +293,14 @@ class Trainer:
             reader.trained(step)
             if rank == 0:
                 self.trained = max(self.trained, step.number)
+                job.at = step.number
                 if step.number % plan.checkpoint_every == 0 or step.header["checkpoint_now"]:
                     self._checkpoint(reader, step.number)
 
     def _check(self, job: Job, rank: int, step: Step) -> None:
         invariants = self.world.invariants
         digest = invariants.digests.get(step.number)
-        if digest != step.digest:
+        if digest != step.digest and step.digest not in invariants.lost_digests:
             invariants.fail("I3", f"rank {rank} trains step {step.number} with digest {step.digest}, not {digest}")
         if step.damaged:
             invariants.fail("I2", f"rank {rank} misses rollouts {step.damaged} of step {step.number}")

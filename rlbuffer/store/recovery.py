@@ -73,8 +73,10 @@ class RecoveryMoves(StepMoves, RunViews):
             LeaseLost: another leads.
         """
         claim = decode_claim(trainer.claim)
-        last = self.meta().step
-        fork = self._fork(claim, last)
+        meta = self.meta()
+        last = meta.step
+        # A trainer from before a recovery: what follows its step is void.
+        fork = claim.step + 1 if claim.step < meta.retired else self._fork(claim, last)
         common = fork - 1 if fork else last
         groups = list(dict.fromkeys(g for step in claim.steps if step.step > common for g in step.group_ids))
         wanted = set(groups)
@@ -85,7 +87,7 @@ class RecoveryMoves(StepMoves, RunViews):
         uses = [use for members in pending.values() for use in _as_trained(members)]
         found = {
             "step": claim.step,
-            "forgotten": max(0, claim.step - common),
+            "forgotten": claim.step - common,
             "void": last - common,
             "groups": len(groups),
             "entries": len(uses),

@@ -13,7 +13,8 @@
 -- The number is max(server ms, last + 1): it never goes back, over a loss of the newest writes too.
 -- A policy version above the run's last step was made from steps that the server has lost: nobody will make it again,
 -- and what it samples would be of the future for ever. It is taken back; the new trainer announces the one it has.
-local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'retired', 'digest', 'since')
+local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'retired', 'digest', 'since',
+  'recovered')
 if not meta[1] then return {'GONE'} end
 local trainer = redis.call('HMGET', KEYS[1], 'number', 'uuid')
 if trainer[2] == ARGV[1] then return {'OK', trainer[1]} end
@@ -36,7 +37,14 @@ end
 local known = tonumber(ARGV[4]) or 0
 local fits = ARGV[6] ~= '' and known >= tonumber(meta[5] or meta[1]) and known <= tonumber(meta[1]) + 100
 if refusal and not fits then return refusal end
-if not refusal and resume < tonumber(meta[3] or '0') then return {'RETIRED', meta[3]} end
+local newest = math.max(step, resume)
+if not refusal and resume < tonumber(meta[3] or '0') then
+  -- A recovery has raised the floor, and the trainer ended before it wrote the checkpoint that it was asked for. Steps
+  -- after its older one cannot be had any more, so the run goes back to it; a trainer without any begins anew.
+  local is_recovered = meta[6] == meta[3] and ARGV[6] ~= '' and (fits or resume == 0)
+  if not is_recovered then return {'RETIRED', meta[3]} end
+  refusal, newest = {'RETIRED', meta[3]}, resume
+end
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -44,7 +52,7 @@ local number = string.format('%.0f', math.max(now, tonumber(trainer[1] or '0') +
 local current = redis.call('HGET', KEYS[3], '')
 if current then
   local its_epoch, version = string.match(current, '^(%d+) (%d+) ')
-  if its_epoch == meta[1] and tonumber(version) > math.max(step, resume) then redis.call('HDEL', KEYS[3], '') end
+  if its_epoch == meta[1] and tonumber(version) > newest then redis.call('HDEL', KEYS[3], '') end
 end
 redis.call('HSET', KEYS[1], 'number', number, 'uuid', ARGV[1], 'world_size', ARGV[2], 'resume', ARGV[3],
   'epoch', meta[1], 'seen', string.format('%.0f', now))
