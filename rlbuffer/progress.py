@@ -115,6 +115,11 @@ class Progress:
             self._check_epoch(meta)
         return meta.error
 
+    def is_going_back(self, step: int) -> bool:
+        """Whether the run is about to go on from before `step`, although the step is retired: what the trainer handed
+        back was not carried out yet, or just now."""
+        return bool(self._store.trainer().claim) or self._store.meta().retired < step
+
     def state_dict(self) -> dict[str, Any]:
         place = self.place
         steps = [pack_step(step) for step in place.steps]

@@ -28,6 +28,7 @@ from rlbuffer.errors import (
     RlbufferError,
     ServerRefused,
     ServerUnreachable,
+    StepRetired,
 )
 from rlbuffer.fills import ColumnSpec, column_spec
 from rlbuffer.packing import PackItem, assemble, redeal
@@ -286,10 +287,23 @@ class Reader:
         while True:
             if self._stop.is_set() or is_abandoned.is_set():
                 raise RlbufferError(f"{CLOSED} while it waited for step {number}")
-            header = self._store.wait_step(number, block_seconds=BLOCK_SECONDS)
-            if header is not None:
+            try:
+                header = self._store.wait_step(number, block_seconds=BLOCK_SECONDS)
+            except StepRetired:
+                if not self._progress.is_going_back(number):
+                    raise
+                self._stop.wait(0.1)
+                continue
+            if header is None:
+                continue
+            try:
+                rows, refs, plan = self._part(header)
                 break
-        rows, refs, plan = self._part(header)
+            except NotFound:
+                # The server has lost the step between the two reads; if not, it is damaged.
+                again = self._store.wait_step(number, block_seconds=0.0)
+                if again is not None and again.digest == header.digest:
+                    raise
         schema = {
             name: column_spec(name) or ColumnSpec(fill=0, dtype=np.dtype(dtype), shape=shape)
             for name, (dtype, shape) in header.columns.items()

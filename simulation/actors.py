@@ -193,6 +193,7 @@ class Job:
         self.state = state
         self.processes: list[Process] = []
         self.is_over = False
+        self.is_started = False
         self.at = state["step"] if state else 0
         """Last step in its state."""
         self._held: dict[tuple[int, str], dict[int, str]] = {}
@@ -281,6 +282,10 @@ class Trainer:
         if job.state is not None:
             reader.load_state_dict(job.state)
         reader.start()
+        if rank == 0:
+            job.is_started = True
+        while not job.is_started:  # a barrier: rank 0 has registered the attempt
+            world.scheduler.wait(0.01)
         for step in reader.steps():
             digests = job.exchange(rank, step, "digest")
             if len(set(digests)) > 1:

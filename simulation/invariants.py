@@ -152,9 +152,14 @@ class Invariants:
         self._suspects: set[bytes] = set()
         self._left: dict[bytes, Pending] = {}
         self._new_steps: dict[int, None] = {}
-        if commands[0][0] == b"EVALSHA" and self._script(commands[0]) == "RECOVER":
-            if isinstance(replies[0], list) and replies[0][0] == b"OK":
-                self._recovered(commands[0][3 + int(commands[0][2]) :], int(replies[0][1]))
+        first, reply = commands[0], replies[0]
+        if (
+            first[0] == b"EVALSHA"
+            and self._script(first) == "RECOVER"
+            and isinstance(reply, list)
+            and reply[0] == b"OK"
+        ):
+            self._recovered(first[3 + int(first[2]) :], int(reply[1]))
         for kind, key, detail in self.server.changes:
             handler = self._handlers.get(key)
             if handler is not None:
@@ -377,7 +382,8 @@ class Invariants:
             sums[0], sums[1] = sums[0] + 1, sums[1] + member.info.length
             rollout, key = member.info.rollout_id, member.payload_key.encode()
             if rollout in self.forgotten:
-                self.fail("I1", f"rollout {rollout} of step {step} was trained in step {self.forgotten[rollout]}, now lost")
+                lost = self.forgotten[rollout]
+                self.fail("I1", f"rollout {rollout} of step {step} was trained in step {lost}, which the server lost")
             if rollout in self._used:
                 before, at = self._used[rollout]
                 if now - at < self._tombstone_ms / 2:

@@ -1,4 +1,4 @@
-"""A server that comes back without its newest writes: the run goes on after the trainer's step, nothing trains twice."""
+"""A server that comes back without its newest writes: the run goes on after the trainer's step."""
 
 from __future__ import annotations
 

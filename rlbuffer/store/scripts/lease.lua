@@ -38,6 +38,8 @@ if action == 'release' then
 end
 
 if token ~= ARGV[2] or lapse < now then return {'FENCED', owner} end
+-- A run that went away meanwhile must not come back as a meta of one field.
+if action ~= 'allow' and redis.call('HEXISTS', KEYS[2], 'epoch') == 0 then return {'FENCED', owner} end
 if action == 'config' then
   if redis.call('HGET', KEYS[2], 'config_digest') ~= ARGV[4] then
     redis.call('HINCRBY', KEYS[2], 'revision', 1)
