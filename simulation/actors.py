@@ -286,10 +286,16 @@ class Trainer:
             job.is_started = True
         while not job.is_started:  # a barrier: rank 0 has registered the attempt
             world.scheduler.wait(0.01)
-        for step in reader.steps():
-            digests = job.exchange(rank, step, "digest")
+        steps, pulls = reader.steps(), 0
+        while True:
+            step = next(steps)
+            digests = job.exchange(rank, step, f"digest {pulls}")
             if len(set(digests)) > 1:
-                raise RlbufferError(f"the ranks hold different steps {step.number}")
+                if not world.was_rolled_back:
+                    raise RlbufferError(f"the ranks hold different steps {step.number}")
+                steps.close()  # type: ignore[attr-defined]
+                steps, pulls = reader.steps(step.number), pulls + 1
+                continue
             self._check(job, rank, step)
             world.scheduler.wait(plan.train_seconds)
             job.exchange(rank, step, "update")
