@@ -27,7 +27,15 @@ from rlbuffer.batcher import Batcher
 from rlbuffer.batches import Decision, Drop, StepPlan
 from rlbuffer.client import Buffer
 from rlbuffer.config import BatcherConfig
-from rlbuffer.errors import ConfigError, LeaseLost, RlbufferError, ServerRefused, ServerUnreachable
+from rlbuffer.errors import (
+    ConfigError,
+    LeaseLost,
+    RlbufferError,
+    RunGone,
+    ServerRefused,
+    ServerUnreachable,
+    StepRetired,
+)
 from rlbuffer.step_columns import agree
 from rlbuffer.store.base import Attempt, Meta, PoolEntry, Store
 from rlbuffer.store.recovery import ATTEMPT_SECONDS
@@ -88,6 +96,7 @@ class Daemon:
         self._told = ("", 0.0)
         self._memory = ("", 0.0)
         self._allowances: Mapping[str, int] = {}
+        self._published = 0.0
         self._drops: dict[str, list[int]] = {}
         self._has_heard = False
         """The trainer has reported since this process leads, or is silent: the server's steps are its steps."""
@@ -105,7 +114,7 @@ class Daemon:
                     self._take_over()
                     while not stop.is_set():
                         self._turn()
-            except (ServerUnreachable, ServerRefused, LeaseLost) as error:
+            except (ServerUnreachable, ServerRefused, LeaseLost, RunGone) as error:
                 self._emit({"event": "leader", "state": "lost", "reason": str(error)})
                 self._forget()
                 stop.wait(BACKOFF_SECONDS * random.uniform(1, 2))
@@ -142,6 +151,7 @@ class Daemon:
         if meta.config_digest != digest:
             self._store.set_config(self._token, self._config.as_dict(), digest)
         self._meta = self._store.meta()
+        self._renew(at_once=True)
         if meta.error:
             # Not before: ranks that wait must not miss an error that comes again.
             self._store.set_error(self._token, "")
@@ -234,11 +244,11 @@ class Daemon:
             f"was at step {trainer.trained}. It has ended, or hangs: start `rlbuffer train` again to go on."
         )
 
-    def _renew(self) -> None:
+    def _renew(self, *, at_once: bool = False) -> None:
         if self._store.losses() != self._losses:
             # It may be back without its newest writes: a drop, a commit, pushes that were read already.
             raise LeaseLost(f"the server of run {self._store.run!r} was away: everything is read from it again")
-        if time.monotonic() - self._renewed < self._lease_seconds / 3:
+        if not at_once and time.monotonic() - self._renewed < self._lease_seconds / 3:
             return
         lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)
         if not lease.held or lease.token != self._token or not lease.renewed:
@@ -313,9 +323,11 @@ class Daemon:
             self._emit({"event": "drop", **asdict(drop)})
 
     def _publish(self, allowances: Mapping[str, int]) -> None:
-        if allowances != self._allowances:
+        """Also when nothing changed: an older one that was delayed on its way may have replaced it."""
+        now = time.monotonic()
+        if allowances != self._allowances or now - self._published > TELEMETRY_SECONDS:
             self._store.set_allowances(self._token, allowances)
-            self._allowances = dict(allowances)
+            self._allowances, self._published = dict(allowances), now
 
     def _retire(self, meta: Meta, trainer: Attempt) -> None:
         up_to = min(trainer.oldest_kept, trainer.trained, meta.step)
@@ -347,7 +359,10 @@ class Daemon:
                 totals[0] += rollouts
                 totals[1] += tokens
         self._meta = self._store.meta()
-        header = self._store.wait_step(plan.step, block_seconds=0.0)
+        try:
+            header = self._store.wait_step(plan.step, block_seconds=0.0)
+        except StepRetired:
+            raise LeaseLost(f"step {plan.step} was trained and retired meanwhile: another leads this run") from None
         self._say("")
         if header is not None:
             build_ms = round(1000 * (time.perf_counter() - started), 2)

@@ -68,7 +68,9 @@ class Network:
         if self.is_healed or self.dice.random() >= self._rate:
             return ""
         kind = self.dice.choices(self._kinds, self._weights)[0]
-        return "" if kind in ("killed", "stopped") and not self.plan.may_die(process.name) else kind
+        if kind in ("killed", "stopped") and not self.plan.may_die(process.name):
+            return ""
+        return kind
 
     def carry(self, process: Process, commands: Sequence[Command], *, is_transaction: bool) -> list[Any]:
         """One round trip of `process`."""

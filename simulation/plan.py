@@ -33,14 +33,6 @@ PROFILES: dict[str, Mapping[str, float]] = {
 }
 """Chance of each fault at a round trip."""
 
-KNOWN = (
-    "a writer whose patience ran out uses the same sequence for its next group, which is lost as a duplicate",
-    "a run that is deleted while a batcher is about to lead keeps a meta of one field, `error`: its name is spoilt",
-    "a leader that was stopped after its commit dies of StepRetired when others have retired the step meanwhile",
-    "a batcher that is stopped in its takeover, between reading meta and trainer, dies of 'lost acknowledged writes'",
-)
-"""Defects that only seeds with `known` may find."""
-
 CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.daemon", "POLL_SECONDS"): 0.15,
     ("rlbuffer.daemon", "TELEMETRY_SECONDS"): 3.0,
@@ -91,8 +83,6 @@ class Plan:
     rollback: bool
     """The server loses acknowledged writes."""
     tombstone_seconds: float
-    known: bool
-    """With the circumstances of defects that are known and not repaired yet (:data:`KNOWN`)."""
     mutation: Mutation | None = field(default=None)
 
     def constants(self) -> dict[tuple[str, str], float]:
@@ -127,7 +117,7 @@ class Plan:
         )
 
 
-def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False, known: bool = False) -> Plan:
+def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False) -> Plan:
     """The plan of a seed; a mutation may ask for the circumstances in which it matters."""
     dice = random.Random(f"plan {seed}")
     profile = dice.choice([*PROFILES, "all", "network"])
@@ -173,7 +163,6 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False,
         small=dice.choice((0.0, 0.1)),
         rollback=rollback,
         tombstone_seconds=dice.choice((4.0, 20.0)),
-        known=known,
         mutation=mutation,
         **values,
     )

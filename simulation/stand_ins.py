@@ -104,7 +104,15 @@ class Thread:
         self._task: Task | None = None
 
     def start(self) -> None:
-        self._task = self._scheduler.spawn(_here(self._scheduler), self._body)
+        process = _here(self._scheduler)
+
+        def body() -> None:
+            try:
+                self._body()
+            except Exception as error:
+                self._scheduler.failures.append(f"thread {self.name} of {process.name} died of {error!r}")
+
+        self._task = self._scheduler.spawn(process, body)
 
     def is_alive(self) -> bool:
         return self._task is not None and not self._task.is_done

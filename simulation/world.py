@@ -17,7 +17,7 @@ from rlbuffer.store.redis_store import RedisStore
 from simulation.actors import Host, Trainer, Worker, batcher, operator
 from simulation.invariants import Invariants
 from simulation.lua import Engine
-from simulation.network import Network, SimulatedConnection
+from simulation.network import LATEST_SECONDS, Network, SimulatedConnection
 from simulation.plan import Plan
 from simulation.scheduler import BEGINNING, Process, Scheduler
 from simulation.server import Command, Server
@@ -114,8 +114,7 @@ class World:
     def _begin(self) -> None:
         plan, host, later = self.plan, self.host, self.scheduler.after
         for index in range(plan.batchers):
-            expected = () if plan.known else ("checkpointed and retired", "lost acknowledged writes")
-            later(0.3 * index, partial(host.keep, f"batcher {index}", partial(batcher, host), expected))
+            later(0.3 * index, partial(host.keep, f"batcher {index}", partial(batcher, host)))
         for index in range(plan.writers):
             worker = Worker(host, index)
             later(0.1, partial(host.keep, worker.name, worker.run))
@@ -138,6 +137,7 @@ class World:
     def _heal(self) -> None:
         self.note("everything heals")
         self.network.is_healed = True
+        self._healed = self.scheduler.now
         self.network.down_until = 0.0
         self.network.cut_until.clear()
         self.server.is_full = False
@@ -159,7 +159,9 @@ class World:
         if self.invariants.violation:
             return
         # What was on its way late arrives first.
-        self._run(2.1)
+        self._run(max(0.0, self._healed + LATEST_SECONDS + 0.1 - self.scheduler.now))
+        for failure in self.scheduler.failures:
+            self.invariants.fail("end", failure)
         if self.invariants.violation:
             return
         store = RedisStore(SimulatedConnection(self.network, Process("verify")), RUN)
@@ -184,10 +186,6 @@ class World:
     def _reset(self) -> None:
         self.note("the run is deleted")
         self.was_disturbed = True
-        if not self.plan.known:  # else the batchers live on while their run goes away
-            for process in {task.process: None for task in self.scheduler.tasks}:
-                if process.name.startswith("batcher"):
-                    self.scheduler.kill(process)
         self.server.data.clear()
         self.server.expiry.clear()
         self.invariants.forget()

@@ -378,6 +378,10 @@ def _release_all() -> None:
     _is_exiting = True
     for server in tuple(_joined):
         server.release(timeout_seconds=10.0)
+    for child in _children.values():
+        if child.poll() is None:
+            # It outlives this process on purpose, so its finalizer has nothing to warn of.
+            child.returncode = 0
 
 
 def _after_fork() -> None:
