@@ -51,8 +51,8 @@ local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local number = string.format('%.0f', math.max(now, tonumber(trainer[1] or '0') + 1))
 local current = redis.call('HGET', KEYS[3], '')
 if current then
-  local its_epoch, version = string.match(current, '^(%d+) (%d+) ')
-  if its_epoch == meta[1] and tonumber(version) > newest then redis.call('HDEL', KEYS[3], '') end
+  local version = string.match(current, '^%d+ (%d+) ')
+  if tonumber(version) > newest then redis.call('HDEL', KEYS[3], '') end
 end
 redis.call('HSET', KEYS[1], 'number', number, 'uuid', ARGV[1], 'world_size', ARGV[2], 'resume', ARGV[3],
   'epoch', meta[1], 'seen', string.format('%.0f', now))

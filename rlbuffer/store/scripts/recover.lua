@@ -22,8 +22,7 @@ if lease[3] ~= ARGV[1] or tonumber(lease[2] or '0') < now then return {'FENCED',
 local trainer = redis.call('HMGET', KEYS[8], 'number', 'claim', 'trained')
 if trainer[1] ~= ARGV[2] or trainer[2] ~= ARGV[3] then return {'NONE'} end
 
-local function fields_of(key, id)
-  local found = redis.call('XRANGE', key, id, id)
+local function fields_of(found)
   if #found == 0 then return nil end
   local fields = {}
   for k = 1, #found[1][2], 2 do fields[found[1][2][k]] = found[1][2][k + 1] end
@@ -43,7 +42,7 @@ for _ = 1, count do
     rollouts, tokens = rollouts + tonumber(ARGV[p + 1]), tokens + tonumber(ARGV[p + 2])
     p = p + 3
   end
-  local entry = fields_of(KEYS[3], use.id)
+  local entry = fields_of(redis.call('XRANGE', KEYS[3], use.id, use.id))
   if entry then
     if tonumber(entry.rollouts) ~= rollouts or tonumber(entry.tokens) ~= tokens then
       return {'UNEQUAL', use.id, entry.rollouts, entry.tokens}
@@ -58,7 +57,8 @@ end
 local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'since')
 local fork = tonumber(ARGV[7])
 for step = tonumber(trainer[3] or '0') + 1, tonumber(meta[2] or '0') do
-  local header = fields_of(KEYS[4], string.format('%.0f-0', step))
+  local id = string.format('%.0f-0', step)
+  local header = fields_of(redis.call('XRANGE', KEYS[4], id, id))
   local fate = fork > 0 and step >= fork and 'dropped:void' or 'trained'
   for env, rollouts, tokens, groups in string.gmatch(header and header.packed or '', '(%S+) (%d+) (%d+) (%d+)') do
     for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
