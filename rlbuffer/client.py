@@ -58,9 +58,9 @@ class Policy:
         number = self._buffer.attempt or self._store.trainer().number or self._buffer.start_attempt()
         if not number:
             raise RlbufferError("no trainer has started: call reader.start() on rank 0 before announcing a version")
-        return self._store.announce(
-            number, PolicyVersion(version=version, location=location, size=size, checksum=checksum, adapter=adapter)
-        )
+        announced = PolicyVersion(version=version, location=location, size=size, checksum=checksum, adapter=adapter)
+        reader = self._buffer.attempting
+        return self._store.announce(number, announced) if reader is None else reader.announce(announced)
 
     def wait(self, version: int, *, timeout_seconds: float, adapter: str = "") -> PolicyVersion:
         """Waits until `version` or a newer one is announced.
@@ -96,6 +96,11 @@ class Buffer:
     def attempt(self) -> int:
         """Number of the attempt that a reader of this buffer started; 0 when none did."""
         return max((reader.attempt for reader in self._readers), default=0)
+
+    @property
+    def attempting(self) -> Reader | None:
+        """The reader that started the attempt."""
+        return max((r for r in self._readers if r.attempt), key=lambda r: r.attempt, default=None)
 
     def start_attempt(self) -> int:
         """Begins the attempt of this buffer's rank-0 reader, if it has one. -> its number, else 0."""

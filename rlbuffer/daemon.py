@@ -38,6 +38,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.step_columns import agree
 from rlbuffer.store.base import Attempt, Meta, PoolEntry, Store
+from rlbuffer.store.recovery import ATTEMPT_SECONDS
 
 LEASE_SECONDS = 5.0
 """A leader that is silent for this long may be replaced."""
@@ -97,6 +98,8 @@ class Daemon:
         self._allowances: Mapping[str, int] = {}
         self._published = 0.0
         self._drops: dict[str, list[int]] = {}
+        self._has_heard = False
+        """The trainer has reported since this process leads, or is silent: the server's steps are its steps."""
 
     def run(self, stop: threading.Event) -> None:
         """Leads until `stop` is set; stands by while another leads, and takes over when the server comes back.
@@ -147,19 +150,12 @@ class Daemon:
             raise ConfigError(_differences(meta.config, self._config.as_dict(), self._store.run))
         if meta.config_digest != digest:
             self._store.set_config(self._token, self._config.as_dict(), digest)
-        # In this order: steps may be committed and trained between the two looks, by others.
-        trainer = self._store.trainer()
         self._meta = self._store.meta()
         self._renew(at_once=True)
-        if trainer.trained > self._meta.step:
-            raise RlbufferError(
-                f"the trainer of run {self._store.run!r} has trained step {trainer.trained}, but the server's last "
-                f"step is {self._meta.step}: the server lost acknowledged writes (power cut or failover). "
-                f"Start a new run from the trainer's checkpoint."
-            )
         if meta.error:
             # Not before: ranks that wait must not miss an error that comes again.
             self._store.set_error(self._token, "")
+        self._entries, self._cursor = {}, "0-0"
         self._batcher = Batcher(self._config, state=self._store.load_state())
         self._batcher.close(self._store.closed_groups())
         self._since = self._store.now()
@@ -181,9 +177,18 @@ class Daemon:
         self._renew()
         meta = self._known_meta()
         trainer = self._store.trainer()
+        if trainer.claim:
+            self._recover(trainer)
+            return
         self._retire(meta, trainer)
         if trainer.number == 0:
             self._say("No trainer has joined yet: start one with `rlbuffer train`.")
+            return
+        if not self._has_heard and not self._hears(trainer):
+            self._say(
+                f"The batcher has just taken over at step {meta.step} and waits until the trainer has said what it has "
+                f"trained, at most {ATTEMPT_SECONDS:g} s: the server may have lost steps."
+            )
             return
         version = self._store.policy().version
         if version < 0:
@@ -206,6 +211,25 @@ class Daemon:
             self._say(self._if_full() + decision.waiting)
             return
         self._commit(decision, decision.plan, meta, started)
+
+    def _hears(self, trainer: Attempt) -> bool:
+        """Whether the trainer has reported since the takeover, or has been silent for so long that it counts as gone.
+
+        Until then nothing is committed: after a loss of acknowledged writes the next step here may be one that the
+        trainer has trained already, with other content.
+        """
+        self._has_heard = trainer.seen_ms >= 1000 * self._since or self._store.now() > self._since + ATTEMPT_SECONDS
+        return self._has_heard
+
+    def _recover(self, trainer: Attempt) -> None:
+        """The trainer has steps that the server lost: the run goes on after them, and everything is read again."""
+        found = self._store.recover(self._token, trainer, self._entries.values())
+        if found is not None:
+            self._store.retire(self._token, int(found["step"]))
+            self._emit({"event": "recovery", **found})
+        self._allowances = {}
+        self._take_over()
+        self._has_heard = True  # it has just said so
 
     def _trainer_sentence(self, meta: Meta, trainer: Attempt) -> str:
         silent = trainer.seen_seconds_ago or 0.0

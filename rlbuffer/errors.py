@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import inspect
 
+MOST_RECOVERIES_LOST = 100
+"""Epochs by which a process may be ahead of a server that lost the recoveries which began them."""
+
 
 class RlbufferError(Exception):
     """Something in rlbuffer failed."""
@@ -64,6 +67,33 @@ class SchemaMismatch(RlbufferError):
 
 class RunGone(RlbufferError):
     """The run was reset or rewound while this process was at work: its epoch is another one now."""
+
+
+class EpochChanged(RunGone):
+    """The run is in another epoch than this process."""
+
+    def __init__(self, message: str | None = None, *, epoch: int = 0, since: int = 0) -> None:
+        super().__init__(message)
+        self.epoch = epoch
+        """The run's epoch; 0 when there is no such run."""
+        self.since = since
+        """First epoch that `epoch` goes on from: whoever works in one from it on may follow."""
+
+    def follows(self, epoch: int) -> bool:
+        """Whether a process of `epoch` can go on in the run's: one began from the other by a recovery of lost writes.
+
+        The server may have lost a recovery, too, so `epoch` can be the newer one by a few. Epochs of a run that was
+        made anew are clock times, and lie further away.
+        """
+        return self.since <= epoch <= self.epoch + MOST_RECOVERIES_LOST
+
+
+class TrainerAhead(RunGone):
+    """The trainer has trained steps that the server does not have, or has otherwise: it lost acknowledged writes."""
+
+
+class AttemptForgotten(RunGone):
+    """The server does not know this attempt of the trainer any more: it lost acknowledged writes, or all of them."""
 
 
 class ProducerGap(RlbufferError):

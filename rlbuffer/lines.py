@@ -93,6 +93,9 @@ class ServeNarrator:
             self._say(step_line(event))
         elif kind == "waiting":
             self._waiting(str(event["sentence"]))
+        elif kind == "recovery":
+            self._waiting("")
+            self._say(_recovery(event))
         elif kind == "leader":
             self._waiting("")
             self._say(_leader(event))
@@ -120,6 +123,13 @@ class ServeNarrator:
             if sentence:
                 self._last = time.monotonic()
                 self._say(f"waiting: {sentence[:1].lower()}{sentence[1:]}")
+
+
+def _recovery(event: Mapping[str, Any]) -> str:
+    return (
+        f"! the server had lost {event['forgotten']} steps that the trainer has trained: the run goes on after step "
+        f"{event['step']} in epoch {event['epoch']}; {event['groups']} groups will not be trained again"
+    )
 
 
 def _leader(event: Mapping[str, Any]) -> str:

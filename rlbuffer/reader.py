@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -27,12 +26,13 @@ from rlbuffer.errors import (
     NotFound,
     PayloadError,
     RlbufferError,
-    RunGone,
     ServerRefused,
     ServerUnreachable,
+    StepRetired,
 )
 from rlbuffer.fills import ColumnSpec, column_spec
 from rlbuffer.packing import PackItem, assemble, redeal
+from rlbuffer.progress import Progress, remembered
 from rlbuffer.records import PolicyVersion
 from rlbuffer.store.base import PartRollout, StepHeader, Store
 
@@ -91,11 +91,7 @@ class Reader:
         self._pad_to_multiple_of = pad_to_multiple_of
         self._arena = Arena()
         self._assembling = threading.Lock()  # an arena serves one caller at a time; `pull` may run beside a prefetch
-        self._attempt = 0
-        self._trained = 0
-        self._epoch = 0
-        self._digest = ""
-        self._oldest_kept = 0
+        self._progress = Progress(store, world_size=world_size, reports=rank == 0)
         self._fault: RlbufferError | None = None
         self._stop = threading.Event()
         self._pool: ThreadPoolExecutor | None = None
@@ -105,7 +101,7 @@ class Reader:
     @property
     def attempt(self) -> int:
         """Number of the registered attempt; 0 before :meth:`start` and on ranks other than 0."""
-        return self._attempt
+        return self._progress.attempt
 
     def start(self, resume_step: int | None = None) -> None:
         """Begins an attempt: from here on an older trainer of this run is fenced. :meth:`steps` calls it if nobody did.
@@ -114,11 +110,7 @@ class Reader:
         """
         if self._pool is not None:
             return
-        if resume_step is not None:
-            self._trained = resume_step
-        if self.rank == 0:
-            attempt = self._store.attempt(uuid=uuid.uuid4().hex, world_size=self.world_size, resume_step=self._trained)
-            self._attempt, self._epoch = attempt.number, attempt.epoch
+        self._progress.begin(resume_step)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rlbuffer-prefetch")
         self._heart = threading.Thread(target=self._beat, name="rlbuffer-heartbeat", daemon=True)
         self._heart.start()
@@ -131,21 +123,24 @@ class Reader:
         Raises:
             BatchTimeout: no step came within `timeout_seconds`; the message says what the batcher waits for.
             BatcherFailed: the batcher stopped with a fatal error.
-            RunGone: the run is not on the server any more, or ends before what was trained: the server lost writes.
+            RunGone: the run is not on the server any more, or was rewound.
             StepRetired: the step was trained, checkpointed and removed; resume from a newer checkpoint.
             AttemptFenced: a newer attempt has taken over.
         """
         self.start(None if start is None else start - 1)
         if self.rank == 0 and self._store.policy().version < 0:
-            self._store.announce(self._attempt, PolicyVersion(version=self._trained))
-        number = self._trained + 1 if start is None else start
+            self.announce(PolicyVersion(version=self._progress.place.step))
+        number = self._progress.place.step + 1 if start is None else start
         fetch = self._fetch(number)
         try:
             while True:
                 step = self._await(number, fetch.future)
+                if not self._is_current(step):
+                    fetch = self._fetch(number)
+                    continue
                 fetch = self._fetch(number + 1)
                 yield step
-                if step.number > self._trained:
+                if step.number > self._progress.place.step:
                     self.trained(step)
                 number = step.number + 1
         finally:
@@ -173,14 +168,15 @@ class Reader:
         """
         self._raise_fault()
         if isinstance(step, Step):
-            self._trained, self._digest, self._epoch = step.number, step.digest, step.epoch
+            place = remembered(step.number, step.digest, tuple(step.header["group_ids"]), step.header["envs"])
+            self._progress.trained(place, epoch=step.epoch)
         else:
             header = self._store.wait_step(step, block_seconds=0.0)
             if header is None:
                 last = self._store.meta().step
                 raise NotFound(f"run {self._store.run!r} has no step {step}: the last committed one is {last}.")
-            self._trained, self._digest, self._epoch = header.step, header.digest, header.epoch
-        self._report()
+            place = remembered(header.step, header.digest, header.group_ids, header.envs)
+            self._progress.trained(place, epoch=header.epoch)
 
     def checkpointed(self, step: Step | int, *, oldest_kept: int | None = None) -> None:
         """Says that a checkpoint of `step` exists; steps up to `oldest_kept` (default `step`) may be retired.
@@ -190,16 +186,20 @@ class Reader:
         """
         self._raise_fault()
         number = step.number if isinstance(step, Step) else step
-        self._oldest_kept = max(self._oldest_kept, number if oldest_kept is None else oldest_kept)
-        self._report()
+        self._progress.oldest_kept = max(self._progress.oldest_kept, number if oldest_kept is None else oldest_kept)
+        self._progress.report()
+
+    def announce(self, version: PolicyVersion) -> bool:
+        """As :meth:`rlbuffer.client.Policy.announce`; a server that loses its newest writes is told again."""
+        return self._progress.announce(version)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep to continue the same sequence of steps."""
-        return {"step": self._trained, "epoch": self._epoch, "digest": self._digest}
+        return self._progress.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after the step that `state` was taken at. Before :meth:`start`."""
-        self._trained, self._epoch, self._digest = int(state["step"]), int(state["epoch"]), str(state["digest"])
+        self._progress.load_state_dict(state)
 
     def close(self) -> None:
         """Stops the prefetch and the heartbeat; acknowledges nothing. Does not wait for a server that is away."""
@@ -244,14 +244,14 @@ class Reader:
 
     def _check_run(self) -> None:
         """Every rank looks for itself: rank 0 would say it only in an exchange that the others do not come to."""
-        meta = self._store.meta()
-        if meta.error:
-            raise BatcherFailed(f"the batcher of run {self._store.run!r} failed: {meta.error}")
-        if meta.step < self._trained:
-            raise RunGone(
-                f"the trainer has trained step {self._trained}, but run {self._store.run!r} ends at step {meta.step}: "
-                f"the server lost acknowledged writes (power cut or failover); start again from the checkpoint"
-            )
+        error = self._progress.check_run()
+        if error:
+            raise BatcherFailed(f"the batcher of run {self._store.run!r} failed: {error}")
+
+    def _is_current(self, step: Step) -> bool:
+        """Whether the server still has this step: it may have lost it since it was pulled ahead of time."""
+        header = self._store.wait_step(step.number, block_seconds=0.0)
+        return header is not None and header.digest == step.digest
 
     def _timeout_message(self, number: int) -> str:
         head = f"no batch for step {number} within {self.timeout_seconds:g} s."
@@ -267,26 +267,16 @@ class Reader:
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             try:
-                self._report()
-                record = {"step": self._trained, "world_size": self.world_size, "pid": os.getpid()}
+                self._progress.report()
+                record = {"step": self._progress.place.step, "world_size": self.world_size, "pid": os.getpid()}
                 self._store.heartbeat("rank", str(self.rank), record)
             except (ServerUnreachable, ServerRefused):
                 # The server is away: the next beat tries again, and whoever needs it waits with a message of its own.
                 continue
             except RlbufferError as error:
-                # A newer attempt, or a run that is gone or has lost what was trained: no step can come any more.
+                # A newer attempt, or a run that is gone or was rewound: no step can come any more.
                 self._fault = error
                 return
-
-    def _report(self) -> None:
-        if self.rank == 0 and self._attempt:
-            self._store.report(
-                self._attempt,
-                epoch=self._epoch,
-                trained=self._trained,
-                digest=self._digest,
-                oldest_kept=self._oldest_kept,
-            )
 
     def _raise_fault(self) -> None:
         if self._fault is not None:
@@ -297,10 +287,23 @@ class Reader:
         while True:
             if self._stop.is_set() or is_abandoned.is_set():
                 raise RlbufferError(f"{CLOSED} while it waited for step {number}")
-            header = self._store.wait_step(number, block_seconds=BLOCK_SECONDS)
-            if header is not None:
+            try:
+                header = self._store.wait_step(number, block_seconds=BLOCK_SECONDS)
+            except StepRetired:
+                if not self._progress.is_going_back(number):
+                    raise
+                self._stop.wait(0.1)
+                continue
+            if header is None:
+                continue
+            try:
+                rows, refs, plan = self._part(header)
                 break
-        rows, refs, plan = self._part(header)
+            except NotFound:
+                # The server has lost the step between the two reads; if not, it is damaged.
+                again = self._store.wait_step(number, block_seconds=0.0)
+                if again is not None and again.digest == header.digest:
+                    raise
         schema = {
             name: column_spec(name) or ColumnSpec(fill=0, dtype=np.dtype(dtype), shape=shape)
             for name, (dtype, shape) in header.columns.items()
@@ -338,6 +341,8 @@ class Reader:
                 "fill": header.fill,
                 "closed_by": header.closed_by,
                 "envs": header.envs,
+                "group_ids": header.group_ids,
+                "checkpoint_now": header.checkpoint_now,
                 "world_size": header.world_size,
             },
         )

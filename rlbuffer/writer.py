@@ -2,7 +2,8 @@
 
 A push carries a sequence number under the producer's incarnation, so that repeating it after a lost reply changes
 nothing. The writer keeps its last pushes: a server that lost its newest writes in a power cut answers with a gap, and
-the writer sends what is missing again.
+the writer sends what is missing again. After a recovery of lost writes the run goes on in a new epoch, and so does the
+writer, with the same sequence.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from rlbuffer.errors import InvalidRollout, ProducerGap, RunGone, ServerRefused, ServerUnreachable
+from rlbuffer.errors import (
+    EpochChanged,
+    InvalidRollout,
+    ProducerGap,
+    RunGone,
+    ServerRefused,
+    ServerUnreachable,
+)
 from rlbuffer.records import ENV_NAME, Group, Pushed, Ticket
 from rlbuffer.store.base import Store
 
@@ -148,6 +156,10 @@ class Writer:
                 return Pushed(entry_id=entry_id, status=status), sequence
             except ProducerGap as gap:
                 last = gap.last
+            except EpochChanged as change:
+                if not change.follows(self._epoch):
+                    raise
+                self._epoch = change.epoch
             except (ServerUnreachable, ServerRefused) as error:
                 if time.monotonic() + delay > deadline:
                     raise

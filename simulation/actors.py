@@ -177,7 +177,7 @@ class Worker:
     def _expect_stored(self, group: Group, status: str) -> None:
         wanted = {r.rollout_id for r in group.rollouts}
         there = (e.group == group.group_id and wanted <= e.ids() for e in self.world.invariants.pushed.values())
-        if not self.world.was_disturbed and not any(there):
+        if not (self.world.was_disturbed or self.world.was_rolled_back) and not any(there):
             self.world.invariants.fail(
                 "I10", f"a push of group {group.group_id} was acknowledged ({status}), but it is not there"
             )
@@ -193,6 +193,9 @@ class Job:
         self.state = state
         self.processes: list[Process] = []
         self.is_over = False
+        self.is_started = False
+        self.at = state["step"] if state else 0
+        """Last step in its state."""
         self._held: dict[tuple[int, str], dict[int, str]] = {}
         self._news = Event(trainer.world.scheduler)
 
@@ -226,6 +229,9 @@ class Trainer:
         state = self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
         job = self.job = Job(self, world_size, state)
         self._started.append(job)
+        world.invariants.restarted(job.at)
+        if world.was_rolled_back:
+            self.trained = job.at
         for rank in range(world_size):
             name = f"rank {rank} of job {number}"
             job.processes.append(self.host.start(name, partial(self._rank, job, rank), partial(self._ended, job)))
@@ -276,25 +282,36 @@ class Trainer:
         if job.state is not None:
             reader.load_state_dict(job.state)
         reader.start()
-        for step in reader.steps():
-            digests = job.exchange(rank, step, "digest")
+        if rank == 0:
+            job.is_started = True
+        while not job.is_started:  # a barrier: rank 0 has registered the attempt
+            world.scheduler.wait(0.01)
+        steps, pulls = reader.steps(), 0
+        while True:
+            step = next(steps)
+            digests = job.exchange(rank, step, f"digest {pulls}")
             if len(set(digests)) > 1:
-                raise RlbufferError(f"the ranks hold different steps {step.number}")
+                if not world.was_rolled_back:
+                    raise RlbufferError(f"the ranks hold different steps {step.number}")
+                steps.close()  # type: ignore[attr-defined]
+                steps, pulls = reader.steps(step.number), pulls + 1
+                continue
             self._check(job, rank, step)
             world.scheduler.wait(plan.train_seconds)
             job.exchange(rank, step, "update")
             if rank == 0:
-                store.announce(reader.attempt, PolicyVersion(version=step.number))
+                reader.announce(PolicyVersion(version=step.number))
             reader.trained(step)
             if rank == 0:
                 self.trained = max(self.trained, step.number)
-                if step.number % plan.checkpoint_every == 0:
+                job.at = step.number
+                if step.number % plan.checkpoint_every == 0 or step.header["checkpoint_now"]:
                     self._checkpoint(reader, step.number)
 
     def _check(self, job: Job, rank: int, step: Step) -> None:
         invariants = self.world.invariants
         digest = invariants.digests.get(step.number)
-        if digest != step.digest:
+        if digest != step.digest and step.digest not in invariants.lost_digests:
             invariants.fail("I3", f"rank {rank} trains step {step.number} with digest {step.digest}, not {digest}")
         if step.damaged:
             if job is self.job:  # the steps of one that was overtaken may be retired under it

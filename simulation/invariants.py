@@ -108,15 +108,30 @@ class Invariants:
         self._highest: dict[str, int] = {}
         self._holder = self._leader = (b"", 0)
         self._rearmed: set[bytes] = set()
+        self.lost_digests: set[str] = set()
+        """Steps that the server has lost, and that somebody may be training yet."""
+        self.forgotten: dict[str, int] = {}
+        """Rollout -> the step that trained it before the server lost it: it must not train again."""
 
     def snapshot(self) -> dict[str, Any]:
         """What is known now, to go with a snapshot of the server."""
         return {name: deepcopy(getattr(self, name)) for name in _KNOWLEDGE}
 
-    def roll_back(self, saved: dict[str, Any]) -> None:
-        """The server went back to the snapshot that this one goes with."""
+    def roll_back(self, saved: dict[str, Any], trained: int) -> None:
+        """The server went back to the snapshot that this one goes with; its trainer is at step `trained`."""
+        lost = {step: digest for step, digest in self.digests.items() if saved["digests"].get(step) != digest}
+        self.lost_digests |= set(lost.values())
+        for rollout, (step, _) in self._used.items():
+            if step in lost and step <= trained:
+                self.forgotten[rollout] = step
+        for place in [place for place in self.trained_content if place[0] in lost]:
+            del self.trained_content[place]
         for name, value in saved.items():
             setattr(self, name, deepcopy(value))
+
+    def restarted(self, step: int) -> None:
+        """A trainer begins from a checkpoint of `step`: what was trained after it is not in its state."""
+        self.forgotten = {rollout: at for rollout, at in self.forgotten.items() if at <= step}
 
     def fail(self, invariant: str, message: str) -> None:
         """Keeps the first violation."""
@@ -137,6 +152,14 @@ class Invariants:
         self._suspects: set[bytes] = set()
         self._left: dict[bytes, Pending] = {}
         self._new_steps: dict[int, None] = {}
+        first, reply = commands[0], replies[0]
+        if (
+            first[0] == b"EVALSHA"
+            and self._script(first) == "RECOVER"
+            and isinstance(reply, list)
+            and reply[0] == b"OK"
+        ):
+            self._recovered(first[3 + int(first[2]) :], int(reply[1]))
         for kind, key, detail in self.server.changes:
             handler = self._handlers.get(key)
             if handler is not None:
@@ -206,6 +229,10 @@ class Invariants:
                 self._suspects.add(gone.payload)
 
     def _steps_changed(self, kind: str, entry_id: StreamId) -> None:
+        if kind == "gone":
+            if self.steps:
+                self.fail("I4", f"the stream was deleted with steps {sorted(self.steps)}")
+            return
         step = entry_id[0]
         if kind == "xadd":
             self._new_steps[step] = None
@@ -263,6 +290,31 @@ class Invariants:
         sums = self._amounts.setdefault((env, fate), [0, 0])
         sums[0] += amounts[0]
         sums[1] += amounts[1]
+
+    def _recovered(self, args: Sequence[bytes], epoch: int) -> None:
+        """RECOVER: what it may move, by the accounts kept here."""
+        step, fork, before = int(args[3]), int(args[6]), self._highest.get("trainer trained", 0)
+        for number, live in self.steps.items():
+            self._suspects |= live.payloads
+            for env, (rollouts, tokens) in live.amounts.items() if number > before else ():
+                self._move(env, "packed", (-rollouts, -tokens))
+                if not fork or number < fork:
+                    self._move(env, "trained", (rollouts, tokens))
+        self.steps.clear()
+        at = 12 + 2 * int(args[11])
+        for group in args[12:at:2]:
+            self._close(group.decode(), "the recovery")
+        count, at = int(args[at]), at + 1
+        for _ in range(count):
+            milliseconds, _, place = args[at].partition(b"-")
+            entry = self.pool.get((int(milliseconds), int(place)))
+            if entry is not None:
+                self._move(entry.env, "trained", (int(args[at + 1]), int(args[at + 2])))
+            at += 4 + 3 * int(args[at + 3])
+        self.digests = {n: digest for n, digest in self.digests.items() if n < step} | {step: args[4].decode()}
+        self._highest |= {"trainer trained": step, "meta step": step, "meta retired": step, "trainer oldest_kept": 0}
+        self.trained_content = {place: content for place, content in self.trained_content.items() if place[0] <= step}
+        self.incarnations = dict.fromkeys(self.incarnations, epoch)
 
     # -- I10, I11 --------------------------------------------------------------------------------------------------
     def _check_ledger(self) -> None:
@@ -329,6 +381,9 @@ class Invariants:
             sums = amounts.setdefault(member.env, [0, 0])
             sums[0], sums[1] = sums[0] + 1, sums[1] + member.info.length
             rollout, key = member.info.rollout_id, member.payload_key.encode()
+            if rollout in self.forgotten:
+                lost = self.forgotten[rollout]
+                self.fail("I1", f"rollout {rollout} of step {step} was trained in step {lost}, which the server lost")
             if rollout in self._used:
                 before, at = self._used[rollout]
                 if now - at < self._tombstone_ms / 2:

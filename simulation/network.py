@@ -56,6 +56,9 @@ class Network:
         self.is_repetition = False
         """What is being carried out was given up or answered before: it comes late."""
         self.calls = 0
+        self.generation = 0
+        """Grows when the server goes away: connections of before are broken."""
+        self._connected: dict[Process, int] = {}
         self._kinds = [name for name in FAULTS if plan.faults.get(name, 0) > 0]
         self._weights = [plan.faults[name] for name in self._kinds]
         self._rate = sum(self._weights)
@@ -91,6 +94,9 @@ class Network:
             self.down_until = scheduler.now + dice.uniform(0.05, 1.0)
         if fault == "cut":
             self.cut_until[process] = scheduler.now + dice.uniform(0.2, 2.5)
+        if self._connected.setdefault(process, self.generation) != self.generation:
+            self._connected[process] = self.generation
+            raise Reset("simulated: connection closed by server")
         if max(self.down_until, self.cut_until.get(process, 0.0)) > scheduler.now:
             scheduler.wait(0.01)
             raise Reset("simulated: connection refused")

@@ -69,7 +69,9 @@ class World:
         """What the batcher says that it waits for."""
         self.is_over = False
         self.was_disturbed = False
-        """The run was reset or rolled back: processes of before may end in ways that are an error else."""
+        """The run was reset: processes of before may end in ways that are an error else."""
+        self.was_rolled_back = False
+        """Acknowledged pushes may be lost."""
         self.host = Host(self)
         self.trainer = Trainer(self.host)
         check = self.server.on_event
@@ -198,10 +200,11 @@ class World:
 
     def _roll_back(self) -> None:
         self.note("the server forgets what came after its last fsync")
-        self.was_disturbed = True
+        self.was_rolled_back = True
+        self.network.generation += 1
         on_disk, known = self._saved
         self.server.roll_back(on_disk)
-        self.invariants.roll_back(known)
+        self.invariants.roll_back(known, self.trainer.job.at if self.trainer.job else 0)
         self.network.down_until = self.scheduler.now + 0.2
 
     def _fault(self, process: Process, fault: str, commands: Sequence[Command]) -> None:

@@ -29,6 +29,10 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "push": "Push groups from a JSON Lines file.",
         "inspect": "Look at the pool, a group or a rollout. Changes nothing.",
         "verify": "Recompute the ledger and check every invariant. Changes nothing.",
+        "runs": "List the runs that the server holds. Changes nothing.",
+        "step": "Take a committed step back.",
+        "rewind": "Take a run back to a step, and drop everything that is pending.",
+        "reset": "Remove a run from the server, with everything in it.",
         "config": "Check the settings, or show them with where each came from.",
     }
 )

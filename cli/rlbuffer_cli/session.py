@@ -14,6 +14,18 @@ if TYPE_CHECKING:
     from rlbuffer.settings import RunSettings
 
 
+def check_home(loaded: Loaded) -> None:
+    """Raises NotFound when the embedded server of the settings was never started: looking must not start one."""
+    from rlbuffer.errors import NotFound
+
+    settings = loaded.settings
+    if settings.redis_url is None and not (settings.home.expanduser() / "server").is_dir():
+        raise NotFound(
+            f"nothing was ever stored under {settings.home} ({loaded.source('home')}): no embedded server has run "
+            f"there. Start one with `rlbuffer demo`, or say where the run is: --redis URL or --home DIR."
+        )
+
+
 def open_existing(loaded: Loaded, *, run_given: bool) -> Buffer:
     """Connects to an existing run: the one named by flag, variable or file, else the one opened last.
 
@@ -27,11 +39,7 @@ def open_existing(loaded: Loaded, *, run_given: bool) -> Buffer:
     from rlbuffer_cli.options import redis_origin
 
     settings = loaded.settings
-    if settings.redis_url is None and not (settings.home.expanduser() / "server").is_dir():
-        raise NotFound(
-            f"nothing was ever stored under {settings.home} ({loaded.source('home')}): no embedded server has run "
-            f"there. Start one with `rlbuffer demo`, or say where the run is: --redis URL or --home DIR."
-        )
+    check_home(loaded)
     buffer = connect(settings.redis_url, run=settings.run, config=settings, name="inspect", origin=redis_origin(loaded))
     try:
         runs = buffer.store.runs()

@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from rlbuffer import wire
-from rlbuffer.errors import AttemptFenced, RlbufferError, RunGone, StepRetired
+from rlbuffer.errors import (
+    AttemptFenced,
+    AttemptForgotten,
+    EpochChanged,
+    RlbufferError,
+    RunGone,
+    StepRetired,
+    TrainerAhead,
+)
 from rlbuffer.records import PolicyVersion
-from rlbuffer.store.base import Attempt
+from rlbuffer.store.base import Attempt, Claim
+from rlbuffer.store.recovery import encode_claim
 from rlbuffer.store.session import Session, text
 
 MAX_RECORD_BYTES = 64 * 2**10
@@ -17,17 +26,19 @@ MAX_RECORD_BYTES = 64 * 2**10
 class TrainerMoves(Session):
     """What rank 0 says, and what is known of the trainer."""
 
-    def attempt(self, *, uuid: str, world_size: int, resume_step: int) -> Attempt:
+    def attempt(self, *, uuid: str, world_size: int, resume_step: int, claim: Claim | None = None) -> Attempt:
         """ATTEMPT: from here on older attempts are fenced. The same `uuid` again gives the same attempt.
 
-        A policy version above the run's last step, made from steps that the server has lost, is taken back.
+        A policy version above the run's last step, made from steps that the server has lost, is taken back. A trainer
+        whose checkpoint is ahead of the server hands back `claim`, and the leader lets the run go on from there.
 
         Raises:
-            RunGone: there is no such run, or it does not reach to `resume_step`.
+            RunGone: there is no such run, or it does not reach to `resume_step` and nothing of it is handed back.
             StepRetired: the steps after `resume_step` are gone.
         """
-        keys = (self.keys.trainer, self.keys.meta, self.keys.policy)
-        reply = self.move("attempt", keys, (uuid, world_size, resume_step))
+        keys = (self.keys.trainer, self.keys.meta, self.keys.policy, self.keys.steps)
+        given = ("", "", b"") if claim is None else (claim.epoch, claim.digest, encode_claim(claim))
+        reply = self.move("attempt", keys, (uuid, world_size, resume_step, *given))
         status = text(reply[0])
         if status == "OK":
             return self.trainer()
@@ -38,10 +49,16 @@ class TrainerMoves(Session):
                 f"the trainer resumes after step {resume_step}, but run {self.run!r} ends at step {text(reply[1])}: "
                 f"the checkpoint belongs to another run, or the server lost its newest steps"
             )
+        if status == "DIGEST":
+            raise RunGone(
+                f"the trainer resumes after step {resume_step}, but run {self.run!r} has another step {resume_step} "
+                f"({text(reply[1])[:12]}): the checkpoint belongs to another run"
+            )
         if status == "RETIRED":
             raise StepRetired(
                 f"the trainer resumes after step {resume_step}, but steps up to {text(reply[1])} of run {self.run!r} "
-                f"were retired: resume from a newer checkpoint, or start another run"
+                f"were retired: resume from a newer checkpoint, start another run, or take this one back to step "
+                f"{resume_step} with `rlbuffer rewind {resume_step} --force`"
             )
         raise self.unexpected("attempt", reply)
 
@@ -70,37 +87,58 @@ class TrainerMoves(Session):
             trained=number(b"trained"),
             digest=text(fields.get(b"digest", b"")),
             oldest_kept=number(b"oldest_kept"),
+            seen_ms=number(b"seen"),
+            claim=fields.get(b"claim", b""),
             seen_seconds_ago=max(0.0, int(seconds) + int(micros) / 1e6 - number(b"seen") / 1000),
         )
 
-    def report(self, number: int, *, epoch: int, trained: int, digest: str, oldest_kept: int) -> None:
+    def report(
+        self,
+        number: int,
+        *,
+        epoch: int,
+        trained: int,
+        digest: str,
+        oldest_kept: int,
+        claim: Claim | None = None,
+    ) -> bool:
         """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone.
+
+        -> True; False when the server does not have the step that was trained and `claim` was handed back to it.
 
         Raises:
             AttemptFenced: a newer attempt has taken over.
-            RunGone: the run is in another epoch, or its step `trained` is not the one that was trained.
+            AttemptForgotten: the server has lost this attempt.
+            EpochChanged: the run is in another epoch.
+            TrainerAhead: the run does not have step `trained`, or has another one; nothing was handed back.
         """
         keys = self.keys
         reply = self.move(
             "report",
             (keys.trainer, keys.meta, keys.steps, keys.ledger),
-            (number, epoch, trained, digest, oldest_kept),
+            (number, epoch, trained, digest, oldest_kept, b"" if claim is None else encode_claim(claim)),
         )
         status = text(reply[0])
         if status == "OK":
-            return
+            return True
+        if claim is not None and status in ("AHEAD", "DIGEST"):
+            return False
         there = text(reply[1])
         if status == "FENCED":
             raise self._superseded(number, there)
         if status == "EPOCH":
-            raise RunGone(f"run {self.run!r} is in epoch {there or 'none'}, the trainer in {epoch}: it was rewound")
+            raise EpochChanged(
+                f"run {self.run!r} is in epoch {there or 'none'}, the trainer in {epoch}: it was reset or rewound",
+                epoch=int(there or 0),
+                since=int(reply[2] or 0),
+            )
         if status == "AHEAD":
-            raise RunGone(
+            raise TrainerAhead(
                 f"the trainer has trained step {trained}, but run {self.run!r} ends at step {there}: "
                 f"the server lost acknowledged writes (power cut or failover)"
             )
         if status == "DIGEST":
-            raise RunGone(
+            raise TrainerAhead(
                 f"the trainer trained step {trained} with digest {digest}, but run {self.run!r} has {there} there"
             )
         if status == "MISSING":
@@ -129,9 +167,10 @@ class TrainerMoves(Session):
         location, size, checksum = wire.loads(record, limit=MAX_RECORD_BYTES)
         return PolicyVersion(version=int(version), location=location, size=size, checksum=checksum, adapter=adapter)
 
-    def _superseded(self, number: int, current: str) -> AttemptFenced | RunGone:
-        if current == "0":
-            return RunGone(
+    def _superseded(self, number: int, current: str) -> AttemptFenced | AttemptForgotten:
+        # Numbers only grow, so a smaller one is of a server that came back without its newest writes.
+        if int(current) < number:
+            return AttemptForgotten(
                 f"run {self.run!r} is not on the server any more, nor is attempt {number} of its trainer "
                 f"({self.keys.trainer}): the server was emptied, or it lost its data"
             )

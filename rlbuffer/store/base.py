@@ -9,7 +9,7 @@ Calls that are safe to repeat are repeated; `push` and `commit` answer the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -69,6 +69,10 @@ class Meta:
     config_digest: str
     error: str
     """Fatal error of the batcher; "" when there is none."""
+    since: int = 0
+    """First epoch that this one goes on from: equal to `epoch` but after a recovery of lost writes."""
+    checkpoint_now: bool = False
+    """The next step's header asks the trainer for a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,36 @@ class Attempt:
     oldest_kept: int = 0
     """Oldest checkpoint that the trainer still has: steps up to it may be retired."""
     seen_seconds_ago: float | None = None
+    seen_ms: int = 0
+    """Server time of its last accepted word, in milliseconds."""
+    claim: bytes = b""
+    """Steps that the trainer has and the server has not, handed back by it (:class:`Claim`); empty when there are
+    none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStep:
+    """A step as the trainer remembers it, for a server that may forget it."""
+
+    step: int
+    digest: str
+    group_ids: tuple[str, ...]
+    envs: Mapping[str, tuple[int, int]]
+    """env -> rollouts, tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a trainer hands back to a server that has lost acknowledged writes."""
+
+    step: int
+    """Last step that the trainer's state contains."""
+    epoch: int
+    """Newest epoch that the trainer knows."""
+    digest: str
+    """Of `step`."""
+    steps: tuple[TrainedStep, ...]
+    """The last ones up to `step`, the oldest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +149,8 @@ class StepHeader:
     columns: Mapping[str, tuple[str, tuple[int, ...]]]
     """Further column -> dtype and trailing shape: the same in all micro-batches of all ranks."""
     waiting_for_version: int | None = None
+    checkpoint_now: bool = False
+    """The trainer writes a checkpoint when it has trained this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,13 +327,42 @@ class Store(Protocol):
     def retire(self, token: int, up_to: int) -> int:
         """RETIRE and sweep. -> payload keys unlinked."""
 
+    def recover(self, token: int, trainer: Attempt, entries: Iterable[PoolEntry]) -> Mapping[str, Any] | None:
+        """RECOVER: the run goes on after the trainer's step, in a new epoch. -> what was found, None when no claim is
+        there any more. Raises LeaseLost."""
+
+    # -- operator --------------------------------------------------------------------------------------------------
+    def void_from(self, step: int, *, force: bool = False) -> Mapping[str, Any]:
+        """VOID: `step` and what follows it leave the run, which goes on from the step before in a new epoch."""
+
+    def rewind(self, to: int, *, force: bool = False) -> Mapping[str, Any]:
+        """VOID of what follows step `to`, and of everything that is pending."""
+
+    def delete_run(self) -> int:
+        """Removes everything that the server holds of the run. -> keys removed."""
+
     # -- trainer ---------------------------------------------------------------------------------------------------
-    def attempt(self, *, uuid: str, world_size: int, resume_step: int) -> Attempt: ...
+    def attempt(self, *, uuid: str, world_size: int, resume_step: int, claim: Claim | None = None) -> Attempt:
+        """ATTEMPT; `claim` is handed back when the trainer's state is ahead of the server."""
+
     def trainer(self) -> Attempt:
         """The registered attempt; number 0 when there was none."""
 
-    def report(self, number: int, *, epoch: int, trained: int, digest: str, oldest_kept: int) -> None:
-        """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone. Raises AttemptFenced."""
+    def report(
+        self,
+        number: int,
+        *,
+        epoch: int,
+        trained: int,
+        digest: str,
+        oldest_kept: int,
+        claim: Claim | None = None,
+    ) -> bool:
+        """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone.
+
+        -> True, or False when the server had lost what was trained and `claim` was handed back to it.
+        Raises AttemptFenced, AttemptForgotten, EpochChanged, TrainerAhead (without a claim).
+        """
 
     def announce(self, number: int, version: PolicyVersion) -> bool:
         """ANNOUNCE. -> False when an equal or newer version is already there. Raises AttemptFenced."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlbuffer import wire
 from rlbuffer.batches import Drop, RolloutRef
-from rlbuffer.errors import PayloadError, ProducerGap, RunGone, ServerRefused
+from rlbuffer.errors import EpochChanged, PayloadError, ProducerGap, RunGone, ServerRefused
 from rlbuffer.records import Group
 from rlbuffer.store.base import PoolEntry
 from rlbuffer.store.keys import Keys
@@ -72,10 +72,12 @@ class PoolMoves(Session):
             )
         if status == "GONE":
             there = text(reply[1])
-            raise RunGone(
-                f"run {self.run!r} is in epoch {there}, this producer works in epoch {epoch}: it was reset or rewound"
-                if there
-                else f"run {self.run!r} is not on the server any more ({keys.meta})"
+            if not there:
+                raise RunGone(f"run {self.run!r} is not on the server any more ({keys.meta})")
+            raise EpochChanged(
+                f"run {self.run!r} is in epoch {there}, this producer works in epoch {epoch}: it was reset or rewound",
+                epoch=int(there),
+                since=int(text(reply[2]) or there),
             )
         raise self.unexpected("push", reply)
 

@@ -13,15 +13,14 @@ from rlbuffer.store.base import Report
 from rlbuffer.store.connection import Connection
 from rlbuffer.store.lease import LeaseMoves
 from rlbuffer.store.pool import PoolMoves
-from rlbuffer.store.run import RunViews
+from rlbuffer.store.recovery import RecoveryMoves
 from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS
-from rlbuffer.store.steps import StepMoves
 from rlbuffer.store.telemetry import Telemetry
 from rlbuffer.store.tickets import TicketMoves
 from rlbuffer.store.verify import verify
 
 
-class RedisStore(RunViews, PoolMoves, TicketMoves, LeaseMoves, StepMoves, TrainerMoves, Telemetry):
+class RedisStore(RecoveryMoves, PoolMoves, TicketMoves, LeaseMoves, TrainerMoves, Telemetry):
     """A run on a Redis or Valkey server; see :class:`rlbuffer.store.base.Store` for every move."""
 
     def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:

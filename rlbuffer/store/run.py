@@ -47,7 +47,15 @@ class RunViews(Session):
         def create(client: Any) -> None:
             seconds, micros = client.time()
             now = int(seconds) * 1000 + int(micros) // 1000
-            first = {"schema": SCHEMA, "epoch": now, "step": 0, "digest": "", "retired": 0, "created": now}
+            first = {
+                "schema": SCHEMA,
+                "epoch": now,
+                "since": now,
+                "step": 0,
+                "digest": "",
+                "retired": 0,
+                "created": now,
+            }
             with client.pipeline(transaction=True) as pipe:
                 for name, value in first.items():
                     pipe.hsetnx(self.keys.meta, name, value)
@@ -118,4 +126,6 @@ def parse_meta(fields: Mapping[bytes, bytes]) -> Meta:
         config=wire.loads(config, limit=MAX_RECORD_BYTES) if config else {},
         config_digest=text(fields.get(b"config_digest", b"")),
         error=text(fields.get(b"error", b"")),
+        since=int(fields.get(b"since") or number(b"epoch")),
+        checkpoint_now=b"checkpoint_now" in fields,
     )

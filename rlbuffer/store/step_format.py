@@ -85,6 +85,7 @@ def header_record(
         "age": _mean(ages) or 0.0,
         "max_age": max(ages, default=0),
         "waiting_for_version": waiting_for,
+        "checkpoint_now": meta.checkpoint_now,
         "columns": {name: [dtype, *shape] for name, (dtype, shape) in _columns_of(plan, entries).items()},
         # The rule that held at the commit, so that it can be checked after the config has changed.
         "age_limits": {env: age_limit(meta.config, env) for env in envs},

@@ -274,7 +274,7 @@ class _Trainer:
             self._on_event(record)
         if len(set(record.get("parameters_sha256", ()))) > 1:
             raise RlbufferError(f"step {step.number}: the ranks' parameters differ: {record['parameters_sha256']}")
-        if step.number % settings.checkpoint_every == 0:
+        if step.number % settings.checkpoint_every == 0 or step.header.get("checkpoint_now"):
             self._checkpoint()
 
     def _make_updates(self, step: Step, watch: Stopwatch) -> tuple[torch.Tensor, float, float]:

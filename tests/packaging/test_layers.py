@@ -34,7 +34,7 @@ FLOORS = [
     ("batcher",),
     ("filters", "toml_lines", "schema", "cross_checks", "loading", "testing"),
     ("store",),
-    ("views", "writer", "reader"),
+    ("views", "writer", "progress", "reader"),
     ("client",),
     ("daemon",),
     ("weights",),

@@ -2,30 +2,59 @@
 -- ATTEMPT: one start of the trainer. Its number fences whatever an older trainer still says.
 --
 -- KEYS  1 trainer   2 meta   3 policy
+--       4 steps
 -- ARGV  1 uuid of the attempt   2 world size   3 step that the trainer's state contains
--- Reply {'OK', number}        the same uuid again gives the same number
+--       4 newest epoch that it knows   5 digest of that step   6 claim (see REPORT); all three '' when unknown
+-- Reply {'OK', number}        the same uuid again gives the same number; the claim is kept when the trainer is ahead
 --       {'GONE'}              the run does not exist
---       {'AHEAD', step}       the trainer's state is ahead of the run's last step
+--       {'AHEAD', step}       the trainer's state is ahead of the run's last step, and hands nothing back that fits
+--       {'DIGEST', digest}    the run has another step there, and nothing that fits is handed back
 --       {'RETIRED', retired}  the steps after the trainer's state are gone
 -- The number is max(server ms, last + 1): it never goes back, over a loss of the newest writes too.
 -- A policy version above the run's last step was made from steps that the server has lost: nobody will make it again,
 -- and what it samples would be of the future for ever. It is taken back; the new trainer announces the one it has.
-local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'retired')
+local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'retired', 'digest', 'since',
+  'recovered')
 if not meta[1] then return {'GONE'} end
 local trainer = redis.call('HMGET', KEYS[1], 'number', 'uuid')
 if trainer[2] == ARGV[1] then return {'OK', trainer[1]} end
-local resume = tonumber(ARGV[3])
-if resume > tonumber(meta[2] or '0') then return {'AHEAD', meta[2] or '0'} end
-if resume < tonumber(meta[3] or '0') then return {'RETIRED', meta[3]} end
+local resume, step = tonumber(ARGV[3]), tonumber(meta[2] or '0')
+local refusal
+if resume > step then
+  refusal = {'AHEAD', meta[2] or '0'}
+elseif ARGV[5] ~= '' and resume > 0 then
+  local there = resume == step and meta[4] or ''
+  local found = redis.call('XRANGE', KEYS[4], ARGV[3] .. '-0', ARGV[3] .. '-0')
+  if #found == 1 then
+    for k = 1, #found[1][2], 2 do
+      if found[1][2][k] == 'digest' then there = found[1][2][k + 1] end
+    end
+  end
+  if there and there ~= '' and there ~= ARGV[5] then refusal = {'DIGEST', there} end
+end
+-- Handed back is only what belongs to this run: its epochs go on from `since`. A recovery may have been lost, too, so
+-- the trainer can know an epoch or a few more; that of another run under this name lies further away.
+local known = tonumber(ARGV[4]) or 0
+local fits = ARGV[6] ~= '' and known >= tonumber(meta[5] or meta[1]) and known <= tonumber(meta[1]) + 100
+if refusal and not fits then return refusal end
+local newest = math.max(step, resume)
+if not refusal and resume < tonumber(meta[3] or '0') then
+  -- A recovery has raised the floor, and the trainer ended before it wrote the checkpoint that it was asked for. Steps
+  -- after its older one cannot be had any more, so the run goes back to it; a trainer without any begins anew.
+  local is_recovered = meta[6] == meta[3] and ARGV[6] ~= '' and (fits or resume == 0)
+  if not is_recovered then return {'RETIRED', meta[3]} end
+  refusal, newest = {'RETIRED', meta[3]}, resume
+end
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local number = string.format('%.0f', math.max(now, tonumber(trainer[1] or '0') + 1))
 local current = redis.call('HGET', KEYS[3], '')
 if current then
-  local its_epoch, version = string.match(current, '^(%d+) (%d+) ')
-  if its_epoch == meta[1] and tonumber(version) > tonumber(meta[2] or '0') then redis.call('HDEL', KEYS[3], '') end
+  local version = string.match(current, '^%d+ (%d+) ')
+  if tonumber(version) > newest then redis.call('HDEL', KEYS[3], '') end
 end
 redis.call('HSET', KEYS[1], 'number', number, 'uuid', ARGV[1], 'world_size', ARGV[2], 'resume', ARGV[3],
   'epoch', meta[1], 'seen', string.format('%.0f', now))
+if refusal then redis.call('HSET', KEYS[1], 'claim', ARGV[6]) else redis.call('HDEL', KEYS[1], 'claim') end
 return {'OK', number}

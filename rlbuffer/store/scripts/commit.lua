@@ -108,5 +108,6 @@ redis.call('XADD', KEYS[8], 'MAXLEN', '~', ARGV[8], '*', 'record', ARGV[13])
 redis.call('XADD', KEYS[9], 'MAXLEN', '~', ARGV[9], '*', 'record', ARGV[12])
 redis.call('SET', KEYS[10], ARGV[11])
 redis.call('HSET', KEYS[4], 'step', ARGV[3], 'digest', ARGV[5])
+redis.call('HDEL', KEYS[4], 'checkpoint_now')  -- this header has asked for it
 redis.call('ZREMRANGEBYSCORE', KEYS[6], '-inf', string.format('%.0f', now - tonumber(ARGV[7])))
 return {'OK', clock}

@@ -8,9 +8,9 @@
 -- Reply {'OK', entry id}
 --       {'DUP', entry id}   sequence known already; the id is '' unless it was the producer's last
 --       {'GAP', last}       pushes between `last` and this one are missing here
---       {'GONE', epoch}     the run is in another epoch ('' when it does not exist)
+--       {'GONE', epoch, since}  the run is in another epoch ('' when it does not exist), which goes on from `since`
 local epoch = redis.call('HGET', KEYS[1], 'epoch')
-if epoch ~= ARGV[1] then return {'GONE', epoch or ''} end
+if epoch ~= ARGV[1] then return {'GONE', epoch or '', redis.call('HGET', KEYS[1], 'since') or epoch or ''} end
 
 local known = redis.call('HMGET', KEYS[3], 'sequence', 'id')
 local last = tonumber(known[1] or '0')

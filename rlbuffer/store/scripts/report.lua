@@ -3,19 +3,27 @@
 --
 -- KEYS  1 trainer   2 meta   3 steps   4 ledger
 -- ARGV  1 attempt number   2 epoch   3 last trained step   4 its digest ('' when unknown)   5 oldest kept checkpoint
+--       6 claim: what the trainer hands back to a server that has lost steps which it has trained ('' at first)
 -- Reply {'OK', trained}
 --       {'FENCED', number}   a newer attempt is registered, this one
---       {'EPOCH', epoch}     the run is in another epoch
---       {'AHEAD', step}      the trainer claims a step that the run does not have; its last is this
+--       {'EPOCH', epoch, since}  the run is in another epoch, which goes on from the epoch `since`
+--       {'AHEAD', step}      the trainer has trained a step that the run does not have; its last is this
 --       {'DIGEST', digest}   the trainer's step is not the one committed here, which has this digest
+--                            After these two the claim, if there is one, is kept for RECOVER.
 --       {'MISSING', step}    a header that must still be here is not
 -- Each step in (trained before, trained now] moves its totals from packed to trained, once.
-local trainer = redis.call('HMGET', KEYS[1], 'number', 'trained', 'oldest_kept')
+local trainer = redis.call('HMGET', KEYS[1], 'number', 'trained', 'oldest_kept', 'digest')
 if trainer[1] ~= ARGV[1] then return {'FENCED', trainer[1] or '0'} end
-local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step')
-if meta[1] ~= ARGV[2] then return {'EPOCH', meta[1] or ''} end
+local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'since')
+if meta[1] ~= ARGV[2] then return {'EPOCH', meta[1] or '', meta[3] or meta[1] or ''} end
+local time = redis.call('TIME')
+local clock = string.format('%.0f', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))
+local function hand_back(reply)
+  if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'claim', ARGV[6], 'seen', clock) end
+  return reply
+end
 local before, trained = tonumber(trainer[2] or '0'), tonumber(ARGV[3])
-if trained > tonumber(meta[2] or '0') then return {'AHEAD', meta[2] or '0'} end
+if trained > tonumber(meta[2] or '0') then return hand_back({'AHEAD', meta[2] or '0'}) end
 
 local function fields_of(step)
   local id = string.format('%.0f-0', step)
@@ -30,12 +38,13 @@ local moves = {}
 for step = before + 1, trained do
   local header = fields_of(step)
   if not header then return {'MISSING', string.format('%.0f', step)} end
-  if step == trained and ARGV[4] ~= '' and header.digest ~= ARGV[4] then return {'DIGEST', header.digest} end
+  if step == trained and ARGV[4] ~= '' and header.digest ~= ARGV[4] then return hand_back({'DIGEST', header.digest}) end
   moves[#moves + 1] = header.packed
 end
 if trained <= before and trained > 0 and ARGV[4] ~= '' then
   local header = fields_of(trained)
-  if header and header.digest ~= ARGV[4] then return {'DIGEST', header.digest} end
+  local there = header and header.digest or (trained == before and trainer[4] or '')
+  if there ~= '' and there ~= ARGV[4] then return hand_back({'DIGEST', there}) end
 end
 
 for i = 1, #moves do
@@ -46,8 +55,8 @@ for i = 1, #moves do
     end
   end
 end
-local time = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'seen', string.format('%.0f', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)),
+redis.call('HDEL', KEYS[1], 'claim')
+redis.call('HSET', KEYS[1], 'seen', clock,
   'oldest_kept', string.format('%.0f', math.max(tonumber(trainer[3] or '0'), tonumber(ARGV[5]))))
 if trained > before then
   redis.call('HSET', KEYS[1], 'trained', ARGV[3], 'digest', ARGV[4])

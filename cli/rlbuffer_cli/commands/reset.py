@@ -1,0 +1,35 @@
+"""``rlbuffer reset``."""
+
+from __future__ import annotations
+
+import click
+
+from rlbuffer_cli import options
+
+
+@click.command("reset")
+@click.argument("name", metavar="RUN")
+@options.common
+@click.option("--yes", is_flag=True, help="Do it; without, it is only said what would go.")
+def command(name: str, yes: bool, config: str | None, redis: str | None, run: str | None, home: str | None) -> int:
+    """Remove a run from the server, with everything in it.
+
+    Pool, steps, payloads, ledger and history; checkpoints and weights on the disk stay. Stop its processes first: a
+    batcher or worker that is still there begins the run anew.
+
+    \b
+    Example:
+      rlbuffer reset math --yes
+    """
+    if run is not None and run != name:
+        raise click.UsageError(f"the run is named twice: {name!r} and --run {run!r}")
+    from rlbuffer_cli.session import open_existing
+
+    with open_existing(options.load(config, redis, name, home), run_given=True) as buffer:
+        ledger, step = buffer.ledger().total(), buffer.store.meta().step
+        content = f"{step} steps, {ledger.pending[0]} pending rollouts"
+        if not yes:
+            raise click.UsageError(f'this removes run "{name}" ({content}) for good: say so with --yes')
+        keys = buffer.store.delete_run()
+    click.echo(f'run "{name}" ({content}) is gone: {keys} keys removed')
+    return 0

@@ -1,0 +1,34 @@
+"""``rlbuffer rewind``."""
+
+from __future__ import annotations
+
+import click
+
+from rlbuffer_cli import options
+
+
+@click.command("rewind")
+@click.argument("number", metavar="N", type=click.IntRange(min=0))
+@options.common
+@click.option("--force", is_flag=True, help="Although a trainer is at work (it ends), or step N was retired.")
+def command(number: int, force: bool, config: str | None, redis: str | None, run: str | None, home: str | None) -> int:
+    """Take a run back to a step, and drop everything that is pending.
+
+    The steps after N and all pending groups drop as void; policy versions above N are taken back. The run goes on from
+    step N in a new epoch: start the trainer again from its checkpoint of step N. With --force N may also be a step that
+    was retired: steps up to the retired one stay counted as trained.
+
+    \b
+    Example:
+      rlbuffer rewind 100 --run math
+    """
+    from rlbuffer_cli.session import open_existing
+
+    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+        found = buffer.store.rewind(number, force=force)
+        name = buffer.run
+    click.echo(
+        f'run "{name}" goes on from step {number} in epoch {found["epoch"]}: {found["steps"]} steps and '
+        f"{found['entries']} pending pushes are void. Start the trainer again from its checkpoint of step {number}."
+    )
+    return 0

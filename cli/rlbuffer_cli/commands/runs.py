@@ -1,0 +1,56 @@
+"""``rlbuffer runs``."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import click
+
+from rlbuffer_cli import options
+
+
+@click.command("runs")
+@options.common
+@click.option("--json", "as_json", is_flag=True, help="One object per run.")
+def command(config: str | None, redis: str | None, run: str | None, home: str | None, as_json: bool) -> int:
+    """List the runs that the server holds. Changes nothing.
+
+    \b
+    Example:
+      rlbuffer runs --redis redis://host:6379
+    """
+    from rlbuffer.client import connect
+    from rlbuffer_cli.session import check_home
+
+    loaded = options.load(config, redis, run, home)
+    check_home(loaded)
+    url = loaded.settings.redis_url
+    with connect(url, run=loaded.settings.run, config=loaded.settings, name="runs") as buffer:
+        found = {name: at for name, at in buffer.store.runs().items() if run in (None, name)}
+        now = buffer.store.now()
+        address = buffer.store.server()["address"]
+    if not found and not as_json:
+        click.echo(f"no runs on {address}")
+    for name, opened in found.items():
+        with connect(url, run=name, config=loaded.settings, name="runs") as other:
+            meta, trainer, total = other.store.meta(), other.store.trainer(), other.ledger().total()
+        record = {
+            "schema": "rlbuffer.run/1",
+            "run": name,
+            "step": meta.step,
+            "trained": trainer.trained,
+            "epoch": meta.epoch,
+            "pending_rollouts": total.pending[0],
+            "trained_rollouts": total.trained[0],
+            "opened_seconds_ago": round(max(0.0, now - opened), 1),
+        }
+        if as_json:
+            click.echo(json.dumps(record))
+            continue
+        opened_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(opened))
+        click.echo(
+            f"{name:<24} step {meta.step:>6}  trained {trainer.trained:>6}  "
+            f"{total.pending[0]:>8,} rollouts pending  opened {opened_at}"
+        )
+    return 0

@@ -1,0 +1,43 @@
+"""``rlbuffer step``."""
+
+from __future__ import annotations
+
+import click
+
+from rlbuffer_cli import options
+
+
+@click.group("step")
+def command() -> None:
+    """Take a committed step back.
+
+    \b
+    Example:
+      rlbuffer step void 120 --run math
+    """
+
+
+@command.command("void")
+@click.argument("number", metavar="N", type=click.IntRange(min=1))
+@options.common
+@click.option("--force", is_flag=True, help="Although a trainer is at work; it ends.")
+def void(number: int, force: bool, config: str | None, redis: str | None, run: str | None, home: str | None) -> int:
+    """Take step N and what follows it out of the run.
+
+    Their rollouts drop as void and are not trained again; what is pending stays. The run goes on from the step before
+    in a new epoch: start the trainer again from a checkpoint of that step.
+
+    \b
+    Example:
+      rlbuffer step void 120 --run math
+    """
+    from rlbuffer_cli.session import open_existing
+
+    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+        found = buffer.store.void_from(number, force=force)
+        name = buffer.run
+    click.echo(
+        f'run "{name}" goes on from step {number - 1} in epoch {found["epoch"]}: {found["steps"]} steps are void. '
+        f"Start the trainer again from its checkpoint of step {number - 1}."
+    )
+    return 0

@@ -1,0 +1,94 @@
+#!lua flags=allow-oom
+-- RECOVER: the server has lost steps that the trainer has trained. The run goes on after the trainer's last step, in a
+-- new epoch, and nothing of what was trained stays pending.
+--
+-- KEYS  1 lease   2 meta   3 pool   4 steps   5 ledger   6 closed   7 garbage   8 trainer   9 history
+-- ARGV  1 token   2 attempt number   3 the claim, as it stands in `trainer`   4 its step   5 its digest   6 its epoch
+--       7 first step that is here with other content than the trainer's ('0': none)   8 payload key prefix
+--       9 age at which tombstones go, ms   10 history entries kept   11 history record
+--       12 groups G, then G of: group id, env ('' when nothing of it is pending)
+--       then entries E, then E of: id, trained rollouts, trained tokens, reasons D, D of (reason, rollouts, tokens)
+-- Reply {'OK', new epoch}
+--       {'NONE'}            this claim is not there (any more): it was carried out, or replaced by a newer one
+--       {'FENCED', owner}   the token is not the current one, or the lease has lapsed
+--       {'UNEQUAL', id, rollouts, tokens}  an entry holds this, not what is given
+-- Steps here that the trainer has, too, count as trained; steps of other content are void (their groups have tombstones
+-- since their commit). The stream is deleted, not trimmed: after a deletion a smaller step may come next.
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local clock = string.format('%.0f', now)
+local lease = redis.call('HMGET', KEYS[1], 'owner', 'until', 'token')
+if lease[3] ~= ARGV[1] or tonumber(lease[2] or '0') < now then return {'FENCED', lease[1] or ''} end
+local trainer = redis.call('HMGET', KEYS[8], 'number', 'claim', 'trained')
+if trainer[1] ~= ARGV[2] or trainer[2] ~= ARGV[3] then return {'NONE'} end
+
+local function fields_of(found)
+  if #found == 0 then return nil end
+  local fields = {}
+  for k = 1, #found[1][2], 2 do fields[found[1][2][k]] = found[1][2][k + 1] end
+  return fields
+end
+
+local p = 13 + 2 * tonumber(ARGV[12])
+local entries = {}
+local count = tonumber(ARGV[p])
+p = p + 1
+for _ = 1, count do
+  local use = {id = ARGV[p], rollouts = ARGV[p + 1], tokens = ARGV[p + 2], dropped = {}}
+  local reasons, rollouts, tokens = tonumber(ARGV[p + 3]), tonumber(ARGV[p + 1]), tonumber(ARGV[p + 2])
+  p = p + 4
+  for _ = 1, reasons do
+    use.dropped[#use.dropped + 1] = {ARGV[p], ARGV[p + 1], ARGV[p + 2]}
+    rollouts, tokens = rollouts + tonumber(ARGV[p + 1]), tokens + tonumber(ARGV[p + 2])
+    p = p + 3
+  end
+  local entry = fields_of(redis.call('XRANGE', KEYS[3], use.id, use.id))
+  if entry then
+    if tonumber(entry.rollouts) ~= rollouts or tonumber(entry.tokens) ~= tokens then
+      return {'UNEQUAL', use.id, entry.rollouts, entry.tokens}
+    end
+    use.env = entry.env
+    use.key = ARGV[8] .. entry.group .. ':' .. entry.key
+    entries[#entries + 1] = use
+  end
+end
+
+-- From here on only writes.
+local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'since')
+local fork = tonumber(ARGV[7])
+for step = tonumber(trainer[3] or '0') + 1, tonumber(meta[2] or '0') do
+  local id = string.format('%.0f-0', step)
+  local header = fields_of(redis.call('XRANGE', KEYS[4], id, id))
+  local fate = fork > 0 and step >= fork and 'dropped:void' or 'trained'
+  for env, rollouts, tokens, groups in string.gmatch(header and header.packed or '', '(%S+) (%d+) (%d+) (%d+)') do
+    for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
+      redis.call('HINCRBY', KEYS[5], env .. ':packed:' .. unit, '-' .. amount)
+      redis.call('HINCRBY', KEYS[5], env .. ':' .. fate .. ':' .. unit, amount)
+    end
+  end
+end
+for i = 1, #entries do
+  local use = entries[i]
+  redis.call('XDEL', KEYS[3], use.id)
+  redis.call('HINCRBY', KEYS[5], use.env .. ':trained:rollouts', use.rollouts)
+  redis.call('HINCRBY', KEYS[5], use.env .. ':trained:tokens', use.tokens)
+  for k = 1, #use.dropped do
+    local fate = use.env .. ':dropped:' .. use.dropped[k][1]
+    redis.call('HINCRBY', KEYS[5], fate .. ':rollouts', use.dropped[k][2])
+    redis.call('HINCRBY', KEYS[5], fate .. ':tokens', use.dropped[k][3])
+  end
+  redis.call('ZADD', KEYS[7], ARGV[4], use.key)
+end
+for i = 13, 12 + 2 * tonumber(ARGV[12]), 2 do
+  redis.call('ZADD', KEYS[6], clock, ARGV[i])
+  if ARGV[i + 1] ~= '' then redis.call('HINCRBY', KEYS[5], ARGV[i + 1] .. ':trained:groups', 1) end
+end
+redis.call('DEL', KEYS[4])
+local epoch = string.format('%.0f', math.max(tonumber(meta[1]), tonumber(ARGV[6])) + 1)
+redis.call('HSET', KEYS[2], 'epoch', epoch, 'since', meta[3] or meta[1], 'step', ARGV[4], 'digest', ARGV[5],
+  'retired', ARGV[4], 'recovered', ARGV[4], 'checkpoint_now', ARGV[4])
+redis.call('HSET', KEYS[8], 'trained', ARGV[4], 'digest', ARGV[5], 'epoch', epoch)
+redis.call('HDEL', KEYS[8], 'claim')
+redis.call('XADD', KEYS[9], 'MAXLEN', '~', ARGV[10], '*', 'record', ARGV[11])
+redis.call('ZREMRANGEBYSCORE', KEYS[6], '-inf', string.format('%.0f', now - tonumber(ARGV[9])))
+return {'OK', epoch}

@@ -1,0 +1,350 @@
+"""A server that comes back without its newest writes: the run goes on after the trainer's step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_runs import Run
+
+import rlbuffer
+import rlbuffer.errors
+from rlbuffer.client import Buffer
+from rlbuffer.daemon import Daemon
+from rlbuffer.reader import Reader
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import RunSettings, ServerSettings
+from rlbuffer.store import server as servers
+from rlbuffer.store.redis_store import RedisStore
+from rlbuffer.testing import make_group
+from rlbuffer.writer import Writer
+
+pytest_plugins = ("store_fixtures",)
+
+CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8, lookahead=1)
+
+
+class Saved:
+    """The control keys at one moment, and putting them back: what a rolled-back server comes back with."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._dumps = {key: run.client.dump(key) for key in run.control_keys()}
+
+    def put_back(self) -> None:
+        self._run.client.delete(*self._run.control_keys())
+        for key, data in self._dumps.items():
+            self._run.client.restore(key, 0, data)
+
+
+class Loop:
+    """A daemon and whatever it says, until closed."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self.store = store
+        self.events: list[dict[str, Any]] = []
+        self.errors: list[BaseException] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._lead)
+        self._thread.start()
+
+    def _lead(self) -> None:
+        buffer = Buffer(self.store, settings=RunSettings())
+        try:
+            Daemon(buffer, CONFIG, on_event=self.events.append, lease_seconds=1.0).run(self._stop)
+        except BaseException as error:
+            self.errors.append(error)
+
+    def wait_for(self, kind: str) -> dict[str, Any]:
+        deadline = time.monotonic() + 20
+        while True:
+            found = [e for e in list(self.events) if e["event"] == kind]
+            if found:
+                return found[-1]
+            assert not self.errors, self.errors
+            assert time.monotonic() < deadline, self.events[-3:]
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=20)
+
+
+@pytest.fixture
+def url_run(redis_url: str, tmp_path: Path) -> Iterator[Run]:
+    made = Run(redis_url, tmp_path)
+    yield made
+    made.store.close()
+
+
+def train_to(reader: Reader, steps: Iterator[Any], last: int) -> list[Any]:
+    done = []
+    while not done or done[-1].number < last:
+        step = next(steps)
+        reader.announce(PolicyVersion(version=step.number))
+        reader.trained(step)
+        done.append(step)
+    return done
+
+
+def ids_of(store: RedisStore, step: int) -> set[str]:
+    return {member.info.rollout_id for part in store.read_parts(step) for member in part.rollouts}
+
+
+def test_the_run_goes_on_after_the_trainers_step_in_a_new_epoch(url_run: Run) -> None:
+    run = url_run
+    writer = Writer(run.again(), "w", epoch=run.meta.epoch)
+    reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
+    reader.start(0)
+    reader.announce(PolicyVersion(version=0))
+    loop = Loop(run.again())
+    made = (make_group(env="a", size=2, version=0, group_id=f"a.{i}", seed=i) for i in range(100))
+    for _ in range(4):
+        writer.push(next(made))
+    steps = reader.steps()
+    train_to(reader, steps, 2)
+    for _ in range(6):
+        writer.push(next(made))
+    time.sleep(0.3)  # both are read, step 3 is packed at the most
+    loop.close()
+    saved = Saved(run)
+    kept = run.store.meta().step
+    loop = Loop(run.again())
+    train_to(reader, steps, 5)
+    trained = {step: ids_of(run.store, step) for step in range(1, 6)}
+    pending = len(run.pool())
+    loop.close()
+
+    saved.put_back()
+    loop = Loop(run.again())
+    found = loop.wait_for("recovery")
+    assert (found["step"], found["forgotten"], found["void"], pending) == (5, 5 - kept, 0, 0)
+    meta = run.store.meta()
+    assert (meta.epoch, meta.since) == (run.meta.epoch + 1, run.meta.epoch)
+    assert (meta.step, meta.retired) == (5, 5)
+    deadline = time.monotonic() + 10
+    while run.store.policy().version != 5:  # the trainer says it again
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    # What was pushed after the save is not known there any more: the writer sends it again, for nothing.
+    for _ in range(2):
+        writer.push(next(made))
+    sixth = next(steps)
+    assert (sixth.number, sixth.epoch, sixth.header["checkpoint_now"]) == (6, meta.epoch, True)
+    assert ids_of(run.store, 6) & set().union(*trained.values()) == set()
+    reader.trained(sixth)
+    deadline = time.monotonic() + 10
+    while run.store.meta().checkpoint_now or run.store.trainer().trained < 6:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    total = run.store.ledger().total()
+    assert total.trained[0] == 24
+    assert not loop.errors
+    assert run.store.verify().findings == ()
+    reader.close()
+    loop.close()
+
+
+def test_nothing_is_committed_before_the_trainer_has_spoken(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlbuffer.daemon.ATTEMPT_SECONDS", 0.7)
+    attempt = run.store.attempt(uuid="silent", world_size=1, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0))
+    for i in range(2):
+        run.push(f"a.{i}")
+    loop = Loop(run.again())
+    loop.wait_for("ready")
+    time.sleep(0.3)
+    assert run.store.waiting()["batcher"] == (
+        "The batcher has just taken over at step 0 and waits until the trainer has said what it has trained, at most "
+        "0.7 s: the server may have lost steps."
+    )
+    assert run.store.meta().step == 0
+    assert loop.wait_for("step")["step"] == 1  # it counts as gone
+    loop.close()
+
+
+def test_a_checkpoint_ahead_of_the_server_takes_the_run_with_it(run: Run) -> None:
+    first = run.step("a.0", world_size=1)
+    reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
+    reader.trained(reader.pull(1))
+    second = run.step("a.1", world_size=1)
+    reader.trained(reader.pull(2))
+    state = reader.state_dict()
+    assert [step["digest"] for step in state["steps"]] == [first.digest, second.digest]
+    reader.close()
+    # Step 2 never came to be, and its group is pending again; nor was step 1 acknowledged.
+    keys = run.store.keys
+    run.client.delete(keys.steps, keys.ledger, keys.trainer, keys.closed)
+    run.client.hset(keys.meta, mapping={"step": 0, "digest": ""})
+    run.sequence = 0
+    run.client.delete(keys.producer("w", "u"))
+    run.push("a.1")
+
+    again = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
+    again.load_state_dict(state)
+    again.start()
+    run.store.release_lease("leader")
+    run.client.delete(run.store.keys.state)  # the state that these tests commit is none of a batcher
+    loop = Loop(run.again())
+    found = loop.wait_for("recovery")
+    assert (found["step"], found["forgotten"], found["groups"], found["entries"]) == (2, 2, 2, 1)
+    assert run.store.ledger().total().trained == run.store.ledger().total().pushed
+    assert sorted(run.store.closed_groups()) == ["a.0", "a.1"]
+    assert run.store.verify().findings == ()
+    again.close()
+    loop.close()
+
+
+def test_steps_of_other_content_than_the_trainers_are_void(run: Run) -> None:
+    run.step("a.0", world_size=1)
+    reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
+    reader.trained(reader.pull(1))
+    saved = reader.state_dict()
+    reader.close()
+    run.step("a.1", world_size=1)
+    other = saved | {"step": 2, "digest": "f" * 64}
+    other["steps"] = [*saved["steps"], saved["steps"][0] | {"step": 2, "digest": "f" * 64, "group_ids": ["a.9"]}]
+    again = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
+    again.load_state_dict(other)
+    again.start()
+    run.store.release_lease("leader")
+    run.client.delete(run.store.keys.state)  # the state that these tests commit is none of a batcher
+    loop = Loop(run.again())
+    found = loop.wait_for("recovery")
+    assert (found["step"], found["forgotten"], found["void"]) == (2, 1, 1)
+    total = run.store.ledger().total()
+    assert (total.packed[0], total.trained[0], total.dropped["void"][0]) == (0, 2, 2)
+    assert run.store.verify().findings == ()
+    again.close()
+    loop.close()
+
+
+def test_a_checkpoint_of_another_run_is_refused(run: Run) -> None:
+    run.step("a.0", world_size=1)
+    reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=5)
+    for state in ({"step": 4}, {"step": 1}):
+        reader.load_state_dict({"epoch": run.meta.epoch - 5000, "digest": "f" * 64} | state)
+        with pytest.raises(rlbuffer.errors.RunGone, match="the checkpoint belongs to another run"):
+            reader.start()
+    reader.close()
+
+
+def test_append_only_file_from_before_three_steps(tmp_path: Path) -> None:
+    """The real thing: the server is killed, its data directory is put back to what it was three steps earlier."""
+    home, settings = tmp_path / "h", ServerSettings(appendfsync="always")
+    running = servers.ensure(home, settings)
+    store = RedisStore(_connection(home, settings), "r")
+    meta = store.open_run()
+    writer = Writer(RedisStore(_connection(home, settings), "r"), "w", epoch=meta.epoch)
+    reader = Reader(RedisStore(_connection(home, settings), "r"), rank=0, world_size=1, timeout_seconds=30)
+    reader.start(0)
+    reader.announce(PolicyVersion(version=0))
+    loop = Loop(RedisStore(_connection(home, settings), "r"))
+    made = (make_group(env="a", size=2, version=0, group_id=f"a.{i}", seed=i) for i in range(100))
+    steps = reader.steps()
+    for _ in range(10):
+        writer.push(next(made))
+    train_to(reader, steps, 2)
+    copy = tmp_path / "copy"
+    data = home / "server"
+    shutil.copytree(data, copy, ignore=shutil.ignore_patterns("*.sock", "*.lock"))
+    train_to(reader, steps, 5)
+    trained = set().union(*(ids_of(store, step) for step in range(1, 6)))
+    os.kill(running.pid, signal.SIGKILL)
+    for folder in [p for p in copy.rglob("appendonlydir") if p.is_dir()]:
+        place = data / folder.relative_to(copy)
+        shutil.rmtree(place)
+        shutil.copytree(folder, place)
+    for _ in range(4):
+        writer.push(next(made))
+    found = loop.wait_for("recovery")
+    assert found["step"] == 5
+    assert found["forgotten"] >= 1
+    sixth = next(steps)
+    assert (sixth.number, sixth.epoch) == (6, meta.epoch + 1)
+    assert ids_of(store, 6) & trained == set()
+    reader.trained(sixth)
+    assert not loop.errors
+    reader.close()
+    loop.close()
+    assert store.verify().findings == ()
+    for one in (store, writer._store, reader._store, loop.store):
+        one.close()
+    running.release()
+
+
+def _connection(home: Path, settings: ServerSettings) -> Any:
+    from rlbuffer.store.connection import Connection
+
+    return Connection(None, home=home, server=settings, name="t")
+
+
+# -- an operator takes steps back --------------------------------------------------------------------------------------
+def test_void_steps_leave_the_run_and_drop_as_void(run: Run) -> None:
+    for i in range(3):
+        run.step(f"a.{i}")
+    run.push("a.3", version=1)
+    attempt = run.train(2)
+    run.store.announce(attempt, PolicyVersion(version=2, location="/2"))
+    kept = next(iter(run.store.headers(1, 1)))
+    run.client.hset(run.store.keys.trainer, "seen", 1)
+    found = run.store.void_from(2)
+    assert found == {"epoch": run.meta.epoch + 1, "steps": 2, "entries": 0}
+    meta, trainer = run.store.meta(), run.store.trainer()
+    assert (meta.step, meta.digest, meta.since, meta.epoch) == (1, kept.digest, meta.epoch, found["epoch"])
+    assert (trainer.trained, trainer.digest, trainer.number > attempt) == (1, kept.digest, True)
+    assert run.store.policy().version == -1
+    total = run.store.ledger().total()
+    assert (total.trained[0], total.packed[0], total.dropped["void"][0], total.pending[0]) == (2, 0, 4, 2)
+    assert run.store.verify().findings == ()
+    assert run.lead("another").held
+    run.meta = meta
+    run.commit()
+    assert (run.store.meta().step, run.store.verify().findings) == (2, ())
+
+
+def test_a_rewind_drops_what_is_pending_too_and_forced_goes_below_retired_steps(run: Run) -> None:
+    for i in range(3):
+        run.step(f"a.{i}")
+    run.push("a.3", version=3)
+    run.train(3, oldest_kept=2)
+    run.store.retire(run.token, 2)
+    with pytest.raises(rlbuffer.errors.RlbufferError, match=r"was seen [0-9.]+ s ago: stop it first, or use --force"):
+        run.store.rewind(2)
+    run.client.hset(run.store.keys.trainer, "seen", 1)
+    with pytest.raises(rlbuffer.errors.StepRetired, match=r"steps up to 2 of run .* were retired: it can go on from"):
+        run.store.rewind(1)
+    with pytest.raises(rlbuffer.errors.NotFound, match=r"has no step 4: the last committed one is 3\."):
+        run.store.rewind(4)
+    assert run.store.rewind(1, force=True) == {"epoch": run.meta.epoch + 1, "steps": 2, "entries": 1}
+    meta = run.store.meta()
+    assert (meta.step, meta.retired, run.pool()) == (1, 1, [])
+    total = run.store.ledger().total()
+    assert (total.trained[0], total.dropped["void"][0], total.pending[0]) == (4, 4, 0)
+    assert run.store.verify().findings == ()
+
+
+def test_writers_and_trainers_of_before_a_rewind_are_told(run: Run) -> None:
+    writer = Writer(run.again(), "v", epoch=run.meta.epoch)
+    writer.push(make_group(env="a", size=2, group_id="a.0"))
+    number = run.train(0)
+    run.store.rewind(0, force=True)
+    with pytest.raises(rlbuffer.errors.RunGone, match="it was reset or rewound"):
+        writer.push(make_group(env="a", size=2, group_id="a.1"))
+    with pytest.raises(rlbuffer.errors.AttemptFenced):
+        run.store.report(number, epoch=run.meta.epoch, trained=0, digest="", oldest_kept=0)
+
+
+def test_a_deleted_run_leaves_nothing(run: Run) -> None:
+    run.step("a.0")
+    run.push("a.1")
+    assert run.store.delete_run() > 5
+    assert (run.control_keys(), run.payload_keys()) == ({}, [])
+    assert run.store.run not in run.store.runs()
