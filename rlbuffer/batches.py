@@ -106,7 +106,7 @@ class StepPlan:
     tokens: int
     """Tokens of all rollouts."""
     closed_by: str
-    """``capacity`` | ``fill`` | ``groups`` | ``rollouts``: what ended the selection."""
+    """``capacity`` | ``fill`` | ``groups`` | ``rollouts`` | ``partial``: what ended the selection."""
     entries: tuple[EntryUse, ...] = ()
     """Every pool entry that the commit consumes."""
 
@@ -143,6 +143,8 @@ class Decision:
     """Why there is no plan, in one sentence; empty when there is one."""
     allowances: Mapping[str, int] = field(default_factory=dict)
     """env -> tickets that may be out."""
+    dead: Mapping[str, float] = field(default_factory=dict)
+    """env of which steps need something -> seconds that it has been silent, when that is too long."""
 
 
 @dataclass(frozen=True, slots=True)

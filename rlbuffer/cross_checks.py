@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rlbuffer.config import budgets_at
 from rlbuffer.errors import ConfigError
 from rlbuffer.settings import RunSettings
 
 Places = Callable[..., str]
 """Names of settings -> where they came from."""
+LATE = 2**53
+"""A step after every schedule of budgets has ended."""
 PROMPTS = 16
 """Prompts of an env whose length is looked at; a rollout has at least one token more than its prompt."""
 
@@ -89,7 +92,7 @@ def _doubts(settings: RunSettings, places: Places) -> list[str]:
                 f"batcher.budgets.{env}: no worker here samples {env}; steps wait until one elsewhere does "
                 f"({places(f'batcher.budgets.{env}')})."
             )
-    if settings.batcher.budgets and sum(settings.batcher.budgets.values()) > 1 - 1e-9:
+    if settings.batcher.budgets and sum(budgets_at(settings.batcher.budgets, LATE).values()) > 1 - 1e-9:
         for worker, options in settings.worker.items():
             if options.env not in settings.batcher.budgets:
                 out.append(

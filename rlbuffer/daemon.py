@@ -28,6 +28,7 @@ from rlbuffer.batches import Decision, Drop, StepPlan
 from rlbuffer.client import Buffer
 from rlbuffer.config import BatcherConfig
 from rlbuffer.errors import ConfigError, LeaseLost, RlbufferError, ServerRefused, ServerUnreachable
+from rlbuffer.policy.waiting import for_dead
 from rlbuffer.step_columns import agree
 from rlbuffer.store.base import Attempt, Meta, PoolEntry, Store
 
@@ -37,6 +38,8 @@ POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""
 TELEMETRY_SECONDS = 1.0
 """How often the waiting sentence and the heartbeat are written although nothing changed."""
+PAUSED_SECONDS = 0.5
+"""How often the leader looks which envs are paused."""
 FULL = 0.97
 """Share of maxmemory from which pushes may be refused: the server's own buffers count, too, and come and go."""
 PAGE = 1000
@@ -86,6 +89,9 @@ class Daemon:
         self._memory = ("", 0.0)
         self._allowances: Mapping[str, int] = {}
         self._drops: dict[str, list[int]] = {}
+        self._paused: frozenset[str] = frozenset()
+        self._paused_at = float("-inf")
+        self._dead: frozenset[str] = frozenset()
 
     def run(self, stop: threading.Event) -> None:
         """Leads until `stop` is set; stands by while another leads, and takes over when the server comes back.
@@ -177,6 +183,7 @@ class Daemon:
             self._say("The trainer has not announced a policy version yet; it does when its model is loaded.")
             return
         self._batcher.set_published(version)
+        self._obey()
         step = meta.step + 1
         if step > trainer.trained + 1 + self._config.lookahead:
             allowances = self._batcher.allowances(step, world_size=trainer.world_size, version=version)
@@ -192,10 +199,37 @@ class Daemon:
         )
         self._carry_out_drops(decision.drops)
         self._publish(decision.allowances)
+        self._mourn(decision.dead, step)
         if decision.plan is None:
             self._say(self._if_full() + decision.waiting)
             return
         self._commit(decision, decision.plan, meta, started)
+
+    def _obey(self) -> None:
+        """Takes in which envs an operator has paused or resumed; looked up every half second."""
+        now = time.monotonic()
+        if now - self._paused_at < PAUSED_SECONDS:
+            return
+        paused = self._store.paused()
+        for env in sorted(paused - self._paused):
+            self._batcher.pause(env)
+            self._emit({"event": "env", "env": env, "state": "paused"})
+        for env in sorted(self._paused - paused):
+            self._batcher.resume(env)
+            self._emit({"event": "env", "env": env, "state": "resumed"})
+        self._paused, self._paused_at = paused, now
+
+    def _mourn(self, dead: Mapping[str, float], step: int) -> None:
+        """Tells of envs that have fallen silent or are back; stops the run where that is what the settings say."""
+        for env in sorted(dead.keys() - self._dead):
+            sentence = for_dead(env, dead[env])
+            self._emit({"event": "env", "env": env, "state": "dead", "seconds": dead[env], "sentence": sentence})
+            if self._config.on_dead_env == "stop":
+                raise RlbufferError(f"step {step} cannot be made: {sentence} (batcher.on_dead_env = stop)")
+        for env in sorted(self._dead - dead.keys()):
+            if env not in self._paused:
+                self._emit({"event": "env", "env": env, "state": "back"})
+        self._dead = frozenset(dead)
 
     def _renew(self) -> None:
         if self._store.losses() != self._losses:
@@ -246,7 +280,7 @@ class Daemon:
             self._entries[entry.entry_id] = entry
             # Time in which no batcher ran does not count against a group that is not full yet.
             arrived = max(entry.pushed_ms / 1000, self._since)
-            self._batcher.add(entry.info, entry_id=entry.entry_id, now=arrived)
+            self._batcher.add(entry.info, entry_id=entry.entry_id, now=arrived, pushed=entry.pushed_ms / 1000)
             match = _TICKET.match(entry.group_id)
             if match and match["env"] == entry.env:
                 tickets.setdefault(entry.env, []).append(int(match["number"]))

@@ -93,6 +93,8 @@ class ServeNarrator:
             self._say(step_line(event))
         elif kind == "waiting":
             self._waiting(str(event["sentence"]))
+        elif kind == "env":
+            self._say(_env(event))
         elif kind == "leader":
             self._waiting("")
             self._say(_leader(event))
@@ -120,6 +122,16 @@ class ServeNarrator:
             if sentence:
                 self._last = time.monotonic()
                 self._say(f"waiting: {sentence[:1].lower()}{sentence[1:]}")
+
+
+def _env(event: Mapping[str, Any]) -> str:
+    if event["state"] == "dead":
+        return f"! {event['sentence']}"
+    return {
+        "back": f"{event['env']} is back",
+        "paused": f"{event['env']} is paused: steps go on without it",
+        "resumed": f"{event['env']} takes part again",
+    }[event["state"]]
 
 
 def _leader(event: Mapping[str, Any]) -> str:

@@ -53,12 +53,14 @@ class GroupState:
         "parts",
         "planned_size",
         "prompt_id",
+        "pushed",
         "rejected",
         "since",
         "tokens",
+        "used",
     )
 
-    def __init__(self, info: GroupInfo, since: float) -> None:
+    def __init__(self, info: GroupInfo, since: float, pushed: float | None = None, used: int = 0) -> None:
         self.group_id = info.group_id
         self.env = info.env
         self.prompt_id = info.prompt_id
@@ -66,6 +68,10 @@ class GroupState:
         self.planned_size = info.planned_size
         self.since = since
         """Time of the first part, on the clock that the batcher is given."""
+        self.pushed = since if pushed is None else pushed
+        """When the first part was pushed: before `since` when no batcher ran then."""
+        self.used = used
+        """Steps that trained it before."""
         self.parts: dict[str, GroupInfo] = {}
         """entry id -> push, of the parts that hold a valid rollout."""
         self.members: list[Member] = []

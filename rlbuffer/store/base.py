@@ -254,6 +254,9 @@ class Store(Protocol):
     def read_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
         """INGEST: entries after the cursor, each once. Blocks at most `block_seconds` on a connection of its own."""
 
+    def paused(self) -> frozenset[str]:
+        """Envs that an operator has paused."""
+
     def set_allowances(self, token: int, allowances: Mapping[str, int]) -> None: ...
     def close_tickets(self, env: str, numbers: Sequence[int]) -> None:
         """Deletes the tickets of ingested groups."""
@@ -284,6 +287,13 @@ class Store(Protocol):
 
     def retire(self, token: int, up_to: int) -> int:
         """RETIRE and sweep. -> payload keys unlinked."""
+
+    # -- operator --------------------------------------------------------------------------------------------------
+    def pause(self, env: str) -> bool:
+        """The env takes part in no step until it is resumed. -> False when it was paused already."""
+
+    def resume(self, env: str) -> bool:
+        """-> False when it was not paused."""
 
     # -- trainer ---------------------------------------------------------------------------------------------------
     def attempt(self, *, uuid: str, world_size: int, resume_step: int) -> Attempt: ...

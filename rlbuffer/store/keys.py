@@ -31,6 +31,7 @@ class Keys:
         "ledger",
         "meta",
         "numbers",
+        "paused",
         "payload_prefix",
         "policy",
         "pool",
@@ -57,6 +58,7 @@ class Keys:
         self.ledger = f"{self.tag}:ledger"
         self.allowance = f"{self.tag}:allowance"
         self.numbers = f"{self.tag}:numbers"
+        self.paused = f"{self.tag}:paused"
         self.policy = f"{self.tag}:policy"
         self.trainer = f"{self.tag}:trainer"
         self.garbage = f"{self.tag}:garbage"

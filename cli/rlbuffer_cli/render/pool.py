@@ -65,10 +65,12 @@ class RunSummary:
 
 def summarize(buffer: Buffer) -> RunSummary:
     """Reads everything that the header shows; changes nothing."""
+    from rlbuffer.config import budgets_at
+
     store = buffer.store
     meta, trainer, ledger = store.meta(), store.trainer(), store.ledger()
     pending = buffer.groups(where="state:forming,ready", limit=EVERY_PENDING)
-    budgets = meta.config.get("budgets", {})
+    budgets = budgets_at(meta.config.get("budgets", {}), meta.step + 1)
     consumed = {env: a.packed[1] + a.trained[1] for env, a in ledger.envs.items()}
     total = sum(consumed.values()) or 1
     envs = []
