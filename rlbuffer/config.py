@@ -64,7 +64,8 @@ def refusal(error: ValidationError, *, section: str = "", names: Sequence[str] =
 
 
 Points = tuple[tuple[int, float], ...]
-"""A fraction scheduled over steps: (step, fraction), linear in between, constant before the first and after the last."""
+"""A fraction scheduled over steps: (step, fraction), linear in between, constant before the first and after the last
+one."""
 
 
 def _is_number(value: Any) -> bool:
@@ -178,8 +179,8 @@ class BatcherConfig:
     advantage: str = "rloo"
     """Estimator by name: rloo, grpo, dr_grpo, max_rl, opo, reinforce."""
     budgets: Mapping[str, Annotated[float | Points, PlainValidator(_read_budget)]] = field(default_factory=dict)
-    """env -> fraction of a step's tokens, or a list of [step, fraction], linear in between. Sum at most 1 at every step;
-    the remainder goes to the envs not named."""
+    """env -> fraction of a step's tokens, or a list of [step, fraction], linear in between. Sum at most 1 at every
+    step; the remainder goes to the envs not named."""
     remainder: str = "proportional"
     """Who gets what budgets leave over: proportional | equal | the name of an env."""
     unit: Literal["tokens", "rollouts", "groups"] = "tokens"
@@ -192,10 +193,6 @@ class BatcherConfig:
     back later; or close the step with what is there."""
     spill_after_seconds: float = 60.0
     """Seconds that an env is short before spillover acts; `block` never does."""
-    env_dead_after_seconds: float = 120.0
-    """Seconds that a step waits for an env without hearing of it before the env counts as dead."""
-    on_dead_env: Literal["wait", "borrow", "stop"] = "wait"
-    """What happens then: wait on, with an alert; go on without it until it sends something; or stop the run."""
     max_uses: int = 1
     """How many steps may train a group."""
     replay_fraction: float = 0.5
@@ -204,6 +201,11 @@ class BatcherConfig:
     """(a, b): a rollout of L tokens costs a*L + b*L^2; the default fits a 7B model."""
     envs: Mapping[str, EnvConfig] = field(default_factory=dict)
     """Overrides per env."""
+    # Only by name: what stands above has a public order.
+    env_dead_after_seconds: float = field(default=120.0, kw_only=True)
+    """Seconds that a step waits for an env without hearing of it before the env counts as dead."""
+    on_dead_env: Literal["wait", "borrow", "stop"] = field(default="wait", kw_only=True)
+    """What happens then: wait on, with an alert; go on without it until it sends something; or stop the run."""
 
     def __post_init__(self) -> None:
         _check_ranges(self)

@@ -14,9 +14,7 @@ from simulation.plan import draw
 from simulation.world import LAST_EVENTS, Result, World
 
 
-def run_seed(
-    seed: int, *, broken: str = "", rollback: bool = False, known: bool = False, keep_log: int = LAST_EVENTS
-) -> Result:
+def run_seed(seed: int, *, broken: str = "", rollback: bool = False, known: bool = False, keep_log: int = LAST_EVENTS) -> Result:
     """Simulates one seed."""
     plan = draw(seed, mutation=mutation(broken) if broken else None, rollback=rollback, known=known)
     return World(plan, keep_log=keep_log).simulate()

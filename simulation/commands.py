@@ -80,10 +80,7 @@ def pttl(server: Server, args: Args) -> Any:
 def scan(server: Server, args: Args) -> Any:
     options = dict(zip(args[2::2], args[3::2], strict=True))
     pattern = options.get(b"MATCH", b"*").decode()
-    return [
-        b"0",
-        [key for key in list(server.data) if server.find(key) is not None and fnmatchcase(key.decode(), pattern)],
-    ]
+    return [b"0", [key for key in list(server.data) if server.find(key) is not None and fnmatchcase(key.decode(), pattern)]]
 
 
 # -- strings -----------------------------------------------------------------------------------------------------------

@@ -70,7 +70,9 @@ class Invariants:
             for name in ("pool", "steps", "ledger", "trainer", "meta", "policy", "lease", "garbage")
         }
         self._prefix = keys.payload_prefix.encode()
-        self._tombstone_ms = round(1000 * max(network.plan.tombstone_seconds, 2 * self.config.group_timeout_seconds))
+        self._tombstone_ms = round(
+            1000 * max(network.plan.tombstone_seconds, 2 * self.config.group_timeout_seconds)
+        )
         self.forget()
         server.before_event = self._note
         server.on_event = self._check
@@ -159,12 +161,8 @@ class Invariants:
             group, suffix = fields[b"group"].decode(), fields[b"key"].decode()
             payload = self.keys.payload(group, suffix).encode()
             entry = Pending(
-                payload,
-                group,
-                fields[b"env"].decode(),
-                (int(fields[b"rollouts"]), int(fields[b"tokens"])),
-                fields[b"metadata"],
-                entry_id[0],
+                payload, group, fields[b"env"].decode(), (int(fields[b"rollouts"]), int(fields[b"tokens"])),
+                fields[b"metadata"], entry_id[0],
             )
             if any(known.endswith(suffix.encode()) for known in (payload,) if known in self.pushed):
                 self.fail("I1", f"push {suffix} of group {group} became pending twice")
@@ -251,8 +249,7 @@ class Invariants:
                     int(v) for k, v in ledger.items() if k.startswith(env.encode() + b":dropped:") and k.endswith(end)
                 )
                 there = {
-                    fate: int(ledger.get(f"{env}:{fate}:{name}".encode(), 0))
-                    for fate in ("pushed", "packed", "trained")
+                    fate: int(ledger.get(f"{env}:{fate}:{name}".encode(), 0)) for fate in ("pushed", "packed", "trained")
                 }
                 for fate, value in there.items():
                     wanted = self._amounts.get((env, fate), (0, 0))[unit]
@@ -409,6 +406,4 @@ class Invariants:
         if given & out or len(given) != len(reply):
             self.fail("tickets", f"{sorted(given & out)} of {args[1].decode()} were given out while they were out")
         if given and len(out) + len(given) > limit:
-            self.fail(
-                "tickets", f"{len(out)} + {len(given)} tickets of {args[1].decode()} are out, allowed are {limit}"
-            )
+            self.fail("tickets", f"{len(out)} + {len(given)} tickets of {args[1].decode()} are out, allowed are {limit}")

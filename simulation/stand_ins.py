@@ -93,12 +93,7 @@ class Thread:
     """threading.Thread: a task of the process that starts it."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        target: Callable[..., Any],
-        args: Iterable[Any] = (),
-        name: str = "",
-        daemon: Any = None,
+        self, scheduler: Scheduler, target: Callable[..., Any], args: Iterable[Any] = (), name: str = "", daemon: Any = None
     ) -> None:
         self._scheduler, self._body, self.name = scheduler, lambda: target(*args), name
         self._task: Task | None = None

@@ -150,9 +150,7 @@ class World:
                 self.scheduler.now + PROGRESS_SECONDS,
             )
             if not done:
-                self.invariants.fail(
-                    "I12", f"step {target} is not trained after {PROGRESS_SECONDS:g} s: {self.sentence}"
-                )
+                self.invariants.fail("I12", f"step {target} is not trained after {PROGRESS_SECONDS:g} s: {self.sentence}")
 
     def _verify(self) -> None:
         if self.invariants.violation:
