@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -82,16 +83,30 @@ class Batcher:
             info: what was pushed.
             entry_id: its entry in the pool.
             now: seconds; the group's timeout counts from here.
-            uses: steps that trained the group before; 0 while `max_uses` is 1.
+            uses: steps that trained the group before; then it must be whole in this one push (else see `restore`).
             pushed: when it was pushed, on the same clock, if that was before `now`; `max_age_seconds` counts from here.
 
         Raises:
             RlbufferError: the group was used as often as `max_uses` allows, so it cannot be pending.
         """
-        if uses >= self._config.max_uses:
-            raise RlbufferError(f"group {info.group_id} was trained {uses} times: max_uses is {self._config.max_uses}")
+        if uses:
+            self.restore([(entry_id, info)], uses=uses, now=now, pushed=pushed)
+            return
         self._pool.add(info, entry_id, now, pushed)
         self._patience.heard(info.env, self._pool.now)
+
+    def restore(
+        self, parts: Sequence[tuple[str, GroupInfo]], *, uses: int, now: float, pushed: float | None = None
+    ) -> None:
+        """Takes in a group that was trained before and may be trained again: all its (entry id, push), whole.
+
+        Raises:
+            RlbufferError: the group was used as often as `max_uses` allows.
+        """
+        if uses >= self._config.max_uses:
+            group_id = parts[0][1].group_id
+            raise RlbufferError(f"group {group_id} was trained {uses} times: max_uses is {self._config.max_uses}")
+        self._pool.restore(parts, uses=uses, now=now, pushed=pushed)
 
     def remove(self, entry_id: str) -> None:
         """Forgets an entry that is gone from the store; if its group has other parts, they are dropped as invalid."""
@@ -271,9 +286,12 @@ class Batcher:
     def _walk(self, env: str, pool: EnvPool, step: int) -> Iterator[GroupState]:
         """The env's ready groups in the order in which they should train."""
         oldest = oldest_version(step, self._config.for_env(env, "max_age"))
+        newest_first = self._config.order != "oldest_first"
         if self._pool.ranks:
-            return pool.ranked.walk(oldest=oldest)
-        return pool.ready.walk(newest_first=self._config.order == "newest_first", oldest=oldest)
+            fresh = pool.ranked.walk(oldest=oldest)
+        else:
+            fresh = pool.ready.walk(newest_first=newest_first, oldest=oldest)
+        return chain(fresh, pool.used.walk(newest_first=newest_first, oldest=oldest))
 
     def _means(self, envs: Iterable[str], accounts: Mapping[str, budget.EnvAccount]) -> dict[str, Mean]:
         """env -> its mean group: of those trained, else of those ready, else of the other envs; (0, 0, 0) for none."""

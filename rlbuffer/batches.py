@@ -87,7 +87,12 @@ class EntryUse:
     packed_rollouts: int
     packed_tokens: int
     dropped: tuple[tuple[str, int, int], ...] = ()
-    """(reason, rollouts, tokens) of what the entry holds beyond what is packed."""
+    """(reason, rollouts, tokens) of what the entry holds beyond what is packed; () when the group was used before."""
+    group_id: str = ""
+    uses: int = 0
+    """Steps that trained its group before."""
+    is_kept: bool = False
+    """Its group may be used again after this step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ class BatcherConfig:
     spill_after_seconds: float = 60.0
     """Seconds that an env is short before spillover acts; `block` never does."""
     max_uses: int = 1
-    """How many steps may train a group."""
+    """How many steps may train a group. Fresh groups go first: used ones only fill what they leave."""
     replay_fraction: float = 0.5
     """Largest share of a step that was trained before. 0-1. Without effect while `max_uses` is 1."""
     cost: tuple[int, int] = (24576, 1)
@@ -251,8 +251,6 @@ def _check_ranges(config: BatcherConfig) -> None:
                 _refuse(name, f"= {value} {what}")
     if config.step_rollouts is not None and config.step_groups is not None:
         _refuse("step_rollouts", "and batcher.step_groups exclude each other: set one")
-    if config.max_uses > 1:
-        _refuse("max_uses", f"= {config.max_uses}: this version trains a group once, leave it at 1")
     for name in ("close_fill", "replay_fraction"):
         value = getattr(config, name)
         if not 0 <= value <= 1:

@@ -81,6 +81,8 @@ class Daemon:
         self._losses = self._store.losses()
         self._batcher = Batcher(self._config)
         self._entries: dict[str, PoolEntry] = {}
+        self._used: set[str] = set()
+        """Entries of groups that were trained and may be again; they are in `_entries`, but not in the pool."""
         self._cursor = "0-0"
         self._meta: Meta | None = None
         self._renewed = 0.0
@@ -156,6 +158,7 @@ class Daemon:
         self._batcher = Batcher(self._config, state=self._store.load_state())
         self._batcher.close(self._store.closed_groups())
         self._since = self._store.now()
+        self._restore()
         while self._ingest(block_seconds=0.0):
             self._renew()
         self._emit(
@@ -164,10 +167,23 @@ class Daemon:
                 "run": self._store.run,
                 "step": self._meta.step,
                 "epoch": self._meta.epoch,
-                "pending": len(self._entries),
+                "pending": len(self._entries) - len(self._used),
                 "server": dict(self._store.server()),
             }
         )
+
+    def _restore(self) -> None:
+        """Takes in the groups that may be used again; releases those that this config or version cannot use."""
+        for group in self._store.reused():
+            parts = [(entry.entry_id, entry.info) for entry in group.entries if entry.info is not None]
+            self._entries |= {entry.entry_id: entry for entry in group.entries}
+            self._used |= {entry.entry_id for entry in group.entries}
+            if group.uses < self._config.max_uses and len(parts) == len(group.entries) > 0:
+                pushed = group.entries[0].pushed_ms / 1000
+                self._batcher.restore(parts, uses=group.uses, now=self._since, pushed=pushed)
+            elif group.entries:
+                env, entry_ids = group.entries[0].env, tuple(entry.entry_id for entry in group.entries)
+                self._carry_out_drops([Drop(group.group_id, env, "void", 0, 0, entry_ids=entry_ids)])
 
     def _turn(self) -> None:
         self._ingest(block_seconds=POLL_SECONDS)
@@ -297,10 +313,12 @@ class Daemon:
             return
         self._store.drop(self._token, [(d, [self._entries[e] for e in d.entry_ids]) for d in drops])
         self._batcher.dropped(drops)
+        # What was trained before is only released: its place in the account stays.
+        self._count([drop for drop in drops if not self._used.issuperset(drop.entry_ids)])
         for drop in drops:
             for entry_id in drop.entry_ids:
                 self._entries.pop(entry_id, None)
-        self._count(drops)
+                self._used.discard(entry_id)
 
     def _count(self, drops: Iterable[Drop]) -> None:
         for drop in drops:
@@ -334,11 +352,16 @@ class Daemon:
         if status == "gone":
             for entry_id in detail:
                 self._entries.pop(entry_id, None)
+                self._used.discard(entry_id)
             self._batcher.refused(plan, detail)
             return
         self._batcher.committed(plan)
         for use in plan.entries:
-            self._entries.pop(use.entry_id, None)
+            if use.is_kept:
+                self._used.add(use.entry_id)
+            else:
+                self._entries.pop(use.entry_id, None)
+                self._used.discard(use.entry_id)
             for reason, rollouts, tokens in use.dropped:
                 totals = self._drops.setdefault(reason, [0, 0])
                 totals[0] += rollouts
@@ -358,7 +381,9 @@ class Daemon:
             self._batcher.remove(entry_id)
             drop = _invalid(entry, reason)
             self._store.drop(self._token, [(drop, [entry])])
-            self._count([drop])
+            if entry_id not in self._used:
+                self._count([drop])
+            self._used.discard(entry_id)
 
     def _if_full(self) -> str:
         """A sentence when the server takes no pushes for want of memory; looked up about once a second."""
@@ -382,7 +407,8 @@ class Daemon:
         if sentence != before or now - at > TELEMETRY_SECONDS:
             self._told = (sentence, now)
             self._store.set_waiting("batcher", sentence)
-            self._store.heartbeat("batcher", "leader", {"step": self._known_meta().step, "pending": len(self._entries)})
+            pending = len(self._entries) - len(self._used)
+            self._store.heartbeat("batcher", "leader", {"step": self._known_meta().step, "pending": pending})
 
 
 def _invalid(entry: PoolEntry, detail: str) -> Drop:

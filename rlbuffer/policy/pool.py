@@ -7,7 +7,7 @@ kept as running sums.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 
@@ -38,6 +38,7 @@ class EnvPool:
         "ready_groups",
         "ready_rollouts",
         "ready_tokens",
+        "used",
     )
 
     def __init__(self) -> None:
@@ -45,6 +46,8 @@ class EnvPool:
         self.forming: VersionIndex[GroupState] = VersionIndex()
         self.order: OrderedDict[str, GroupState] = OrderedDict()
         """Forming groups by their first part, the oldest first: whose timeout comes next."""
+        self.used: VersionIndex[GroupState] = VersionIndex()
+        """Groups that were trained and may be trained again; fresh ones go before them."""
         self.ranked = PriorityIndex()
         """Ready groups by priority; empty where versions decide the order."""
         self.expiring: deque[GroupState] = deque()
@@ -115,6 +118,29 @@ class Pool:
             env.forming.add(group)
         self._settle(group, is_over=False)
 
+    def restore(
+        self, parts: Sequence[tuple[str, GroupInfo]], *, uses: int, now: float, pushed: float | None = None
+    ) -> None:
+        """Takes in a group that was trained `uses` times before; a group that is already here is ignored."""
+        self._hear(now)
+        first = parts[0][1]
+        if first.group_id in self._groups:
+            return
+        group = GroupState(first, self.now, pushed, uses)
+        for entry_id, info in parts:
+            self._entries[entry_id] = group.group_id
+            group.take(entry_id, info, self.config.row_tokens)
+            group.parts[entry_id] = info
+        group.is_closed = True
+        self._groups[group.group_id] = group
+        env = self._env(group.env)
+        env.used.add(group)
+        env.count(group, 1)
+        if not group.members:
+            self.drop(group, "oversized", "no rollout of it fits a row any more")
+        elif self.config.for_env(group.env, "max_age_seconds") is not None:
+            env.expiring.append(group)
+
     def _settle(self, group: GroupState, *, is_over: bool) -> None:
         """Moves a forming group on if it is whole, too small for ever, or its time is up."""
         least = self.config.for_env(group.env, "min_group_size")
@@ -150,10 +176,20 @@ class Pool:
         self.drop(group, "flat", f"all {group.rollouts} rollouts have reward {group.members[0].info.reward:g}{rest}")
 
     def consume(self, group_ids: Iterable[str]) -> None:
-        """Forgets groups that a commit consumed; late parts of them are still known as late."""
+        """A commit consumed these groups: forgets them, or keeps them for another use.
+
+        Late parts of them are still known as late.
+        """
         for group_id in group_ids:
             group = self._groups.get(group_id)
-            if group is not None:
+            if group is not None and group.used + 1 < self.config.max_uses:
+                env = self._env(group.env)
+                env.ready.discard(group)
+                env.ranked.discard(group)
+                env.used.discard(group)
+                group.used += 1
+                env.used.add(group)
+            elif group is not None:
                 self._forget(group)
                 for entry_id in group.parts:
                     self._entries.pop(entry_id, None)
@@ -173,7 +209,7 @@ class Pool:
         """Remembers groups as closed; what is pending of them is late."""
         for group_id in group_ids:
             group = self._groups.get(group_id)
-            if group is not None:
+            if group is not None and not group.used:
                 self.drop(group, "late", "the group is closed")
             self._closed[group_id] = self.now
 
@@ -219,7 +255,7 @@ class Pool:
         max_age = self.config.for_env(env, "max_age")
         pool = self._env(env)
         oldest = oldest_version(step, max_age)
-        for index in (pool.ready, pool.forming):
+        for index in (pool.ready, pool.forming, pool.used):
             for group in index.pop_older_than(oldest):
                 age = age_at(step, group.min_version)
                 self.drop(group, "stale", f"age {age} > max_age {max_age} at step {step}")
@@ -255,7 +291,7 @@ class Pool:
     def _queue(self, drop: Drop, parts: Mapping[str, GroupInfo]) -> None:
         self.drops[drop.entry_ids] = drop
         self._dropping.update({entry_id: (drop.entry_ids, info) for entry_id, info in parts.items()})
-        if drop.reason not in ("late", "duplicate"):  # those come of groups that did train
+        if drop.reason not in ("late", "duplicate") and drop.rollouts:  # those come of groups that did train
             self._env(drop.env).lost = f"{drop.reason}: {drop.detail}"
 
     def _withdraw(self, entry_id: str) -> None:
@@ -265,7 +301,7 @@ class Pool:
         if drop is None or info is None or len(entry_ids) == 1:
             return
         left = tuple(e for e in entry_ids if e != entry_id)
-        rollouts, tokens = drop.rollouts - len(info.rollouts), drop.tokens - info.tokens
+        rollouts, tokens = max(0, drop.rollouts - len(info.rollouts)), max(0, drop.tokens - info.tokens)
         self.drops[left] = replace(drop, entry_ids=left, rollouts=rollouts, tokens=tokens)
         self._dropping.update({e: (left, self._dropping[e][1]) for e in left})
 
@@ -280,6 +316,7 @@ class Pool:
         if group.is_closed:
             env.ready.discard(group)
             env.ranked.discard(group)
+            env.used.discard(group)
             env.count(group, -1)
         else:
             self._unform(group)

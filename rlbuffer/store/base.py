@@ -39,6 +39,19 @@ class PoolEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reused:
+    """A group that was trained and may be trained again."""
+
+    group_id: str
+    uses: int
+    """Steps that trained it."""
+    step: int
+    """The last of them."""
+    entries: tuple[PoolEntry, ...]
+    """Its pushes, which are not in the pool any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """What the lease script answered."""
 
@@ -115,6 +128,10 @@ class StepHeader:
     columns: Mapping[str, tuple[str, tuple[int, ...]]]
     """Further column -> dtype and trailing shape: the same in all micro-batches of all ranks."""
     waiting_for_version: int | None = None
+    uses: Mapping[str, int] = field(default_factory=dict)
+    """group id -> steps that trained it before this one, of the groups that were."""
+    max_uses: int = 1
+    """The rule that held at the commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +170,8 @@ class EnvLedger:
     trained: tuple[int, int] = (0, 0)
     dropped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """reason -> (rollouts, tokens)."""
+    reused: tuple[int, int] = (0, 0)
+    """Counted beside the account: what later steps took again of what was packed once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +198,7 @@ class Ledger:
             packed=add([a.packed for a in accounts]),
             trained=add([a.trained for a in accounts]),
             dropped={r: add([a.dropped.get(r, (0, 0)) for a in accounts]) for r in reasons},
+            reused=add([a.reused for a in accounts]),
         )
 
 
@@ -256,6 +276,9 @@ class Store(Protocol):
 
     def paused(self) -> frozenset[str]:
         """Envs that an operator has paused."""
+
+    def reused(self) -> list[Reused]:
+        """Groups that were trained and may be trained again, in the order of their first push."""
 
     def set_allowances(self, token: int, allowances: Mapping[str, int]) -> None: ...
     def close_tickets(self, env: str, numbers: Sequence[int]) -> None:

@@ -35,6 +35,7 @@ class Keys:
         "payload_prefix",
         "policy",
         "pool",
+        "reuse",
         "run",
         "state",
         "steps",
@@ -52,6 +53,7 @@ class Keys:
         self.meta = f"{self.tag}:meta"
         self.lease = f"{self.tag}:lease"
         self.pool = f"{self.tag}:pool"
+        self.reuse = f"{self.tag}:reuse"
         self.steps = f"{self.tag}:steps"
         self.state = f"{self.tag}:state"
         self.closed = f"{self.tag}:closed"

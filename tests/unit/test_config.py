@@ -47,7 +47,6 @@ def config(**settings: Any) -> BatcherConfig:
             "step_rollouts",
             "and batcher.step_groups exclude each other: set one",
         ),
-        ({"max_uses": 2}, "max_uses", "= 2: this version trains a group once, leave it at 1"),
         ({"cost": (0, 0)}, "cost", "= [0, 0] must be two numbers >= 0, not both 0"),
         ({"cost": (1, -1)}, "cost", "= [1, -1] must be two numbers >= 0, not both 0"),
         ({"budgets": {"a b": 0.5}}, "budgets.a b", "is not an env name"),
@@ -128,6 +127,7 @@ def test_a_setting_that_can_never_make_a_batch_is_refused_by_name(
     "settings",
     [
         dict.fromkeys(AT_LEAST_ONE[:-1], 1),
+        {"max_uses": 4},
         {"step_groups": 1},
         {"lookahead": 0, "max_age": 0},
         {"close_fill": 0.0, "replay_fraction": 1.0},
