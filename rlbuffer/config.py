@@ -174,8 +174,8 @@ class BatcherConfig:
     flat: Annotated[str | float, PlainValidator(_read_flat)] = "keep"
     """Groups without variance in reward: keep (dropping can starve an env that is solved), drop, or the share of a
     step, 0-1, up to which they are kept; what exceeds it is dropped."""
-    oversized: Literal["drop"] = "drop"
-    """Rollouts longer than a row."""
+    oversized: Literal["drop", "truncate"] = "drop"
+    """Rollouts longer than a row: dropped by the batcher, or cut by the writer at push and flagged is_truncated."""
     advantage: str = "rloo"
     """Estimator by name: rloo, grpo, dr_grpo, max_rl, opo, reinforce."""
     budgets: Mapping[str, Annotated[float | Points, PlainValidator(_read_budget)]] = field(default_factory=dict)

@@ -107,7 +107,7 @@ def test_add_takes_the_uses_of_a_group_that_came_in_one_push():
     made = batcher(**(TWICE | {"step_groups": 1, "replay_fraction": 1.0}))
     put(made, "g", uses=1)
     assert ask(made).plan.entries[0].uses == 1
-    with pytest.raises(RlbufferError, match="^group h was trained 2 times: max_uses is 2$"):
+    with pytest.raises(RlbufferError, match=r"^group h was trained 2 times: max_uses is 2$"):
         put(made, "h", uses=2)
 
 

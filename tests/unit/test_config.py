@@ -78,6 +78,7 @@ def config(**settings: Any) -> BatcherConfig:
             "spillover",
             "= 'steal': input should be 'block', 'borrow' or 'partial'",
         ),
+        ({"oversized": "split"}, "oversized", "= 'split': input should be 'drop' or 'truncate'"),
         ({"on_dead_env": "mourn"}, "on_dead_env", "= 'mourn': input should be 'wait', 'borrow' or 'stop'"),
         *(
             ({"budgets": {"a": value}}, "budgets.a", f"= {value!r}: must be a fraction, or a list of [step, fraction]")
