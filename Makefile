@@ -1,6 +1,7 @@
 # Everything a fresh machine needs: Python 3.11+, pip and make.
 #   make demo    install what the demo needs, run it on the embedded server
 #   make test    install the development set, run every test
+#   make sim     simulate the protocol under faults: make sim SEEDS=2000
 #   make check   ruff, mypy --strict, import arrows, file sizes, wheel contents
 #   make bench   measure planning, assembly, batcher and transport (nothing timed is a test)
 
@@ -10,10 +11,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check sim bench clean
 
 help:
-	@sed -n '2,5s/^# //p' Makefile
+	@sed -n '2,6s/^# //p' Makefile
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("rlbuffer needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
@@ -41,6 +42,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/packaging
+
+sim: $(VENV)/.dev
+	$(BIN)/python -m simulation --seeds $(or $(SEEDS),500) $(SIM)
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(BENCH)

@@ -27,7 +27,15 @@ from rlbuffer.batcher import Batcher
 from rlbuffer.batches import Decision, Drop, StepPlan
 from rlbuffer.client import Buffer
 from rlbuffer.config import BatcherConfig
-from rlbuffer.errors import ConfigError, LeaseLost, RlbufferError, ServerRefused, ServerUnreachable
+from rlbuffer.errors import (
+    ConfigError,
+    LeaseLost,
+    RlbufferError,
+    RunGone,
+    ServerRefused,
+    ServerUnreachable,
+    StepRetired,
+)
 from rlbuffer.policy.waiting import for_dead
 from rlbuffer.step_columns import agree
 from rlbuffer.store.base import Attempt, Meta, PoolEntry, Store
@@ -42,6 +50,8 @@ PAUSED_SECONDS = 0.5
 """How often the leader looks which envs are paused."""
 FULL = 0.97
 """Share of maxmemory from which pushes may be refused: the server's own buffers count, too, and come and go."""
+TRAINER_SILENT_SECONDS = 10.0
+"""A trainer reports every two seconds, also while it waits: after five of these missed it is called silent."""
 PAGE = 1000
 """Pool entries per read."""
 BACKOFF_SECONDS = 0.5
@@ -90,6 +100,7 @@ class Daemon:
         self._told = ("", 0.0)
         self._memory = ("", 0.0)
         self._allowances: Mapping[str, int] = {}
+        self._published = 0.0
         self._drops: dict[str, list[int]] = {}
         self._paused: frozenset[str] = frozenset()
         self._paused_at = float("-inf")
@@ -108,7 +119,7 @@ class Daemon:
                     self._take_over()
                     while not stop.is_set():
                         self._turn()
-            except (ServerUnreachable, ServerRefused, LeaseLost) as error:
+            except (ServerUnreachable, ServerRefused, LeaseLost, RunGone) as error:
                 self._emit({"event": "leader", "state": "lost", "reason": str(error)})
                 self._forget()
                 stop.wait(BACKOFF_SECONDS * random.uniform(1, 2))
@@ -144,8 +155,10 @@ class Daemon:
             raise ConfigError(_differences(meta.config, self._config.as_dict(), self._store.run))
         if meta.config_digest != digest:
             self._store.set_config(self._token, self._config.as_dict(), digest)
-        self._meta = self._store.meta()
+        # In this order: steps may be committed and trained between the two looks, by others.
         trainer = self._store.trainer()
+        self._meta = self._store.meta()
+        self._renew(at_once=True)
         if trainer.trained > self._meta.step:
             raise RlbufferError(
                 f"the trainer of run {self._store.run!r} has trained step {trainer.trained}, but the server's last "
@@ -204,10 +217,7 @@ class Daemon:
         if step > trainer.trained + 1 + self._config.lookahead:
             allowances = self._batcher.allowances(step, world_size=trainer.world_size, version=version)
             self._publish(allowances)
-            self._say(
-                f"Step {meta.step} is committed and waits for the trainer, which is at step {trainer.trained} "
-                f"(lookahead {self._config.lookahead})."
-            )
+            self._say(self._trainer_sentence(meta, trainer))
             return
         started = time.perf_counter()
         decision = self._batcher.next(
@@ -247,11 +257,24 @@ class Daemon:
                 self._emit({"event": "env", "env": env, "state": "back"})
         self._dead = frozenset(dead)
 
-    def _renew(self) -> None:
+    def _trainer_sentence(self, meta: Meta, trainer: Attempt) -> str:
+        silent = trainer.seen_seconds_ago or 0.0
+        if silent < TRAINER_SILENT_SECONDS:
+            return (
+                f"Step {meta.step} is committed and waits for the trainer, which is at step {trainer.trained} "
+                f"(lookahead {self._config.lookahead})."
+            )
+        # Tens of seconds: the sentence must not change at every look, or it would be told at every look.
+        return (
+            f"Step {meta.step} is committed, but the trainer has said nothing for over {silent // 10 * 10:.0f} s; it "
+            f"was at step {trainer.trained}. It has ended, or hangs: start `rlbuffer train` again to go on."
+        )
+
+    def _renew(self, *, at_once: bool = False) -> None:
         if self._store.losses() != self._losses:
             # It may be back without its newest writes: a drop, a commit, pushes that were read already.
             raise LeaseLost(f"the server of run {self._store.run!r} was away: everything is read from it again")
-        if time.monotonic() - self._renewed < self._lease_seconds / 3:
+        if not at_once and time.monotonic() - self._renewed < self._lease_seconds / 3:
             return
         lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)
         if not lease.held or lease.token != self._token or not lease.renewed:
@@ -328,9 +351,11 @@ class Daemon:
             self._emit({"event": "drop", **asdict(drop)})
 
     def _publish(self, allowances: Mapping[str, int]) -> None:
-        if allowances != self._allowances:
+        """Also when nothing changed: an older one that was delayed on its way may have replaced it."""
+        now = time.monotonic()
+        if allowances != self._allowances or now - self._published > TELEMETRY_SECONDS:
             self._store.set_allowances(self._token, allowances)
-            self._allowances = dict(allowances)
+            self._allowances, self._published = dict(allowances), now
 
     def _retire(self, meta: Meta, trainer: Attempt) -> None:
         up_to = min(trainer.oldest_kept, trainer.trained, meta.step)
@@ -367,7 +392,10 @@ class Daemon:
                 totals[0] += rollouts
                 totals[1] += tokens
         self._meta = self._store.meta()
-        header = self._store.wait_step(plan.step, block_seconds=0.0)
+        try:
+            header = self._store.wait_step(plan.step, block_seconds=0.0)
+        except StepRetired:
+            raise LeaseLost(f"step {plan.step} was trained and retired meanwhile: another leads this run") from None
         self._say("")
         if header is not None:
             build_ms = round(1000 * (time.perf_counter() - started), 2)

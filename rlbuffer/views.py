@@ -201,21 +201,22 @@ def _in_steps(store: Store) -> Iterator[GroupView]:
 def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHeader, *, trained: int) -> GroupView:
     scored = [m.info.reward for m in members if m.info.reward is not None]
     oldest = min(m.info.min_version for m in members)
+    pushed_ms = min(m.pushed_ms for m in members)
     return GroupView(
         group_id=group_id,
         env=members[0].env,
-        prompt_id="",
+        prompt_id=members[0].prompt_id,
         state="trained" if header.step <= trained else "packed",
         reason="",
         rollouts=len(members),
-        planned_size=0,
+        planned_size=members[0].planned_size,
         reward=fmean(scored) if scored else None,
         rewards=tuple(scored),
         age=header.step - 1 - oldest,
         tokens=sum(m.info.length for m in members),
-        created=None,
-        waited_seconds=None,
-        worker="",
+        created=pushed_ms / 1000,
+        waited_seconds=max(header.committed_ms - pushed_ms, 0) / 1000,
+        worker=members[0].worker,
         step=header.step,
         detail="",
         min_version=oldest,

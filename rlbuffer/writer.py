@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from rlbuffer.config import BatcherConfig
-from rlbuffer.errors import InvalidRollout, ProducerGap, ServerRefused, ServerUnreachable
+from rlbuffer.errors import InvalidRollout, ProducerGap, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.records import ENV_NAME, Group, Pushed, Ticket
 from rlbuffer.store.base import Store
 from rlbuffer.truncation import truncated_group
@@ -55,6 +55,8 @@ class Writer:
         """Tokens that a longer rollout is cut to; None: it is left to the batcher."""
         self._limit_at = float("-inf")
         self._sequence = 0
+        self._unsettled: tuple[int, Group] | None = None
+        """A push that was given up after its answer was lost: nobody knows whether it is stored."""
         self._spool: deque[tuple[int, Group]] = deque(maxlen=SPOOL_PUSHES)
         self._lock = threading.Lock()  # one push in flight per producer: the sequence is what makes it exactly once
 
@@ -110,17 +112,34 @@ class Writer:
         Raises:
             InvalidRollout: it is no group, or too large for the wire. Nothing was stored.
             ServerUnreachable, ServerRefused: the server stayed away, or full, for longer than the writer's patience.
-                The group is not stored; pushing it again is safe.
+                The group may be stored or not; pushing it again is safe, and the next push settles it first.
             RunGone: the run was reset while this writer was at work.
         """
         if not isinstance(group, Group):
             raise InvalidRollout(f"push: expected a Group, got {type(group).__name__}")
         with self._lock:
-            number = self._sequence + 1 if sequence is None else sequence
+            if sequence is not None:
+                return self._store_as(group, sequence)
+            if self._unsettled is not None:
+                number, left = self._unsettled
+                # Its number may be taken on the server: another group under it would be answered as a duplicate, and
+                # lost.
+                pushed = self._store_as(left, number)
+                if left is group or left == group:
+                    return pushed
+            return self._store_as(group, self._sequence + 1)
+
+    def _store_as(self, group: Group, number: int) -> Pushed:
+        self._unsettled = (number, group)
+        try:
             pushed, number, sent = self._send(group, number)
-            self._sequence = max(self._sequence, number)
-            self._spool.append((number, sent))
-            return pushed
+        except (InvalidRollout, RunGone):
+            self._unsettled = None  # certainly not stored
+            raise
+        self._unsettled = None
+        self._sequence = max(self._sequence, number)
+        self._spool.append((number, sent))
+        return pushed
 
     def _fitted(self, group: Group) -> Group:
         """`oversized = "truncate"` of the run's config, or of this process's while no batcher has served the run."""

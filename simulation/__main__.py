@@ -14,15 +14,15 @@ from simulation.plan import draw
 from simulation.world import LAST_EVENTS, Result, World
 
 
-def run_seed(seed: int, *, broken: str = "", rollback: bool = False, known: bool = False, keep_log: int = LAST_EVENTS) -> Result:
+def run_seed(seed: int, *, broken: str = "", rollback: bool = False, keep_log: int = LAST_EVENTS) -> Result:
     """Simulates one seed."""
-    plan = draw(seed, mutation=mutation(broken) if broken else None, rollback=rollback, known=known)
+    plan = draw(seed, mutation=mutation(broken) if broken else None, rollback=rollback)
     return World(plan, keep_log=keep_log).simulate()
 
 
-def replay_command(seed: int, broken: str = "", rollback: bool = False, known: bool = False) -> str:
+def replay_command(seed: int, broken: str = "", rollback: bool = False) -> str:
     """The command that shows a seed again."""
-    options = f"{f' --mutation {broken}' if broken else ''}{' --rollback' * rollback}{' --known' * known}"
+    options = f"{f' --mutation {broken}' if broken else ''}{' --rollback' * rollback}"
     return f"python -m simulation --seed {seed}{options} -v"
 
 
@@ -35,9 +35,9 @@ def show(result: Result, command: str) -> None:
     print(f"Again, event by event:  {command}", flush=True)
 
 
-def _job(values: tuple[int, str, bool, bool]) -> Result:
-    seed, broken, rollback, known = values
-    result = run_seed(seed, broken=broken, rollback=rollback, known=known)
+def _job(values: tuple[int, str, bool]) -> Result:
+    seed, broken, rollback = values
+    result = run_seed(seed, broken=broken, rollback=rollback)
     return result if result.violation else replace(result, log=())
 
 
@@ -50,7 +50,6 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="processes (default: one per core)")
     parser.add_argument("--mutation", default="", choices=["", *(m.name for m in MUTATIONS)], help="break a Lua file")
     parser.add_argument("--rollback", action="store_true", help="the server loses acknowledged writes")
-    parser.add_argument("--known", action="store_true", help="with what brings out known defects")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first violation")
     parser.add_argument("-v", "--verbose", action="store_true", help="with --seed: every event")
     args = parser.parse_args()
@@ -60,11 +59,11 @@ def main() -> int:
         os.execv(sys.executable, [sys.executable, "-m", "simulation", *sys.argv[1:]])
     if args.seed is not None:
         keep = 10**6 if args.verbose else LAST_EVENTS
-        result = run_seed(args.seed, broken=args.mutation, rollback=args.rollback, known=args.known, keep_log=keep)
+        result = run_seed(args.seed, broken=args.mutation, rollback=args.rollback, keep_log=keep)
         if args.verbose and not result.violation:
             print("\n".join(result.log))
         if result.violation:
-            show(result, replay_command(args.seed, args.mutation, args.rollback, args.known))
+            show(result, replay_command(args.seed, args.mutation, args.rollback))
             return 1
         print(f"seed {args.seed}: {result.plan}\n{result.event} events, {result.steps} steps, no violation")
         return 0
@@ -73,14 +72,14 @@ def main() -> int:
 
 def _many(args: argparse.Namespace) -> int:
     began = time.monotonic()
-    jobs = [(seed, args.mutation, args.rollback, args.known) for seed in range(args.first, args.first + args.seeds)]
+    jobs = [(seed, args.mutation, args.rollback) for seed in range(args.first, args.first + args.seeds)]
     failed, done, events, calls, steps = [], 0, 0, 0, 0
     with multiprocessing.Pool(args.processes, maxtasksperchild=500) as pool:
         for result in pool.imap_unordered(_job, jobs, chunksize=4):
             done, events, calls, steps = done + 1, events + result.event, calls + result.calls, steps + result.steps
             if result.violation:
                 failed.append(result.seed)
-                show(result, replay_command(result.seed, args.mutation, args.rollback, args.known))
+                show(result, replay_command(result.seed, args.mutation, args.rollback))
                 if not args.keep_going:
                     pool.terminate()
                     break

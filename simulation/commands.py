@@ -80,7 +80,10 @@ def pttl(server: Server, args: Args) -> Any:
 def scan(server: Server, args: Args) -> Any:
     options = dict(zip(args[2::2], args[3::2], strict=True))
     pattern = options.get(b"MATCH", b"*").decode()
-    return [b"0", [key for key in list(server.data) if server.find(key) is not None and fnmatchcase(key.decode(), pattern)]]
+    return [
+        b"0",
+        [key for key in list(server.data) if server.find(key) is not None and fnmatchcase(key.decode(), pattern)],
+    ]
 
 
 # -- strings -----------------------------------------------------------------------------------------------------------
@@ -212,10 +215,11 @@ def xadd(server: Server, args: Args) -> Any:
 @command("XDEL")
 def xdel(server: Server, args: Args) -> Any:
     stream = server.find(args[1], Stream)
+    if stream is None:
+        return 0
     found = 0
-    for name in args[2:]:
-        entry_id = stream_id(name)
-        if stream is not None and stream.remove(entry_id):
+    for entry_id in [stream_id(name) for name in args[2:]]:
+        if stream.remove(entry_id):
             found += 1
             server.changes.append(("xdel", args[1], entry_id))
     return found

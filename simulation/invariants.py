@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,19 @@ from simulation.server import Command, Server
 from simulation.values import StreamId
 
 UNITS = ("rollouts", "tokens")
+_KNOWLEDGE = (
+    "pool",
+    "pushed",
+    "steps",
+    "digests",
+    "outlived",
+    "_used",
+    "_closed",
+    "_amounts",
+    "_highest",
+    "_holder",
+    "_leader",
+)
 
 
 @dataclass(slots=True)
@@ -70,9 +84,7 @@ class Invariants:
             for name in ("pool", "steps", "ledger", "trainer", "meta", "policy", "lease", "garbage")
         }
         self._prefix = keys.payload_prefix.encode()
-        self._tombstone_ms = round(
-            1000 * max(network.plan.tombstone_seconds, 2 * self.config.group_timeout_seconds)
-        )
+        self._tombstone_ms = round(1000 * max(network.plan.tombstone_seconds, 2 * self.config.group_timeout_seconds))
         self.forget()
         server.before_event = self._note
         server.on_event = self._check
@@ -96,6 +108,15 @@ class Invariants:
         self._highest: dict[str, int] = {}
         self._holder = self._leader = (b"", 0)
         self._rearmed: set[bytes] = set()
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is known now, to go with a snapshot of the server."""
+        return {name: deepcopy(getattr(self, name)) for name in _KNOWLEDGE}
+
+    def roll_back(self, saved: dict[str, Any]) -> None:
+        """The server went back to the snapshot that this one goes with."""
+        for name, value in saved.items():
+            setattr(self, name, deepcopy(value))
 
     def fail(self, invariant: str, message: str) -> None:
         """Keeps the first violation."""
@@ -161,8 +182,12 @@ class Invariants:
             group, suffix = fields[b"group"].decode(), fields[b"key"].decode()
             payload = self.keys.payload(group, suffix).encode()
             entry = Pending(
-                payload, group, fields[b"env"].decode(), (int(fields[b"rollouts"]), int(fields[b"tokens"])),
-                fields[b"metadata"], entry_id[0],
+                payload,
+                group,
+                fields[b"env"].decode(),
+                (int(fields[b"rollouts"]), int(fields[b"tokens"])),
+                fields[b"metadata"],
+                entry_id[0],
             )
             if any(known.endswith(suffix.encode()) for known in (payload,) if known in self.pushed):
                 self.fail("I1", f"push {suffix} of group {group} became pending twice")
@@ -249,7 +274,8 @@ class Invariants:
                     int(v) for k, v in ledger.items() if k.startswith(env.encode() + b":dropped:") and k.endswith(end)
                 )
                 there = {
-                    fate: int(ledger.get(f"{env}:{fate}:{name}".encode(), 0)) for fate in ("pushed", "packed", "trained")
+                    fate: int(ledger.get(f"{env}:{fate}:{name}".encode(), 0))
+                    for fate in ("pushed", "packed", "trained")
                 }
                 for fate, value in there.items():
                     wanted = self._amounts.get((env, fate), (0, 0))[unit]
@@ -406,4 +432,6 @@ class Invariants:
         if given & out or len(given) != len(reply):
             self.fail("tickets", f"{sorted(given & out)} of {args[1].decode()} were given out while they were out")
         if given and len(out) + len(given) > limit:
-            self.fail("tickets", f"{len(out)} + {len(given)} tickets of {args[1].decode()} are out, allowed are {limit}")
+            self.fail(
+                "tickets", f"{len(out)} + {len(given)} tickets of {args[1].decode()} are out, allowed are {limit}"
+            )

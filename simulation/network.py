@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ class Network:
         if self.is_healed or self.dice.random() >= self._rate:
             return ""
         kind = self.dice.choices(self._kinds, self._weights)[0]
-        return "" if kind in ("killed", "stopped") and not self.plan.may_die(process.name) else kind
+        if kind in ("killed", "stopped") and not self.plan.may_die(process.name):
+            return ""
+        return kind
 
     def carry(self, process: Process, commands: Sequence[Command], *, is_transaction: bool) -> list[Any]:
         """One round trip of `process`."""
@@ -119,7 +122,7 @@ class Network:
             task = self.scheduler.current
             if task is None:
                 return None
-            self.server.waiting.setdefault(key, []).append(lambda: self.scheduler.wake(task))
+            self.server.waiting.setdefault(key, []).append(partial(self.scheduler.wake, task))
             self.scheduler.wait(deadline - self.scheduler.now)
             if self.scheduler.now >= deadline:
                 return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rlbuffer.config import BatcherConfig
 from simulation.mutations import Mutation
@@ -14,9 +15,10 @@ FAULTS = ("lost request", "lost reply", "late", "twice", "killed", "stopped", "r
 PROFILES: dict[str, Mapping[str, float]] = {
     "calm": {},
     "network": {"lost request": 0.01, "lost reply": 0.015, "late": 0.006, "twice": 0.01},
-    "deaths": {"killed": 0.006, "lost reply": 0.005},
+    "deaths": {"killed": 0.01, "lost reply": 0.005},
     "late": {"late": 0.03, "lost reply": 0.005},
     "stops": {"stopped": 0.004, "lost reply": 0.003, "late": 0.002},
+    "halts": {"stopped": 0.02},
     "server": {"restart": 0.002, "cut": 0.002, "lost reply": 0.004},
     "all": {
         "lost request": 0.004,
@@ -30,12 +32,6 @@ PROFILES: dict[str, Mapping[str, float]] = {
     },
 }
 """Chance of each fault at a round trip."""
-
-KNOWN = (
-    "a run that is deleted while a batcher is about to lead keeps a meta of one field, `error`: its name is spoilt",
-    "a leader that was stopped after its commit dies of StepRetired when others have retired the step meanwhile",
-)
-"""Defects that only seeds with `known` may find."""
 
 CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.daemon", "POLL_SECONDS"): 0.15,
@@ -87,8 +83,6 @@ class Plan:
     rollback: bool
     """The server loses acknowledged writes."""
     tombstone_seconds: float
-    known: bool
-    """With the circumstances of defects that are known and not repaired yet (:data:`KNOWN`)."""
     mutation: Mutation | None = field(default=None)
 
     def constants(self) -> dict[tuple[str, str], float]:
@@ -104,7 +98,8 @@ class Plan:
 
     def stop_seconds(self, dice: random.Random) -> float:
         """Mostly longer than a lease."""
-        return self.lease_seconds * dice.choice((0.5, 1.2, 2.0, 3.0))
+        low, high = dice.choice(((0.3, 0.95), (0.95, 1.4), (0.95, 1.4), (1.4, 3.0)))
+        return self.lease_seconds * dice.uniform(low, high)
 
     def broken(self, text: str) -> str:
         """A Lua file as it is, or as the mutation leaves it."""
@@ -115,16 +110,17 @@ class Plan:
         on = [name for name in names if getattr(self, name)]
         closed = self.config.step_groups or self.config.step_rollouts or "capacity"
         return (
-            f"profile {self.profile}, {self.batchers} batchers, {self.writers} writers, world sizes {self.world_sizes}, "
-            f"step {closed}, lookahead {self.config.lookahead}, max_age {self.config.max_age}"
+            f"profile {self.profile}, {self.batchers} batchers, {self.writers} writers, "
+            f"world sizes {self.world_sizes}, step {closed}, "
+            f"lookahead {self.config.lookahead}, max_age {self.config.max_age}"
             f"{', ' if on else ''}{', '.join(on)}"
         )
 
 
-def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False, known: bool = False) -> Plan:
+def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False) -> Plan:
     """The plan of a seed; a mutation may ask for the circumstances in which it matters."""
     dice = random.Random(f"plan {seed}")
-    profile = dice.choice(list(PROFILES) + ["all", "network"])
+    profile = dice.choice([*PROFILES, "all", "network"])
     closing = dice.choice(("capacity", "groups", "rollouts"))
     config = BatcherConfig(
         row_tokens=48,
@@ -139,7 +135,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False,
         flat=dice.choice(("keep", "drop")),
         order=dice.choice(("newest_first", "oldest_first")),
     )
-    values = {
+    values: dict[str, Any] = {
         "batchers": dice.choice((1, 2, 2)),
         "writers": dice.choice((1, 2, 3)),
         "world_sizes": dice.choice(((1,), (1, 2), (2,), (2, 1))),
@@ -150,8 +146,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False,
     }
     if mutation is not None:
         profile = mutation.profile or profile
-        values |= {name: value for name, value in mutation.asks.items() if name in values}
-    return Plan(
+    plan = Plan(
         seed=seed,
         profile=profile,
         faults=PROFILES[profile],
@@ -168,7 +163,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False,
         small=dice.choice((0.0, 0.1)),
         rollback=rollback,
         tombstone_seconds=dice.choice((4.0, 20.0)),
-        known=known,
         mutation=mutation,
         **values,
     )
+    return plan if mutation is None else replace(plan, **mutation.asks)

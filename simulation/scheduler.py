@@ -73,6 +73,8 @@ class Scheduler:
         self.current: Task | None = None
         self.tasks: dict[Task, None] = {}
         """All that have not ended."""
+        self.failures: list[str] = []
+        """Threads that ended by an error which nobody was told of."""
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
 

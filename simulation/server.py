@@ -129,8 +129,10 @@ class Server:
     def tidy(self, key: bytes) -> None:
         """Empty hashes and sorted sets are no keys; empty streams are."""
         value = self.data.get(key)
-        if value is not None and not isinstance(value, Stream) and not (
-            value.scores if isinstance(value, SortedSet) else value
+        if (
+            value is not None
+            and not isinstance(value, Stream)
+            and not (value.scores if isinstance(value, SortedSet) else value)
         ):
             self.delete(key)
 

@@ -93,13 +93,26 @@ class Thread:
     """threading.Thread: a task of the process that starts it."""
 
     def __init__(
-        self, scheduler: Scheduler, target: Callable[..., Any], args: Iterable[Any] = (), name: str = "", daemon: Any = None
+        self,
+        scheduler: Scheduler,
+        target: Callable[..., Any],
+        args: Iterable[Any] = (),
+        name: str = "",
+        daemon: Any = None,
     ) -> None:
         self._scheduler, self._body, self.name = scheduler, lambda: target(*args), name
         self._task: Task | None = None
 
     def start(self) -> None:
-        self._task = self._scheduler.spawn(_here(self._scheduler), self._body)
+        process = _here(self._scheduler)
+
+        def body() -> None:
+            try:
+                self._body()
+            except Exception as error:
+                self._scheduler.failures.append(f"thread {self.name} of {process.name} died of {error!r}")
+
+        self._task = self._scheduler.spawn(process, body)
 
     def is_alive(self) -> bool:
         return self._task is not None and not self._task.is_done
@@ -181,7 +194,7 @@ def _here(scheduler: Scheduler) -> Process:
 
 @contextmanager
 def installed(scheduler: Scheduler, dice: random.Random, constants: dict[tuple[str, str], Any]) -> Iterator[None]:
-    """Puts the stand-ins, and other values for some constants, into the modules of rlbuffer, and takes them out again."""
+    """Puts the stand-ins, and other values for some constants, into the modules of rlbuffer for a while."""
 
     def make(kind: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: kind(scheduler, *args, **kwargs)

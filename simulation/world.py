@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rlbuffer.errors import StepRetired
 from rlbuffer.store.redis_store import RedisStore
 from simulation.actors import Host, Trainer, Worker, batcher, operator
 from simulation.invariants import Invariants
 from simulation.lua import Engine
-from simulation.network import Network, SimulatedConnection
+from simulation.network import LATEST_SECONDS, Network, SimulatedConnection
 from simulation.plan import Plan
 from simulation.scheduler import BEGINNING, Process, Scheduler
 from simulation.server import Command, Server
@@ -113,14 +112,13 @@ class World:
     def _begin(self) -> None:
         plan, host, later = self.plan, self.host, self.scheduler.after
         for index in range(plan.batchers):
-            expected = () if plan.known else (StepRetired,)
-            later(0.3 * index, partial(host.keep, f"batcher {index}", partial(batcher, host), expected))
+            later(0.3 * index, partial(host.keep, f"batcher {index}", partial(batcher, host)))
         for index in range(plan.writers):
             worker = Worker(host, index)
-            later(0.1, partial(host.keep, worker.name, worker.run, ()))
+            later(0.1, partial(host.keep, worker.name, worker.run))
         later(0.2, self.trainer.begin)
         if plan.operator:
-            later(1.0, partial(host.keep, "operator", partial(operator, host), ()))
+            later(1.0, partial(host.keep, "operator", partial(operator, host)))
         if plan.reset:
             later(plan.fault_seconds * self.dice.uniform(0.3, 0.7), self._reset)
         if plan.full:
@@ -137,6 +135,7 @@ class World:
     def _heal(self) -> None:
         self.note("everything heals")
         self.network.is_healed = True
+        self._healed = self.scheduler.now
         self.network.down_until = 0.0
         self.network.cut_until.clear()
         self.server.is_full = False
@@ -150,13 +149,17 @@ class World:
                 self.scheduler.now + PROGRESS_SECONDS,
             )
             if not done:
-                self.invariants.fail("I12", f"step {target} is not trained after {PROGRESS_SECONDS:g} s: {self.sentence}")
+                self.invariants.fail(
+                    "I12", f"step {target} is not trained after {PROGRESS_SECONDS:g} s: {self.sentence}"
+                )
 
     def _verify(self) -> None:
         if self.invariants.violation:
             return
         # What was on its way late arrives first.
-        self._run(2.1)
+        self._run(max(0.0, self._healed + LATEST_SECONDS + 0.1 - self.scheduler.now))
+        for failure in self.scheduler.failures:
+            self.invariants.fail("end", failure)
         if self.invariants.violation:
             return
         store = RedisStore(SimulatedConnection(self.network, Process("verify")), RUN)
@@ -181,10 +184,6 @@ class World:
     def _reset(self) -> None:
         self.note("the run is deleted")
         self.was_disturbed = True
-        if not self.plan.known:  # else the batchers live on while their run goes away
-            for process in {task.process: None for task in self.scheduler.tasks}:
-                if process.name.startswith("batcher"):
-                    self.scheduler.kill(process)
         self.server.data.clear()
         self.server.expiry.clear()
         self.invariants.forget()
@@ -194,14 +193,16 @@ class World:
         self.scheduler.after(0.3, self.trainer.begin)
 
     def _sync(self) -> None:
-        self._saved = self.server.snapshot()
+        self._saved = self.server.snapshot(), self.invariants.snapshot()
         self.scheduler.after(1.0, self._sync)
 
     def _roll_back(self) -> None:
         self.note("the server forgets what came after its last fsync")
         self.was_disturbed = True
-        self.server.roll_back(self._saved)
-        self.invariants.forget()
+        on_disk, known = self._saved
+        self.server.roll_back(on_disk)
+        self.invariants.roll_back(known)
+        self.network.down_until = self.scheduler.now + 0.2
 
     def _fault(self, process: Process, fault: str, commands: Sequence[Command]) -> None:
         self._log.append((self.scheduler.now, 0, f"{process.name}: {fault}, at", commands, None))

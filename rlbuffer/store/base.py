@@ -145,6 +145,12 @@ class PartRollout:
     env: str
     adapter: str
     advantage: float
+    prompt_id: str = ""
+    """This and what follows is for people who look at a consumed group; nothing trains on it."""
+    planned_size: int = 0
+    worker: str = ""
+    pushed_ms: int = 0
+    """Server time of its push."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlbuffer import wire
+from rlbuffer.errors import RunGone
 from rlbuffer.store.base import Lease
 from rlbuffer.store.session import MINIMUM_TOMBSTONE_MS, Session, text
 
@@ -61,4 +62,7 @@ class LeaseMoves(Session):
 
     def _say(self, action: str, *args: Any) -> list[Any]:
         keys = self.keys
-        return self.move("lease", (keys.lease, keys.meta, keys.allowance), (action, *args))
+        reply = self.move("lease", (keys.lease, keys.meta, keys.allowance), (action, *args))
+        if text(reply[0]) == "GONE":
+            raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
+        return reply

@@ -53,7 +53,7 @@ class RunViews(Session):
                     pipe.hsetnx(self.keys.meta, name, value)
                 pipe.execute()
 
-        if not self.look(lambda client: client.exists(self.keys.meta)):
+        if not self.look(lambda client: client.hexists(self.keys.meta, "schema")):
             self.look(create)
         meta = self.meta()
         now = self.now()

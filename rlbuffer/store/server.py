@@ -116,6 +116,8 @@ class EmbeddedServer:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     return False
+                if not os.path.samestat(os.fstat(descriptor), (directory / "users.lock").stat()):
+                    return False  # the home was removed and made anew: the server in it is not the one that was used
                 return _stop(directory, deadline)
         except (OSError, ServerUnreachable):
             # The directory is gone or stays locked: leaving must work even so, at exit above all.
@@ -376,6 +378,10 @@ def _release_all() -> None:
     _is_exiting = True
     for server in tuple(_joined):
         server.release(timeout_seconds=10.0)
+    for child in _children.values():
+        if child.poll() is None:
+            # It outlives this process on purpose, so its finalizer has nothing to warn of.
+            child.returncode = 0
 
 
 def _after_fork() -> None:

@@ -136,8 +136,10 @@ def part_records(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> list[dict[
     return records
 
 
-def _source(entry: PoolEntry, adapter: str) -> list[str]:
-    return [entry.payload_key, entry.group_id, entry.env, adapter]
+def _source(entry: PoolEntry, adapter: str) -> list[Any]:
+    info = entry.info
+    told = ("", 0, "") if info is None else (info.prompt_id, info.planned_size, info.worker)
+    return [entry.payload_key, entry.group_id, entry.env, adapter, *told, entry.pushed_ms]
 
 
 def _columns_of(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> Columns:
@@ -218,9 +220,9 @@ def _info_list(info: RolloutInfo) -> list[Any]:
     ]
 
 
-def _part_rollout(item: Sequence[Any], sources: Sequence[Sequence[str]]) -> PartRollout:
+def _part_rollout(item: Sequence[Any], sources: Sequence[Sequence[Any]]) -> PartRollout:
     source, index, advantage, *values = item
-    key, group_id, env, adapter = sources[source]
+    key, group_id, env, adapter, prompt_id, planned_size, worker, pushed_ms = sources[source]
     names = (
         "rollout_id",
         "length",
@@ -243,6 +245,10 @@ def _part_rollout(item: Sequence[Any], sources: Sequence[Sequence[str]]) -> Part
         env=env,
         adapter=adapter,
         advantage=advantage,
+        prompt_id=prompt_id,
+        planned_size=planned_size,
+        worker=worker,
+        pushed_ms=pushed_ms,
     )
 
 

@@ -23,8 +23,8 @@ def refuse_adapters(step: Step) -> ConfigError | None:
     if not foreign:
         return None
     return ConfigError(
-        f"step {step.number} holds rollouts of adapter {', '.join(map(repr, foreign))}, but `rlbuffer train` trains all "
-        "weights and no adapters: push groups without one, or train adapters with a trainer of your own "
+        f"step {step.number} holds rollouts of adapter {', '.join(map(repr, foreign))}, but `rlbuffer train` trains "
+        "all weights and no adapters: push groups without one, or train adapters with a trainer of your own "
         "(Buffer.reader)"
     )
 

@@ -126,8 +126,9 @@ def line_of(event: Mapping[str, Any]) -> str:
         )
     if kind == "start":
         origin = f"from the checkpoint of step {event['step']}" if event["step"] else "from step 0"
+        ranks = "1 rank" if event["world_size"] == 1 else f"{event['world_size']} ranks"
         return (
-            f"training {event['parameters']:,} parameters on {event['world_size']} ranks ({event['device']}, "
+            f"training {event['parameters']:,} parameters on {ranks} ({event['device']}, "
             f"{event['attention']}), {origin} to {event['steps']}; output in {event['output']}"
         )
     if kind == "checkpoint":

@@ -55,7 +55,11 @@ def build_model(settings: ModelSettings, *, seed: int) -> PreTrainedModel:
     dtype = _DTYPES[settings.dtype]
     if bool(settings.path) == bool(settings.config):
         how = "both are set" if settings.path else "neither is set"
-        raise ConfigError(f"model: exactly one of path and config is needed; {how}", setting="model")
+        raise ConfigError(
+            f"model: exactly one of path and config is needed; {how}. Give [model] path = a Hugging Face model's "
+            f"directory, or [model.config] for a fresh model (rlbuffer.toml of the project has one)",
+            setting="model",
+        )
     if settings.path:
         directory = Path(settings.path).expanduser()
         if not directory.is_dir():

@@ -364,3 +364,15 @@ def test_a_server_that_cannot_start_says_why_with_its_log(home: Path) -> None:
     assert lines[0] == "the embedded server ended before it answered."
     assert lines[1] == f"  The last lines of {home}/server/server.log:"
     assert any("AOF manifest" in line for line in lines[2:]), lines
+
+
+def test_a_user_of_a_home_that_was_removed_does_not_stop_the_server_of_the_new_one(home: Path) -> None:
+    old = ensure(home, ServerSettings())
+    os.kill(old.pid, signal.SIGKILL)
+    shutil.rmtree(home)
+    new = ensure(home, ServerSettings())
+    assert not old.release()
+    found = find(home)
+    assert found is not None
+    assert found.pid == new.pid
+    assert new.release()

@@ -269,6 +269,10 @@ def test_groups_can_be_looked_at_in_every_state(place: Place) -> None:
     assert sorted(states.values()).count("trained") == 2
     assert "forming" in states.values()
     assert "packed" in states.values()
+    trained = buffer.groups("state:trained")[0]
+    assert (trained.prompt_id, trained.planned_size, trained.rollouts) == (f"prompt-{trained.group_id[2:]}", 2, 2)
+    assert trained.waited_seconds is not None
+    assert trained.step == 1
     forming = buffer.groups("state:forming")
     assert [view.group_id for view in forming] == ["a.20"]
     detail = buffer.group("a.20")
@@ -302,3 +306,26 @@ def test_workers_take_tickets_and_a_dead_worker_s_are_taken_again(place: Place) 
     writer.release(tickets)
     assert [ticket.number for ticket in writer.take("new-env", timeout_seconds=20)] == [0]
     assert writer.take("new-env", 1000, timeout_seconds=0.0) != tickets
+
+
+def test_a_trainer_that_has_gone_silent_is_named_as_what_everybody_waits_for(place: Place) -> None:
+    place.serve()
+    buffer = place.connect()
+    reader = buffer.reader()
+    start_trainer(buffer, reader)
+    push_groups(place, range(6))
+    sentence = place.wait_for(lambda: _said(buffer, "Step 2 is committed and waits for the trainer"))
+    assert sentence == "Step 2 is committed and waits for the trainer, which is at step 0 (lookahead 1)."
+    reader.close()
+    keys, client = buffer.store.keys, buffer.store.client  # type: ignore[attr-defined]
+    client.hset(keys.trainer, "seen", int(1000 * (buffer.store.now() - 25)))
+    sentence = place.wait_for(lambda: _said(buffer, "has said nothing"))
+    assert sentence == (
+        "Step 2 is committed, but the trainer has said nothing for over 20 s; it was at step 0. It has ended, or "
+        "hangs: start `rlbuffer train` again to go on."
+    )
+
+
+def _said(buffer: rlbuffer.Buffer, part: str) -> str:
+    sentence = buffer.store.waiting().get("batcher", "")
+    return sentence if part in sentence else ""

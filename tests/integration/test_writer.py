@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import rlbuffer
-from rlbuffer.errors import ServerRefused, ServerUnreachable
+from rlbuffer.errors import RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.testing import make_group
 
 
@@ -104,3 +104,47 @@ def test_a_full_server_gives_no_tickets_and_ends_no_worker(buffer: rlbuffer.Buff
     writer = buffer.writer("w")
     writer._store = Failing(writer._store, "take_tickets", dict.fromkeys(range(1, 99), ServerRefused("memory limit")))
     assert writer.take("a", timeout_seconds=0.1) == []
+
+
+class ForgetfulStore:
+    """A store whose next push takes effect, but whose answer never comes."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.loses_reply = False
+
+    def push(self, *args: Any, **values: Any) -> tuple[str, str]:
+        answer: tuple[str, str] = self._store.push(*args, **values)
+        if self.loses_reply:
+            raise ServerUnreachable("the answer was lost")
+        return answer
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_push_that_was_given_up_does_not_cost_the_next_group(buffer: rlbuffer.Buffer, again: bool) -> None:
+    epoch = buffer.store.open_run().epoch
+    store = ForgetfulStore(buffer.store)
+    writer = rlbuffer.Writer(store, "w", epoch=epoch, patience_seconds=0.01)  # type: ignore[arg-type]
+    store.loses_reply = True
+    with pytest.raises(ServerUnreachable, match="the answer was lost"):
+        writer.push(group(1))
+    store.loses_reply = False
+    if again:
+        assert writer.push(group(1)).status == "duplicate"
+    assert writer.push(group(2)).status == "stored"
+    assert pending(buffer) == ["a.1", "a.2"]
+    assert buffer.ledger().envs["a"].pushed == (4, 32)
+
+
+def test_nothing_is_left_under_the_name_of_a_run_that_was_deleted(buffer: rlbuffer.Buffer) -> None:
+    store = buffer.store
+    store.open_run()
+    token = store.lease("me", ttl_seconds=60).token
+    keys, client = store.keys, store.client  # type: ignore[attr-defined]
+    client.delete(keys.meta)
+    with pytest.raises(RunGone, match="is not on the server"):
+        store.set_error(token, "a bug")
+    with pytest.raises(RunGone, match="is not on the server"):
+        store.lease("me", ttl_seconds=60)
+    assert not client.exists(keys.meta)
+    assert store.open_run().step == 0

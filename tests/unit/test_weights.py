@@ -216,14 +216,20 @@ def test_weights_that_do_not_fit_leave_the_model_as_it_was(change: object, messa
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+HINT = (
+    "Give [model] path = a Hugging Face model's directory, or [model.config] for a fresh model "
+    "(rlbuffer.toml of the project has one)"
+)
+
+
 @pytest.mark.parametrize(
     ("settings", "setting", "message"),
     [
-        (ModelSettings(), "model", "model: exactly one of path and config is needed; neither is set"),
+        (ModelSettings(), "model", f"model: exactly one of path and config is needed; neither is set. {HINT}"),
         (
             tiny().model_copy(update={"path": "x"}),
             "model",
-            "model: exactly one of path and config is needed; both are set",
+            f"model: exactly one of path and config is needed; both are set. {HINT}",
         ),
         (
             ModelSettings(config={"hidden_size": 4}),

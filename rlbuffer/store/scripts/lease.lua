@@ -10,12 +10,15 @@
 --       config   2 token  3 config  4 digest -> {'OK'} | {'FENCED', owner}; the revision grows when the digest is new
 --       error    2 token  3 message          -> {'OK'} | {'FENCED', owner}
 --       allow    2 token  3... env, tickets that may be out; replaces what was there -> {'OK'} | {'FENCED', owner}
+--       every action but release -> {'GONE'} when the run does not exist: nothing may be left under its name
 -- The token is max(server ms, last + 1): it grows with every new holder, over a loss of the newest writes too.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local lease = redis.call('HMGET', KEYS[1], 'owner', 'until', 'token')
 local owner, lapse, token = lease[1] or '', tonumber(lease[2] or '0'), lease[3] or '0'
 local action = ARGV[1]
+
+if action ~= 'release' and redis.call('HEXISTS', KEYS[2], 'schema') == 0 then return {'GONE'} end
 
 if action == 'acquire' then
   local till = now + tonumber(ARGV[3])

@@ -1,0 +1,28 @@
+"""Every check that a Lua file makes is needed: without it the simulation finds a violated invariant."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from simulation.__main__ import run_seed
+from simulation.mutations import MUTATIONS, Mutation, source
+
+SEEDS = 2000
+"""Each must be found within as many; most are in the first few."""
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+def test_mutation_changes_its_lua_file(mutation: Mutation) -> None:
+    text = source(mutation.script)
+    assert mutation.applied(text) != text
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+def test_broken_lua_file_is_found(mutation: Mutation) -> None:
+    results = (run_seed(seed, broken=mutation.name) for seed in range(SEEDS))
+    found = next((result for result in results if result.violation), None)
+    assert found is not None
+    assert re.match(r"(I\d+|verify I\d+|tickets|end): ", found.violation)
+    assert found.log, "a violation comes with its last events"
