@@ -190,7 +190,7 @@ class Batcher:
         for group in trial.surplus:
             pool.drop_flat(group)
         self._short = frozenset(trial.short)
-        wanted = self._wanted(trial)
+        wanted = self._wanted(trial, step)
         patience.looked(
             pool.now,
             short=[env for env in trial.short + trial.lent if not self._lags(env, step)],
@@ -276,7 +276,7 @@ class Batcher:
             deficits={env: account.deficit for env, account in self._accounts.items()},
             fractions=fractions,
             means={env: mean[0] for env, mean in self._means(fractions, self._accounts).items()},
-            budgeted=[env for env in fractions if budget.has_budget(config, env)],
+            budgeted=[env for env in fractions if fractions[env] > 0 and budget.has_budget(config, env)],
             limits=limits,
             unit=config.unit,
             close_fill=config.close_fill,
@@ -351,12 +351,12 @@ class Batcher:
         return groups[:count], plan, "capacity"
 
     # -- admitting ----------------------------------------------------------------------------------------------------
-    def _wanted(self, trial: Trial) -> list[str]:
+    def _wanted(self, trial: Trial, step: int) -> list[str]:
         """Envs that the open step waits for: those that are short, else all that have nothing more to give."""
         if trial.short:
             return trial.short + trial.lent
         selected = {g.env for g in trial.groups}
-        known = [e for e in self._known() if e not in self._paused]
+        known = [e for e in self._known() if e not in self._paused and not budget.is_off(self._config, e, step)]
         unheard = [e for e in known if e not in selected and e not in trial.exhausted]
         return trial.exhausted + [e for e in unheard if not self._pool.envs.get(e, _EMPTY).ready_groups]
 

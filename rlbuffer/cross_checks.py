@@ -85,6 +85,13 @@ def _rows(settings: RunSettings, places: Places) -> None:
 
 def _doubts(settings: RunSettings, places: Places) -> list[str]:
     out = []
+    batcher = settings.batcher
+    oldest = max([batcher.max_age, *(o.max_age for o in batcher.envs.values() if o.max_age is not None)])
+    if batcher.max_uses > oldest + 1:
+        out.append(
+            f"batcher.max_uses = {batcher.max_uses} is never reached: with max_age = {oldest} a group is young enough "
+            f"for {oldest + 1} step{'s' * (oldest > 0)} ({places('batcher.max_uses', 'batcher.max_age')})."
+        )
     sampled = {options.env for options in settings.worker.values()}
     for env in settings.batcher.budgets:
         if settings.worker and env not in sampled:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlbuffer.config import BatcherConfig, budgets_at
+from rlbuffer.config import BatcherConfig, budgets_at, fraction_at
 from rlbuffer.errors import RlbufferError
 
 MEAN_WINDOW = 64
@@ -60,6 +60,11 @@ def size_of(unit: str, *, tokens: int, rollouts: int) -> int:
 def has_budget(config: BatcherConfig, env: str) -> bool:
     """True when a share is promised to this env by name: then a step waits for it when it is short."""
     return env in config.budgets or env == config.remainder
+
+
+def is_off(config: BatcherConfig, env: str, step: int) -> bool:
+    """True when the schedule gives this env nothing at `step`: then nothing is expected of it."""
+    return env != config.remainder and env in config.budgets and fraction_at(config.budgets[env], step) == 0
 
 
 def is_open(config: BatcherConfig, step: int) -> bool:

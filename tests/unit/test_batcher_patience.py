@@ -227,3 +227,12 @@ def test_max_age_seconds_counts_from_the_push_and_has_overrides(seconds, env, st
     decision = ask(made, now=seconds)
     assert drops_of(decision) == ([("g", "stale", "10.1 s in the pool > max_age_seconds 10", 4, 100)] if stale else [])
     assert (decision.plan is None) is stale
+
+
+def test_an_env_that_its_schedule_leaves_out_is_neither_waited_for_nor_dead():
+    made = batcher(step_groups=4, budgets={"math": [[1, 0.0], [9, 0.5]], "code": 0.5}, max_age=99)
+    put(made, "c0", env="code")
+    ask(made, now=0.0)
+    decision = ask(made, now=1000.0)
+    assert (decision.plan, set(decision.dead)) == (None, {"code"})
+    assert decision.allowances["math"] == 0
