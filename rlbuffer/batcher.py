@@ -19,8 +19,9 @@ Cost: a step touches the groups that it selects or drops, and running sums of th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ from rlbuffer.errors import RlbufferError
 from rlbuffer.policy import admission, budget, closing, composing, waiting
 from rlbuffer.policy.age import oldest_version
 from rlbuffer.policy.groups import GroupState
+from rlbuffer.policy.ordering import load_selector
+from rlbuffer.policy.patience import Patience
 from rlbuffer.policy.pool import EnvPool, Pool
 from rlbuffer.policy.selection import Limits, Trial, select
 from rlbuffer.records import GroupInfo
@@ -58,6 +61,7 @@ class Batcher:
 
     Raises:
         RlbufferError: the state was written by another version.
+        ConfigError: `order` names a selector that cannot be imported.
     """
 
     def __init__(self, config: BatcherConfig, state: Mapping[str, Any] | None = None) -> None:
@@ -67,23 +71,42 @@ class Batcher:
         self._published: dict[str, int] = {}
         self._decided: _Decided | None = None
         self._short: frozenset[str] = frozenset()
+        self._paused: set[str] = set()
+        self._patience = Patience(config)
+        self._selector = load_selector(config)
 
     # -- what happened ------------------------------------------------------------------------------------------------
-    def add(self, info: GroupInfo, *, entry_id: str, now: float, uses: int = 0) -> None:
+    def add(self, info: GroupInfo, *, entry_id: str, now: float, uses: int = 0, pushed: float | None = None) -> None:
         """Takes in one push: a group or a part of one. An entry that is known already is ignored.
 
         Args:
             info: what was pushed.
             entry_id: its entry in the pool.
             now: seconds; the group's timeout counts from here.
-            uses: steps that trained the group before; 0 while `max_uses` is 1.
+            uses: steps that trained the group before; then it must be whole in this one push (else see `restore`).
+            pushed: when it was pushed, on the same clock, if that was before `now`; `max_age_seconds` counts from here.
 
         Raises:
             RlbufferError: the group was used as often as `max_uses` allows, so it cannot be pending.
         """
+        if uses:
+            self.restore([(entry_id, info)], uses=uses, now=now, pushed=pushed)
+            return
+        self._pool.add(info, entry_id, now, pushed)
+        self._patience.heard(info.env, self._pool.now)
+
+    def restore(
+        self, parts: Sequence[tuple[str, GroupInfo]], *, uses: int, now: float, pushed: float | None = None
+    ) -> None:
+        """Takes in a group that was trained before and may be trained again: all its (entry id, push), whole.
+
+        Raises:
+            RlbufferError: the group was used as often as `max_uses` allows.
+        """
         if uses >= self._config.max_uses:
-            raise RlbufferError(f"group {info.group_id} was trained {uses} times: max_uses is {self._config.max_uses}")
-        self._pool.add(info, entry_id, now)
+            group_id = parts[0][1].group_id
+            raise RlbufferError(f"group {group_id} was trained {uses} times: max_uses is {self._config.max_uses}")
+        self._pool.restore(parts, uses=uses, now=now, pushed=pushed)
 
     def remove(self, entry_id: str) -> None:
         """Forgets an entry that is gone from the store; if its group has other parts, they are dropped as invalid."""
@@ -97,6 +120,18 @@ class Batcher:
         """Takes in which policy version workers can sample from now; -1 when none was announced."""
         self._published[adapter] = version
 
+    def pause(self, env: str) -> None:
+        """`env` takes no part until it is resumed: no tickets, nothing of it is selected, no step waits for it.
+
+        What it has in the pool stays there and grows older. Its share goes to the others in proportion.
+        """
+        self._paused.add(env)
+        self._patience.forget(env)
+
+    def resume(self, env: str) -> None:
+        """`env` takes part again; what it missed while it was paused is not owed to it."""
+        self._paused.discard(env)
+
     def committed(self, plan: StepPlan) -> None:
         """The store committed the plan of the last decision: its groups are gone, the accounts move.
 
@@ -108,6 +143,7 @@ class Batcher:
             raise RlbufferError(f"step {plan.step} was committed, but it is not the plan that was decided last")
         self._accounts = decided.accounts
         self._decided = None
+        self._patience.committed()
         self._pool.consume(plan.group_ids)
 
     def refused(self, plan: StepPlan, gone: Iterable[str]) -> None:
@@ -135,17 +171,31 @@ class Batcher:
             world_size: ranks that the plan deals rows to.
             now: seconds, on the clock of `add`.
             rng: for selectors that draw; the built-in orders do not.
+
+        Raises:
+            ConfigError: the user's selector failed.
         """
-        pool = self._pool
+        pool, patience = self._pool, self._patience
         pool.advance(now)
         pool.sweep_future(step)
         for env in list(pool.envs):
             if not self._lags(env, step):
                 pool.sweep_stale(env, step)
+        if self._selector is not None:
+            pool.rank(self._selector, rng)
         limits = self._limits(world_size)
-        fractions = self._fractions()
+        fractions = self._fractions(step)
+        patience.judge(pool.now, [env for env in fractions if budget.has_budget(self._config, env)])
         trial = self._select(step, limits, fractions)
+        for group in trial.surplus:
+            pool.drop_flat(group)
         self._short = frozenset(trial.short)
+        wanted = self._wanted(trial, step)
+        patience.looked(
+            pool.now,
+            short=[env for env in trial.short + trial.lent if not self._lags(env, step)],
+            wanted=[env for env in wanted if not self._lags(env, step)],
+        )
         found = self._close(trial, limits, world_size)
         drops = tuple(pool.drops.values())
         if found is None:
@@ -155,7 +205,8 @@ class Batcher:
                 state=budget.dump(self._accounts),
                 drops=drops,
                 waiting=self._sentence(step, trial, limits, fractions),
-                allowances=self.allowances(step, world_size=world_size, wanted=self._wanted(trial)),
+                allowances=self.allowances(step, world_size=world_size, wanted=wanted),
+                dead=patience.dead(pool.now),
             )
         groups, plan, closed_by = found
         step_plan = composing.step_plan(step, groups, plan, closed_by, self._config)
@@ -168,6 +219,7 @@ class Batcher:
             state=budget.dump(accounts),
             drops=drops,
             allowances=self._allow(step + 1, limits, accounts, taken=groups),
+            dead=patience.dead(pool.now),
         )
 
     def allowances(
@@ -200,6 +252,8 @@ class Batcher:
             row_tokens=config.row_tokens,
             groups=config.step_groups,
             rollouts=config.step_rollouts,
+            flat=config.flat if isinstance(config.flat, float) else None,
+            used=config.replay_fraction,
         )
 
     def _known(self) -> list[str]:
@@ -208,31 +262,36 @@ class Batcher:
     def _size(self, tokens: int, rollouts: int) -> int:
         return budget.size_of(self._config.unit, tokens=tokens, rollouts=rollouts)
 
-    def _fractions(self) -> dict[str, float]:
+    def _fractions(self, step: int) -> dict[str, float]:
         ready: dict[str, float] = {}
         for env, pool in self._pool.envs.items():
             unit = self._config.unit
             ready[env] = pool.ready_groups if unit == "groups" else self._size(pool.ready_tokens, pool.ready_rollouts)
-        return budget.shares(self._config, self._known(), ready)
+        return budget.shares(self._config, self._known(), ready, step=step, paused=self._paused)
 
     def _select(self, step: int, limits: Limits, fractions: Mapping[str, float]) -> Trial:
         config = self._config
-        newest_first = config.order == "newest_first"
         return select(
-            candidates={
-                env: pool.ready.walk(
-                    newest_first=newest_first, oldest=oldest_version(step, config.for_env(env, "max_age"))
-                )
-                for env, pool in self._pool.envs.items()
-            },
+            candidates={env: self._walk(env, pool, step) for env, pool in self._pool.envs.items()},
             deficits={env: account.deficit for env, account in self._accounts.items()},
             fractions=fractions,
             means={env: mean[0] for env, mean in self._means(fractions, self._accounts).items()},
-            budgeted=[env for env in fractions if budget.has_budget(config, env)],
+            budgeted=[env for env in fractions if fractions[env] > 0 and budget.has_budget(config, env)],
             limits=limits,
             unit=config.unit,
             close_fill=config.close_fill,
+            excused=self._patience.excused(self._pool.now),
         )
+
+    def _walk(self, env: str, pool: EnvPool, step: int) -> Iterator[GroupState]:
+        """The env's ready groups in the order in which they should train."""
+        oldest = oldest_version(step, self._config.for_env(env, "max_age"))
+        newest_first = self._config.order != "oldest_first"
+        if self._pool.ranks:
+            fresh = pool.ranked.walk(oldest=oldest)
+        else:
+            fresh = pool.ready.walk(newest_first=newest_first, oldest=oldest)
+        return chain(fresh, pool.used.walk(newest_first=newest_first, oldest=oldest))
 
     def _means(self, envs: Iterable[str], accounts: Mapping[str, budget.EnvAccount]) -> dict[str, Mean]:
         """env -> its mean group: of those trained, else of those ready, else of the other envs; (0, 0, 0) for none."""
@@ -270,6 +329,11 @@ class Batcher:
 
         if trial.ended == "count":
             return groups, planner(groups), "groups" if limits.groups is not None else "rollouts"
+        if groups and trial.ended == "short" and self._patience.may_close(self._pool.now, trial.short):
+            if not limits.by_rows:
+                return groups, planner(groups), "partial"
+            count, plan = closing.longest_fit(groups, planner, micro_steps)
+            return groups[:count], plan, "partial"
         if not limits.by_rows:
             return None
         is_full = trial.ended == "full"
@@ -287,12 +351,13 @@ class Batcher:
         return groups[:count], plan, "capacity"
 
     # -- admitting ----------------------------------------------------------------------------------------------------
-    def _wanted(self, trial: Trial) -> list[str]:
+    def _wanted(self, trial: Trial, step: int) -> list[str]:
         """Envs that the open step waits for: those that are short, else all that have nothing more to give."""
         if trial.short:
-            return trial.short
+            return trial.short + trial.lent
         selected = {g.env for g in trial.groups}
-        unheard = [e for e in self._known() if e not in selected and e not in trial.exhausted]
+        known = [e for e in self._known() if e not in self._paused and not budget.is_off(self._config, e, step)]
+        unheard = [e for e in known if e not in selected and e not in trial.exhausted]
         return trial.exhausted + [e for e in unheard if not self._pool.envs.get(e, _EMPTY).ready_groups]
 
     def _allow(
@@ -306,13 +371,13 @@ class Batcher:
     ) -> dict[str, int]:
         config = self._config
         known = budget.known_envs(config, [*accounts, *self._pool.envs])
-        fractions = budget.shares(config, known, None)
+        fractions = budget.shares(config, known, None, step=step, paused=self._paused)
         used: dict[str, int] = {}
         for group in taken:
             used[group.env] = used.get(group.env, 0) + 1
         means = {e: self._mean(e, accounts.get(e)) for e in known}
         supply = {}
-        for env in known:
+        for env in fractions:
             max_age = config.for_env(env, "max_age")
             pool = self._pool.envs.get(env, _EMPTY)
             oldest = oldest_version(step, max_age)
@@ -330,8 +395,8 @@ class Batcher:
             supply, tokens=limits.tokens, groups=limits.groups, rollouts=limits.rollouts
         )
         out = admission.allowances(supply, per_step, wanted=wanted)
-        is_open = config.remainder in ("proportional", "equal") and sum(config.budgets.values()) < 1 - 1e-9
-        if is_open and self._window(step, config.max_age) > 0:
+        out.update(dict.fromkeys(self._paused, 0))
+        if budget.is_open(config, step) and self._window(step, config.max_age) > 0:
             out[admission.ANY_ENV] = admission.START_TICKETS
         return out
 
@@ -342,6 +407,8 @@ class Batcher:
 
     # -- saying why ---------------------------------------------------------------------------------------------------
     def _sentence(self, step: int, trial: Trial, limits: Limits, fractions: Mapping[str, float]) -> str:
+        if not fractions and self._paused:
+            return waiting.all_paused(sorted(self._paused))
         published = self._published.get("")
         lagging = [e for e in self._known() if self._lags(e, step)]
         blocked = [e for e in trial.short if e in lagging]
@@ -360,8 +427,9 @@ class Batcher:
             env = trial.short[0]
             return waiting.for_share(self._need(env, trial, limits, fractions, means), published)
         # Where nothing is ready at all, `proportional` gives nobody a share: then it is any env that sent something.
-        env = max(trial.exhausted or self._pool.envs, key=lambda e: (trial.deficits.get(e, 0.0), e), default="")
-        need = self._need(env, trial, limits, fractions, means) if env and self._pool.envs else None
+        there = [e for e in self._pool.envs if e not in self._paused]
+        env = max(trial.exhausted or there, key=lambda e: (trial.deficits.get(e, 0.0), e), default="")
+        need = self._need(env, trial, limits, fractions, means) if env and there else None
         done, what = waiting.progress(trial, limits)
         return waiting.for_groups(step, done=done, what=what, need=need, published=published)
 
@@ -387,5 +455,6 @@ class Batcher:
             forming=len(pool.order),
             oldest_seconds=None if oldest is None else max(0.0, self._pool.now - oldest.since),
             is_silent=env not in self._pool.envs and env not in self._accounts,
+            dead_seconds=self._patience.dead(self._pool.now).get(env),
             lost=pool.lost,
         )

@@ -87,7 +87,12 @@ class EntryUse:
     packed_rollouts: int
     packed_tokens: int
     dropped: tuple[tuple[str, int, int], ...] = ()
-    """(reason, rollouts, tokens) of what the entry holds beyond what is packed."""
+    """(reason, rollouts, tokens) of what the entry holds beyond what is packed; () when the group was used before."""
+    group_id: str = ""
+    uses: int = 0
+    """Steps that trained its group before."""
+    is_kept: bool = False
+    """Its group may be used again after this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class StepPlan:
     tokens: int
     """Tokens of all rollouts."""
     closed_by: str
-    """``capacity`` | ``fill`` | ``groups`` | ``rollouts``: what ended the selection."""
+    """``capacity`` | ``fill`` | ``groups`` | ``rollouts`` | ``partial``: what ended the selection."""
     entries: tuple[EntryUse, ...] = ()
     """Every pool entry that the commit consumes."""
 
@@ -143,6 +148,8 @@ class Decision:
     """Why there is no plan, in one sentence; empty when there is one."""
     allowances: Mapping[str, int] = field(default_factory=dict)
     """env -> tickets that may be out."""
+    dead: Mapping[str, float] = field(default_factory=dict)
+    """env of which steps need something -> seconds that it has been silent, when that is too long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,14 @@ class Buffer:
     def writer(self, worker: str, *, incarnation: str | None = None, patience_seconds: float = 300.0) -> Writer:
         """A writer for `worker`. `incarnation` names the producer itself where it must survive a restart."""
         epoch = self.store.open_run().epoch
-        return Writer(self.store, worker, epoch=epoch, incarnation=incarnation, patience_seconds=patience_seconds)
+        return Writer(
+            self.store,
+            worker,
+            epoch=epoch,
+            incarnation=incarnation,
+            patience_seconds=patience_seconds,
+            config=self.settings.batcher,
+        )
 
     def reader(
         self,

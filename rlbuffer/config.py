@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, PlainValidator, ValidationError
 from pydantic.dataclasses import dataclass
 
 from rlbuffer.advantages import ESTIMATORS
@@ -19,6 +21,11 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.records import ENV_NAME
 
 _T = TypeVar("_T")
+
+ORDERS = ("newest_first", "oldest_first", "priority")
+"""Built-in orders of an env's groups."""
+SELECTOR = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
+"""The user's own selector: ``package.module:name``."""
 
 
 def _refusing_as_config_error(cls: type[_T]) -> type[_T]:
@@ -52,8 +59,70 @@ def refusal(error: ValidationError, *, section: str = "", names: Sequence[str] =
         return ConfigError(f"{setting} is not a setting.{hint}", setting=setting)
     if first["type"] in ("missing", "missing_argument"):
         return ConfigError(f"{setting} is required", setting=setting)
-    message = first["msg"]
+    message = first["msg"].removeprefix("Value error, ")
     return ConfigError(f"{setting} = {first['input']!r}: {message[:1].lower()}{message[1:]}", setting=setting)
+
+
+Points = tuple[tuple[int, float], ...]
+"""A fraction scheduled over steps: (step, fraction), linear in between, constant before the first and after the last
+one."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read_flat(value: Any) -> str | float:
+    """`keep`, `drop` or a fraction; a variable of the environment writes the fraction as text."""
+    if value in ("keep", "drop"):
+        return str(value)
+    try:
+        number = float(value) if isinstance(value, str) or _is_number(value) else math.nan
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise ValueError("must be keep, drop or a fraction between 0 and 1")
+    return number
+
+
+def _read_budget(value: Any) -> float | Points:
+    """A fraction, or points of one."""
+    if _is_number(value):
+        return float(value)
+    points = list(value) if isinstance(value, list | tuple) else []
+    for point in points:
+        if not (isinstance(point, list | tuple) and len(point) == 2 and all(_is_number(n) for n in point)):
+            points = []
+            break
+    if not points or any(step != int(step) for step, _ in points):
+        raise ValueError("must be a fraction, or a list of [step, fraction]")
+    return tuple((int(step), float(fraction)) for step, fraction in points)
+
+
+def fraction_at(budget: float | Sequence[Sequence[float]], step: int) -> float:
+    """What a budget, fixed or scheduled, is at a step.
+
+    Example:
+        >>> [fraction_at(((10, 0.2), (20, 0.4)), step) for step in (1, 10, 15, 99)]
+        [0.2, 0.2, 0.30000000000000004, 0.4]
+    """
+    if isinstance(budget, int | float):
+        return float(budget)
+    before, after = budget[0], budget[-1]
+    for point in budget:
+        if point[0] <= step:
+            before = point
+        else:
+            after = point
+            break
+    if before[0] >= after[0] or step <= before[0]:
+        return float(before[1])
+    return float(before[1] + (after[1] - before[1]) * (step - before[0]) / (after[0] - before[0]))
+
+
+def budgets_at(budgets: Mapping[str, float | Sequence[Sequence[float]]], step: int) -> dict[str, float]:
+    """env -> fraction at `step`."""
+    return {env: fraction_at(budget, step) for env, budget in budgets.items()}
 
 
 @_refusing_as_config_error
@@ -63,6 +132,8 @@ class EnvConfig:
 
     max_age: int | None = None
     """Policy versions."""
+    max_age_seconds: float | None = None
+    """Seconds since a group's first push."""
     min_group_size: int | None = None
     """Rollouts."""
     advantage: str | None = None
@@ -100,32 +171,41 @@ class BatcherConfig:
     """Rollouts with which a group may still be trained after the timeout."""
     group_timeout_seconds: float = 300.0
     """Seconds after which a group that is not full closes with what it has, or is dropped as small."""
-    flat: Literal["keep", "drop"] = "keep"
-    """Groups without variance in reward: kept by default, because dropping can starve an env that is solved."""
-    oversized: Literal["drop"] = "drop"
-    """Rollouts longer than a row."""
+    flat: Annotated[str | float, PlainValidator(_read_flat)] = "keep"
+    """Groups without variance in reward: keep (dropping can starve an env that is solved), drop, or the share of a
+    step, 0-1, up to which they are kept; what exceeds it is dropped."""
+    oversized: Literal["drop", "truncate"] = "drop"
+    """Rollouts longer than a row: dropped by the batcher, or cut by the writer at push and flagged is_truncated."""
     advantage: str = "rloo"
     """Estimator by name: rloo, grpo, dr_grpo, max_rl, opo, reinforce."""
-    budgets: Mapping[str, float] = field(default_factory=dict)
-    """env -> fraction of a step's tokens. Sum at most 1; the remainder goes to the envs not named."""
+    budgets: Mapping[str, Annotated[float | Points, PlainValidator(_read_budget)]] = field(default_factory=dict)
+    """env -> fraction of a step's tokens, or a list of [step, fraction], linear in between. Sum at most 1 at every
+    step; the remainder goes to the envs not named."""
     remainder: str = "proportional"
     """Who gets what budgets leave over: proportional | equal | the name of an env."""
     unit: Literal["tokens", "rollouts", "groups"] = "tokens"
     """What budgets count."""
-    order: Literal["newest_first", "oldest_first"] = "newest_first"
-    """Which group of an env goes first: the freshest data, or fewer groups thrown away."""
-    spillover: Literal["block"] = "block"
-    """What happens when an env is short of its share: wait for it."""
+    order: str = "newest_first"
+    """Which group of an env goes first: newest_first (the freshest data), oldest_first (fewer groups thrown away),
+    priority (largest variance in reward), or the user's own selector, ``package.module:name``."""
+    spillover: Literal["block", "borrow", "partial"] = "block"
+    """What happens when an env is short of its share: wait for it; let the other envs fill its place, which it gets
+    back later; or close the step with what is there."""
     spill_after_seconds: float = 60.0
-    """Seconds before spillover acts; `block` never does."""
+    """Seconds that an env is short before spillover acts; `block` never does."""
     max_uses: int = 1
-    """How many steps may train a group."""
+    """How many steps may train a group. Fresh groups go first: used ones only fill what they leave."""
     replay_fraction: float = 0.5
     """Largest share of a step that was trained before. 0-1. Without effect while `max_uses` is 1."""
     cost: tuple[int, int] = (24576, 1)
     """(a, b): a rollout of L tokens costs a*L + b*L^2; the default fits a 7B model."""
     envs: Mapping[str, EnvConfig] = field(default_factory=dict)
     """Overrides per env."""
+    # Only by name: what stands above has a public order.
+    env_dead_after_seconds: float = field(default=120.0, kw_only=True)
+    """Seconds that a step waits for an env without hearing of it before the env counts as dead."""
+    on_dead_env: Literal["wait", "borrow", "stop"] = field(default="wait", kw_only=True)
+    """What happens then: wait on, with an alert; go on without it until it sends something; or stop the run."""
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -148,7 +228,7 @@ class BatcherConfig:
             if f.name == "envs":
                 value = {k: dataclasses.asdict(v) for k, v in value.items()}
             elif isinstance(value, Mapping):
-                value = dict(value)
+                value = {k: [list(point) for point in v] if isinstance(v, tuple) else v for k, v in value.items()}
             elif isinstance(value, tuple):
                 value = list(value)
             out[f.name] = value
@@ -171,31 +251,56 @@ def _check_ranges(config: BatcherConfig) -> None:
                 _refuse(name, f"= {value} {what}")
     if config.step_rollouts is not None and config.step_groups is not None:
         _refuse("step_rollouts", "and batcher.step_groups exclude each other: set one")
-    if config.max_uses > 1:
-        _refuse("max_uses", f"= {config.max_uses}: this version trains a group once, leave it at 1")
     for name in ("close_fill", "replay_fraction"):
         value = getattr(config, name)
         if not 0 <= value <= 1:
             _refuse(name, f"= {value} must lie between 0 and 1")
-    for name in ("group_timeout_seconds", "spill_after_seconds", "max_age_seconds"):
-        value = getattr(config, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            _refuse(name, f"= {value} must be a positive number of seconds")
+    for name in ("group_timeout_seconds", "spill_after_seconds", "env_dead_after_seconds", "max_age_seconds"):
+        _check_seconds(name, getattr(config, name))
+    if config.order not in ORDERS and not SELECTOR.match(config.order):
+        _refuse(
+            "order",
+            f"= {config.order!r} must be {', '.join(ORDERS)} or a selector of yours as package.module:name",
+        )
     if min(config.cost) < 0 or sum(config.cost) == 0:
         _refuse("cost", f"= {list(config.cost)} must be two numbers >= 0, not both 0")
 
 
+def _check_seconds(name: str, value: float | None) -> None:
+    if value is not None and not (math.isfinite(value) and value > 0):
+        _refuse(name, f"= {value} must be a positive number of seconds")
+
+
 def _check_shares(config: BatcherConfig) -> None:
-    for env, fraction in config.budgets.items():
+    steps = {1}
+    for env, budget in config.budgets.items():
         if not ENV_NAME.match(env):
             _refuse(f"budgets.{env}", "is not an env name")
-        if not (math.isfinite(fraction) and 0 < fraction <= 1):
-            _refuse(f"budgets.{env}", f"= {fraction} must be above 0 and at most 1")
-    total = sum(config.budgets.values())
-    if total > 1 + 1e-9:
-        _refuse("budgets", f"sum to {total:g}: fractions above 1 can never be met")
+        if isinstance(budget, tuple):
+            steps |= _check_points(f"budgets.{env}", budget)
+        elif not (math.isfinite(budget) and 0 < budget <= 1):
+            _refuse(f"budgets.{env}", f"= {budget} must be above 0 and at most 1")
+    # Between two points the sum is linear: it is largest at one of them.
+    for step in sorted(steps):
+        total = sum(budgets_at(config.budgets, step).values())
+        if total > 1 + 1e-9:
+            when = f" at step {step}" if len(steps) > 1 else ""
+            _refuse("budgets", f"sum to {total:g}{when}: fractions above 1 can never be met")
     if config.remainder not in ("proportional", "equal") and not ENV_NAME.match(config.remainder):
         _refuse("remainder", f"= {config.remainder!r} must be proportional, equal or the name of an env")
+
+
+def _check_points(name: str, points: Points) -> set[int]:
+    """-> the steps of a schedule."""
+    shown = [list(point) for point in points]
+    steps = [step for step, _ in points]
+    if any(step < 1 for step in steps) or any(b <= a for a, b in itertools.pairwise(steps)):
+        _refuse(name, f"= {shown} must name steps from 1 on, in ascending order")
+    if not all(math.isfinite(fraction) and 0 <= fraction <= 1 for _, fraction in points):
+        _refuse(name, f"= {shown} must hold fractions between 0 and 1")
+    if not any(fraction for _, fraction in points):
+        _refuse(name, f"= {shown} is 0 at every step: leave the env out")
+    return set(steps)
 
 
 def _check_overrides(config: BatcherConfig) -> None:
@@ -206,6 +311,7 @@ def _check_overrides(config: BatcherConfig) -> None:
             _refuse(place, "is not an env name")
         if override.advantage is not None:
             _check_estimator(f"{place}.advantage", override.advantage)
+        _check_seconds(f"{place}.max_age_seconds", override.max_age_seconds)
         if override.max_age is not None and override.max_age < 0:
             _refuse(f"{place}.max_age", f"= {override.max_age} must not be negative")
         if override.min_group_size is not None and override.min_group_size < 1:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rlbuffer.config import budgets_at
 from rlbuffer.errors import ConfigError
 from rlbuffer.settings import RunSettings
 
 Places = Callable[..., str]
 """Names of settings -> where they came from."""
+LATE = 2**53
+"""A step after every schedule of budgets has ended."""
 PROMPTS = 16
 """Prompts of an env whose length is looked at; a rollout has at least one token more than its prompt."""
 
@@ -82,6 +85,13 @@ def _rows(settings: RunSettings, places: Places) -> None:
 
 def _doubts(settings: RunSettings, places: Places) -> list[str]:
     out = []
+    batcher = settings.batcher
+    oldest = max([batcher.max_age, *(o.max_age for o in batcher.envs.values() if o.max_age is not None)])
+    if batcher.max_uses > oldest + 1:
+        out.append(
+            f"batcher.max_uses = {batcher.max_uses} is never reached: with max_age = {oldest} a group is young enough "
+            f"for {oldest + 1} step{'s' * (oldest > 0)} ({places('batcher.max_uses', 'batcher.max_age')})."
+        )
     sampled = {options.env for options in settings.worker.values()}
     for env in settings.batcher.budgets:
         if settings.worker and env not in sampled:
@@ -89,7 +99,7 @@ def _doubts(settings: RunSettings, places: Places) -> list[str]:
                 f"batcher.budgets.{env}: no worker here samples {env}; steps wait until one elsewhere does "
                 f"({places(f'batcher.budgets.{env}')})."
             )
-    if settings.batcher.budgets and sum(settings.batcher.budgets.values()) > 1 - 1e-9:
+    if settings.batcher.budgets and sum(budgets_at(settings.batcher.budgets, LATE).values()) > 1 - 1e-9:
         for worker, options in settings.worker.items():
             if options.env not in settings.batcher.budgets:
                 out.append(

@@ -36,6 +36,7 @@ from rlbuffer.errors import (
     ServerUnreachable,
     StepRetired,
 )
+from rlbuffer.policy.waiting import for_dead
 from rlbuffer.step_columns import agree
 from rlbuffer.store.base import Attempt, Meta, PoolEntry, Store
 from rlbuffer.store.recovery import ATTEMPT_SECONDS
@@ -46,6 +47,8 @@ POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""
 TELEMETRY_SECONDS = 1.0
 """How often the waiting sentence and the heartbeat are written although nothing changed."""
+PAUSED_SECONDS = 0.5
+"""How often the leader looks which envs are paused."""
 FULL = 0.97
 """Share of maxmemory from which pushes may be refused: the server's own buffers count, too, and come and go."""
 TRAINER_SILENT_SECONDS = 10.0
@@ -89,6 +92,8 @@ class Daemon:
         self._losses = self._store.losses()
         self._batcher = Batcher(self._config)
         self._entries: dict[str, PoolEntry] = {}
+        self._used: set[str] = set()
+        """Entries of groups that were trained and may be again; they are in `_entries`, but not in the pool."""
         self._cursor = "0-0"
         self._meta: Meta | None = None
         self._renewed = 0.0
@@ -100,6 +105,9 @@ class Daemon:
         self._drops: dict[str, list[int]] = {}
         self._has_heard = False
         """The trainer has reported since this process leads, or is silent: the server's steps are its steps."""
+        self._paused: frozenset[str] = frozenset()
+        self._paused_at = float("-inf")
+        self._dead: frozenset[str] = frozenset()
 
     def run(self, stop: threading.Event) -> None:
         """Leads until `stop` is set; stands by while another leads, and takes over when the server comes back.
@@ -159,6 +167,7 @@ class Daemon:
         self._batcher = Batcher(self._config, state=self._store.load_state())
         self._batcher.close(self._store.closed_groups())
         self._since = self._store.now()
+        self._restore()
         while self._ingest(block_seconds=0.0):
             self._renew()
         self._emit(
@@ -167,10 +176,23 @@ class Daemon:
                 "run": self._store.run,
                 "step": self._meta.step,
                 "epoch": self._meta.epoch,
-                "pending": len(self._entries),
+                "pending": len(self._entries) - len(self._used),
                 "server": dict(self._store.server()),
             }
         )
+
+    def _restore(self) -> None:
+        """Takes in the groups that may be used again; releases those that this config or version cannot use."""
+        for group in self._store.reused():
+            parts = [(entry.entry_id, entry.info) for entry in group.entries if entry.info is not None]
+            self._entries |= {entry.entry_id: entry for entry in group.entries}
+            self._used |= {entry.entry_id for entry in group.entries}
+            if group.uses < self._config.max_uses and len(parts) == len(group.entries) > 0:
+                pushed = group.entries[0].pushed_ms / 1000
+                self._batcher.restore(parts, uses=group.uses, now=self._since, pushed=pushed)
+            elif group.entries:
+                env, entry_ids = group.entries[0].env, tuple(entry.entry_id for entry in group.entries)
+                self._carry_out_drops([Drop(group.group_id, env, "void", 0, 0, entry_ids=entry_ids)])
 
     def _turn(self) -> None:
         self._ingest(block_seconds=POLL_SECONDS)
@@ -195,6 +217,7 @@ class Daemon:
             self._say("The trainer has not announced a policy version yet; it does when its model is loaded.")
             return
         self._batcher.set_published(version)
+        self._obey()
         step = meta.step + 1
         if step > trainer.trained + 1 + self._config.lookahead:
             allowances = self._batcher.allowances(step, world_size=trainer.world_size, version=version)
@@ -207,6 +230,7 @@ class Daemon:
         )
         self._carry_out_drops(decision.drops)
         self._publish(decision.allowances)
+        self._mourn(decision.dead, step)
         if decision.plan is None:
             self._say(self._if_full() + decision.waiting)
             return
@@ -230,6 +254,32 @@ class Daemon:
         self._allowances = {}
         self._take_over()
         self._has_heard = True  # it has just said so
+
+    def _obey(self) -> None:
+        """Takes in which envs an operator has paused or resumed; looked up every half second."""
+        now = time.monotonic()
+        if now - self._paused_at < PAUSED_SECONDS:
+            return
+        paused = self._store.paused()
+        for env in sorted(paused - self._paused):
+            self._batcher.pause(env)
+            self._emit({"event": "env", "env": env, "state": "paused"})
+        for env in sorted(self._paused - paused):
+            self._batcher.resume(env)
+            self._emit({"event": "env", "env": env, "state": "resumed"})
+        self._paused, self._paused_at = paused, now
+
+    def _mourn(self, dead: Mapping[str, float], step: int) -> None:
+        """Tells of envs that have fallen silent or are back; stops the run where that is what the settings say."""
+        for env in sorted(dead.keys() - self._dead):
+            sentence = for_dead(env, dead[env])
+            self._emit({"event": "env", "env": env, "state": "dead", "seconds": dead[env], "sentence": sentence})
+            if self._config.on_dead_env == "stop":
+                raise RlbufferError(f"step {step} cannot be made: {sentence} (batcher.on_dead_env = stop)")
+        for env in sorted(self._dead - dead.keys()):
+            if env not in self._paused:
+                self._emit({"event": "env", "env": env, "state": "back"})
+        self._dead = frozenset(dead)
 
     def _trainer_sentence(self, meta: Meta, trainer: Attempt) -> str:
         silent = trainer.seen_seconds_ago or 0.0
@@ -293,7 +343,7 @@ class Daemon:
             self._entries[entry.entry_id] = entry
             # Time in which no batcher ran does not count against a group that is not full yet.
             arrived = max(entry.pushed_ms / 1000, self._since)
-            self._batcher.add(entry.info, entry_id=entry.entry_id, now=arrived)
+            self._batcher.add(entry.info, entry_id=entry.entry_id, now=arrived, pushed=entry.pushed_ms / 1000)
             match = _TICKET.match(entry.group_id)
             if match and match["env"] == entry.env:
                 tickets.setdefault(entry.env, []).append(int(match["number"]))
@@ -310,10 +360,12 @@ class Daemon:
             return
         self._store.drop(self._token, [(d, [self._entries[e] for e in d.entry_ids]) for d in drops])
         self._batcher.dropped(drops)
+        # What was trained before is only released: its place in the account stays.
+        self._count([drop for drop in drops if not self._used.issuperset(drop.entry_ids)])
         for drop in drops:
             for entry_id in drop.entry_ids:
                 self._entries.pop(entry_id, None)
-        self._count(drops)
+                self._used.discard(entry_id)
 
     def _count(self, drops: Iterable[Drop]) -> None:
         for drop in drops:
@@ -349,11 +401,16 @@ class Daemon:
         if status == "gone":
             for entry_id in detail:
                 self._entries.pop(entry_id, None)
+                self._used.discard(entry_id)
             self._batcher.refused(plan, detail)
             return
         self._batcher.committed(plan)
         for use in plan.entries:
-            self._entries.pop(use.entry_id, None)
+            if use.is_kept:
+                self._used.add(use.entry_id)
+            else:
+                self._entries.pop(use.entry_id, None)
+                self._used.discard(use.entry_id)
             for reason, rollouts, tokens in use.dropped:
                 totals = self._drops.setdefault(reason, [0, 0])
                 totals[0] += rollouts
@@ -376,7 +433,9 @@ class Daemon:
             self._batcher.remove(entry_id)
             drop = _invalid(entry, reason)
             self._store.drop(self._token, [(drop, [entry])])
-            self._count([drop])
+            if entry_id not in self._used:
+                self._count([drop])
+            self._used.discard(entry_id)
 
     def _if_full(self) -> str:
         """A sentence when the server takes no pushes for want of memory; looked up about once a second."""
@@ -400,7 +459,8 @@ class Daemon:
         if sentence != before or now - at > TELEMETRY_SECONDS:
             self._told = (sentence, now)
             self._store.set_waiting("batcher", sentence)
-            self._store.heartbeat("batcher", "leader", {"step": self._known_meta().step, "pending": len(self._entries)})
+            pending = len(self._entries) - len(self._used)
+            self._store.heartbeat("batcher", "leader", {"step": self._known_meta().step, "pending": pending})
 
 
 def _invalid(entry: PoolEntry, detail: str) -> Drop:

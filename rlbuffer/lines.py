@@ -96,6 +96,8 @@ class ServeNarrator:
         elif kind == "recovery":
             self._waiting("")
             self._say(_recovery(event))
+        elif kind == "env":
+            self._say(_env(event))
         elif kind == "leader":
             self._waiting("")
             self._say(_leader(event))
@@ -130,6 +132,16 @@ def _recovery(event: Mapping[str, Any]) -> str:
         f"! the server had lost {event['forgotten']} steps that the trainer has trained: the run goes on after step "
         f"{event['step']} in epoch {event['epoch']}; {event['groups']} groups will not be trained again"
     )
+
+
+def _env(event: Mapping[str, Any]) -> str:
+    if event["state"] == "dead":
+        return f"! {event['sentence']}"
+    return {
+        "back": f"{event['env']} is back",
+        "paused": f"{event['env']} is paused: steps go on without it",
+        "resumed": f"{event['env']} takes part again",
+    }[event["state"]]
 
 
 def _leader(event: Mapping[str, Any]) -> str:

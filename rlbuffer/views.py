@@ -52,6 +52,8 @@ class GroupView:
     """The rule that dropped it, with value and limit."""
     min_version: int
     max_version: int
+    uses: int = 0
+    """Steps that trained it, up to this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +221,7 @@ def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHe
         detail="",
         min_version=oldest,
         max_version=max(m.info.max_version for m in members),
+        uses=header.uses.get(group_id, 0) + 1,
     )
 
 
@@ -268,7 +271,8 @@ def find_group(store: Store, group_id: str) -> GroupDetail:
 def _detail(store: Store, view: GroupView) -> GroupDetail:
     places: list[tuple[PartRollout, int | None, int | None]] = []
     if view.state in ("packed", "trained"):
-        places = [(member, step, rank) for step, member, rank in store.find_in_steps(view.group_id)]
+        found = store.find_in_steps(view.group_id)
+        places = [(member, step, rank) for step, member, rank in found if step == view.step]
     elif view.state in ("forming", "ready"):
         places = [
             (_stand_in(entry, index, info), None, None)

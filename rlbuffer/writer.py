@@ -15,6 +15,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from rlbuffer.config import BatcherConfig
 from rlbuffer.errors import (
     EpochChanged,
     InvalidRollout,
@@ -25,9 +26,12 @@ from rlbuffer.errors import (
 )
 from rlbuffer.records import ENV_NAME, Group, Pushed, Ticket
 from rlbuffer.store.base import Store
+from rlbuffer.truncation import truncated_group
 
 TICKET_SECONDS = 60.0
 """How long a ticket stays out without renewal: after that a dead worker's prompt is taken again."""
+CONFIG_SECONDS = 30.0
+"""How often a writer looks whether the run cuts rollouts that are longer than a row."""
 SPOOL_PUSHES = 64
 """Pushes kept for re-sending; with AOF every second a server loses at most a second of them."""
 FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.05, 2.0
@@ -46,6 +50,7 @@ class Writer:
         incarnation: str | None = None,
         patience_seconds: float = 300.0,
         on_retry: Callable[[str], None] | None = None,
+        config: BatcherConfig | None = None,
     ) -> None:
         self._store = store
         self.worker = worker
@@ -53,6 +58,10 @@ class Writer:
         self._epoch = epoch
         self._patience = patience_seconds
         self._on_retry = on_retry
+        self._config = config
+        self._limit: int | None = None
+        """Tokens that a longer rollout is cut to; None: it is left to the batcher."""
+        self._limit_at = float("-inf")
         self._sequence = 0
         self._unsettled: tuple[int, Group] | None = None
         """A push that was given up after its answer was lost: nobody knows whether it is stored."""
@@ -131,29 +140,40 @@ class Writer:
     def _store_as(self, group: Group, number: int) -> Pushed:
         self._unsettled = (number, group)
         try:
-            pushed, number = self._send(group, number)
+            pushed, number, sent = self._send(group, number)
         except (InvalidRollout, RunGone):
             self._unsettled = None  # certainly not stored
             raise
         self._unsettled = None
         self._sequence = max(self._sequence, number)
-        self._spool.append((number, group))
+        self._spool.append((number, sent))
         return pushed
 
-    def _send(self, group: Group, sequence: int) -> tuple[Pushed, int]:
-        """-> what became of it, and the sequence under which it is stored."""
+    def _fitted(self, group: Group) -> Group:
+        """`oversized = "truncate"` of the run's config, or of this process's while no batcher has served the run."""
+        now = time.monotonic()
+        if now - self._limit_at >= CONFIG_SECONDS:
+            own = self._config.as_dict() if self._config is not None else {}
+            config = self._store.meta().config or own
+            self._limit = config.get("row_tokens") if config.get("oversized") == "truncate" else None
+            self._limit_at = now
+        return group if self._limit is None else truncated_group(group, self._limit)
+
+    def _send(self, group: Group, sequence: int) -> tuple[Pushed, int, Group]:
+        """-> what became of it, the sequence under which it is stored, and what was stored."""
         deadline = time.monotonic() + self._patience
         delay = FIRST_DELAY_SECONDS
         last: int | None = None
         """The server's last push, when it has told that some are missing there."""
         while True:
             try:
+                group = self._fitted(group)
                 if last is not None:
                     sequence, last = self._fill(last, sequence), None
                 status, entry_id = self._store.push(
                     group, producer=self.worker, incarnation=self.incarnation, sequence=sequence, epoch=self._epoch
                 )
-                return Pushed(entry_id=entry_id, status=status), sequence
+                return Pushed(entry_id=entry_id, status=status), sequence, group
             except ProducerGap as gap:
                 last = gap.last
             except EpochChanged as change:

@@ -16,7 +16,7 @@ from rlbuffer import wire
 from rlbuffer.errors import PayloadError
 from rlbuffer.infos import GroupInfo
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.pool import CLOSING_REASONS
+from rlbuffer.store.pool import CLOSING_REASONS, reused_groups
 from rlbuffer.store.step_format import decode_header, decode_part, step_digest
 from simulation.network import Network
 from simulation.server import Command, Server
@@ -30,6 +30,7 @@ _KNOWLEDGE = (
     "digests",
     "outlived",
     "_used",
+    "_uses",
     "_closed",
     "_amounts",
     "_highest",
@@ -99,6 +100,8 @@ class Invariants:
         self.trained_content: dict[tuple[int, int, int], str] = {}
         self._used: dict[str, tuple[int, int]] = {}
         """rollout id -> step, when."""
+        self._uses: dict[str, int] = {}
+        """rollout id -> steps that trained it."""
         self.outlived: set[str] = set()
         """Rollouts that were pushed and trained again after their tombstone had gone: allowed."""
         self._closed: dict[str, tuple[int, str]] = {}
@@ -340,7 +343,7 @@ class Invariants:
 
     def _check_payloads(self) -> None:
         garbage = self.server.data.get(self.keys.garbage.encode())
-        pending = {entry.payload for entry in self.pool.values()}
+        pending = {entry.payload for entry in self.pool.values()} | (self._kept() if self._suspects else set())
         for key in self._suspects:
             users = [step for step, live in self.steps.items() if key in live.payloads]
             if self.server.find(key) is None:
@@ -378,19 +381,24 @@ class Invariants:
         amounts: dict[str, list[int]] = {}
         for member in members:
             groups.setdefault(member.group_id, []).append(member)
-            sums = amounts.setdefault(member.env, [0, 0])
-            sums[0], sums[1] = sums[0] + 1, sums[1] + member.info.length
             rollout, key = member.info.rollout_id, member.payload_key.encode()
             if rollout in self.forgotten:
                 lost = self.forgotten[rollout]
                 self.fail("I1", f"rollout {rollout} of step {step} was trained in step {lost}, which the server lost")
-            if rollout in self._used:
+            again = header.uses.get(member.group_id, 0)
+            if again:
+                self._check_use(step, rollout, again)
+            else:
+                sums = amounts.setdefault(member.env, [0, 0])
+                sums[0], sums[1] = sums[0] + 1, sums[1] + member.info.length
+            if rollout in self._used and not again:
                 before, at = self._used[rollout]
                 if now - at < self._tombstone_ms / 2:
                     self.fail("I1", f"rollout {rollout} of step {step} was in step {before}")
                 self.outlived.add(rollout)
+            self._uses[rollout] = again + 1
             self._used[rollout] = step, now
-            if key not in self._left:
+            if key not in self._left and not again:
                 self.fail("I1", f"step {step} trains {key.decode()}, which was not pending")
             stored = (self.server.find(key) or {}).get(str(member.index).encode(), b"")
             if len(stored) != member.info.size:
@@ -406,11 +414,26 @@ class Invariants:
         if set(header.group_ids) != set(groups) or len(header.group_ids) != len(groups):
             self.fail("I6", f"step {step} names groups {header.group_ids}, its parts hold {sorted(groups)}")
         for group, held in groups.items():
-            self._check_group(step, group, held, now)
+            if group not in header.uses:
+                self._check_group(step, group, held, now)
         garbage = self.server.data.get(self.keys.garbage.encode())
-        for key in payloads:
+        kept = self._kept()
+        for key in payloads - kept:
             if garbage is None or garbage.scores.get(key, -1) < step:
                 self.fail("I11", f"step {step}: {key.decode()} may be swept before the step is retired")
+
+    def _check_use(self, step: int, rollout: str, again: int) -> None:
+        """A rollout that was trained before: exactly as often as the step says, and not too often."""
+        if self._uses.get(rollout) != again or again >= self.config.max_uses:
+            self.fail("I1", f"rollout {rollout} of step {step} was used {self._uses.get(rollout)} times, not {again}")
+        elif self._used[rollout][0] == step:
+            self.fail("I1", f"rollout {rollout} is twice in step {step}")
+
+    def _kept(self) -> set[bytes]:
+        """Payloads of groups that may be used again."""
+        fields = self.server.data.get(self.keys.reuse.encode()) or {}
+        groups = reused_groups(self.keys, fields)
+        return {entry.payload_key.encode() for group in groups for entry in group.entries}
 
     def _check_group(self, step: int, group: str, held: list[Any], now: int) -> None:
         closed = self._closed.get(group)

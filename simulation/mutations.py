@@ -130,6 +130,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         tickets=True,
         writers=3,
     ),
+    _of(
+        "reuse-swept-early",
+        "commit",
+        "  if kept[use.group] then\n",
+        "  redis.call('ZADD', KEYS[7], 0, use.key)\n  if kept[use.group] then\n",
+        "stops",
+    ),
+    _of("reuse-in-the-ledger", "commit", "  if use.is_again then\n    redis", "  if false then\n    redis"),
+    _of(
+        "drop-keeps-the-reuse",
+        "drop",
+        "redis.call('HDEL', KEYS[8], group .. ' ' .. ARGV[i], group)",
+        "",
+        "stops",
+    ),
 )
 """All of them."""
 

@@ -112,7 +112,7 @@ class Plan:
         return (
             f"profile {self.profile}, {self.batchers} batchers, {self.writers} writers, "
             f"world sizes {self.world_sizes}, step {closed}, "
-            f"lookahead {self.config.lookahead}, max_age {self.config.max_age}"
+            f"lookahead {self.config.lookahead}, max_age {self.config.max_age}, max_uses {self.config.max_uses}"
             f"{', ' if on else ''}{', '.join(on)}"
         )
 
@@ -135,6 +135,10 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
         flat=dice.choice(("keep", "drop")),
         order=dice.choice(("newest_first", "oldest_first")),
     )
+    # Drawn apart, so that the other draws of a seed stay what they were.
+    reuse = random.Random(f"reuse {seed}")
+    if reuse.random() < 0.3:
+        config = replace(config, max_uses=reuse.choice((2, 3)), replay_fraction=reuse.choice((0.5, 1.0)))
     values: dict[str, Any] = {
         "batchers": dice.choice((1, 2, 2)),
         "writers": dice.choice((1, 2, 3)),

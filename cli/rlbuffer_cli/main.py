@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "train": "Train on the batches, with one or more data-parallel ranks.",
         "push": "Push groups from a JSON Lines file.",
         "inspect": "Look at the pool, a group or a rollout. Changes nothing.",
+        "env": "Pause an env, so that steps go on without it, or let it take part again.",
         "verify": "Recompute the ledger and check every invariant. Changes nothing.",
         "runs": "List the runs that the server holds. Changes nothing.",
         "step": "Take a committed step back.",

@@ -9,11 +9,11 @@ Source: Shreedhar and Varghese 1995, Efficient fair queuing using deficit round 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlbuffer.config import BatcherConfig
+from rlbuffer.config import BatcherConfig, budgets_at, fraction_at
 from rlbuffer.errors import RlbufferError
 
 MEAN_WINDOW = 64
@@ -62,6 +62,20 @@ def has_budget(config: BatcherConfig, env: str) -> bool:
     return env in config.budgets or env == config.remainder
 
 
+def is_off(config: BatcherConfig, env: str, step: int) -> bool:
+    """True when the schedule gives this env nothing at `step`: then nothing is expected of it."""
+    return env != config.remainder and env in config.budgets and fraction_at(config.budgets[env], step) == 0
+
+
+def is_open(config: BatcherConfig, step: int) -> bool:
+    """True when envs that nobody named may have a share of `step`."""
+    return config.remainder in ("proportional", "equal") and _rest(budgets_at(config.budgets, step)) > 1e-9
+
+
+def _rest(budgets: Mapping[str, float]) -> float:
+    return max(0.0, 1.0 - sum(budgets.values()))
+
+
 def known_envs(config: BatcherConfig, seen: Iterable[str]) -> list[str]:
     """Envs that have a budget or have sent a group, sorted."""
     named = set(config.budgets)
@@ -70,21 +84,31 @@ def known_envs(config: BatcherConfig, seen: Iterable[str]) -> list[str]:
     return sorted(named.union(seen))
 
 
-def shares(config: BatcherConfig, envs: Iterable[str], ready: Mapping[str, float] | None) -> dict[str, float]:
-    """env -> fraction of a step, summing to 1 when any env can have one.
+def shares(
+    config: BatcherConfig,
+    envs: Iterable[str],
+    ready: Mapping[str, float] | None,
+    *,
+    step: int = 1,
+    paused: Collection[str] = (),
+) -> dict[str, float]:
+    """env -> fraction of `step`, summing to 1 when any env can have one.
 
     Args:
         config: budgets and who gets what they leave over.
         envs: the known envs.
+        step: scheduled budgets are looked up here.
+        paused: envs that take no part; what was theirs goes to the others in proportion.
         ready: env -> what it has ready in the budget's unit; `proportional` splits the rest by it. None: before
             anything is sampled, `proportional` means equal: an env without data must be given leave to make some.
 
     What nobody without a budget can take goes to the envs with one, in proportion: a step cannot be left unfilled.
     """
-    out = dict.fromkeys(envs, 0.0) | dict(config.budgets)
-    rest = max(0.0, 1.0 - sum(config.budgets.values()))
+    budgets = budgets_at(config.budgets, step)
+    out = {e: f for e, f in (dict.fromkeys(envs, 0.0) | budgets).items() if e not in paused}
+    rest = _rest(budgets)
     if rest > 1e-9:
-        others = [e for e in out if e not in config.budgets]
+        others = [e for e in out if e not in budgets]
         if config.remainder == "equal" or (config.remainder == "proportional" and ready is None):
             for env in others:
                 out[env] += rest / len(others)
@@ -92,7 +116,7 @@ def shares(config: BatcherConfig, envs: Iterable[str], ready: Mapping[str, float
             total = sum(ready.get(e, 0.0) for e in others)
             for env in others:
                 out[env] += rest * ready.get(env, 0.0) / total if total else 0.0
-        else:
+        elif config.remainder not in paused:
             out[config.remainder] = out.get(config.remainder, 0.0) + rest
     total = sum(out.values())
     return {e: out[e] / total if total else 0.0 for e in sorted(out)}

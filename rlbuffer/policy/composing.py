@@ -62,5 +62,5 @@ def step_plan(step: int, groups: Sequence[GroupState], rows: Plan, closed_by: st
         ),
         tokens=sum(group.tokens for group in groups),
         closed_by=closed_by,
-        entries=tuple(use for group in groups for use in group.uses()),
+        entries=tuple(use for group in groups for use in group.uses(config.max_uses)),
     )

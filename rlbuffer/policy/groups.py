@@ -53,12 +53,14 @@ class GroupState:
         "parts",
         "planned_size",
         "prompt_id",
+        "pushed",
         "rejected",
         "since",
         "tokens",
+        "used",
     )
 
-    def __init__(self, info: GroupInfo, since: float) -> None:
+    def __init__(self, info: GroupInfo, since: float, pushed: float | None = None, used: int = 0) -> None:
         self.group_id = info.group_id
         self.env = info.env
         self.prompt_id = info.prompt_id
@@ -66,6 +68,10 @@ class GroupState:
         self.planned_size = info.planned_size
         self.since = since
         """Time of the first part, on the clock that the batcher is given."""
+        self.pushed = since if pushed is None else pushed
+        """When the first part was pushed: before `since` when no batcher ran then."""
+        self.used = used
+        """Steps that trained it before."""
         self.parts: dict[str, GroupInfo] = {}
         """entry id -> push, of the parts that hold a valid rollout."""
         self.members: list[Member] = []
@@ -171,8 +177,11 @@ class GroupState:
             return Rejected("small", f"{self.rollouts} valid rollouts < min_group_size {least}{when}")
         return None
 
-    def uses(self) -> list[EntryUse]:
-        """What packing the group does with each of its entries, exactly."""
+    def uses(self, max_uses: int = 1) -> list[EntryUse]:
+        """What packing the group does with each of its entries, exactly.
+
+        What an entry holds beyond the packed rollouts is dropped with the first use.
+        """
         packed: dict[str, list[int]] = {entry_id: [0, 0] for entry_id in self.parts}
         for member in self.members:
             count = packed[member.entry_id]
@@ -181,7 +190,7 @@ class GroupState:
         out = []
         for entry_id, (rollouts, tokens) in packed.items():
             dropped: dict[str, list[int]] = {}
-            for reason, rollout in self.rejected.get(entry_id, ()):
+            for reason, rollout in self.rejected.get(entry_id, ()) if not self.used else ():
                 count = dropped.setdefault(reason, [0, 0])
                 count[0] += 1
                 count[1] += rollout.length
@@ -192,18 +201,24 @@ class GroupState:
                     packed_rollouts=rollouts,
                     packed_tokens=tokens,
                     dropped=tuple((r, dropped[r][0], dropped[r][1]) for r in REASONS if r in dropped),
+                    group_id=self.group_id,
+                    uses=self.used,
+                    is_kept=self.used + 1 < max_uses,
                 )
             )
         return out
 
     def drop(self, reason: str, detail: str) -> Drop:
-        """The drop of the whole group: all its entries with everything they hold."""
+        """The drop of the whole group: all its entries with everything they hold.
+
+        A group that was used holds nothing any more that the ledger could drop: it is only released.
+        """
         return Drop(
             group_id=self.group_id,
             env=self.env,
             reason=reason,
-            rollouts=sum(len(p.rollouts) for p in self.parts.values()),
-            tokens=sum(p.tokens for p in self.parts.values()),
+            rollouts=0 if self.used else sum(len(p.rollouts) for p in self.parts.values()),
+            tokens=0 if self.used else sum(p.tokens for p in self.parts.values()),
             entry_ids=tuple(self.parts),
             detail=detail,
             min_version=self.min_version,

@@ -7,14 +7,17 @@ kept as running sums.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+
+import numpy as np
 
 from rlbuffer.batches import Drop
 from rlbuffer.config import BatcherConfig
 from rlbuffer.policy.age import VersionIndex, age_at, is_future, oldest_version
 from rlbuffer.policy.groups import GroupState, Rejected, drop_part
+from rlbuffer.policy.ordering import PriorityIndex, Selector, priority_of
 from rlbuffer.records import GroupInfo
 
 TOMBSTONE_SECONDS = 3600.0
@@ -25,14 +28,17 @@ class EnvPool:
     """One env's groups."""
 
     __slots__ = (
+        "expiring",
         "forming",
         "forming_tokens",
         "lost",
         "order",
+        "ranked",
         "ready",
         "ready_groups",
         "ready_rollouts",
         "ready_tokens",
+        "used",
     )
 
     def __init__(self) -> None:
@@ -40,6 +46,12 @@ class EnvPool:
         self.forming: VersionIndex[GroupState] = VersionIndex()
         self.order: OrderedDict[str, GroupState] = OrderedDict()
         """Forming groups by their first part, the oldest first: whose timeout comes next."""
+        self.used: VersionIndex[GroupState] = VersionIndex()
+        """Groups that were trained and may be trained again; fresh ones go before them."""
+        self.ranked = PriorityIndex()
+        """Ready groups by priority; empty where versions decide the order."""
+        self.expiring: deque[GroupState] = deque()
+        """Groups in the order of their first push; empty where `max_age_seconds` is not set."""
         self.forming_tokens = 0
         self.ready_groups = 0
         self.ready_rollouts = 0
@@ -59,6 +71,8 @@ class Pool:
 
     def __init__(self, config: BatcherConfig) -> None:
         self.config = config
+        self.ranks = config.order == "priority" or ":" in config.order
+        """Priorities decide the order, not versions."""
         self.envs: dict[str, EnvPool] = {}
         self.drops: dict[tuple[str, ...], Drop] = {}
         """entry ids -> drop; repeated until confirmed."""
@@ -71,11 +85,11 @@ class Pool:
         self._entries: dict[str, str] = {}
         self._closed: OrderedDict[str, float] = OrderedDict()
         self._future: list[tuple[int, int, GroupState]] = []
-        self._expiring: deque[GroupState] = deque()
+        self._unranked: list[GroupState] = []
         self._sequence = 0
 
     # -- arriving -----------------------------------------------------------------------------------------------------
-    def add(self, info: GroupInfo, entry_id: str, now: float) -> None:
+    def add(self, info: GroupInfo, entry_id: str, now: float, pushed: float | None = None) -> None:
         """Merges one push into its group; an entry that is already here is ignored."""
         if entry_id in self._entries:
             return
@@ -86,10 +100,10 @@ class Pool:
             return
         group = self._groups.get(info.group_id)
         if group is None:
-            group = self._groups[info.group_id] = GroupState(info, self.now)
+            group = self._groups[info.group_id] = GroupState(info, self.now, pushed)
             self._env(group.env).order[group.group_id] = group
-            if self.config.max_age_seconds is not None:
-                self._expiring.append(group)
+            if self.config.for_env(group.env, "max_age_seconds") is not None:
+                self._env(group.env).expiring.append(group)
         env = self._env(group.env)
         if not group.is_closed:
             env.forming.discard(group)
@@ -104,6 +118,29 @@ class Pool:
             env.forming.add(group)
         self._settle(group, is_over=False)
 
+    def restore(
+        self, parts: Sequence[tuple[str, GroupInfo]], *, uses: int, now: float, pushed: float | None = None
+    ) -> None:
+        """Takes in a group that was trained `uses` times before; a group that is already here is ignored."""
+        self._hear(now)
+        first = parts[0][1]
+        if first.group_id in self._groups:
+            return
+        group = GroupState(first, self.now, pushed, uses)
+        for entry_id, info in parts:
+            self._entries[entry_id] = group.group_id
+            group.take(entry_id, info, self.config.row_tokens)
+            group.parts[entry_id] = info
+        group.is_closed = True
+        self._groups[group.group_id] = group
+        env = self._env(group.env)
+        env.used.add(group)
+        env.count(group, 1)
+        if not group.members:
+            self.drop(group, "oversized", "no rollout of it fits a row any more")
+        elif self.config.for_env(group.env, "max_age_seconds") is not None:
+            env.expiring.append(group)
+
     def _settle(self, group: GroupState, *, is_over: bool) -> None:
         """Moves a forming group on if it is whole, too small for ever, or its time is up."""
         least = self.config.for_env(group.env, "min_group_size")
@@ -112,8 +149,7 @@ class Pool:
             self.drop(group, why.reason, why.detail)
         elif is_over or group.is_whole(least):
             if self.config.flat == "drop" and group.is_flat:
-                rewards = group.members[0].info.reward
-                self.drop(group, "flat", f"all {group.rollouts} rollouts have reward {rewards:g}")
+                self.drop_flat(group)
                 return
             self._unform(group)
             group.is_closed = True
@@ -121,6 +157,8 @@ class Pool:
             env.ready.add(group)
             env.count(group, 1)
             env.lost = ""
+            if self.ranks:
+                self._unranked.append(group)
             if is_future(self.step, group.max_version):
                 self._sequence += 1
                 heappush(self._future, (-group.max_version, self._sequence, group))
@@ -132,11 +170,26 @@ class Pool:
         if group.parts:
             self._queue(group.drop(reason, detail), group.parts)
 
+    def drop_flat(self, group: GroupState) -> None:
+        """Drops a group without variance in reward: it, or more of its kind, is not wanted."""
+        rest = "" if self.config.flat == "drop" else f", and a step holds at most {self.config.flat:g} of flat groups"
+        self.drop(group, "flat", f"all {group.rollouts} rollouts have reward {group.members[0].info.reward:g}{rest}")
+
     def consume(self, group_ids: Iterable[str]) -> None:
-        """Forgets groups that a commit consumed; late parts of them are still known as late."""
+        """A commit consumed these groups: forgets them, or keeps them for another use.
+
+        Late parts of them are still known as late.
+        """
         for group_id in group_ids:
             group = self._groups.get(group_id)
-            if group is not None:
+            if group is not None and group.used + 1 < self.config.max_uses:
+                env = self._env(group.env)
+                env.ready.discard(group)
+                env.ranked.discard(group)
+                env.used.discard(group)
+                group.used += 1
+                env.used.add(group)
+            elif group is not None:
                 self._forget(group)
                 for entry_id in group.parts:
                     self._entries.pop(entry_id, None)
@@ -156,7 +209,7 @@ class Pool:
         """Remembers groups as closed; what is pending of them is late."""
         for group_id in group_ids:
             group = self._groups.get(group_id)
-            if group is not None:
+            if group is not None and not group.used:
                 self.drop(group, "late", "the group is closed")
             self._closed[group_id] = self.now
 
@@ -179,21 +232,30 @@ class Pool:
                 if group.since + timeout > self.now:
                     break
                 self._settle(group, is_over=True)
-        limit = self.config.max_age_seconds
-        while limit is not None and self._expiring and self._expiring[0].since + limit < self.now:
-            group = self._expiring.popleft()
-            if self._groups.get(group.group_id) is group:
-                self.drop(group, "stale", f"{self.now - group.since:.1f} s in the pool > max_age_seconds {limit:g}")
+        for name, env in list(self.envs.items()):
+            limit = self.config.for_env(name, "max_age_seconds")
+            while limit is not None and env.expiring and env.expiring[0].pushed + limit < self.now:
+                group = env.expiring.popleft()
+                if self._groups.get(group.group_id) is group:
+                    waited = self.now - group.pushed
+                    self.drop(group, "stale", f"{waited:.1f} s in the pool > max_age_seconds {limit:g}")
         keep = max(TOMBSTONE_SECONDS, 2 * timeout)
         while self._closed and next(iter(self._closed.values())) + keep < self.now:
             self._closed.popitem(last=False)
+
+    def rank(self, selector: Selector, rng: np.random.Generator) -> None:
+        """Gives the groups that became ready their priority."""
+        unranked, self._unranked = self._unranked, []
+        for group in unranked:
+            if self._groups.get(group.group_id) is group:
+                self._env(group.env).ranked.add(group, priority_of(group, selector, rng, self.config.order))
 
     def sweep_stale(self, env: str, step: int) -> None:
         """Drops an env's groups that are too old for `step` and for every later one."""
         max_age = self.config.for_env(env, "max_age")
         pool = self._env(env)
         oldest = oldest_version(step, max_age)
-        for index in (pool.ready, pool.forming):
+        for index in (pool.ready, pool.forming, pool.used):
             for group in index.pop_older_than(oldest):
                 age = age_at(step, group.min_version)
                 self.drop(group, "stale", f"age {age} > max_age {max_age} at step {step}")
@@ -229,7 +291,7 @@ class Pool:
     def _queue(self, drop: Drop, parts: Mapping[str, GroupInfo]) -> None:
         self.drops[drop.entry_ids] = drop
         self._dropping.update({entry_id: (drop.entry_ids, info) for entry_id, info in parts.items()})
-        if drop.reason not in ("late", "duplicate"):  # those come of groups that did train
+        if drop.reason not in ("late", "duplicate") and drop.rollouts:  # those come of groups that did train
             self._env(drop.env).lost = f"{drop.reason}: {drop.detail}"
 
     def _withdraw(self, entry_id: str) -> None:
@@ -239,7 +301,7 @@ class Pool:
         if drop is None or info is None or len(entry_ids) == 1:
             return
         left = tuple(e for e in entry_ids if e != entry_id)
-        rollouts, tokens = drop.rollouts - len(info.rollouts), drop.tokens - info.tokens
+        rollouts, tokens = max(0, drop.rollouts - len(info.rollouts)), max(0, drop.tokens - info.tokens)
         self.drops[left] = replace(drop, entry_ids=left, rollouts=rollouts, tokens=tokens)
         self._dropping.update({e: (left, self._dropping[e][1]) for e in left})
 
@@ -253,6 +315,8 @@ class Pool:
         env = self._env(group.env)
         if group.is_closed:
             env.ready.discard(group)
+            env.ranked.discard(group)
+            env.used.discard(group)
             env.count(group, -1)
         else:
             self._unform(group)

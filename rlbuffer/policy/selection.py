@@ -36,6 +36,10 @@ class Limits:
     """Exactly this many groups instead."""
     rollouts: int | None = None
     """At least this many rollouts instead."""
+    flat: float | None = None
+    """Largest share of the step that flat groups may take; None: they are not told apart."""
+    used: float = 1.0
+    """Largest share of the step that groups may take which were trained before."""
 
     @property
     def by_rows(self) -> bool:
@@ -46,6 +50,15 @@ class Limits:
     def tokens(self) -> int:
         """Tokens that the rows can hold."""
         return self.rows * self.row_tokens
+
+    @property
+    def total(self) -> int:
+        """What fills a step: groups, rollouts or tokens."""
+        return self.groups or self.rollouts or self.tokens
+
+    def amount(self, group: GroupState) -> int:
+        """What one group adds to it."""
+        return 1 if self.groups is not None else group.rollouts if self.rollouts is not None else group.tokens
 
 
 @dataclass(slots=True)
@@ -60,6 +73,10 @@ class Trial:
     rollouts: int = 0
     short: list[str] = field(default_factory=list)
     """Envs with a budget that are short, the neediest first."""
+    lent: list[str] = field(default_factory=list)
+    """Envs that are short, too, but not waited for: others fill their place."""
+    surplus: list[GroupState] = field(default_factory=list)
+    """Flat groups beyond what a step may hold of them."""
     exhausted: list[str] = field(default_factory=list)
     """Envs with a share of which every ready group is selected."""
     balanced: int = 0
@@ -76,6 +93,7 @@ def select(
     limits: Limits,
     unit: str,
     close_fill: float,
+    excused: Collection[str] = (),
 ) -> Trial:
     """Runs one trial.
 
@@ -88,14 +106,17 @@ def select(
         limits: how much the step may hold.
         unit: tokens | rollouts | groups.
         close_fill: from this share of the tokens on a balanced step need not wait for one group too many.
+        excused: envs of `budgeted` that it does not wait for now.
     """
     trial = Trial(deficits={env: deficits.get(env, 0.0) for env in fractions})
     owed = trial.deficits
     heads = {env: next(candidates[env], None) if env in candidates else None for env in fractions if fractions[env] > 0}
+    waited = [env for env in budgeted if env not in excused]
     least = close_fill * limits.tokens
     over_half = 0
+    flat = used = 0
     while True:
-        trial.short = _short(heads, owed, means, budgeted)
+        trial.short = _short(heads, owed, means, waited)
         if trial.short:
             trial.ended = "short"
             break
@@ -104,12 +125,23 @@ def select(
             trial.ended = "empty"
             break
         env = group.env
+        amount = limits.amount(group)
+        if group.used and used + amount > limits.used * limits.total:
+            heads[env] = None  # all that come after it were used, too
+            continue
+        is_flat = limits.flat is not None and group.is_flat
+        if limits.flat is not None and is_flat and flat + amount > limits.flat * limits.total:
+            trial.surplus.append(group)
+            heads[env] = next(candidates[env], None)
+            continue
         if limits.by_rows:
             # Rollouts longer than half a row never share one: they fill a step long before its tokens do.
             over_half += sum(2 * m.info.length > limits.row_tokens for m in group.members)
             if trial.groups and (trial.tokens + group.tokens > limits.tokens or over_half > limits.rows):
                 trial.ended = "full"
                 break
+        flat += amount * is_flat
+        used += amount * bool(group.used)
         trial.groups.append(group)
         trial.tokens += group.tokens
         trial.rollouts += group.rollouts
@@ -121,8 +153,9 @@ def select(
         if limits.by_rows and trial.tokens >= limits.tokens:
             trial.ended = "full"
             break
-        if limits.by_rows and trial.tokens >= least and all(owed[e] <= means[e] for e in budgeted if e in owed):
+        if limits.by_rows and trial.tokens >= least and all(owed[e] <= means[e] for e in waited if e in owed):
             trial.balanced = len(trial.groups)
+    trial.lent = _short(heads, owed, means, [env for env in budgeted if env in excused])
     trial.exhausted = [env for env, head in heads.items() if head is None]
     return trial
 

@@ -21,6 +21,8 @@ class EnvNeed:
     """How long the oldest forming group has been forming; None when there is none."""
     is_silent: bool
     """It never sent a group."""
+    dead_seconds: float | None = None
+    """For how long it has been silent, when that is long enough to count as dead."""
     lost: str = ""
     """Why its last group was dropped, while none has become ready since."""
 
@@ -48,6 +50,8 @@ def for_share(need: EnvNeed, published: int | None) -> str:
     """An env with a budget has nothing ready while it is owed more than a group."""
     count = max(1, math.ceil(need.missing - 1e-9))
     first = f"{need.env} is {_groups(count)} short of its share ({_forming(need)})."
+    if need.dead_seconds is not None:
+        return f"{first} {for_dead(need.env, need.dead_seconds)}"
     if need.is_silent:
         first += f" It has not sent a group yet: is a worker for {need.env} running?"
     return first + _trainer(published, need)
@@ -58,7 +62,24 @@ def for_groups(step: int, *, done: float, what: str, need: EnvNeed | None, publi
     first = f"Step {step} is {100 * done:.0f} % full ({what})."
     if need is None:
         return f"{first} No env has sent a group that can train yet: start a worker."
-    return f"{first} {need.env} goes next and has nothing ready ({_forming(need)})." + _trainer(published, need)
+    first += f" {need.env} goes next and has nothing ready ({_forming(need)})."
+    if need.dead_seconds is not None:
+        return f"{first} {for_dead(need.env, need.dead_seconds)}"
+    return first + _trainer(published, need)
+
+
+def for_dead(env: str, seconds: float) -> str:
+    """An env of which nothing has come for long: what to do."""
+    silence = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+    return (
+        f"{env} has sent nothing for {silence}: start a worker for it, or go on without it "
+        f"(`rlbuffer env pause {env}`)."
+    )
+
+
+def all_paused(envs: list[str]) -> str:
+    """Nobody may give anything."""
+    return f"Every env is paused ({', '.join(envs)}): `rlbuffer env resume {envs[0]}` lets it take part again."
 
 
 def _forming(need: EnvNeed) -> str:

@@ -39,6 +39,19 @@ class PoolEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reused:
+    """A group that was trained and may be trained again."""
+
+    group_id: str
+    uses: int
+    """Steps that trained it."""
+    step: int
+    """The last of them."""
+    entries: tuple[PoolEntry, ...]
+    """Its pushes, which are not in the pool any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """What the lease script answered."""
 
@@ -151,6 +164,10 @@ class StepHeader:
     waiting_for_version: int | None = None
     checkpoint_now: bool = False
     """The trainer writes a checkpoint when it has trained this step."""
+    uses: Mapping[str, int] = field(default_factory=dict)
+    """group id -> steps that trained it before this one, of the groups that were."""
+    max_uses: int = 1
+    """The rule that held at the commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +212,8 @@ class EnvLedger:
     trained: tuple[int, int] = (0, 0)
     dropped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """reason -> (rollouts, tokens)."""
+    reused: tuple[int, int] = (0, 0)
+    """Counted beside the account: what later steps took again of what was packed once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +240,7 @@ class Ledger:
             packed=add([a.packed for a in accounts]),
             trained=add([a.trained for a in accounts]),
             dropped={r: add([a.dropped.get(r, (0, 0)) for a in accounts]) for r in reasons},
+            reused=add([a.reused for a in accounts]),
         )
 
 
@@ -296,6 +316,12 @@ class Store(Protocol):
     def read_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
         """INGEST: entries after the cursor, each once. Blocks at most `block_seconds` on a connection of its own."""
 
+    def paused(self) -> frozenset[str]:
+        """Envs that an operator has paused."""
+
+    def reused(self) -> list[Reused]:
+        """Groups that were trained and may be trained again, in the order of their first push."""
+
     def set_allowances(self, token: int, allowances: Mapping[str, int]) -> None: ...
     def close_tickets(self, env: str, numbers: Sequence[int]) -> None:
         """Deletes the tickets of ingested groups."""
@@ -340,6 +366,12 @@ class Store(Protocol):
 
     def delete_run(self) -> int:
         """Removes everything that the server holds of the run. -> keys removed."""
+
+    def pause(self, env: str) -> bool:
+        """The env takes part in no step until it is resumed. -> False when it was paused already."""
+
+    def resume(self, env: str) -> bool:
+        """-> False when it was not paused."""
 
     # -- trainer ---------------------------------------------------------------------------------------------------
     def attempt(self, *, uuid: str, world_size: int, resume_step: int, claim: Claim | None = None) -> Attempt:

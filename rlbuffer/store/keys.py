@@ -31,9 +31,11 @@ class Keys:
         "ledger",
         "meta",
         "numbers",
+        "paused",
         "payload_prefix",
         "policy",
         "pool",
+        "reuse",
         "run",
         "state",
         "steps",
@@ -51,12 +53,14 @@ class Keys:
         self.meta = f"{self.tag}:meta"
         self.lease = f"{self.tag}:lease"
         self.pool = f"{self.tag}:pool"
+        self.reuse = f"{self.tag}:reuse"
         self.steps = f"{self.tag}:steps"
         self.state = f"{self.tag}:state"
         self.closed = f"{self.tag}:closed"
         self.ledger = f"{self.tag}:ledger"
         self.allowance = f"{self.tag}:allowance"
         self.numbers = f"{self.tag}:numbers"
+        self.paused = f"{self.tag}:paused"
         self.policy = f"{self.tag}:policy"
         self.trainer = f"{self.tag}:trainer"
         self.garbage = f"{self.tag}:garbage"

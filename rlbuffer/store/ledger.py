@@ -48,4 +48,5 @@ def _account(fates: Mapping[str, list[int]]) -> EnvLedger:
         packed=pair("packed"),
         trained=pair("trained"),
         dropped=dropped,
+        reused=pair("reused"),
     )

@@ -9,7 +9,7 @@ from rlbuffer import wire
 from rlbuffer.batches import Drop, RolloutRef
 from rlbuffer.errors import EpochChanged, PayloadError, ProducerGap, RunGone, ServerRefused
 from rlbuffer.records import Group
-from rlbuffer.store.base import PoolEntry
+from rlbuffer.store.base import PoolEntry, Reused
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.session import Fields, Session, text
 
@@ -104,10 +104,15 @@ class PoolMoves(Session):
         found = self.stream(self.keys.pool, after, count=count, block_seconds=block_seconds)
         return [pool_entry(self.keys, entry_id, fields) for entry_id, fields in found]
 
+    def reused(self) -> list[Reused]:
+        """Groups that were trained and may be trained again, in the order of their first push."""
+        fields = self.look(lambda client: client.hgetall(self.keys.reuse))
+        return reused_groups(self.keys, fields)
+
     def drop(self, token: int, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> None:
         """DROP, in calls of at most :data:`DROP_ENTRIES` entries. Raises LeaseLost."""
         keys = self.keys
-        where = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta)
+        where = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
         for chunk in _chunks(drops):
             args: list[Any] = [token, keys.payload_prefix, self.tombstone_ms, HISTORY_ENTRIES, len(chunk)]
             for drop, entry_ids, is_last in chunk:
@@ -174,6 +179,37 @@ def pool_entry(keys: Keys, entry_id: str, fields: Fields) -> PoolEntry:
         tokens=tokens,
         error=error,
     )
+
+
+def reused_groups(keys: Keys, fields: Mapping[bytes, bytes]) -> list[Reused]:
+    """The reuse hash decoded; commit.lua says what is in it."""
+    groups: dict[str, tuple[int, int]] = {}
+    entries: dict[str, list[PoolEntry]] = {}
+    for name, value in fields.items():
+        group_id, _, entry_id = text(name).partition(" ")
+        if not entry_id:
+            uses, _, step = text(value).partition(" ")
+            groups[group_id] = (int(uses), int(step))
+            continue
+        env, key, rollouts, tokens, metadata = value.split(b" ", 4)
+        found = {b"env": env, b"group": group_id.encode(), b"key": key, b"metadata": metadata}
+        entry = pool_entry(keys, entry_id, {**found, b"rollouts": rollouts, b"tokens": tokens})
+        entries.setdefault(group_id, []).append(entry)
+    out = [
+        Reused(
+            group_id=group_id,
+            uses=uses,
+            step=step,
+            entries=tuple(sorted(entries.get(group_id, ()), key=lambda entry: _place(entry.entry_id))),
+        )
+        for group_id, (uses, step) in groups.items()
+    ]
+    return sorted(out, key=lambda group: [_place(entry.entry_id) for entry in group.entries])
+
+
+def _place(entry_id: str) -> tuple[int, int]:
+    at, _, sequence = entry_id.partition("-")
+    return int(at), int(sequence or 0)
 
 
 def _count(fields: Fields, name: bytes) -> int:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.store.base import Finding, Ledger, Meta, PoolEntry, StepHeader, StepPart
+from rlbuffer.store.base import Finding, Ledger, Meta, PoolEntry, Reused, StepHeader, StepPart
 from rlbuffer.store.ledger import parse_ledger
-from rlbuffer.store.pool import pool_entry
+from rlbuffer.store.pool import pool_entry, reused_groups
 from rlbuffer.store.run import parse_meta
 from rlbuffer.store.session import Entry, Session, ranged, text
 from rlbuffer.store.steps import header_of, part_of
@@ -44,6 +44,7 @@ class Snapshot:
     garbage: Mapping[str, int]
     """payload key -> the step after whose retirement it may go."""
     closed: frozenset[str]
+    reused: tuple[Reused, ...]
     unreadable: tuple[Finding, ...]
 
 
@@ -74,9 +75,10 @@ def take_snapshot(store: Session) -> Snapshot:
             pipe.xrange(keys.steps)
             pipe.zrange(keys.garbage, 0, -1, withscores=True)
             pipe.zrange(keys.closed, 0, -1)
+            pipe.hgetall(keys.reuse)
             return list(pipe.execute())
 
-    (seconds, micros), meta, trainer, ledger, pool, steps, garbage, closed = store.look(read)
+    (seconds, micros), meta, trainer, ledger, pool, steps, garbage, closed, reuse = store.look(read)
     unreadable = Findings()
     return Snapshot(
         now_ms=int(seconds) * 1000 + int(micros) // 1000,
@@ -89,6 +91,7 @@ def take_snapshot(store: Session) -> Snapshot:
         steps=_live_steps(ranged(steps), unreadable),
         garbage={text(key): int(score) for key, score in garbage},
         closed=frozenset(text(group_id) for group_id in closed),
+        reused=tuple(reused_groups(keys, reuse)),
         unreadable=tuple(unreadable.found),
     )
 

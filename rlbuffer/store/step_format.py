@@ -86,6 +86,8 @@ def header_record(
         "max_age": max(ages, default=0),
         "waiting_for_version": waiting_for,
         "checkpoint_now": meta.checkpoint_now,
+        "uses": {use.group_id: use.uses for use in plan.entries if use.uses},
+        "max_uses": int(meta.config.get("max_uses", 1)),
         "columns": {name: [dtype, *shape] for name, (dtype, shape) in _columns_of(plan, entries).items()},
         # The rule that held at the commit, so that it can be checked after the config has changed.
         "age_limits": {env: age_limit(meta.config, env) for env in envs},

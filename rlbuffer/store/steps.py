@@ -60,7 +60,13 @@ class StepMoves(Session):
         args += [header, wire.dumps(dict(state)), wire.dumps(summary), wire.dumps(history), len(parts), *parts]
         args.append(len(plan.entries))
         for use in plan.entries:
-            args += [use.entry_id, use.packed_rollouts, use.packed_tokens, len(use.dropped)]
+            args += [
+                use.entry_id,
+                use.group_id if use.uses else "",
+                use.packed_rollouts,
+                use.packed_tokens,
+                len(use.dropped),
+            ]
             for reason, rollouts, tokens in use.dropped:
                 args += [reason, rollouts, tokens]
         env_of = {ref.group_id: ref.env for ref in plan.rollouts}
@@ -68,8 +74,15 @@ class StepMoves(Session):
         if empty:
             raise RlbufferError(f"the plan of step {plan.step} names groups without a rollout: {', '.join(empty)}")
         args.append(len(plan.group_ids))
+        by_group = {use.group_id: use for use in plan.entries}
         for group_id in plan.group_ids:
-            args += [group_id, env_of[group_id]]
+            sample = by_group.get(group_id)
+            args += [
+                group_id,
+                env_of[group_id],
+                sample.uses if sample else 0,
+                int(sample is not None and sample.is_kept),
+            ]
         keys = self.keys
         reply = self.move(
             "commit",
@@ -84,6 +97,7 @@ class StepMoves(Session):
                 keys.history,
                 keys.summary,
                 keys.state,
+                keys.reuse,
             ),
             args,
         )

@@ -35,6 +35,23 @@ class TicketMoves(Session):
             # A plain ZREM, because it passes at the memory limit where TICKET is refused.
             self.look(lambda client: client.zrem(self.keys.tickets(env), *numbers))
 
+    def pause(self, env: str) -> bool:
+        """The env takes part in no step until it is resumed. -> False when it was paused already."""
+
+        def add(client: Any) -> Any:
+            seconds, _ = client.time()
+            return client.zadd(self.keys.paused, {env: int(seconds)}, nx=True)
+
+        return bool(self.look(add))
+
+    def resume(self, env: str) -> bool:
+        """-> False when it was not paused."""
+        return bool(self.look(lambda client: client.zrem(self.keys.paused, env)))
+
+    def paused(self) -> frozenset[str]:
+        """Envs that an operator has paused."""
+        return frozenset(text(env) for env in self.look(lambda client: client.zrange(self.keys.paused, 0, -1)))
+
     def allowances(self) -> Mapping[str, int]:
         """env -> tickets that may be out."""
         reply = self.look(lambda client: client.hgetall(self.keys.allowance))

@@ -84,6 +84,8 @@ def _by_env(shot: Snapshot, *, trained: bool) -> dict[str, Counter[str]]:
         if (step.number <= shot.trained) is trained:
             for part in step.parts:
                 for member in part.rollouts:
+                    if step.header is not None and member.group_id in step.header.uses:
+                        continue  # packed and trained once; this is counted beside the ledger
                     sums.setdefault(member.env, Counter()).update(rollouts=1, tokens=member.info.length)
     return sums
 
@@ -164,8 +166,9 @@ def _check_step(step: LiveStep, findings: Findings) -> None:
     )
     counted: dict[str, tuple[int, int]] = {}
     for member in members:
-        rollouts, tokens = counted.get(member.env, (0, 0))
-        counted[member.env] = (rollouts + 1, tokens + member.info.length)
+        if member.group_id not in header.uses:
+            rollouts, tokens = counted.get(member.env, (0, 0))
+            counted[member.env] = (rollouts + 1, tokens + member.info.length)
         age = step.number - 1 - member.info.min_version
         limit = step.age_limits.get(member.env)
         findings.unless(
@@ -186,16 +189,18 @@ def _check_step(step: LiveStep, findings: Findings) -> None:
 
 
 def _check_uses(shot: Snapshot, findings: Findings) -> None:
-    seen: dict[str, int] = {}
+    seen: dict[str, list[int]] = {}
+    limit = max((step.header.max_uses for step in shot.steps if step.header is not None), default=1)
     pending = {entry.payload_key: entry.entry_id for entry in shot.pool}
     for step in shot.steps:
         keys = set()
         for part in step.parts:
             for member in part.rollouts:
                 rollout_id = member.info.rollout_id
-                if rollout_id in seen:
-                    findings.add("I1", f"rollout {rollout_id} is in step {seen[rollout_id]} and in step {step.number}")
-                seen[rollout_id] = step.number
+                steps = seen.setdefault(rollout_id, [])
+                if step.number in steps or len(steps) >= limit:
+                    findings.add("I1", f"rollout {rollout_id} is in step {steps[-1]} and in step {step.number}")
+                steps.append(step.number)
                 keys.add(member.payload_key)
         for key in sorted(keys & pending.keys()):
             findings.add("I1", f"push {pending[key]} is pending and also in step {step.number} ({key})")
@@ -226,6 +231,9 @@ def _check_tombstones(shot: Snapshot, tombstone_ms: int, findings: Findings) -> 
 
 
 def _check_garbage(shot: Snapshot, findings: Findings) -> None:
+    kept = {entry.payload_key: group.group_id for group in shot.reused for entry in group.entries}
+    for key in sorted(kept.keys() & shot.garbage.keys()):
+        findings.add("I11", f"group {kept[key]} may be used again, but its payload is marked as garbage ({key})")
     for entry in shot.pool:
         findings.unless(
             entry.payload_key not in shot.garbage,
@@ -234,6 +242,8 @@ def _check_garbage(shot: Snapshot, findings: Findings) -> None:
         )
     for step in shot.steps:
         for key in sorted({member.payload_key for part in step.parts for member in part.rollouts}):
+            if key in kept:
+                continue
             score = shot.garbage.get(key)
             findings.unless(
                 score is not None and score >= step.number,

@@ -38,6 +38,12 @@ def _check_sizes(store: RedisStore, shot: Snapshot, findings: Findings) -> int:
                 (entry.payload_key, i, info.size, f"pending push {entry.entry_id}")
                 for i, info in enumerate(entry.info.rollouts)
             ]
+    for group in shot.reused:
+        for entry in group.entries:
+            wanted += [
+                (entry.payload_key, i, info.size, f"group {group.group_id}, kept for another use")
+                for i, info in enumerate(entry.info.rollouts if entry.info else ())
+            ]
     for step in shot.steps:
         wanted += [
             (member.payload_key, member.index, member.info.size, f"step {step.number}")
@@ -137,8 +143,9 @@ def _referenced(shot: Snapshot) -> set[str]:
 
 
 def _in_use(shot: Snapshot) -> set[str]:
-    """Payload keys that the pool or a live step names."""
+    """Payload keys that the pool, a live step or a group that may be used again names."""
     keys = {entry.payload_key for entry in shot.pool}
+    keys |= {entry.payload_key for group in shot.reused for entry in group.entries}
     for step in shot.steps:
         keys |= {member.payload_key for part in step.parts for member in part.rollouts}
     return keys

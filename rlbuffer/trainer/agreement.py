@@ -14,7 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlbuffer.batches import Step
-from rlbuffer.errors import RankFailed, RlbufferError, StepDamaged
+from rlbuffer.errors import ConfigError, RankFailed, RlbufferError, StepDamaged
+
+
+def refuse_adapters(step: Step) -> ConfigError | None:
+    """The error of a rank that got rollouts of a LoRA adapter: trained as all weights they would spoil the policy."""
+    foreign = sorted({name for micro_batch in step for name in micro_batch.adapter_tokens if name})
+    if not foreign:
+        return None
+    return ConfigError(
+        f"step {step.number} holds rollouts of adapter {', '.join(map(repr, foreign))}, but `rlbuffer train` trains "
+        "all weights and no adapters: push groups without one, or train adapters with a trainer of your own "
+        "(Buffer.reader)"
+    )
 
 
 class Verdict(enum.Enum):

@@ -30,7 +30,7 @@ from rlbuffer.errors import CheckpointError, ConfigError, RlbufferError
 from rlbuffer.reader import Reader
 from rlbuffer.settings import RunSettings
 from rlbuffer.trainer import checkpoint as checkpoints
-from rlbuffer.trainer.agreement import Agreement, Ranks, Verdict
+from rlbuffer.trainer.agreement import Agreement, Ranks, Verdict, refuse_adapters
 from rlbuffer.trainer.checkpoint import Checkpoint
 from rlbuffer.trainer.digests import digest_parameters
 from rlbuffer.trainer.fake import FakeBuffer, FakeReader
@@ -242,6 +242,8 @@ class _Trainer:
             failure = error
         if step is not None and step.number != self.trained + 1:
             failure = RlbufferError(f"the reader gave step {step.number}, expected was {self.trained + 1}")
+        elif step is not None:
+            failure = refuse_adapters(step)
         return step, self.ranks.agree(
             step,
             failure=failure,

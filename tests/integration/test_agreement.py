@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import threading
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from rlbuffer.batches import Normalizers, Step
 from rlbuffer.errors import BatchTimeout, RankFailed, RlbufferError, StepDamaged
 from rlbuffer.packing import pack
 from rlbuffer.records import Rollout
-from rlbuffer.trainer.agreement import Agreement, Ranks, Verdict
+from rlbuffer.trainer.agreement import Agreement, Ranks, Verdict, refuse_adapters
 
 
 class Table:
@@ -119,3 +120,19 @@ def test_a_single_rank_agrees_with_itself() -> None:
     alone = Ranks(0, 1, torch.device("cpu"))
     assert alone.agree(step(expected=10)).verdict is Verdict.TRAIN
     assert alone.agree(None, is_stopping=True).verdict is Verdict.STOP
+
+
+def test_a_rank_that_gets_rollouts_of_an_adapter_stops_all_ranks_and_says_why() -> None:
+    plain = step()
+    assert refuse_adapters(plain) is None
+    (micro_batch,) = plain.updates[0]
+    lora = dataclasses.replace(plain, updates=((dataclasses.replace(micro_batch, adapter_tokens={"": 3, "l": 8}),),))
+    failure = refuse_adapters(lora)
+    assert str(failure) == (
+        "step 4 holds rollouts of adapter 'l', but `rlbuffer train` trains all weights and no adapters: push groups "
+        "without one, or train adapters with a trainer of your own (Buffer.reader)"
+    )
+    mine, other = decide([{"step": lora, "failure": failure}, {"step": plain}])
+    assert mine is failure
+    assert isinstance(other, RankFailed)
+    assert other.exit_code == 3

@@ -113,6 +113,9 @@ class ForgetfulStore:
         self._store = store
         self.loses_reply = False
 
+    def meta(self) -> Any:
+        return self._store.meta()
+
     def push(self, *args: Any, **values: Any) -> tuple[str, str]:
         answer: tuple[str, str] = self._store.push(*args, **values)
         if self.loses_reply:

@@ -26,6 +26,7 @@ FLOORS = [
         "fills",
         "rows",
         "step_columns",
+        "truncation",
         "planning",
         "assembly",
         "packing",

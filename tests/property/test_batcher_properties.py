@@ -60,7 +60,7 @@ def test_shares_hold_within_one_group_over_200_random_steps(unit: str, seed: int
 
 PUSHES = st.lists(
     st.tuples(
-        st.sampled_from(["add"] * 6 + ["ask"] * 3 + ["wait", "gone", "publish"]),
+        st.sampled_from(["add"] * 12 + ["ask"] * 6 + ["wait", "wait", "gone", "publish", "pause", "resume"]),
         st.integers(0, 11),
         st.lists(st.integers(1, 130), min_size=1, max_size=4),
         st.integers(0, 5),
@@ -82,12 +82,32 @@ CONFIGS = st.builds(
     unit=st.sampled_from(["tokens", "rollouts", "groups"]),
 )
 
+RULES = st.builds(
+    BatcherConfig,
+    row_tokens=st.just(100),
+    micro_batches_per_rank=st.integers(1, 2),
+    step_groups=st.sampled_from([None, 2]),
+    max_age=st.integers(0, 3),
+    min_group_size=st.integers(1, 2),
+    max_age_seconds=st.sampled_from([None, 150.0]),
+    flat=st.sampled_from(["keep", "drop", 0.0, 0.5]),
+    order=st.sampled_from(["newest_first", "priority"]),
+    budgets=st.sampled_from([{}, {"e0": 0.5}, {"e0": 0.6, "e1": 0.4}, {"e0": [[1, 0.9], [4, 0.0]]}]),
+    spillover=st.sampled_from(["block", "borrow", "partial"]),
+    on_dead_env=st.sampled_from(["wait", "borrow"]),
+    max_uses=st.integers(1, 3),
+    replay_fraction=st.sampled_from([0.0, 0.5, 1.0]),
+)
+"""What may be done about short envs, flat groups and used ones."""
+
 
 class Account:
     """The store's side: what is in the pool, and where everything else went."""
 
     def __init__(self) -> None:
         self.pool: dict[str, GroupInfo] = {}
+        self.kept: dict[str, tuple[GroupInfo, int]] = {}
+        """Entries that were trained and may be again, and how often they were."""
         self.pushed = np.zeros(2, int)
         self.packed = np.zeros(2, int)
         self.dropped = np.zeros(2, int)
@@ -104,6 +124,11 @@ class Account:
 
     def drop(self, decision: Decision) -> None:
         for drop in decision.drops:
+            if any(e in self.kept for e in drop.entry_ids):
+                assert (drop.rollouts, drop.tokens) == (0, 0)
+                for entry_id in drop.entry_ids:
+                    del self.kept[entry_id]
+                continue
             held = sum((self.size(self.pool.pop(e)) for e in drop.entry_ids), np.zeros(2, int))
             assert (drop.rollouts, drop.tokens) == tuple(held)
             assert drop.detail
@@ -111,7 +136,16 @@ class Account:
 
     def commit(self, plan: StepPlan, config: BatcherConfig) -> None:
         for use in plan.entries:
-            info = self.pool.pop(use.entry_id)
+            assert use.is_kept == (use.uses + 1 < config.max_uses)
+            if use.uses:
+                info, uses = self.kept.pop(use.entry_id)
+                assert (uses, use.dropped) == (use.uses, ())
+            else:
+                info = self.pool.pop(use.entry_id)
+            if use.is_kept:
+                self.kept[use.entry_id] = (info, use.uses + 1)
+            if use.uses:
+                continue
             dropped = sum((np.array(d[1:]) for d in use.dropped), np.zeros(2, int))
             packed = np.array([use.packed_rollouts, use.packed_tokens])
             assert tuple(packed + dropped) == tuple(self.size(info))
@@ -124,7 +158,8 @@ class Account:
         for ref in plan.rollouts:
             assert 0 <= plan.step - 1 - ref.min_version <= config.max_age
             self.trained[ref.rollout_id] += 1
-        assert max(self.trained.values()) == 1
+        assert max(self.trained.values()) <= config.max_uses
+        assert len({ref.rollout_id for ref in plan.rollouts}) == len(plan.rollouts)
         placed = sorted(i for micro_step in plan.plan.rows for rank in micro_step for row in rank for i in row)
         assert placed == list(range(len(plan.rollouts)))
 
@@ -136,6 +171,7 @@ class Account:
 def play(config: BatcherConfig, moves: list[Any], account: Account) -> list[bytes]:
     """Plays the moves against a batcher and an account; -> each decision as bytes."""
     batcher, step, now, said = Batcher(config), 1, 0.0, []
+    paused: set[str] = set()
     for number, (kind, which, lengths, first, version) in enumerate(moves):
         if kind == "add":
             info = group_info(f"g{which}", f"e{which % 2}", lengths, version, planned_size=4, first=first)
@@ -145,9 +181,19 @@ def play(config: BatcherConfig, moves: list[Any], account: Account) -> list[byte
             now += 100.0
         elif kind == "publish":
             batcher.set_published(min(version, step - 1))
-        elif kind == "gone" and account.pool:
-            entry_id = sorted(account.pool)[which % len(account.pool)]
-            account.lost += account.size(account.pool.pop(entry_id))
+        elif kind == "pause":
+            batcher.pause(f"e{which % 2}")
+            paused.add(f"e{which % 2}")
+        elif kind == "resume":
+            batcher.resume(f"e{which % 2}")
+            paused.discard(f"e{which % 2}")
+        elif kind == "gone" and (account.pool or account.kept):
+            there = sorted([*account.pool, *account.kept])
+            entry_id = there[which % len(there)]
+            if entry_id in account.pool:
+                account.lost += account.size(account.pool.pop(entry_id))
+            else:
+                del account.kept[entry_id]
             batcher.remove(entry_id)
         elif kind == "ask":
             decision = batcher.next(step, world_size=2, now=now, rng=RNG)
@@ -164,6 +210,8 @@ def play(config: BatcherConfig, moves: list[Any], account: Account) -> list[byte
                 )
             )
             assert (plan is None) == bool(decision.waiting)
+            assert all(decision.allowances.get(env) == 0 for env in paused)
+            assert plan is None or paused.isdisjoint(ref.env for ref in plan.rollouts)
             account.drop(decision)
             batcher.dropped(decision.drops)
             if plan is not None:
@@ -174,8 +222,8 @@ def play(config: BatcherConfig, moves: list[Any], account: Account) -> list[byte
     return said
 
 
-@given(config=CONFIGS, moves=PUSHES)
-@settings(max_examples=150, deadline=None)
+@given(config=CONFIGS | RULES, moves=PUSHES)
+@settings(max_examples=200, deadline=None)
 def test_every_rollout_is_pending_packed_or_dropped_and_never_two_of_them(config: BatcherConfig, moves: Any) -> None:
     account = Account()
     play(config, moves, account)
@@ -190,8 +238,8 @@ def test_every_rollout_is_pending_packed_or_dropped_and_never_two_of_them(config
     assert not account.pool
 
 
-@given(config=CONFIGS, moves=PUSHES)
-@settings(max_examples=60, deadline=None)
+@given(config=CONFIGS | RULES, moves=PUSHES)
+@settings(max_examples=80, deadline=None)
 def test_the_same_calls_give_the_same_decisions(config: BatcherConfig, moves: Any) -> None:
     assert play(config, moves, Account()) == play(config, moves, Account())
 

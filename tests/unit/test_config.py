@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from rlbuffer.config import BatcherConfig, EnvConfig
+from rlbuffer.config import BatcherConfig, EnvConfig, budgets_at
 from rlbuffer.errors import ConfigError
 
 AT_LEAST_ONE = (
@@ -34,7 +34,12 @@ def config(**settings: Any) -> BatcherConfig:
         *(({name: 1.01}, name, "= 1.01 must lie between 0 and 1") for name in ("close_fill", "replay_fraction")),
         *(
             ({name: value}, name, f"= {value} must be a positive number of seconds")
-            for name in ("group_timeout_seconds", "spill_after_seconds", "max_age_seconds")
+            for name in (
+                "group_timeout_seconds",
+                "spill_after_seconds",
+                "env_dead_after_seconds",
+                "max_age_seconds",
+            )
             for value in (0.0, float("inf"), float("nan"))
         ),
         (
@@ -42,7 +47,6 @@ def config(**settings: Any) -> BatcherConfig:
             "step_rollouts",
             "and batcher.step_groups exclude each other: set one",
         ),
-        ({"max_uses": 2}, "max_uses", "= 2: this version trains a group once, leave it at 1"),
         ({"cost": (0, 0)}, "cost", "= [0, 0] must be two numbers >= 0, not both 0"),
         ({"cost": (1, -1)}, "cost", "= [1, -1] must be two numbers >= 0, not both 0"),
         ({"budgets": {"a b": 0.5}}, "budgets.a b", "is not an env name"),
@@ -59,6 +63,52 @@ def config(**settings: Any) -> BatcherConfig:
             {"envs": {"a": EnvConfig(advantage="gae")}},
             "envs.a.advantage",
             "= 'gae' is not an estimator: rloo, grpo, dr_grpo, max_rl, opo, reinforce",
+        ),
+        *(
+            ({"flat": value}, "flat", f"= {value!r}: must be keep, drop or a fraction between 0 and 1")
+            for value in ("some", 1.01, -0.1, float("nan"), [])
+        ),
+        (
+            {"order": "random"},
+            "order",
+            "= 'random' must be newest_first, oldest_first, priority or a selector of yours as package.module:name",
+        ),
+        (
+            {"spillover": "steal"},
+            "spillover",
+            "= 'steal': input should be 'block', 'borrow' or 'partial'",
+        ),
+        ({"oversized": "split"}, "oversized", "= 'split': input should be 'drop' or 'truncate'"),
+        ({"on_dead_env": "mourn"}, "on_dead_env", "= 'mourn': input should be 'wait', 'borrow' or 'stop'"),
+        *(
+            ({"budgets": {"a": value}}, "budgets.a", f"= {value!r}: must be a fraction, or a list of [step, fraction]")
+            for value in ("half", True, [], [1, 0.5], [[1, 0.5, 2]], [[1.5, 0.5]], [["a", 0.5]])
+        ),
+        (
+            {"budgets": {"a": [[0, 0.5]]}},
+            "budgets.a",
+            "= [[0, 0.5]] must name steps from 1 on, in ascending order",
+        ),
+        (
+            {"budgets": {"a": [[9, 0.5], [9, 0.6]]}},
+            "budgets.a",
+            "= [[9, 0.5], [9, 0.6]] must name steps from 1 on, in ascending order",
+        ),
+        ({"budgets": {"a": [[1, 1.5]]}}, "budgets.a", "= [[1, 1.5]] must hold fractions between 0 and 1"),
+        (
+            {"budgets": {"a": [[1, 0], [9, 0]]}},
+            "budgets.a",
+            "= [[1, 0.0], [9, 0.0]] is 0 at every step: leave the env out",
+        ),
+        (
+            {"budgets": {"a": [[1, 0.2], [100, 0.8]], "b": 0.3}},
+            "budgets",
+            "sum to 1.1 at step 100: fractions above 1 can never be met",
+        ),
+        (
+            {"envs": {"a": EnvConfig(max_age_seconds=0.0)}},
+            "envs.a.max_age_seconds",
+            "= 0.0 must be a positive number of seconds",
         ),
         ({"envs": {"a b": EnvConfig()}}, "envs.a b", "is not an env name"),
         ({"envs": {"a": EnvConfig(max_age=-1)}}, "envs.a.max_age", "= -1 must not be negative"),
@@ -78,6 +128,7 @@ def test_a_setting_that_can_never_make_a_batch_is_refused_by_name(
     "settings",
     [
         dict.fromkeys(AT_LEAST_ONE[:-1], 1),
+        {"max_uses": 4},
         {"step_groups": 1},
         {"lookahead": 0, "max_age": 0},
         {"close_fill": 0.0, "replay_fraction": 1.0},
@@ -86,6 +137,10 @@ def test_a_setting_that_can_never_make_a_batch_is_refused_by_name(
         {"budgets": {"a": 0.1, "b": 0.2, "c": 0.7}},
         {"budgets": {"a": 1.0}, "remainder": "a"},
         {"envs": {"a": EnvConfig(max_age=0, min_group_size=1)}},
+        {"flat": 0.0},
+        {"flat": 1.0},
+        {"order": "mine.selectors:hardest"},
+        {"budgets": {"a": ((1, 1.0), (2, 0.0)), "b": ((1, 0.0), (2, 1.0))}},
     ],
 )
 def test_a_setting_at_its_limit_is_taken(settings: dict[str, Any]) -> None:
@@ -101,5 +156,17 @@ def test_an_env_has_its_override_or_the_batchers_own_value(env: str, max_age: in
 
 
 def test_settings_survive_the_record_that_the_run_keeps_of_them() -> None:
-    made = config(budgets={"a": 0.5}, envs={"a": EnvConfig(max_age=2)}, cost=(3, 1), max_age_seconds=60.0)
+    made = config(
+        budgets={"a": 0.5, "b": [[3, 0.5], [9, 0.1]]},
+        flat=0.25,
+        envs={"a": EnvConfig(max_age=2)},
+        cost=(3, 1),
+        max_age_seconds=60.0,
+    )
     assert BatcherConfig(**msgpack.unpackb(msgpack.packb(made.as_dict()))) == made
+
+
+@pytest.mark.parametrize(("step", "fraction"), [(1, 0.2), (10, 0.2), (11, 0.25), (14, 0.4), (20, 0.1), (99, 0.1)])
+def test_a_scheduled_budget_is_linear_between_its_points_and_constant_outside(step: int, fraction: float) -> None:
+    made = config(budgets={"a": [[10, 0.2], [14, 0.4], [20, 0.1]], "b": 0.3})
+    assert budgets_at(made.budgets, step) == {"a": pytest.approx(fraction), "b": 0.3}

@@ -103,8 +103,16 @@ def test_entries_are_accounted_for_exactly():
             packed_rollouts=1,
             packed_tokens=10,
             dropped=(("oversized", 1, 101), ("invalid", 1, 10)),
+            group_id="g",
         ),
-        EntryUse(entry_id="1-0", env="a", packed_rollouts=3, packed_tokens=36, dropped=(("duplicate", 1, 11),)),
+        EntryUse(
+            entry_id="1-0",
+            env="a",
+            packed_rollouts=3,
+            packed_tokens=36,
+            dropped=(("duplicate", 1, 11),),
+            group_id="g",
+        ),
     ]
 
 

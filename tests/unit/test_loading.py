@@ -223,6 +223,16 @@ def test_doubtful_settings_only_warn(file: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("uses", "age", "steps"), [(2, 0, "1 step"), (2, 1, None), (4, 2, "3 steps")])
+def test_more_uses_than_the_age_allows_are_doubtful(file: Path, uses: int, age: int, steps: str | None) -> None:
+    file.write_text(f"[batcher]\nmax_uses = {uses}\nmax_age = {age}\n")
+    sentence = (
+        f"batcher.max_uses = {uses} is never reached: with max_age = {age} a group is young enough for {steps} "
+        "(rlbuffer.toml:2, :3)."
+    )
+    assert load(environ={}).warnings == ((sentence,) if steps else ())
+
+
 def test_lines_are_found_through_every_form_of_toml() -> None:
     text = """\
 a.b = 1 # x = 3

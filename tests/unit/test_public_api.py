@@ -222,7 +222,11 @@ def test_the_batcher_s_settings_are_in_the_frozen_order_with_the_frozen_defaults
         "cost": (24576, 1),
         "envs": {},
     }
-    assert list(inspect.signature(rlbuffer.BatcherConfig).parameters) == list(frozen)
+    added = {"env_dead_after_seconds": 120.0, "on_dead_env": "wait"}
+    parameters = inspect.signature(rlbuffer.BatcherConfig).parameters
+    assert list(parameters) == [*frozen, *added]
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in added)
+    frozen |= added
     config = rlbuffer.BatcherConfig(8192)
     assert {name: getattr(config, name) for name in frozen} == {**frozen, "row_tokens": 8192}
     assert rlbuffer.BatcherConfig(8192, 2, 3).rows_per_micro_batch == 3
@@ -394,7 +398,7 @@ def test_the_batcher_works_alone_for_somebody_without_a_store() -> None:
             "batcher.row_tokens = 'x': input should be a valid integer, unable to parse string",
         ),
         ({}, "batcher.row_tokens is required"),
-        ({"row_tokens": 64, "flat": "maybe"}, "batcher.flat = 'maybe': input should be 'keep' or 'drop'"),
+        ({"row_tokens": 64, "flat": "maybe"}, "batcher.flat = 'maybe': must be keep, drop or a fraction"),
         ({"row_tokens": 64, "max_agee": 1}, "batcher.max_agee is not a setting. Did you mean batcher.max_age?"),
         ({"row_tokens": 64, "envs": {"a": {"max_agee": 1}}}, "batcher.envs.a.max_agee is not a setting."),
         ({"row_tokens": 0}, "batcher.row_tokens = 0 must be at least 1"),

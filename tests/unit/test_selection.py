@@ -10,7 +10,7 @@ from rlbuffer.policy.selection import Limits, select
 def group(name, *lengths, adapter=""):
     members = [SimpleNamespace(info=SimpleNamespace(length=n)) for n in lengths]
     return SimpleNamespace(
-        group_id=name, env=name[0], adapter=adapter, members=members, tokens=sum(lengths), rollouts=len(lengths)
+        group_id=name, env=name[0], adapter=adapter, members=members, tokens=sum(lengths), rollouts=len(lengths), used=0
     )
 
 

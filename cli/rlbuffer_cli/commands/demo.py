@@ -141,12 +141,15 @@ class _Demo:
             click.echo(f"{train_line(record, self._settings.trainer.steps)}  {envs}")
 
     def _summarize(self, watch: Watch, ledger: Ledger, code: int, restarts: int, log: str) -> None:
+        from rlbuffer.config import budgets_at
+
         summary = summary_event(watch, ledger, self._settings.run, str(self._settings.output_dir))
         summary |= {"exit_code": code, "restarts": restarts, "seed": self._seed}
         if self._shown == "json":
             click.echo(json.dumps(summary))
         elif self._shown != "none":
-            for line in summary_lines(summary, self._settings.batcher.budgets, log, str(self._settings.home)):
+            budgets = budgets_at(self._settings.batcher.budgets, self._settings.trainer.steps)
+            for line in summary_lines(summary, budgets, log, str(self._settings.home)):
                 click.echo(line)
 
 

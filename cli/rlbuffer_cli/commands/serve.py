@@ -68,6 +68,7 @@ def command(
 def banner(loaded: Loaded, ready: dict[str, Any], seconds: float) -> list[str]:
     """What `serve` says when it is ready: which server, and the settings that decide with where they came from."""
     from rlbuffer import __version__
+    from rlbuffer.config import budgets_at
     from rlbuffer.lines import percent
 
     batcher = loaded.settings.batcher
@@ -79,7 +80,8 @@ def banner(loaded: Loaded, ready: dict[str, Any], seconds: float) -> list[str]:
         size = f"{size}, rows of {batcher.row_tokens:,} tokens"
     else:
         size = f"{per_rank} row{'s' * (per_rank > 1)} of {batcher.row_tokens:,} tokens per rank"
-    shares = " · ".join(f"{env} {percent(share)}" for env, share in batcher.budgets.items())
+    budgets = budgets_at(batcher.budgets, ready["step"] + 1)
+    shares = " · ".join(f"{env} {percent(share)}" for env, share in budgets.items())
     memory = _bytes(server.get("used_memory", 0))
     if server.get("maxmemory"):
         memory += f" of {_bytes(server['maxmemory'])}"

@@ -119,6 +119,7 @@ def _headline(view: GroupView) -> list[str]:
         f"{count} rollouts",
         f"{amount(view.tokens)} tokens",
         f"reward {view.reward:.3f} {spread}".rstrip() if view.reward is not None else "not scored",
+        f"used {view.uses} times" if view.uses > 1 else "",
         f"age {view.age}" if view.age is not None else "",
         f"version{'s' * (view.max_version > view.min_version)} {versions}",
         f"waited {duration(view.waited_seconds)}" if view.waited_seconds is not None else "",

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from rlbuffer.config import budgets_at
 from rlbuffer.lines import amount, duration, percent
 from rlbuffer.settings import RunSettings
 from rlbuffer_cli.render.text import BLOCKS, bar, printable, sparkline, table
@@ -115,7 +116,8 @@ class RunView:
         return Group(*lines)
 
     def _envs(self, width: int) -> list[str]:
-        budgets: Mapping[str, float] = self._settings.batcher.budgets
+        step = self._watch.records[-1]["step"] if self._watch.records else 1
+        budgets = budgets_at(self._settings.batcher.budgets, step)
         shares = self._watch.shares()
         names = sorted({*budgets, *shares, *self._watch.glance.pool})
         spare = width - max([3, *map(len, names)]) - ENV_COLUMNS

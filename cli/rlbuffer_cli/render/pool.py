@@ -65,10 +65,12 @@ class RunSummary:
 
 def summarize(buffer: Buffer) -> RunSummary:
     """Reads everything that the header shows; changes nothing."""
+    from rlbuffer.config import budgets_at
+
     store = buffer.store
     meta, trainer, ledger = store.meta(), store.trainer(), store.ledger()
     pending = buffer.groups(where="state:forming,ready", limit=EVERY_PENDING)
-    budgets = meta.config.get("budgets", {})
+    budgets = budgets_at(meta.config.get("budgets", {}), meta.step + 1)
     consumed = {env: a.packed[1] + a.trained[1] for env, a in ledger.envs.items()}
     total = sum(consumed.values()) or 1
     envs = []
@@ -196,6 +198,8 @@ def header_lines(summary: RunSummary) -> list[str]:
             f"+ {account.trained[0]:,} trained + {dropped:,} dropped   ({amount(account.pushed[1])} tokens)"
         ),
     ]
+    if account.reused[0]:
+        lines.append(f"  {account.reused[0]:,} more uses of trained rollouts ({amount(account.reused[1])} tokens)")
     if summary.ledger.damaged or summary.ledger.lost:
         lines.append(f"  ! {summary.ledger.damaged} rollouts damaged, {summary.ledger.lost} pushes lost")
     if summary.error:
@@ -265,7 +269,7 @@ def _group_row(view: GroupView) -> list[str]:
         sparkline(view.rewards, low=min(low, 0.0), high=max(high, 1.0)),
         "" if view.age is None else str(view.age),
         amount(view.tokens),
-        f"{state} in {view.step}" if view.step else state,
+        f"{state} in {view.step}{f' (use {view.uses})' * (view.uses > 1)}" if view.step else state,
         duration(view.waited_seconds),
         view.worker,
     ]

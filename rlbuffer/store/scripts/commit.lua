@@ -2,19 +2,24 @@
 -- COMMIT: a planned step becomes immutable, and everything that it consumes leaves the pool, in one move.
 --
 -- KEYS  1 lease   2 pool   3 steps   4 meta   5 ledger   6 closed   7 garbage   8 history   9 summary   10 state
+--       11 reuse
 -- ARGV  1 token   2 epoch   3 step   4 digest of the step before ('' for step 1)   5 digest of this step
 --       6 payload key prefix   7 age at which tombstones go, ms   8 history entries kept   9 summary lines kept
 --       10 header   11 the batcher's state   12 summary line   13 history record
 --       14 parts P, then P parts in the order of ranks
---       then entries E, then E of: id, packed rollouts, packed tokens, reasons D, D of (reason, rollouts, tokens)
---       then groups G, then G of: group id, env
+--       then entries E, then E of: id, group ('' while it is pending, else whose reuse record holds it),
+--         packed rollouts, packed tokens, reasons D, D of (reason, rollouts, tokens)
+--       then groups G, then G of: group id, env, uses before this step, '1' when it is kept for another use
 -- Reply {'OK', committed at, server ms}
 --       {'DUP'}                this very step is committed already
 --       {'FENCED', owner}      the token is not the current one, or the lease has lapsed
 --       {'ORDER', epoch, step} the run is not at the epoch, step and digest that this one follows
---       {'GONE', id...}        these entries are not pending any more
+--       {'GONE', id...}        these entries are not pending any more, or their group was used another number of times
 --       {'TWICE', id}          an entry is named twice
 --       {'UNEQUAL', id, rollouts, tokens}  packed and dropped do not add up to what the entry holds, which is this
+-- `reuse` has for a group that may be used again a field `<group>`: "<uses> <last step>", and a field `<group> <id>` for
+-- each of its entries: "<env> <payload suffix> <rollouts> <tokens> <metadata>". The first use of a group moves the ledger,
+-- later ones are counted beside it as `reused`.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local clock = string.format('%.0f', now)
@@ -34,19 +39,24 @@ local entries, seen, gone = {}, {}, {}
 local count = tonumber(ARGV[p])
 p = p + 1
 for _ = 1, count do
-  local id, reasons = ARGV[p], tonumber(ARGV[p + 3])
+  local id, held, reasons = ARGV[p], ARGV[p + 1], tonumber(ARGV[p + 4])
   if seen[id] then return {'TWICE', id} end
   seen[id] = true
-  local use = {id = id, packed_rollouts = tonumber(ARGV[p + 1]), packed_tokens = tonumber(ARGV[p + 2]), dropped = {}}
+  local use = {id = id, packed_rollouts = tonumber(ARGV[p + 2]), packed_tokens = tonumber(ARGV[p + 3]), dropped = {}}
   local rollouts, tokens = use.packed_rollouts, use.packed_tokens
-  p = p + 4
+  p = p + 5
   for _ = 1, reasons do
     use.dropped[#use.dropped + 1] = {ARGV[p], ARGV[p + 1], ARGV[p + 2]}
     rollouts, tokens = rollouts + tonumber(ARGV[p + 1]), tokens + tonumber(ARGV[p + 2])
     p = p + 3
   end
-  local found = redis.call('XRANGE', KEYS[2], id, id)
-  if #found == 0 then
+  local record = held ~= '' and redis.call('HGET', KEYS[11], held .. ' ' .. id)
+  local found = held == '' and redis.call('XRANGE', KEYS[2], id, id) or {}
+  if record then
+    local env, suffix = string.match(record, '^(%S+) (%S+) ')
+    use.env, use.group, use.is_again, use.key = env, held, true, ARGV[6] .. held .. ':' .. suffix
+    entries[#entries + 1] = use
+  elseif #found == 0 then
     gone[#gone + 1] = id
   else
     local fields, entry = found[1][2], {}
@@ -54,10 +64,22 @@ for _ = 1, count do
     if tonumber(entry.rollouts) ~= rollouts or tonumber(entry.tokens) ~= tokens then
       return {'UNEQUAL', id, entry.rollouts, entry.tokens}
     end
-    use.env = entry.env
+    use.env, use.group = entry.env, entry.group
+    use.record = table.concat({entry.env, entry.key, entry.rollouts, entry.tokens, entry.metadata or ''}, ' ')
     use.key = ARGV[6] .. entry.group .. ':' .. entry.key
     entries[#entries + 1] = use
   end
+end
+local groups, first = tonumber(ARGV[p]), p + 1
+local uses_of, kept = {}, {}
+for i = first, first + 4 * (groups - 1), 4 do
+  local known = string.match(redis.call('HGET', KEYS[11], ARGV[i]) or '0', '^%d+')
+  if known ~= ARGV[i + 2] then
+    for k = 1, #entries do
+      if entries[k].group == ARGV[i] then gone[#gone + 1] = entries[k].id end
+    end
+  end
+  uses_of[ARGV[i]], kept[ARGV[i]] = tonumber(known), ARGV[i + 3] == '1'
 end
 if #gone > 0 then
   table.insert(gone, 1, 'GONE')
@@ -77,20 +99,38 @@ local function account(env)
 end
 for i = 1, #entries do
   local use = entries[i]
-  local sums = account(use.env)
-  sums[1], sums[2] = sums[1] + use.packed_rollouts, sums[2] + use.packed_tokens
+  if use.is_again then
+    redis.call('HINCRBY', KEYS[5], use.env .. ':reused:rollouts', use.packed_rollouts)
+    redis.call('HINCRBY', KEYS[5], use.env .. ':reused:tokens', use.packed_tokens)
+  else
+    local sums = account(use.env)
+    sums[1], sums[2] = sums[1] + use.packed_rollouts, sums[2] + use.packed_tokens
+  end
   for k = 1, #use.dropped do
     local fate = use.env .. ':dropped:' .. use.dropped[k][1]
     redis.call('HINCRBY', KEYS[5], fate .. ':rollouts', use.dropped[k][2])
     redis.call('HINCRBY', KEYS[5], fate .. ':tokens', use.dropped[k][3])
   end
-  redis.call('ZADD', KEYS[7], ARGV[3], use.key)
+  local field = (use.group or '') .. ' ' .. use.id
+  if kept[use.group] then
+    if use.record then redis.call('HSET', KEYS[11], field, use.record) end
+  else
+    if use.is_again then redis.call('HDEL', KEYS[11], field) end
+    redis.call('ZADD', KEYS[7], ARGV[3], use.key)
+  end
 end
-local groups = tonumber(ARGV[p])
-for i = p + 1, p + 2 * groups, 2 do
+for i = first, first + 4 * (groups - 1), 4 do
   redis.call('ZADD', KEYS[6], clock, ARGV[i])
-  local sums = account(ARGV[i + 1])
-  sums[3] = sums[3] + 1
+  local before = uses_of[ARGV[i]]
+  if before == 0 then
+    local sums = account(ARGV[i + 1])
+    sums[3] = sums[3] + 1
+  end
+  if kept[ARGV[i]] then
+    redis.call('HSET', KEYS[11], ARGV[i], string.format('%.0f %.0f', before + 1, step))
+  elseif before > 0 then
+    redis.call('HDEL', KEYS[11], ARGV[i])
+  end
 end
 -- The totals stand beside the header in plain text, so that REPORT and VOID move them without reading the header.
 local totals = {}

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- DROP: pending pushes that will not be trained. What is no longer pending is passed over, so a repeated call changes
--- nothing.
+-- nothing. What was trained before and waits for another use is released: it has its place in the ledger already.
 --
--- KEYS  1 lease   2 pool   3 ledger   4 closed   5 garbage   6 history   7 meta
+-- KEYS  1 lease   2 pool   3 ledger   4 closed   5 garbage   6 history   7 meta   8 reuse
 -- ARGV  1 token   2 payload key prefix   3 age at which tombstones go, ms   4 history entries kept   5 drops D, then D of
 --       group id, env, reason, '1' when the whole group closes (tombstone), history record ('' for none), ids N, N ids
 -- Reply {'OK', pushes dropped} | {'FENCED', owner}
@@ -37,6 +37,12 @@ for _ = 1, tonumber(ARGV[5]) do
         redis.call('ZADD', KEYS[5], step, ARGV[2] .. entry.group .. ':' .. entry.key)
       end
       dropped = dropped + 1
+    else
+      local record = redis.call('HGET', KEYS[8], group .. ' ' .. ARGV[i])
+      if record then
+        redis.call('HDEL', KEYS[8], group .. ' ' .. ARGV[i], group)
+        redis.call('ZADD', KEYS[5], step, ARGV[2] .. group .. ':' .. string.match(record, '^%S+ (%S+) '))
+      end
     end
   end
   p = p + ids

@@ -1,0 +1,112 @@
+"""Pausing an env: on a real server and in memory, through the store, the batcher and the command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_runs import Served
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.records import PolicyVersion
+from rlbuffer_cli.main import main
+
+pytest_plugins = ("store_fixtures",)
+
+HALVES = {"step_groups": 4, "budgets": {"a": 0.5, "b": 0.5}, "max_age": 8}
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[Served]:
+    made = Served(run)
+    yield made
+    made.close()
+
+
+def wait_for_step(served: Served, step: int, seconds: float = 10.0) -> Any:
+    return served.wait_for(lambda: served.run.store.wait_step(step, block_seconds=0), seconds)
+
+
+def start(served: Served, **settings: Any) -> Run:
+    """One env sends, the other one is silent, and the step waits for it."""
+    run = served.run
+    attempt = run.store.attempt(uuid="t", world_size=1, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0, location="", size=0, checksum=""))
+    for n in range(8):
+        run.push(f"a.{n}")
+    served.serve(rlbuffer.BatcherConfig(64, **(HALVES | settings)))
+    return run
+
+
+def test_pause_and_resume_are_remembered_and_say_whether_they_changed_anything(run: Run) -> None:
+    assert run.store.paused() == frozenset()
+    assert [run.store.pause("a"), run.store.pause("b"), run.store.pause("a")] == [True, True, False]
+    assert run.again().paused() == {"a", "b"}
+    assert [run.store.resume("a"), run.store.resume("a")] == [True, False]
+    assert run.store.paused() == {"b"}
+
+
+def test_after_a_pause_the_next_step_does_not_wait_for_the_env_any_more(served: Served) -> None:
+    run = start(served)
+    served.wait_for(lambda: "b is 2 groups short of its share" in run.store.waiting().get("batcher", ""))
+    assert run.store.wait_step(1, block_seconds=0) is None
+    run.store.pause("b")
+    assert wait_for_step(served, 1, seconds=5.0).group_ids == ("a.0", "a.1", "a.2", "a.3")
+    assert run.store.allowances()["b"] == 0
+    assert served.said("env", env="b", state="paused")
+    run.store.resume("b")
+    served.wait_for(lambda: served.said("env", env="b", state="resumed"))
+    served.wait_for(lambda: run.store.verify().ok)
+
+
+def test_an_env_that_was_paused_before_the_batcher_started_is_paused(served: Served) -> None:
+    served.run.store.pause("b")
+    start(served)
+    assert wait_for_step(served, 1).group_ids == ("a.0", "a.1", "a.2", "a.3")
+
+
+def test_a_dead_env_is_told_of_and_told_of_when_it_is_back(served: Served) -> None:
+    run = start(served, env_dead_after_seconds=0.3)
+    event = served.wait_for(lambda: served.said("env", env="b", state="dead"))[0]
+    assert event["sentence"].startswith("b has sent nothing for 0 s: start a worker for it")
+    served.wait_for(lambda: "b has sent nothing for" in run.store.waiting().get("batcher", ""))
+    run.push("b.0")
+    served.wait_for(lambda: served.said("env", env="b", state="back"))
+    assert "b.0" in wait_for_step(served, 1).group_ids
+
+
+def test_on_dead_env_stop_tells_every_waiting_rank_why(served: Served) -> None:
+    run = start(served, env_dead_after_seconds=0.3, on_dead_env="stop")
+    served.wait_for(lambda: served.errors or run.store.meta().error, checks_errors=False)
+    error = served.wait_for(lambda: run.store.meta().error, checks_errors=False)
+    assert error.startswith("RlbufferError: step 1 cannot be made: b has sent nothing for 0 s: ")
+    assert error.endswith("(batcher.on_dead_env = stop)")
+
+
+def test_on_dead_env_borrow_goes_on_without_it(served: Served) -> None:
+    start(served, env_dead_after_seconds=0.3, on_dead_env="borrow")
+    assert wait_for_step(served, 1).group_ids == ("a.0", "a.1", "a.2", "a.3")
+
+
+def test_the_command_pauses_and_resumes(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with rlbuffer.connect(run="r", config={"home": str(home)}) as buffer:
+        buffer.store.open_run()
+        said = []
+        for action in ("pause", "pause", "resume", "resume"):
+            assert main(["env", action, "math", "--home", str(home), "--run", "r"]) == 0
+            said.append(capsys.readouterr().out.strip())
+            assert buffer.store.paused() == (frozenset({"math"}) if action == "pause" else frozenset())
+    assert said == [
+        'math is paused in run "r": steps go on without it. Back: rlbuffer env resume math',
+        'math was paused already in run "r"',
+        'math takes part again in run "r"',
+        'math was not paused in run "r"',
+    ]
+    assert main(["env", "pause", "a b", "--home", str(home)]) == 2
+    assert "'a b' is not an env name: [A-Za-z0-9_.-]{1,64}" in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""Groups that more than one step trains, on the server: the reuse record, the ledger, garbage and takeover."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from daemon_runs import Served
+from store_runs import Run, changed, plan_of
+
+import rlbuffer
+from rlbuffer.batches import StepPlan
+from rlbuffer.client import Buffer
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import RunSettings
+from rlbuffer.store.base import EnvLedger, PoolEntry
+
+pytest_plugins = ("store_fixtures",)
+
+THRICE = rlbuffer.BatcherConfig(64, step_groups=2, max_uses=3, replay_fraction=1.0, max_age=8)
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[Served]:
+    made = Served(run)
+    yield made
+    made.close()
+
+
+def reusing(plan: StepPlan, uses: int, *, kept: bool) -> StepPlan:
+    """The plan with its groups used `uses` times before."""
+    group_of = {ref.entry_id: ref.group_id for ref in plan.rollouts}
+    entries = [replace(e, group_id=group_of[e.entry_id], uses=uses, is_kept=kept) for e in plan.entries]
+    return changed(plan, entries=tuple(entries))
+
+
+def use(run: Run, entries: list[PoolEntry], uses: int, *, kept: bool) -> tuple[str, Any]:
+    meta = run.store.meta()
+    plan = reusing(plan_of(entries, meta.step + 1), uses, kept=kept)
+    by_id = {e.entry_id: e for e in entries}
+    run.store.pin(plan.rollouts, by_id)
+    return run.store.commit(run.token, plan, by_id, meta=meta, state={"schema": 1, "envs": {}})
+
+
+def led(run: Run) -> list[PoolEntry]:
+    """One pushed group under a config that allows three uses."""
+    run.lead()
+    run.store.set_config(run.token, THRICE.as_dict(), "x")
+    run.push("a.0")
+    return run.pool()
+
+
+def account(run: Run) -> EnvLedger:
+    return run.store.ledger().envs["a"]
+
+
+def test_the_record_follows_the_uses_and_garbage_comes_after_the_last(run: Run) -> None:
+    entries = led(run)
+    key = entries[0].payload_key
+    for uses, kept in ((0, True), (1, True)):
+        assert use(run, entries, uses, kept=kept)[0] == "ok"
+        (group,) = run.store.reused()
+        assert (group.group_id, group.uses, group.step, group.entries) == ("a.0", uses + 1, uses + 1, tuple(entries))
+        assert run.client.zscore(run.store.keys.garbage, key) is None
+        assert run.store.verify().findings == ()
+    assert use(run, entries, 2, kept=False)[0] == "ok"
+    assert run.store.reused() == []
+    assert not run.client.exists(run.store.keys.reuse)
+    assert run.client.zscore(run.store.keys.garbage, key) == 3
+    assert run.store.verify().findings == ()
+
+
+def test_a_group_is_packed_and_trained_once_and_its_further_uses_are_counted_beside(run: Run) -> None:
+    entries = led(run)
+    size = (entries[0].rollouts, entries[0].tokens)
+    use(run, entries, 0, kept=True)
+    assert (account(run).pushed, account(run).packed, account(run).reused) == (size, size, (0, 0))
+    run.train(1)
+    use(run, entries, 1, kept=True)
+    assert (account(run).packed, account(run).trained, account(run).reused) == ((0, 0), size, size)
+    run.train(2)
+    use(run, entries, 2, kept=False)
+    run.train(3)
+    assert (account(run).pushed, account(run).trained) == (size, size)
+    assert account(run).reused == (2 * size[0], 2 * size[1])
+    assert account(run).pending == (0, 0)
+    assert [h.uses for h in run.store.headers()] == [{}, {"a.0": 1}, {"a.0": 2}]
+    assert run.store.verify().findings == ()
+
+
+@pytest.mark.parametrize("assumed", [0, 1, 3])
+def test_a_plan_that_assumes_other_uses_than_recorded_is_refused(run: Run, assumed: int) -> None:
+    entries = led(run)
+    use(run, entries, 0, kept=True)
+    use(run, entries, 1, kept=True)
+    before = run.control_keys()
+    assert use(run, entries, assumed, kept=True) == ("gone", [entries[0].entry_id])
+    assert run.control_keys() == before
+
+
+def test_a_used_group_that_is_not_kept_any_more_is_gone(run: Run) -> None:
+    entries = led(run)
+    use(run, entries, 0, kept=True)
+    use(run, entries, 1, kept=False)
+    assert use(run, entries, 1, kept=True) == ("gone", [entries[0].entry_id])
+
+
+def test_a_used_group_that_is_dropped_is_released_and_the_ledger_stays(run: Run) -> None:
+    entries = led(run)
+    use(run, entries, 0, kept=True)
+    before = run.store.ledger()
+    run.drop("stale", entries)
+    assert (run.store.reused(), run.store.ledger()) == ([], before)
+    assert run.client.zscore(run.store.keys.garbage, entries[0].payload_key) == 1
+    assert [r["event"] for r in run.store.history()] == ["step"]
+    assert run.store.verify().findings == ()
+
+
+def test_retiring_the_first_step_keeps_the_payload_for_the_next_use(run: Run) -> None:
+    entries = led(run)
+    use(run, entries, 0, kept=True)
+    run.train(1, oldest_kept=1)
+    assert run.store.retire(run.token, 1) == 0
+    assert run.payload_keys() == [entries[0].payload_key]
+    use(run, entries, 1, kept=False)
+    run.train(2, oldest_kept=2)
+    assert run.store.retire(run.token, 2) == 1
+    assert run.payload_keys() == []
+    assert run.store.verify().findings == ()
+
+
+def test_verify_finds_a_rollout_in_more_steps_than_allowed(run: Run) -> None:
+    entries = led(run)
+    for uses in range(4):
+        use(run, entries, uses, kept=True)
+    messages = {f.message for f in run.store.verify().findings if f.invariant == "I1"}
+    assert messages == {f"rollout {r.rollout_id} is in step 3 and in step 4" for r in entries[0].info.rollouts}
+
+
+def test_verify_finds_garbage_that_is_still_to_be_used(run: Run) -> None:
+    entries = led(run)
+    use(run, entries, 0, kept=True)
+    run.client.zadd(run.store.keys.garbage, {entries[0].payload_key: 1})
+    assert [(f.invariant, f.message) for f in run.store.verify().findings] == [
+        ("I11", f"group a.0 may be used again, but its payload is marked as garbage ({entries[0].payload_key})")
+    ]
+
+
+def test_steps_repeat_groups_up_to_max_uses_over_a_takeover(served: Served) -> None:
+    run = served.run
+    attempt = run.store.attempt(uuid="t", world_size=1, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0, location="", size=0, checksum=""))
+    for n in range(2):
+        run.push(f"a.{n}")
+    served.serve(THRICE)
+    header = served.wait_for(lambda: run.store.wait_step(1, block_seconds=0))
+    assert (header.group_ids, header.uses, header.max_uses) == (("a.0", "a.1"), {}, 3)
+    served.stop()
+    run.train(1)
+    served.serve(THRICE)
+    header = served.wait_for(lambda: run.store.wait_step(3, block_seconds=0))
+    assert header.uses == {"a.0": 2, "a.1": 2}
+    run.train(3)
+    assert run.store.reused() == []
+    buffer = Buffer(run.store, settings=RunSettings())
+    assert sorted((g.group_id, g.step, g.uses) for g in buffer.groups()) == [
+        (group, step, step) for group in ("a.0", "a.1") for step in (1, 2, 3)
+    ]
+    assert {m.step for m in buffer.group("a.0").members} == {3}
+    assert run.store.ledger().envs["a"].trained[0] == run.store.ledger().envs["a"].pushed[0] == 4
+    assert run.store.verify().findings == ()
+
+
+def test_a_batcher_with_fewer_uses_releases_what_it_may_not_use_any_more(run: Run, served: Served) -> None:
+    entries = led(run)
+    use(run, entries, 0, kept=True)
+    run.store.set_config(run.token, rlbuffer.BatcherConfig(64).as_dict(), "")
+    run.store.release_lease("leader")
+    run.client.hset(run.store.keys.meta, "config_digest", "")
+    served.serve(rlbuffer.BatcherConfig(64))
+    served.wait_for(lambda: served.said("ready"))
+    assert run.store.reused() == []
+    assert run.store.verify().findings == ()

@@ -1,0 +1,65 @@
+"""`oversized = "truncate"`: the writer cuts, by the run's config, and what is sent again is the same."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+import rlbuffer
+from rlbuffer import wire
+from rlbuffer.testing import make_group
+
+CUTS = rlbuffer.BatcherConfig(10, oversized="truncate")
+DROPS = rlbuffer.BatcherConfig(10)
+
+
+@pytest.fixture(params=["memory", "server"])
+def buffer(request: pytest.FixtureRequest) -> Iterator[rlbuffer.Buffer]:
+    url = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else request.getfixturevalue("redis_url")
+    with rlbuffer.connect(url, run=f"cut-{uuid.uuid4().hex[:8]}") as made:
+        made.store.open_run()
+        yield made
+
+
+def serve(buffer: rlbuffer.Buffer, config: rlbuffer.BatcherConfig) -> None:
+    lease = buffer.store.lease("leader", ttl_seconds=30.0)
+    buffer.store.set_config(lease.token, config.as_dict(), "digest")
+
+
+def lengths(buffer: rlbuffer.Buffer) -> list[list[tuple[int, bool]]]:
+    return [[(r.length, r.is_truncated) for r in e.info.rollouts] for e in buffer.store.read_pool() if e.info]
+
+
+@pytest.mark.parametrize(
+    ("config", "stored"),
+    [(CUTS, [(8, False), (10, True)]), (DROPS, [(8, False), (20, False)]), (None, [(8, False), (20, False)])],
+)
+def test_the_runs_config_decides_whether_long_rollouts_are_cut(
+    buffer: rlbuffer.Buffer, config: rlbuffer.BatcherConfig | None, stored: list[tuple[int, bool]]
+) -> None:
+    if config is not None:
+        serve(buffer, config)
+    buffer.writer("w").push(make_group(size=2, lengths=[8, 20]))
+    assert lengths(buffer) == [stored]
+    assert buffer.ledger().envs["a"].pushed == (2, sum(length for length, _ in stored))
+    (entry,) = buffer.store.read_pool()
+    data = buffer.store.client.hget(entry.payload_key, "1")  # type: ignore[attr-defined]
+    assert wire.decode_rollout(data, expected=entry.info.rollouts[1]).length == stored[1][0]  # type: ignore[union-attr]
+
+
+def test_before_a_batcher_has_served_the_run_the_writers_own_settings_count() -> None:
+    with rlbuffer.connect("memory://", config=CUTS) as buffer:
+        buffer.writer("w").push(make_group(size=2, lengths=[8, 20]))
+        assert lengths(buffer) == [[(8, False), (10, True)]]
+
+
+def test_a_push_repeated_under_its_sequence_is_a_duplicate_although_it_was_cut(buffer: rlbuffer.Buffer) -> None:
+    serve(buffer, CUTS)
+    writer = buffer.writer("w")
+    group = make_group(size=1, lengths=[20])
+    assert writer.push(group, sequence=1).status == "stored"
+    assert writer.push(group, sequence=1).status == "duplicate"
+    assert lengths(buffer) == [[(10, True)]]
+    assert buffer.verify().ok

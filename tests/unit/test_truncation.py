@@ -1,0 +1,63 @@
+"""Cutting rollouts that are longer than a row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlbuffer.records import Rollout
+from rlbuffer.testing import make_group
+from rlbuffer.truncation import truncated, truncated_group
+
+
+def two_turns() -> Rollout:
+    turns = [
+        {"role": "user", "tokens": [1, 2, 3]},
+        {"role": "assistant", "tokens": [4, 5], "logprobs": [-0.1, -0.2], "policy_version": 3},
+        {"role": "tool", "tokens": [6, 7]},
+        {"role": "assistant", "tokens": [8, 9], "logprobs": [-0.3, -0.4], "policy_version": 5, "reward": 0.5},
+    ]
+    return Rollout.from_turns(
+        turns,
+        reward=1.0,
+        policy_version=3,
+        columns={"entropy": np.arange(9, dtype=np.float32), "experts": np.zeros((9, 2), np.int16)},
+        attachments={"image": np.zeros((4, 4), np.uint8)},
+        text="whole",
+        finish_reason="stop",
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "spans", "turns", "trained"),
+    [
+        (8, [(3, 3, 5), (5, 7, 8)], [("user", 0, 3), ("assistant", 3, 5), ("tool", 5, 7), ("assistant", 7, 8)], 3),
+        (7, [(3, 3, 5)], [("user", 0, 3), ("assistant", 3, 5), ("tool", 5, 7)], 2),
+        (4, [(3, 3, 4)], [("user", 0, 3), ("assistant", 3, 4)], 1),
+        (3, [(3, 0, 3)], [("user", 0, 3)], 0),
+        (1, [(3, 0, 1)], [("user", 0, 1)], 0),
+    ],
+)
+def test_spans_turns_and_every_column_end_where_the_rollout_is_cut(length, spans, turns, trained):
+    cut = truncated(two_turns(), length)
+    assert [tuple(s) for s in cut.version_spans] == spans
+    assert [(t.role, t.start, t.end) for t in cut.turns] == turns
+    assert (cut.length, cut.loss_tokens, cut.is_truncated) == (length, trained, True)
+    assert cut.columns["entropy"].tolist() == list(range(length))
+    assert cut.columns["experts"].shape == (length, 2)
+    assert (cut.reward, cut.text, cut.finish_reason) == (1.0, "whole", "stop")
+    assert cut.attachments["image"].shape == (4, 4)
+
+
+@pytest.mark.parametrize("length", [9, 10])
+def test_what_fits_is_left_as_it_is(length):
+    rollout = two_turns()
+    assert truncated(rollout, length) is rollout
+
+
+def test_only_the_long_rollouts_of_a_group_are_cut():
+    group = make_group(size=3, lengths=[8, 20, 10])
+    cut = truncated_group(group, 10)
+    assert [(r.length, r.is_truncated) for r in cut.rollouts] == [(8, False), (10, True), (10, False)]
+    assert [r.rollout_id for r in cut.rollouts] == [r.rollout_id for r in group.rollouts]
+    assert truncated_group(cut, 10) is cut
