@@ -8,6 +8,8 @@ from typing import Any
 
 import redis
 
+LOADS = 3
+"""Times that a script is loaded: the server may restart once more between loading and calling."""
 Argument = bytes | str | int | float | memoryview
 
 
@@ -29,8 +31,9 @@ class Script:
 
     def __call__(self, keys: Sequence[Argument] = (), args: Sequence[Argument] = ()) -> Any:
         client = self._client()
-        try:
-            return client.evalsha(self.sha, len(keys), *keys, *args)
-        except redis.exceptions.NoScriptError:
-            client.script_load(self.text)
-            return client.evalsha(self.sha, len(keys), *keys, *args)
+        for _ in range(LOADS):
+            try:
+                return client.evalsha(self.sha, len(keys), *keys, *args)
+            except redis.exceptions.NoScriptError:
+                client.script_load(self.text)
+        return client.evalsha(self.sha, len(keys), *keys, *args)
