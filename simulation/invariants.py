@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 from rlbuffer import wire
@@ -18,6 +17,7 @@ from rlbuffer.infos import GroupInfo
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.pool import CLOSING_REASONS, reused_groups
 from rlbuffer.store.step_format import decode_header, decode_part, step_digest
+from simulation.accounts import Live, Pending
 from simulation.network import Network
 from simulation.server import Command, Server
 from simulation.values import StreamId
@@ -37,32 +37,6 @@ _KNOWLEDGE = (
     "_holder",
     "_leader",
 )
-
-
-@dataclass(slots=True)
-class Pending:
-    """A pool entry."""
-
-    payload: bytes
-    group: str
-    env: str
-    amounts: tuple[int, int]
-    """Rollouts, tokens."""
-    metadata: bytes
-    pushed_ms: int
-
-    def ids(self) -> set[str]:
-        """Its rollouts."""
-        return {r.rollout_id for r in wire.decode_info(self.metadata).rollouts}
-
-
-@dataclass(slots=True)
-class Live:
-    """A committed step that was not retired."""
-
-    payloads: frozenset[bytes]
-    amounts: dict[str, list[int]]
-    """env -> rollouts, tokens."""
 
 
 class Invariants:

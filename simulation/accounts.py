@@ -1,0 +1,33 @@
+"""What the invariants remember of the run: pushes that are pending, steps that are live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlbuffer import wire
+
+
+@dataclass(slots=True)
+class Pending:
+    """A pool entry."""
+
+    payload: bytes
+    group: str
+    env: str
+    amounts: tuple[int, int]
+    """Rollouts, tokens."""
+    metadata: bytes
+    pushed_ms: int
+
+    def ids(self) -> set[str]:
+        """Its rollouts."""
+        return {r.rollout_id for r in wire.decode_info(self.metadata).rollouts}
+
+
+@dataclass(slots=True)
+class Live:
+    """A committed step that was not retired."""
+
+    payloads: frozenset[bytes]
+    amounts: dict[str, list[int]]
+    """env -> rollouts, tokens."""
