@@ -2,74 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
 from rlbuffer import fills
 from rlbuffer.batches import digest_step
-from rlbuffer.client import Buffer
-from rlbuffer.daemon import Daemon
 from rlbuffer.reader import Reader
 from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings
 from rlbuffer.store.redis_store import RedisStore
 
 pytest_plugins = ("store_fixtures",)
 
-
-class Served:
-    """Daemons over the run's store, and what they said."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.events: list[dict[str, Any]] = []
-        self.errors: list[BaseException] = []
-        self._running: list[tuple[threading.Event, threading.Thread]] = []
-
-    def serve(self) -> Any:
-        """Starts a daemon. -> its store."""
-        store = self.run.again()
-        config = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)
-        daemon = Daemon(Buffer(store, settings=RunSettings()), config, on_event=self.events.append, lease_seconds=1.0)
-        stop = threading.Event()
-
-        def lead() -> None:
-            try:
-                daemon.run(stop)
-            except BaseException as error:
-                self.errors.append(error)
-
-        thread = threading.Thread(target=lead)
-        thread.start()
-        self._running.append((stop, thread))
-        return store
-
-    def stop(self, which: int = 0) -> None:
-        stop, thread = self._running.pop(which)
-        stop.set()
-        thread.join(timeout=20)
-
-    def close(self) -> None:
-        while self._running:
-            self.stop()
-
-    def wait_for(self, what: Callable[[], Any], seconds: float = 10.0) -> Any:
-        deadline = time.monotonic() + seconds
-        while not (value := what()):
-            assert not self.errors, self.errors
-            assert time.monotonic() < deadline, self.events[-5:]
-            time.sleep(0.02)
-        return value
-
-    def said(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
-        return [e for e in list(self.events) if e["event"] == kind and fields.items() <= e.items()]
+CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)
 
 
 @pytest.fixture
@@ -95,7 +45,7 @@ def test_entries_that_nobody_pushed_leave_the_pool_and_stop_nothing(served: Serv
     run.push("a.0")
     without_key = {k: v for k, v in run.client.xrange(run.store.keys.pool)[-1][1].items() if k != b"key"}
     run.client.xadd(run.store.keys.pool, without_key | {b"group": b"a.1"})
-    served.serve()
+    served.serve(CONFIG)
     served.wait_for(lambda: len(served.said("drop", reason="invalid")) == len(GARBAGE) + 1)
     assert [entry.group_id for entry in run.pool()] == ["a.0"]
     assert not served.errors
@@ -103,7 +53,7 @@ def test_entries_that_nobody_pushed_leave_the_pool_and_stop_nothing(served: Serv
 
 
 def test_a_server_that_was_away_is_read_again_from_the_start(served: Served) -> None:
-    store = served.serve()
+    store = served.serve(CONFIG)
     served.wait_for(lambda: served.said("ready"))
     store.connection.losses += 1
     served.wait_for(lambda: len(served.said("ready")) == 2)
@@ -111,9 +61,9 @@ def test_a_server_that_was_away_is_read_again_from_the_start(served: Served) -> 
 
 
 def test_a_standby_that_leaves_does_not_speak_for_the_leader(served: Served) -> None:
-    served.serve()
+    served.serve(CONFIG)
     sentence = served.wait_for(lambda: served.run.store.waiting().get("batcher"))
-    served.serve()
+    served.serve(CONFIG)
     served.wait_for(lambda: served.said("leader", state="standby"))
     served.stop(1)
     assert served.run.store.waiting()["batcher"] == sentence
@@ -129,7 +79,7 @@ def test_a_push_whose_columns_do_not_go_with_the_others_is_dropped_and_the_step_
     run.push("a.0", lengths=[8, 8], columns=[{"x": np.zeros((8, 2), np.float32)}] * 2)
     run.push("a.1", lengths=[8], columns=[{"x": np.zeros((8, 3), np.float32)}])
     run.push("a.2", lengths=[8, 8], columns=[{"x": np.zeros((8, 2), np.float32)}] * 2)
-    served.serve()
+    served.serve(CONFIG)
     (drop,) = served.wait_for(lambda: served.said("drop", reason="invalid"))
     assert drop["detail"] == "column x is float32 [T, 3], but [T, 2] in most rollouts of its step"
     served.wait_for(lambda: run.store.meta().step == 1)
@@ -142,7 +92,7 @@ def test_all_ranks_have_the_columns_of_the_step_though_only_one_has_rollouts_wit
     start_trainer(run, world_size=2)
     run.push("a.0", lengths=[60], columns=[{"x": np.ones((60, 2), np.int16)}])
     run.push("a.1", lengths=[60])
-    served.serve()
+    served.serve(CONFIG)
     served.wait_for(lambda: run.store.meta().step == 1)
     readers = [Reader(run.again(), rank=rank, world_size=2, timeout_seconds=20) for rank in (0, 1)]
     steps = [reader.pull(1) for reader in readers]
@@ -162,7 +112,7 @@ def test_a_rollout_that_disagrees_with_the_trainer_s_declaration_is_masked_alike
     start_trainer(run)
     run.push("a.0", lengths=[20], columns=[{"x": np.zeros((20, 3), np.float32)}])
     run.push("a.1", lengths=[20])
-    served.serve()
+    served.serve(CONFIG)
     served.wait_for(lambda: run.store.meta().step == 1)
     monkeypatch.setattr(fills, "_SPECS", dict(fills._SPECS))
     fills.register_column("x", fill=0, dtype="f4", shape=(2,))
@@ -178,7 +128,7 @@ def test_a_full_server_is_what_the_batcher_says_it_waits_for(served: Served, mon
     facts = {"used_memory": 3 * 2**20, "maxmemory": 3 * 2**20}
     monkeypatch.setattr(RedisStore, "server", lambda store: store.connection.describe() | facts)
     start_trainer(served.run)
-    served.serve()
+    served.serve(CONFIG)
     says = lambda: served.run.store.waiting().get("batcher", "")  # noqa: E731
     sentence = served.wait_for(lambda: says().startswith("The server's") and says())
     assert sentence.startswith(

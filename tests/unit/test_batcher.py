@@ -3,42 +3,13 @@ import dataclasses
 import msgpack
 import numpy as np
 import pytest
+from batcher_calls import ask, batcher, drops_of, put
 
-from rlbuffer.batcher import Batcher
 from rlbuffer.batches import Normalizers
-from rlbuffer.config import BatcherConfig, EnvConfig
+from rlbuffer.config import EnvConfig
 from rlbuffer.errors import RlbufferError
 from rlbuffer.policy.admission import ANY_ENV
 from rlbuffer.testing import make_group
-
-RNG = np.random.default_rng(0)
-
-
-def batcher(state=None, **settings):
-    return Batcher(BatcherConfig(**({"row_tokens": 100} | settings)), state)
-
-
-def put(made, name, *, env="a", lengths=(25,) * 4, version=0, now=0.0, entry=None, planned=None, first=0, **fields):
-    group = make_group(
-        env=env,
-        size=len(lengths),
-        lengths=lengths,
-        version=version,
-        group_id=name,
-        planned_size=planned or len(lengths),
-        rewards=fields.pop("rewards", [float(i % 2) for i in range(len(lengths))]),
-    )
-    info = dataclasses.replace(group.info(), **fields)
-    rollouts = [dataclasses.replace(r, rollout_id=f"{name}/{first + i}") for i, r in enumerate(info.rollouts)]
-    made.add(dataclasses.replace(info, rollouts=tuple(rollouts)), entry_id=entry or f"{name}-0", now=now)
-
-
-def ask(made, step=1, *, now=0.0, world_size=2):
-    return made.next(step, world_size=world_size, now=now, rng=RNG)
-
-
-def drops_of(decision):
-    return [(d.group_id, d.reason, d.detail, d.rollouts, d.tokens) for d in decision.drops]
 
 
 def test_a_step_closes_before_the_group_that_needs_another_row():
