@@ -2,19 +2,26 @@
 #   make demo    install what the demo needs, run it on the embedded server
 #   make test    install the development set, run every test
 #   make sim     simulate the protocol under faults: make sim SEEDS=2000
+#   make faults  kill, halt and cut off the processes of real runs: make faults FAULTS="kills --seed 7"
 #   make check   ruff, mypy --strict, import arrows, file sizes, wheel contents
+#   make vllm-test  samplers and workers with real vLLM on the CPU, in an environment of its own (3.4 GB)
+#   make adapters-test  environments of verifiers and tasks of reasoning-gym, in an environment of its own
 #   make bench   measure planning, assembly, batcher and transport (nothing timed is a test)
 
 PYTHON ?= python3
 VENV   ?= .venv
+VLLM   ?= .venv-vllm
+ADAPTERS ?= .venv-adapters
+# Tests that run at once. Most of the slow ones wait for processes.
+JOBS   ?= 4
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sim bench clean
+.PHONY: help demo test check sim faults bench vllm-test adapters-test clean
 
 help:
-	@sed -n '2,6s/^# //p' Makefile
+	@sed -n '2,9s/^# //p' Makefile
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("rlbuffer needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
@@ -35,7 +42,7 @@ demo: $(VENV)/.train
 	$(BIN)/rlbuffer demo $(DEMO)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(TEST)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TEST)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -46,8 +53,27 @@ check: $(VENV)/.dev
 sim: $(VENV)/.dev
 	$(BIN)/python -m simulation --seeds $(or $(SEEDS),500) $(SIM)
 
+faults: $(VENV)/.dev
+	$(BIN)/python tests/faults $(FAULTS)
+
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(BENCH)
 
+vllm-test:
+	PYTHON=$(PYTHON) .ci/vllm-env $(VLLM)
+	RLBUFFER_VLLM=1 HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 VLLM_NO_USAGE_STATS=1 \
+	  TORCH_COMPILE_DISABLE=1 VLLM_LOGGING_LEVEL=ERROR \
+	  $(VLLM)/bin/python -m pytest -W default -p no:cacheprovider tests/real_vllm $(VLLM_TEST)
+
+$(ADAPTERS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(ADAPTERS)
+	$(ADAPTERS)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[envs,verifiers,memory]' \
+	  'pytest>=8.2' 'pytest-timeout>=2.3'
+	@touch $@
+
+adapters-test: $(ADAPTERS)/.installed
+	RLBUFFER_ADAPTERS=1 HF_HUB_OFFLINE=1 \
+	  $(ADAPTERS)/bin/python -m pytest -W default -p no:cacheprovider tests/adapters $(ADAPTERS_TEST)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(VLLM) $(ADAPTERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "AdapterConfig": "rlbuffer.config",
+    "AdapterProgress": "rlbuffer.batches",
     "Batcher": "rlbuffer.batcher",
     "BatcherConfig": "rlbuffer.config",
     "Buffer": "rlbuffer.client",
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from rlbuffer import testing as testing
     from rlbuffer.advantages import advantage as advantage
     from rlbuffer.batcher import Batcher as Batcher
+    from rlbuffer.batches import AdapterProgress as AdapterProgress
     from rlbuffer.batches import Decision as Decision
     from rlbuffer.batches import Drop as Drop
     from rlbuffer.batches import MicroBatch as MicroBatch
@@ -68,6 +71,7 @@ if TYPE_CHECKING:
     from rlbuffer.client import Buffer as Buffer
     from rlbuffer.client import Policy as Policy
     from rlbuffer.client import connect as connect
+    from rlbuffer.config import AdapterConfig as AdapterConfig
     from rlbuffer.config import BatcherConfig as BatcherConfig
     from rlbuffer.config import EnvConfig as EnvConfig
     from rlbuffer.errors import RlbufferError as RlbufferError

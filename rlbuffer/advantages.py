@@ -15,22 +15,41 @@ opo        r_i - mean weighted by sampled length        Hao et al. 2025, arXiv 2
 reinforce  r_i                                          Williams 1992, without a baseline
 ========== ============================================ ================================================================
 
+``length_penalty`` is rloo of rewards that a long answer has less of: r_i (1 - a s(z_i)) where r_i > 0, and r_i itself
+elsewhere, so that being short never pays for a wrong answer. s is the sigmoid, a = 0.1, and z_i how many standard
+deviations the rollout is longer than the mean of the rollouts with a positive reward. Source: Arora and Zanette 2025,
+Training language models to reason efficiently, arXiv 2502.04463, section 3.1.
+
 A group of one gets 0 in all of them: there is nothing to compare it with.
+
+An estimator of the user's own is a callable named by a dotted path, ``package.module:name`` (a class is called without
+arguments first)::
+
+    def estimator(rewards: numpy.ndarray, lengths: numpy.ndarray, group: Mapping[str, Any]) -> numpy.ndarray: ...
+
+It gets copies of the rewards and of the sampled tokens, [n] float64 both, and what the batcher knows of the group (see
+`rlbuffer.policy.composing.facts`), and gives [n] finite numbers. It must be deterministic: the same group must get the
+same advantages wherever the batcher runs, or a standby that takes over would plan another step. It runs in the batcher
+and sees no payloads. Nothing is dropped because of it: an answer that cannot be used is a ConfigError, which stops the
+batcher, and every rank is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rlbuffer.dotted import load, refused
 from rlbuffer.errors import ConfigError, InvalidRollout
 
 GRPO_EPSILON = 1e-6
 """Added to the standard deviation, so that a nearly flat group does not explode."""
+LENGTH_ALPHA = 0.1
+"""Share of a reward that an answer of endless length loses; the source tries 0.05 to 0.4."""
 
 Rewards = NDArray[np.float64]
 Estimator = Callable[[Rewards, Rewards | None], Rewards]
@@ -73,6 +92,19 @@ def reinforce(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
     return rewards.copy()
 
 
+def length_penalty(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
+    """rloo of r_i (1 - 0.1 sigmoid((length_i - mean) / std)) where r_i > 0; mean and std over those rollouts."""
+    if lengths is None:
+        raise InvalidRollout("advantage length_penalty: lengths are required")
+    right = rewards > 0
+    penalized = rewards.copy()
+    if right.any():
+        spread = float(lengths[right].std())
+        z = (lengths[right] - float(lengths[right].mean())) / spread if spread > 0 else np.zeros(int(right.sum()))
+        penalized[right] *= 1 - LENGTH_ALPHA / (1 + np.exp(-z))
+    return rloo(penalized)
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "rloo": rloo,
     "grpo": grpo,
@@ -80,31 +112,75 @@ ESTIMATORS: dict[str, Estimator] = {
     "max_rl": max_rl,
     "opo": opo,
     "reinforce": reinforce,
+    "length_penalty": length_penalty,
 }
 """Every estimator by its name in ``batcher.advantage``."""
+
+
+Loaded = Callable[[Rewards, Rewards | None, Mapping[str, Any]], Rewards]
+"""An estimator, built in or the user's own: rewards, lengths and facts of the group in, checked advantages out."""
+
+
+def load_estimator(name: str, *, setting: str = "batcher.advantage") -> Loaded:
+    """The estimator of this name.
+
+    Args:
+        name: of a built-in one, or ``package.module:name``.
+        setting: where the name stands, for the message.
+
+    Raises:
+        ConfigError: there is none, or it cannot be imported.
+    """
+    built_in = ESTIMATORS.get(name)
+    if built_in is not None:
+        return lambda rewards, lengths, group: built_in(rewards, lengths)
+    if ":" not in name:
+        near = get_close_matches(name, ESTIMATORS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"advantage {name!r} is not an estimator: {', '.join(ESTIMATORS)}.{hint}", setting=setting)
+    own = load(setting, name, "(rewards, lengths, group)")
+
+    def checked(rewards: Rewards, lengths: Rewards | None, group: Mapping[str, Any]) -> Rewards:
+        for_whom = f" for group {group['group_id']} of env {group['env']}" if "group_id" in group else ""
+        try:
+            # Copies: what it does with them must not change what is trained.
+            given = own(rewards.copy(), None if lengths is None else lengths.copy(), dict(group))
+            values = np.array(given, dtype=np.float64)
+        except Exception as error:  # it is not our code
+            raise refused(setting, name, f"failed{for_whom}: {type(error).__name__}: {error}") from error
+        if values.shape != rewards.shape:
+            what = f"numbers of shape {list(values.shape)}"
+            raise refused(setting, name, f"gave {what}{for_whom}: it must be one for each of {len(rewards)} rollouts")
+        if not np.isfinite(values).all():
+            odd = next(float(value) for value in values if not np.isfinite(value))
+            raise refused(setting, name, f"gave {odd}{for_whom}: it must give finite numbers")
+        return values
+
+    return checked
 
 
 def advantage(name: str, rewards: ArrayLike, *, lengths: ArrayLike | None = None, **info: Any) -> Rewards:
     """The advantages of one group's rollouts.
 
-    Shapes: ``rewards`` and ``lengths`` [n]; the result is [n] float64. ``lengths`` are sampled tokens (only `opo` looks
-    at them). Further keywords are facts of the group for estimators that want them; the built-in ones do not.
+    Shapes: ``rewards`` and ``lengths`` [n]; the result is [n] float64. ``lengths`` are sampled tokens (`opo` and
+    `length_penalty` need them). Further keywords are facts of the group for estimators of the user's own, which are
+    named ``package.module:name``; the built-in ones do not look at them.
 
     Raises:
-        ConfigError: no estimator has this name.
-        InvalidRollout: a reward is not finite, shapes differ, or `opo` got no lengths.
+        ConfigError: no estimator has this name, or the user's own cannot be imported or failed.
+        InvalidRollout: a reward is not finite, shapes differ, or an estimator that needs lengths got none.
 
     Example:
         >>> advantage("rloo", [0.0, 0.5, 1.0]).tolist()
         [-0.75, 0.0, 0.75]
     """
-    estimator = ESTIMATORS.get(name)
-    if estimator is None:
-        near = get_close_matches(name, ESTIMATORS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ConfigError(
-            f"advantage {name!r} is not an estimator: {', '.join(ESTIMATORS)}.{hint}", setting="batcher.advantage"
-        )
+    return estimate(load_estimator(name), name, rewards, lengths, info)
+
+
+def estimate(
+    estimator: Loaded, name: str, rewards: ArrayLike, lengths: ArrayLike | None, group: Mapping[str, Any]
+) -> Rewards:
+    """The advantages by an estimator that is loaded; otherwise as :func:`advantage`."""
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1 or not np.isfinite(values).all():
         raise InvalidRollout(f"advantage {name}: rewards must be finite numbers of shape [n], got {rewards!r}")
@@ -113,4 +189,4 @@ def advantage(name: str, rewards: ArrayLike, *, lengths: ArrayLike | None = None
         raise InvalidRollout(f"advantage {name}: {weights.size} lengths do not match {len(values)} rewards")
     if len(values) <= 1:
         return np.zeros_like(values)
-    return estimator(values, weights)
+    return estimator(values, weights, group)

@@ -79,6 +79,34 @@ class RolloutRef:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterProgress:
+    """How far an adapter is with a step, this step included; "" is all weights, whose own steps are the run's."""
+
+    samples: int
+    """Rollouts trained in this run."""
+    tokens: int
+    """Tokens of them."""
+    step: int
+    """Its own steps: the version that it has once this step is trained."""
+    ready_to_update: bool
+    """Its batch is whole with this step: its optimizer steps once, then its version `step` can be published."""
+    version: int
+    """The version that it has while this step trains: what ages are counted from."""
+    gathered: int = 0
+    """Rollouts since its last own step, those of this step included."""
+    rollouts: int = 0
+    """Of this step."""
+    waiting_for_version: int | None = None
+    """Publish after this step even if it is no regular point, unless this version or a newer one is published."""
+
+
+def version_trained(adapters: Mapping[str, AdapterProgress], adapter: str, step: int) -> int:
+    """The version of `adapter` that `step` trains: a rollout's age there is this - its `min_policy_version`."""
+    progress = adapters.get(adapter) if adapter else None
+    return step - 1 if progress is None else progress.version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EntryUse:
     """What a step does with one pool entry; packed and dropped add up to the whole entry."""
 
@@ -114,6 +142,8 @@ class StepPlan:
     """``capacity`` | ``fill`` | ``groups`` | ``rollouts`` | ``partial``: what ended the selection."""
     entries: tuple[EntryUse, ...] = ()
     """Every pool entry that the commit consumes."""
+    adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
+    """Adapter -> how far it is with this step, of all that were trained so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +178,8 @@ class Decision:
     """Why there is no plan, in one sentence; empty when there is one."""
     allowances: Mapping[str, int] = field(default_factory=dict)
     """env -> tickets that may be out."""
+    waiting_for_version: int | None = None
+    """The plan's header asks for this version: what is published is too old for the step after it."""
     dead: Mapping[str, float] = field(default_factory=dict)
     """env of which steps need something -> seconds that it has been silent, when that is too long."""
 
@@ -167,6 +199,8 @@ class Sample:
     answer: Any
     prompt_tokens: int
     length: int
+    adapter: str = ""
+    """LoRA adapter that it trains; "" is all weights."""
 
 
 def _on_host(array: Any) -> NDArray[Any]:
@@ -276,6 +310,8 @@ class Step:
     """Ids of this rank's rollouts that were missing or damaged and became masked padding."""
     header: Mapping[str, Any] = field(default_factory=dict)
     """Totals of the step as committed: per env tokens, rollouts, reward, ages; for reports."""
+    adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
+    """Adapter ("" is all weights) -> how far it is with this step: which optimizers step after it."""
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for update in self.updates:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -109,8 +109,21 @@ class Buffer:
                 reader.start()
         return self.attempt
 
-    def writer(self, worker: str, *, incarnation: str | None = None, patience_seconds: float = 300.0) -> Writer:
-        """A writer for `worker`. `incarnation` names the producer itself where it must survive a restart."""
+    def writer(
+        self,
+        worker: str,
+        *,
+        incarnation: str | None = None,
+        patience_seconds: float = 300.0,
+        on_retry: Callable[[RlbufferError], None] | None = None,
+        ticket_seconds: float | None = None,
+    ) -> Writer:
+        """A writer for `worker`. `incarnation` names the producer itself where it must survive a restart.
+
+        `on_retry` hears what the writer waits for, each time before it tries again; what it raises ends the waiting.
+        `ticket_seconds` is how long a ticket stays out without `renew` (60 s): who renews in the background may take
+        less, so that the prompts of a worker that dies are taken up sooner.
+        """
         epoch = self.store.open_run().epoch
         return Writer(
             self.store,
@@ -118,7 +131,9 @@ class Buffer:
             epoch=epoch,
             incarnation=incarnation,
             patience_seconds=patience_seconds,
+            on_retry=on_retry,
             config=self.settings.batcher,
+            ticket_seconds=ticket_seconds,
         )
 
     def reader(

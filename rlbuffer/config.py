@@ -24,8 +24,10 @@ _T = TypeVar("_T")
 
 ORDERS = ("newest_first", "oldest_first", "priority")
 """Built-in orders of an env's groups."""
-SELECTOR = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
-"""The user's own selector: ``package.module:name``."""
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
+"""The user's own selector or estimator: ``package.module:name``."""
+ADAPTER_LENGTH = 128
+"""Longest name of an adapter, in characters."""
 
 
 def _refusing_as_config_error(cls: type[_T]) -> type[_T]:
@@ -137,7 +139,16 @@ class EnvConfig:
     min_group_size: int | None = None
     """Rollouts."""
     advantage: str | None = None
-    """Estimator by name."""
+    """Estimator by name, or the user's own."""
+
+
+@_refusing_as_config_error
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class AdapterConfig:
+    """Settings of one LoRA adapter."""
+
+    batch_size: int
+    """Rollouts of one of its optimizer steps, at least."""
 
 
 @_refusing_as_config_error
@@ -177,7 +188,8 @@ class BatcherConfig:
     oversized: Literal["drop", "truncate"] = "drop"
     """Rollouts longer than a row: dropped by the batcher, or cut by the writer at push and flagged is_truncated."""
     advantage: str = "rloo"
-    """Estimator by name: rloo, grpo, dr_grpo, max_rl, opo, reinforce."""
+    """Estimator by name: rloo, grpo, dr_grpo, max_rl, opo, reinforce, length_penalty, or the user's own,
+    ``package.module:name``."""
     budgets: Mapping[str, Annotated[float | Points, PlainValidator(_read_budget)]] = field(default_factory=dict)
     """env -> fraction of a step's tokens, or a list of [step, fraction], linear in between. Sum at most 1 at every
     step; the remainder goes to the envs not named."""
@@ -206,6 +218,10 @@ class BatcherConfig:
     """Seconds that a step waits for an env without hearing of it before the env counts as dead."""
     on_dead_env: Literal["wait", "borrow", "stop"] = field(default="wait", kw_only=True)
     """What happens then: wait on, with an alert; go on without it until it sends something; or stop the run."""
+    adapters: Mapping[str, AdapterConfig] = field(default_factory=dict, kw_only=True)
+    """LoRA adapter -> its batch size, where it differs."""
+    adapter_batch_size: int = field(default=64, kw_only=True)
+    """Rollouts of one optimizer step of an adapter that `adapters` does not name, at least."""
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -213,6 +229,7 @@ class BatcherConfig:
         _check_overrides(self)
         object.__setattr__(self, "budgets", MappingProxyType(dict(self.budgets)))
         object.__setattr__(self, "envs", MappingProxyType(dict(self.envs)))
+        object.__setattr__(self, "adapters", MappingProxyType(dict(self.adapters)))
 
     def for_env(self, env: str, setting: str) -> Any:
         """The value of `setting` for `env`: its override, else the batcher's."""
@@ -220,12 +237,17 @@ class BatcherConfig:
         value = None if override is None else getattr(override, setting)
         return getattr(self, setting) if value is None else value
 
+    def batch_size(self, adapter: str) -> int:
+        """Rollouts of one optimizer step of `adapter`, at least."""
+        own = self.adapters.get(adapter)
+        return self.adapter_batch_size if own is None else own.batch_size
+
     def as_dict(self) -> dict[str, Any]:
         """Every setting as msgpack types; what the run's config digest is made of."""
         out: dict[str, Any] = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            if f.name == "envs":
+            if f.name in ("envs", "adapters"):
                 value = {k: dataclasses.asdict(v) for k, v in value.items()}
             elif isinstance(value, Mapping):
                 value = {k: [list(point) for point in v] if isinstance(v, tuple) else v for k, v in value.items()}
@@ -242,7 +264,7 @@ def _refuse(setting: str, why: str) -> NoReturn:
 def _check_ranges(config: BatcherConfig) -> None:
     for names, least, what in (
         (("row_tokens", "micro_batches_per_rank", "rows_per_micro_batch"), 1, "must be at least 1"),
-        (("min_group_size", "max_uses", "step_rollouts", "step_groups"), 1, "must be at least 1"),
+        (("min_group_size", "max_uses", "step_rollouts", "step_groups", "adapter_batch_size"), 1, "must be at least 1"),
         (("lookahead", "max_age"), 0, "must not be negative"),
     ):
         for name in names:
@@ -257,7 +279,7 @@ def _check_ranges(config: BatcherConfig) -> None:
             _refuse(name, f"= {value} must lie between 0 and 1")
     for name in ("group_timeout_seconds", "spill_after_seconds", "env_dead_after_seconds", "max_age_seconds"):
         _check_seconds(name, getattr(config, name))
-    if config.order not in ORDERS and not SELECTOR.match(config.order):
+    if config.order not in ORDERS and not DOTTED.match(config.order):
         _refuse(
             "order",
             f"= {config.order!r} must be {', '.join(ORDERS)} or a selector of yours as package.module:name",
@@ -317,7 +339,17 @@ def _check_overrides(config: BatcherConfig) -> None:
         if override.min_group_size is not None and override.min_group_size < 1:
             _refuse(f"{place}.min_group_size", f"= {override.min_group_size} must be at least 1")
 
+    for adapter, settings in config.adapters.items():
+        place = f"adapters.{adapter}"
+        if not adapter:
+            _refuse("adapters", "names the adapter '': all weights make an optimizer step with every step")
+        if len(adapter) > ADAPTER_LENGTH:
+            _refuse(place, f"is not an adapter name: it has {len(adapter)} characters, at most {ADAPTER_LENGTH}")
+        if settings.batch_size < 1:
+            _refuse(f"{place}.batch_size", f"= {settings.batch_size} must be at least 1")
+
 
 def _check_estimator(setting: str, name: str) -> None:
-    if name not in ESTIMATORS:
-        _refuse(setting, f"= {name!r} is not an estimator: {', '.join(ESTIMATORS)}")
+    if name not in ESTIMATORS and not DOTTED.match(name):
+        names = ", ".join(ESTIMATORS)
+        _refuse(setting, f"= {name!r} is not an estimator: {names}, or one of yours as package.module:name")

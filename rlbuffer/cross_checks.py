@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from rlbuffer.config import budgets_at
 from rlbuffer.errors import ConfigError
+from rlbuffer.placement import shared_gpus
 from rlbuffer.settings import RunSettings
 
 Places = Callable[..., str]
@@ -17,11 +18,12 @@ PROMPTS = 16
 
 
 def check_together(settings: RunSettings, places: Places) -> tuple[str, ...]:
-    """Refuses combinations that can never make a batch; returns a sentence for each doubtful one.
+    """Refuses combinations that cannot work; returns a sentence for each doubtful one.
 
     Raises:
         ConfigError: names both settings, their values and both places.
     """
+    _gpus(settings, places)
     _publishing(settings, places)
     _group_sizes(settings, places)
     _rows(settings, places)
@@ -63,6 +65,23 @@ def _group_sizes(settings: RunSettings, places: Places) -> None:
                 f"min_group_size = {required}, but the workers' group_size = {options.group_size}",
                 places(name, f"worker.{worker}.group_size"),
             )
+
+
+def _gpus(settings: RunSettings, places: Places) -> None:
+    for name, options in settings.worker.items():
+        if len(options.gpus) % options.replicas:
+            raise ConfigError(
+                f"worker.{name}.gpus = {list(options.gpus)} cannot be dealt equally over {options.replicas} replicas "
+                f"({places(f'worker.{name}.gpus', f'worker.{name}.replicas')}).",
+                setting=f"worker.{name}.gpus",
+            )
+    trainer = settings.trainer
+    if trainer.gpus and len(trainer.gpus) < trainer.world_size and trainer.device != "cpu":
+        raise ConfigError(
+            f"trainer.gpus = {list(trainer.gpus)}: trainer.world_size = {trainer.world_size} ranks need one each "
+            f"({places('trainer.gpus', 'trainer.world_size')}).",
+            setting="trainer.gpus",
+        )
 
 
 def _rows(settings: RunSettings, places: Places) -> None:
@@ -113,4 +132,9 @@ def _doubts(settings: RunSettings, places: Places) -> list[str]:
                 f"{settings.trainer.temperature:g}: the trainer would compare logprobs of two distributions "
                 f"({places(f'worker.{worker}.temperature', 'trainer.temperature')})."
             )
-    return out
+    if settings.weights.listen and not settings.weights.url:
+        out.append(
+            f"weights.listen is set and weights.url is not: versions are announced as paths, and nobody will ask the "
+            f"server for them ({places('weights.listen')})."
+        )
+    return out + [f"{sentence}: they share its memory." for sentence in shared_gpus(settings)]

@@ -43,6 +43,10 @@ class ConfigError(RlbufferError):
         """Dotted path of the setting, so that whoever loaded it can say where its value came from."""
 
 
+class ConfigChanged(RlbufferError):
+    """The run's settings changed while others were being asked for."""
+
+
 class ServerUnreachable(RlbufferError, ConnectionError):
     """The Redis or Valkey server cannot be reached."""
 
@@ -61,8 +65,17 @@ class ServerRefused(RlbufferError):
     exit_code = 4
 
 
+class ServerFull(ServerRefused):
+    """The server is at its memory limit: it takes pushes again when steps retire."""
+
+
 class SchemaMismatch(RlbufferError):
     """The run on the server was written by an incompatible version of rlbuffer."""
+
+    def __init__(self, message: str | None = None, *, schema: int = 0) -> None:
+        super().__init__(message)
+        self.schema = schema
+        """Of the run."""
 
 
 class RunGone(RlbufferError):
@@ -133,6 +146,22 @@ class AttemptFenced(RlbufferError):
 
 class WeightsError(RlbufferError):
     """Published weights are missing, incomplete or not those that were announced."""
+
+
+class SamplerUnavailable(RlbufferError):
+    """The sampler cannot be reached, or has broken; what was asked of it may be asked again."""
+
+
+class WrongLogprobs(RlbufferError):
+    """A sampler's logprobs are not those of the policy that it says it serves."""
+
+
+class PromptTooLong(RlbufferError):
+    """A prompt leaves no room for a completion in the model's context."""
+
+
+class BackupError(RlbufferError):
+    """A backup cannot be written, or cannot be read."""
 
 
 class CheckpointError(RlbufferError):

@@ -21,7 +21,7 @@ STATES = ("forming", "ready", "packed", "trained", "dropped")
 """States of a group, in the order of its life."""
 
 WORDS: Mapping[str, str] = MappingProxyType(
-    {"env": "env", "state": "state", "reason": "reason", "worker": "worker", "id": "group_id"}
+    {"env": "env", "state": "state", "reason": "reason", "worker": "worker", "adapter": "adapter", "id": "group_id"}
 )
 """Fields compared as text -> attribute of the view."""
 

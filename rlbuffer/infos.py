@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.values import as_finite, as_integer, as_text, shown
@@ -48,8 +48,53 @@ class RolloutInfo:
     """CRC-32 that the encoded payload carries in its header; 0 before encoding."""
 
 
+class Totals(NamedTuple):
+    """What the rollouts of one push amount to: enough to hold a whole group, without looking at any of them."""
+
+    rollouts: int
+    tokens: int
+    longest: int
+    """Tokens of the longest rollout."""
+    oldest: int
+    """Smallest `min_version`."""
+    newest: int
+    """Largest `max_version`."""
+    is_scored: bool
+    """Every rollout has a reward."""
+    is_flat: bool
+    """All rewards are equal, or all are missing."""
+    is_distinct: bool
+    """No id occurs twice."""
+
+
+class _Unpacked:
+    """What a :class:`GroupInfo` holds besides its fields. Neither takes part in comparisons, copies or pickles.
+
+    A leader that takes over reads a million rollouts and looks at few of them: those of a decoded push stay packed
+    until somebody asks for `rollouts`.
+    """
+
+    __slots__ = ("_unpack", "totals")
+    _unpack: Callable[[], tuple[RolloutInfo, ...]]
+    totals: Totals
+    """What `rollouts` amount to."""
+
+    if not TYPE_CHECKING:  # a checker would take any misspelt name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for a slot that is still empty."""
+            if name == "rollouts":
+                made = self._unpack()
+            elif name == "totals":
+                made = totals_of(self.rollouts)
+            else:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            object.__setattr__(self, name, made)
+            return made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupInfo:
+class GroupInfo(_Unpacked):
     """What the batcher sees of one push: a group, or a part of one, without its payload."""
 
     group_id: str
@@ -76,7 +121,31 @@ class GroupInfo:
     @property
     def tokens(self) -> int:
         """Tokens of all rollouts in this push."""
-        return sum(r.length for r in self.rollouts)
+        return self.totals.tokens
+
+
+def totals_of(rollouts: Sequence[RolloutInfo]) -> Totals:
+    """What the rollouts of one push amount to; all zero when there are none."""
+    rewards = {r.reward for r in rollouts}
+    return Totals(
+        rollouts=len(rollouts),
+        tokens=sum(r.length for r in rollouts),
+        longest=max((r.length for r in rollouts), default=0),
+        oldest=min((r.min_version for r in rollouts), default=0),
+        newest=max((r.max_version for r in rollouts), default=0),
+        is_scored=None not in rewards,
+        is_flat=len(rewards) <= 1,
+        is_distinct=len({r.rollout_id for r in rollouts}) == len(rollouts),
+    )
+
+
+def unfrozen(record: type[Any]) -> type[Any]:
+    """A class with the slots of a frozen record: an object of it becomes that record when its ``__class__`` is set so.
+
+    The constructor of a frozen record sets every field by a call, which is most of the time of a decoder that has
+    checked the values already.
+    """
+    return type(f"Unfrozen{record.__name__}", record.__bases__, {"__slots__": record.__slots__})
 
 
 class GroupFields(Protocol):

@@ -96,8 +96,12 @@ class ServeNarrator:
         elif kind == "recovery":
             self._waiting("")
             self._say(_recovery(event))
+        elif kind == "memory":
+            self._say(f"! {event['sentence']}")
         elif kind == "env":
             self._say(_env(event))
+        elif kind == "config":
+            self._say(_config(event))
         elif kind == "leader":
             self._waiting("")
             self._say(_leader(event))
@@ -132,6 +136,15 @@ def _recovery(event: Mapping[str, Any]) -> str:
         f"! the server had lost {event['forgotten']} steps that the trainer has trained: the run goes on after step "
         f"{event['step']} in epoch {event['epoch']}; {event['groups']} groups will not be trained again"
     )
+
+
+def _config(event: Mapping[str, Any]) -> str:
+    state = event["state"]
+    if state == "taken":
+        return f"settings: revision {event['revision']} from step {event['step']} on: {'; '.join(event['changes'])}"
+    if state == "refused":
+        return f"! settings: the old ones go on: {event['reason']}"
+    return "settings: asked for, taken between two steps" if state == "asked" else "settings: nothing is new"
 
 
 def _env(event: Mapping[str, Any]) -> str:

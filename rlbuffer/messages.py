@@ -49,7 +49,7 @@ def loads(data: bytes | memoryview, *, limit: int, max_items: int = MAX_MESSAGE_
             data,
             raw=False,
             strict_map_key=True,
-            object_pairs_hook=_without_duplicates,
+            object_pairs_hook=without_duplicates,
             ext_hook=_no_extension,
             max_ext_len=0,
             max_array_len=most,
@@ -61,7 +61,8 @@ def loads(data: bytes | memoryview, *, limit: int, max_items: int = MAX_MESSAGE_
     return value
 
 
-def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """The pairs of a map, for a decoder. Raises ValueError when a key occurs twice."""
     out = dict(pairs)
     if len(out) != len(pairs):
         raise ValueError("a key occurs twice in a map")

@@ -19,8 +19,10 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlbuffer.config import BatcherConfig
 from rlbuffer.errors import RlbufferError
 from rlbuffer.lines import amount
+from rlbuffer.placement import gpus_of, visible
 from rlbuffer.settings import RunSettings
 
 GRACE_SECONDS = 10.0
@@ -73,6 +75,16 @@ def stop_on_signals(stop: threading.Event) -> None:
     signal.signal(signal.SIGINT, handle)
 
 
+def set_on_hangup(hangup: threading.Event, stop: threading.Event) -> None:
+    """SIGHUP sets `hangup`; but `stop`, when it comes because the terminal of this process is gone."""
+    had_terminal = os.isatty(0)
+
+    def handle(number: int, frame: object) -> None:
+        (stop if had_terminal and not os.isatty(0) else hangup).set()
+
+    signal.signal(signal.SIGHUP, handle)
+
+
 def end_with(wait_for_end: Callable[[], Any]) -> None:
     """Sends this process SIGTERM when `wait_for_end` returns, and leaves after :data:`GRACE_SECONDS` regardless."""
 
@@ -114,14 +126,25 @@ def sample(
     from rlbuffer.worker.loop import run_worker
 
     options = settings.worker[key]
+    os.environ.update(visible(gpus_of(options, replica)))
     options = options.model_copy(update={"seed": options.seed + replica})
     with connect(settings.redis_url, run=settings.run, config=settings, name=f"worker-{name}") as buffer:
-        run_worker(buffer, name, options, stop=stop, on_event=on_event or WorkerNarrator(say))
+        run_worker(
+            buffer, name, options, stop=stop, on_event=on_event or WorkerNarrator(say), evaluations=settings.eval
+        )
     return 0
 
 
+def worker_apart_main(key: str, replica: int, name: str) -> None:
+    """A worker with an interpreter of its own, as :func:`serve_main` is the batcher's."""
+    settings, stop = _begin(f"worker {name}")
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the supervisor's: it drains in order
+    _leave_with(lambda: sample(settings, key, replica, name, stop))
+
+
 class WorkerNarrator:
-    """Tells a worker's events: troubles at once, versions and batches summed up every few seconds."""
+    """Tells a worker's events: troubles at once, versions and groups summed up every few seconds."""
 
     def __init__(self, tell: Callable[[str], None], *, every_seconds: float = 10.0) -> None:
         self._tell = tell
@@ -138,20 +161,28 @@ class WorkerNarrator:
             if self._version < 0:
                 self._tell(f"sampling with policy version {event['version']}")
             self._version = int(event["version"])
-        elif kind == "batch":
-            for key in self._sums:
-                self._sums[key] += int(event[key])
+        elif kind == "checked":
+            self._tell(f"the sampler's logprobs are those of the published weights (to {event['difference']:.1g})")
+        elif kind == "evaluation":
+            self._tell(
+                f"eval/{event['env']}/reward/mean {event['reward/mean']:.3f} +- {event['reward/error']:.3f}"
+                f"  version {event['version']}  {event['rollouts']} rollouts in {event['seconds']:.1f} s"
+            )
+        elif kind == "group":
+            self._sums["groups"] += 1
+            self._sums["rollouts"] += int(event["rollouts"])
+            self._sums["tokens"] += int(event["tokens"])
             self._rewards += float(event["reward"]) * int(event["rollouts"])
             if not self._has_pushed or time.monotonic() - self._since >= self._every:
-                self._tell_batches()
+                self._tell_groups()
         elif kind == "stopped":
-            self._tell_batches()
+            self._tell_groups()
             failed = f", {event['failed_groups']} given up" if event["failed_groups"] else ""
             self._tell(f"stopped after {event['groups']} groups, {event['rollouts']} rollouts{failed}")
         else:
             self._tell(f"{'' if kind == 'waiting' else '! '}{event.get('waiting') or event.get('error')}")
 
-    def _tell_batches(self) -> None:
+    def _tell_groups(self) -> None:
         rollouts = self._sums["rollouts"]
         if rollouts:
             rate = rollouts / max(time.monotonic() - self._since, 1e-3)
@@ -183,26 +214,37 @@ def serve(
     on_event: Callable[[dict[str, Any]], None],
     *,
     replace_config: bool = False,
+    follows: bool = False,
+    reread: Callable[[], BatcherConfig] | None = None,
+    hangup: threading.Event | None = None,
     origin: str = "",
 ) -> int:
-    """Runs the batcher until `stop` is set. -> exit code."""
+    """Runs the batcher until `stop` is set; see :class:`rlbuffer.daemon.Daemon` for the options. -> exit code."""
     from rlbuffer.client import connect
     from rlbuffer.daemon import Daemon
 
     with connect(settings.redis_url, run=settings.run, config=settings, name="serve", origin=origin) as buffer:
-        Daemon(buffer, settings.batcher, on_event=on_event, replace_config=replace_config).run(stop)
+        Daemon(
+            buffer,
+            settings.batcher,
+            on_event=on_event,
+            replace_config=replace_config,
+            follows=follows,
+            reread=reread,
+            hangup=hangup,
+        ).run(stop)
     return 0
 
 
 def serve_main() -> None:
-    """``python -m rlbuffer.processes``: settings on the first line of stdin; the end of stdin is the supervisor's."""
+    """The batcher with an interpreter of its own.
+
+    With ``--again`` this process takes the place of one that ended: the run's settings count, which an operator may
+    have changed since.
+    """
     from rlbuffer.lines import ServeNarrator
 
-    name_process("serve")
-    settings = from_json(sys.stdin.readline())
-    stop = threading.Event()
-    stop_on_signals(stop)
-    end_with(sys.stdin.read)
+    settings, stop = _begin("serve")
     narrator = ServeNarrator(say)
 
     def on_event(event: dict[str, Any]) -> None:
@@ -210,10 +252,30 @@ def serve_main() -> None:
             say(f"serving run {event['run']!r} from step {event['step']}")
         narrator(event)
 
-    _leave_with(lambda: serve(settings, stop, on_event))
+    _leave_with(lambda: serve(settings, stop, on_event, follows="--again" in sys.argv[1:]))
 
 
 # -- both ends -------------------------------------------------------------------------------------------------------
+def main() -> None:
+    """``python -m rlbuffer.processes``: ``serve [--again]`` or ``worker KEY REPLICA NAME``; stdin as `_begin` says."""
+    what, *rest = sys.argv[1:]
+    if what == "worker":
+        key, replica, name = rest
+        worker_apart_main(key, int(replica), name)
+    else:
+        serve_main()
+
+
+def _begin(title: str) -> tuple[RunSettings, threading.Event]:
+    """Settings come on the first line of stdin; the end of stdin is the supervisor's."""
+    name_process(title)
+    settings = from_json(sys.stdin.readline())
+    stop = threading.Event()
+    stop_on_signals(stop)
+    end_with(sys.stdin.read)
+    return settings, stop
+
+
 def _enter(log: Connection, title: str) -> None:
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -238,4 +300,4 @@ def _leave_with(work: Callable[[], int]) -> None:
 
 
 if __name__ == "__main__":
-    serve_main()
+    main()

@@ -57,6 +57,8 @@ class Progress:
         self._reported = 0
         """The epoch that the server is in, as it last said."""
         self.oldest_kept = 0
+        self.checkpoint = 0
+        """The newest that was written; 0 before the first."""
 
     def begin(self, resume_step: int | None) -> None:
         """Begins an attempt on the reporting rank; `resume_step` other than the place's forgets the place."""
@@ -138,6 +140,7 @@ class Progress:
             "trained": place.step,
             "digest": place.digest,
             "oldest_kept": self.oldest_kept,
+            "checkpoint": self.checkpoint,
         }
         try:
             self._store.report(self.attempt, **values)

@@ -32,14 +32,16 @@ from rlbuffer.errors import (
 )
 from rlbuffer.fills import ColumnSpec, column_spec
 from rlbuffer.packing import PackItem, assemble, redeal
+from rlbuffer.policy.waiting import SILENT_BATCHER, for_step
 from rlbuffer.progress import Progress, remembered
 from rlbuffer.records import PolicyVersion
 from rlbuffer.store.base import PartRollout, StepHeader, Store
 
 BLOCK_SECONDS = 1.0
 """One blocking read; between two the reader looks for a fatal error of the batcher and for its own end."""
-HEARTBEAT_SECONDS = 2.0
-"""How often the rank says that it is alive; rank 0's report is the attempt's heartbeat as well."""
+HEARTBEAT_SECONDS = 1.0
+"""How often the rank says that it is alive; rank 0's report is the attempt's heartbeat as well. A batcher that has
+taken over waits for it before it commits, and shall commit within a lease and two seconds of the other's last word."""
 FETCH_BYTES = 64 * 2**20
 """Payload bytes asked for in one call."""
 CLOSED = "the reader was closed"
@@ -187,6 +189,7 @@ class Reader:
         self._raise_fault()
         number = step.number if isinstance(step, Step) else step
         self._progress.oldest_kept = max(self._progress.oldest_kept, number if oldest_kept is None else oldest_kept)
+        self._progress.checkpoint = number
         self._progress.report()
 
     def announce(self, version: PolicyVersion) -> bool:
@@ -208,7 +211,7 @@ class Reader:
             self._pool.shutdown(wait=False, cancel_futures=True)
             wait(tuple(self._fetches), timeout=2 * BLOCK_SECONDS)
         if self._heart is not None:
-            self._heart.join(timeout=2 * HEARTBEAT_SECONDS)
+            self._heart.join(timeout=4 * HEARTBEAT_SECONDS)
 
     # -- waiting ---------------------------------------------------------------------------------------------------
     def _fetch(self, number: int) -> _Fetch:
@@ -233,7 +236,7 @@ class Reader:
                 if time.monotonic() >= deadline:
                     raise BatchTimeout(self._timeout_message(number))
                 waiting = True
-                self._store.set_waiting(f"rank {self.rank}", f"Waiting for step {number}.")
+                self._store.set_waiting(f"rank {self.rank}", for_step(number))
             self._raise_fault()
             return future.result()
         except CancelledError:
@@ -258,7 +261,7 @@ class Reader:
         reason = self._store.waiting().get("batcher", "")
         workers = self._store.heartbeats("worker")
         seen = min(((float(r.get("seconds_ago", 0.0)), n) for n, r in workers.items()), default=None)
-        parts = [head, reason or "No batcher has said anything: is `rlbuffer serve` running?"]
+        parts = [head, reason or SILENT_BATCHER]
         parts.append(
             "No worker has been seen." if seen is None else f"Last worker seen: {seen[1]}, {seen[0]:.0f} s ago."
         )
@@ -284,6 +287,7 @@ class Reader:
 
     # -- pulling ---------------------------------------------------------------------------------------------------
     def _pull(self, number: int, is_abandoned: threading.Event) -> Step:
+        missed = ""
         while True:
             if self._stop.is_set() or is_abandoned.is_set():
                 raise RlbufferError(f"{CLOSED} while it waited for step {number}")
@@ -300,10 +304,12 @@ class Reader:
                 rows, refs, plan = self._part(header)
                 break
             except NotFound:
-                # The server has lost the step between the two reads; if not, it is damaged.
+                # The server has lost the step between the two reads, or has it again after a rollback that undid its
+                # retirement. A step that has no part the second time either is damaged.
                 again = self._store.wait_step(number, block_seconds=0.0)
-                if again is not None and again.digest == header.digest:
+                if again is not None and again.digest == header.digest == missed:
                     raise
+                missed = header.digest
         schema = {
             name: column_spec(name) or ColumnSpec(fill=0, dtype=np.dtype(dtype), shape=shape)
             for name, (dtype, shape) in header.columns.items()
@@ -322,7 +328,7 @@ class Reader:
                 schema=schema,
             )
         if damaged:
-            self._store.count_damaged(len(damaged))
+            self._store.count_damaged(number, damaged)
         return Step(
             number=header.step,
             epoch=header.epoch,
@@ -343,8 +349,10 @@ class Reader:
                 "envs": header.envs,
                 "group_ids": header.group_ids,
                 "checkpoint_now": header.checkpoint_now,
+                "waiting_for_version": header.waiting_for_version,
                 "world_size": header.world_size,
             },
+            adapters=header.adapters,
         )
 
     def _part(self, header: StepHeader) -> tuple[Sequence[Any], list[PartRollout], Plan]:
@@ -403,6 +411,7 @@ class Reader:
                     answer=answers.get(ref.payload_key),
                     prompt_tokens=info.prompt_tokens,
                     length=info.length,
+                    adapter=ref.adapter,
                 )
                 items.append(PackItem(rollout=rollout, length=info.length, sample=sample, adapter=ref.adapter))
         return items, damaged

@@ -32,7 +32,7 @@ from rlbuffer.values import as_finite, as_flag, as_mapping, as_text, plain, same
 
 _T = TypeVar("_T")
 
-REASONS = ("stale", "future", "small", "flat", "oversized", "invalid", "late", "duplicate", "void")
+REASONS = ("stale", "future", "small", "flat", "oversized", "invalid", "late", "duplicate", "void", "operator")
 """Why rollouts are dropped; the order is the order of tables and metrics."""
 
 
@@ -126,7 +126,8 @@ class Rollout:
     @property
     def prompt_tokens(self) -> int:
         """Number of tokens before the first trained one (T when none is trained)."""
-        return int(np.argmax(self.loss_mask)) if self.loss_mask.any() else self.length
+        first = int(self.loss_mask.argmax())
+        return first if self.loss_mask[first] else self.length
 
     @property
     def min_policy_version(self) -> int:

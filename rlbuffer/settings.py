@@ -41,10 +41,29 @@ class ModelSettings(_Section):
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="Dtype of the trained weights.")
 
 
+class WeightsSettings(_Section):
+    """``[weights]``: how policy versions reach workers on other hosts; nothing set: through a shared directory."""
+
+    listen: str = Field(
+        "", description="HOST:PORT where the trainer's host serves its versions over HTTP; empty: it does not."
+    )
+    url: str = Field("", description="Address under which workers reach that server; empty: paths are announced.")
+    relays: tuple[str, ...] = Field(
+        (), description="URLs of relays; workers ask them, in an order that spreads the load, before the trainer."
+    )
+    cache: Path | None = Field(
+        None, description="Where downloaded versions are kept, on a local disk; empty: in the run's folder."
+    )
+    keep: int = Field(4, ge=2, description="Versions kept there, the most recently used ones.")
+
+
 class TrainerSettings(_Section):
     """``[trainer]``: the data-parallel trainer."""
 
     world_size: int = Field(1, ge=1, description="Data-parallel ranks.")
+    gpus: tuple[int | str, ...] = Field(
+        (), description="GPUs of the ranks, by number or UUID as nvidia-smi gives them; empty: all that are visible."
+    )
     steps: int = Field(1000, ge=1, description="Stop after this many steps.")
     seed: int = Field(0, ge=0, description="Of the fresh model's weights and everything random in training.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one.")
@@ -81,16 +100,76 @@ class TrainerSettings(_Section):
 class WorkerSettings(_Section):
     """``[worker.NAME]``: one kind of worker."""
 
-    env: str = Field(description="Env to sample: vcopy, repeat, or `package.module:factory`.")
+    env: str = Field(
+        description="Env to sample: vcopy, repeat, arithmetic, jsonl, reasoning_gym, verifiers, or "
+        "`package.module:factory`."
+    )
     env_options: Mapping[str, Any] = Field(default_factory=dict, description="Passed to the env's factory.")
-    sampler: Literal["transformers"] = Field("transformers", description="What generates tokens.")
+    sampler: Literal["transformers", "vllm", "openai"] = Field(
+        "transformers",
+        description="What generates tokens: a Hugging Face model in process, vLLM in process, or OpenAI-compatible "
+        "servers.",
+    )
+    sampler_options: Mapping[str, Any] = Field(default_factory=dict, description="The sampler's own options.")
+    self_check: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Compare a few sampled logprobs with a forward pass of the published weights before anything is "
+        "pushed; auto: with engines that are not our own, for weights up to 2 GiB.",
+    )
     replicas: int = Field(1, ge=1, description="Processes of this kind that `rlbuffer run` starts.")
+    python: str = Field(
+        "",
+        description="Python that `rlbuffer run` starts these processes with, e.g. that of vLLM's environment; it needs "
+        "rlbuffer of the same version. Empty: its own.",
+    )
+    gpus: tuple[int | str, ...] = Field(
+        (),
+        description="GPUs, by number or UUID as nvidia-smi gives them, dealt over the replicas in order; empty: all "
+        "that are visible.",
+    )
+    environment: Mapping[str, str] = Field(
+        default_factory=dict, description="Environment variables that `rlbuffer run` sets for these processes."
+    )
     group_size: int = Field(16, ge=1, description="Rollouts per group.")
-    groups_per_batch: int = Field(4, ge=1, description="Groups generated together in one batch.")
+    groups_per_batch: int = Field(4, ge=1, description="Groups in flight at once; one batch of a batch sampler.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus: logprobs are those of what it leaves.")
+    rollout_timeout_seconds: float = Field(
+        600.0, gt=0, description="Longest that one rollout may take, sampling and scoring together."
+    )
+    rollout_retries: int = Field(1, ge=0, description="Times that a rollout that failed is tried again.")
+    max_concurrent_rollouts: int = Field(
+        0, ge=0, description="Rollouts that are played or scored at once; 0: what the env bears."
+    )
+    skip_visits: int = Field(
+        0,
+        ge=0,
+        description="Skip a prompt after so many visits in a row in which all its rollouts solved it, or all failed; "
+        "0: never.",
+    )
+    skip_failed: float = Field(0.0, description="All rewards of a group at or below this: it failed.")
+    skip_solved: float = Field(1.0, description="All rewards of a group at or above this: it was solved.")
+    skip_retry: float = Field(
+        0.1, ge=0, le=1, description="Share of the tickets of skipped prompts that are sampled all the same."
+    )
     max_new_tokens: int = Field(0, ge=0, description="Longest completion in tokens; 0: what the env asks for.")
     seed: int = Field(0, ge=0, description="Of sampling; replicas add their number.")
     device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Where the sampler runs.")
+
+
+class EvaluationSettings(_Section):
+    """``[eval.NAME]``: how policy versions are measured on prompts that nothing trains on."""
+
+    env: str = Field(description="Env to evaluate on: a built-in one, or `package.module:factory`.")
+    env_options: Mapping[str, Any] = Field(
+        default_factory=dict, description="Passed to the env's factory: another seed or file than the trained one's."
+    )
+    every: int = Field(10, ge=1, description="Policy versions between evaluations; version 0 is one.")
+    prompts: int = Field(64, ge=1, description="Prompts, the same ones each time; one completion each.")
+    temperature: float = Field(0.0, ge=0, description="0: the likeliest token.")
+    max_new_tokens: int = Field(0, ge=0, description="Longest completion in tokens; 0: what the env asks for.")
+    concurrent: int = Field(64, ge=1, description="Prompts in flight at once.")
+    timeout_seconds: float = Field(600.0, gt=0, description="Longest that an evaluation may take.")
 
 
 class RunSettings(_Section):
@@ -105,7 +184,9 @@ class RunSettings(_Section):
     batcher: BatcherConfig = Field(default_factory=lambda: BatcherConfig(row_tokens=8192))
     model: ModelSettings = ModelSettings()
     trainer: TrainerSettings = TrainerSettings()
+    weights: WeightsSettings = WeightsSettings()
     worker: Mapping[str, WorkerSettings] = Field(default_factory=dict)
+    eval: Mapping[str, EvaluationSettings] = Field(default_factory=dict)
 
     @property
     def run_dir(self) -> Path:

@@ -1,9 +1,10 @@
 """``rlbuffer run``: every process of a run on this machine, restarted when it dies, with one log.
 
 The embedded server starts when the supervisor connects. `serve` is a light process of its own; workers and the trainer
-are forked from one forkserver that has torch already (:mod:`rlbuffer.forkserver`). A process that ends is started
-again after a pause that doubles while it keeps failing. The run is over when the trainer has made its steps; ctrl-C
-drains workers, batcher and trainer, in that order.
+are forked from one forkserver that has torch already (:mod:`rlbuffer.forkserver`), but for workers with a Python, GPUs
+or an environment of their own (:mod:`rlbuffer.placement`). A process that ends is started again after a pause that
+doubles while it keeps failing. The run is over when the trainer has made its steps; ctrl-C drains workers, batcher and
+trainer, in that order.
 
 ``<run_dir>/run.log`` holds what all of them said, ``<run_dir>/pids.json`` who they are.
 """
@@ -24,7 +25,7 @@ from datetime import datetime
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import IO, Any
 
-from rlbuffer import forkserver, processes
+from rlbuffer import forkserver, placement, processes
 from rlbuffer.client import Buffer, connect
 from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.settings import RunSettings
@@ -88,6 +89,7 @@ class Supervisor:
         self._seen: dict[str, int] = {}
         """Pids that this process did not start: the embedded server, the ranks."""
         self._pids: dict[str, int] = {}
+        self._has_served = False
         self.trainer_done = False
         self.restarts = 0
 
@@ -99,8 +101,10 @@ class Supervisor:
 
         Raises:
             ServerUnreachable, ServerUnsuitable: there is no server to run on.
+            ConfigError: a worker's Python is not there, or has not this rlbuffer.
         """
         settings = self.settings
+        placement.check_pythons(settings, sys.executable)
         settings.run_dir.mkdir(parents=True, exist_ok=True)
         self._log = (settings.run_dir / "run.log").open("a", encoding="utf-8")
         processes.share_cores(settings.trainer.world_size + sum(w.replicas for w in settings.worker.values()))
@@ -171,8 +175,8 @@ class Supervisor:
                 children.append(
                     Child(
                         name=name,
-                        start=lambda key=key, replica=replica, name=name, title=title: self._fork(  # type: ignore[misc]
-                            name, processes.worker_main, (self._json, key, replica, title)
+                        start=lambda key=key, replica=replica, title=title: self._start_worker(  # type: ignore[misc]
+                            key, replica, title
                         ),
                     )
                 )
@@ -180,8 +184,25 @@ class Supervisor:
         return children
 
     def _start_serve(self) -> subprocess.Popen[str]:
+        process = self._start_apart("serve", sys.executable, ["serve", *["--again"] * self._has_served], None)
+        self._has_served = True
+        return process
+
+    def _start_worker(self, key: str, replica: int, title: str) -> Any:
+        name, options = f"worker {title}", self.settings.worker[key]
+        if not placement.is_apart(options):
+            return self._fork(name, processes.worker_main, (self._json, key, replica, title))
+        python = placement.python_of(key, options, sys.executable)
+        environment = placement.environment_of(options, replica, python)
+        return self._start_apart(name, python, ["worker", key, str(replica), title], environment)
+
+    def _start_apart(
+        self, name: str, python: str, arguments: list[str], environment: Mapping[str, str] | None
+    ) -> subprocess.Popen[str]:
+        """A process with an interpreter of its own. It ends when its stdin does: when this process is gone."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "rlbuffer.processes"],
+            [python, "-m", "rlbuffer.processes", *arguments],
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -190,10 +211,11 @@ class Supervisor:
             start_new_session=True,  # ctrl-C is the supervisor's: it drains in order
         )
         if process.stdin is None or process.stdout is None:
-            raise RlbufferError("the batcher's process was started without pipes")
-        process.stdin.write(self._json + "\n")
-        process.stdin.flush()  # and stays open: its end tells the batcher that the supervisor is gone
-        self._read("serve", process.stdout)
+            raise RlbufferError(f"the process of {name} was started without pipes")
+        self._read(name, process.stdout)
+        with contextlib.suppress(BrokenPipeError):  # it has ended already: its exit code says so
+            process.stdin.write(self._json + "\n")
+            process.stdin.flush()  # and stays open
         return process
 
     def _fork(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> ForkServerProcess:
@@ -310,7 +332,8 @@ class Supervisor:
                         deadline = time.monotonic() + DRAIN_SECONDS
                     time.sleep(0.02)
                 if isinstance(child.process, subprocess.Popen) and child.process.stdin is not None:
-                    child.process.stdin.close()
+                    with contextlib.suppress(BrokenPipeError):  # it ended before it had read its settings
+                        child.process.stdin.close()
                 child.process = None
 
 

@@ -86,7 +86,37 @@ def plain(name: str, value: Any, *, depth: int = MAX_DEPTH, items: int = MAX_ITE
         InvalidRollout: another type, a number that is not finite or outside 64 bits, more than `depth` levels, or
             more than `items` in one list or map.
     """
-    if value is None or isinstance(value, bool | bytes):
+    if _is_plain(value):
+        return value
+    kind = type(value)
+    if not (kind is dict or kind is list or kind is tuple or isinstance(value, list | tuple | Mapping)):
+        return _plain_leaf(name, value)
+    if depth <= 0:
+        raise InvalidRollout(f"{name}: nested too deeply")
+    if len(value) > items:
+        raise InvalidRollout(f"{name}: {len(value)} items, more than {items}; arrays belong to columns or attachments")
+    if kind is not dict and not isinstance(value, Mapping):
+        return [
+            item if _is_plain(item) else plain(f"{name}[{i}]", item, depth=depth - 1, items=items)
+            for i, item in enumerate(value)
+        ]
+    out = {}
+    for key, item in value.items():
+        if type(key) is not str or not key.isascii():
+            key = _plain_key(name, key)
+        out[key] = item if _is_plain(item) else plain(f"{name}.{key}", item, depth=depth - 1, items=items)
+    return out
+
+
+def _plain_key(name: str, key: Any) -> str:
+    if not isinstance(key, str):
+        raise InvalidRollout(f"{name}: expected string keys, got {shown(key)}")
+    return as_text(f"{name} key", key)
+
+
+def _plain_leaf(name: str, value: Any) -> Any:
+    """What is neither plain as it is nor a list or map."""
+    if isinstance(value, bytes):
         return value
     if isinstance(value, str):
         return as_text(name, value)
@@ -96,26 +126,6 @@ def plain(name: str, value: Any, *, depth: int = MAX_DEPTH, items: int = MAX_ITE
         return as_integer(name, value, low=-(2**63), high=2**64 - 1)
     if isinstance(value, float | np.floating):
         return as_finite(name, value)
-    if isinstance(value, list | tuple | Mapping):
-        if depth <= 0:
-            raise InvalidRollout(f"{name}: nested too deeply")
-        if len(value) > items:
-            raise InvalidRollout(
-                f"{name}: {len(value)} items, more than {items}; arrays belong to columns or attachments"
-            )
-        if not isinstance(value, Mapping):
-            return [
-                item if _is_plain(item) else plain(f"{name}[{i}]", item, depth=depth - 1, items=items)
-                for i, item in enumerate(value)
-            ]
-        out = {}
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise InvalidRollout(f"{name}: expected string keys, got {shown(key)}")
-            as_text(f"{name} key", key)
-            is_plain = _is_plain(item)
-            out[str(key)] = item if is_plain else plain(f"{name}.{key}", item, depth=depth - 1, items=items)
-        return out
     hint = "; arrays belong to columns or attachments" if isinstance(value, np.ndarray) else ""
     raise InvalidRollout(f"{name}: {type(value).__name__} cannot be stored{hint}")
 

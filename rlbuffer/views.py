@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from rlbuffer import wire
+from rlbuffer.batches import version_trained
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
 from rlbuffer.records import RolloutInfo
 from rlbuffer.store.base import PartRollout, PoolEntry, StepHeader, Store
@@ -54,6 +55,8 @@ class GroupView:
     max_version: int
     uses: int = 0
     """Steps that trained it, up to this one."""
+    adapter: str = ""
+    """LoRA adapter that it trains; "" is all weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,19 +144,27 @@ def _pool(store: Store) -> Iterator[PoolEntry]:
 
 
 def _pending(store: Store) -> Iterator[GroupView]:
+    for view, _ in pending_groups(store):
+        yield view
+
+
+def pending_groups(store: Store) -> Iterator[tuple[GroupView, Sequence[PoolEntry]]]:
+    """What is in the pool, newest first: every group, and the pushes that make it up."""
     parts: dict[str, list[PoolEntry]] = {}
     for entry in _pool(store):
         parts.setdefault(entry.group_id, []).append(entry)
     if not parts:
         return
-    version, now = max(store.policy().version, 0), store.now()
-    step = store.meta().step + 1
+    now = store.now()
+    versions = {adapter: policy.version for adapter, policy in store.policies().items()}
+    versions[""] = max(versions.get("", 0), store.meta().step)
     for group_id in reversed(parts):
-        yield _pending_view(group_id, parts[group_id], version=version, step=step, now=now)
+        yield _pending_view(group_id, parts[group_id], versions=versions, now=now), parts[group_id]
 
 
-def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, version: int, step: int, now: float) -> GroupView:
+def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mapping[str, int], now: float) -> GroupView:
     infos = [entry.info for entry in parts if entry.info is not None]
+    adapter = infos[0].adapter if infos else ""
     members = {r.rollout_id: r for info in infos for r in info.rollouts}
     planned = infos[0].planned_size if infos else 0
     scored = [r.reward for r in members.values() if r.reward is not None]
@@ -170,7 +181,7 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, version: int, st
         planned_size=planned,
         reward=fmean(scored) if scored else None,
         rewards=tuple(scored),
-        age=max(max(step - 1, version) - oldest, 0),
+        age=max(versions.get(adapter, 0) - oldest, 0),
         tokens=sum(entry.tokens for entry in parts),
         created=created,
         waited_seconds=max(now - created, 0.0),
@@ -179,6 +190,7 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, version: int, st
         detail="; ".join(entry.error for entry in parts if entry.error),
         min_version=oldest,
         max_version=max((r.max_version for r in members.values()), default=0),
+        adapter=adapter,
     )
 
 
@@ -212,7 +224,7 @@ def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHe
         planned_size=members[0].planned_size,
         reward=fmean(scored) if scored else None,
         rewards=tuple(scored),
-        age=header.step - 1 - oldest,
+        age=version_trained(header.adapters, members[0].adapter, header.step) - oldest,
         tokens=sum(m.info.length for m in members),
         created=pushed_ms / 1000,
         waited_seconds=max(header.committed_ms - pushed_ms, 0) / 1000,
@@ -222,6 +234,7 @@ def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHe
         min_version=oldest,
         max_version=max(m.info.max_version for m in members),
         uses=header.uses.get(group_id, 0) + 1,
+        adapter=members[0].adapter,
     )
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rlbuffer.columns import COLUMN_DTYPES, COLUMN_NAME, MAX_DIMENSIONS, REQUIRED_COLUMNS
 from rlbuffer.errors import InvalidRollout, PayloadError
-from rlbuffer.infos import MAX_ROLLOUT_ID, ColumnKind, GroupInfo, RolloutInfo, group_fields
+from rlbuffer.infos import MAX_ROLLOUT_ID, ColumnKind, GroupInfo, RolloutInfo, group_fields, unfrozen
 from rlbuffer.messages import dumps, loads
 from rlbuffer.values import MAX_COUNT, as_text
 
@@ -25,15 +25,18 @@ MAX_PAYLOAD_BYTES = 64 * 2**20
 MAX_METADATA_BYTES = 64 * 2**10
 """Bytes of one push's metadata: the leader reads it all, and keeps what it reads."""
 
-_FORMAT = 1
-_ROW = struct.Struct("<IIIIdQQBII")
+FORMAT = 1
+ROW = struct.Struct("<IIIIdQQBII")
 """length, prompt tokens, loss tokens, turns, reward, min version, max version, flags, size, checksum."""
-_HAS_REWARD, _IS_TRUNCATED = 1, 2
-_GROUP_KEYS = ("group_id", "env", "prompt_id", "adapter", "planned_size", "needs", "worker", "created")
-_KEYS = ("format", *_GROUP_KEYS, "ids", "rows", "rewards", "columns", "checksum")
+HAS_REWARD, IS_TRUNCATED = 1, 2
+GROUP_KEYS = ("group_id", "env", "prompt_id", "adapter", "planned_size", "needs", "worker", "created")
+KEYS = ("format", *GROUP_KEYS, "ids", "rows", "rewards", "columns", "checksum")
 _DTYPES = frozenset(dtype.str for dtype in COLUMN_DTYPES)
 _UNSET = 0xFFFFFFFF
 """Stands for the checksum while the map is packed: its width is that of every checksum."""
+
+
+_UnfrozenRollout = unfrozen(RolloutInfo)
 
 
 def encode_info(info: GroupInfo) -> bytes:
@@ -46,7 +49,7 @@ def encode_info(info: GroupInfo) -> bytes:
         info = _checked(info)
     except InvalidRollout as error:
         raise InvalidRollout(f"group {info.group_id}: {error}") from None
-    values: dict[str, Any] = {"format": _FORMAT} | {key: getattr(info, key) for key in _GROUP_KEYS}
+    values: dict[str, Any] = {"format": FORMAT} | {key: getattr(info, key) for key in GROUP_KEYS}
     ids = [r.rollout_id for r in info.rollouts]
     values["ids"] = None if ids == _default_ids(info.group_id, len(ids)) else ids
     values["rows"] = b"".join(_row(r) for r in info.rollouts)
@@ -76,10 +79,10 @@ def decode_info(data: bytes) -> GroupInfo:
     if not isinstance(data, bytes):
         raise PayloadError(f"expected bytes, got {type(data).__name__}")
     values = loads(data, limit=MAX_METADATA_BYTES)
-    if not isinstance(values, dict) or tuple(values) != _KEYS:
+    if not isinstance(values, dict) or tuple(values) != KEYS:
         raise PayloadError("invalid metadata: not the map of this format")
-    if type(values["format"]) is not int or values["format"] != _FORMAT:
-        raise PayloadError(f"metadata format {values['format']!r} is not the one this version reads, {_FORMAT}")
+    if type(values["format"]) is not int or values["format"] != FORMAT:
+        raise PayloadError(f"metadata format {values['format']!r} is not the one this version reads, {FORMAT}")
     actual = zlib.crc32(data[:-4])
     if data[-5] != 0xCE or values["checksum"] != actual:
         raise PayloadError(f"metadata is damaged: checksum {actual:08x}, expected {values['checksum']!r}")
@@ -93,9 +96,9 @@ def decode_info(data: bytes) -> GroupInfo:
 
 
 def _row(r: RolloutInfo) -> bytes:
-    flags = (_HAS_REWARD if r.reward is not None else 0) | (_IS_TRUNCATED if r.is_truncated else 0)
+    flags = (HAS_REWARD if r.reward is not None else 0) | (IS_TRUNCATED if r.is_truncated else 0)
     reward = 0.0 if r.reward is None else r.reward
-    return _ROW.pack(
+    return ROW.pack(
         r.length,
         r.prompt_tokens,
         r.loss_tokens,
@@ -111,44 +114,61 @@ def _row(r: RolloutInfo) -> bytes:
 
 def _group(values: Mapping[str, Any]) -> GroupInfo:
     rows, ids = values["rows"], values["ids"]
-    if not isinstance(rows, bytes) or not rows or len(rows) % _ROW.size:
+    if not isinstance(rows, bytes) or not rows or len(rows) % ROW.size:
         raise PayloadError("invalid metadata: rows")
-    count = len(rows) // _ROW.size
+    count = len(rows) // ROW.size
     if not isinstance(values["group_id"], str):
         raise PayloadError("invalid metadata: group_id")
-    if ids is None:
-        ids = _default_ids(values["group_id"], count)
-    elif not isinstance(ids, list) or len(ids) != count:
+    if ids is not None and (not isinstance(ids, list) or len(ids) != count):
         raise PayloadError("invalid metadata: ids")
     if not isinstance(values["needs"], list):
         raise PayloadError("invalid metadata: needs")
-    rewards = _unpacked_rewards(values["rewards"], count)
+    shared = {key: values[key] for key in GROUP_KEYS} | {"needs": tuple(values["needs"])}
+    rollouts = unpack_rollouts(values["group_id"], ids, rows, values["rewards"])
+    return GroupInfo(**shared, rollouts=rollouts, columns=unpack_columns(values["columns"]))
+
+
+def unpack_rollouts(group_id: str, ids: Sequence[Any] | None, rows: bytes, rewards: Any) -> tuple[RolloutInfo, ...]:
+    """The rollouts of a push.
+
+    Args:
+        group_id: of the push.
+        ids: one per rollout; None for ``<group_id>/<index>``.
+        rows: the map's value, whole rows.
+        rewards: the map's value.
+
+    Raises:
+        PayloadError: unknown flags, a reward where the flags say that there is none, or `rewards` of another form.
+    """
+    count = len(rows) // ROW.size
+    if ids is None:
+        ids = _default_ids(group_id, count)
+    named = _unpacked_rewards(rewards, count)
     rollouts = []
-    for i, row in enumerate(_ROW.iter_unpack(rows)):
+    for i, row in enumerate(ROW.iter_unpack(rows)):
         length, prompt_tokens, loss_tokens, turns, reward, low, high, flags, size, checksum = row
-        if flags & ~(_HAS_REWARD | _IS_TRUNCATED) or (not flags & _HAS_REWARD and reward != 0.0):
+        if flags & ~(HAS_REWARD | IS_TRUNCATED) or (not flags & HAS_REWARD and reward != 0.0):
             raise PayloadError(f"invalid metadata: flags of rollout {i}")
-        rollouts.append(
-            RolloutInfo(
-                rollout_id=ids[i],
-                length=length,
-                prompt_tokens=prompt_tokens,
-                loss_tokens=loss_tokens,
-                reward=reward if flags & _HAS_REWARD else None,
-                rewards=rewards[i],
-                min_version=low,
-                max_version=high,
-                turns=turns,
-                is_truncated=bool(flags & _IS_TRUNCATED),
-                size=size,
-                checksum=checksum,
-            )
-        )
-    fields = {key: values[key] for key in _GROUP_KEYS} | {"needs": tuple(values["needs"])}
-    return GroupInfo(**fields, rollouts=tuple(rollouts), columns=_columns(values["columns"]))
+        made = _UnfrozenRollout()
+        made.rollout_id = ids[i]
+        made.length = length
+        made.prompt_tokens = prompt_tokens
+        made.loss_tokens = loss_tokens
+        made.reward = reward if flags & HAS_REWARD else None
+        made.rewards = named[i]
+        made.min_version = low
+        made.max_version = high
+        made.turns = turns
+        made.is_truncated = bool(flags & IS_TRUNCATED)
+        made.size = size
+        made.checksum = checksum
+        made.__class__ = RolloutInfo
+        rollouts.append(made)
+    return tuple(rollouts)
 
 
-def _columns(kinds: Any) -> tuple[ColumnKind, ...]:
+def unpack_columns(kinds: Any) -> tuple[ColumnKind, ...]:
+    """The kinds of further columns that a push names. Raises PayloadError when one cannot be."""
     if not isinstance(kinds, list):
         raise PayloadError("invalid metadata: columns")
     columns = []

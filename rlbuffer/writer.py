@@ -20,6 +20,7 @@ from rlbuffer.errors import (
     EpochChanged,
     InvalidRollout,
     ProducerGap,
+    RlbufferError,
     RunGone,
     ServerRefused,
     ServerUnreachable,
@@ -29,7 +30,8 @@ from rlbuffer.store.base import Store
 from rlbuffer.truncation import truncated_group
 
 TICKET_SECONDS = 60.0
-"""How long a ticket stays out without renewal: after that a dead worker's prompt is taken again."""
+"""How long a ticket stays out without renewal, unless the writer is told otherwise: after that a dead worker's prompt
+is taken again."""
 CONFIG_SECONDS = 30.0
 """How often a writer looks whether the run cuts rollouts that are longer than a row."""
 SPOOL_PUSHES = 64
@@ -49,8 +51,9 @@ class Writer:
         epoch: int,
         incarnation: str | None = None,
         patience_seconds: float = 300.0,
-        on_retry: Callable[[str], None] | None = None,
+        on_retry: Callable[[RlbufferError], None] | None = None,
         config: BatcherConfig | None = None,
+        ticket_seconds: float | None = None,
     ) -> None:
         self._store = store
         self.worker = worker
@@ -59,6 +62,8 @@ class Writer:
         self._patience = patience_seconds
         self._on_retry = on_retry
         self._config = config
+        self.ticket_seconds = TICKET_SECONDS if ticket_seconds is None else ticket_seconds
+        """How long tickets stay out without renewal."""
         self._limit: int | None = None
         """Tokens that a longer rollout is cut to; None: it is left to the batcher."""
         self._limit_at = float("-inf")
@@ -72,7 +77,7 @@ class Writer:
         """Waits for leave to sample, and takes up to `n` tickets of `env`; none when the timeout passes.
 
         The batcher sets how many may be out, so that what is sampled now can still be trained in time. A ticket stays
-        out for :data:`TICKET_SECONDS`; its group is pushed under its ``group_id``.
+        out for `ticket_seconds`; its group is pushed under its ``group_id``.
 
         Raises:
             ValueError: `env` is not an env name, or `n` is below 1.
@@ -96,21 +101,26 @@ class Writer:
     def _take(self, env: str, n: int) -> list[int]:
         """A server at its memory limit gives no tickets: no new groups are wanted until steps retire."""
         try:
-            return self._store.take_tickets(env, n, ttl_seconds=TICKET_SECONDS)
+            return self._store.take_tickets(env, n, ttl_seconds=self.ticket_seconds)
         except ServerRefused as error:
             if self._on_retry is not None:
-                self._on_retry(str(error))
+                self._on_retry(error)
             return []
 
     def renew(self, tickets: Iterable[Ticket]) -> None:
-        """Keeps tickets out for another :data:`TICKET_SECONDS`; a worker does so while it samples."""
+        """Keeps tickets out for another `ticket_seconds`; a worker does so while it samples."""
         for env, numbers in _by_env(tickets).items():
-            self._store.renew_tickets(env, numbers, ttl_seconds=TICKET_SECONDS)
+            self._store.renew_tickets(env, numbers, ttl_seconds=self.ticket_seconds)
 
     def release(self, tickets: Iterable[Ticket]) -> None:
         """Gives tickets back unused: their prompts are taken first by whoever asks next."""
         for env, numbers in _by_env(tickets).items():
             self._store.release_tickets(env, numbers)
+
+    def skip(self, tickets: Iterable[Ticket]) -> None:
+        """Closes tickets without a group: nothing is sampled for their numbers, now or later."""
+        for env, numbers in _by_env(tickets).items():
+            self._store.close_tickets(env, numbers)
 
     def push(self, group: Group, *, sequence: int | None = None) -> Pushed:
         """Stores a group, or a part of one, exactly once; waits while the server is away.
@@ -184,7 +194,7 @@ class Writer:
                 if time.monotonic() + delay > deadline:
                     raise
                 if self._on_retry is not None:
-                    self._on_retry(str(error))
+                    self._on_retry(error)
                 time.sleep(delay * random.uniform(0.5, 1.0))
                 delay = min(2 * delay, LAST_DELAY_SECONDS)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
+import resource
 import sys
 import time
 from dataclasses import replace
@@ -12,6 +14,12 @@ from dataclasses import replace
 from simulation.mutations import MUTATIONS, mutation
 from simulation.plan import draw
 from simulation.world import LAST_EVENTS, Result, World
+
+SUMMARY_EVERY = 10_000
+"""Seeds after which a long run says where it is."""
+SEEDS_PER_PROCESS = 1000
+COLLECT_EVERY = 25
+"""Seeds after which a process collects garbage: about 30 MB of it."""
 
 
 def run_seed(seed: int, *, broken: str = "", rollback: bool = False, keep_log: int = LAST_EVENTS) -> Result:
@@ -35,9 +43,18 @@ def show(result: Result, command: str) -> None:
     print(f"Again, event by event:  {command}", flush=True)
 
 
+def _ready() -> None:
+    """A process of the pool collects garbage between seeds; within one there is little, and looking is a twentieth."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
 def _job(values: tuple[int, str, bool]) -> Result:
     seed, broken, rollback = values
     result = run_seed(seed, broken=broken, rollback=rollback)
+    if seed % COLLECT_EVERY == 0:
+        gc.collect()
     return result if result.violation else replace(result, log=())
 
 
@@ -47,7 +64,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=500, help="how many seeds (default 500)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--seed", type=int, help="one seed only")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="processes (default: one per core)")
+    parser.add_argument(
+        "--jobs", "--processes", type=int, default=os.cpu_count(), help="processes (default: one per core)"
+    )
     parser.add_argument("--mutation", default="", choices=["", *(m.name for m in MUTATIONS)], help="break a Lua file")
     parser.add_argument("--rollback", action="store_true", help="the server loses acknowledged writes")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first violation")
@@ -71,24 +90,51 @@ def main() -> int:
 
 
 def _many(args: argparse.Namespace) -> int:
-    began = time.monotonic()
     jobs = [(seed, args.mutation, args.rollback) for seed in range(args.first, args.first + args.seeds)]
-    failed, done, events, calls, steps = [], 0, 0, 0, 0
-    with multiprocessing.Pool(args.processes, maxtasksperchild=500) as pool:
+    tally = Tally()
+    with multiprocessing.Pool(args.jobs, _ready, maxtasksperchild=SEEDS_PER_PROCESS) as pool:
         for result in pool.imap_unordered(_job, jobs, chunksize=4):
-            done, events, calls, steps = done + 1, events + result.event, calls + result.calls, steps + result.steps
+            tally.add(result)
             if result.violation:
-                failed.append(result.seed)
                 show(result, replay_command(result.seed, args.mutation, args.rollback))
                 if not args.keep_going:
                     pool.terminate()
                     break
-    seconds = time.monotonic() - began
-    print(
-        f"{done} seeds, {events} events, {calls} round trips, {steps} steps in {seconds:.1f} s "
-        f"({done / seconds:.1f} seeds/s): {len(failed)} violations {sorted(failed)[:20] if failed else ''}"
-    )
-    return 1 if failed else 0
+            if tally.seeds % SUMMARY_EVERY == 0 and tally.seeds < args.seeds:
+                print(tally, flush=True)
+        pool.close()
+        pool.join()
+    print(tally)
+    return 1 if tally.failed else 0
+
+
+class Tally:
+    """What many seeds come to."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.seeds = self.events = self.calls = self.steps = 0
+        self.failed: list[int] = []
+
+    def add(self, result: Result) -> None:
+        """Counts a seed."""
+        self.seeds += 1
+        self.events += result.event
+        self.calls += result.calls
+        self.steps += result.steps
+        if result.violation:
+            self.failed.append(result.seed)
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self.began
+        # Of processes that have ended only: the last thousand seeds may be missing.
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        failed = f" {sorted(self.failed)[:20]}" if self.failed else ""
+        return (
+            f"{self.seeds} seeds, {self.events} events, {self.calls} round trips, {self.steps} steps in "
+            f"{seconds:.1f} s ({self.seeds / seconds:.1f} seeds/s, {used.ru_utime + used.ru_stime:.0f} s of CPU): "
+            f"{len(self.failed)} violations{failed}"
+        )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class Wire(Protocol):
         """As above for one XREAD, waiting for an entry."""
 
 
-CALLBACKS: dict[str, Any] = {**_RedisCallbacks, **_RedisCallbacksRESP3}
+CALLBACKS: dict[bytes, Any] = {k.encode(): v for k, v in {**_RedisCallbacks, **_RedisCallbacksRESP3}.items()}
 
 
 class SimulatedClient(CoreCommands):
@@ -89,22 +89,19 @@ class SimulatedPipeline(CoreCommands):
 
 def encoded(args: Sequence[Any]) -> list[bytes]:
     """A command as it goes over the wire; several words in the first argument are several."""
-    words = []
-    for arg in args:
-        if type(arg) is str:
-            words.append(arg.encode())
-        elif type(arg) is bytes:
-            words.append(arg)
-        elif type(arg) is float:
-            words.append(repr(arg).encode())
-        elif type(arg) is int:
-            words.append(b"%d" % arg)
-        else:
-            raise ResponseError(f"the simulation does not send {type(arg).__name__}")
+    words = [arg.encode() if type(arg) is str else arg if type(arg) is bytes else _number(arg) for arg in args]
     if b" " in words[0]:
         words[:1] = words[0].split(b" ")
     words[0] = words[0].upper()
     return words
+
+
+def _number(value: Any) -> bytes:
+    if type(value) is int:
+        return b"%d" % value
+    if type(value) is float:
+        return repr(value).encode()
+    raise ResponseError(f"the simulation does not send {type(value).__name__}")
 
 
 def shaped(command: Sequence[bytes], reply: Any, options: dict[str, Any]) -> Any:
@@ -122,8 +119,7 @@ def shaped(command: Sequence[bytes], reply: Any, options: dict[str, Any]) -> Any
         return reply.decode()
     elif type(reply) is str:
         reply = reply.encode()
-    callback = CALLBACKS.get(name.decode())
+    callback = CALLBACKS.get(name)
     if callback is None:
         return reply
-    options = {k: v for k, v in options.items() if k != "keys"}
-    return callback(reply, **options)
+    return callback(reply, **{k: v for k, v in options.items() if k != "keys"}) if options else callback(reply)

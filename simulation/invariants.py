@@ -8,38 +8,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from copy import deepcopy
+from functools import cache
 from typing import Any
 
 from rlbuffer import wire
+from rlbuffer.batches import Normalizers, Step
 from rlbuffer.errors import PayloadError
 from rlbuffer.infos import GroupInfo
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.pool import CLOSING_REASONS, reused_groups
+from rlbuffer.store.pool import reused_groups
 from rlbuffer.store.step_format import decode_header, decode_part, step_digest
 from simulation.accounts import Live, Pending
+from simulation.fences import Fences
 from simulation.network import Network
+from simulation.rewinds import Rewinds
 from simulation.server import Command, Server
 from simulation.values import StreamId
 
 UNITS = ("rollouts", "tokens")
-_KNOWLEDGE = (
-    "pool",
-    "pushed",
-    "steps",
-    "digests",
-    "outlived",
-    "_used",
-    "_uses",
-    "_closed",
-    "_amounts",
-    "_highest",
-    "_holder",
-    "_leader",
-)
+FATES = ("pushed", "packed", "trained", "dropped")
 
 
-class Invariants:
+@cache
+def ledger_place(field: bytes) -> tuple[str, str, str]:
+    """Env, fate and unit of a field of the ledger; every reason of a drop is one fate. What is beside it is no fate."""
+    env, *fate, unit = field.decode().split(":") if b":" in field else ("", field.decode(), "")
+    return env, fate[0], unit
+
+
+class Invariants(Fences, Rewinds):
     """What must always hold."""
 
     def __init__(self, server: Server, network: Network, run: str) -> None:
@@ -69,6 +66,8 @@ class Invariants:
         self.pool: dict[StreamId, Pending] = {}
         self.pushed: dict[bytes, Pending] = {}
         """Payload key -> the entry, of everything that was ever pending."""
+        self.parts: dict[str, list[Pending]] = {}
+        """Group -> the same entries."""
         self.steps: dict[int, Live] = {}
         self.digests: dict[int, str] = {}
         self.trained_content: dict[tuple[int, int, int], str] = {}
@@ -84,31 +83,19 @@ class Invariants:
         """(env, fate) -> rollouts, tokens, as they should be."""
         self._highest: dict[str, int] = {}
         self._holder = self._leader = (b"", 0)
+        self.damaged: set[tuple[bytes, bytes]] = set()
+        """Payload key and field, of what chance has changed."""
+        self._normalizers: dict[str, Normalizers] = {}
+        """Digest of a step -> what its losses are divided by."""
         self._rearmed: set[bytes] = set()
+        self.stuck: set[bytes] = set()
+        """Payloads that the network stored again and pinned again, when nobody meant them any more: PIN cannot ask
+        whether its leader leads, because payloads live in other slots. `verify` names them."""
+        self.was_rolled_back = False
         self.lost_digests: set[str] = set()
         """Steps that the server has lost, and that somebody may be training yet."""
         self.forgotten: dict[str, int] = {}
         """Rollout -> the step that trained it before the server lost it: it must not train again."""
-
-    def snapshot(self) -> dict[str, Any]:
-        """What is known now, to go with a snapshot of the server."""
-        return {name: deepcopy(getattr(self, name)) for name in _KNOWLEDGE}
-
-    def roll_back(self, saved: dict[str, Any], trained: int) -> None:
-        """The server went back to the snapshot that this one goes with; its trainer is at step `trained`."""
-        lost = {step: digest for step, digest in self.digests.items() if saved["digests"].get(step) != digest}
-        self.lost_digests |= set(lost.values())
-        for rollout, (step, _) in self._used.items():
-            if step in lost and step <= trained:
-                self.forgotten[rollout] = step
-        for place in [place for place in self.trained_content if place[0] in lost]:
-            del self.trained_content[place]
-        for name, value in saved.items():
-            setattr(self, name, deepcopy(value))
-
-    def restarted(self, step: int) -> None:
-        """A trainer begins from a checkpoint of `step`: what was trained after it is not in its state."""
-        self.forgotten = {rollout: at for rollout, at in self.forgotten.items() if at <= step}
 
     def fail(self, invariant: str, message: str) -> None:
         """Keeps the first violation."""
@@ -117,26 +104,25 @@ class Invariants:
 
     # -- events ----------------------------------------------------------------------------------------------------
     def _note(self, commands: Sequence[Command]) -> None:
-        if len(commands) == 1 and commands[0][0] == b"EVALSHA" and self._script(commands[0]) == "TICKET":
+        if len(commands) == 1 and self._script(commands[0]) == "TICKET":
             tickets = self.server.find(commands[0][3])
             self._before = dict(tickets.scores) if tickets else {}
 
     def _check(self, commands: Sequence[Command], replies: list[Any]) -> None:
         self.events += 1
-        if self.violation:
+        if self.violation or (not self.server.changes and all(command[0] != b"EVALSHA" for command in commands)):
             return
         self._envs: set[str] = set()
         self._suspects: set[bytes] = set()
         self._left: dict[bytes, Pending] = {}
         self._new_steps: dict[int, None] = {}
         first, reply = commands[0], replies[0]
-        if (
-            first[0] == b"EVALSHA"
-            and self._script(first) == "RECOVER"
-            and isinstance(reply, list)
-            and reply[0] == b"OK"
-        ):
+        is_done = first[0] == b"EVALSHA" and isinstance(reply, list) and reply[:1] == [b"OK"]
+        name = self._script(first) if is_done else ""
+        if name == "RECOVER":
             self._recovered(first[3 + int(first[2]) :], int(reply[1]))
+        elif name == "VOID":
+            self._taken_back(first[3 + int(first[2]) :])
         for kind, key, detail in self.server.changes:
             handler = self._handlers.get(key)
             if handler is not None:
@@ -145,10 +131,14 @@ class Invariants:
                 self._suspects.add(key)
                 if self.network.is_repetition and commands[0][0] == b"HSET":
                     self._rearmed.add(key)
+                elif self.network.is_repetition and commands[0][0] == b"PERSIST" and key in self._rearmed:
+                    self.stuck.add(key)
+        if name == "VOID":
+            self._check_taken_back(first[3 + int(first[2]) :])
         for step in self._new_steps:
             self._check_step(step)
         for command, reply in zip(commands, replies, strict=True):
-            if command[0] == b"EVALSHA" and not isinstance(reply, Exception):
+            if command[0] == b"EVALSHA":
                 self._check_script(self._script(command), command, reply)
         if self._suspects:
             self._check_payloads()
@@ -191,18 +181,20 @@ class Invariants:
             )
             if any(known.endswith(suffix.encode()) for known in (payload,) if known in self.pushed):
                 self.fail("I1", f"push {suffix} of group {group} became pending twice")
-            if payload not in self.server.data:
+            if payload not in self.server.data and not self.was_rolled_back:  # else PIN finds it before it is used
                 self.fail("I11", f"push {suffix} of group {group} became pending without its payload")
             epoch, incarnation = self._field(self.keys.meta, b"epoch"), suffix.rpartition(".")[0]
             if self.incarnations.get(incarnation, epoch) != epoch:
                 self.fail("I4", f"push {suffix} of epoch {self.incarnations[incarnation]} became pending in {epoch}")
             self.pool[entry_id] = self.pushed[payload] = entry
+            self.parts.setdefault(group, []).append(entry)
             self._move(entry.env, "pushed", entry.amounts)
+            self._move(entry.env, "pending", entry.amounts)
         else:
             gone = self.pool.pop(entry_id, None)
             if gone is not None:
                 self._left[gone.payload] = gone
-                self._envs.add(gone.env)
+                self._move(gone.env, "pending", (-gone.amounts[0], -gone.amounts[1]))
                 self._suspects.add(gone.payload)
 
     def _steps_changed(self, kind: str, entry_id: StreamId) -> None:
@@ -244,8 +236,9 @@ class Invariants:
             self._grows(f"meta {field.decode()}", self._field(self.keys.meta, field))
 
     def _policy_changed(self, kind: str, adapter: bytes) -> None:
-        if kind == "hash":
-            epoch, version, _ = self.server.data[self.keys.policy.encode()][adapter].split(b" ", 2)
+        record = (self.server.data.get(self.keys.policy.encode()) or {}).get(adapter) if kind == "hash" else None
+        if record is not None:  # else it was taken back
+            epoch, version, _ = record.split(b" ", 2)
             self._grows(f"policy version in epoch {epoch.decode()}", int(version))
 
     def _lease_changed(self, kind: str, field: bytes) -> None:
@@ -268,50 +261,21 @@ class Invariants:
         sums[0] += amounts[0]
         sums[1] += amounts[1]
 
-    def _recovered(self, args: Sequence[bytes], epoch: int) -> None:
-        """RECOVER: what it may move, by the accounts kept here."""
-        step, fork, before = int(args[3]), int(args[6]), self._highest.get("trainer trained", 0)
-        for number, live in self.steps.items():
-            self._suspects |= live.payloads
-            for env, (rollouts, tokens) in live.amounts.items() if number > before else ():
-                self._move(env, "packed", (-rollouts, -tokens))
-                if not fork or number < fork:
-                    self._move(env, "trained", (rollouts, tokens))
-        self.steps.clear()
-        at = 12 + 2 * int(args[11])
-        for group in args[12:at:2]:
-            self._close(group.decode(), "the recovery")
-        count, at = int(args[at]), at + 1
-        for _ in range(count):
-            milliseconds, _, place = args[at].partition(b"-")
-            entry = self.pool.get((int(milliseconds), int(place)))
-            if entry is not None:
-                self._move(entry.env, "trained", (int(args[at + 1]), int(args[at + 2])))
-            at += 4 + 3 * int(args[at + 3])
-        self.digests = {n: digest for n, digest in self.digests.items() if n < step} | {step: args[4].decode()}
-        self._highest |= {"trainer trained": step, "meta step": step, "meta retired": step, "trainer oldest_kept": 0}
-        self.trained_content = {place: content for place, content in self.trained_content.items() if place[0] <= step}
-        self.incarnations = dict.fromkeys(self.incarnations, epoch)
-
     # -- I10, I11 --------------------------------------------------------------------------------------------------
     def _check_ledger(self) -> None:
-        ledger = self.server.data.get(self.keys.ledger.encode()) or {}
+        there: dict[tuple[str, str, str], int] = {}
+        for field, value in (self.server.data.get(self.keys.ledger.encode()) or {}).items():
+            place = ledger_place(field)
+            there[place] = there.get(place, 0) + int(value)
         for env in self._envs:
             for unit, name in enumerate(UNITS):
-                end = f":{name}".encode()
-                dropped = sum(
-                    int(v) for k, v in ledger.items() if k.startswith(env.encode() + b":dropped:") and k.endswith(end)
-                )
-                there = {
-                    fate: int(ledger.get(f"{env}:{fate}:{name}".encode(), 0))
-                    for fate in ("pushed", "packed", "trained")
-                }
-                for fate, value in there.items():
-                    wanted = self._amounts.get((env, fate), (0, 0))[unit]
-                    if value != wanted:
-                        self.fail("I10", f"{env}: {value} {name} {fate} in the ledger, {wanted} by what happened")
-                pending = sum(e.amounts[unit] for e in self.pool.values() if e.env == env)
-                left = there["pushed"] - there["packed"] - there["trained"] - dropped
+                for fate in ("pushed", "packed", "trained"):
+                    found, wanted = there.get((env, fate, name), 0), self._amounts.get((env, fate), (0, 0))[unit]
+                    if found != wanted:
+                        self.fail("I10", f"{env}: {found} {name} {fate} in the ledger, {wanted} by what happened")
+                pending = self._amounts.get((env, "pending"), (0, 0))[unit]
+                pushed, packed, trained, dropped = (there.get((env, fate, name), 0) for fate in FATES)
+                left = pushed - packed - trained - dropped
                 if left != pending:
                     self.fail("I10", f"{env}: the ledger leaves {left} {name} pending, the pool holds {pending}")
 
@@ -321,10 +285,11 @@ class Invariants:
         for key in self._suspects:
             users = [step for step, live in self.steps.items() if key in live.payloads]
             if self.server.find(key) is None:
-                if users or key in pending:
+                if users or (key in pending and not self.was_rolled_back):
                     self.fail("I11", f"{key.decode()} is gone, step {users or 'none'} or the pool names it")
             elif key not in self.server.expiry:
-                if not users and key not in pending and not (garbage and key in garbage.scores):
+                is_owned = bool(users) or key in pending or (garbage is not None and key in garbage.scores)
+                if not is_owned and key not in self.stuck:
                     self.fail("I11", f"{key.decode()} belongs to nothing and stays for ever")
             elif users and key not in self._rearmed:
                 self.fail("I2", f"{key.decode()} of step {users} has a time to live")
@@ -338,7 +303,7 @@ class Invariants:
         part_bytes = [stream.entries[i][1] for i in ids[1:]]
         try:
             header, limits = decode_header(fields[b"header"], digest=fields[b"digest"].decode(), committed_ms=0)
-            parts = [decode_part(data) for data in part_bytes]
+            parts = [decode_part(data, self.keys.payload_prefix) for data in part_bytes]
         except (PayloadError, KeyError) as problem:
             self.fail("I4", f"step {step} cannot be read: {problem}")
             return
@@ -374,14 +339,16 @@ class Invariants:
             self._used[rollout] = step, now
             if key not in self._left and not again:
                 self.fail("I1", f"step {step} trains {key.decode()}, which was not pending")
-            stored = (self.server.find(key) or {}).get(str(member.index).encode(), b"")
-            if len(stored) != member.info.size:
+            field = str(member.index).encode()
+            stored = (self.server.find(key) or {}).get(field, b"")
+            if len(stored) != member.info.size and (key, field) not in self.damaged:
                 self.fail("I2", f"step {step}: rollout {rollout} has {len(stored)} of {member.info.size} bytes")
             age, limit = step - 1 - member.info.min_version, self.config.max_age
             if not 0 <= age <= limit or limits.get(member.env) != limit:
                 self.fail("I5", f"step {step}: rollout {rollout} has age {age}, max_age is {limit}")
         payloads = frozenset(member.payload_key.encode() for member in members)
-        self.steps[step] = Live(payloads, amounts)
+        places = {m.info.rollout_id: (m.payload_key.encode(), str(m.index).encode()) for m in members}
+        self.steps[step] = Live(payloads, amounts, places, len(parts))
         self._suspects |= payloads
         for env, sums in amounts.items():
             self._move(env, "packed", (sums[0], sums[1]))
@@ -395,6 +362,22 @@ class Invariants:
         for key in payloads - kept:
             if garbage is None or garbage.scores.get(key, -1) < step:
                 self.fail("I11", f"step {step}: {key.decode()} may be swept before the step is retired")
+
+    def is_damaged(self, step: int) -> bool:
+        """Whether chance has changed a payload of a live step."""
+        return step in self.steps and not self.damaged.isdisjoint(self.steps[step].places.values())
+
+    def check_damage(self, rank: int, step: Step) -> None:
+        """I2: what a rank misses is what is damaged, and the losses are divided by the same counts all the same."""
+        live = self.steps.get(step.number)
+        if live is None or self.digests.get(step.number) != step.digest:
+            return
+        missed = {rollout for rollout in step.damaged if live.places.get(rollout) not in self.damaged}
+        if missed:
+            self.fail("I2", f"rank {rank} misses rollouts {sorted(missed)} of step {step.number}")
+        wanted = self._normalizers.setdefault(step.digest, step.normalizers)
+        if step.normalizers != wanted or wanted.rollouts != len(live.places):
+            self.fail("I2", f"rank {rank} divides step {step.number} by {step.normalizers}, others by {wanted}")
 
     def _check_use(self, step: int, rollout: str, again: int) -> None:
         """A rollout that was trained before: exactly as often as the step says, and not too often."""
@@ -431,59 +414,3 @@ class Invariants:
 
     def _close(self, group: str, by: str) -> None:
         self._closed[group] = self.server.now_ms(), by
-
-    # -- fences ----------------------------------------------------------------------------------------------------
-    def _check_script(self, name: str, command: Command, reply: Any) -> None:
-        keys, args = command[3 : 3 + int(command[2])], command[3 + int(command[2]) :]
-        status = reply[0] if isinstance(reply, list) and reply else b""
-        now = self.server.now_ms()
-        if name in ("COMMIT", "DROP", "RETIRE") and status == b"OK":
-            lease = self.server.data.get(self.keys.lease.encode()) or {}
-            if lease.get(b"token") != args[0]:
-                self.fail("I8", f"{name} passed with token {args[0].decode()}, the leader's is {lease.get(b'token')}")
-            elif int(lease[b"until"]) < now:
-                self.fail("I8", f"{name} passed {now - int(lease[b'until'])} ms after the lease had run out")
-        if name in ("REPORT", "ANNOUNCE") and status in (b"OK", b"OLD"):
-            number = self._field(self.keys.trainer, b"number")
-            if int(args[0]) != number:
-                self.fail("I8", f"{name} of attempt {args[0].decode()} passed, the attempt is {number}")
-            if name == "REPORT" and int(args[1]) != self._field(self.keys.meta, b"epoch"):
-                self.fail("I4", f"REPORT of epoch {args[1].decode()} passed")
-        if name == "LEASE" and args[0] == b"acquire" and status in (b"ACQUIRED", b"RENEWED"):
-            if self._leader[0] not in (b"", args[1]) and self._leader[1] > now and status == b"RENEWED":
-                self.fail("I8", f"the lease of {self._leader[0].decode()} was renewed by another")
-            if self._leader[0] != args[1] and self._leader[1] > now:
-                self.fail("I8", f"the lease went from one to another {self._leader[1] - now} ms before it ran out")
-        if name == "LEASE":
-            lease = self.server.data.get(self.keys.lease.encode()) or {}
-            self._leader = lease.get(b"owner", b""), int(lease.get(b"until", 0))
-        if name == "DROP" and status == b"OK":
-            self._check_drop(args)
-        if name == "TICKET" and args[0] == b"take":
-            self._check_take(args, reply, keys, now)
-
-    def _check_drop(self, args: Sequence[bytes]) -> None:
-        at, left = 5, {entry.group for entry in self._left.values()}
-        tombstones = self.server.data.get(self.keys.closed.encode())
-        for _ in range(int(args[4])):
-            group, reason, closes = args[at].decode(), args[at + 2].decode(), args[at + 3] == b"1"
-            at += 6 + int(args[at + 5])
-            if closes != (reason in CLOSING_REASONS) and closes:
-                self.fail("I6", f"a drop for {reason} closes group {group}")
-            if closes and group in left:
-                if reason != "void":  # dropped by hand: the leader does not know
-                    self._close(group, f"its drop ({reason})")
-                if tombstones is None or group.encode() not in tombstones.scores:
-                    self.fail("I6", f"group {group} was dropped ({reason}) without a tombstone")
-
-    def _check_take(self, args: Sequence[bytes], reply: Any, keys: Sequence[bytes], now: int) -> None:
-        allowed = self.server.data.get(keys[1]) or {}
-        limit = int(allowed.get(args[1], allowed.get(b"*", 0)))
-        out = {number for number, expiry in self._before.items() if expiry > now}
-        given = {b"%d" % number for number in reply}
-        if given & out or len(given) != len(reply):
-            self.fail("tickets", f"{sorted(given & out)} of {args[1].decode()} were given out while they were out")
-        if given and len(out) + len(given) > limit:
-            self.fail(
-                "tickets", f"{len(out)} + {len(given)} tickets of {args[1].decode()} are out, allowed are {limit}"
-            )

@@ -19,10 +19,22 @@ redis = {
   status_reply = function(text) return {ok = text} end,
   error_reply = function(text) return {err = text} end,
 }
+-- A flat list of strings and numbers goes back as several values: no border is crossed for each of them.
+local function is_flat(reply)
+  local n = #reply
+  if n > 200 or reply.ok or reply.err then return false end
+  for i = 1, n do
+    local kind = type(reply[i])
+    if kind ~= 'string' and kind ~= 'number' then return false end
+  end
+  return true
+end
 return function(text) return assert(loadstring(text, '@script')) end,
   function(f, keys, argv)
     KEYS, ARGV = keys, argv
-    return f()
+    local reply = f()
+    if type(reply) == 'table' and is_flat(reply) then return true, unpack(reply) end
+    return false, reply
   end
 """
 
@@ -51,7 +63,14 @@ class Engine:
         """EVALSHA: the script's reply as the client gets it."""
         self._server = server
         try:
-            return self._reply(self._enter(function, self._table(keys), self._table(args)))
+            reply = self._enter(function, self._table(keys), self._table(args))
+            # Several values come as a tuple, a single one as it is: the flag of an empty list.
+            if type(reply) is not tuple:
+                return []
+            is_flat, *values = reply
+            if not is_flat:
+                return self._reply(values[0] if values else None)
+            return [value if type(value) is bytes else int(value) for value in values]
         except lua51.LuaError as problem:
             raise ResponseError(f"{problem} script: error") from None
 
@@ -59,15 +78,19 @@ class Engine:
         server = self._server
         if server is None:
             raise RuntimeError("no server runs this script")
-        command = [name.upper(), *(a if type(a) is bytes else _number(a) for a in args)]
-        return self._value(server.call(command[0], command))
+        command = [name, *args]
+        for i, arg in enumerate(args, 1):
+            if type(arg) is not bytes:
+                command[i] = _number(arg)
+        reply = server.call(name, command)
+        return reply if type(reply) is bytes or type(reply) is int else self._value(reply)
 
     def _value(self, reply: Any) -> Any:
         """A reply of the server, for Lua."""
         if reply is None:
             return False
         if type(reply) is list:
-            return self._table([self._value(item) if type(item) is not bytes else item for item in reply])
+            return self._table([item if type(item) is bytes else self._value(item) for item in reply])
         if type(reply) is str:
             return self._table({b"ok": reply.encode()})
         return reply

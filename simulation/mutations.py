@@ -20,14 +20,18 @@ class Mutation:
     """The profile of faults under which it matters most."""
     asks: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the plan under which it matters."""
+    also: tuple[tuple[str, str], ...] = ()
+    """Further replacements in the same file, when two checks guard the same."""
 
     def applied(self, text: str) -> str:
         """The broken text of `script`; any other file as it is."""
         if text != source(self.script):
             return text
-        if text.count(self.old) != 1:
-            raise ValueError(f"mutation {self.name}: {self.old!r} is {text.count(self.old)} times in {self.script}.lua")
-        return text.replace(self.old, self.new)
+        for old, new in ((self.old, self.new), *self.also):
+            if text.count(old) != 1:
+                raise ValueError(f"mutation {self.name}: {old!r} is {text.count(old)} times in {self.script}.lua")
+            text = text.replace(old, new)
+        return text
 
 
 def source(script: str) -> str:
@@ -35,8 +39,16 @@ def source(script: str) -> str:
     return (resources.files("rlbuffer.store") / "scripts" / f"{script}.lua").read_text(encoding="utf-8")
 
 
-def _of(name: str, script: str, old: str, new: str, profile: str = "", **asks: Any) -> Mutation:
-    return Mutation(name=name, script=script, old=old, new=new, profile=profile, asks=asks)
+def _of(
+    name: str,
+    script: str,
+    old: str,
+    new: str,
+    profile: str = "",
+    also: tuple[tuple[str, str], ...] = (),
+    **asks: Any,
+) -> Mutation:
+    return Mutation(name=name, script=script, old=old, new=new, profile=profile, asks=asks, also=also)
 
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -144,6 +156,52 @@ MUTATIONS: tuple[Mutation, ...] = (
         "redis.call('HDEL', KEYS[8], group .. ' ' .. ARGV[i], group)",
         "",
         "stops",
+    ),
+    # A plan may name a group that was released meanwhile. That its record is there, and that it says the uses which
+    # the plan assumed, are one check in two places: a step of this leader alone can change either.
+    _of(
+        "uses-not-checked",
+        "commit",
+        "local record = held ~= '' and redis.call('HGET', KEYS[11], held .. ' ' .. id)",
+        "local record = held ~= '' and (redis.call('HGET', KEYS[11], held .. ' ' .. id) or 'a gone 0 0 ')",
+        also=(("  if known ~= ARGV[i + 2] then\n", "  if false then\n"),),
+        reuse=True,
+        releaser=True,
+    ),
+    _of("commit-refused-for-memory", "commit", "#!lua flags=allow-oom", "#!lua", full=True),
+    _of("void-in-the-same-epoch", "void", "tonumber(meta[1]) + 1", "tonumber(meta[1])", taken_back=0.7),
+    _of("void-leaves-the-leader", "void", "if token then", "if false then", taken_back=0.7),
+    _of(
+        "void-leaves-the-policy",
+        "void",
+        "if tonumber(version) > keep or (policies[i] ~= '' and last > keep) then "
+        "redis.call('HDEL', KEYS[10], policies[i]) end",
+        "",
+        taken_back=0.7,
+    ),
+    _of(
+        "void-of-packed-alone",
+        "void",
+        "local fate = tonumber(step) <= trained and 'trained' or 'packed'",
+        "local fate = 'packed'",
+        taken_back=0.7,
+    ),
+    _of("void-loses-a-part", "void", "if tonumber(step) <= keep then", "if tonumber(step) < keep then", taken_back=0.7),
+    _of(
+        "recover-in-the-same-epoch",
+        "recover",
+        "math.max(tonumber(meta[1]), tonumber(ARGV[6])) + 1)",
+        "tonumber(meta[1]))",
+        rollback=True,
+    ),
+    _of("recover-without-tombstone", "recover", "redis.call('ZADD', KEYS[6], clock, ARGV[i])", "", rollback=True),
+    _of("recover-leaves-the-pool", "recover", "redis.call('XDEL', KEYS[3], use.id)", "", rollback=True),
+    _of(
+        "recover-any-claim",
+        "recover",
+        "if trainer[1] ~= ARGV[2] or trainer[2] ~= ARGV[3] then",
+        "if false then",
+        rollback=True,
     ),
 )
 """All of them."""

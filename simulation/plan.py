@@ -33,10 +33,19 @@ PROFILES: dict[str, Mapping[str, float]] = {
 }
 """Chance of each fault at a round trip."""
 
+REFUSALS = (
+    "MISCONF Errors writing to the AOF file: No space left on device",
+    "READONLY You can't write against a read only replica.",
+    "LOADING Redis is loading the dataset in memory",
+    "CLUSTERDOWN The cluster is down",
+)
+
 CONSTANTS: dict[tuple[str, str], float] = {
-    ("rlbuffer.daemon", "POLL_SECONDS"): 0.15,
-    ("rlbuffer.daemon", "TELEMETRY_SECONDS"): 3.0,
-    ("rlbuffer.daemon", "PAGE"): 5,
+    ("rlbuffer.daemon.leadership", "POLL_SECONDS"): 0.15,
+    ("rlbuffer.daemon.leadership", "TELEMETRY_SECONDS"): 3.0,
+    ("rlbuffer.daemon.memory", "TELEMETRY_SECONDS"): 3.0,
+    ("rlbuffer.daemon.telling", "TELEMETRY_SECONDS"): 3.0,
+    ("rlbuffer.daemon.held", "PAGE"): 5,
     ("rlbuffer.writer", "TICKET_SECONDS"): 3.0,
     ("rlbuffer.reader", "BLOCK_SECONDS"): 1.0,
     ("rlbuffer.reader", "HEARTBEAT_SECONDS"): 0.8,
@@ -82,6 +91,14 @@ class Plan:
     """The server is at its memory limit for a while."""
     rollback: bool
     """The server loses acknowledged writes."""
+    releaser: bool
+    """Somebody takes groups back that wait for another use."""
+    taken_back: float
+    """When the operator makes steps void, as a share of the time of faults; 0: not at all."""
+    damages: tuple[float, ...]
+    """When a payload is damaged, likewise."""
+    refusal: str
+    """The error with which the server refuses writes for a while (LOADING: everything); "" for none."""
     tombstone_seconds: float
     mutation: Mutation | None = field(default=None)
 
@@ -106,7 +123,7 @@ class Plan:
         return text if self.mutation is None else self.mutation.applied(text)
 
     def describe(self) -> str:
-        names = ("tickets", "operator", "reset", "full", "rollback")
+        names = ("tickets", "operator", "releaser", "reset", "full", "rollback", "taken_back", "damages", "refusal")
         on = [name for name in names if getattr(self, name)]
         closed = self.config.step_groups or self.config.step_rollouts or "capacity"
         return (
@@ -137,8 +154,17 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     )
     # Drawn apart, so that the other draws of a seed stay what they were.
     reuse = random.Random(f"reuse {seed}")
-    if reuse.random() < 0.3:
+    asks = dict(mutation.asks) if mutation is not None else {}
+    if asks.pop("reuse", False) | (reuse.random() < 0.3):
         config = replace(config, max_uses=reuse.choice((2, 3)), replay_fraction=reuse.choice((0.5, 1.0)))
+    people = random.Random(f"people {seed}")
+    draws = [people.random() for _ in range(4)]
+    rest: dict[str, Any] = {
+        "releaser": draws[0] < 0.5 and config.max_uses > 1,
+        "taken_back": people.uniform(0.3, 0.95) if draws[1] < 0.12 and not (rollback or asks.get("rollback")) else 0.0,
+        "damages": tuple(people.uniform(0.2, 1.0) for _ in range(3)) if draws[2] < 0.1 else (),
+        "refusal": people.choice(REFUSALS) if draws[3] < 0.1 else "",
+    }
     values: dict[str, Any] = {
         "batchers": dice.choice((1, 2, 2)),
         "writers": dice.choice((1, 2, 3)),
@@ -169,5 +195,6 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
         tombstone_seconds=dice.choice((4.0, 20.0)),
         mutation=mutation,
         **values,
+        **rest,
     )
-    return plan if mutation is None else replace(plan, **mutation.asks)
+    return replace(plan, **asks)

@@ -1,15 +1,26 @@
-"""Groups to push: few tokens, made once and named anew, because making and encoding arrays is what costs."""
+"""Groups to push: few tokens, made, encoded and decoded once, because that is what costs."""
 
 from __future__ import annotations
 
 import random
-from copy import copy
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache, lru_cache
+from typing import Any, TypeVar
 
-from rlbuffer.records import Group
+from rlbuffer import wire
+from rlbuffer.errors import PayloadError
+from rlbuffer.infos import GroupInfo, RolloutInfo
+from rlbuffer.records import Group, Rollout
 from rlbuffer.testing import make_group
 
 SHAPES = 12
+KEPT = 10_000
+"""Groups, or bytes of them, that are kept from seed to seed: a few kB each."""
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+_T = TypeVar("_T", Group, Rollout)
+_NAMES = {kind: tuple(f.name for f in fields(kind)) for kind in (Group, Rollout)}
 
 
 @cache
@@ -21,12 +32,84 @@ def _shape(number: int, version: int) -> Group:
 
 def made_group(dice: random.Random, group_id: str, env: str, version: int) -> Group:
     """A group of two or three rollouts of 8 to 31 tokens, sampled by `version`."""
-    group = copy(_shape(dice.randrange(SHAPES), version))
-    rollouts = []
-    for i, shape in enumerate(group.rollouts):
-        rollout = copy(shape)
-        object.__setattr__(rollout, "rollout_id", f"{group_id}/{i}")
-        rollouts.append(rollout)
-    for name, value in (("group_id", group_id), ("env", env), ("prompt_id", group_id), ("rollouts", tuple(rollouts))):
-        object.__setattr__(group, name, value)
-    return group
+    return _named(dice.randrange(SHAPES), version, group_id, env)
+
+
+@lru_cache(KEPT)
+def _named(number: int, version: int, group_id: str, env: str) -> Group:
+    shape = _shape(number, version)
+    rollouts = tuple(_with(r, rollout_id=f"{group_id}/{i}") for i, r in enumerate(shape.rollouts))
+    return _with(shape, group_id=group_id, env=env, prompt_id=group_id, rollouts=rollouts)
+
+
+def _with(record: _T, **values: object) -> _T:
+    """The record with other values in some fields; its checks have passed for the shape, and names change nothing."""
+    made = object.__new__(type(record))
+    for name in _NAMES[type(record)]:
+        object.__setattr__(made, name, values[name] if name in values else getattr(record, name))
+    return made
+
+
+class Codec:
+    """The wire's own encoder and decoders, asked once for the same group or the same bytes.
+
+    They are pure, and their records frozen. A group is encoded for every push of it and decoded by the batcher, again
+    after every takeover, by every rank of every attempt, and by the invariants; names repeat from seed to seed. What is
+    refused or damaged is never kept.
+    """
+
+    def __init__(self) -> None:
+        self._encode, self._info, self._rollout = wire.encode_push, wire.decode_info, wire.decode_rollout
+        self._page = wire.decode_infos
+        self._pushes: dict[tuple[int, ...], tuple[Group, wire.EncodedPush]] = {}
+        self._infos: dict[bytes, GroupInfo] = {}
+        self._rollouts: dict[bytes, tuple[RolloutInfo | None, Rollout]] = {}
+
+    def replacements(self) -> list[tuple[Any, str, Any]]:
+        """What stands for what: function, its name, the stand-in."""
+        return [
+            (self._encode, "encode_push", self.encode_push),
+            (self._info, "decode_info", self.decode_info),
+            (self._page, "decode_infos", self.decode_infos),
+            (self._rollout, "decode_rollout", self.decode_rollout),
+        ]
+
+    def encode_push(self, group: Group) -> wire.EncodedPush:
+        """As :func:`rlbuffer.wire.encode_push`."""
+        # A part is a group of its own every time, of the same rollouts; holding the group keeps their ids in use.
+        place = tuple(id(rollout) for rollout in group.rollouts)
+        found = self._pushes.get(place)
+        if found is None or found[0] != group:
+            found = _room(self._pushes)[place] = group, self._encode(group)
+        return found[1]
+
+    def decode_info(self, data: bytes) -> GroupInfo:
+        """As :func:`rlbuffer.wire.decode_info`."""
+        found = self._infos.get(data)
+        if found is None:
+            found = _room(self._infos)[data] = self._info(data)
+        return found
+
+    def decode_infos(self, pushes: Sequence[bytes]) -> list[GroupInfo | PayloadError]:
+        """As :func:`rlbuffer.wire.decode_infos`."""
+        known = {data: self._infos[data] for data in pushes if data in self._infos}
+        unknown = [data for data in pushes if data not in known]
+        made = dict(zip(unknown, self._page(unknown), strict=True))
+        for data, info in made.items():
+            if isinstance(info, GroupInfo):
+                _room(self._infos)[data] = info
+        return [known[data] if data in known else made[data] for data in pushes]
+
+    def decode_rollout(self, data: bytes, *, expected: RolloutInfo | None = None) -> Rollout:
+        """As :func:`rlbuffer.wire.decode_rollout`."""
+        known, found = self._rollouts.get(data, (None, None))
+        if found is None or known != expected:
+            found = self._rollout(data, expected=expected)
+            _room(self._rollouts)[data] = expected, found
+        return found
+
+
+def _room(kept: dict[_K, _V]) -> dict[_K, _V]:
+    if len(kept) >= KEPT:
+        kept.clear()
+    return kept

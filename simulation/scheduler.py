@@ -75,14 +75,19 @@ class Scheduler:
         """All that have not ended."""
         self.failures: list[str] = []
         """Threads that ended by an error which nobody was told of."""
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._queue: list[tuple[float, int, Callable[[], None] | None, Task | None, int]] = []
+        """When, the how-manyth; what to do, or whom to wake from which of its waits."""
         self._order = 0
 
     # -- for the hub -----------------------------------------------------------------------------------------------
     def at(self, when: float, action: Callable[[], None]) -> None:
         """Does `action` at a time, in the hub: it must not wait."""
         self._order += 1
-        heapq.heappush(self._queue, (max(when, self.now), self._order, action))
+        heapq.heappush(self._queue, (max(when, self.now), self._order, action, None, 0))
+
+    def _wake_at(self, when: float, task: Task, wakeup: int) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (when, self._order, None, task, wakeup))
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Does `action` some time from now."""
@@ -94,9 +99,11 @@ class Scheduler:
             if not self._queue or self._queue[0][0] > deadline:
                 self.now = max(self.now, deadline)
                 return until()
-            when, _, action = heapq.heappop(self._queue)
-            self.now = when
-            action()
+            self.now, _, action, task, wakeup = heapq.heappop(self._queue)
+            if task is not None:
+                self._resume(task, wakeup)
+            elif action is not None:
+                action()
         return True
 
     def spawn(self, process: Process, body: Callable[[], Any]) -> Task:
@@ -104,7 +111,7 @@ class Scheduler:
         task = Task(self, process, body)
         process.tasks.append(task)
         self.tasks[task] = None
-        self.at(self.now, lambda: self._resume(task, 0))
+        self._wake_at(self.now, task, 0)
         return task
 
     def kill(self, process: Process) -> None:
@@ -117,14 +124,13 @@ class Scheduler:
 
     def wake(self, task: Task) -> None:
         """Ends the wait of a task, now."""
-        wakeup = task.wakeup
-        self.at(self.now, lambda: self._resume(task, wakeup))
+        self._wake_at(self.now, task, task.wakeup)
 
     def _resume(self, task: Task, wakeup: int) -> None:
         if task.is_done or task.wakeup != wakeup:
             return
         if task.process.stopped_until > self.now:
-            self.at(task.process.stopped_until, lambda: self._resume(task, wakeup))
+            self._wake_at(task.process.stopped_until, task, wakeup)
             return
         task.wakeup += 1
         self.current = task
@@ -141,9 +147,8 @@ class Scheduler:
             return
         if task.process.is_dead:
             raise Killed
-        wakeup = task.wakeup
         if seconds is not None:
-            self.at(self.now + max(0.0, seconds), lambda: self._resume(task, wakeup))
+            self._wake_at(self.now + seconds if seconds > 0.0 else self.now, task, task.wakeup)
         self.hub.switch()
         if task.process.is_dead:
             raise Killed

@@ -22,6 +22,7 @@ Command = Sequence[bytes]
 Change = tuple[str, bytes, Any]
 """What kind (``hash``, ``xadd``, ``xdel``, ``zset``, ``string``, ``ttl``, ``gone``), key, and field, id or member."""
 
+WRITES = GROWING | {b"DEL", b"UNLINK", b"PEXPIRE", b"PERSIST", b"HDEL", b"XDEL", b"XTRIM", b"ZREM", b"ZREMRANGEBYSCORE"}
 OOM = "OOM command not allowed when used memory > 'maxmemory'."
 
 
@@ -41,17 +42,23 @@ class Server:
         """sha -> text, compiled function, whether it may run at the memory limit."""
         self.is_full = False
         """At the memory limit."""
+        self.refusal = ""
+        """The error that every write gets; LOADING and CLUSTERDOWN are for everything."""
         self.changes: list[Change] = []
         self.waiting: dict[bytes, list[Callable[[], None]]] = {}
         """Stream -> who wants to know of its next entry, once."""
         self.on_event: Callable[[Sequence[Command], list[Any]], None] = lambda commands, replies: None
         self.before_event: Callable[[Sequence[Command]], None] = lambda commands: None
+        """Called before a script runs."""
         self._engine = engine
 
     # -- running commands ------------------------------------------------------------------------------------------
     def execute(self, commands: Sequence[Command], *, is_transaction: bool = False) -> list[Any]:
         """Runs commands as one event. -> their replies; an error is a reply, too."""
-        self.before_event(commands)
+        if commands[0][0] == b"EVALSHA":
+            self.before_event(commands)
+        if self.refusal and self._is_refused(commands):
+            return [error(self.refusal)] * len(commands)
         if is_transaction and self.is_full and any(c[0] in GROWING for c in commands):
             return [error(OOM)] * len(commands)
         replies: list[Any] = []
@@ -63,6 +70,12 @@ class Server:
         self.on_event(commands, replies)
         self.changes.clear()
         return replies
+
+    def _is_refused(self, commands: Sequence[Command]) -> bool:
+        """A pipeline that is no transaction counts as one here: what comes after a refused write is refused, too."""
+        if self.refusal.startswith(("LOADING", "CLUSTERDOWN")):
+            return True
+        return any(command[0] == b"EVALSHA" or command[0] in WRITES for command in commands)
 
     def _run(self, command: Command) -> Any:
         name = command[0]
@@ -105,7 +118,8 @@ class Server:
 
     def find(self, key: bytes, kind: type | None = None) -> Any:
         """The value of a key, None when there is none."""
-        if key in self.expiry and self.expiry[key] <= self.now_ms():
+        expiry = self.expiry.get(key)
+        if expiry is not None and expiry <= self.now_ms():
             self.delete(key)
         value = self.data.get(key)
         if value is not None and kind is not None and type(value) is not kind:

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from simulation.rollouts import Codec
 from simulation.scheduler import Process, Scheduler, Task
 
+CODEC = Codec()
 Waited = namedtuple("Waited", ("done", "not_done"))
 
 
@@ -211,6 +213,7 @@ def installed(scheduler: Scheduler, dice: random.Random, constants: dict[tuple[s
             return uuid.UUID(int=dice.getrandbits(128), version=4)
 
     replaced: list[tuple[Any, str, Any]] = [
+        *CODEC.replacements(),
         (time, "time", Time(scheduler)),
         (threading, "threading", Threading(scheduler)),
         (random, "random", dice),

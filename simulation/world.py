@@ -14,10 +14,12 @@ from functools import partial
 from typing import Any
 
 from rlbuffer.store.redis_store import RedisStore
-from simulation.actors import Host, Trainer, Worker, batcher, operator
+from simulation.actors import Host, Trainer, Worker, batcher
+from simulation.asking import ask
 from simulation.invariants import Invariants
 from simulation.lua import Engine
 from simulation.network import LATEST_SECONDS, Network, SimulatedConnection
+from simulation.people import damage, operator, releaser, take_back
 from simulation.plan import Plan
 from simulation.scheduler import BEGINNING, Process, Scheduler
 from simulation.server import Command, Server
@@ -70,6 +72,8 @@ class World:
         self.is_over = False
         self.was_disturbed = False
         """The run was reset: processes of before may end in ways that are an error else."""
+        self.was_taken_back = False
+        """Steps were made void: who worked on them, or in the epoch of before, ends."""
         self.was_rolled_back = False
         """Acknowledged pushes may be lost."""
         self.host = Host(self)
@@ -121,6 +125,17 @@ class World:
         later(0.2, self.trainer.begin)
         if plan.operator:
             later(1.0, partial(host.keep, "operator", partial(operator, host)))
+            later(1.3, partial(host.keep, "operator who asks", partial(ask, host)))
+        if plan.releaser:
+            later(1.0, partial(host.keep, "operator 2", partial(releaser, host)))
+        if plan.taken_back:
+            later(plan.fault_seconds * plan.taken_back, self._take_back)
+        for when in plan.damages:
+            later(plan.fault_seconds * when, partial(damage, self))
+        if plan.refusal:
+            begin = plan.fault_seconds * self.dice.uniform(0.1, 0.8)
+            later(begin, partial(self._refuse, plan.refusal))
+            later(begin + self.dice.uniform(0.2, 1.5), partial(self._refuse, ""))
         if plan.reset:
             later(plan.fault_seconds * self.dice.uniform(0.3, 0.7), self._reset)
         if plan.full:
@@ -141,6 +156,7 @@ class World:
         self.network.down_until = 0.0
         self.network.cut_until.clear()
         self.server.is_full = False
+        self.server.refusal = ""
 
     def _progress(self) -> None:
         """Two more steps, each within the time allowed; what stands still meanwhile wakes up in it."""
@@ -167,7 +183,11 @@ class World:
         store = RedisStore(SimulatedConnection(self.network, Process("verify")), RUN)
         store.meta()
         for finding in store.verify().findings:
-            if not (finding.invariant == "I1" and self.invariants.outlived & set(finding.message.split())):
+            words = set(finding.message.split())
+            stuck = {key.decode() for key in self.invariants.stuck}
+            if any(key.decode() in finding.message for key, _ in self.invariants.damaged):
+                continue  # it names what chance has changed, as it must
+            if not (finding.invariant == "I1" and self.invariants.outlived & words) and not stuck & words:
                 self.invariants.fail(f"verify {finding.invariant}", finding.message)
 
     def _end(self) -> None:
@@ -182,6 +202,15 @@ class World:
     def _set_full(self, is_full: bool) -> None:
         self.note("the server is full" if is_full else "the server has room again")
         self.server.is_full = is_full and not self.network.is_healed
+
+    def _refuse(self, text: str) -> None:
+        self.note(f"the server refuses: {text}" if text else "the server takes writes again")
+        self.server.refusal = "" if self.network.is_healed else text
+
+    def _take_back(self) -> None:
+        self.was_taken_back = self.trainer.is_held = True
+        self.trainer.end()
+        self.host.start("operator 3", partial(take_back, self.host), lambda process: None)
 
     def _reset(self) -> None:
         self.note("the run is deleted")

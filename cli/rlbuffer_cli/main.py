@@ -28,13 +28,18 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "train": "Train on the batches, with one or more data-parallel ranks.",
         "push": "Push groups from a JSON Lines file.",
         "inspect": "Look at the pool, a group or a rollout. Changes nothing.",
+        "weights": "Serve policy versions to other hosts, or relay them.",
         "env": "Pause an env, so that steps go on without it, or let it take part again.",
+        "drop": "Drop pending groups that match a filter.",
+        "drain": "Let a run come to rest: no more tickets, until nothing is out and no further step can be made.",
         "verify": "Recompute the ledger and check every invariant. Changes nothing.",
         "runs": "List the runs that the server holds. Changes nothing.",
+        "backup": "Write everything that the server holds of a run into a file, also while it runs.",
+        "restore": "Put a backed up run onto a server.",
         "step": "Take a committed step back.",
         "rewind": "Take a run back to a step, and drop everything that is pending.",
         "reset": "Remove a run from the server, with everything in it.",
-        "config": "Check the settings, or show them with where each came from.",
+        "config": "Check the settings, show them with where each came from, or give them to a run at work.",
     }
 )
 

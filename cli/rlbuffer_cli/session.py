@@ -51,7 +51,7 @@ def open_existing(loaded: Loaded, *, run_given: bool) -> Buffer:
                 click.echo(
                     f'showing run "{settings.run}" ({source}); "{latest}" was opened later (--run chooses)', err=True
                 )
-            return buffer
+            return _readable(buffer)
         if is_named or not runs:
             address = buffer.store.server()["address"]
             there = f" Runs there: {', '.join(sorted(runs, key=lambda r: -runs[r])[:8])}." if runs else ""
@@ -61,22 +61,45 @@ def open_existing(loaded: Loaded, *, run_given: bool) -> Buffer:
         raise
     buffer.close()
     click.echo(f'showing run "{latest}", the one opened last (--run chooses another)', err=True)
-    return connect(settings.redis_url, run=latest, config=settings, name="inspect", origin=redis_origin(loaded))
+    return _readable(
+        connect(settings.redis_url, run=latest, config=settings, name="inspect", origin=redis_origin(loaded))
+    )
+
+
+def _readable(buffer: Buffer) -> Buffer:
+    """Says that a run was written by an incompatible version (SchemaMismatch) before anything is done to it."""
+    try:
+        buffer.store.meta()
+    except BaseException:
+        buffer.close()
+        raise
+    return buffer
+
+
+def resume_hint(settings: RunSettings, run: str, step: int) -> str:
+    """How the trainer goes on from `step`: it takes its newest checkpoint, which must be of no later step."""
+    folder = settings.model_copy(update={"run": run}).output_dir / "checkpoints"
+    # Read by name: the module of the checkpoints loads torch.
+    found = sorted((int(path.name.removeprefix("step-")), path) for path in folder.glob("step-*[0-9]"))
+    newer = [str(path) for number, path in found if number > step]
+    if newer:
+        return f"Move newer checkpoints away ({', '.join(newer)}), then start the trainer again."
+    return f"Start the trainer again from a checkpoint of step {step} or before."
 
 
 def say_ended(buffer: Buffer, settings: RunSettings, code: int) -> None:
     """Leaves for whoever looks later how a supervised run ended; the batcher's last sentence only says that it left."""
     from rlbuffer.errors import RlbufferError
+    from rlbuffer.policy import waiting
 
     try:
         trained = buffer.store.trainer().trained
         if code == 0:
-            sentence = f"The run has ended: the trainer has made its {settings.trainer.steps} steps."
+            sentence = waiting.ended(settings.trainer.steps)
         elif code == EXIT_INTERRUPTED:
-            sentence = f"The run was stopped after step {trained}; started again, it goes on."
+            sentence = waiting.interrupted(trained)
         else:
-            log = settings.run_dir / "run.log"
-            sentence = f"The run ended after step {trained} with exit code {code}: see {log}."
+            sentence = waiting.failed(trained, code, str(settings.run_dir / "run.log"))
         buffer.store.set_waiting("batcher", sentence)
     except RlbufferError as error:
         click.echo(f"Warning: could not note that the run ended: {error}", err=True)

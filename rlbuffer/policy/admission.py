@@ -5,6 +5,9 @@ that is a window of v + 1 + max_age - last_step, and there is no use for more gr
 
     tickets out + forming + ready <= G x window,     G = the env's share of a step / its mean group
 
+On policy (`max_age` 0) nothing can be kept for a later step, and an average is not enough: there the open step is
+selected in advance, and an env gets what it still lacks (:func:`missing`).
+
 Simulated over 200 steps, `max_age` + 1 steps' worth of groups in flight lost half of everything as stale; this rule
 loses 0 % at max_age 0 and 4-13 % at 1 and 2 with one env. With two envs of which one holds up the steps, newest first,
 the other one's surplus took that to 37 %; narrowing its window to one step while the step waits for another env brings
@@ -16,11 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 START_TICKETS = 8
 """Groups of an env before any is known: enough to keep a few workers busy, few enough to be no loss."""
 ANY_ENV = "*"
 """Key of the allowance of every env that is not named: an env without a budget is unknown until it sends a group."""
+
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +41,8 @@ class EnvSupply:
     """Fraction of a step, 0-1, in the budget's unit."""
     mean: tuple[float, float, float] | None
     """Mean group in (budget's unit, tokens, rollouts); None when not one is known."""
+    owed: float = 0.0
+    """The env's deficit, in the budget's unit."""
 
 
 def window(*, version: int, max_age: int, last_step: int) -> int:
@@ -68,21 +76,65 @@ def groups_per_step(
     return {e: limit * rates[e] / total if e in rates else float(START_TICKETS) for e in supply if supply[e].share > 0}
 
 
+def missing(
+    supply: Mapping[str, EnvSupply], *, tokens: float, groups: int | None, rollouts: int | None
+) -> dict[str, int]:
+    """env -> groups that the open step still needs of it, beyond those pending.
+
+    The step is selected in advance, as :mod:`rlbuffer.policy.selection` will do it, of groups of mean size. What a step
+    holds on average (:func:`groups_per_step`) says nothing of what an env is owed from earlier steps, and rounding it
+    up for every env samples a group too many for almost each of them.
+
+    A step is `groups` groups, or `rollouts` rollouts, or else from `tokens` tokens on.
+    """
+    envs = {env: s for env, s in supply.items() if s.share > 0}
+    average = _average([s.mean for s in envs.values() if s.mean is not None])
+    if average is None and groups is None:
+        return dict.fromkeys(envs, 1)
+    means = {env: s.mean or average or (1.0, 1.0, 1.0) for env, s in envs.items()}
+    limit = float(groups if groups is not None else rollouts if rollouts is not None else tokens)
+    owed = {env: s.owed for env, s in envs.items()}
+    picked, filled = dict.fromkeys(envs, 0), 0.0
+    while envs and filled < limit:
+        env = min(envs, key=lambda e: _deadline(owed[e], means[e][0], envs[e].share, e))
+        filled += 1.0 if groups is not None else max(1.0, means[env][1 if rollouts is None else 2])
+        picked[env] += 1
+        size = means[env][0]
+        for other, s in envs.items():
+            owed[other] += s.share * size
+        owed[env] -= size
+    # Groups that nobody has seen yet may turn out several times as large: before they have, a few of every env.
+    is_known = all(s.mean is not None for s in envs.values())
+    most = {env: picked[env] if is_known else max(1, picked[env] // 4) for env in envs}
+    return {env: max(0, min(most[env], picked[env] - s.pending)) for env, s in envs.items()}
+
+
+def _deadline(owed: float, size: float, share: float, env: str) -> tuple[bool, float, float, str]:
+    """The order in which envs give their next groups, as in :func:`rlbuffer.policy.selection.select`."""
+    return owed + share * size <= 1e-9 * size, (size - owed) / share, -share, env
+
+
 def allowances(
     supply: Mapping[str, EnvSupply],
     per_step: Mapping[str, float],
     *,
     wanted: Collection[str] = (),
+    open_step: Mapping[str, int] = _NOTHING,
 ) -> dict[str, int]:
     """env -> tickets that may be out.
 
     `wanted` are the envs that the open step is waiting for: each gets at least one as long as a group sampled now can
     still train. That is what keeps a step from waiting for a group that nobody may sample, however wrong the means.
+    `open_step` is what :func:`missing` found, of the envs whose groups can serve the open step alone.
     """
     out = {}
     for env, s in supply.items():
         groups = math.ceil(per_step.get(env, 0.0) * s.window - 1e-9) - s.pending if s.window > 0 else 0
-        least = 1 if env in wanted and s.window > 0 and s.share > 0 else 0
+        is_wanted = env in wanted
+        if env in open_step and s.window > 0:
+            groups = open_step[env]
+            is_wanted = is_wanted and not any(open_step.values())
+        least = 1 if is_wanted and s.window > 0 and s.share > 0 else 0
         out[env] = max(groups, least, 0)
     return out
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from rlbuffer.advantages import advantage
-from rlbuffer.batches import Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.advantages import Loaded, estimate, load_estimator
+from rlbuffer.batches import AdapterProgress, Normalizers, Plan, RolloutRef, StepPlan
 from rlbuffer.config import BatcherConfig
 from rlbuffer.planning import plan
 from rlbuffer.policy.groups import GroupState
@@ -26,8 +27,53 @@ def plan_groups(groups: Sequence[GroupState], config: BatcherConfig, world_size:
     )
 
 
-def step_plan(step: int, groups: Sequence[GroupState], rows: Plan, closed_by: str, config: BatcherConfig) -> StepPlan:
-    """The step that trains `groups`, laid out as `rows`: advantages by each env's estimator, every entry accounted."""
+def load_estimators(config: BatcherConfig) -> dict[str, Loaded]:
+    """Every estimator that the settings name, by its name.
+
+    Raises:
+        ConfigError: one of the user's own cannot be imported.
+    """
+    places = {f"batcher.envs.{env}.advantage": o.advantage for env, o in config.envs.items() if o.advantage is not None}
+    places["batcher.advantage"] = config.advantage
+    return {name: load_estimator(name, setting=place) for place, name in places.items()}
+
+
+def facts(group: GroupState) -> dict[str, Any]:
+    """What an estimator of the user's own is told of a group besides its rewards: of the valid rollouts, in order.
+
+    group_id, env, prompt_id, adapter; and per rollout, as tuples: rollout_ids, rewards (the named ones, each a dict),
+    lengths and prompt_tokens (all tokens, and the prompt's), is_truncated, min_policy_versions, max_policy_versions.
+    """
+    infos = [member.info for member in group.members]
+    return {
+        "group_id": group.group_id,
+        "env": group.env,
+        "prompt_id": group.prompt_id,
+        "adapter": group.adapter,
+        "rollout_ids": tuple(info.rollout_id for info in infos),
+        "rewards": tuple(dict(info.rewards) for info in infos),
+        "lengths": tuple(info.length for info in infos),
+        "prompt_tokens": tuple(info.prompt_tokens for info in infos),
+        "is_truncated": tuple(info.is_truncated for info in infos),
+        "min_policy_versions": tuple(info.min_version for info in infos),
+        "max_policy_versions": tuple(info.max_version for info in infos),
+    }
+
+
+def step_plan(
+    step: int,
+    groups: Sequence[GroupState],
+    rows: Plan,
+    closed_by: str,
+    config: BatcherConfig,
+    estimators: Mapping[str, Loaded],
+    progress: Mapping[str, AdapterProgress],
+) -> StepPlan:
+    """The step that trains `groups`, laid out as `rows`: advantages by each env's estimator, every entry accounted.
+
+    Raises:
+        ConfigError: an estimator of the user's own failed.
+    """
     refs = [
         RolloutRef(
             entry_id=member.entry_id,
@@ -43,14 +89,12 @@ def step_plan(step: int, groups: Sequence[GroupState], rows: Plan, closed_by: st
         for group in groups
         for member in group.members
     ]
-    advantages = [
-        advantage(
-            config.for_env(group.env, "advantage"),
-            group.rewards,
-            lengths=[member.info.loss_tokens for member in group.members],
-        )
-        for group in groups
-    ]
+    advantages = []
+    for group in groups:
+        name = config.for_env(group.env, "advantage")
+        lengths = [member.info.loss_tokens for member in group.members]
+        told = facts(group) if ":" in name else {}
+        advantages.append(estimate(estimators[name], name, group.rewards, lengths, told))
     return StepPlan(
         step=step,
         group_ids=tuple(group.group_id for group in groups),
@@ -63,4 +107,5 @@ def step_plan(step: int, groups: Sequence[GroupState], rows: Plan, closed_by: st
         tokens=sum(group.tokens for group in groups),
         closed_by=closed_by,
         entries=tuple(use for group in groups for use in group.uses(config.max_uses)),
+        adapters=progress,
     )

@@ -40,14 +40,15 @@ class GroupState:
     """One group as the batcher holds it: its parts, its valid rollouts, and running sums of them."""
 
     __slots__ = (
+        "_ids",
+        "_members",
+        "_whole",
         "adapter",
         "arrived",
         "env",
         "group_id",
-        "ids",
         "is_closed",
         "max_version",
-        "members",
         "min_version",
         "needs",
         "parts",
@@ -55,6 +56,7 @@ class GroupState:
         "prompt_id",
         "pushed",
         "rejected",
+        "rollouts",
         "since",
         "tokens",
         "used",
@@ -74,29 +76,45 @@ class GroupState:
         """Steps that trained it before."""
         self.parts: dict[str, GroupInfo] = {}
         """entry id -> push, of the parts that hold a valid rollout."""
-        self.members: list[Member] = []
-        """Valid rollouts, in order of arrival."""
         self.rejected: dict[str, list[tuple[str, RolloutInfo]]] = {}
         """entry id -> (reason, rollout) of what those parts hold besides."""
-        self.ids: set[str] = set()
+        self.rollouts = 0
+        """Number of valid rollouts."""
         self.arrived = 0
         """Distinct rollouts seen, valid or not."""
-        self.needs: set[str] = set()
+        self.needs: frozenset[str] = frozenset()
         self.is_closed = False
         """Ready: takes no more rollouts."""
         self.tokens = 0
         """Of the valid rollouts."""
         self.min_version = 0
         self.max_version = 0
+        # The first part, if all of it joined. Most groups of a large pool are one such push, and nobody looks at their
+        # rollouts until they are selected or dropped: the list of them and their ids are made when they are asked for.
+        self._whole: tuple[str, GroupInfo] | None = None
+        self._members: list[Member] | None = None
+        self._ids: set[str] | None = None
 
     @property
-    def rollouts(self) -> int:
-        """Number of valid rollouts."""
-        return len(self.members)
+    def members(self) -> list[Member]:
+        """Valid rollouts, in order of arrival."""
+        if self._members is None:
+            entry_id, rollouts = ("", ()) if self._whole is None else (self._whole[0], self._whole[1].rollouts)
+            self._members = [Member(entry_id, index, rollout) for index, rollout in enumerate(rollouts)]
+        return self._members
+
+    @property
+    def ids(self) -> set[str]:
+        """Of the rollouts that came, valid or not."""
+        if self._ids is None:
+            self._ids = {member.info.rollout_id for member in self.members}
+        return self._ids
 
     @property
     def is_flat(self) -> bool:
         """True when all valid rollouts have the same reward."""
+        if self._members is None and self._whole is not None:
+            return self._whole[1].totals.is_flat
         return len({m.info.reward for m in self.members}) <= 1
 
     @property
@@ -112,19 +130,25 @@ class GroupState:
 
     def take(self, entry_id: str, info: GroupInfo, row_tokens: int) -> Rejected | None:
         """Merges one part. -> why the whole part is rejected, or None when a rollout of it joined."""
-        for name in ("env", "prompt_id", "adapter", "planned_size"):
-            mine, theirs = getattr(self, name), getattr(info, name)
-            if mine != theirs:
-                return Rejected("invalid", f"{name} {theirs!r} differs from the group's {mine!r}")
-        if not info.rollouts:
+        if (
+            self.env != info.env
+            or self.prompt_id != info.prompt_id
+            or self.adapter != info.adapter
+            or self.planned_size != info.planned_size
+        ):
+            return self._foreign(info)
+        if not info.totals.rollouts:
             return Rejected("invalid", "a part without rollouts")
+        if self._takes_whole(entry_id, info, row_tokens):
+            return None
+        members, ids = self.members, self.ids
         joined: list[Member] = []
         rejected: list[tuple[str, RolloutInfo]] = []
         details: dict[str, str] = {}
         for index, rollout in enumerate(info.rollouts):
-            found = self._judge(rollout, info, row_tokens, len(self.members) + len(joined))
+            found = self._judge(rollout, info, row_tokens, len(members) + len(joined))
             if found is None or found.reason in ("oversized", "invalid"):
-                self.ids.add(rollout.rollout_id)
+                ids.add(rollout.rollout_id)
                 self.arrived += 1
             if found is None:
                 joined.append(Member(entry_id, index, rollout))
@@ -135,15 +159,48 @@ class GroupState:
             reason = most_common(reason for reason, _ in rejected)
             return Rejected(reason, details[reason])
         self.parts[entry_id] = info
-        self.needs.update(info.needs)
+        self.needs |= set(info.needs)
         if rejected:
             self.rejected[entry_id] = rejected
         oldest = min(m.info.min_version for m in joined)
-        self.min_version = min(self.min_version, oldest) if self.members else oldest
+        self.min_version = min(self.min_version, oldest) if members else oldest
         self.max_version = max(self.max_version, *(m.info.max_version for m in joined))
         self.tokens += sum(m.info.length for m in joined)
-        self.members.extend(joined)
+        members.extend(joined)
+        self.rollouts = len(members)
         return None
+
+    def _foreign(self, info: GroupInfo) -> Rejected:
+        for name in ("env", "prompt_id", "adapter"):
+            mine, theirs = getattr(self, name), getattr(info, name)
+            if mine != theirs:
+                return Rejected("invalid", f"{name} {theirs!r} differs from the group's {mine!r}")
+        return Rejected("invalid", f"planned_size {info.planned_size!r} differs from the group's {self.planned_size!r}")
+
+    def _takes_whole(self, entry_id: str, info: GroupInfo, row_tokens: int) -> bool:
+        """Merges a part of which nothing can be rejected, the first one of its group: nearly every push is one.
+
+        -> whether it did. A leader that takes over looks at every push of its pool here, and at no rollout.
+        """
+        totals = info.totals
+        if (
+            self.arrived
+            or self.rollouts
+            or self.is_closed
+            or totals.rollouts > self.planned_size
+            or totals.longest > row_tokens
+            or not (totals.is_scored or info.needs)
+            or not totals.is_distinct
+        ):
+            return False
+        self.parts[entry_id] = info
+        self._whole = (entry_id, info)
+        self._members = self._ids = None
+        self.rollouts = self.arrived = totals.rollouts
+        if info.needs:
+            self.needs = frozenset(info.needs)
+        self.min_version, self.max_version, self.tokens = totals.oldest, totals.newest, totals.tokens
+        return True
 
     def _judge(self, rollout: RolloutInfo, part: GroupInfo, row_tokens: int, valid: int) -> Rejected | None:
         if rollout.rollout_id in self.ids:
@@ -217,7 +274,7 @@ class GroupState:
             group_id=self.group_id,
             env=self.env,
             reason=reason,
-            rollouts=0 if self.used else sum(len(p.rollouts) for p in self.parts.values()),
+            rollouts=0 if self.used else sum(p.totals.rollouts for p in self.parts.values()),
             tokens=0 if self.used else sum(p.tokens for p in self.parts.values()),
             entry_ids=tuple(self.parts),
             detail=detail,
@@ -233,11 +290,11 @@ def drop_part(entry_id: str, info: GroupInfo, why: Rejected) -> Drop:
         group_id=info.group_id,
         env=info.env,
         reason=why.reason,
-        rollouts=len(info.rollouts),
+        rollouts=info.totals.rollouts,
         tokens=info.tokens,
         entry_ids=(entry_id,),
         detail=why.detail,
-        min_version=min((r.min_version for r in info.rollouts), default=0),
+        min_version=info.totals.oldest,
         reward=sum(rewards) / len(rewards) if rewards else None,
     )
 

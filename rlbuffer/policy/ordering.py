@@ -15,7 +15,6 @@ priority: the largest goes first. It sees no payloads, and must be quick: it run
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from rlbuffer.config import BatcherConfig
-from rlbuffer.errors import ConfigError
+from rlbuffer.dotted import load, refused
 from rlbuffer.policy.groups import GroupState
 
 _SLACK = 64
@@ -68,20 +67,8 @@ def load_selector(config: BatcherConfig) -> Selector | None:
         return by_variance
     if ":" not in order:
         return None
-    module, _, name = order.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-        selector = found() if isinstance(found, type) else found
-    except Exception as error:  # the user's own code may raise anything while it is imported
-        raise _refused(order, f"cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(selector):
-        raise _refused(order, f"is not callable but {type(selector).__name__}: it takes (group, rng)")
-    made: Selector = selector
+    made: Selector = load("batcher.order", order, "(group, rng)")
     return made
-
-
-def _refused(order: str, why: str) -> ConfigError:
-    return ConfigError(f"batcher.order = {order!r} {why}", setting="batcher.order")
 
 
 def priority_of(group: GroupState, selector: Selector, rng: np.random.Generator, order: str) -> float:
@@ -104,9 +91,11 @@ def priority_of(group: GroupState, selector: Selector, rng: np.random.Generator,
     try:
         value = float(selector(candidate, rng))
     except Exception as error:  # as above: it is not our code
-        raise _refused(order, f"failed for group {group.group_id}: {type(error).__name__}: {error}") from error
+        raise refused(
+            "batcher.order", order, f"failed for group {group.group_id}: {type(error).__name__}: {error}"
+        ) from error
     if not math.isfinite(value):
-        raise _refused(order, f"gave {value} for group {group.group_id}: it must be a finite number")
+        raise refused("batcher.order", order, f"gave {value} for group {group.group_id}: it must be a finite number")
     return value
 
 

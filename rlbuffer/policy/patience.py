@@ -72,9 +72,13 @@ class Patience:
             excused.update(env for env in self._short if self._is_over(env, now))
         return excused
 
+    def overdue(self, now: float) -> set[str]:
+        """Envs that have been short for so long that `partial` closes the step without them."""
+        return {e for e in self._short if self._is_over(e, now)} if self._config.spillover == "partial" else set()
+
     def may_close(self, now: float, short: Iterable[str]) -> bool:
         """True when `partial` closes the step that waits for these envs."""
-        return self._config.spillover == "partial" and any(self._is_over(env, now) for env in short)
+        return not self.overdue(now).isdisjoint(short)
 
     def _is_over(self, env: str, now: float) -> bool:
         return env in self._short and now - self._short[env] >= self._config.spill_after_seconds

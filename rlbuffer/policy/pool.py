@@ -7,9 +7,8 @@ kept as running sums.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from heapq import heappop, heappush
 
 import numpy as np
 
@@ -24,32 +23,50 @@ TOMBSTONE_SECONDS = 3600.0
 """How long a closed group is remembered at least, so that a late part of it is known as late."""
 
 
+class Lane:
+    """The groups of one env and adapter: versions of different adapters cannot be compared."""
+
+    __slots__ = ("forming", "ranked", "ready", "used")
+
+    def __init__(self) -> None:
+        self.ready: VersionIndex[GroupState] = VersionIndex()
+        self.forming: VersionIndex[GroupState] = VersionIndex()
+        self.used: VersionIndex[GroupState] = VersionIndex()
+        """Groups that were trained and may be trained again; fresh ones go before them."""
+        self.ranked = PriorityIndex()
+        """Ready groups by priority; empty where versions decide the order."""
+
+    def discard(self, group: GroupState) -> None:
+        """Takes out a group that is ready."""
+        self.ready.discard(group)
+        self.ranked.discard(group)
+        self.used.discard(group)
+
+
 class EnvPool:
     """One env's groups."""
 
     __slots__ = (
         "expiring",
-        "forming",
         "forming_tokens",
+        "lanes",
+        "least",
         "lost",
+        "max_age_seconds",
         "order",
-        "ranked",
-        "ready",
         "ready_groups",
         "ready_rollouts",
         "ready_tokens",
-        "used",
     )
 
-    def __init__(self) -> None:
-        self.ready: VersionIndex[GroupState] = VersionIndex()
-        self.forming: VersionIndex[GroupState] = VersionIndex()
+    def __init__(self, *, least: int = 1, max_age_seconds: float | None = None) -> None:
+        self.least = least
+        """`min_group_size` of this env."""
+        self.max_age_seconds = max_age_seconds
+        self.lanes: dict[str, Lane] = {}
+        """Adapter -> its groups."""
         self.order: OrderedDict[str, GroupState] = OrderedDict()
         """Forming groups by their first part, the oldest first: whose timeout comes next."""
-        self.used: VersionIndex[GroupState] = VersionIndex()
-        """Groups that were trained and may be trained again; fresh ones go before them."""
-        self.ranked = PriorityIndex()
-        """Ready groups by priority; empty where versions decide the order."""
         self.expiring: deque[GroupState] = deque()
         """Groups in the order of their first push; empty where `max_age_seconds` is not set."""
         self.forming_tokens = 0
@@ -58,6 +75,13 @@ class EnvPool:
         self.ready_tokens = 0
         self.lost = ""
         """Why the last group was dropped, while none has become ready since: an env may lose all it sends."""
+
+    def lane(self, adapter: str) -> Lane:
+        """The adapter's groups."""
+        lane = self.lanes.get(adapter)
+        if lane is None:
+            lane = self.lanes[adapter] = Lane()
+        return lane
 
     def count(self, group: GroupState, sign: int) -> None:
         """Moves the running sums of ready groups."""
@@ -77,16 +101,14 @@ class Pool:
         self.drops: dict[tuple[str, ...], Drop] = {}
         """entry ids -> drop; repeated until confirmed."""
         self.now = float("-inf")
-        self.step = 0
-        """Last step that was asked for."""
         self._dropping: dict[str, tuple[tuple[str, ...], GroupInfo]] = {}
         """entry id -> all entries of its unconfirmed drop, and what it holds."""
         self._groups: dict[str, GroupState] = {}
         self._entries: dict[str, str] = {}
         self._closed: OrderedDict[str, float] = OrderedDict()
-        self._future: list[tuple[int, int, GroupState]] = []
+        self._unjudged: list[GroupState] = []
+        """Ready since the last sweep: may be from the future."""
         self._unranked: list[GroupState] = []
-        self._sequence = 0
 
     # -- arriving -----------------------------------------------------------------------------------------------------
     def add(self, info: GroupInfo, entry_id: str, now: float, pushed: float | None = None) -> None:
@@ -100,23 +122,41 @@ class Pool:
             return
         group = self._groups.get(info.group_id)
         if group is None:
-            group = self._groups[info.group_id] = GroupState(info, self.now, pushed)
-            self._env(group.env).order[group.group_id] = group
-            if self.config.for_env(group.env, "max_age_seconds") is not None:
-                self._env(group.env).expiring.append(group)
+            self._begin(info, entry_id, pushed)
+            return
         env = self._env(group.env)
+        lane = env.lane(group.adapter)
         if not group.is_closed:
-            env.forming.discard(group)
+            lane.forming.discard(group)
         before = group.tokens
-        why = group.take(entry_id, info, self.config.row_tokens)
-        if why is not None:
-            self._queue(drop_part(entry_id, info, why), {entry_id: info})
+        self._take(group, entry_id, info)
         if group.is_closed:
             return
         env.forming_tokens += group.tokens - before
-        if group.members:
-            env.forming.add(group)
-        self._settle(group, is_over=False)
+        if group.rollouts:
+            lane.forming.add(group)
+        self._settle(group, env, is_over=False)
+
+    def _begin(self, info: GroupInfo, entry_id: str, pushed: float | None) -> None:
+        """Takes in the first part of a group. Most groups are whole with it, and never form."""
+        group = self._groups[info.group_id] = GroupState(info, self.now, pushed)
+        env = self._env(group.env)
+        if env.max_age_seconds is not None:
+            env.expiring.append(group)
+        self._take(group, entry_id, info)
+        if group.is_whole(env.least):
+            self._finish(group, env)
+            return
+        env.order[group.group_id] = group
+        env.forming_tokens += group.tokens
+        if group.rollouts:
+            env.lane(group.adapter).forming.add(group)
+        self._settle(group, env, is_over=False)
+
+    def _take(self, group: GroupState, entry_id: str, info: GroupInfo) -> None:
+        why = group.take(entry_id, info, self.config.row_tokens)
+        if why is not None:
+            self._queue(drop_part(entry_id, info, why), {entry_id: info})
 
     def restore(
         self, parts: Sequence[tuple[str, GroupInfo]], *, uses: int, now: float, pushed: float | None = None
@@ -134,34 +174,35 @@ class Pool:
         group.is_closed = True
         self._groups[group.group_id] = group
         env = self._env(group.env)
-        env.used.add(group)
+        env.lane(group.adapter).used.add(group)
         env.count(group, 1)
-        if not group.members:
+        self._unjudged.append(group)  # steps that trained it may be void
+        if not group.rollouts:
             self.drop(group, "oversized", "no rollout of it fits a row any more")
-        elif self.config.for_env(group.env, "max_age_seconds") is not None:
+        elif env.max_age_seconds is not None:
             env.expiring.append(group)
 
-    def _settle(self, group: GroupState, *, is_over: bool) -> None:
+    def _settle(self, group: GroupState, env: EnvPool, *, is_over: bool) -> None:
         """Moves a forming group on if it is whole, too small for ever, or its time is up."""
-        least = self.config.for_env(group.env, "min_group_size")
-        why = group.too_small(least, is_over=is_over, timeout_seconds=self.config.group_timeout_seconds)
+        why = group.too_small(env.least, is_over=is_over, timeout_seconds=self.config.group_timeout_seconds)
         if why is not None:
             self.drop(group, why.reason, why.detail)
-        elif is_over or group.is_whole(least):
-            if self.config.flat == "drop" and group.is_flat:
-                self.drop_flat(group)
-                return
-            self._unform(group)
-            group.is_closed = True
-            env = self._env(group.env)
-            env.ready.add(group)
-            env.count(group, 1)
-            env.lost = ""
-            if self.ranks:
-                self._unranked.append(group)
-            if is_future(self.step, group.max_version):
-                self._sequence += 1
-                heappush(self._future, (-group.max_version, self._sequence, group))
+        elif is_over or group.is_whole(env.least):
+            self._finish(group, env)
+
+    def _finish(self, group: GroupState, env: EnvPool) -> None:
+        """The group takes no more rollouts: it is ready, or nobody wants it."""
+        if self.config.flat == "drop" and group.is_flat:
+            self.drop_flat(group)
+            return
+        self._unform(group)
+        group.is_closed = True
+        env.lane(group.adapter).ready.add(group)
+        env.count(group, 1)
+        env.lost = ""
+        self._unjudged.append(group)
+        if self.ranks:
+            self._unranked.append(group)
 
     # -- leaving ------------------------------------------------------------------------------------------------------
     def drop(self, group: GroupState, reason: str, detail: str) -> None:
@@ -183,12 +224,10 @@ class Pool:
         for group_id in group_ids:
             group = self._groups.get(group_id)
             if group is not None and group.used + 1 < self.config.max_uses:
-                env = self._env(group.env)
-                env.ready.discard(group)
-                env.ranked.discard(group)
-                env.used.discard(group)
+                lane = self._env(group.env).lane(group.adapter)
+                lane.discard(group)
                 group.used += 1
-                env.used.add(group)
+                lane.used.add(group)
             elif group is not None:
                 self._forget(group)
                 for entry_id in group.parts:
@@ -231,9 +270,9 @@ class Pool:
                 group = next(iter(env.order.values()))
                 if group.since + timeout > self.now:
                     break
-                self._settle(group, is_over=True)
-        for name, env in list(self.envs.items()):
-            limit = self.config.for_env(name, "max_age_seconds")
+                self._settle(group, env, is_over=True)
+        for env in list(self.envs.values()):
+            limit = env.max_age_seconds
             while limit is not None and env.expiring and env.expiring[0].pushed + limit < self.now:
                 group = env.expiring.popleft()
                 if self._groups.get(group.group_id) is group:
@@ -248,27 +287,37 @@ class Pool:
         unranked, self._unranked = self._unranked, []
         for group in unranked:
             if self._groups.get(group.group_id) is group:
-                self._env(group.env).ranked.add(group, priority_of(group, selector, rng, self.config.order))
+                lane = self._env(group.env).lane(group.adapter)
+                lane.ranked.add(group, priority_of(group, selector, rng, self.config.order))
 
-    def sweep_stale(self, env: str, step: int) -> None:
-        """Drops an env's groups that are too old for `step` and for every later one."""
+    def sweep_stale(self, env: str, step: int, adapter: str = "") -> None:
+        """Drops an env's groups of one adapter that are too old for `step`, in the adapter's count, and every later
+        one."""
         max_age = self.config.for_env(env, "max_age")
-        pool = self._env(env)
+        lane = self._env(env).lane(adapter)
         oldest = oldest_version(step, max_age)
-        for index in (pool.ready, pool.forming, pool.used):
+        whose = f" of adapter {adapter}" if adapter else ""
+        for index in (lane.ready, lane.forming, lane.used):
             for group in index.pop_older_than(oldest):
                 age = age_at(step, group.min_version)
-                self.drop(group, "stale", f"age {age} > max_age {max_age} at step {step}")
+                self.drop(group, "stale", f"age {age} > max_age {max_age} at step {step}{whose}")
 
-    def sweep_future(self, step: int) -> None:
-        """Drops groups sampled by weights that `step` does not have yet."""
-        self.step = step
-        while self._future and is_future(step, -self._future[0][0]):
-            _, _, group = heappop(self._future)
-            if self._groups.get(group.group_id) is group:
-                self.drop(group, "future", f"policy version {group.max_version} > {step - 1} at step {step}")
-        # What is left at the top is not from the future, so nothing below it is: steps only grow.
-        self._future.clear()
+    def sweep_future(self, step_of: Callable[[str], int]) -> None:
+        """Drops groups sampled by weights that are not made yet. Only what became ready since is looked at: steps only
+        grow, so a group that is not from the future never will be.
+
+        Args:
+            step_of: adapter -> the step that is planned, in the adapter's count.
+        """
+        unjudged, self._unjudged = self._unjudged, []
+        steps: dict[str, int] = {}
+        for group in unjudged:
+            step = steps.get(group.adapter, 0)
+            if not step:
+                step = steps[group.adapter] = step_of(group.adapter)
+            if is_future(step, group.max_version) and self._groups.get(group.group_id) is group:
+                whose = f" of adapter {group.adapter}" if group.adapter else ""
+                self.drop(group, "future", f"policy version {group.max_version} > {step - 1} at step {step}{whose}")
 
     def _hear(self, now: float) -> None:
         if self.now == float("-inf"):
@@ -280,7 +329,10 @@ class Pool:
     def _env(self, name: str) -> EnvPool:
         pool = self.envs.get(name)
         if pool is None:
-            pool = self.envs[name] = EnvPool()
+            pool = self.envs[name] = EnvPool(
+                least=self.config.for_env(name, "min_group_size"),
+                max_age_seconds=self.config.for_env(name, "max_age_seconds"),
+            )
         return pool
 
     def pending_tokens(self, name: str) -> int:
@@ -308,15 +360,13 @@ class Pool:
     def _unform(self, group: GroupState) -> None:
         env = self._env(group.env)
         if env.order.pop(group.group_id, None) is not None:
-            env.forming.discard(group)
+            env.lane(group.adapter).forming.discard(group)
             env.forming_tokens -= group.tokens
 
     def _forget(self, group: GroupState) -> None:
         env = self._env(group.env)
         if group.is_closed:
-            env.ready.discard(group)
-            env.ranked.discard(group)
-            env.used.discard(group)
+            env.lane(group.adapter).discard(group)
             env.count(group, -1)
         else:
             self._unform(group)

@@ -15,9 +15,10 @@ Nothing is moved here. A trial walks the ready groups from the front, on copies 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from rlbuffer.policy.adapters import Queue
 from rlbuffer.policy.budget import charge, size_of
 from rlbuffer.policy.groups import GroupState
 
@@ -85,7 +86,7 @@ class Trial:
 
 def select(
     *,
-    candidates: Mapping[str, Iterator[GroupState]],
+    candidates: Mapping[str, Queue],
     deficits: Mapping[str, float],
     fractions: Mapping[str, float],
     means: Mapping[str, float],
@@ -94,6 +95,7 @@ def select(
     unit: str,
     close_fill: float,
     excused: Collection[str] = (),
+    overdue: Collection[str] = (),
 ) -> Trial:
     """Runs one trial.
 
@@ -107,14 +109,27 @@ def select(
         unit: tokens | rollouts | groups.
         close_fill: from this share of the tokens on a balanced step need not wait for one group too many.
         excused: envs of `budgeted` that it does not wait for now.
+        overdue: envs of `budgeted` that have been short for too long: whatever goes before them closes the step. What
+            they are owed from earlier steps is left out of the trial: else nothing could go before them.
     """
     trial = Trial(deficits={env: deficits.get(env, 0.0) for env in fractions})
     owed = trial.deficits
-    heads = {env: next(candidates[env], None) if env in candidates else None for env in fractions if fractions[env] > 0}
+    heads = {env: candidates[env].head if env in candidates else None for env in fractions if fractions[env] > 0}
+    left_out = {env: max(0.0, owed[env]) for env in overdue if env in heads and heads[env] is None}
+    for env, size in left_out.items():
+        owed[env] -= size
     waited = [env for env in budgeted if env not in excused]
     least = close_fill * limits.tokens
     over_half = 0
-    flat = used = 0
+    flat = used = least_rows = 0
+    tokens_of: dict[str, int] = {}
+
+    def rows_of(adapter: str, tokens: int) -> int:
+        """Rows that `tokens` more of `adapter` need at least, beyond those that it has."""
+        before = tokens_of.get(adapter, 0)
+        tokens_of[adapter] = before + tokens
+        return -(-(before + tokens) // limits.row_tokens) - -(-before // limits.row_tokens)
+
     while True:
         trial.short = _short(heads, owed, means, waited)
         if trial.short:
@@ -132,12 +147,15 @@ def select(
         is_flat = limits.flat is not None and group.is_flat
         if limits.flat is not None and is_flat and flat + amount > limits.flat * limits.total:
             trial.surplus.append(group)
-            heads[env] = next(candidates[env], None)
+            candidates[env].skip()
+            heads[env] = candidates[env].head
             continue
         if limits.by_rows:
             # Rollouts longer than half a row never share one: they fill a step long before its tokens do.
             over_half += sum(2 * m.info.length > limits.row_tokens for m in group.members)
-            if trial.groups and (trial.tokens + group.tokens > limits.tokens or over_half > limits.rows):
+            # A row holds one adapter: each one's tokens need rows of their own.
+            least_rows += rows_of(group.adapter, group.tokens)
+            if trial.groups and (least_rows > limits.rows or over_half > limits.rows):
                 trial.ended = "full"
                 break
         flat += amount * is_flat
@@ -146,7 +164,8 @@ def select(
         trial.tokens += group.tokens
         trial.rollouts += group.rollouts
         charge(owed, fractions, env, size_of(unit, tokens=group.tokens, rollouts=group.rollouts))
-        heads[env] = next(candidates[env], None)
+        candidates[env].take()
+        heads[env] = candidates[env].head
         if len(trial.groups) == limits.groups or (limits.rollouts is not None and trial.rollouts >= limits.rollouts):
             trial.ended = "count"
             break
@@ -155,6 +174,12 @@ def select(
             break
         if limits.by_rows and trial.tokens >= least and all(owed[e] <= means[e] for e in waited if e in owed):
             trial.balanced = len(trial.groups)
+    for env, size in left_out.items():
+        owed[env] += size
+    late = _short(heads, owed, means, left_out)
+    trial.short += [env for env in late if env not in trial.short]
+    if late and trial.ended == "empty":
+        trial.ended = "short"
     trial.lent = _short(heads, owed, means, [env for env in budgeted if env in excused])
     trial.exhausted = [env for env, head in heads.items() if head is None]
     return trial

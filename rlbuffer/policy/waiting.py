@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from rlbuffer.policy.selection import Limits, Trial
 
+NO_TRAINER = "No trainer has joined yet: start one with `rlbuffer train`."
+NO_VERSION = "The trainer has not announced a policy version yet; it does when its model is loaded."
+STOPPED = "The batcher was stopped: start `rlbuffer serve` again."
+SILENT_BATCHER = "No batcher has said anything: is `rlbuffer serve` running?"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvNeed:
@@ -36,12 +41,13 @@ def progress(trial: Trial, limits: Limits) -> tuple[float, str]:
     return trial.tokens / limits.tokens, f"{trial.tokens} of {limits.tokens} tokens ready"
 
 
-def for_version(step: int, *, needed: int, published: int, max_age: int, env: str = "") -> str:
+def for_version(step: int, *, needed: int, published: int, max_age: int, env: str = "", adapter: str = "") -> str:
     """Nothing that could be sampled now would still be young enough: the trainer must publish first."""
     who = f"{env} waits" if env else f"Step {step} waits"
+    whose = f" of adapter {adapter}" if adapter else ""
     now = f"version {published} is published" if published >= 0 else "none is published yet"
     return (
-        f"{who} for policy version {needed}: {now}, and step {step} trains nothing older than "
+        f"{who} for policy version {needed}{whose}: {now}, and step {step} trains nothing older than "
         f"{needed} (max_age {max_age}). The trainer publishes it when it has finished the steps before."
     )
 
@@ -80,6 +86,61 @@ def for_dead(env: str, seconds: float) -> str:
 def all_paused(envs: list[str]) -> str:
     """Nobody may give anything."""
     return f"Every env is paused ({', '.join(envs)}): `rlbuffer env resume {envs[0]}` lets it take part again."
+
+
+def for_word(step: int, seconds: float) -> str:
+    """After a takeover: the trainer may have trained steps that the server has lost."""
+    return (
+        f"The batcher has just taken over at step {step} and waits until the trainer has said what it has "
+        f"trained, at most {seconds:g} s: the server may have lost steps."
+    )
+
+
+def for_step(step: int) -> str:
+    """What a rank waits for; why, the batcher says."""
+    return f"Waiting for step {step}."
+
+
+def for_trainer(step: int, trained: int, lookahead: int) -> str:
+    """The trainer has enough committed steps before it."""
+    return f"Step {step} is committed and waits for the trainer, which is at step {trained} (lookahead {lookahead})."
+
+
+def absent_trainer(step: int, trained: int) -> str:
+    """No trainer has come since the run was restored, or taken back by an operator."""
+    return (
+        f"Step {step} is committed, but no trainer has come since the run was restored or taken back; it is trained up "
+        f"to step {trained}: start `rlbuffer train` to go on."
+    )
+
+
+def silent_trainer(step: int, trained: int, seconds: float) -> str:
+    """It has enough steps and does not report."""
+    # Tens of seconds: the sentence must not change at every look, or it would be told at every look.
+    return (
+        f"Step {step} is committed, but the trainer has said nothing for over {seconds // 10 * 10:.0f} s; it "
+        f"was at step {trained}. It has ended, or hangs: start `rlbuffer train` again to go on."
+    )
+
+
+def draining() -> str:
+    """An operator has asked for no more groups. The leader says another sentence after it, a worker only this one."""
+    return "The run drains: no tickets are given until `rlbuffer drain --undo`."
+
+
+def ended(steps: int) -> str:
+    """A supervised run is over."""
+    return f"The run has ended: the trainer has made its {steps} steps."
+
+
+def interrupted(step: int) -> str:
+    """A supervised run was stopped by ctrl-C."""
+    return f"The run was stopped after step {step}; started again, it goes on."
+
+
+def failed(step: int, code: int, log: str) -> str:
+    """A supervised run could not be kept alive."""
+    return f"The run ended after step {step} with exit code {code}: see {log}."
 
 
 def _forming(need: EnvNeed) -> str:

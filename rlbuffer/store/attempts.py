@@ -47,18 +47,23 @@ class TrainerMoves(Session):
         if status == "AHEAD":
             raise RunGone(
                 f"the trainer resumes after step {resume_step}, but run {self.run!r} ends at step {text(reply[1])}: "
-                f"the checkpoint belongs to another run, or the server lost its newest steps"
+                f"the checkpoint belongs to another run or to steps that were taken back, or the server lost its "
+                f"newest steps. The trainer takes its newest checkpoint: move later ones away, or use another run name"
             )
         if status == "DIGEST":
             raise RunGone(
                 f"the trainer resumes after step {resume_step}, but run {self.run!r} has another step {resume_step} "
-                f"({text(reply[1])[:12]}): the checkpoint belongs to another run"
+                f"({text(reply[1])[:12]}): the checkpoint belongs to another run or to a step that was taken back. The "
+                f"trainer takes its newest checkpoint: move later ones away, or use another run name"
             )
         if status == "RETIRED":
+            retired = text(reply[1])
+            reason = self.early_reason(resume_step + 1)
+            why = f"retired early ({reason})" if reason else "retired"
             raise StepRetired(
-                f"the trainer resumes after step {resume_step}, but steps up to {text(reply[1])} of run {self.run!r} "
-                f"were retired: resume from a newer checkpoint, start another run, or take this one back to step "
-                f"{resume_step} with `rlbuffer rewind {resume_step} --force`"
+                f"the trainer resumes after step {resume_step}, but steps up to {retired} of run {self.run!r} were "
+                f"{why}: resume from a checkpoint of step {retired} or later, start another run, or take this one back "
+                f"to step {resume_step} with `rlbuffer rewind {resume_step} --force`"
             )
         raise self.unexpected("attempt", reply)
 
@@ -87,6 +92,8 @@ class TrainerMoves(Session):
             trained=number(b"trained"),
             digest=text(fields.get(b"digest", b"")),
             oldest_kept=number(b"oldest_kept"),
+            at=number(b"at"),
+            checkpoint=number(b"checkpoint"),
             seen_ms=number(b"seen"),
             claim=fields.get(b"claim", b""),
             seen_seconds_ago=max(0.0, int(seconds) + int(micros) / 1e6 - number(b"seen") / 1000),
@@ -100,6 +107,7 @@ class TrainerMoves(Session):
         trained: int,
         digest: str,
         oldest_kept: int,
+        checkpoint: int = 0,
         claim: Claim | None = None,
     ) -> bool:
         """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone.
@@ -113,10 +121,11 @@ class TrainerMoves(Session):
             TrainerAhead: the run does not have step `trained`, or has another one; nothing was handed back.
         """
         keys = self.keys
+        handed_back = b"" if claim is None else encode_claim(claim)
         reply = self.move(
             "report",
             (keys.trainer, keys.meta, keys.steps, keys.ledger),
-            (number, epoch, trained, digest, oldest_kept, b"" if claim is None else encode_claim(claim)),
+            (number, epoch, trained, digest, oldest_kept, handed_back, checkpoint),
         )
         status = text(reply[0])
         if status == "OK":
@@ -163,9 +172,12 @@ class TrainerMoves(Session):
         value = self.look(lambda client: client.hget(self.keys.policy, adapter))
         if value is None:
             return PolicyVersion(version=-1, adapter=adapter)
-        _, version, record = value.split(b" ", 2)
-        location, size, checksum = wire.loads(record, limit=MAX_RECORD_BYTES)
-        return PolicyVersion(version=int(version), location=location, size=size, checksum=checksum, adapter=adapter)
+        return _policy(adapter, value)
+
+    def policies(self) -> dict[str, PolicyVersion]:
+        """Adapter ("" is all weights) -> its current version, of all that were announced."""
+        fields = self.look(lambda client: client.hgetall(self.keys.policy))
+        return {text(adapter): _policy(text(adapter), value) for adapter, value in fields.items()}
 
     def _superseded(self, number: int, current: str) -> AttemptFenced | AttemptForgotten:
         # Numbers only grow, so a smaller one is of a server that came back without its newest writes.
@@ -177,3 +189,10 @@ class TrainerMoves(Session):
         return AttemptFenced(
             f"attempt {number} of run {self.run!r} is over: attempt {current} has taken over ({self.keys.trainer})"
         )
+
+
+def _policy(adapter: str, value: bytes) -> PolicyVersion:
+    """A field of `policy`."""
+    _, version, record = value.split(b" ", 2)
+    location, size, checksum = wire.loads(record, limit=MAX_RECORD_BYTES)
+    return PolicyVersion(version=int(version), location=location, size=size, checksum=checksum, adapter=adapter)

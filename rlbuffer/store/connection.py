@@ -30,7 +30,14 @@ from redis.connection import ConnectionPool, PythonRespSerializer, parse_url
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
-from rlbuffer.errors import ConfigError, RlbufferError, ServerRefused, ServerUnreachable, ServerUnsuitable
+from rlbuffer.errors import (
+    ConfigError,
+    RlbufferError,
+    ServerFull,
+    ServerRefused,
+    ServerUnreachable,
+    ServerUnsuitable,
+)
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store.binary import MINIMUM_VERSION, version_tuple
 from rlbuffer.store.memory import memory_client, memory_name
@@ -66,6 +73,14 @@ REFUSALS = {
     "BUSY": "a script has kept it busy for seconds. See SLOWLOG; SCRIPT KILL ends one that has written nothing",
 }
 """Code of the server's error -> what it means and what to do."""
+FACTS = {
+    "used_memory": "used_memory",
+    "maxmemory": "maxmemory",
+    "unfreed": "lazyfree_pending_objects",
+    "buffers": "mem_clients_normal",
+    "policy": "maxmemory_policy",
+}
+"""What :meth:`Connection.describe` says -> the field of INFO."""
 WAITED_OUT = frozenset({"LOADING", "READONLY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "BUSY"})
 """Refusals that pass by themselves, within the patience of a call that may be repeated. For the others the caller must
 act (spool, throttle), so it is told at once."""
@@ -191,7 +206,9 @@ class Connection:
             time.sleep(wait)
 
     def describe(self) -> dict[str, Any]:
-        """name, version, address, embedded, used_memory and maxmemory (bytes, 0: no limit), policy."""
+        """name, version, address, embedded, policy; in bytes: maxmemory (0: no limit), used_memory (what counts against
+        it), unfreed (objects that are unlinked and not given back yet: a number, not bytes), buffers (of the clients).
+        """
         facts: dict[str, Any] = {
             "name": "memory",
             "version": "",
@@ -199,14 +216,20 @@ class Connection:
             "embedded": self.embedded is not None,
             "used_memory": 0,
             "maxmemory": 0,
+            "unfreed": 0,
+            "buffers": 0,
             "policy": "noeviction",
         }
         if self.is_memory:
             return facts
-        info: dict[str, Any] = self.call(lambda: dict(self._client.info()))
+        info: dict[str, Any] = self.call(
+            lambda: dict(self._client.info()), patience_seconds=PATIENCE_SECONDS, repeat=True
+        )
         facts["name"], facts["version"] = identity(info)
-        for key, field in (("used_memory",) * 2, ("maxmemory",) * 2, ("policy", "maxmemory_policy")):
+        for key, field in FACTS.items():
             facts[key] = info.get(field, facts[key])
+        # The server leaves its own file's buffer out when it compares with the limit.
+        facts["used_memory"] -= int(info.get("mem_not_counted_for_evict", 0))
         return facts
 
     def close(self) -> None:
@@ -288,9 +311,11 @@ class Connection:
     def _translated(self, error: redis.RedisError) -> tuple[RlbufferError, bool]:
         """The error as ours, and whether repeating may help. Raises what says nothing about the connection as it is."""
         code = _code(error)
+        if code == "OOM":
+            return ServerFull(f"the server at {self.address} refused: {REFUSALS[code]}"), False
         if code in REFUSALS:
             return ServerRefused(
-                f"the server at {self.address} refused: {REFUSALS[code]} ({error})"
+                f"the server at {self.address} refused: {REFUSALS[code]} ({_words(error)})"
             ), code in WAITED_OUT
         if isinstance(
             error,
@@ -348,10 +373,13 @@ def redacted(url: str) -> str:
 
 
 def _code(error: redis.RedisError) -> str:
-    """The code that a server's error begins with; a pipeline puts its own words in front."""
-    if error.status_code:
-        return error.status_code
-    return str(error).rpartition("caused error: ")[2].partition(" ")[0]
+    """The code that a server's error begins with."""
+    return error.status_code or _words(error).partition(" ")[0]
+
+
+def _words(error: redis.RedisError) -> str:
+    """What the server said. A pipeline puts the whole command in front, a payload's bytes with it."""
+    return str(error).rpartition("caused error: ")[2]
 
 
 def _reason(error: redis.RedisError) -> str:

@@ -10,7 +10,7 @@ import re
 
 from rlbuffer.errors import ConfigError
 
-SCHEMA = 1
+SCHEMA = 2
 """Layout of the keys and of what is in them; another number is refused (SchemaMismatch)."""
 RUN_NAME = re.compile(r"[a-z0-9_.-]{1,64}\Z")
 RUNS = "rlb:runs"
@@ -25,8 +25,11 @@ class Keys:
     __slots__ = (
         "allowance",
         "closed",
+        "damaged",
+        "eval",
         "garbage",
         "history",
+        "holds",
         "lease",
         "ledger",
         "meta",
@@ -58,15 +61,18 @@ class Keys:
         self.state = f"{self.tag}:state"
         self.closed = f"{self.tag}:closed"
         self.ledger = f"{self.tag}:ledger"
+        self.damaged = f"{self.tag}:damaged"
         self.allowance = f"{self.tag}:allowance"
         self.numbers = f"{self.tag}:numbers"
         self.paused = f"{self.tag}:paused"
         self.policy = f"{self.tag}:policy"
         self.trainer = f"{self.tag}:trainer"
         self.garbage = f"{self.tag}:garbage"
+        self.holds = f"{self.tag}:holds"
         self.history = f"{self.tag}:history"
         self.summary = f"{self.tag}:summary"
         self.waiting = f"{self.tag}:waiting"
+        self.eval = f"{self.tag}:eval"
         self.payload_prefix = f"rlb:{run}:g:"
 
     def producer(self, worker: str, incarnation: str) -> str:
@@ -76,6 +82,14 @@ class Keys:
     def tickets(self, env: str) -> str:
         """Ticket numbers of an env that are out, with their expiry."""
         return f"{self.tag}:tickets:{env}"
+
+    def evaluating(self, env: str, version: int) -> str:
+        """Who evaluates a version on an env, or that it is done."""
+        return f"{self.tag}:evaluating:{env}:{version}"
+
+    def visits(self, env: str) -> str:
+        """How the groups of each prompt of an env went."""
+        return f"{self.tag}:visits:{env}"
 
     def heartbeats(self, kind: str) -> str:
         """Heartbeats of one kind of process."""

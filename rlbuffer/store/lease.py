@@ -42,10 +42,18 @@ class LeaseMoves(Session):
         self._say("release", owner)
         self._tokens.pop(owner, None)
 
-    def set_config(self, token: int, config: Mapping[str, Any], digest: str) -> None:
-        """The settings that the run's steps are made with. Raises LeaseLost."""
-        self._as_leader("config", token, wire.dumps(dict(config)), digest)
+    def set_config(self, token: int, config: Mapping[str, Any], digest: str, *, settles: str = "") -> int:
+        """The settings that the run's steps are made with from now on. -> their revision. Raises LeaseLost.
+
+        `settles` is the digest of the wanted config that need not be looked at any more.
+        """
+        reply = self._as_leader("config", token, wire.dumps(dict(config)), digest, settles)
         self.tombstone_ms = tombstone_ms(config)
+        return int(reply[1])
+
+    def refuse_config(self, token: int, digest: str, reason: str) -> None:
+        """The wanted config of this digest cannot be used: whoever asked for it is told why. Raises LeaseLost."""
+        self._as_leader("refuse", token, digest, reason)
 
     def set_error(self, token: int, message: str) -> None:
         """The batcher's fatal error, shown to every waiting rank; "" clears it. Raises LeaseLost."""
@@ -55,10 +63,11 @@ class LeaseMoves(Session):
         """How many tickets of each env may be out; an env that is not named has none. Raises LeaseLost."""
         self._as_leader("allow", token, *(x for env, n in allowances.items() for x in (env, max(0, int(n)))))
 
-    def _as_leader(self, action: str, token: int, *args: Any) -> None:
+    def _as_leader(self, action: str, token: int, *args: Any) -> list[Any]:
         reply = self._say(action, token, *args)
         if text(reply[0]) == "FENCED":
             raise self.lost(reply[1])
+        return reply
 
     def _say(self, action: str, *args: Any) -> list[Any]:
         keys = self.keys

@@ -8,10 +8,11 @@ from typing import Any
 from rlbuffer import wire
 from rlbuffer.batches import Drop, RolloutRef
 from rlbuffer.errors import EpochChanged, PayloadError, ProducerGap, RunGone, ServerRefused
+from rlbuffer.infos import GroupInfo, unfrozen
 from rlbuffer.records import Group
 from rlbuffer.store.base import PoolEntry, Reused
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.session import Fields, Session, text
+from rlbuffer.store.session import Entry, Fields, Session, text
 
 WEEK_MS = 7 * 86_400_000
 """How long a payload that never became pending is kept, and a silent producer remembered."""
@@ -19,9 +20,10 @@ DROP_ENTRIES = 500
 """Pool entries per DROP: about 1.5 ms of the server's time."""
 HISTORY_ENTRIES = 10_000
 """Records of drops and steps that are kept."""
-CLOSING_REASONS = frozenset({"stale", "future", "small", "flat", "void"})
+CLOSING_REASONS = frozenset({"stale", "future", "small", "flat", "void", "operator"})
 """Reasons that end a group as a whole and leave a tombstone. The others concern rollouts or parts of one: the group may
 still be trained with the rest, so a tombstone would lose it at the next takeover."""
+_UnfrozenEntry = unfrozen(PoolEntry)
 
 
 class PoolMoves(Session):
@@ -62,7 +64,8 @@ class PoolMoves(Session):
         )
         status = text(reply[0])
         if status == "OK" or status == "DUP":
-            self._fresh[incarnation] = sequence + 1
+            if text(reply[1]):  # else the server has later pushes, too
+                self._fresh[incarnation] = sequence + 1
             return ("stored" if status == "OK" else "duplicate"), text(reply[1])
         if status == "GAP":
             raise ProducerGap(
@@ -102,7 +105,7 @@ class PoolMoves(Session):
     def read_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
         """INGEST: entries after the cursor, in the order in which they were pushed."""
         found = self.stream(self.keys.pool, after, count=count, block_seconds=block_seconds)
-        return [pool_entry(self.keys, entry_id, fields) for entry_id, fields in found]
+        return pool_entries(self.keys, found)
 
     def reused(self) -> list[Reused]:
         """Groups that were trained and may be trained again, in the order of their first push."""
@@ -111,7 +114,12 @@ class PoolMoves(Session):
 
     def drop(self, token: int, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> None:
         """DROP, in calls of at most :data:`DROP_ENTRIES` entries. Raises LeaseLost."""
+        self._drop(token, drops)
+
+    def _drop(self, token: int | str, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> int:
+        """-> pushes that left the pool. An empty token is an operator's."""
         keys = self.keys
+        dropped = 0
         where = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
         for chunk in _chunks(drops):
             args: list[Any] = [token, keys.payload_prefix, self.tombstone_ms, HISTORY_ENTRIES, len(chunk)]
@@ -122,6 +130,10 @@ class PoolMoves(Session):
             reply = self.move("drop", where, args)
             if text(reply[0]) == "FENCED":
                 raise self.lost(reply[1])
+            if text(reply[0]) == "GONE":
+                raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
+            dropped += int(reply[1])
+        return dropped
 
     def pin(self, refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry]) -> list[str]:
         """PIN: what a step is about to use stays until the step is retired. -> entries that cannot be used."""
@@ -145,33 +157,42 @@ class PoolMoves(Session):
 
 
 def _expected_size(entry: PoolEntry, index: int) -> int:
-    return -1 if entry.info is None or index >= len(entry.info.rollouts) else entry.info.rollouts[index].size
+    return -1 if entry.info is None or index >= entry.info.totals.rollouts else entry.info.rollouts[index].size
 
 
-def pool_entry(keys: Keys, entry_id: str, fields: Fields) -> PoolEntry:
-    """A pool entry as the server has it. What cannot be decoded is named in `error`, not raised: it must be dropped."""
+def pool_entries(keys: Keys, found: Sequence[Entry]) -> list[PoolEntry]:
+    """Pool entries as the server has them. What cannot be decoded is named in `error`, not raised: it must go."""
+    infos = wire.decode_infos([fields.get(b"metadata", b"") for _, fields in found])
+    return [_entry(keys, entry_id, fields, info) for (entry_id, fields), info in zip(found, infos, strict=True)]
+
+
+def _entry(keys: Keys, entry_id: str, fields: Fields, info: GroupInfo | PayloadError) -> PoolEntry:
+    if isinstance(info, GroupInfo) and _agrees(fields, info):
+        made = _UnfrozenEntry()
+        made.entry_id = entry_id
+        made.info = info
+        made.payload_key = keys.payload(info.group_id, text(fields.get(b"key", b"")))
+        made.env = info.env
+        made.group_id = info.group_id
+        made.rollouts = info.totals.rollouts
+        made.tokens = info.totals.tokens
+        made.error = ""
+        made.__class__ = PoolEntry
+        entry: PoolEntry = made
+        return entry
     # Cut to what is allowed: an entry that somebody wrote by hand must not fill the history.
     env, group_id = text(fields.get(b"env", b"")[:64]), text(fields.get(b"group", b"")[:128])
     rollouts, tokens = _count(fields, b"rollouts"), _count(fields, b"tokens")
-    info, error = None, ""
-    try:
-        info = wire.decode_info(fields.get(b"metadata", b""))
-    except PayloadError as problem:
-        error = f"metadata: {problem}"
-    if info is not None and (info.env, info.group_id, len(info.rollouts), info.tokens) != (
-        env,
-        group_id,
-        rollouts,
-        tokens,
-    ):
+    if isinstance(info, PayloadError):
+        error = f"metadata: {info}"
+    else:
         error = (
-            f"metadata of {info.group_id} ({info.env}, {len(info.rollouts)} rollouts, {info.tokens} tokens) disagrees "
-            f"with its entry: {group_id} ({env}, {rollouts} rollouts, {tokens} tokens)"
+            f"metadata of {info.group_id} ({info.env}, {info.totals.rollouts} rollouts, {info.tokens} tokens) "
+            f"disagrees with its entry: {group_id} ({env}, {rollouts} rollouts, {tokens} tokens)"
         )
-        info = None
     return PoolEntry(
         entry_id=entry_id,
-        info=info,
+        info=None,
         payload_key=keys.payload(group_id, text(fields.get(b"key", b""))),
         env=env,
         group_id=group_id,
@@ -181,10 +202,22 @@ def pool_entry(keys: Keys, entry_id: str, fields: Fields) -> PoolEntry:
     )
 
 
+def _agrees(fields: Fields, info: GroupInfo) -> bool:
+    """Whether the entry says of its push what the metadata says."""
+    totals = info.totals
+    return (
+        fields.get(b"env") == info.env.encode()
+        and fields.get(b"group") == info.group_id.encode()
+        and _count(fields, b"rollouts") == totals.rollouts
+        and _count(fields, b"tokens") == totals.tokens
+    )
+
+
 def reused_groups(keys: Keys, fields: Mapping[bytes, bytes]) -> list[Reused]:
     """The reuse hash decoded; commit.lua says what is in it."""
     groups: dict[str, tuple[int, int]] = {}
-    entries: dict[str, list[PoolEntry]] = {}
+    found: list[Entry] = []
+    owners: list[str] = []
     for name, value in fields.items():
         group_id, _, entry_id = text(name).partition(" ")
         if not entry_id:
@@ -192,8 +225,11 @@ def reused_groups(keys: Keys, fields: Mapping[bytes, bytes]) -> list[Reused]:
             groups[group_id] = (int(uses), int(step))
             continue
         env, key, rollouts, tokens, metadata = value.split(b" ", 4)
-        found = {b"env": env, b"group": group_id.encode(), b"key": key, b"metadata": metadata}
-        entry = pool_entry(keys, entry_id, {**found, b"rollouts": rollouts, b"tokens": tokens})
+        push = {b"env": env, b"group": group_id.encode(), b"key": key, b"metadata": metadata}
+        found.append((entry_id, {**push, b"rollouts": rollouts, b"tokens": tokens}))
+        owners.append(group_id)
+    entries: dict[str, list[PoolEntry]] = {}
+    for group_id, entry in zip(owners, pool_entries(keys, found), strict=True):
         entries.setdefault(group_id, []).append(entry)
     out = [
         Reused(

@@ -21,7 +21,7 @@ from rlbuffer.store.session import text
 from rlbuffer.store.steps import StepMoves
 
 ATTEMPT_SECONDS = 6.0
-"""A trainer that is silent for this long counts as gone: it says something every 2 s, and I12 allows 10 s."""
+"""A trainer that is silent for this long counts as gone: it says something every second, and I12 allows 10 s."""
 MAX_CLAIM_BYTES = 16 * 2**20
 """Largest claim that is decoded: eight steps of thousands of groups."""
 
@@ -158,11 +158,12 @@ class RecoveryMoves(StepMoves, RunViews):
         where = (keys.lease, keys.meta, keys.pool, keys.steps, keys.ledger, keys.closed, keys.garbage, keys.trainer)
         flags = (int(with_pool), int(force))
         age = round(1000 * ATTEMPT_SECONDS)
-        # Not repeated: a second one would begin another epoch. Asked again by a person it does no harm.
+        epoch = self.meta().epoch
+        # Not repeated: a person asks again. What was sent is of this epoch, so it cannot be carried out twice.
         reply = self.move(
             "void",
             (*where, keys.history, keys.policy),
-            (keep, *flags, age, keys.payload_prefix, HISTORY_ENTRIES, record),
+            (keep, *flags, age, keys.payload_prefix, HISTORY_ENTRIES, record, epoch),
             repeat=False,
         )
         status = text(reply[0])
@@ -170,6 +171,11 @@ class RecoveryMoves(StepMoves, RunViews):
             return {"epoch": int(reply[1]), "steps": int(reply[2]), "entries": int(reply[3])}
         if status == "GONE":
             raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
+        if status == "CHANGED":
+            raise RlbufferError(
+                f"run {self.run!r} began epoch {text(reply[1])} at this moment, by somebody else or by this request "
+                "after its answer was lost: look at it (`rlbuffer inspect`), and ask again if it is still needed"
+            )
         if status == "ALIVE":
             raise RlbufferError(
                 f"the trainer of run {self.run!r} was seen {int(reply[1]) / 1000:.1f} s ago: stop it first, or use "
@@ -178,9 +184,10 @@ class RecoveryMoves(StepMoves, RunViews):
         if status == "BEYOND":
             raise NotFound(f"run {self.run!r} has no {what}: the last committed one is {text(reply[1])}.")
         if status == "RETIRED":
+            further = f", or from this one with `rlbuffer rewind {keep} --force`" if with_pool else ""
             raise StepRetired(
                 f"steps up to {text(reply[1])} of run {self.run!r} were retired: "
-                f"it can go on from step {text(reply[1])} or a later one"
+                f"it can go on from step {text(reply[1])} or a later one{further}"
             )
         raise self.unexpected("void", reply)
 

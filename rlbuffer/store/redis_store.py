@@ -11,16 +11,20 @@ from rlbuffer.settings import ServerSettings
 from rlbuffer.store.attempts import TrainerMoves
 from rlbuffer.store.base import Report
 from rlbuffer.store.connection import Connection
+from rlbuffer.store.evaluations import EvaluationMoves
 from rlbuffer.store.lease import LeaseMoves
-from rlbuffer.store.pool import PoolMoves
+from rlbuffer.store.operator import OperatorMoves
 from rlbuffer.store.recovery import RecoveryMoves
 from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS
 from rlbuffer.store.telemetry import Telemetry
 from rlbuffer.store.tickets import TicketMoves
 from rlbuffer.store.verify import verify
+from rlbuffer.store.visits import Visits
 
 
-class RedisStore(RecoveryMoves, PoolMoves, TicketMoves, LeaseMoves, TrainerMoves, Telemetry):
+class RedisStore(
+    RecoveryMoves, OperatorMoves, TicketMoves, LeaseMoves, TrainerMoves, EvaluationMoves, Visits, Telemetry
+):
     """A run on a Redis or Valkey server; see :class:`rlbuffer.store.base.Store` for every move."""
 
     def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:

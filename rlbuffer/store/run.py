@@ -22,7 +22,7 @@ class RunViews(Session):
     """Opening a run and looking at it."""
 
     def server(self) -> Mapping[str, Any]:
-        """name, version, address, embedded, used_memory, maxmemory, policy; checks that a run can be held here."""
+        """What is known of the server; see :meth:`rlbuffer.store.connection.Connection.describe`."""
         return self.connection.describe()
 
     def losses(self) -> int:
@@ -84,7 +84,8 @@ class RunViews(Session):
         if meta.schema != SCHEMA:
             raise SchemaMismatch(
                 f"run {self.run!r} was written with schema {meta.schema}, this version of rlbuffer reads schema "
-                f"{SCHEMA}: use another run name, or the version that wrote it ({self.keys.meta})"
+                f"{SCHEMA}: use another run name, or the version that wrote it ({self.keys.meta})",
+                schema=meta.schema,
             )
         self.tombstone_ms = tombstone_ms(meta.config)
         return meta
@@ -128,4 +129,12 @@ def parse_meta(fields: Mapping[bytes, bytes]) -> Meta:
         error=text(fields.get(b"error", b"")),
         since=int(fields.get(b"since") or number(b"epoch")),
         checkpoint_now=b"checkpoint_now" in fields,
+        revision=number(b"revision"),
+        asked=number(b"asked"),
+        wanted=wire.loads(fields[b"wanted"], limit=MAX_RECORD_BYTES) if b"wanted" in fields else {},
+        wanted_digest=text(fields.get(b"wanted_digest", b"")),
+        refused=text(fields.get(b"refused", b"")),
+        draining_ms=number(b"draining"),
+        early=number(b"early"),
+        early_ms=number(b"early_at"),
     )

@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any, TypeVar
 
 from rlbuffer.errors import LeaseLost, RlbufferError
+from rlbuffer.policy.memory import EARLY_SHARE
 from rlbuffer.store.connection import Connection
 from rlbuffer.store.keys import Keys
 
@@ -26,6 +27,7 @@ BLOCK_SECONDS = 2.0
 """Longest single blocking read: it stays below every socket timeout."""
 LAST_IN_STEP = 2**64 - 1
 """Largest second half of a stream id: ``<s>-<LAST_IN_STEP>`` is the end of step s."""
+EARLY_PERCENT = round(100 * EARLY_SHARE)
 MINIMUM_TOMBSTONE_MS = 3_600_000
 """Tombstones are kept for 2 x ``group_timeout_seconds``, and at least for one hour."""
 
@@ -79,6 +81,16 @@ class Session:
             repeat=True,
         )
         return entries(reply)
+
+    def early_reason(self, step: int) -> str:
+        """Why `step` is gone, for whoever needs it: "" when a checkpoint held it, as usual."""
+        early = int(self.look(lambda client: client.hget(self.keys.meta, "early")) or 0)
+        if step > early:
+            return ""
+        return (
+            f"the server's memory was {EARLY_PERCENT} % full, so steps up to {early} went before the oldest checkpoint "
+            "held them"
+        )
 
     def lost(self, owner: object) -> LeaseLost:
         """The error of a leader that does not lead any more."""

@@ -8,8 +8,9 @@ from typing import Any
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.store.base import Finding, Ledger, Meta, PoolEntry, Reused, StepHeader, StepPart
+from rlbuffer.store.keys import Keys
 from rlbuffer.store.ledger import parse_ledger
-from rlbuffer.store.pool import pool_entry, reused_groups
+from rlbuffer.store.pool import pool_entries, reused_groups
 from rlbuffer.store.run import parse_meta
 from rlbuffer.store.session import Entry, Session, ranged, text
 from rlbuffer.store.steps import header_of, part_of
@@ -87,8 +88,8 @@ def take_snapshot(store: Session) -> Snapshot:
         trained_digest=text(trainer.get(b"digest", b"")),
         oldest_kept=int(trainer.get(b"oldest_kept", 0)),
         ledger=parse_ledger(ledger),
-        pool=tuple(pool_entry(keys, entry_id, fields) for entry_id, fields in ranged(pool)),
-        steps=_live_steps(ranged(steps), unreadable),
+        pool=tuple(pool_entries(keys, ranged(pool))),
+        steps=_live_steps(ranged(steps), keys, unreadable),
         garbage={text(key): int(score) for key, score in garbage},
         closed=frozenset(text(group_id) for group_id in closed),
         reused=tuple(reused_groups(keys, reuse)),
@@ -96,7 +97,7 @@ def take_snapshot(store: Session) -> Snapshot:
     )
 
 
-def _live_steps(stream: list[Entry], findings: Findings) -> tuple[LiveStep, ...]:
+def _live_steps(stream: list[Entry], keys: Keys, findings: Findings) -> tuple[LiveStep, ...]:
     by_step: dict[int, list[Entry]] = {}
     for entry_id, fields in stream:
         by_step.setdefault(int(entry_id.split("-")[0]), []).append((entry_id, fields))
@@ -115,7 +116,7 @@ def _live_steps(stream: list[Entry], findings: Findings) -> tuple[LiveStep, ...]
                     header, limits = header_of(fields)
                 else:
                     part_bytes.append(fields.get(b"part", b""))
-                    parts.append(part_of(entry_id, fields))
+                    parts.append(part_of(entry_id, fields, keys))
             except (PayloadError, ValueError) as error:
                 findings.add("I4", f"step {number}: entry {entry_id} of the steps stream cannot be read: {error}")
         steps.append(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar, cast
 
 import msgpack
 import numpy as np
 
 from rlbuffer import wire
-from rlbuffer.batches import RolloutRef, StepPlan
+from rlbuffer.batches import AdapterProgress, RolloutRef, StepPlan, version_trained
 from rlbuffer.errors import PayloadError
 from rlbuffer.records import RolloutInfo
 from rlbuffer.step_columns import Columns, agree
@@ -53,7 +54,7 @@ def header_record(
     envs = {}
     for env in sorted(members):
         refs = [ref for ref, _ in members[env]]
-        ages = [plan.step - 1 - ref.min_version for ref in refs]
+        ages = [_age(plan, ref) for ref in refs]
         envs[env] = {
             "rollouts": len(refs),
             "tokens": sum(ref.length for ref in refs),
@@ -62,7 +63,7 @@ def header_record(
             "age": _mean(ages) or 0.0,
             "max_age": max(ages),
         }
-    ages = [plan.step - 1 - ref.min_version for ref in plan.rollouts]
+    ages = [_age(plan, ref) for ref in plan.rollouts]
     layout = plan.plan
     capacity = layout.world_size * layout.micro_steps * layout.rows_per_micro_batch * layout.row_tokens
     return {
@@ -77,6 +78,7 @@ def header_record(
         },
         "rollouts": len(plan.rollouts),
         "tokens": plan.tokens,
+        "bytes": sum(info_of(ref, entries).size for ref in plan.rollouts),
         "group_ids": list(plan.group_ids),
         "closed_by": plan.closed_by,
         "fill": plan.tokens / capacity if capacity else 0.0,
@@ -88,10 +90,16 @@ def header_record(
         "checkpoint_now": meta.checkpoint_now,
         "uses": {use.group_id: use.uses for use in plan.entries if use.uses},
         "max_uses": int(meta.config.get("max_uses", 1)),
+        "revision": meta.revision,
         "columns": {name: [dtype, *shape] for name, (dtype, shape) in _columns_of(plan, entries).items()},
         # The rule that held at the commit, so that it can be checked after the config has changed.
         "age_limits": {env: age_limit(meta.config, env) for env in envs},
+        "adapters": {adapter: asdict(progress) for adapter, progress in sorted(plan.adapters.items())},
     }
+
+
+def _age(plan: StepPlan, ref: RolloutRef) -> int:
+    return version_trained(plan.adapters, ref.adapter, plan.step) - ref.min_version
 
 
 def age_limit(config: Mapping[str, Any], env: str) -> int | None:
@@ -101,8 +109,12 @@ def age_limit(config: Mapping[str, Any], env: str) -> int | None:
     return config.get("max_age") if limit is None else limit
 
 
-def part_records(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> list[dict[str, Any]]:
-    """The parts of a planned step, in the order of ranks; indices are the part's own."""
+def part_records(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str = "") -> list[dict[str, Any]]:
+    """The parts of a planned step, in the order of ranks; indices are the part's own.
+
+    Payload keys stand in them without the run's `prefix`, so that a step is the same bytes, and has the same digest,
+    in a run that was restored under another name.
+    """
     layout = plan.plan
     advantages = np.asarray(plan.advantages, dtype=np.float32)
     records = []
@@ -129,7 +141,9 @@ def part_records(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> list[dict[
                 "rank": rank,
                 "row_tokens": layout.row_tokens,
                 "rows_per_micro_batch": layout.rows_per_micro_batch,
-                "sources": [_source(entries[key], adapter) for key, adapter in zip(sources, adapters, strict=True)],
+                "sources": [
+                    _source(entries[key], adapter, prefix) for key, adapter in zip(sources, adapters, strict=True)
+                ],
                 "rollouts": rollouts,
                 "rows": rows,
             }
@@ -137,10 +151,10 @@ def part_records(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> list[dict[
     return records
 
 
-def _source(entry: PoolEntry, adapter: str) -> list[Any]:
+def _source(entry: PoolEntry, adapter: str, prefix: str) -> list[Any]:
     info = entry.info
     told = ("", 0, "") if info is None else (info.prompt_id, info.planned_size, info.worker)
-    return [entry.payload_key, entry.group_id, entry.env, adapter, *told, entry.pushed_ms]
+    return [entry.payload_key.removeprefix(prefix), entry.group_id, entry.env, adapter, *told, entry.pushed_ms]
 
 
 def _columns_of(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> Columns:
@@ -168,18 +182,26 @@ def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepH
         limits = dict(record.pop("age_limits"))
         group_ids = tuple(record.pop("group_ids"))
         columns = {name: (dtype, tuple(shape)) for name, (dtype, *shape) in record.pop("columns").items()}
-        header = StepHeader(digest=digest, committed_ms=committed_ms, group_ids=group_ids, columns=columns, **record)
+        adapters = {name: AdapterProgress(**progress) for name, progress in record.pop("adapters", {}).items()}
+        header = StepHeader(
+            digest=digest,
+            committed_ms=committed_ms,
+            group_ids=group_ids,
+            columns=columns,
+            adapters=adapters,
+            **record,
+        )
         return header, limits
 
     return _decoded("step header", data, build)
 
 
-def decode_part(data: bytes) -> StepPart:
-    """A part as the reader wants it."""
+def decode_part(data: bytes, prefix: str = "") -> StepPart:
+    """A part as the reader wants it; `prefix` is that of the run's payload keys."""
 
     def build(record: dict[str, Any]) -> StepPart:
         sources = record["sources"]
-        rollouts = tuple(_part_rollout(item, sources) for item in record["rollouts"])
+        rollouts = tuple(_part_rollout(item, sources, prefix) for item in record["rollouts"])
         rows = tuple(tuple(tuple(row) for row in rows) for rows in record["rows"])
         if any(not 0 <= index < len(rollouts) for micro_step in rows for row in micro_step for index in row):
             raise ValueError("a row names a rollout that the part does not have")
@@ -221,7 +243,7 @@ def _info_list(info: RolloutInfo) -> list[Any]:
     ]
 
 
-def _part_rollout(item: Sequence[Any], sources: Sequence[Sequence[Any]]) -> PartRollout:
+def _part_rollout(item: Sequence[Any], sources: Sequence[Sequence[Any]], prefix: str) -> PartRollout:
     source, index, advantage, *values = item
     key, group_id, env, adapter, prompt_id, planned_size, worker, pushed_ms = sources[source]
     names = (
@@ -239,7 +261,7 @@ def _part_rollout(item: Sequence[Any], sources: Sequence[Sequence[Any]]) -> Part
         "checksum",
     )
     return PartRollout(
-        payload_key=key,
+        payload_key=prefix + key,
         index=index,
         info=RolloutInfo(**dict(zip(names, values, strict=True))),
         group_id=group_id,

@@ -11,6 +11,7 @@ from rlbuffer import wire
 from rlbuffer.batches import StepPlan
 from rlbuffer.errors import LeaseLost, NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.store.base import Meta, PartRollout, PoolEntry, StepHeader, StepPart
+from rlbuffer.store.keys import Keys
 from rlbuffer.store.pool import HISTORY_ENTRIES
 from rlbuffer.store.session import BLOCK_SECONDS, LAST_IN_STEP, Fields, Session, ranged, text
 from rlbuffer.store.step_format import decode_header, decode_part, encode, header_record, part_records, step_digest
@@ -50,7 +51,7 @@ class StepMoves(Session):
         """
         record = header_record(plan, entries, meta, waiting_for_version)
         header = encode(record)
-        parts = [encode(part) for part in part_records(plan, entries)]
+        parts = [encode(part) for part in part_records(plan, entries, self.keys.payload_prefix)]
         digest = step_digest(meta.digest, header, parts)
         summary = {name: record[name] for name in ("step", "rollouts", "tokens", "reward", "age", "max_age", "fill")}
         summary["envs"] = record["envs"]
@@ -139,13 +140,20 @@ class StepMoves(Session):
         """Tombstones: ids of closed groups, the oldest first."""
         return [text(group_id) for group_id in self.look(lambda client: client.zrange(self.keys.closed, 0, -1))]
 
-    def retire(self, token: int, up_to: int) -> int:
-        """RETIRE steps up to `up_to`, then sweep the payloads that nothing needs any more. -> payload keys unlinked."""
+    def retire(self, token: int, up_to: int, *, early: Mapping[str, int] | None = None) -> int:
+        """RETIRE steps up to `up_to`, then sweep the payloads that nothing needs any more. -> payload keys unlinked.
+
+        `early`: no checkpoint need hold them, because memory is short; what the history says of it.
+        """
         keys = self.keys
-        reply = self.move("retire", (keys.lease, keys.meta, keys.steps, keys.trainer), (token, up_to))
+        record = b"" if early is None else wire.dumps({"event": "retired early", "step": up_to, **early})
+        where = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history, keys.holds)
+        reply = self.move("retire", where, (token, up_to, record, HISTORY_ENTRIES))
         if text(reply[0]) == "FENCED":
             raise self.lost(reply[1])
         retired = int(reply[1])
+        if text(reply[2]) == "1":
+            return 0  # a backup copies payloads: the next retirement sweeps these, too
         swept = 0
         while True:
             members = self.look(lambda client: client.zrangebyscore(keys.garbage, "-inf", retired, start=0, num=SWEEP))
@@ -201,7 +209,7 @@ class StepMoves(Session):
                 raise self._retired(step)
             which = f"step {step}" if ranks is None else f"one of the ranks {list(ranks)} in step {step}"
             raise NotFound(f"run {self.run!r} has no {which}")
-        return [part_of(entry_id, fields) for entries in found for entry_id, fields in entries]
+        return [part_of(entry_id, fields, self.keys) for entries in found for entry_id, fields in entries]
 
     def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
         """The encoded rollouts, None where missing; one HMGET per payload key, all in one round trip."""
@@ -276,9 +284,11 @@ class StepMoves(Session):
         return self._bounds()[0]
 
     def _retired(self, step: int) -> StepRetired:
+        retired = self._retired_step()
+        reason = self.early_reason(step)
+        why = f"trained and retired early ({reason})" if reason else "trained, checkpointed and retired"
         return StepRetired(
-            f"step {step} of run {self.run!r} was trained, checkpointed and retired: "
-            f"steps up to {self._retired_step()} are gone, resume from a newer checkpoint"
+            f"step {step} of run {self.run!r} was {why}: steps up to {retired} are gone, resume from a newer checkpoint"
         )
 
 
@@ -290,9 +300,9 @@ def header_of(fields: Fields) -> tuple[StepHeader, dict[str, Any]]:
     )
 
 
-def part_of(entry_id: str, fields: Fields) -> StepPart:
+def part_of(entry_id: str, fields: Fields, keys: Keys) -> StepPart:
     """A part entry decoded. Raises PayloadError, also when it is another part than its id says."""
-    part = decode_part(fields.get(b"part", b""))
+    part = decode_part(fields.get(b"part", b""), prefix=keys.payload_prefix)
     if entry_id != f"{part.step}-{part.rank + 1}":
         raise PayloadError(f"step part {entry_id} says that it is rank {part.rank} of step {part.step}")
     return part

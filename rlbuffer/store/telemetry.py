@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlbuffer import wire
@@ -54,17 +54,19 @@ class Telemetry(Session):
         fields = self.look(lambda client: client.hgetall(self.keys.waiting))
         return {text(who): text(value.partition(b" ")[2]) for who, value in sorted(fields.items())}
 
-    def count_damaged(self, rollouts: int) -> None:
-        """Rollouts found missing or damaged when they were pulled."""
-        self._count("damaged", rollouts)
+    def count_damaged(self, step: int, rollout_ids: Sequence[str]) -> None:
+        """Rollouts of `step` found missing or damaged when they were pulled.
+
+        Each counts once: a replay, a second reader or a repeated call finds it noted already.
+        """
+        if rollout_ids:
+            keys = self.keys
+            self.move("telemetry", (keys.ledger, keys.damaged, keys.meta), ("damaged", step, *rollout_ids))
 
     def count_lost(self, pushes: int) -> None:
         """Pushes that a producer knows are missing on the server and cannot send again."""
-        self._count("lost", pushes)
+        # A lost reply may count twice. That is better than a writer that fails because it could not count.
+        self.move("telemetry", (self.keys.ledger,), ("count", "lost", pushes))
 
     def _note(self, key: str, name: str, record: str | bytes) -> None:
         self.move("telemetry", (key,), ("note", name, record, FORGOTTEN_AFTER_MS))
-
-    def _count(self, field: str, amount: int) -> None:
-        # A lost reply may count twice. That is better than a reader that fails because it could not count.
-        self.move("telemetry", (self.keys.ledger,), ("count", field, amount))

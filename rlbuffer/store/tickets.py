@@ -16,21 +16,22 @@ class TicketMoves(Session):
 
         Repeated over a lost reply all the same: numbers that were given out unheard expire and are taken again.
         """
-        reply = self._ticket("take", env, env, n, round(1000 * ttl_seconds))
+        keys = (self.keys.tickets(env), self.keys.allowance, self.keys.numbers)
+        reply = self.move("ticket", keys, ("take", env, n, round(1000 * ttl_seconds)))
         return [int(number) for number in reply]
 
     def renew_tickets(self, env: str, numbers: Sequence[int], *, ttl_seconds: float) -> None:
         """Keeps tickets out; one that was closed meanwhile stays closed."""
         if numbers:
-            self._ticket("renew", env, env, round(1000 * ttl_seconds), *numbers)
+            self.move("keep", (self.keys.tickets(env),), (max(1, round(1000 * ttl_seconds)), *numbers))
 
     def release_tickets(self, env: str, numbers: Sequence[int]) -> None:
         """Gives tickets back unused: they are taken again first."""
         if numbers:
-            self._ticket("release", env, env, *numbers)
+            self.move("keep", (self.keys.tickets(env),), (0, *numbers))
 
     def close_tickets(self, env: str, numbers: Sequence[int]) -> None:
-        """Deletes the tickets of ingested groups."""
+        """Deletes the tickets of ingested groups, and of numbers that no group is wanted of."""
         if numbers:
             # A plain ZREM, because it passes at the memory limit where TICKET is refused.
             self.look(lambda client: client.zrem(self.keys.tickets(env), *numbers))
@@ -56,7 +57,3 @@ class TicketMoves(Session):
         """env -> tickets that may be out."""
         reply = self.look(lambda client: client.hgetall(self.keys.allowance))
         return {text(env): int(n) for env, n in reply.items()}
-
-    def _ticket(self, action: str, env: str, *args: Any) -> list[Any]:
-        keys = self.keys
-        return self.move("ticket", (keys.tickets(env), keys.allowance, keys.numbers), (action, *args))

@@ -7,8 +7,10 @@ it, and what went away in between is looked for again before it is called missin
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from rlbuffer.batches import version_trained
 from rlbuffer.store.base import EnvLedger, Report
 from rlbuffer.store.snapshot import Findings, LiveStep, Snapshot, take_snapshot
 from rlbuffer.store.step_format import step_digest
@@ -31,6 +33,7 @@ def verify(store: RedisStore) -> Report:
     _check_tombstones(shot, store.tombstone_ms, findings)
     _check_garbage(shot, findings)
     payloads = check_payloads(store, shot, findings)
+    memory = _check_memory(store, shot, findings)
     return Report(
         findings=tuple(findings.found),
         checked={
@@ -38,6 +41,7 @@ def verify(store: RedisStore) -> Report:
             "rollouts": sum(e.rollouts for e in shot.pool) + sum(len(p.rollouts) for s in shot.steps for p in s.parts),
             "steps": len(shot.steps),
             **payloads,
+            **memory,
         },
     )
 
@@ -130,6 +134,31 @@ def _check_chain(shot: Snapshot, findings: Findings) -> None:
             )
 
 
+# -- I9 ----------------------------------------------------------------------------------------------------------------
+def _check_memory(store: RedisStore, shot: Snapshot, findings: Findings) -> dict[str, int]:
+    """-> percent of the server's memory in use; nothing where there is no limit.
+
+    The server looks at its limit before a command, so that one push may end above it.
+    """
+    facts = store.server()
+    used, limit = int(facts["used_memory"]) - int(facts["buffers"]), int(facts["maxmemory"])
+    if not limit:
+        return {}
+    pushes: Counter[str] = Counter()
+    for entry in shot.pool:
+        pushes[entry.payload_key] = sum(info.size for info in entry.info.rollouts) if entry.info else 0
+    for step in shot.steps:
+        for member in (member for part in step.parts for member in part.rollouts):
+            pushes[member.payload_key] += member.info.size
+    largest = max(pushes.values(), default=0)
+    findings.unless(
+        used <= limit + largest,
+        "I9",
+        f"the server uses {used} bytes without its clients' buffers, above its limit of {limit} (maxmemory)",
+    )
+    return {"percent_of_memory": round(100 * used / limit)}
+
+
 # -- I1, I2, I5 --------------------------------------------------------------------------------------------------------
 def _check_step(step: LiveStep, findings: Findings) -> None:
     header = step.header
@@ -169,7 +198,7 @@ def _check_step(step: LiveStep, findings: Findings) -> None:
         if member.group_id not in header.uses:
             rollouts, tokens = counted.get(member.env, (0, 0))
             counted[member.env] = (rollouts + 1, tokens + member.info.length)
-        age = step.number - 1 - member.info.min_version
+        age = version_trained(header.adapters, member.adapter, step.number) - member.info.min_version
         limit = step.age_limits.get(member.env)
         findings.unless(
             age >= 0 and (limit is None or age <= limit),
@@ -190,16 +219,20 @@ def _check_step(step: LiveStep, findings: Findings) -> None:
 
 def _check_uses(shot: Snapshot, findings: Findings) -> None:
     seen: dict[str, list[int]] = {}
-    limit = max((step.header.max_uses for step in shot.steps if step.header is not None), default=1)
     pending = {entry.payload_key: entry.entry_id for entry in shot.pool}
     for step in shot.steps:
         keys = set()
+        # By the rule of its own revision: a step from when more uses were allowed is not judged by a newer one.
+        limit = step.header.max_uses if step.header is not None else 1
+        uses = step.header.uses if step.header is not None else {}
         for part in step.parts:
             for member in part.rollouts:
                 rollout_id = member.info.rollout_id
                 steps = seen.setdefault(rollout_id, [])
-                if step.number in steps or len(steps) >= limit:
-                    findings.add("I1", f"rollout {rollout_id} is in step {steps[-1]} and in step {step.number}")
+                before = max(len(steps), uses.get(member.group_id, 0))  # earlier steps may be retired
+                if step.number in steps or before >= limit:
+                    where = f"is in step {steps[-1]}" if steps else f"was trained {before} times, of {limit} allowed,"
+                    findings.add("I1", f"rollout {rollout_id} {where} and in step {step.number}")
                 steps.append(step.number)
                 keys.add(member.payload_key)
         for key in sorted(keys & pending.keys()):
@@ -208,6 +241,14 @@ def _check_uses(shot: Snapshot, findings: Findings) -> None:
 
 # -- I6, I8, I11 -------------------------------------------------------------------------------------------------------
 def _check_counters(shot: Snapshot, findings: Findings) -> None:
+    revisions = [(step.number, step.header.revision) for step in shot.steps if step.header is not None]
+    for (before, older), (number, newer) in pairwise([*revisions, (shot.meta.step, shot.meta.revision)]):
+        findings.unless(
+            older <= newer,
+            "I8",
+            f"step {before} was made with revision {older} of the settings, but "
+            + (f"step {number} with {newer}" if number != before else f"the run is at {newer}"),
+        )
     findings.unless(
         shot.trained <= shot.meta.step,
         "I8",

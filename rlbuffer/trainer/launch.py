@@ -7,6 +7,7 @@ one message. Ranks are forked from a process that has imported torch and transfo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -20,8 +21,10 @@ from typing import TYPE_CHECKING
 
 from rlbuffer import forkserver
 from rlbuffer.client import URL_VARIABLE
+from rlbuffer.placement import visible
 from rlbuffer.processes import to_json
 from rlbuffer.settings import RunSettings
+from rlbuffer.weights.cache import load_serving
 
 if TYPE_CHECKING:
     from rlbuffer.trainer.rank import Report
@@ -62,7 +65,17 @@ def launch(
     # Ranks act on what was given here, not on the environment of the process that they are forked from.
     url = os.environ.get(URL_VARIABLE) or settings.redis_url
     settings = settings.model_copy(update={"trainer": trainer, "redis_url": url})
+    os.environ.update(visible(trainer.gpus))  # before anything looks for GPUs; inherited by the ranks
     forkserver.start(_model_modules(settings))
+    with contextlib.ExitStack() as stack:
+        if settings.weights.listen and not fake_data:
+            server = stack.enter_context(load_serving().serve_beside(settings))
+            tell(f"policy versions are served at {settings.weights.listen} ({server.url} from here)")
+        return _run(settings, world_size, quiet, fake_data, tell)
+
+
+def _run(settings: RunSettings, world_size: int, quiet: bool, fake_data: bool, tell: Callable[[str], None]) -> int:
+    """Starts the ranks until they have trained, or may not be started again. -> exit code."""
     restarts = 0
     while True:
         began = time.monotonic()

@@ -39,6 +39,7 @@ from rlbuffer.trainer.metrics import MetricsFile, Stopwatch, step_record
 from rlbuffer.trainer.model import PackedPolicy, prepare, vocabulary_of
 from rlbuffer.trainer.stopping import StopRequest, StopRequested
 from rlbuffer.trainer.update import SUMS, accumulate, learning_rate_at, make_optimizer, take_step
+from rlbuffer.weights.cache import announced
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import build_model, config_of
 
@@ -258,6 +259,9 @@ class _Trainer:
         with watch.measure("publish"):
             if step.number % settings.publish_every == 0 or step.number == settings.steps:
                 self._publish(step.number)
+            elif step.header.get("waiting_for_version") is not None:
+                # Nothing that could be sampled with an older one would still be young enough for the next step.
+                self._publish(step.number, unless=int(step.header["waiting_for_version"]))
             self.reader.trained(step)
         totals = self.ranks.sum(sums)
         record = step_record(
@@ -317,12 +321,12 @@ class _Trainer:
         return proofs
 
     # -- what others see -------------------------------------------------------------------------------------------
-    def _publish(self, version: int) -> None:
-        """Rank 0 writes and announces a version, unless samplers have it, or a newer one, already."""
+    def _publish(self, version: int, *, unless: int | None = None) -> None:
+        """Rank 0 writes and announces a version, unless samplers have it (or version `unless`), or a newer one."""
         if not self.is_first:
             return
         policy = self.buffer.policy()
-        if policy.current().version >= version:
+        if policy.current().version >= (version if unless is None else unless):
             return
         written = publish(
             self.output / "weights",
@@ -331,7 +335,8 @@ class _Trainer:
             config=config_of(self.policy.model),
             keep=self.settings.trainer.keep_versions,
         )
-        policy.announce(version, location=written.location, size=written.size, checksum=written.checksum)
+        location = announced(self.settings, written.location)
+        policy.announce(version, location=location, size=written.size, checksum=written.checksum)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
     @property

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rlbuffer.errors import RankFailed, RlbufferError
+from rlbuffer.placement import visible
 from rlbuffer.processes import from_json, name_process
 from rlbuffer.settings import RunSettings
 from rlbuffer.trainer.loop import train
@@ -95,6 +96,7 @@ def run_rank(settings: RunSettings, *, quiet: bool = False, fake_data: bool = Fa
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     name_process(f"rank {rank}")
+    os.environ.update(visible(settings.trainer.gpus))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
     stop = StopRequest()
     stop.on_signals(signal.SIGTERM, signal.SIGINT)

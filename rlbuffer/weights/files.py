@@ -1,12 +1,9 @@
 """Policy versions on the filesystem: a directory per version, complete or absent, and verified before use.
 
-    <directory>/v00000012-9f86d081884c/model.safetensors    the weights
-                                       config.json          the Hugging Face config
-
-A version is written under a temporary name, flushed to the disk and renamed, so that a reader never sees half of one.
-The name carries the first digits of the file's sha256: a trainer that trains a step again after a crash publishes
-beside the announced files, never over them. The layout is that of a Hugging Face model directory: engines load it
-as it is.
+:mod:`rlbuffer.weights.layout` says what lies where. A version is written under a temporary name, flushed to the disk
+and renamed, so that a reader never sees half of one. The name carries the first digits of the file's sha256: a trainer
+that trains a step again after a crash publishes beside the announced files, never over them. The layout is that of a
+Hugging Face model directory: engines load it as it is.
 
 Imports torch and safetensors: import this module lazily.
 """
@@ -14,7 +11,6 @@ Imports torch and safetensors: import this module lazily.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import time
 import uuid
@@ -29,15 +25,21 @@ from safetensors.torch import load_file, save_file
 from rlbuffer.errors import WeightsError
 from rlbuffer.records import PolicyVersion
 from rlbuffer.weights.disk import flush, sha256_of
+from rlbuffer.weights.layout import (
+    CONFIG_FILE,
+    TEMPORARY,
+    WEIGHTS_FILE,
+    check,
+    is_url,
+    listed,
+    remove,
+    versions,
+    write_list,
+)
 from rlbuffer.weights.model import unaliased
 
-WEIGHTS_FILE = "model.safetensors"
-CONFIG_FILE = "config.json"
 ABANDONED_SECONDS = 3600.0
 """A temporary directory untouched for this long belongs to a publisher that died."""
-
-_VERSION = re.compile(r"v(\d{8,})-[0-9a-f]{12}\Z")
-_TEMPORARY = ".tmp-"
 
 
 def publish(
@@ -58,7 +60,7 @@ def publish(
     """
     if version < 0 or keep < 1:
         raise ValueError(f"version = {version} must not be negative and keep = {keep} must be at least 1")
-    temporary = directory / f"{_TEMPORARY}{version}-{uuid.uuid4().hex}"
+    temporary = directory / f"{TEMPORARY}{version}-{uuid.uuid4().hex}"
     try:
         temporary.mkdir(parents=True)
         weights = temporary / WEIGHTS_FILE
@@ -66,6 +68,7 @@ def publish(
         save_file(tensors, weights, metadata={"format": "pt"})
         (temporary / CONFIG_FILE).write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", "utf-8")
         size, checksum = weights.stat().st_size, sha256_of(weights)
+        write_list(temporary, listed(temporary, {WEIGHTS_FILE: checksum}))
         for path in (weights, temporary / CONFIG_FILE, temporary):
             flush(path)
         final = directory / f"v{version:08d}-{checksum[:12]}"
@@ -84,27 +87,20 @@ def publish(
 def open_weights(policy: PolicyVersion) -> Path:
     """The directory of an announced version, after comparing size and sha256 with the announcement.
 
+    A version that was announced under a URL is downloaded first, into the default cache: see
+    :class:`rlbuffer.weights.cache.VersionCache` for one with relays.
+
     Raises:
         WeightsError: announced without weights; not there; another size; another checksum.
     """
     if not policy.location:
         raise WeightsError(f"version {policy.version} was announced without weights")
+    if is_url(policy.location):
+        from rlbuffer.weights.cache import default_cache
+
+        policy = default_cache().localized(policy)
     directory = Path(policy.location)
-    weights = directory / WEIGHTS_FILE
-    try:
-        size = weights.stat().st_size
-        if size != policy.size:
-            raise WeightsError(f"version {policy.version}: {weights} has {size} bytes, announced were {policy.size}")
-        checksum = sha256_of(weights)
-    except OSError as error:
-        raise WeightsError(
-            f"version {policy.version}: {weights} cannot be read ({error.strerror}); "
-            "is the run's directory shared with this host?"
-        ) from error
-    if checksum != policy.checksum:
-        raise WeightsError(
-            f"version {policy.version}: {weights} has sha256 {checksum}, announced was {policy.checksum}"
-        )
+    check(directory, policy)
     return directory
 
 
@@ -137,22 +133,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def versions(directory: Path) -> dict[int, list[Path]]:
-    """The complete versions under `directory`: version -> directories (several when a step was trained again)."""
-    found: dict[int, list[Path]] = {}
-    if directory.is_dir():
-        for path in sorted(directory.iterdir()):
-            match = _VERSION.match(path.name)
-            if match and path.is_dir():
-                found.setdefault(int(match[1]), []).append(path)
-    return dict(sorted(found.items()))
-
-
 def _prune(directory: Path, version: int, keep: int) -> None:
     found = versions(directory)
     for old in [v for v in found if v <= version][:-keep]:
         for path in found[old]:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in directory.glob(f"{_TEMPORARY}*"):
+            remove(path)
+    for path in directory.glob(f"{TEMPORARY}*"):
         if path.stat().st_mtime < time.time() - ABANDONED_SECONDS:
             shutil.rmtree(path, ignore_errors=True)

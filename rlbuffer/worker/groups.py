@@ -1,62 +1,235 @@
-"""From completions to a group: scored, with the versions and reasons that sampling ended."""
+"""From a ticket to a group: its rollouts sampled, played and scored, whatever single ones of them do."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rlbuffer.errors import RlbufferError, SamplerUnavailable
 from rlbuffer.records import Group, Rollout, Ticket
-from rlbuffer.worker.envs.base import Env, Prompt
-from rlbuffer.worker.samplers.base import Completion
+from rlbuffer.settings import WorkerSettings
+from rlbuffer.worker.envs.base import (
+    Env,
+    MultiTurnEnv,
+    PolicyAccess,
+    Prompt,
+    Score,
+    SingleTurnEnv,
+    WholeRolloutEnv,
+)
+from rlbuffer.worker.episodes import Episode
+from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
+
+T = TypeVar("T")
 
 
-def build_group(
-    env: Env,
-    ticket: Ticket,
-    prompt: Prompt,
-    completions: Sequence[Completion],
-    *,
-    worker: str,
-    temperature: float,
-) -> Group:
-    """Scores every completion and puts them into the group of their ticket.
+class GroupFailed(RlbufferError):
+    """Too few rollouts of a group could be made."""
 
-    A temperature other than 1 goes along as the column ``temperatures`` [T], so that the trainer can divide its logits
-    by what the sampler divided by.
 
-    Raises:
-        InvalidRollout: the env gave a reward that is not finite, or something else no record allows.
-        Exception: whatever the env's own code raises.
+class Aborted(RlbufferError):
+    """The sampler was told to stop: nothing is wrong with the group."""
+
+
+class GroupMaker:
+    """Makes groups of one env with one sampler.
+
+    Args:
+        env: single-turn, multi-turn, or one that makes rollouts itself.
+        sampler: has loaded a version.
+        settings: group size, sampling, timeouts, retries.
+        worker: the producer's name.
+        temperature: instead of the settings'; 0 takes the likeliest token.
     """
-    rollouts = []
-    for completion in completions:
-        score = env.score(prompt, completion.tokens, finish_reason=completion.finish_reason)
-        length = len(prompt.tokens) + len(completion.tokens)
-        rollouts.append(
-            Rollout.from_completion(
-                prompt_ids=prompt.tokens,
-                token_ids=completion.tokens,
-                logprobs=completion.logprobs,
-                reward=score.reward,
-                rewards=score.rewards,
-                successes=score.successes,
-                policy_version=completion.policy_version,
-                finish_reason=completion.finish_reason,
-                is_truncated=completion.finish_reason == "length",
-                columns={} if temperature == 1 else {"temperatures": np.full(length, temperature, np.float32)},
-                text=env.render(prompt.tokens) + env.render(completion.tokens),
-            )
+
+    def __init__(
+        self,
+        env: Env,
+        sampler: Sampler,
+        settings: WorkerSettings,
+        *,
+        worker: str,
+        temperature: float | None = None,
+    ) -> None:
+        self._env = env
+        self._sampler = sampler
+        self._settings = settings
+        self._worker = worker
+        self.sampling = Sampling(
+            max_new_tokens=settings.max_new_tokens or env.max_new_tokens,
+            temperature=settings.temperature if temperature is None else temperature,
+            top_p=settings.top_p,
+            stop_token_ids=tuple(env.eos_token_ids),
         )
-    return Group(
-        group_id=ticket.group_id,
-        env=ticket.env,
-        prompt_id=prompt.prompt_id,
-        rollouts=tuple(rollouts),
-        planned_size=len(rollouts),
-        answer=prompt.answer,
-        metadata=prompt.metadata,
-        worker=worker,
-        created=time.time(),
-    )
+        """How every completion is drawn, unless an episode says otherwise."""
+        self._most = settings.max_concurrent_rollouts or getattr(env, "max_concurrent", 0)
+        self._slots: AbstractAsyncContextManager[Any] = asyncio.Semaphore(self._most) if self._most else nullcontext()
+        """Held while a rollout is played, or scored: waiting for one is no part of a rollout's time."""
+        self._ending = asyncio.Event()
+
+    def end(self) -> None:
+        """From now on nothing unfinished is waited for: a group is made of the rollouts that are there, or not."""
+        self._ending.set()
+
+    async def make(self, ticket: Ticket, prompt: Prompt) -> Group:
+        """Samples and scores the group of a ticket.
+
+        A group is made when more than half of its rollouts are: `planned_size` is then what there is, and the metadata
+        says how many failed. The same holds for rollouts that are unfinished when the worker ends.
+
+        Raises:
+            GroupFailed: half of the rollouts, or more, failed; the message has the first reason.
+            Aborted: sampling was stopped.
+            SamplerUnavailable: the sampler is away.
+            InvalidRollout: the env gave something that no record allows.
+        """
+        size = self._settings.group_size
+        outcomes: Sequence[Rollout | BaseException]
+        if hasattr(self._env, "play") or hasattr(self._env, "rollout"):
+            outcomes = await self._until_the_end([self._tried(prompt) for _ in range(size)])
+        else:
+            (scored,) = await self._until_the_end([self._scored(prompt)])
+            if isinstance(scored, BaseException):
+                raise scored
+            outcomes = scored
+        rollouts = [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for error in errors:
+            if not isinstance(error, Exception):
+                raise error
+        unfinished = [error for error in errors if isinstance(error, SamplerUnavailable | Aborted)]
+        is_enough = 2 * len(rollouts) > size
+        if unfinished and not (is_enough and self._ending.is_set()):
+            raise unfinished[0]
+        if not is_enough:
+            raise GroupFailed(f"{type(errors[0]).__name__}: {errors[0]}") from errors[0]
+        counts = {"failed_rollouts": len(errors) - len(unfinished), "unfinished_rollouts": len(unfinished)}
+        return self._group(ticket, prompt, rollouts, counts)
+
+    async def _until_the_end(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
+        """Does all of it, or what is finished when the worker ends; the rest is Aborted."""
+        tasks = [asyncio.ensure_future(one) for one in work]
+        ending = asyncio.ensure_future(self._ending.wait())
+        left: set[asyncio.Future[Any]] = set(tasks)
+        try:
+            while left and not ending.done():
+                done, _ = await asyncio.wait({*left, ending}, return_when=asyncio.FIRST_COMPLETED)
+                left -= done
+        finally:
+            for task in (*tasks, ending):
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        return [Aborted("the worker ends") if isinstance(o, asyncio.CancelledError) else o for o in outcomes]
+
+    # -- one completion per rollout ------------------------------------------------------------------------------------
+    async def _scored(self, prompt: Prompt) -> list[Rollout | BaseException]:
+        env = cast(SingleTurnEnv, self._env)
+        deadline = time.monotonic() + self._settings.rollout_timeout_seconds
+        async with asyncio.timeout(self._settings.rollout_timeout_seconds):
+            completions = await self._sampler.sample(prompt.tokens, n=self._settings.group_size, sampling=self.sampling)
+        if any(completion.finish_reason == "abort" for completion in completions):
+            raise Aborted("sampling was stopped")
+        left = max(0.0, deadline - time.monotonic())
+        if inspect.iscoroutinefunction(env.score):
+            scores = await asyncio.gather(
+                *(self._within(left, env.score(prompt, c.tokens, finish_reason=c.finish_reason)) for c in completions),
+                return_exceptions=True,
+            )
+        else:
+            scores = await self._in_thread(left, env, prompt, completions)
+        return [self._finished(prompt, c, score) for c, score in zip(completions, scores, strict=True)]
+
+    async def _in_thread(
+        self, seconds: float, env: SingleTurnEnv, prompt: Prompt, completions: Sequence[Completion]
+    ) -> list[Any]:
+        """Scores a group in one thread: it may be slow, and the other groups must not wait for it."""
+
+        def score_all() -> list[Any]:
+            out: list[Any] = []
+            for completion in completions:
+                try:
+                    out.append(env.score(prompt, completion.tokens, finish_reason=completion.finish_reason))
+                except Exception as error:  # the env is the user's code: whatever it raises costs this rollout only
+                    out.append(error)
+            return out
+
+        async with self._slots, asyncio.timeout(seconds):
+            return await asyncio.to_thread(score_all)
+
+    async def _within(self, seconds: float, scoring: Any) -> Any:
+        async with self._slots, asyncio.timeout(seconds):
+            return await scoring
+
+    def _finished(self, prompt: Prompt, completion: Completion, score: Any) -> Rollout | BaseException:
+        if isinstance(score, BaseException):
+            return score
+        episode = Episode(prompt.tokens, self._ask, self.sampling)
+        episode.add(completion)
+        return self._rollout(episode, score)
+
+    # -- several completions per rollout -------------------------------------------------------------------------------
+    async def _tried(self, prompt: Prompt) -> Rollout | BaseException:
+        """One rollout, tried again as often as the settings say."""
+        tries = self._settings.rollout_retries
+        one = self._made if hasattr(self._env, "rollout") else self._played
+        while True:
+            try:
+                async with self._slots, asyncio.timeout(self._settings.rollout_timeout_seconds):
+                    return await one(prompt)
+            except (SamplerUnavailable, Aborted):
+                raise
+            except Exception as error:  # the env is the user's code
+                if tries == 0:
+                    return error
+                tries -= 1
+
+    async def _played(self, prompt: Prompt) -> Rollout:
+        env = cast(MultiTurnEnv, self._env)
+        episode = Episode(prompt.tokens, self._ask, self.sampling)
+        score = await env.play(prompt, episode)
+        if not episode.sampled_tokens:
+            raise GroupFailed("the episode ended before the policy sampled a token")
+        return episode.rollout(score, text=env.render(episode.tokens))
+
+    async def _made(self, prompt: Prompt) -> Rollout:
+        env = cast(WholeRolloutEnv, self._env)
+        rollout = await env.rollout(prompt, PolicyAccess(ask=self._ask, sampling=self.sampling))
+        if not isinstance(rollout, Rollout):
+            raise GroupFailed(f"the env made a {type(rollout).__name__} instead of a Rollout")
+        return rollout
+
+    async def _ask(self, tokens: NDArray[np.int32], sampling: Sampling) -> Completion:
+        completion = (await self._sampler.sample(tokens, n=1, sampling=sampling))[0]
+        if completion.finish_reason == "abort":
+            raise Aborted("sampling was stopped")
+        return completion
+
+    # -- records -------------------------------------------------------------------------------------------------------
+    def _rollout(self, episode: Episode, score: Score) -> Rollout | BaseException:
+        try:
+            return episode.rollout(score, text=self._env.render(episode.tokens))
+        except Exception as error:  # a reward that is no number, a `render` that fails
+            return error
+
+    def _group(self, ticket: Ticket, prompt: Prompt, rollouts: Sequence[Rollout], missing: Mapping[str, int]) -> Group:
+        metadata = {**prompt.metadata, **{name: count for name, count in missing.items() if count}}
+        if self.sampling.top_p != 1:
+            metadata["top_p"] = self.sampling.top_p
+        return Group(
+            group_id=ticket.group_id,
+            env=ticket.env,
+            prompt_id=prompt.prompt_id,
+            rollouts=tuple(rollouts),
+            planned_size=len(rollouts),
+            answer=prompt.answer,
+            metadata=metadata,
+            worker=self._worker,
+            created=time.time(),
+        )

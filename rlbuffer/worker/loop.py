@@ -1,41 +1,65 @@
 """The worker: takes tickets, samples them with the newest policy version, scores, pushes.
 
-    wait for a version -> load -> take tickets -> newer version? load -> sample -> score -> push -> take ...
+    wait for a version -> load -> take tickets -> newer version? load -> sample -> score -> push
+                            ^---- watch for newer versions: loaded while groups are in flight ----'
 
-A version is looked for after the tickets are taken: what is sampled then is as fresh as it can be, and with
-``max_age = 0`` it must be. Troubles end a group or are waited out; these end the worker: a server that stays away, and
-settings that cannot work.
+Many groups are in flight at once, each in a task of its own. A version is looked for after tickets are taken, too: what
+is sampled then is as fresh as it can be, and with ``max_age = 0`` it must be. Troubles end a group or are waited out;
+these end the worker: a server that stays away, and settings that cannot work.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
 
-from rlbuffer.errors import ConfigError, InvalidRollout, RunGone, ServerRefused, ServerUnreachable, WeightsError
+from rlbuffer.errors import (
+    ConfigError,
+    InvalidRollout,
+    RlbufferError,
+    RunGone,
+    SamplerUnavailable,
+    ServerFull,
+    ServerRefused,
+    ServerUnreachable,
+)
+from rlbuffer.policy.waiting import draining
 from rlbuffer.records import Group, PolicyVersion, Ticket
-from rlbuffer.settings import WorkerSettings
-from rlbuffer.worker.envs import Env, Prompt, make_env
-from rlbuffer.worker.groups import build_group
-from rlbuffer.worker.pulse import Pulse
+from rlbuffer.settings import EvaluationSettings, WorkerSettings
+from rlbuffer.weights.cache import VersionCache
+from rlbuffer.worker.difficulty import Difficulty
+from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
+from rlbuffer.worker.evaluation import Evaluator
+from rlbuffer.worker.groups import Aborted, GroupFailed, GroupMaker
+from rlbuffer.worker.pulse import TICKET_SECONDS, Pulse
 from rlbuffer.worker.samplers import Sampler, make_sampler
+from rlbuffer.worker.versions import Versions
 
 if TYPE_CHECKING:
     from rlbuffer.client import Buffer
     from rlbuffer.writer import Writer
 
 TAKE_SECONDS = 0.5
-"""How long to wait for tickets before looking for a newer version and for the wish to stop."""
+"""How long to wait for tickets before looking whether to stop."""
 SAY_WAITING_SECONDS = 5.0
 """Waiting is normal; for this long it is worth a sentence."""
 POLL_SECONDS = 0.1
-"""Between two looks for the first version."""
-RELOAD_SECONDS = 5.0
-"""Before weights that could not be loaded are tried again."""
+"""Between two looks for a newer version, and for the wish to stop."""
+SKIPS_AT_ONCE = 256
+"""Tickets skipped one after the other before each further look for one that is not waits a little."""
+LAND_SECONDS = 2.0
+"""When the worker is told to stop: how long what is in flight may take to end as a group, or as none."""
+CHECKED_PROMPTS = 64
+"""Prompts that are looked at for one to check the sampler with."""
+AWAY_SECONDS = 1.0
+"""Before a sampler that was away is asked again."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,30 +75,40 @@ def run_worker(
     on_event: Callable[[Event], None] | None = None,
     env: Env | None = None,
     sampler: Sampler | None = None,
+    evaluations: Mapping[str, EvaluationSettings] | None = None,
 ) -> None:
     """Runs one worker until `stop` is set; tickets it still holds then are given back.
 
-    Events, each a dict with ``event``: ``version`` (version, seconds), ``batch`` (version, groups, rollouts, tokens,
-    reward, seconds), ``waiting`` (waiting), ``trouble`` (error), ``restart`` (error), ``stopped`` (groups, rollouts,
-    failed_groups).
+    Events, each a dict with ``event``: ``checked`` (version, difference), ``version`` (version, seconds), ``group``
+    (one was pushed: group_id, version, rollouts, tokens, reward, seconds), ``waiting`` (waiting), ``trouble`` (error),
+    ``restart`` (error), ``stopped`` (groups, rollouts, failed_groups).
 
     Args:
         name: the producer's name; the same after a restart.
         env, sampler: used instead of those that `settings` name.
+        evaluations: what this worker measures versions on beside its work, by name.
 
     Raises:
         ConfigError: the env or sampler cannot be made, or the env does not fit the model.
+        SchemaMismatch: the run was written by an incompatible version; nothing is written there.
         ServerUnreachable, ServerRefused: for longer than the writer's patience.
     """
-    _Worker(
+    buffer.store.open_run()
+    worker = _Worker(
         buffer,
         name,
         settings,
         stop,
         on_event or (lambda event: None),
         env or make_env(settings.env, **settings.env_options),
-        sampler or make_sampler(settings.sampler, seed=settings.seed, device=settings.device),
-    ).run()
+        sampler or make_sampler(settings),
+        evaluations or {},
+    )
+    asyncio.run(worker.run())
+
+
+class _Stopped(Exception):
+    """Told to stop while the writer waited for the server."""
 
 
 class _Worker:
@@ -87,33 +121,59 @@ class _Worker:
         on_event: Callable[[Event], None],
         env: Env,
         sampler: Sampler,
+        evaluations: Mapping[str, EvaluationSettings],
     ) -> None:
         self._buffer, self._name, self._settings, self._stop = buffer, name, settings, stop
         self._on_event, self._env, self._sampler = on_event, env, sampler
-        self._max_new_tokens = settings.max_new_tokens or env.max_new_tokens
-        self._policy = buffer.policy()
-        self._served: PolicyVersion | None = None
-        self._refused: tuple[PolicyVersion, float] | None = None
-        """Weights that could not be loaded, and when (monotonic) they may be tried again."""
+        self._maker = GroupMaker(env, sampler, settings, worker=name)
+        self._pulse = Pulse(buffer, name, env.name)
+        self._versions = Versions(
+            buffer.policy(),
+            sampler,
+            env,
+            loaded=self._loaded,
+            trouble=self._trouble,
+            wait=self._wait,
+            cache=VersionCache.of(buffer.settings, stop=stop),
+            max_age=buffer.settings.batcher.for_env(env.name, "max_age"),
+            check=self._check,
+        )
+        self._evaluator = Evaluator(buffer, sampler, evaluations, hold=self._versions.held, on_event=on_event)
+        self._difficulty = Difficulty(buffer.store, env.name, settings)
+        self._skips = 0
+        """Tickets in a row that were skipped."""
         self._failures: Counter[int] = Counter()
         """Ticket number -> times in a row that its group could not be made."""
+        # One thread for all pushes: a writer has one in flight at a time, and this keeps them in order.
+        self._pusher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
+        self._pushes: set[asyncio.Task[None]] = set()
+        """Pushes under way: a group that may be stored is not given up."""
         self._waiting_since: float | None = None
         self._said_waiting = 0.0
-        self._pulse = Pulse(buffer, name, env.name)
+        self._refusal = ""
+        """What the writer last waited for."""
 
-    def run(self) -> None:
+    async def run(self) -> None:
         self._pulse.start()
         try:
             while not self._stop.is_set():
                 try:
-                    self._serve_run(self._buffer.writer(self._name))
+                    await self._serve_run(
+                        self._buffer.writer(self._name, on_retry=self._held_up, ticket_seconds=TICKET_SECONDS)
+                    )
+                except _Stopped:
+                    break
                 except RunGone as error:
                     # Another epoch, or another run under the name: version numbers and tickets mean something else.
                     self._pulse.error = str(error)
-                    self._served = self._refused = None
+                    self._versions.forget()
                     self._failures.clear()
                     self._on_event({"event": "restart", "error": str(error)})
         finally:
+            await self._sampler.close()
+            await close_env(self._env)
+            await self._evaluator.close()
+            self._pusher.shutdown()
             self._pulse.close()
             pulse = self._pulse
             self._on_event(
@@ -125,140 +185,236 @@ class _Worker:
                 }
             )
 
-    def _serve_run(self, writer: Writer) -> None:
-        """Serves one epoch of the run. Returns when told to stop."""
-        while not self._stop.is_set():
-            if not self._refresh():
-                self._stop.wait(POLL_SECONDS)
-                continue
-            tickets = writer.take(self._env.name, self._settings.groups_per_batch, timeout_seconds=TAKE_SECONDS)
-            if not tickets:
-                self._wait(f"no ticket for {self._env.name}: what may be sampled now is out or in the pool")
-                continue
-            held = {ticket.number: ticket for ticket in tickets}
-            self._pulse.hold(writer, tickets)
-            try:
+    def _no_ticket(self) -> str:
+        """Why there is none."""
+        _, is_draining = self._buffer.store.asked()
+        if is_draining:
+            return draining()
+        return f"no ticket for {self._env.name}: what may be sampled now is out or in the pool"
+
+    async def _serve_run(self, writer: Writer) -> None:
+        """Serves one epoch of the run. Returns when told to stop; whatever is in flight then is given up."""
+        flights: set[asyncio.Task[None]] = set()
+        watch = asyncio.create_task(self._watch())
+        self._pulse.hold(writer)
+        try:
+            while not self._stop.is_set():
+                await self._settle(flights, watch)
+                if not self._versions.is_serving:
+                    await asyncio.sleep(POLL_SECONDS)
+                    continue
+                room = self._settings.groups_per_batch - len(flights)
+                if room <= 0 or (flights and self._sampler.wants_batches):
+                    await asyncio.wait({*flights, watch}, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                    continue
+                self._refusal = ""
+                tickets = await asyncio.to_thread(writer.take, self._env.name, room, timeout_seconds=TAKE_SECONDS)
+                if not tickets:
+                    self._wait(self._refusal or await asyncio.to_thread(self._no_ticket))
+                    continue
+                self._pulse.add(tickets)
                 # A version that was announced while this worker waited for its tickets.
-                if not self._stop.is_set() and self._refresh():
-                    self._work()
-                    self._sample(writer, held)
-            except (RunGone, ServerUnreachable, ServerRefused):
-                held.clear()  # the tickets mean nothing any more, or cannot be given back: they lapse
-                raise
-            finally:
-                self._pulse.let_go()
-                if held:
-                    writer.release(list(held.values()))
+                is_serving = not self._stop.is_set() and await self._versions.refresh()
+                if not is_serving:
+                    await self._release(writer, tickets)
+                    continue
+                prompts = await asyncio.to_thread(self._prompts, tickets)
+                skipped = [t for t, p in zip(tickets, prompts, strict=True) if isinstance(p, Skip)]
+                await self._skip(writer, skipped, prompts)
+                if len(skipped) == len(tickets):
+                    continue
+                self._work()
+                # Made together, so that a batch sampler is asked for all of them at once.
+                flights |= {
+                    asyncio.create_task(self._fly(writer, t, p))
+                    for t, p in zip(tickets, prompts, strict=True)
+                    if not isinstance(p, Skip)
+                }
+        except (RunGone, ServerUnreachable, ServerRefused):
+            self._pulse.let_go()  # the tickets mean nothing any more, or cannot be given back: they lapse
+            raise
+        finally:
+            await self._land(writer, flights, watch)
 
-    # -- policy versions ---------------------------------------------------------------------------------------------
-    def _refresh(self) -> bool:
-        """Loads the current version unless it serves already. -> whether any version can be sampled from."""
-        current = self._policy.current()
-        if current.version < 0:
-            self._served = None  # the run was reset: what served belongs to no version of it
-            self._pulse.version = -1
-            self._wait("the first policy version: no trainer has announced one")
-            return False
-        if current != self._served and not self._is_refused(current):
-            self._load(current)
-        if self._served is None:
-            self._wait(f"weights of policy version {current.version} that can be loaded")
-        return self._served is not None
+    async def _settle(self, flights: set[asyncio.Task[None]], watch: asyncio.Task[None]) -> None:
+        """Takes finished groups out; what ends the worker, or this epoch, comes out here."""
+        await asyncio.sleep(0)
+        finished = {task for task in flights if task.done()}
+        flights -= finished
+        for task in finished:
+            task.result()
+        if watch.done():
+            watch.result()
 
-    def _is_refused(self, current: PolicyVersion) -> bool:
-        return self._refused is not None and self._refused[0] == current and time.monotonic() < self._refused[1]
+    async def _land(self, writer: Writer, flights: set[asyncio.Task[None]], watch: asyncio.Task[None]) -> None:
+        """Ends what is in flight, lets what is made of it arrive, and gives the other tickets back."""
+        if self._stop.is_set() and flights:
+            # Groups of which more than half is there are pushed without the rest.
+            self._maker.end()
+            await asyncio.wait(flights, timeout=LAND_SECONDS)
+        for task in (*flights, watch):
+            task.cancel()
+        outcomes = await asyncio.gather(*flights, watch, *self._pushes, return_exceptions=True)
+        held = self._pulse.let_go()
+        if held and not any(isinstance(o, RunGone | ServerUnreachable | ServerRefused) for o in outcomes):
+            with suppress(ServerFull):  # not given back, they lapse
+                await asyncio.to_thread(writer.release, held)
 
-    def _load(self, current: PolicyVersion) -> None:
+    async def _watch(self) -> None:
+        """Loads newer versions while groups are in flight, and evaluates those that are due."""
+        evaluating = asyncio.create_task(self._evaluator.run())
+        try:
+            while True:
+                await self._versions.refresh()
+                await asyncio.sleep(POLL_SECONDS)
+                if evaluating.done():
+                    evaluating.result()
+        finally:
+            evaluating.cancel()
+            await asyncio.gather(evaluating, return_exceptions=True)
+
+    # -- one group ---------------------------------------------------------------------------------------------------
+    def _prompts(self, tickets: list[Ticket]) -> list[Prompt | Exception]:
+        prompts: list[Prompt | Exception] = []
+        for ticket in tickets:
+            try:
+                prompts.append(self._env.prompt(ticket.number))
+            except Exception as error:  # the env is the user's code: whatever it raises costs this group only
+                prompts.append(error)
+        wanted = [i for i, prompt in enumerate(prompts) if isinstance(prompt, Prompt)]
+        reasons = self._difficulty.reasons([tickets[i] for i in wanted], [cast(Prompt, prompts[i]) for i in wanted])
+        for i, reason in zip(wanted, reasons, strict=True):
+            if reason:
+                prompts[i] = Skip(reason)
+        return prompts
+
+    async def _skip(self, writer: Writer, tickets: list[Ticket], prompts: list[Prompt | Exception]) -> None:
+        """Closes tickets for which nothing is sampled; the reasons are among `prompts`."""
+        self._skips = self._skips + len(tickets) if len(tickets) == len(prompts) else 0
+        if not tickets:
+            return
+        for ticket in tickets:
+            self._pulse.remove(ticket)
+        self._pulse.skipped += len(tickets)
+        await asyncio.to_thread(writer.skip, tickets)
+        if self._skips:
+            self._wait(f"a prompt of {self._env.name} to sample: the last {self._skips} were skipped ({prompts[-1]})")
+        if self._skips >= SKIPS_AT_ONCE:
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _fly(self, writer: Writer, ticket: Ticket, prompt: Prompt | Exception) -> None:
+        """Samples, scores and pushes the group of one ticket."""
         start = time.monotonic()
         try:
-            self._sampler.load(current)
-        except WeightsError as error:
-            self._refused = (current, time.monotonic() + RELOAD_SECONDS)
-            going_on = f"version {self._served.version} goes on sampling" if self._served else "nothing to sample with"
-            self._trouble(f"{error}; {going_on}")
-            return
-        if self._sampler.vocab_size < self._env.vocab_size:
-            raise ConfigError(
-                f"env {self._env.name} uses {self._env.vocab_size} token ids, "
-                f"the model of version {current.version} knows {self._sampler.vocab_size}",
-                setting="model",
-            )
-        self._served, self._refused = current, None
-        self._pulse.version = current.version
-        self._on_event({"event": "version", "version": current.version, "seconds": time.monotonic() - start})
+            if isinstance(prompt, Exception):
+                raise GroupFailed(f"prompt failed: {type(prompt).__name__}: {prompt}")
+            group = await self._maker.make(ticket, prompt)
+            push = asyncio.create_task(self._push(writer, ticket, group, start))
+            self._pushes.add(push)
+            push.add_done_callback(self._pushes.discard)
+            await asyncio.shield(push)
+        except Aborted:
+            if not self._stop.is_set():  # else it goes back together with all that this worker still holds
+                await self._release(writer, [ticket])
+        except SamplerUnavailable as error:
+            await self._release(writer, [ticket])
+            self._trouble(f"{error}; asked again in {AWAY_SECONDS:g} s")
+            await asyncio.sleep(AWAY_SECONDS)
+        except TimeoutError as error:
+            seconds = self._settings.rollout_timeout_seconds
+            await self._give_up(writer, ticket, f"not finished within rollout_timeout_seconds = {seconds:g}", error)
+        except GroupFailed as error:
+            await self._give_up(writer, ticket, str(error), error)
+        except InvalidRollout as error:
+            await self._give_up(writer, ticket, f"{type(error).__name__}: {error}", error)
 
-    # -- one batch ---------------------------------------------------------------------------------------------------
-    def _sample(self, writer: Writer, held: dict[int, Ticket]) -> None:
-        """Samples the held tickets as one batch and pushes a group each; what is left in `held` was not pushed."""
-        settings, failed_before = self._settings, self._pulse.failed_groups
-        prompts: list[tuple[Ticket, Prompt]] = []
-        for ticket in tuple(held.values()):
-            try:
-                prompts.append((ticket, self._env.prompt(ticket.number)))
-            except Exception as error:
-                self._give_up(held, ticket, "prompt", error)
-        if not prompts:
-            return
-        start = time.monotonic()
-        sampled = self._sampler.sample(
-            [prompt.tokens for _, prompt in prompts],
-            group_size=settings.group_size,
-            max_new_tokens=self._max_new_tokens,
-            temperature=settings.temperature,
-            eos_token_ids=self._env.eos_token_ids,
-            stopped=self._stop.is_set,
-        )
-        seconds = time.monotonic() - start
-        pushed = []
-        for (ticket, prompt), completions in zip(prompts, sampled, strict=True):
-            if any(completion.finish_reason == "abort" for completion in completions):
-                continue
-            try:
-                group = build_group(
-                    self._env, ticket, prompt, completions, worker=self._name, temperature=settings.temperature
-                )
-            except Exception as error:  # the env is the user's code: whatever it raises costs this group only
-                self._give_up(held, ticket, "score", error)
-                continue
+    async def _push(self, writer: Writer, ticket: Ticket, group: Group, start: float) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._pusher, self._store, writer, group)
+        self._pulse.remove(ticket)
+        self._failures.pop(ticket.number, None)
+        self._pulse.groups += 1
+        self._pulse.rollouts += len(group.rollouts)
+        self._tell(group, time.monotonic() - start)
+        if not self._failures and self._versions.is_current:
+            self._pulse.error = ""
+
+    def _store(self, writer: Writer, group: Group) -> None:
+        """Waits as long as the server is full: that passes when steps retire, or a person makes room."""
+        while True:
             try:
                 writer.push(group)
-            except InvalidRollout as error:
-                self._give_up(held, ticket, "push", error)
+            except ServerFull as error:
+                self._held_up(error)
                 continue
-            del held[ticket.number]
-            self._failures.pop(ticket.number, None)
-            self._pulse.groups += 1
-            self._pulse.rollouts += len(group.rollouts)
-            pushed.append(group)
-        if pushed:
-            self._tell(pushed, seconds)
-            if self._pulse.failed_groups == failed_before and self._refused is None:
-                self._pulse.error = ""
+            if self._refusal:
+                self._refusal = ""
+                self._work()
+            break
+        self._difficulty.note(group)
 
-    def _give_up(self, held: dict[int, Ticket], ticket: Ticket, what: str, error: Exception) -> None:
-        """Counts a group that cannot be made; `held` keeps its ticket when it shall be given back at once."""
+    def _held_up(self, error: RlbufferError) -> None:
+        """The writer waits for the server. Raises _Stopped when there is no time for that."""
+        self._refusal = str(error)
+        self._wait(self._refusal)
+        if self._stop.is_set():
+            raise _Stopped
+
+    async def _give_up(self, writer: Writer, ticket: Ticket, reason: str, error: Exception) -> None:
+        """Counts a group that cannot be made, and gives its ticket back once."""
         _log.debug("group %s given up", ticket.group_id, exc_info=error)
         self._pulse.failed_groups += 1
         self._failures[ticket.number] += 1
-        sentence = f"group {ticket.group_id} given up: {what} failed: {type(error).__name__}: {error}"
+        sentence = f"group {ticket.group_id} given up: {reason}"
         if self._failures[ticket.number] > 1:
             # Given back, it would be the next one taken, again and again. Not given back, it lapses by its own time.
-            del held[ticket.number]
+            self._pulse.remove(ticket)
             sentence += f" ({self._failures[ticket.number]} times; its ticket is left to lapse)"
+        else:
+            await self._release(writer, [ticket])
         self._trouble(sentence)
 
+    async def _release(self, writer: Writer, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            self._pulse.remove(ticket)
+        with suppress(ServerFull):  # not given back, they lapse
+            await asyncio.to_thread(writer.release, tickets)
+
+    async def _check(self, policy: PolicyVersion) -> None:
+        """The sampler must say the truth before anything of it is pushed."""
+        mode = self._settings.self_check
+        if mode == "never" or (mode == "auto" and self._sampler.is_ours):
+            return
+        from rlbuffer.worker.selfcheck import AUTO_BYTES, check_sampler  # imports torch
+
+        if mode == "auto" and policy.size > AUTO_BYTES:
+            return
+        prompt = await asyncio.to_thread(self._first_prompt)
+        difference = await check_sampler(self._sampler, policy, prompt.tokens, self._maker.sampling)
+        self._on_event({"event": "checked", "version": policy.version, "difference": difference})
+
+    def _first_prompt(self) -> Prompt:
+        """Of the first tickets the first one that is not skipped."""
+        for number in range(CHECKED_PROMPTS):
+            with suppress(Skip):
+                return self._env.prompt(number)
+        raise ConfigError(f"env {self._env.name} skips its first {CHECKED_PROMPTS} prompts", setting="env")
+
     # -- telling -----------------------------------------------------------------------------------------------------
-    def _tell(self, pushed: Sequence[Group], seconds: float) -> None:
-        rollouts = [rollout for group in pushed for rollout in group.rollouts]
-        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    def _loaded(self, version: int, seconds: float) -> None:
+        self._pulse.version = version
+        if version >= 0:
+            self._on_event({"event": "version", "version": version, "seconds": seconds})
+
+    def _tell(self, group: Group, seconds: float) -> None:
+        rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
         self._on_event(
             {
-                "event": "batch",
+                "event": "group",
+                "group_id": group.group_id,
                 "version": self._pulse.version,
-                "groups": len(pushed),
-                "rollouts": len(rollouts),
-                "tokens": sum(rollout.length for rollout in rollouts),
-                "reward": sum(rewards) / len(rewards),
+                "rollouts": len(group.rollouts),
+                "tokens": sum(rollout.length for rollout in group.rollouts),
+                "reward": sum(rewards) / len(rewards) if rewards else 0.0,
                 "seconds": seconds,
             }
         )

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from rlbuffer.errors import RlbufferError
@@ -15,6 +15,8 @@ from rlbuffer.records import Ticket
 
 BEAT_SECONDS = 2.0
 """Between two heartbeats, and between two renewals: a small part of a ticket's life."""
+TICKET_SECONDS = 12.0
+"""How long a ticket stays out when its worker has died: five beats missed, and a reconnect."""
 CLOSE_SECONDS = 5.0
 """How long closing waits for a beat that is under way."""
 RATE_BEATS = 10
@@ -48,13 +50,16 @@ class Pulse:
         """Rollouts pushed."""
         self.failed_groups = 0
         """Groups given up because they could not be prepared, scored or stored."""
+        self.skipped = 0
+        """Tickets closed because nothing was to be sampled for them."""
         self.error = ""
         """The last trouble, "" when the last batch had none."""
         self.waiting = ""
         """What the worker waits for, "" while it works."""
         self._buffer, self._name, self._env = buffer, name, env
         self._holding = threading.Lock()
-        self._held: tuple[Renewer, tuple[Ticket, ...]] | None = None
+        self._writer: Renewer | None = None
+        self._held: dict[int, Ticket] = {}
         self._seen: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=RATE_BEATS)
         self._started = time.time()
         self._is_heard = True
@@ -65,15 +70,26 @@ class Pulse:
         """The first beat comes at once."""
         self._thread.start()
 
-    def hold(self, writer: Renewer, tickets: Sequence[Ticket]) -> None:
-        """From now on these tickets are renewed."""
+    def hold(self, writer: Renewer) -> None:
+        """From now on tickets are renewed through this writer."""
         with self._holding:
-            self._held = (writer, tuple(tickets))
+            self._writer, self._held = writer, {}
 
-    def let_go(self) -> None:
-        """From now on no ticket is renewed; a renewal after the tickets were given back would take them out again."""
+    def add(self, tickets: Iterable[Ticket]) -> None:
+        """From now on these tickets are renewed, too."""
         with self._holding:
-            self._held = None
+            self._held |= {ticket.number: ticket for ticket in tickets}
+
+    def remove(self, ticket: Ticket) -> None:
+        """It is renewed no more: a renewal after a ticket was given back would take it out again."""
+        with self._holding:
+            self._held.pop(ticket.number, None)
+
+    def let_go(self) -> list[Ticket]:
+        """From now on no ticket is renewed. -> those that were held."""
+        with self._holding:
+            held, self._held = list(self._held.values()), {}
+            return held
 
     def record(self) -> dict[str, Any]:
         """What a heartbeat says; msgpack types."""
@@ -86,6 +102,7 @@ class Pulse:
             "rollouts": self.rollouts,
             "rollouts_per_second": (self.rollouts - first_rollouts) / elapsed if elapsed > 0 else 0.0,
             "failed_groups": self.failed_groups,
+            "skipped": self.skipped,
             "error": self.error,
             "waiting": self.waiting,
             "pid": os.getpid(),
@@ -109,9 +126,8 @@ class Pulse:
     def _beat(self) -> None:
         try:
             with self._holding:
-                if self._held is not None:
-                    writer, tickets = self._held
-                    writer.renew(tickets)
+                if self._writer is not None and self._held:
+                    self._writer.renew(tuple(self._held.values()))
             self._buffer.heartbeat("worker", self._name, self.record())
             self._is_heard = True
         except RlbufferError as error:

@@ -74,7 +74,11 @@ class Home:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.url: str | None = None
+        """Of a server of the test's own, for :meth:`connect`; None: the home's embedded one."""
         self.processes: list[subprocess.Popen[str]] = []
+        self.prefix: tuple[str, ...] = ()
+        """Put before every command: what runs it on another "host"."""
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("RLBUFFER_")} | {
             "RLBUFFER_HOME": str(path),
             "HF_HUB_OFFLINE": "1",
@@ -102,7 +106,7 @@ class Home:
         name = log or f"{arguments[0]}-{len(self.processes)}"
         with (self.path / f"{name}.log").open("a") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rlbuffer_cli", *map(str, arguments)],
+                [*self.prefix, sys.executable, "-m", "rlbuffer_cli", *map(str, arguments)],
                 env=self.environment,
                 cwd=self.path,
                 stdout=out,
@@ -117,7 +121,7 @@ class Home:
     def call(self, *arguments: str | Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end."""
         return subprocess.run(
-            [sys.executable, "-m", "rlbuffer_cli", *map(str, arguments)],
+            [*self.prefix, sys.executable, "-m", "rlbuffer_cli", *map(str, arguments)],
             env=self.environment,
             cwd=self.path,
             capture_output=True,
@@ -128,8 +132,8 @@ class Home:
         )
 
     def connect(self, run: str = "tiny") -> rlbuffer.Buffer:
-        """A buffer on this home's server, for looking."""
-        return rlbuffer.connect(run=run, config=RunSettings(home=self.path))
+        """A buffer on the run's server, for looking."""
+        return rlbuffer.connect(self.url, run=run, config=RunSettings(home=self.path))
 
     def metrics(self, run: str = "tiny", folder: Path | None = None) -> list[dict[str, Any]]:
         """What the trainer recorded so far, one object per trained step."""

@@ -24,10 +24,12 @@ class Served:
         self.errors: list[BaseException] = []
         self._running: list[tuple[threading.Event, threading.Thread]] = []
 
-    def serve(self, config: BatcherConfig) -> Any:
-        """Starts a daemon. -> its store."""
+    def serve(self, config: BatcherConfig, **options: Any) -> Any:
+        """Starts a daemon; `options` are the Daemon's. -> its store."""
         store = self.run.again()
-        daemon = Daemon(Buffer(store, settings=RunSettings()), config, on_event=self.events.append, lease_seconds=1.0)
+        daemon = Daemon(
+            Buffer(store, settings=RunSettings()), config, on_event=self.events.append, lease_seconds=1.0, **options
+        )
         stop = threading.Event()
 
         def lead() -> None:

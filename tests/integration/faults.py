@@ -1,15 +1,30 @@
-"""A TCP proxy in front of a unix socket that swallows replies and cuts connections, and a server that only talks."""
+"""A TCP proxy in front of a server that swallows replies and cuts connections, and a server that only talks."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+import time
 from types import TracebackType
+from urllib.parse import unquote, urlsplit
+
+MOMENTS = ("before send", "sent without reply", "after reply")
+"""When a connection breaks."""
+
+
+class _Breaking:
+    """When one connection shall break; "" not yet."""
+
+    def __init__(self) -> None:
+        self.moment = ""
 
 
 class CuttingProxy:
-    """Forwards everything; a request that holds an armed mark reaches the server, its reply never comes back."""
+    """Forwards everything; a request that holds an armed mark reaches the server, its reply never comes back.
+
+    `target` is the path of a unix socket, or a server's URL.
+    """
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -21,13 +36,23 @@ class CuttingProxy:
         self._cuts = 0
         self.seen = 0
         """Requests that held the mark."""
+        self._moment = MOMENTS[1]
+        self._nth = 0
         self._open: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def swallow_replies(self, mark: bytes, times: int) -> None:
         """The next `times` requests that hold `mark` are carried out, and then the connection breaks."""
         with self._lock:
-            self._mark, self._cuts, self.seen = mark, times, 0
+            self._mark, self._cuts, self.seen, self._moment, self._nth = mark, times, 0, MOMENTS[1], 0
+
+    def strike(self, moment: str, nth: int) -> None:
+        """The connection of the `nth` request from now breaks at that moment; 0: never, requests are only counted.
+
+        What a client says to introduce itself on a new connection does not count.
+        """
+        with self._lock:
+            self._mark, self._cuts, self.seen, self._moment, self._nth = b"*", int(nth > 0), 0, moment, nth
 
     def __enter__(self) -> CuttingProxy:
         return self
@@ -46,30 +71,48 @@ class CuttingProxy:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            far = socket.socket(socket.AF_UNIX)
-            far.connect(self._target)
+            far = self._connected()
             self._open |= {near, far}
-            is_cut = threading.Event()
+            breaking = _Breaking()
             for work in (self._requests, self._replies):
-                threading.Thread(target=work, args=(near, far, is_cut), daemon=True).start()
+                threading.Thread(target=work, args=(near, far, breaking), daemon=True).start()
 
-    def _requests(self, near: socket.socket, far: socket.socket, is_cut: threading.Event) -> None:
+    def _connected(self) -> socket.socket:
+        if not self._target.startswith("redis://"):
+            far = socket.socket(socket.AF_UNIX)
+            far.connect(unquote(urlsplit(self._target).path))
+            return far
+        place = urlsplit(self._target)
+        return socket.create_connection((place.hostname, place.port or 6379))
+
+    def _requests(self, near: socket.socket, far: socket.socket, breaking: _Breaking) -> None:
         with contextlib.suppress(OSError):
-            while data := near.recv(1 << 16):
-                with self._lock:
-                    if self._mark and self._mark in data:
-                        self.seen += 1
-                        if self._cuts:
-                            self._cuts -= 1
-                            is_cut.set()
+            while (data := near.recv(1 << 20)) and not breaking.moment:
+                breaking.moment = self._moment_for(data)
+                if breaking.moment == MOMENTS[0]:
+                    self._hang_up(near)
+                    break
                 far.sendall(data)
         self._hang_up(far)
 
-    def _replies(self, near: socket.socket, far: socket.socket, is_cut: threading.Event) -> None:
+    def _moment_for(self, data: bytes) -> str:
+        with self._lock:
+            if not self._mark or self._mark not in data or b"HELLO" in data or b"SETNAME" in data:
+                return ""
+            self.seen += 1
+            if not self._cuts or self.seen < self._nth:
+                return ""
+            self._cuts -= 1
+            return self._moment
+
+    def _replies(self, near: socket.socket, far: socket.socket, breaking: _Breaking) -> None:
         with contextlib.suppress(OSError):
             # The first byte of the reply tells that the server has done the work.
-            while (data := far.recv(1 << 16)) and not is_cut.is_set():
+            while (data := far.recv(1 << 20)) and breaking.moment != MOMENTS[1]:
                 near.sendall(data)
+                if breaking.moment == MOMENTS[2]:
+                    time.sleep(0.01)  # the client has read it
+                    break
         self._hang_up(near)
 
     @staticmethod

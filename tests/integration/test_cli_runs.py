@@ -30,6 +30,8 @@ def call(made: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG"):
         monkeypatch.delenv(name, raising=False)
 
+    monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path / "home"))
+
     def run(*arguments: str) -> tuple[int, str, str]:
         code = main([*arguments, "--redis", made.url])
         return code, *capsys.readouterr()
@@ -53,13 +55,25 @@ def test_void_and_rewind_say_from_where_the_run_goes_on(made: Run, call: Call) -
     assert code == 0
     assert out == (
         f'run "{name}" goes on from step 2 in epoch {epoch + 1}: 1 steps are void. '
-        "Start the trainer again from its checkpoint of step 2.\n"
+        "Start the trainer again from a checkpoint of step 2 or before.\n"
     )
+    newer = made.home / "home" / "runs" / name / "checkpoints" / "step-00000002"
+    newer.mkdir(parents=True)
+    (newer.parent / "step-00000001").mkdir()
+    assert call("rewind", "1", "--run", name) == (
+        0,
+        (
+            f'run "{name}" goes on from step 1 in epoch {epoch + 2}: 1 steps and 1 pending pushes are void. '
+            f"Move newer checkpoints away ({newer}), then start the trainer again.\n"
+        ),
+        "",
+    )
+    newer.rmdir()
     code, out, _ = call("rewind", "1", "--run", name)
     assert code == 0
     assert out == (
-        f'run "{name}" goes on from step 1 in epoch {epoch + 2}: 1 steps and 1 pending pushes are void. '
-        "Start the trainer again from its checkpoint of step 1.\n"
+        f'run "{name}" goes on from step 1 in epoch {epoch + 3}: 0 steps and 0 pending pushes are void. '
+        "Start the trainer again from a checkpoint of step 1 or before.\n"
     )
     code, _, err = call("rewind", "9", "--run", name)
     assert (code, err) == (1, f"Error: run {name!r} has no step 9: the last committed one is 1.\n")

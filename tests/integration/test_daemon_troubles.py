@@ -132,7 +132,7 @@ def test_a_full_server_is_what_the_batcher_says_it_waits_for(served: Served, mon
     says = lambda: served.run.store.waiting().get("batcher", "")  # noqa: E731
     sentence = served.wait_for(lambda: says().startswith("The server's") and says())
     assert sentence.startswith(
-        "The server's memory is full (3.0 of 3.0 MiB): pushes wait until steps retire. Checkpoint more often"
+        "The server's memory is full (3.0 of 3.0 MiB): pushes wait until steps retire. Little of it is in"
     )
 
 

@@ -153,7 +153,7 @@ def test_the_run_goes_on_after_the_trainers_step_in_a_new_epoch(url_run: Run) ->
 
 
 def test_nothing_is_committed_before_the_trainer_has_spoken(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlbuffer.daemon.ATTEMPT_SECONDS", 0.7)
+    monkeypatch.setattr("rlbuffer.daemon.leadership.ATTEMPT_SECONDS", 0.7)
     attempt = run.store.attempt(uuid="silent", world_size=1, resume_step=0)
     run.store.announce(attempt.number, PolicyVersion(version=0))
     for i in range(2):
@@ -331,6 +331,17 @@ def test_a_rewind_drops_what_is_pending_too_and_forced_goes_below_retired_steps(
     assert run.store.verify().findings == ()
 
 
+def test_a_run_taken_back_to_its_last_retired_step_goes_on_with_the_same_chain(run: Run) -> None:
+    for i in range(3):
+        run.step(f"a.{i}")
+    second = next(iter(run.store.headers(2, 2))).digest
+    run.train(3, oldest_kept=2)
+    run.store.retire(run.token, 2)
+    run.store.void_from(3, force=True)
+    meta = run.store.meta()
+    assert (meta.step, meta.retired, meta.digest) == (2, 2, second)
+
+
 def test_writers_and_trainers_of_before_a_rewind_are_told(run: Run) -> None:
     writer = Writer(run.again(), "v", epoch=run.meta.epoch)
     writer.push(make_group(env="a", size=2, group_id="a.0"))
@@ -348,3 +359,19 @@ def test_a_deleted_run_leaves_nothing(run: Run) -> None:
     assert run.store.delete_run() > 5
     assert (run.control_keys(), run.payload_keys()) == ({}, [])
     assert run.store.run not in run.store.runs()
+
+
+def test_a_void_that_comes_late_takes_nothing_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.step("a.0")
+    run.step("a.1")
+    seen = run.store.meta()
+    first = run.store.void_from(2, force=True)
+    monkeypatch.setattr(run.store, "meta", lambda: seen)  # what the operator saw before
+    with pytest.raises(rlbuffer.errors.RlbufferError) as error:
+        run.store.void_from(1, force=True)
+    assert str(error.value) == (
+        f"run {run.store.run!r} began epoch {first['epoch']} at this moment, by somebody else or by this request after "
+        "its answer was lost: look at it (`rlbuffer inspect`), and ask again if it is still needed"
+    )
+    monkeypatch.undo()
+    assert (run.store.meta().step, run.store.meta().epoch) == (1, first["epoch"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from transformers import PreTrainedModel
 
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import ModelSettings
+from rlbuffer.settings import ModelSettings, WorkerSettings
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
-from rlbuffer.worker.samplers import Completion, Sampler, make_sampler
+from rlbuffer.worker.samplers import Completion, Sampling, make_sampler
+from rlbuffer.worker.samplers.transformers import TransformersSampler
 
 EOS = 12
 
@@ -41,15 +43,27 @@ def published(
     return model, publish(directory, version, state=model.state_dict(), config=config_of(model), keep=4)
 
 
-def sampler_of(policy: PolicyVersion, seed: int = 0) -> Sampler:
-    sampler = make_sampler("transformers", seed=seed)
+def sampler_of(policy: PolicyVersion, seed: int = 0) -> TransformersSampler:
+    sampler = TransformersSampler(seed=seed)
     sampler.load(policy)
     return sampler
 
 
-def sample(sampler: Sampler, prompts: list[np.ndarray] = UNEQUAL, **changes: object) -> list[list[Completion]]:
-    arguments = {"group_size": 8, "max_new_tokens": 6, "temperature": 1.0, "eos_token_ids": (EOS,), **changes}
-    return sampler.sample(prompts, **arguments)  # type: ignore[arg-type]
+def sample(
+    sampler: TransformersSampler,
+    prompts: list[np.ndarray] = UNEQUAL,
+    *,
+    n: int = 8,
+    stopped: Callable[[], bool] | None = None,
+    **changes: Any,
+) -> list[list[Completion]]:
+    sampling = replace(Sampling(max_new_tokens=6, stop_token_ids=(EOS,)), **changes)
+    return sampler.sample(prompts, n=n, sampling=sampling, stopped=stopped)
+
+
+def versions_of(completion: Completion) -> list[int]:
+    assert completion.version_spans[-1].end == len(completion.tokens)
+    return [span.policy_version for span in completion.version_spans]
 
 
 def forward_logprobs(
@@ -88,7 +102,7 @@ def test_the_check_above_can_see_a_wrong_temperature(tmp_path: Path) -> None:
 def test_tokens_are_drawn_from_the_distribution_that_is_reported(tmp_path: Path, temperature: float) -> None:
     _, policy = published(tmp_path)
     prompt = [np.array([5, 11], np.int32)]
-    group = sample(sampler_of(policy), prompt, group_size=20_000, max_new_tokens=1, temperature=temperature)[0]
+    group = sample(sampler_of(policy), prompt, n=20_000, max_new_tokens=1, temperature=temperature)[0]
     counts = np.bincount([int(c.tokens[0]) for c in group], minlength=13) / len(group)
     told = np.zeros(13)
     for completion in group:
@@ -98,7 +112,7 @@ def test_tokens_are_drawn_from_the_distribution_that_is_reported(tmp_path: Path,
 
 def test_completions_end_with_the_end_token_or_at_the_limit(tmp_path: Path) -> None:
     _, policy = published(tmp_path)
-    completions = [c for group in sample(sampler_of(policy), group_size=64) for c in group]
+    completions = [c for group in sample(sampler_of(policy), n=64) for c in group]
     reasons = {c.finish_reason for c in completions}
     assert reasons == {"stop", "length"}
     for completion in completions:
@@ -116,16 +130,16 @@ def test_completions_end_with_the_end_token_or_at_the_limit(tmp_path: Path) -> N
 
 def test_several_end_tokens_are_honoured_and_none_means_the_limit(tmp_path: Path) -> None:
     sampler = sampler_of(published(tmp_path)[1])
-    everything = sample(sampler, eos_token_ids=range(13))
+    everything = sample(sampler, stop_token_ids=tuple(range(13)))
     assert all(len(c.tokens) == 1 and c.finish_reason == "stop" for group in everything for c in group)
-    nothing = sample(sampler, eos_token_ids=())
+    nothing = sample(sampler, stop_token_ids=())
     assert all(len(c.tokens) == 6 and c.finish_reason == "length" for group in nothing for c in group)
 
 
 def test_generation_ends_early_when_every_row_has_finished(tmp_path: Path) -> None:
     sampler = sampler_of(published(tmp_path)[1])
     asked = []
-    sample(sampler, eos_token_ids=range(13), max_new_tokens=1000, stopped=lambda: asked.append(1) is not None)
+    sample(sampler, stop_token_ids=tuple(range(13)), max_new_tokens=1000, stopped=lambda: asked.append(1) is not None)
     assert asked == []
 
 
@@ -156,14 +170,14 @@ def test_a_new_version_is_loaded_in_place_and_named_in_what_it_samples(tmp_path:
     model, new = published(tmp_path, 1, seed=1)
     sampler = sampler_of(old)
     assert (sampler.version, sampler.vocab_size) == (0, 13)
-    assert {c.policy_version for group in sample(sampler) for c in group} == {0}
+    assert [versions_of(c) for group in sample(sampler) for c in group] == [[0]] * 32
     parameters = {id(p) for p in sampler._model.parameters()}  # type: ignore[attr-defined]
     sampler.load(new)
     assert {id(p) for p in sampler._model.parameters()} == parameters  # type: ignore[attr-defined]
     assert sampler.version == 1
     for prompt, group in zip(UNEQUAL, sample(sampler), strict=True):
         for completion in group:
-            assert completion.policy_version == 1
+            assert versions_of(completion) == [1]
             assert np.abs(completion.logprobs - forward_logprobs(model, prompt, completion.tokens)).max() < 1e-5
 
 
@@ -218,13 +232,13 @@ def test_weights_that_are_not_right_are_refused_and_the_old_version_serves_on(
         sampler.load(damage(new, tmp_path))  # type: ignore[operator]
     assert sampler.version == 0
     completion = sample(sampler)[0][0]
-    assert completion.policy_version == 0
+    assert versions_of(completion) == [0]
     assert np.abs(completion.logprobs - forward_logprobs(model, UNEQUAL[0], completion.tokens)).max() < 1e-5
 
 
 def test_a_first_load_that_fails_leaves_a_sampler_without_weights(tmp_path: Path) -> None:
     policy = truncated(published(tmp_path)[1], tmp_path)
-    sampler = make_sampler("transformers", seed=0)
+    sampler = TransformersSampler(seed=0)
     with pytest.raises(WeightsError):
         sampler.load(policy)
     assert (sampler.version, sampler.vocab_size) == (-1, 0)
@@ -235,8 +249,10 @@ def test_a_first_load_that_fails_leaves_a_sampler_without_weights(tmp_path: Path
 @pytest.mark.parametrize(
     "changes",
     [
-        {"temperature": 0.0},
-        {"group_size": 0},
+        {"temperature": -0.5},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"n": 0},
         {"max_new_tokens": 0},
         {"prompts": []},
         {"prompts": [np.array([], np.int32)]},
@@ -247,14 +263,43 @@ def test_what_cannot_be_sampled_is_refused(tmp_path: Path, changes: dict[str, ob
         sample(sampler_of(published(tmp_path)[1]), **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"name": "vllm"}, "sampler 'vllm' is not one of transformers"),
-        ({"name": "transformers", "device": "tpu"}, "device 'tpu' is not one of auto, cpu, cuda"),
-    ],
-)
-def test_a_sampler_that_does_not_exist_is_refused(arguments: dict[str, str], message: str) -> None:
+def test_a_device_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
-        make_sampler(**arguments, seed=0)
-    assert str(error.value) == message
+        make_sampler(WorkerSettings(env="vcopy").model_copy(update={"device": "tpu"}))
+    assert str(error.value) == "device 'tpu' is not one of auto, cpu, cuda"
+
+
+def test_options_that_a_sampler_does_not_have_are_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        make_sampler(WorkerSettings(env="vcopy", sampler_options={"port": 1}))
+    assert str(error.value) == "sampler_options: port: the transformers sampler has no options"
+
+
+def test_the_nucleus_is_what_is_drawn_from_and_what_is_reported(tmp_path: Path) -> None:
+    _, policy = published(tmp_path)
+    sampler, prompt = sampler_of(policy), [np.array([5, 11], np.int32)]
+    full = {
+        int(c.tokens[0]): float(np.exp(c.logprobs[0])) for c in sample(sampler, prompt, n=5000, max_new_tokens=1)[0]
+    }
+    cut = {
+        int(c.tokens[0]): float(np.exp(c.logprobs[0]))
+        for c in sample(sampler, prompt, n=5000, max_new_tokens=1, top_p=0.5)[0]
+    }
+    expected, mass = [], 0.0
+    for token in sorted(full, key=lambda t: -full[t]):
+        if mass >= 0.5:
+            break
+        expected.append(token)
+        mass += full[token]
+    assert sorted(cut) == sorted(expected)
+    assert cut == pytest.approx({token: full[token] / mass for token in expected}, abs=1e-5)
+
+
+def test_at_temperature_zero_the_likeliest_token_comes_for_certain(tmp_path: Path) -> None:
+    model, policy = published(tmp_path)
+    for prompt, group in zip(UNEQUAL, sample(sampler_of(policy), temperature=0.0), strict=True):
+        assert len({tuple(c.tokens.tolist()) for c in group}) == 1
+        assert all((c.logprobs == 0).all() for c in group)
+        with torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(prompt.astype(np.int64))[None], use_cache=False).logits
+        assert int(group[0].tokens[0]) == int(logits[0, -1].argmax())

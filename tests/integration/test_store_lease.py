@@ -7,6 +7,8 @@ import time
 import pytest
 from store_runs import Run
 
+from rlbuffer.errors import LeaseLost
+
 pytest_plugins = ("store_fixtures",)
 
 
@@ -160,3 +162,27 @@ def test_refused_take_changes_nothing(run, moves):
     for _ in range(moves):
         assert take(run, 1) == []
     assert run.control_keys() == before
+
+
+def test_none_of_two_hundred_commits_with_an_outdated_token_is_accepted(run):
+    old = run.lead("old", ttl_seconds=0.001).token
+    time.sleep(0.01)
+    new = run.lead("new").token
+    assert new > old
+    accepted = 0
+    for i in range(200):
+        if i % 20 == 0:
+            run.push(f"a.{i}", version=accepted)
+        if i % 20 == 19:
+            run.token = new
+            accepted += run.commit()[0] == "ok"
+            assert run.pool() == []
+            run.push(f"b.{i}", version=accepted)
+        run.token = (old, old - 1, new - 1)[i % 3] if new - 1 != old else old
+        before = run.control_keys()
+        with pytest.raises(LeaseLost, match="new holds it"):
+            run.commit()
+        assert run.control_keys() == before
+    assert (accepted, run.store.meta().step) == (10, 10)
+    run.token = new
+    assert run.store.verify().findings == ()

@@ -52,10 +52,12 @@ def test_at_the_memory_limit_pushes_are_refused_and_every_control_move_passes(ow
     store.set_config(own.token, {"max_age": 1}, "d")
     store.set_error(own.token, "")
     store.set_allowances(own.token, {"a": 0})
+    store.renew_tickets("a", tickets, ttl_seconds=60)
+    store.release_tickets("a", tickets)
     store.close_tickets("a", tickets)
     store.set_waiting("batcher", "The server's memory is full.")
     store.heartbeat("batcher", "leader", {})
-    store.count_damaged(1)
+    store.count_damaged(1, ["a.0/0"])
     first, second = own.pool()
     own.drop("stale", [first])
     assert own.commit(entries=[second])[0] == "ok"

@@ -61,6 +61,17 @@ def test_older_sequence_is_a_duplicate_whose_entry_is_not_known_any_more(run):
     assert send(run, 1) == ("duplicate", "")
 
 
+def test_payload_in_use_gets_no_time_to_live_when_older_pushes_are_sent_again(run):
+    for sequence in (1, 2, 3):
+        send(run, sequence, group_id=f"a.{sequence}")
+    keys = [entry.payload_key for entry in run.pool()]
+    for key in keys:
+        run.client.persist(key)
+    for sequence in (1, 2, 3):
+        assert send(run, sequence, group_id=f"a.{sequence}")[0] == "duplicate"
+    assert [run.client.pttl(key) for key in keys] == [-1, -1, -1]
+
+
 def test_missing_push_is_answered_with_the_last_one_that_the_server_has(run):
     send(run, 1)
     before = run.control_keys()

@@ -139,6 +139,24 @@ def test_verify_finds_a_rollout_in_more_steps_than_allowed(run: Run) -> None:
     assert messages == {f"rollout {r.rollout_id} is in step 3 and in step 4" for r in entries[0].info.rollouts}
 
 
+def test_verify_judges_a_step_by_the_uses_that_its_own_settings_allowed(run: Run) -> None:
+    entries = led(run)
+    use(run, entries, 0, kept=True)
+    use(run, entries, 1, kept=True)
+    once = replace(THRICE, max_uses=1)
+    run.store.set_config(run.token, once.as_dict(), "y")
+    assert run.store.verify().findings == ()  # what was allowed then
+    use(run, entries, 2, kept=False)
+    messages = {f.message for f in run.store.verify().findings if f.invariant == "I1"}
+    assert messages == {f"rollout {r.rollout_id} is in step 2 and in step 3" for r in entries[0].info.rollouts}
+    run.train(3, oldest_kept=2)
+    run.store.retire(run.token, 2)
+    messages = {f.message for f in run.store.verify().findings if f.invariant == "I1"}
+    assert messages == {
+        f"rollout {r.rollout_id} was trained 2 times, of 1 allowed, and in step 3" for r in entries[0].info.rollouts
+    }
+
+
 def test_verify_finds_garbage_that_is_still_to_be_used(run: Run) -> None:
     entries = led(run)
     use(run, entries, 0, kept=True)

@@ -23,7 +23,7 @@ def test_run_of_another_schema_is_refused(run):
     with pytest.raises(SchemaMismatch) as caught:
         run.store.open_run()
     assert str(caught.value) == (
-        f"run '{run.store.run}' was written with schema 99, this version of rlbuffer reads schema 1: "
+        f"run '{run.store.run}' was written with schema 99, this version of rlbuffer reads schema 2: "
         f"use another run name, or the version that wrote it ({run.store.keys.meta})"
     )
 
@@ -71,11 +71,25 @@ def test_waiting_sentences_are_said_and_taken_back(run):
 
 def test_damaged_and_lost_are_counted_beside_the_accounts(run):
     run.push()
-    run.store.count_damaged(2)
-    run.store.count_damaged(1)
+    run.store.count_damaged(1, ["a.0/0", "a.0/1"])
+    run.store.count_damaged(2, ["a.0/0"])  # with max_uses 2 it trains again, and is missed again
+    run.store.count_damaged(2, [])
     run.store.count_lost(4)
     ledger = run.store.ledger()
     assert (ledger.damaged, ledger.lost, list(ledger.envs)) == (3, 4, ["a"])
+
+
+def test_a_damaged_rollout_counts_once_whoever_pulls_its_step_again(run):
+    run.step("a.0")
+    run.store.count_damaged(1, ["a.0/0"])
+    run.store.count_damaged(1, ["a.0/0", "a.0/1"])
+    run.again().count_damaged(1, ["a.0/1"])
+    assert run.store.ledger().damaged == 2
+    run.train(1, oldest_kept=1)
+    run.store.retire(run.token, 1)
+    run.store.count_damaged(2, ["a.1/0"])
+    assert run.client.zrange(run.store.keys.damaged, 0, -1) == [b"2 a.1/0"]
+    assert run.store.ledger().damaged == 3
 
 
 def test_history_is_newest_first_with_the_time_of_the_event(run):

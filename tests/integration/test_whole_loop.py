@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -173,6 +175,28 @@ def test_a_fatal_error_of_the_batcher_reaches_a_waiting_rank(place: Place) -> No
         next(reader.steps())
 
 
+def test_an_estimator_that_fails_stops_the_batcher_and_every_waiting_rank_hears_why(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("estimators_of_a_test")
+    module.half = lambda rewards, lengths, group: rewards[1:]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "estimators_of_a_test", module)
+    place.serve(
+        rlbuffer.BatcherConfig(64, step_groups=2, max_age=8, envs={"a": {"advantage": "estimators_of_a_test:half"}})
+    )
+    push_groups(place, range(2))
+    reader = place.connect().reader(timeout_seconds=30)
+    sentence = (
+        r"ConfigError: batcher.envs.a.advantage = 'estimators_of_a_test:half' gave numbers of shape \[1\] for group "
+        r"\S+ of env a: it must be one for each of 2 rollouts"
+    )
+    with pytest.raises(BatcherFailed, match=rf"the batcher of run .* failed: {sentence}"):
+        next(reader.steps())
+    assert isinstance(place.wait_for(lambda: place.errors)[0], ConfigError)
+    account = place.connect().ledger().envs["a"]
+    assert (account.pending[0], dict(account.dropped)) == (4, {})
+
+
 def test_another_config_is_refused_until_told_to_replace(place: Place) -> None:
     place.serve()
     place.wait_for(lambda: any(event["event"] == "ready" for event in place.events))
@@ -181,6 +205,7 @@ def test_another_config_is_refused_until_told_to_replace(place: Place) -> None:
     error = place.wait_for(lambda: place.errors)[0]
     assert isinstance(error, ConfigError)
     assert "max_age: 8 -> 3" in str(error)
+    assert place.connect().store.meta().error == ""  # a serve that was refused is no error of the run
     place.stop_serving()
     place.events.clear()
     place.serve(rlbuffer.BatcherConfig(64, step_groups=2, max_age=3), replace_config=True)
@@ -218,7 +243,7 @@ def test_a_damaged_payload_trains_as_masked_padding(place: Place) -> None:
     trained = sum(int(mb.loss_mask.sum()) for mb in intact)
     assert trained == step.normalizers.loss_tokens - victim.info.loss_tokens
     assert digest_step(reader.pull(1)) == digest_step(step)
-    assert buffer.ledger().damaged == 2
+    assert buffer.ledger().damaged == 1  # pulled twice
 
 
 def test_a_group_that_lost_payloads_of_several_parts_before_the_commit_drops_as_a_whole(place: Place) -> None:

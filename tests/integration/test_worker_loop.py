@@ -2,176 +2,75 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from worker_stage import PATIENCE_SECONDS, Stage, eventually, hurry
 
-from rlbuffer.client import Buffer, connect
-from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.errors import ConfigError, ServerFull
+from rlbuffer.policy.waiting import draining
 from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import ModelSettings, WorkerSettings
+from rlbuffer.settings import ModelSettings
 from rlbuffer.wire import decode_rollout
-from rlbuffer.worker import loop, pulse
+from rlbuffer.worker import loop
 from rlbuffer.worker.envs import Prompt, Score, make_env
-from rlbuffer.worker.loop import run_worker
-from rlbuffer.worker.samplers import Completion
-
-PATIENCE_SECONDS = 20.0
-
-
-class FakeSampler:
-    """Answers with one digit and the end token; remembers what it was asked."""
-
-    vocab_size = 13
-
-    def __init__(self) -> None:
-        self.version = -1
-        self.bad_versions: set[int] = set()
-        self.loads: list[int] = []
-        self.batches: list[list[str]] = []
-        self.gate = threading.Event()
-        """While it is not set, sampling waits until told to stop."""
-        self.gate.set()
-        self.sampling = threading.Event()
-
-    def load(self, policy: PolicyVersion) -> None:
-        self.loads.append(policy.version)
-        if policy.version in self.bad_versions:
-            raise WeightsError(f"version {policy.version}: bad")
-        self.version = policy.version
-
-    def sample(
-        self, prompts: Sequence[np.ndarray], *, group_size: int, stopped: Callable[[], bool], **rest: Any
-    ) -> list[list[Completion]]:
-        self.batches.append(["".join(map(str, prompt)) for prompt in prompts])
-        self.sampling.set()
-        while not self.gate.wait(0.01):
-            if stopped():
-                return [[self._completion("abort")] * group_size for _ in prompts]
-        return [[self._completion("stop")] * group_size for _ in prompts]
-
-    def _completion(self, reason: str) -> Completion:
-        return Completion(
-            tokens=np.array([3, 12], np.int32),
-            logprobs=np.array([-1.0, -0.5], np.float32),
-            finish_reason=reason,
-            policy_version=self.version,
-        )
-
-
-class Counting:
-    """An env whose n-th prompt is n; what it does with some numbers is up to the test."""
-
-    name = "counting"
-    vocab_size = 13
-    eos_token_ids = (12,)
-    max_new_tokens = 4
-
-    def __init__(self) -> None:
-        self.scores: dict[str, list[float | Exception]] = {}
-        """Prompt id -> what the next groups of it earn; 1.0 when nothing is left."""
-        self.bad_prompts: set[int] = set()
-
-    def prompt(self, number: int) -> Prompt:
-        if number in self.bad_prompts:
-            raise KeyError(number)
-        return Prompt(prompt_id=str(number), tokens=np.array([number], np.int32), answer=number)
-
-    def score(self, prompt: Prompt, tokens: np.ndarray, *, finish_reason: str) -> Score:
-        planned = self.scores.get(prompt.prompt_id)
-        outcome = planned.pop(0) if planned else 1.0
-        if isinstance(outcome, Exception):
-            raise outcome
-        return Score(reward=outcome, successes={"exact": outcome == 1.0})
-
-    def render(self, tokens: np.ndarray) -> str:
-        return " ".join(map(str, tokens.tolist()))
-
-
-class Stage:
-    """A run in memory with a batcher's and a trainer's hand on it, and one worker in a thread."""
-
-    def __init__(self) -> None:
-        self.buffer: Buffer = connect("memory://")
-        self.store: Any = self.buffer.store
-        self.store.open_run()
-        self.token = self.store.lease("batcher", ttl_seconds=600).token
-        self.attempt = self.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number
-        self.stop = threading.Event()
-        self.events: list[dict[str, Any]] = []
-        self.sampler, self.env = FakeSampler(), Counting()
-        self.raised: BaseException | None = None
-        self.thread: threading.Thread | None = None
-
-    def allow(self, tickets: int, env: str = "counting") -> None:
-        self.store.set_allowances(self.token, {env: tickets})
-
-    def announce(self, policy: PolicyVersion | int) -> None:
-        announced = PolicyVersion(version=policy, location="w", size=1) if isinstance(policy, int) else policy
-        assert self.store.announce(self.attempt, announced)
-
-    def start(self, **changes: Any) -> None:
-        settings = WorkerSettings(**{"env": "vcopy", "group_size": 2, "groups_per_batch": 3, **changes})
-
-        def work() -> None:
-            try:
-                run_worker(
-                    self.buffer,
-                    "w-0",
-                    settings,
-                    stop=self.stop,
-                    on_event=self.events.append,
-                    env=self.env if changes.get("env") is None else None,
-                    sampler=self.sampler if changes.get("env") is None else None,
-                )
-            except BaseException as error:
-                self.raised = error
-
-        self.thread = threading.Thread(target=work)
-        self.thread.start()
-
-    def finish(self) -> None:
-        self.stop.set()
-        if self.thread is not None:
-            self.thread.join(PATIENCE_SECONDS)
-            assert not self.thread.is_alive()
-
-    def groups(self) -> list[str]:
-        return [entry.group_id for entry in self.store.read_pool()]
-
-    def told(self, event: str) -> list[dict[str, Any]]:
-        return [e for e in self.events if e["event"] == event]
-
-    def heartbeat(self) -> dict[str, Any]:
-        eventually(lambda: "w-0" in self.store.heartbeats("worker"))
-        return dict(self.store.heartbeats("worker")["w-0"])
 
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    monkeypatch.setattr(loop, "TAKE_SECONDS", 0.05)
-    monkeypatch.setattr(loop, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(loop, "SAY_WAITING_SECONDS", 0.1)
-    monkeypatch.setattr(loop, "RELOAD_SECONDS", 0.1)
-    monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.02)
+    hurry(monkeypatch)
     stage = Stage()
     yield stage
     stage.finish()
     stage.buffer.close()
 
 
-def eventually(fact: Callable[[], object]) -> None:
-    """Waits until `fact` holds: the worker runs in a thread of its own."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not fact():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.005)
+class Full:
+    """A store that takes no pushes while it is full."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.is_full = True
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_full and name == "push":
+            return self._refuse
+        return getattr(self._store, name)
+
+    def _refuse(self, *args: Any, **values: Any) -> Any:
+        raise ServerFull("the server is at its memory limit")
+
+
+def test_a_worker_waits_for_a_full_server_and_says_so(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlbuffer.writer.LAST_DELAY_SECONDS", 0.1)
+    stage.buffer.store = full = Full(stage.store)
+    stage.allow(1)
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: "the server is at its memory limit" in stage.heartbeat()["waiting"])
+    eventually(lambda: any("the server is at its memory limit" in e["waiting"] for e in stage.told("waiting")))
+    assert stage.heartbeat()["error"] == ""
+    full.is_full = False
+    eventually(lambda: stage.groups() == ["counting.0"])
+    stage.finish()
+    assert stage.raised is None
+    assert "memory limit" not in stage.heartbeat()["waiting"]
+
+
+def test_a_worker_that_waits_for_a_full_server_can_be_stopped(stage: Stage) -> None:
+    stage.buffer.store = Full(stage.store)
+    stage.allow(1)
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: "the server is at its memory limit" in stage.heartbeat()["waiting"])
+    stage.finish()
+    assert stage.raised is None
+    assert stage.told("stopped")[0]["groups"] == 0
 
 
 def test_tickets_become_groups_of_their_number_in_one_batch(stage: Stage) -> None:
@@ -191,12 +90,12 @@ def test_tickets_become_groups_of_their_number_in_one_batch(stage: Stage) -> Non
         ("counting.1/1", 3, 1, 2, 1.0),
     ]
     assert {(r.min_version, r.max_version) for r in info.rollouts} == {(0, 0)}
-    batch = stage.told("batch")[0]
-    assert {k: batch[k] for k in ("version", "groups", "rollouts", "tokens", "reward")} == {
+    told = stage.told("group")
+    assert [event["group_id"] for event in told] == ["counting.0", "counting.1", "counting.2"]
+    assert {k: told[0][k] for k in ("version", "rollouts", "tokens", "reward")} == {
         "version": 0,
-        "groups": 3,
-        "rollouts": 6,
-        "tokens": 18,
+        "rollouts": 2,
+        "tokens": 6,
         "reward": 1.0,
     }
     assert stage.events[-1] == {"event": "stopped", "groups": 3, "rollouts": 6, "failed_groups": 0}
@@ -215,6 +114,19 @@ def test_a_worker_waits_for_the_first_version_and_for_tickets_and_says_so(stage:
     stage.allow(1)
     eventually(lambda: stage.groups() == ["counting.0"])
     assert stage.sampler.loads == [0]
+
+
+def test_a_worker_of_a_run_that_drains_says_so_while_it_waits(stage: Stage) -> None:
+    stage.announce(0)
+    stage.allow(2)
+    stage.store.ask_drain()
+    stage.allow(2)  # whatever the leader says
+    stage.start()
+    eventually(lambda: stage.heartbeat()["waiting"].endswith(f" s: {draining()}"))
+    assert stage.groups() == []
+    stage.store.ask_undrain()
+    stage.allow(2)
+    eventually(stage.groups)
 
 
 def test_what_is_sampled_is_sampled_by_the_version_that_is_current_then(stage: Stage) -> None:
@@ -243,8 +155,7 @@ def test_weights_that_cannot_be_loaded_leave_the_old_version_sampling(stage: Sta
     assert stage.store.read_pool()[0].info.rollouts[0].max_version == 0
     eventually(lambda: stage.heartbeat()["error"].startswith("version 1: bad"))
     stage.sampler.bad_versions = set()
-    eventually(lambda: stage.sampler.version == 1)  # tried again after a while
-    assert stage.told("version")[-1]["version"] == 1
+    eventually(lambda: stage.told("version")[-1]["version"] == 1)  # tried again after a while
 
 
 def test_a_first_version_that_cannot_be_loaded_is_waited_out(stage: Stage) -> None:
@@ -267,7 +178,7 @@ def test_a_scoring_failure_costs_its_group_only_and_gives_its_ticket_back(stage:
     eventually(lambda: len(stage.groups()) == 3)
     stage.finish()
     assert stage.groups() == ["counting.0", "counting.2", "counting.1"]
-    assert stage.told("trouble")[0]["error"] == ("group counting.1 given up: score failed: ValueError: no verdict")
+    assert stage.told("trouble")[0]["error"] == ("group counting.1 given up: ValueError: no verdict")
     assert stage.events[-1] == {"event": "stopped", "groups": 3, "rollouts": 6, "failed_groups": 1}
     assert stage.heartbeat()["failed_groups"] == 1
 
@@ -286,7 +197,7 @@ def test_a_batch_that_lost_a_group_does_not_count_as_one_without_trouble(stage: 
     stage.start()
     eventually(lambda: len(stage.groups()) == 2)
     stage.finish()
-    assert stage.heartbeat()["error"] == "group counting.1 given up: score failed: ValueError: no verdict"
+    assert stage.heartbeat()["error"] == "group counting.1 given up: ValueError: no verdict"
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
@@ -296,7 +207,7 @@ def test_a_reward_that_is_not_finite_is_a_scoring_failure(stage: Stage, reward: 
     stage.announce(0)
     stage.start()
     eventually(lambda: stage.groups() == ["counting.0"])
-    assert "group counting.0 given up: score failed: InvalidRollout: reward" in stage.told("trouble")[0]["error"]
+    assert "group counting.0 given up: InvalidRollout: reward" in stage.told("trouble")[0]["error"]
 
 
 def test_a_prompt_that_fails_again_and_again_is_left_to_lapse_and_others_go_on(stage: Stage) -> None:
@@ -329,7 +240,7 @@ def test_stopping_while_sampling_gives_all_tickets_back_at_once(stage: Stage) ->
 
 
 def test_tickets_stay_out_however_long_sampling_takes(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlbuffer.writer.TICKET_SECONDS", 0.3)
+    monkeypatch.setattr(loop, "TICKET_SECONDS", 0.3)
     stage.sampler.gate.clear()
     stage.allow(2)
     stage.announce(0)

@@ -11,13 +11,15 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "rlbuffer").rglob("*.py"), *(ROOT / "cli").rglob("*.py")])
 
 FLOORS = [
-    ("errors", "values", "columns", "spans", "infos"),
+    ("errors", "values", "columns", "spans", "infos", "dotted"),
     ("records", "batches"),
     (
         "config",
+        "config_changes",
         "settings",
         "wire",
         "wire_info",
+        "info_pages",
         "messages",
         "jsonl",
         "lines",
@@ -33,9 +35,9 @@ FLOORS = [
     ),
     ("policy",),
     ("batcher",),
-    ("filters", "toml_lines", "schema", "cross_checks", "loading", "testing"),
+    ("filters", "toml_lines", "schema", "placement", "cross_checks", "loading", "testing"),
     ("store",),
-    ("views", "writer", "progress", "reader"),
+    ("views", "writer", "progress", "reader", "operations"),
     ("client",),
     ("daemon",),
     ("weights",),

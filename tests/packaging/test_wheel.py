@@ -30,7 +30,22 @@ def test_the_wheel_has_two_packages_and_no_generic_name(names: list[str]) -> Non
 
 def test_the_wheel_carries_the_scripts_and_the_demo(names: list[str]) -> None:
     scripts = {Path(name).stem for name in names if name.startswith("rlbuffer/store/scripts/")}
-    assert {"push", "ticket", "drop", "commit", "lease", "attempt", "report", "announce", "retire"} <= scripts
+    assert {
+        "push",
+        "ticket",
+        "keep",
+        "drop",
+        "commit",
+        "lease",
+        "attempt",
+        "report",
+        "announce",
+        "retire",
+        "recover",
+        "void",
+        "telemetry",
+        "ask",
+    } <= scripts
     assert "rlbuffer/demo.toml" in names
     assert "rlbuffer/py.typed" in names
 

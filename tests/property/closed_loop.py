@@ -6,15 +6,18 @@ Discrete events on a simulated clock; everything random comes from one seed.
 from __future__ import annotations
 
 import heapq
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rlbuffer.batcher import Batcher
-from rlbuffer.config import BatcherConfig
+from rlbuffer.config import BatcherConfig, budgets_at
 from rlbuffer.infos import GroupInfo, RolloutInfo
 from rlbuffer.policy.admission import ANY_ENV
+
+_SHORT = re.compile(r"(?P<env>\S+) is (?P<groups>\d+) groups? short of its share")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,16 @@ class Outcome:
     oldest: int = 0
     seconds: float = 0.0
     stuck: str = ""
+    stale: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """(env, step) -> groups dropped as stale when the step was decided about."""
+    largest: int = 0
+    """Tokens of the largest trained group."""
+    drift: float = 0.0
+    """Largest distance of an env's trained tokens from its share of all, after any step, in tokens."""
+    idle: Counter[str] = field(default_factory=Counter)
+    """env -> events at which the step waited for it, a worker of it had no ticket, and not one ticket was out."""
+    thin: Counter[str] = field(default_factory=Counter)
+    """As `idle`, with tickets out, but more than one fewer than the sentence says that groups are missing."""
 
     @property
     def stale_percent(self) -> float:
@@ -87,6 +100,7 @@ def simulate(
             decision = batcher.next(step, world_size=world_size, now=now, rng=rng)
             batcher.dropped(decision.drops)
             out.dropped.update(d.reason for d in decision.drops)
+            out.stale.update((d.env, step) for d in decision.drops if d.reason == "stale")
             allowances = dict(decision.allowances)
             if decision.plan is None:
                 return decision.waiting
@@ -96,8 +110,13 @@ def simulate(
             out.oldest = max(out.oldest, max(step - 1 - r.min_version for r in plan.rollouts))
             rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
             out.fills.append(plan.tokens / (rows * config.row_tokens))
+            sizes = Counter[str]()
             for ref in plan.rollouts:
                 out.tokens[ref.env] += ref.length
+                sizes[ref.group_id] += ref.length
+            out.largest = max(out.largest, *sizes.values())
+            for env, share in budgets_at(config.budgets, step).items():
+                out.drift = max(out.drift, abs(out.tokens[env] - share * out.tokens.total()))
             batcher.committed(plan)
             committed = step
 
@@ -121,6 +140,11 @@ def simulate(
     while trained < steps:
         sentence = decide()
         work()
+        short = _SHORT.match(sentence)
+        if short and idle[short["env"]]:
+            env, held = short["env"], tickets[short["env"]]
+            out.idle[env] += held == 0
+            out.thin[env] += 0 < held < int(short["groups"]) - 1
         if not events:
             out.stuck = f"step {committed + 1} at {now:.1f} s: {sentence} {allowances} {dict(tickets)}"
             break
@@ -151,6 +175,7 @@ def group_info(
     planned_size: int | None = None,
     first: int = 0,
     rewards: list[float | None] | None = None,
+    adapter: str = "",
 ) -> GroupInfo:
     """A push of rollouts of these lengths; rollout ids count from `first`."""
     sizes = [int(n) for n in lengths]  # type: ignore[attr-defined]
@@ -158,6 +183,7 @@ def group_info(
         group_id=group_id,
         env=env,
         prompt_id=group_id,
+        adapter=adapter,
         planned_size=planned_size or len(sizes),
         rollouts=tuple(
             RolloutInfo(

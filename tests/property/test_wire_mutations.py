@@ -6,6 +6,7 @@ import random
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -13,10 +14,18 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.infos import GroupInfo
+from rlbuffer.infos import GroupInfo, totals_of
 from rlbuffer.records import Group, Rollout, Turn, VersionSpan
 from rlbuffer.testing import make_group
-from rlbuffer.wire import decode_group_payload, decode_info, decode_rollout, encode_info, encode_push, encode_rollout
+from rlbuffer.wire import (
+    decode_group_payload,
+    decode_info,
+    decode_infos,
+    decode_rollout,
+    encode_info,
+    encode_push,
+    encode_rollout,
+)
 
 HEADER = struct.Struct("<4sHHIIII")
 MUTATIONS = 10_000
@@ -254,6 +263,85 @@ def test_ten_thousand_mutated_metadata_maps_with_a_right_checksum_are_refused_or
         accepted, refused = _judge(decode_info, encode_info, wounded, accepted, refused)
     assert accepted > 100
     assert refused > 0.5 * MUTATIONS
+
+
+def test_a_page_of_pushes_decodes_as_one_after_the_other() -> None:
+    """What a leader reads of a page, most of it without a look at single rollouts, is what each push says by itself."""
+    rng, pages, accepted, lazy = random.Random(6), 100, 0, 0
+    whole = (*MAPS, *(map_of(rng) for _ in range(40)))
+    for page in range(pages):
+        pushes = [
+            tampered_map(rng, whole) if rng.random() < 0.6 else rng.choice(whole) for _ in range(MUTATIONS // pages)
+        ]
+        for i, (data, found) in enumerate(zip(pushes, decode_infos(pushes), strict=True)):
+            try:
+                alone: GroupInfo | PayloadError = decode_info(data)
+            except PayloadError as error:
+                alone = error
+            if isinstance(alone, PayloadError):
+                assert isinstance(found, PayloadError), f"push {i} of page {page} was accepted: {alone}"
+                assert str(found) == str(alone)
+                continue
+            assert isinstance(found, GroupInfo), f"push {i} of page {page} was refused: {found}"
+            totals = found.totals
+            lazy += not has_rollouts(found)
+            assert found == alone
+            assert totals == alone.totals == totals_of(found.rollouts)
+            accepted += 1
+    assert accepted > 0.4 * MUTATIONS
+    assert lazy > 0.3 * MUTATIONS
+    assert accepted < 0.8 * MUTATIONS
+
+
+def has_rollouts(info: GroupInfo) -> bool:
+    try:
+        object.__getattribute__(info, "rollouts")
+    except AttributeError:
+        return False
+    return True
+
+
+def map_of(rng: random.Random) -> bytes:
+    """The metadata of some group: with and without rewards, of them named ones, ids, needs and columns."""
+    size = rng.randint(1, 5)
+    rewards = [rng.choice([None, 0.0, -0.0, 1.0, 2.5]) for _ in range(size)]
+    if rng.random() < 0.5:
+        rewards = [rng.choice([0.0, 1.0])] * size
+    lengths = [rng.randint(2, 40) for _ in range(size)]
+    group = make_group(env="ab"[size % 2], rewards=rewards, lengths=lengths, version=rng.randint(0, 9))
+    names = rng.sample(["format", "π", "length"], rng.randint(0, 2))
+    members = [
+        replace(
+            rollout,
+            rollout_id=f"r{i}" if size == 4 else rollout.rollout_id,
+            rewards={name: rng.choice([0.0, 1e308, -1.5]) for name in names if rng.random() < 0.7},
+            columns={"entropy": np.zeros(rollout.length, np.float32)} if size == 3 else {},
+        )
+        for i, rollout in enumerate(group.rollouts)
+    ]
+    needs = ("ref_logprobs",) if size == 2 else ()
+    return encode_push(replace(group, rollouts=tuple(members), needs=needs, planned_size=size + 1)).metadata
+
+
+def tampered_map(rng: random.Random, whole: tuple[bytes, ...]) -> bytes:
+    """Metadata with something wrong that its checksum does not tell, or with a wrong checksum."""
+    data, other = rng.sample(whole, 2)
+    kind = rng.randrange(4)
+    if kind == 0:
+        return mutated(rng, data, other)
+    if kind == 1:
+        return resealed_map(mutated(rng, data, other))
+    values = msgpack.unpackb(data)
+    if kind == 2:
+        values = tampered(rng, values)
+    else:
+        rows = bytearray(values["rows"])
+        at = rng.randrange(len(rows))
+        rows[at] = rng.choice([0, 1, 2, 3, 4, 0x7F, 0x80, 0xFF, rng.randrange(256)])
+        values["rows"] = bytes(rows)
+    if isinstance(values, dict) and "checksum" in values:
+        values["checksum"] = 0xFFFFFFFF
+    return resealed_map(packed(values))
 
 
 def _judge(

@@ -22,6 +22,13 @@ def test_seeds_hold_every_invariant(first: int) -> None:
         assert result.steps >= 2, "a seed that trains nothing proves nothing"
 
 
+@pytest.mark.parametrize("seed", [0, 18, 21, 170])
+def test_seeds_of_a_server_that_loses_writes_hold_every_invariant(seed: int) -> None:
+    """18: parts retired before a rollback, looked up after it. 170: pushes sent again to a server that has them."""
+    result = run_seed(seed, rollback=True)
+    assert not result.violation, f"{result.violation}\n{replay_command(seed, rollback=True)}"
+
+
 def test_same_seed_gives_the_same_events() -> None:
     first, second = run_seed(3, keep_log=10**6), run_seed(3, keep_log=10**6)
     assert first == second
@@ -35,7 +42,7 @@ def test_violation_is_shown_with_the_command_that_replays_it() -> None:
         assert done.returncode == 1
         return done.stdout
 
-    out = shown("--seeds", "4", "--processes", "1", "--mutation", "drop-without-xdel")
+    out = shown("--seeds", "4", "--jobs", "1", "--mutation", "drop-without-xdel")
     again = out[out.index("python -m simulation") :].splitlines()[0].removeprefix("python -m simulation ").split()
     assert "--mutation" in again
     violation = next(line for line in out.splitlines() if line.startswith("  I10: "))

@@ -1,10 +1,10 @@
 import pytest
 
-from rlbuffer.policy.admission import START_TICKETS, EnvSupply, allowances, groups_per_step, window
+from rlbuffer.policy.admission import START_TICKETS, EnvSupply, allowances, groups_per_step, missing, window
 
 
-def supply(*, window=1, pending=0, share=1.0, mean=(100.0, 100.0, 4.0)):
-    return EnvSupply(window=window, pending=pending, share=share, mean=mean)
+def supply(*, window=1, pending=0, share=1.0, mean=(100.0, 100.0, 4.0), owed=0.0):
+    return EnvSupply(window=window, pending=pending, share=share, mean=mean, owed=owed)
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,49 @@ def test_with_a_number_of_groups_the_start_needs_no_mean():
 def test_an_unknown_env_is_taken_for_an_average_one():
     envs = {"a": supply(share=0.5), "b": supply(share=0.5, mean=None)}
     assert groups_per_step(envs, tokens=1000, groups=None, rollouts=None) == pytest.approx({"a": 5, "b": 5})
+
+
+GROUPS = {"tokens": 0, "groups": 8, "rollouts": None}
+
+
+@pytest.mark.parametrize(
+    ("owed", "pending", "expected"),
+    [
+        ((0, 0), (0, 0), {"a": 6, "b": 2}),
+        ((0, 0), (4, 0), {"a": 2, "b": 2}),
+        ((0, 0), (9, 2), {"a": 0, "b": 0}),
+        ((-100, 100), (0, 0), {"a": 5, "b": 3}),  # what b was owed before is its now
+        ((-60, 60), (0, 0), {"a": 6, "b": 2}),
+    ],
+)
+def test_the_open_step_needs_what_it_would_select_and_is_not_there(owed, pending, expected):
+    shares = {"a": 0.75, "b": 0.25}
+    envs = {e: supply(share=shares[e], owed=owed[i], pending=pending[i]) for i, e in enumerate("ab")}
+    assert missing(envs, **GROUPS) == expected
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(700, 7), (701, 8), (800, 8)])
+def test_a_step_of_rows_needs_groups_until_it_may_close(tokens, expected):
+    assert missing({"a": supply()}, tokens=tokens, groups=None, rollouts=None) == {"a": expected}
+
+
+@pytest.mark.parametrize(("rollouts", "expected"), [(28, 7), (29, 8), (32, 8)])
+def test_a_step_of_rollouts_needs_groups_until_they_are_there(rollouts, expected):
+    assert missing({"a": supply()}, tokens=0, groups=None, rollouts=rollouts) == {"a": expected}
+
+
+def test_before_groups_of_every_env_are_seen_a_few_of_each_are_enough():
+    envs = {"a": supply(share=0.75), "b": supply(share=0.25, mean=None)}
+    assert missing(envs, **(GROUPS | {"groups": 32})) == {"a": 6, "b": 2}
+    unknown = {env: supply(share=0.5, mean=None) for env in "ab"}
+    assert missing(unknown, tokens=1000, groups=None, rollouts=None) == {"a": 1, "b": 1}
+    assert missing(unknown, **GROUPS) == {"a": 1, "b": 1}
+
+
+def test_what_the_open_step_needs_replaces_the_average_and_what_is_wanted():
+    envs = {"a": supply(share=0.5), "b": supply(share=0.5), "c": supply(share=0.0)}
+    per_step = {"a": 4.5, "b": 4.5}
+    assert allowances(envs, per_step, wanted=["a", "b"], open_step={"a": 3, "b": 0}) == {"a": 3, "b": 0, "c": 0}
+    assert allowances(envs, per_step, wanted=["b"], open_step={"a": 0, "b": 0}) == {"a": 0, "b": 1, "c": 0}
+    shut = {"a": supply(share=1.0, window=0)}
+    assert allowances(shut, {"a": 4.0}, wanted=["a"], open_step={"a": 3}) == {"a": 0}

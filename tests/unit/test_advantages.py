@@ -1,7 +1,12 @@
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
+from batcher_calls import ask, batcher, put
 
 from rlbuffer.advantages import ESTIMATORS, advantage
+from rlbuffer.config import EnvConfig
 from rlbuffer.errors import ConfigError, InvalidRollout
 
 
@@ -19,6 +24,12 @@ from rlbuffer.errors import ConfigError, InvalidRollout
         ("max_rl", [1, -1], None, [0, 0]),
         ("reinforce", [1, 0.5], None, [1, 0.5]),
         ("grpo", [0.5, 0.5], None, [0, 0]),
+        # Lengths 10 and 30 of the right ones are one deviation from their mean: they keep 0.973 and 0.927 of their 1.
+        ("length_penalty", [1, 1, 0], [10, 30, 20], [0.50966, 0.44034, -0.95]),
+        ("length_penalty", [1, 1], [7, 7], [0, 0]),
+        ("length_penalty", [1, 0], [90, 1], [0.95, -0.95]),
+        ("length_penalty", [0, 0], [1, 9], [0, 0]),
+        ("length_penalty", [0, -1], [1, 9], [1, -1]),
     ],
 )
 def test_estimators_give_the_published_numbers(name, rewards, lengths, expected):
@@ -42,7 +53,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_one():
     with pytest.raises(ConfigError) as error:
         advantage("rlooo", [1.0, 0.0])
     assert str(error.value) == (
-        "advantage 'rlooo' is not an estimator: rloo, grpo, dr_grpo, max_rl, opo, reinforce. Did you mean rloo?"
+        "advantage 'rlooo' is not an estimator: rloo, grpo, dr_grpo, max_rl, opo, reinforce, length_penalty. "
+        "Did you mean rloo?"
     )
 
 
@@ -51,8 +63,108 @@ def test_rewards_that_are_not_finite_are_refused():
         advantage("rloo", [1.0, float("nan")])
 
 
-def test_lengths_must_match_and_opo_needs_them():
+def test_lengths_must_match_and_some_estimators_need_them():
     with pytest.raises(InvalidRollout, match="2 lengths do not match 3 rewards"):
         advantage("rloo", [1, 0, 1], lengths=[1, 2])
-    with pytest.raises(InvalidRollout, match="advantage opo: lengths are required"):
-        advantage("opo", [1, 0])
+    for name in ("opo", "length_penalty"):
+        with pytest.raises(InvalidRollout, match=f"advantage {name}: lengths are required"):
+            advantage(name, [1, 0])
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    module = ModuleType("estimators_of_a_test")
+    monkeypatch.setitem(sys.modules, "estimators_of_a_test", module)
+    return module
+
+
+def test_an_estimator_of_ones_own_is_told_of_the_group_and_may_spoil_what_it_gets(mine):
+    seen = []
+
+    def estimator(rewards, lengths, group):
+        seen.append((rewards.dtype, lengths.tolist(), group))
+        answer = rewards - lengths / 10
+        rewards[:] = 0
+        lengths[:] = 0
+        return answer.tolist()
+
+    mine.estimator = estimator
+    made = batcher(step_groups=1, advantage="estimators_of_a_test:estimator", envs={"b": EnvConfig(advantage="rloo")})
+    put(made, "g1", lengths=(20, 30), rewards=[1.0, 0.0], adapter="x")
+    plan = ask(made).plan
+    again = ask(made).plan
+    loss_tokens = [ref.loss_tokens for ref in plan.rollouts]
+    expected = np.array([1.0, 0.0]) - np.array(loss_tokens) / 10
+    assert plan.advantages.tolist() == again.advantages.tolist() == expected.astype(np.float32).tolist()
+    assert seen[0][:2] == (np.float64, [float(n) for n in loss_tokens])
+    told = {name: seen[0][2][name] for name in ("group_id", "env", "prompt_id", "adapter", "rollout_ids", "lengths")}
+    assert told == {
+        "group_id": "g1",
+        "env": "a",
+        "prompt_id": "prompt-0",
+        "adapter": "x",
+        "rollout_ids": ("g1/0", "g1/1"),
+        "lengths": (20, 30),
+    }
+    assert sorted(seen[0][2].keys() - told.keys()) == [
+        "is_truncated",
+        "max_policy_versions",
+        "min_policy_versions",
+        "prompt_tokens",
+        "rewards",
+    ]
+
+
+def test_a_class_is_an_estimator_and_a_group_of_one_is_not_asked_about(mine):
+    class Halved:
+        def __call__(self, rewards, lengths, group):
+            return rewards / 2
+
+    mine.Halved = Halved
+    assert advantage("estimators_of_a_test:Halved", [1.0, 3.0]).tolist() == [0.5, 1.5]
+    assert advantage("estimators_of_a_test:Halved", [1.0]).tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (
+            lambda r, n, g: r[1:],
+            "gave numbers of shape [3] for group g of env a: it must be one for each of 4 rollouts",
+        ),
+        (lambda r, n, g: 1.0, "gave numbers of shape [] for group g of env a: it must be one for each of 4 rollouts"),
+        (lambda r, n, g: r / 0 * 0, "gave nan for group g of env a: it must give finite numbers"),
+        (lambda r, n, g: r + float("inf"), "gave inf for group g of env a: it must give finite numbers"),
+        (lambda r, n, g: g["score"], "failed for group g of env a: KeyError: 'score'"),
+        (lambda r, n: r, "failed for group g of env a: TypeError: "),
+        (lambda r, n, g: ["a"] * 4, "failed for group g of env a: ValueError: could not convert string to float: 'a'"),
+        (lambda r, n, g: None, "gave numbers of shape [] for group g of env a: it must be one for each of 4 rollouts"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_an_estimator_whose_answer_cannot_be_used_is_named_with_env_and_group(mine, answer, why):
+    mine.answer = answer
+    made = batcher(step_groups=1, envs={"a": EnvConfig(advantage="estimators_of_a_test:answer")})
+    put(made, "g")
+    with pytest.raises(ConfigError) as error:
+        ask(made)
+    assert str(error.value).startswith(f"batcher.envs.a.advantage = 'estimators_of_a_test:answer' {why}")
+    assert error.value.setting == "batcher.envs.a.advantage"
+    assert made.pending_tokens("a") == 100  # nothing is dropped because of it
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        (
+            "no_such_package_at_all:f",
+            "cannot be imported: ModuleNotFoundError: No module named 'no_such_package_at_all'",
+        ),
+        ("math:no_such_name", "cannot be imported: AttributeError: module 'math' has no attribute 'no_such_name'"),
+        ("math:pi", "is not callable but float: it takes (rewards, lengths, group)"),
+    ],
+)
+def test_an_estimator_that_cannot_be_had_is_refused_when_the_batcher_starts(path, why):
+    with pytest.raises(ConfigError) as error:
+        batcher(advantage=path)
+    assert str(error.value) == f"batcher.advantage = {path!r} {why}"

@@ -61,6 +61,31 @@ def test_after_a_partial_step_the_next_one_waits_anew():
     assert ask(made, 2, now=119.0).plan is None
 
 
+def test_partial_goes_on_although_more_than_a_group_is_owed_before_anything_is_selected():
+    made = with_code_only(12, spillover="partial")
+    sizes = []
+    for step in (1, 2, 3):
+        assert ask(made, step, now=100.0 * step).plan is None
+        plan = ask(made, step, now=100.0 * step + 60.0).plan
+        made.committed(plan)
+        sizes.append((len(plan.group_ids), plan.closed_by))
+    assert sizes == [(3, "partial")] * 3
+    for n in range(8):
+        put(made, f"m{n}", env="math", now=400.0)
+    assert [g[0] for g in ask(made, 4, now=400.0).plan.group_ids] == ["m"] * 4  # what it is owed is not forgotten
+
+
+def test_partial_closes_with_less_than_the_others_share_when_no_more_is_there():
+    made = with_code_only(4, spillover="partial")
+    for step, size in ((1, 3), (2, 1)):
+        assert ask(made, step, now=100.0 * step).plan is None
+        assert ask(made, step, now=100.0 * step + 59.9).plan is None
+        plan = ask(made, step, now=100.0 * step + 60.0).plan
+        assert len(plan.group_ids) == size
+        made.committed(plan)
+    assert ask(made, 3, now=1000.0).plan is None  # nothing at all is ready
+
+
 def test_partial_fits_the_rows_of_the_step():
     made = batcher(budgets={"math": 0.5, "code": 0.5}, spillover="partial", max_age=99)
     for n in range(8):

@@ -132,3 +132,11 @@ def test_used_groups_keep_steps_coming_without_holding_back_tickets():
     for one in (made, plain):
         train(one, 1)
     assert ask(made, 2).allowances == ask(plain, 2).allowances
+
+
+def test_a_used_group_from_the_future_is_dropped_as_steps_that_trained_it_may_be_void():
+    made = batcher(**(TWICE | {"step_groups": 1, "replay_fraction": 1.0}))
+    put(made, "g", version=1, uses=1)
+    decision = ask(made, 1)
+    assert decision.plan is None
+    assert [drop[:2] for drop in drops_of(decision)] == [("g", "future")]

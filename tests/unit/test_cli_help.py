@@ -69,7 +69,14 @@ def test_help_and_version(run: Callable[..., tuple[int, str, str]]) -> None:
         (["inspect", "x/0", "--tokens", "9:3"], 2, "Error: --tokens takes A:B with 0 <= A < B, got '9:3'"),
         (["config", "check", "--config", "no.toml"], 3, "Error: cannot read the config file no.toml: No such file"),
         (["config", "show", "--run", "BAD"], 3, "Error: --run  run = 'BAD': string should match pattern"),
-        (["worker"], 3, "Error: which env? Give --env (vcopy, repeat, package.module:factory), or a [worker.NAME]"),
+        (
+            ["worker"],
+            3,
+            (
+                "Error: which env? Give --env (vcopy, repeat, arithmetic, package.module:factory), or a [worker.NAME] "
+                "section."
+            ),
+        ),
         (["worker", "x"], 3, "Error: the config has no [worker.x] section. Give --env, or add the section."),
         (["run"], 3, "Error: there is no [worker.NAME] section: nothing would be sampled."),
         (["verify"], 1, "Error: nothing was ever stored under "),

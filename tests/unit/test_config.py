@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from rlbuffer.config import BatcherConfig, EnvConfig, budgets_at
+from rlbuffer.config import AdapterConfig, BatcherConfig, EnvConfig, budgets_at
 from rlbuffer.errors import ConfigError
 
 AT_LEAST_ONE = (
@@ -19,6 +19,13 @@ AT_LEAST_ONE = (
     "step_rollouts",
     "step_groups",
 )
+
+NO_ESTIMATOR = (
+    "= 'gae' is not an estimator: rloo, grpo, dr_grpo, max_rl, opo, reinforce, length_penalty, or one of yours as "
+    "package.module:name"
+)
+
+BATCH_SIZE = "= 'many': input should be a valid integer, unable to parse string as an integer"
 
 
 def config(**settings: Any) -> BatcherConfig:
@@ -57,12 +64,12 @@ def config(**settings: Any) -> BatcherConfig:
         (
             {"advantage": "gae"},
             "advantage",
-            "= 'gae' is not an estimator: rloo, grpo, dr_grpo, max_rl, opo, reinforce",
+            NO_ESTIMATOR,
         ),
         (
             {"envs": {"a": EnvConfig(advantage="gae")}},
             "envs.a.advantage",
-            "= 'gae' is not an estimator: rloo, grpo, dr_grpo, max_rl, opo, reinforce",
+            NO_ESTIMATOR,
         ),
         *(
             ({"flat": value}, "flat", f"= {value!r}: must be keep, drop or a fraction between 0 and 1")
@@ -112,6 +119,23 @@ def config(**settings: Any) -> BatcherConfig:
         ),
         ({"envs": {"a b": EnvConfig()}}, "envs.a b", "is not an env name"),
         ({"envs": {"a": EnvConfig(max_age=-1)}}, "envs.a.max_age", "= -1 must not be negative"),
+        *(
+            ({"advantage": name}, "advantage", NO_ESTIMATOR.replace("gae", name))
+            for name in ("my_package.adv", "my package:f", ":f", "a:b:c", "1a:f")
+        ),
+        ({"adapter_batch_size": 0}, "adapter_batch_size", "= 0 must be at least 1"),
+        ({"adapters": {"x": AdapterConfig(batch_size=0)}}, "adapters.x.batch_size", "= 0 must be at least 1"),
+        (
+            {"adapters": {"": AdapterConfig(batch_size=8)}},
+            "adapters",
+            "names the adapter '': all weights make an optimizer step with every step",
+        ),
+        (
+            {"adapters": {"x" * 129: AdapterConfig(batch_size=8)}},
+            f"adapters.{'x' * 129}",
+            "is not an adapter name: it has 129 characters, at most 128",
+        ),
+        ({"adapters": {"x": {"batch_size": "many"}}}, "adapters.x.batch_size", BATCH_SIZE),
         ({"envs": {"a": EnvConfig(min_group_size=0)}}, "envs.a.min_group_size", "= 0 must be at least 1"),
     ],
 )

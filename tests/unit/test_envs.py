@@ -60,7 +60,7 @@ def test_the_first_prompts_never_change_between_releases() -> None:
     assert [make_env("repeat").prompt(n).prompt_id for n in range(6)] == ["65=", "83=", "05=", "83=", "83=", "34="]
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", ["vcopy", "repeat"])
 def test_every_answer_fits_and_earns_exactly_one(name: str) -> None:
     env = make_env(name)
     for number in range(200):
@@ -132,8 +132,19 @@ def test_a_factory_of_the_users_own_gets_the_options() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("vcop", {}, "env 'vcop' is not one of vcopy, repeat. Did you mean vcopy?"),
-        ("math", {}, "env 'math' is not one of vcopy, repeat. Your own env is named as package.module:factory."),
+        (
+            "vcop",
+            {},
+            "env 'vcop' is not one of vcopy, repeat, arithmetic, jsonl, reasoning_gym, verifiers. Did you mean vcopy?",
+        ),
+        (
+            "math",
+            {},
+            (
+                "env 'math' is not one of vcopy, repeat, arithmetic, jsonl, reasoning_gym, verifiers. "
+                "Your own env is named as package.module:factory."
+            ),
+        ),
         ("nowhere_at_all:make", {}, "env nowhere_at_all:make: cannot be imported: No module named 'nowhere_at_all'"),
         ("math:make", {}, "env math:make: cannot be imported: module 'math' has no attribute 'make'"),
         ("math:pi", {}, "env math:pi: pi is not callable"),
@@ -143,7 +154,7 @@ def test_a_factory_of_the_users_own_gets_the_options() -> None:
             {},
             (
                 "env builtins:dict: its factory returned dict, which lacks name, vocab_size, eos_token_ids, "
-                "max_new_tokens, prompt, score, render"
+                "max_new_tokens, prompt, render, score (or play, for several turns)"
             ),
         ),
         (
@@ -154,9 +165,22 @@ def test_a_factory_of_the_users_own_gets_the_options() -> None:
         (
             "repeat",
             {"sead": 1},
+            "env repeat: sead is not an option. Did you mean seed?",
+        ),
+        (
+            "arithmetic",
+            {"x": 1},
             (
-                "env repeat: its factory refused the options {'sead': 1}: "
-                "Repeat.__init__() got an unexpected keyword argument 'sead'"
+                "env arithmetic: x is not an option. Its options are name, seed, digits, operators, "
+                "max_calls, call_weight."
+            ),
+        ),
+        (
+            "jsonl",
+            {},
+            (
+                "env jsonl: its factory refused the options {}: JsonLines.__init__() missing 1 required "
+                "keyword-only argument: 'path'"
             ),
         ),
     ],
@@ -166,8 +190,8 @@ def test_an_env_that_cannot_be_made_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError) as error:
         make_env(name, **options)
-    assert str(error.value).removesuffix(". Did you mean 'seed'?") == message  # Python 3.13 adds the hint
-    assert error.value.setting == "env"
+    assert str(error.value) == message
+    assert error.value.setting in ("env", "env_options")
 
 
 def test_envs_import_no_torch() -> None:

@@ -79,13 +79,16 @@ def test_allows_tells_what_need_not_be_read() -> None:
             "stat:ready",
             (
                 "'stat' is not a field to filter by. Did you mean state? "
-                "Fields: env, state, reason, worker, id, age, reward, tokens."
+                "Fields: env, state, reason, worker, adapter, id, age, reward, tokens."
             ),
         ),
         ("state:redy", "'redy' is not a state. Did you mean ready? One of: forming, ready, packed, trained, dropped."),
         (
             "reason:old",
-            "'old' is not a reason. One of: stale, future, small, flat, oversized, invalid, late, duplicate, void.",
+            (
+                "'old' is not a reason. One of: stale, future, small, flat, oversized, invalid, late, duplicate, void, "
+                "operator."
+            ),
         ),
         ("age>=two", "age is compared with a number (8, 0.5, 8k, 2M), got 'two'"),
         ("age>=", "'age>=' in the filter has no value"),

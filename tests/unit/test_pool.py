@@ -58,10 +58,10 @@ def test_an_entry_that_is_gone_takes_its_own_drop_with_it() -> None:
 
 def test_a_group_from_the_future_that_is_gone_is_not_dropped_again() -> None:
     made = pool()
-    made.sweep_future(2)
+    made.sweep_future(lambda adapter: 2)
     add(made, "g", version=5)
     add(made, "h", version=5)
     made.remove("g-0")
-    made.sweep_future(3)
+    made.sweep_future(lambda adapter: 3)
     assert reasons(made) == [("h", "future")]
     assert made.pending_tokens("a") == 0

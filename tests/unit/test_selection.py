@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlbuffer.batches import Plan
+from rlbuffer.policy.adapters import Queue
 from rlbuffer.policy.closing import longest_fit, needs_more_rows
 from rlbuffer.policy.selection import Limits, select
 
@@ -21,7 +22,7 @@ def groups(env, count, *lengths):
 def run(ready, *, fractions=None, deficits=None, limits=None, budgeted=(), means=None, close_fill=0.95, unit="tokens"):
     fractions = fractions or {env: 1 / len(ready) for env in ready}
     return select(
-        candidates={env: iter(items) for env, items in ready.items()},
+        candidates={env: Queue({"": iter(items)}) for env, items in ready.items()},
         deficits=deficits or {},
         fractions=fractions,
         means=means or dict.fromkeys(fractions, 10.0),

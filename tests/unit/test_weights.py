@@ -110,7 +110,7 @@ def test_a_missing_file_names_its_place(tmp_path: Path) -> None:
         open_weights(policy)
     assert str(error.value) == (
         f"version 3: {tmp_path / 'elsewhere' / 'model.safetensors'} cannot be read (No such file or directory); "
-        "is the run's directory shared with this host?"
+        "is the run's directory shared with this host? If not, set weights.url at the trainer"
     )
 
 

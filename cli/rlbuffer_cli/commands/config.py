@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rlbuffer_cli import options
 
+if TYPE_CHECKING:
+    from rlbuffer.client import Buffer
+    from rlbuffer.store.base import Meta
+
+POLL_SECONDS = 0.1
+
 
 @click.group("config")
 def command() -> None:
-    """Check the settings, or show them with where each came from.
+    """Check the settings, show them with where each came from, or give them to a run at work.
 
     Settings come from rlbuffer.toml, then from RLBUFFER_* variables (RLBUFFER_BATCHER__MAX_AGE is batcher.max_age),
     then from flags; the last one wins.
@@ -59,6 +66,88 @@ def show(config: str | None, redis: str | None, run: str | None, home: str | Non
     for (name, _, source), text in zip(rows, texts, strict=True):
         click.echo(f"{name:<{width}} = {text:<{column}}  {source}" if sources else f"{name:<{width}} = {text}")
     return 0
+
+
+@command.command("apply")
+@options.common
+@click.option(
+    "--timeout", type=click.FloatRange(0), default=30.0, show_default=True, metavar="S", help="To wait for the batcher."
+)
+@click.option("--json", "as_json", is_flag=True, help="One object per change, then the outcome.")
+def apply(
+    config: str | None, redis: str | None, run: str | None, home: str | None, timeout: float, as_json: bool
+) -> int:
+    """Change the batcher's settings of a run, also while it is at work.
+
+    Shows what differs and what follows from it. The batcher that leads takes the settings between two steps, and so
+    does every one that takes over later; without one they wait for the next. Only [batcher] counts: workers and
+    trainer read their own sections when they start. `rlbuffer serve` does the same with its own file on SIGHUP.
+
+    \b
+    Example:
+      rlbuffer config apply --config rlbuffer.toml --run math
+    """
+    from rlbuffer.config_changes import changes, check_change, config_digest
+    from rlbuffer_cli.session import open_existing
+
+    loaded = options.load(config, redis, run, home)
+    wanted = loaded.settings.batcher
+    with open_existing(loaded, run_given=run is not None) as buffer:
+        seen, name = buffer.store.meta(), buffer.run
+        check_change(seen.config, wanted.as_dict(), step=seen.step)
+        found = changes(seen.wanted or seen.config, wanted.as_dict()) if seen.config or seen.wanted else []
+        for change in found:
+            if as_json:
+                record = {"schema": "rlbuffer.change/1", "setting": change.setting, "old": change.old}
+                more = {"new": change.new, "consequence": change.consequence, "source": loaded.source(change.setting)}
+                click.echo(json.dumps(record | more, default=_plain))
+                continue
+            note = f"   ({change.consequence})" if change.consequence else ""
+            click.echo(f"{change}   {loaded.source(change.setting)}{note}")
+        answer = buffer.store.ask_config(wanted.as_dict(), config_digest(wanted), seen=seen)
+        if answer == "same":
+            state, revision = "same", seen.revision
+        elif not buffer.store.is_led():
+            state, revision = "stored", seen.revision
+        else:
+            state, revision = "taken", _wait_until_taken(buffer, config_digest(wanted), seen, timeout)
+    if as_json:
+        click.echo(json.dumps({"schema": "rlbuffer.config/1", "run": name, "state": state, "revision": revision}))
+        return 0
+    click.echo(
+        {
+            "same": f'run "{name}" has these settings already (revision {revision})',
+            "stored": f'stored for run "{name}": no batcher is at work; the next one that starts with them takes them',
+            "taken": f'run "{name}" has these settings from the next step on (revision {revision})',
+        }[state]
+    )
+    return 0
+
+
+def _wait_until_taken(buffer: Buffer, digest: str, seen: Meta, timeout: float) -> int:
+    """-> the revision."""
+    from rlbuffer.daemon.revisions import has_refused
+    from rlbuffer.errors import BatchTimeout, ConfigChanged, ConfigError
+
+    deadline = time.monotonic() + timeout
+    while True:
+        meta = buffer.store.meta()
+        if not meta.wanted_digest and meta.config_digest == digest:
+            return meta.revision
+        reason = has_refused(meta, digest)
+        if reason:
+            raise ConfigError(f'the batcher of run "{buffer.run}" refused the settings, the old ones go on: {reason}')
+        if meta.wanted_digest != digest and (meta.wanted_digest or meta.revision > seen.revision):
+            raise ConfigChanged(
+                f'the settings of run "{buffer.run}" (revision {meta.revision}) were changed again meanwhile, by '
+                f"somebody else: yours do not count. `rlbuffer config apply` again puts yours in the place of theirs"
+            )
+        if time.monotonic() >= deadline:
+            raise BatchTimeout(
+                f'the batcher of run "{buffer.run}" has not taken the settings within {timeout:g} s; they stay stored '
+                f"for it (rlbuffer inspect shows when it has)"
+            )
+        time.sleep(POLL_SECONDS)
 
 
 def _plain(value: Any) -> Any:

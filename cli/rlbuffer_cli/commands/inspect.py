@@ -46,7 +46,7 @@ def command(
     opened last.
 
     \b
-    Filter fields: env state reason worker id (text, `field:value`, commas for alternatives)
+    Filter fields: env state reason worker adapter id (text, `field:value`, commas for alternatives)
                    age reward tokens (numbers, `field>=value`, 8k = 8000)
     States:        forming ready packed trained dropped
 

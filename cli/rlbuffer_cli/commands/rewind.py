@@ -15,20 +15,21 @@ def command(number: int, force: bool, config: str | None, redis: str | None, run
     """Take a run back to a step, and drop everything that is pending.
 
     The steps after N and all pending groups drop as void; policy versions above N are taken back. The run goes on from
-    step N in a new epoch: start the trainer again from its checkpoint of step N. With --force N may also be a step that
-    was retired: steps up to the retired one stay counted as trained.
+    step N in a new epoch. The trainer takes its newest checkpoint, so those of later steps must be moved away first.
+    With --force N may also be a step that was retired: steps up to the retired one stay counted as trained.
 
     \b
     Example:
       rlbuffer rewind 100 --run math
     """
-    from rlbuffer_cli.session import open_existing
+    from rlbuffer_cli.session import open_existing, resume_hint
 
-    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+    loaded = options.load(config, redis, run, home)
+    with open_existing(loaded, run_given=run is not None) as buffer:
         found = buffer.store.rewind(number, force=force)
         name = buffer.run
     click.echo(
         f'run "{name}" goes on from step {number} in epoch {found["epoch"]}: {found["steps"]} steps and '
-        f"{found['entries']} pending pushes are void. Start the trainer again from its checkpoint of step {number}."
+        f"{found['entries']} pending pushes are void. {resume_hint(loaded.settings, name, number)}"
     )
     return 0

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from typing import TYPE_CHECKING
 
 import click
 
 from rlbuffer_cli import options
+
+if TYPE_CHECKING:
+    from rlbuffer.errors import SchemaMismatch
 
 
 @click.command("runs")
@@ -21,6 +25,7 @@ def command(config: str | None, redis: str | None, run: str | None, home: str | 
       rlbuffer runs --redis redis://host:6379
     """
     from rlbuffer.client import connect
+    from rlbuffer.errors import RunGone, SchemaMismatch
     from rlbuffer_cli.session import check_home
 
     loaded = options.load(config, redis, run, home)
@@ -34,7 +39,13 @@ def command(config: str | None, redis: str | None, run: str | None, home: str | 
         click.echo(f"no runs on {address}")
     for name, opened in found.items():
         with connect(url, run=name, config=loaded.settings, name="runs") as other:
-            meta, trainer, total = other.store.meta(), other.store.trainer(), other.ledger().total()
+            try:
+                meta, trainer, total = other.store.meta(), other.store.trainer(), other.ledger().total()
+            except SchemaMismatch as error:
+                _tell_unreadable(name, error, as_json)
+                continue
+            except RunGone:
+                continue  # deleted between the two looks
         record = {
             "schema": "rlbuffer.run/1",
             "run": name,
@@ -54,3 +65,11 @@ def command(config: str | None, redis: str | None, run: str | None, home: str | 
             f"{total.pending[0]:>8,} rollouts pending  opened {opened_at}"
         )
     return 0
+
+
+def _tell_unreadable(name: str, error: SchemaMismatch, as_json: bool) -> None:
+    """A run that another version wrote is named, and keeps nobody from seeing the others."""
+    if as_json:
+        click.echo(json.dumps({"schema": "rlbuffer.run/1", "run": name, "schema_of_run": error.schema}))
+        return
+    click.echo(f"{name:<24} ! {str(error).partition(' was ')[2]}")

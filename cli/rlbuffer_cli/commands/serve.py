@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 @click.command("serve")
 @options.common
+@click.option("--resume", is_flag=True, help="Only go on with a run that is there.")
+@click.option("--fresh", is_flag=True, help="Only begin a run: refused when it holds steps or pending groups.")
 @click.option("--replace-config", is_flag=True, help="Go on with a run that was started with other batcher settings.")
 @click.option(
     "--display",
@@ -26,12 +28,20 @@ if TYPE_CHECKING:
     help="plain: a line per step. json: an object per event.",
 )
 def command(
-    config: str | None, redis: str | None, run: str | None, home: str | None, replace_config: bool, display: str
+    config: str | None,
+    redis: str | None,
+    run: str | None,
+    home: str | None,
+    resume: bool,
+    fresh: bool,
+    replace_config: bool,
+    display: str,
 ) -> int:
     """Run the batcher: decides what each step trains on.
 
     It reads what workers push, drops what is too old, gives every env its token budget and commits one step after
-    the other for the trainer. One batcher leads a run; a second one stands by. Ctrl-C stops it; groups stay.
+    the other for the trainer. One batcher leads a run; a second one stands by. Ctrl-C stops it; groups stay. SIGHUP
+    makes it read its config file again and give the run what it says, as `rlbuffer config apply` does.
 
     \b
     Example:
@@ -42,10 +52,15 @@ def command(
     from rlbuffer import processes
     from rlbuffer.lines import ServeNarrator
 
+    if resume and fresh:
+        raise click.UsageError("--resume and --fresh exclude each other")
     loaded = options.load(config, redis, run, home)
+    if resume or fresh:
+        _check_run(loaded, resume=resume)
     processes.name_process("serve")
-    stop = threading.Event()
+    stop, hangup = threading.Event(), threading.Event()
     processes.stop_on_signals(stop)
+    processes.set_on_hangup(hangup, stop)
     started = time.monotonic()
     narrator = ServeNarrator(lambda line: click.echo(f"{datetime.now():%H:%M:%S} {line}"))
 
@@ -58,11 +73,50 @@ def command(
                     click.echo(line)
             narrator(event)
 
-    processes.serve(loaded.settings, stop, on_event, replace_config=replace_config, origin=options.redis_origin(loaded))
+    processes.serve(
+        loaded.settings,
+        stop,
+        on_event,
+        replace_config=replace_config,
+        reread=lambda: options.load(config, redis, run, home).settings.batcher,
+        hangup=hangup,
+        origin=options.redis_origin(loaded),
+    )
     narrator.close()
     if display not in ("json", "none"):
         click.echo("stopped; groups and steps stay on the server.")
     return 0
+
+
+def _check_run(loaded: Loaded, *, resume: bool) -> None:
+    """Raises NotFound when there is nothing to resume, RlbufferError when what shall be fresh is not."""
+    from rlbuffer.client import connect
+    from rlbuffer.errors import NotFound, RlbufferError, RunGone
+    from rlbuffer_cli.session import check_home
+
+    settings = loaded.settings
+    if resume:
+        check_home(loaded)
+    with connect(
+        settings.redis_url, run=settings.run, config=settings, name="serve", origin=options.redis_origin(loaded)
+    ) as buffer:
+        store = buffer.store
+        try:
+            step, pending = store.meta().step, buffer.ledger().total().pending[0]
+        except RunGone:
+            if not resume:
+                return
+            runs = ", ".join(sorted(store.runs())[:8])
+            there = f" Runs there: {runs}." if runs else ""
+            raise NotFound(
+                f"there is no run {settings.run!r} to resume on {store.server()['address']}.{there} "
+                f"Without --resume it is begun."
+            ) from None
+        if not resume and (step or pending):
+            raise RlbufferError(
+                f"run {settings.run!r} is not fresh: it holds {step} steps and {pending} pending rollouts. "
+                f"`rlbuffer reset {settings.run} --yes` removes it; or use another name (--run)."
+            )
 
 
 def banner(loaded: Loaded, ready: dict[str, Any], seconds: float) -> list[str]:
@@ -104,11 +158,22 @@ def banner(loaded: Loaded, ready: dict[str, Any], seconds: float) -> list[str]:
             ),
         ),
         ("budgets", shares or f"{batcher.remainder} (none set)"),
+        *_forecast(ready.get("forecast") or {}, loaded),
     ]
     lines = [f'rlbuffer {__version__} · serving run "{ready["run"]}" from step {ready["step"]}']
     lines += [f"  {name:<9} {text}" for name, text in rows]
     lines.append(f"  ready in {seconds:.1f} s.   look: {options.program()} inspect --run {ready['run']}   stop: ctrl-c")
     return lines
+
+
+def _forecast(forecast: dict[str, Any], loaded: Loaded) -> list[tuple[str, str]]:
+    """What the run's steps take of the server's memory; nothing where that is not known."""
+    if not forecast:
+        return []
+    size, count = forecast["step_bytes"], forecast["steps"]
+    known = f"mean of {forecast['measured']} steps" if forecast["measured"] else _source(loaded, "batcher.row_tokens")
+    share = 100 * size * count / forecast["limit"]
+    return [("memory", f"a step takes about {_bytes(size)}, {count} at once {share:.0f} % of the server's   ({known})")]
 
 
 def _bytes(n: int) -> str:

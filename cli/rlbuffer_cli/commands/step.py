@@ -25,19 +25,20 @@ def void(number: int, force: bool, config: str | None, redis: str | None, run: s
     """Take step N and what follows it out of the run.
 
     Their rollouts drop as void and are not trained again; what is pending stays. The run goes on from the step before
-    in a new epoch: start the trainer again from a checkpoint of that step.
+    in a new epoch. The trainer takes its newest checkpoint, so those of later steps must be moved away first.
 
     \b
     Example:
       rlbuffer step void 120 --run math
     """
-    from rlbuffer_cli.session import open_existing
+    from rlbuffer_cli.session import open_existing, resume_hint
 
-    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+    loaded = options.load(config, redis, run, home)
+    with open_existing(loaded, run_given=run is not None) as buffer:
         found = buffer.store.void_from(number, force=force)
         name = buffer.run
     click.echo(
         f'run "{name}" goes on from step {number - 1} in epoch {found["epoch"]}: {found["steps"]} steps are void. '
-        f"Start the trainer again from its checkpoint of step {number - 1}."
+        f"{resume_hint(loaded.settings, name, number - 1)}"
     )
     return 0

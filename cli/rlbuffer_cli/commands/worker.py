@@ -21,7 +21,7 @@ SHARING = 2
 @click.command("worker")
 @click.argument("name", required=False)
 @options.common
-@click.option("--env", metavar="ENV", help="Env to sample: vcopy, repeat, or package.module:factory.")
+@click.option("--env", metavar="ENV", help="Env to sample: a built-in one, or package.module:factory.")
 @click.option("--group-size", type=int, metavar="N", help="Rollouts per group.")
 @click.option("--seed", type=int, metavar="N", help="Of sampling.")
 @click.option("--temperature", type=float, metavar="T", help="Sampling temperature.")
@@ -92,7 +92,9 @@ def _only_worker(config: str | None, redis: str | None, run: str | None, home: s
         return known[0]
     if known:
         raise click.UsageError(f"which worker? The config has {', '.join(known)}: rlbuffer worker {known[0]}")
-    raise ConfigError("which env? Give --env (vcopy, repeat, package.module:factory), or a [worker.NAME] section.")
+    raise ConfigError(
+        "which env? Give --env (vcopy, repeat, arithmetic, package.module:factory), or a [worker.NAME] section."
+    )
 
 
 def _known(settings: RunSettings, key: str) -> RunSettings:

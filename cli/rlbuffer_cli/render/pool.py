@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlbuffer.lines import amount, duration, percent
+from rlbuffer_cli.render.adapters import AdapterSummary, adapter_line, summarize_adapters
+from rlbuffer_cli.render.evaluations import evaluation_lines, summarize_evaluations
 from rlbuffer_cli.render.text import bar, printable, show_table, sparkline, utc, wrapped
 
 if TYPE_CHECKING:
@@ -60,7 +62,19 @@ class RunSummary:
     workers: Mapping[str, Mapping[str, Any]]
     """Name -> its last heartbeat, with ``seconds_ago``."""
     error: str
+    revision: int
+    """Of the batcher's settings."""
+    has_wanted: bool
+    """Other settings are asked for and not taken yet."""
+    draining_ms: int
+    """Server time since when no tickets are given; 0 while they are."""
+    paused: tuple[str, ...] = ()
+    early: int = 0
+    """Last step that retired early, because the server's memory was short; 0: none did."""
+    early_seconds_ago: float = 0.0
     envs: tuple[EnvSummary, ...] = field(default=())
+    adapters: tuple[AdapterSummary, ...] = field(default=())
+    evaluations: tuple[Mapping[str, Any], ...] = field(default=())
 
 
 def summarize(buffer: Buffer) -> RunSummary:
@@ -100,7 +114,15 @@ def summarize(buffer: Buffer) -> RunSummary:
         seen=last_seen(store),
         workers=store.heartbeats("worker"),
         error=meta.error,
+        revision=meta.revision,
+        has_wanted=bool(meta.wanted_digest),
+        draining_ms=meta.draining_ms,
+        paused=tuple(sorted(store.paused())),
+        early=meta.early,
+        early_seconds_ago=max(0.0, store.now() - meta.early_ms / 1000) if meta.early else 0.0,
         envs=tuple(envs),
+        adapters=summarize_adapters(store),
+        evaluations=summarize_evaluations(store),
     )
 
 
@@ -126,7 +148,8 @@ def group_record(view: GroupView) -> dict[str, Any]:
 
 
 def summary_records(summary: RunSummary) -> Iterator[dict[str, Any]]:
-    """``rlbuffer.run/1``, then an ``rlbuffer.env/1`` per env and an ``rlbuffer.worker/1`` per worker."""
+    """``rlbuffer.run/1``, then a line per env (``rlbuffer.env/1``), adapter (``rlbuffer.adapter/1``), worker
+    (``rlbuffer.worker/1``) and evaluation (``rlbuffer.evaluation/1``)."""
     yield {
         "schema": "rlbuffer.run/1",
         "run": summary.run,
@@ -141,11 +164,28 @@ def summary_records(summary: RunSummary) -> Iterator[dict[str, Any]]:
         "waiting": dict(summary.waiting),
         "seconds_ago": dict(summary.seen),
         "error": summary.error,
+        "revision": summary.revision,
+        "revision_wanted": summary.has_wanted,
+        "draining_since": utc(summary.draining_ms / 1000) if summary.draining_ms else None,
+        "paused": list(summary.paused),
+        "memory": memory_record(summary),
     }
     for env in summary.envs:
         yield {"schema": "rlbuffer.env/1", **asdict(env)}
+    for adapter in summary.adapters:
+        yield {"schema": "rlbuffer.adapter/1", **asdict(adapter)}
     for name, beat in summary.workers.items():
         yield {"schema": "rlbuffer.worker/1", "worker": name, **beat}
+    for result in summary.evaluations:
+        yield {"schema": "rlbuffer.evaluation/1", **result, "at": utc(result["at"])}
+
+
+def memory_record(summary: RunSummary) -> dict[str, Any]:
+    """The server's memory: bytes used and allowed, percent (None without a limit), the last early retirement."""
+    used, limit = int(summary.server["used_memory"]), int(summary.server["maxmemory"])
+    early = {"step": summary.early, "seconds_ago": summary.early_seconds_ago} if summary.early else None
+    percentage = round(100 * used / limit, 1) if limit else None
+    return {"used": used, "limit": limit, "percent": percentage, "retired_early": early}
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -200,10 +240,20 @@ def header_lines(summary: RunSummary) -> list[str]:
     ]
     if account.reused[0]:
         lines.append(f"  {account.reused[0]:,} more uses of trained rollouts ({amount(account.reused[1])} tokens)")
+    lines += _memory(summary)
     if summary.ledger.damaged or summary.ledger.lost:
         lines.append(f"  ! {summary.ledger.damaged} rollouts damaged, {summary.ledger.lost} pushes lost")
     if summary.error:
         lines.append(f"  ! the batcher failed: {printable(summary.error)}")
+    if summary.revision > 1 or summary.has_wanted:
+        asked = "; others are asked for and not taken yet" if summary.has_wanted else ""
+        lines.append(f"  settings: revision {summary.revision}{asked}")
+    if summary.paused:
+        lines.append(f"  paused: {', '.join(summary.paused)}")
+    if summary.draining_ms:
+        lines.append(f"  draining since {utc(summary.draining_ms / 1000)}: no tickets are given")
+    lines += [f"  adapter {adapter_line(one)}" for one in summary.adapters]
+    lines += [f"  {line}" for line in evaluation_lines(summary.evaluations)]
     if summary.workers:
         lines.append("  workers: " + " · ".join(_worker(name, beat) for name, beat in summary.workers.items()))
     for who, sentence in sorted(summary.waiting.items()):
@@ -211,6 +261,21 @@ def header_lines(summary: RunSummary) -> list[str]:
             ago = summary.seen.get(who, 0.0)
             said = f" ({duration(ago)} ago)" if ago > FRESH_SECONDS else ""
             lines.append(f"  {who}{said}: {printable(sentence)}")
+    return lines
+
+
+def _memory(summary: RunSummary) -> list[str]:
+    """The server's memory once half of it is used, and what retired early."""
+    record = memory_record(summary)
+    lines = []
+    if record["percent"] is not None and record["percent"] >= 50:
+        used, limit = record["used"] / 2**20, record["limit"] / 2**20
+        lines.append(f"  server memory: {used:,.0f} of {limit:,.0f} MiB ({record['percent']:.0f} %)")
+    if summary.early:
+        lines.append(
+            f"  ! steps up to {summary.early} retired early {duration(summary.early_seconds_ago)} ago, because the "
+            "server's memory was short"
+        )
     return lines
 
 

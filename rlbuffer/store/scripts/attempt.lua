@@ -55,6 +55,6 @@ if current then
   if tonumber(version) > newest then redis.call('HDEL', KEYS[3], '') end
 end
 redis.call('HSET', KEYS[1], 'number', number, 'uuid', ARGV[1], 'world_size', ARGV[2], 'resume', ARGV[3],
-  'epoch', meta[1], 'seen', string.format('%.0f', now))
+  'epoch', meta[1], 'seen', string.format('%.0f', now), 'at', ARGV[3], 'checkpoint', ARGV[3])
 if refusal then redis.call('HSET', KEYS[1], 'claim', ARGV[6]) else redis.call('HDEL', KEYS[1], 'claim') end
 return {'OK', number}

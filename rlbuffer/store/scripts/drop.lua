@@ -3,13 +3,18 @@
 -- nothing. What was trained before and waits for another use is released: it has its place in the ledger already.
 --
 -- KEYS  1 lease   2 pool   3 ledger   4 closed   5 garbage   6 history   7 meta   8 reuse
--- ARGV  1 token   2 payload key prefix   3 age at which tombstones go, ms   4 history entries kept   5 drops D, then D of
+-- ARGV  1 token; '' for an operator, who needs no lease: the leader is told to read everything again
+--       2 payload key prefix   3 age at which tombstones go, ms   4 history entries kept   5 drops D, then D of
 --       group id, env, reason, '1' when the whole group closes (tombstone), history record ('' for none), ids N, N ids
--- Reply {'OK', pushes dropped} | {'FENCED', owner}
+-- Reply {'OK', pushes dropped} | {'FENCED', owner} | {'GONE'} when there is no run that an operator could drop of
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-local lease = redis.call('HMGET', KEYS[1], 'owner', 'until', 'token')
-if lease[3] ~= ARGV[1] or tonumber(lease[2] or '0') < now then return {'FENCED', lease[1] or ''} end
+if ARGV[1] == '' then
+  if redis.call('HEXISTS', KEYS[7], 'schema') == 0 then return {'GONE'} end
+else
+  local lease = redis.call('HMGET', KEYS[1], 'owner', 'until', 'token')
+  if lease[3] ~= ARGV[1] or tonumber(lease[2] or '0') < now then return {'FENCED', lease[1] or ''} end
+end
 
 -- An entry that did not come through PUSH may hold anything, or nothing: it must go all the same.
 local function known(value, pattern, otherwise)
@@ -48,12 +53,16 @@ for _ = 1, tonumber(ARGV[5]) do
   p = p + ids
   if dropped > 0 then
     if closes == '1' then
+      -- What is late of a group that was trained, or dropped before, makes no second group of it.
+      if not redis.call('ZSCORE', KEYS[4], group) then
+        redis.call('HINCRBY', KEYS[3], env .. ':dropped:' .. reason .. ':groups', 1)
+      end
       redis.call('ZADD', KEYS[4], clock, group)
-      redis.call('HINCRBY', KEYS[3], env .. ':dropped:' .. reason .. ':groups', 1)
     end
     if record ~= '' then redis.call('XADD', KEYS[6], 'MAXLEN', '~', ARGV[4], '*', 'record', record) end
   end
   total = total + dropped
 end
 redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', string.format('%.0f', now - tonumber(ARGV[3])))
+if ARGV[1] == '' then redis.call('HINCRBY', KEYS[7], 'asked', 1) end
 return {'OK', total}

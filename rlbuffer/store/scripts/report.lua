@@ -4,6 +4,7 @@
 -- KEYS  1 trainer   2 meta   3 steps   4 ledger
 -- ARGV  1 attempt number   2 epoch   3 last trained step   4 its digest ('' when unknown)   5 oldest kept checkpoint
 --       6 claim: what the trainer hands back to a server that has lost steps which it has trained ('' at first)
+--       7 newest checkpoint of this attempt ('0' when unknown)
 -- Reply {'OK', trained}
 --       {'FENCED', number}   a newer attempt is registered, this one
 --       {'EPOCH', epoch, since}  the run is in another epoch, which goes on from the epoch `since`
@@ -11,6 +12,7 @@
 --       {'DIGEST', digest}   the trainer's step is not the one committed here, which has this digest
 --                            After these two the claim, if there is one, is kept for RECOVER.
 --       {'MISSING', step}    a header that must still be here is not
+-- `at` is this attempt's own place: below `trained` while it trains steps of an earlier attempt again.
 -- Each step in (trained before, trained now] moves its totals from packed to trained, once.
 local trainer = redis.call('HMGET', KEYS[1], 'number', 'trained', 'oldest_kept', 'digest')
 if trainer[1] ~= ARGV[1] then return {'FENCED', trainer[1] or '0'} end
@@ -56,7 +58,8 @@ for i = 1, #moves do
   end
 end
 redis.call('HDEL', KEYS[1], 'claim')
-redis.call('HSET', KEYS[1], 'seen', clock,
+if ARGV[7] ~= '0' then redis.call('HSET', KEYS[1], 'checkpoint', ARGV[7]) end
+redis.call('HSET', KEYS[1], 'seen', clock, 'at', ARGV[3],
   'oldest_kept', string.format('%.0f', math.max(tonumber(trainer[3] or '0'), tonumber(ARGV[5]))))
 if trained > before then
   redis.call('HSET', KEYS[1], 'trained', ARGV[3], 'digest', ARGV[4])

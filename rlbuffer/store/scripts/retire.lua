@@ -1,10 +1,15 @@
 #!lua flags=allow-oom
 -- RETIRE: steps that no checkpoint needs any more leave the stream; never one that was not trained. Their payloads are
--- swept afterwards by the caller, because they live in other slots.
+-- swept afterwards by the caller, because they live in other slots. The digest of the last one stays: a run that is
+-- taken back to it goes on with the same chain.
 --
--- KEYS  1 lease   2 meta   3 steps   4 trainer
+-- KEYS  1 lease   2 meta   3 steps   4 trainer   5 history   6 holds
 -- ARGV  1 token   2 last step that may go
--- Reply {'OK', last retired step} | {'FENCED', owner}
+--       3 record of an early retirement, because memory is short and whether or not a checkpoint holds the steps; '' else
+--       4 history entries kept
+-- An early one stays in meta as `early` (last step) and `early_at` (server ms): a trainer that needs such a step is told.
+-- Reply {'OK', last retired step, '1' while nothing may be swept, else '0'} | {'FENCED', owner}
+-- A backup that copies payloads holds them: it has read here what it still needs, before the sweep is told to wait.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local lease = redis.call('HMGET', KEYS[1], 'owner', 'until', 'token')
@@ -15,8 +20,18 @@ local trained = tonumber(redis.call('HGET', KEYS[4], 'trained') or '0')
 local retired = tonumber(meta[2] or '0')
 local up_to = math.min(tonumber(ARGV[2]), tonumber(meta[1] or '0'), trained)
 if up_to > retired then
+  local id = string.format('%.0f-0', up_to)
+  local found, digest = redis.call('XRANGE', KEYS[3], id, id), ''
+  for k = 1, #found > 0 and #found[1][2] or 0, 2 do
+    if found[1][2][k] == 'digest' then digest = found[1][2][k + 1] end
+  end
   redis.call('XTRIM', KEYS[3], 'MINID', string.format('%.0f-0', up_to + 1))
   retired = up_to
-  redis.call('HSET', KEYS[2], 'retired', string.format('%.0f', retired))
+  redis.call('HSET', KEYS[2], 'retired', string.format('%.0f', retired), 'retired_digest', digest)
+  if ARGV[3] ~= '' then
+    redis.call('HSET', KEYS[2], 'early', string.format('%.0f', retired), 'early_at', string.format('%.0f', now))
+    redis.call('XADD', KEYS[5], 'MAXLEN', '~', ARGV[4], '*', 'record', ARGV[3])
+  end
 end
-return {'OK', string.format('%.0f', retired)}
+local held = redis.call('ZCOUNT', KEYS[6], '(' .. string.format('%.0f', now), '+inf') > 0
+return {'OK', string.format('%.0f', retired), held and '1' or '0'}

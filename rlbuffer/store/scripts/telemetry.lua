@@ -2,14 +2,24 @@
 -- TELEMETRY: heartbeats, waiting sentences and counters. It decides nothing. It is a script for two reasons: times come
 -- from the server's clock, and the sentence that says that the memory is full must not be refused for memory.
 --
--- KEYS  1 the hash: workers, ranks, batchers or waiting for `note`, the ledger for `count`
+-- KEYS  1 the hash: workers, ranks, batchers or waiting for `note`, the ledger for `count` and `damaged`
+--       2 (damaged) the damaged rollouts that are counted: `<step> <rollout>` -> step   3 (damaged) meta
 -- ARGV  1 action, then
 --       note   2 name   3 record ('' removes it)   4 age at which others are forgotten, ms
 --              stored as "<server ms> <record>"; the old ones are pruned when a new name appears
 --       count  2 field   3 how many more
+--       damaged  2 step   3... rollouts of it; each is counted once, and forgotten when its step is retired
 -- Reply {'OK'}
 if ARGV[1] == 'count' then
   redis.call('HINCRBY', KEYS[1], ARGV[2], ARGV[3])
+  return {'OK'}
+end
+if ARGV[1] == 'damaged' then
+  -- A retired step is pulled no more: what is noted of it has done its work.
+  redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', redis.call('HGET', KEYS[3], 'retired') or '0')
+  local fresh = 0
+  for i = 3, #ARGV do fresh = fresh + redis.call('ZADD', KEYS[2], 'NX', ARGV[2], ARGV[2] .. ' ' .. ARGV[i]) end
+  if fresh > 0 then redis.call('HINCRBY', KEYS[1], 'damaged', fresh) end
   return {'OK'}
 end
 if ARGV[3] == '' then

@@ -1,34 +1,16 @@
 #!lua
 -- TICKET: leave to sample. A ticket is a number n of an env: the group id is <env>.<n>, the prompt the n-th of the env.
--- Refused at the memory limit (no allow-oom): no new groups are wanted then.
+-- Refused at the memory limit (no allow-oom): no new groups are wanted then. Those that are out are kept by KEEP.
 --
 -- KEYS  1 tickets of the env (zset: number -> expiry, server ms)   2 allowance (hash: env -> how many, '*' for others)   3 numbers (hash)
--- ARGV  1 action, then
---       take     2 env   3 how many at most   4 time to live, ms
---                -> the numbers: the lowest expired ones first, then new ones, while fewer than the allowance are out
---       renew    2 env   3 time to live, ms   4... numbers  -> {how many are still known}; never brings one back
---       release  2 env   3... numbers         -> {how many are still known}; they count as expired from now on
+-- ARGV  1 'take'   2 env   3 how many at most   4 time to live, ms
+-- Reply the numbers: the lowest expired ones first, then new ones, while fewer than the allowance are out
 local function now_ms()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
-local function rescore(first, expiry)
-  local known = 0
-  for i = first, #ARGV do
-    if redis.call('ZSCORE', KEYS[1], ARGV[i]) then
-      redis.call('ZADD', KEYS[1], 'XX', expiry, ARGV[i])
-      known = known + 1
-    end
-  end
-  return {known}
-end
-
-local action = ARGV[1]
 local now = now_ms()
-if action == 'renew' then return rescore(4, string.format('%.0f', now + tonumber(ARGV[3]))) end
-if action == 'release' then return rescore(3, '0') end
-
 local env, wanted = ARGV[2], tonumber(ARGV[3])
 local expiry = string.format('%.0f', now + tonumber(ARGV[4]))
 local clock = string.format('%.0f', now)

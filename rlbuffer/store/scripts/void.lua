@@ -5,20 +5,23 @@
 -- KEYS  1 lease   2 meta   3 pool   4 steps   5 ledger   6 closed   7 garbage   8 trainer   9 history   10 policy
 -- ARGV  1 last step that stays   2 '1': what is pending goes, too   3 '1': although a trainer is at work
 --       4 how long a silent trainer counts as at work, ms   5 payload key prefix   6 history entries kept
---       7 history record
+--       7 history record   8 epoch as the operator saw it
 -- Reply {'OK', new epoch, steps void, pending pushes dropped}
 --       {'GONE'}            the run does not exist
+--       {'CHANGED', epoch}  it is in another epoch: a request that comes late must not take back what came after it
 --       {'ALIVE', ms}       the trainer was seen that long ago
 --       {'BEYOND', step}    the run ends at this step
 --       {'RETIRED', step}   steps up to this one are gone: the run can only go on from it (unless forced)
 -- The leader and the trainer are fenced: they begin again from what is here. Trained steps that are void move from
 -- trained to dropped, untrained ones from packed. Their groups keep the tombstones of their commit. Policy versions of
--- steps that are void are taken back; the trainer announces the one it resumes with.
+-- steps that are void are taken back, and with any step those of all adapters, which count steps of their own; the
+-- trainer announces the ones that it resumes with.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local clock = string.format('%.0f', now)
-local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'retired')
+local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'retired', 'retired_digest', 'digest')
 if not meta[1] then return {'GONE'} end
+if meta[1] ~= ARGV[8] then return {'CHANGED', meta[1]} end
 local last, keep, retired = tonumber(meta[2] or '0'), tonumber(ARGV[1]), tonumber(meta[3] or '0')
 local trainer = redis.call('HMGET', KEYS[8], 'number', 'trained', 'digest', 'oldest_kept', 'seen')
 local forced = ARGV[3] == '1'
@@ -36,7 +39,7 @@ end
 
 -- From here on only writes.
 local trained = tonumber(trainer[2] or '0')
-local digest = trained == keep and trainer[3] or ''
+local digest = keep == last and meta[5] or keep == retired and meta[4] or trained == keep and trainer[3] or ''
 local kept = {}
 local found = redis.call('XRANGE', KEYS[4], '-', '+')
 for i = 1, #found do
@@ -82,11 +85,12 @@ end
 local policies = redis.call('HGETALL', KEYS[10])
 for i = 1, #policies, 2 do
   local version = string.match(policies[i + 1], '^%d+ (%d+) ')
-  if tonumber(version) > keep then redis.call('HDEL', KEYS[10], policies[i]) end
+  if tonumber(version) > keep or (policies[i] ~= '' and last > keep) then redis.call('HDEL', KEYS[10], policies[i]) end
 end
 local epoch = string.format('%.0f', tonumber(meta[1]) + 1)
 redis.call('HSET', KEYS[2], 'epoch', epoch, 'since', epoch, 'step', ARGV[1], 'digest', digest or '',
   'retired', string.format('%.0f', math.min(retired, keep)))
+if keep < retired then redis.call('HDEL', KEYS[2], 'retired_digest') end
 redis.call('HDEL', KEYS[2], 'checkpoint_now')
 if trainer[1] then
   redis.call('HSET', KEYS[8], 'number', string.format('%.0f', math.max(now, tonumber(trainer[1]) + 1)), 'uuid', '',

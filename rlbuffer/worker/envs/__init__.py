@@ -1,25 +1,66 @@
-"""Envs by name: the built-in ones, or ``package.module:factory`` for the user's own. numpy only, no torch."""
+"""Envs by name: the built-in ones, or ``package.module:factory`` for the user's own.
+
+numpy only: what an env needs beyond that is imported when it is made.
+"""
 
 from __future__ import annotations
 
 import difflib
-import importlib
+import inspect
+import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from rlbuffer.errors import ConfigError
 from rlbuffer.records import ENV_NAME
-from rlbuffer.worker.envs.base import Env, Prompt, Score
+from rlbuffer.worker.envs.arithmetic import Arithmetic
+from rlbuffer.worker.envs.base import (
+    Env,
+    MultiTurnEnv,
+    PolicyAccess,
+    Prompt,
+    Score,
+    SingleTurnEnv,
+    Skip,
+    WholeRolloutEnv,
+)
+from rlbuffer.worker.envs.lookup import no_such_option, target
 from rlbuffer.worker.envs.repeat import Repeat
 from rlbuffer.worker.envs.vcopy import VCopy
 
-__all__ = ["BUILT_IN", "Env", "Prompt", "Score", "make_env"]
+__all__ = [
+    "ADAPTERS",
+    "BUILT_IN",
+    "Env",
+    "MultiTurnEnv",
+    "PolicyAccess",
+    "Prompt",
+    "Score",
+    "SingleTurnEnv",
+    "Skip",
+    "WholeRolloutEnv",
+    "close_env",
+    "make_env",
+]
 
-BUILT_IN: Mapping[str, Callable[..., Env]] = MappingProxyType({"vcopy": VCopy, "repeat": Repeat})
-"""Envs that need no download."""
+_log = logging.getLogger(__name__)
 
-_MEMBERS = ("name", "vocab_size", "eos_token_ids", "max_new_tokens", "prompt", "score", "render")
+BUILT_IN: Mapping[str, Callable[..., Env]] = MappingProxyType(
+    {"vcopy": VCopy, "repeat": Repeat, "arithmetic": Arithmetic}
+)
+"""Envs that need nothing, not even options."""
+ADAPTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "jsonl": "rlbuffer.worker.envs.jsonl:JsonLines",
+        "reasoning_gym": "rlbuffer.worker.envs.reasoning:ReasoningGym",
+        "verifiers": "rlbuffer.worker.envs.verifiers:Verifiers",
+    }
+)
+"""Envs of what lies in files or in other packages."""
+
+_MEMBERS = ("name", "vocab_size", "eos_token_ids", "max_new_tokens", "prompt", "render")
+_WAYS = ("score", "play", "rollout")
 
 
 def make_env(name: str, /, **options: Any) -> Env:
@@ -32,11 +73,17 @@ def make_env(name: str, /, **options: Any) -> Env:
         ConfigError: no such env or factory; the factory refuses the options; its result is not an env.
     """
     factory = _factory(name)
+    known = _keywords(factory)
+    unknown = "" if known is None else no_such_option(f"env {name}", options, known)
+    if unknown:
+        raise ConfigError(unknown, setting="env_options")
     try:
         env = factory(**options)
     except TypeError as error:
         raise ConfigError(f"env {name}: its factory refused the options {options}: {error}", setting="env") from error
     missing = [member for member in _MEMBERS if not hasattr(env, member)]
+    if not any(hasattr(env, way) for way in _WAYS):
+        missing.append("score (or play, for several turns)")
     if missing:
         raise ConfigError(
             f"env {name}: its factory returned {type(env).__name__}, which lacks {', '.join(missing)}", setting="env"
@@ -46,21 +93,39 @@ def make_env(name: str, /, **options: Any) -> Env:
     return env
 
 
-def _factory(name: str) -> Callable[..., Env]:
-    if ":" not in name:
-        if name in BUILT_IN:
-            return BUILT_IN[name]
-        close = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f" Did you mean {close[0]}?" if close else " Your own env is named as package.module:factory."
-        raise ConfigError(f"env {name!r} is not one of {', '.join(BUILT_IN)}.{hint}", setting="env")
-    module_name, _, attribute = name.partition(":")
+async def close_env(env: Env) -> None:
+    """Lets an env free what it holds, if it knows how to; an env that cannot costs a warning."""
+    close = getattr(env, "close", None)
+    if close is None:
+        return
     try:
-        target: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            target = getattr(target, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"env {name}: cannot be imported: {error}", setting="env") from error
-    if not callable(target):
-        raise ConfigError(f"env {name}: {attribute} is not callable", setting="env")
-    factory: Callable[..., Env] = target
-    return factory
+        closing = close()
+        if inspect.isawaitable(closing):
+            await closing
+    except Exception:  # the env is the user's code
+        _log.warning("env %s could not be closed", env.name, exc_info=True)
+
+
+def _keywords(factory: Callable[..., Env]) -> list[str] | None:
+    """Options that a factory knows; None where it takes any, or does not say."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in named]
+
+
+def _factory(name: str) -> Callable[..., Env]:
+    if ":" in name:
+        return target(name, what=f"env {name}")
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if name in ADAPTERS:
+        return target(ADAPTERS[name], what=f"env {name}")
+    names = [*BUILT_IN, *ADAPTERS]
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {close[0]}?" if close else " Your own env is named as package.module:factory."
+    raise ConfigError(f"env {name!r} is not one of {', '.join(names)}.{hint}", setting="env")

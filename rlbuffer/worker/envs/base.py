@@ -6,12 +6,23 @@ round trip is not the identity, and a logprob would then belong to a token that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rlbuffer.errors import RlbufferError
+from rlbuffer.records import Rollout
+
+if TYPE_CHECKING:
+    from rlbuffer.worker.episodes import Ask, Episode
+    from rlbuffer.worker.samplers.base import Sampling
+
+
+class Skip(RlbufferError):
+    """There is nothing to sample for this ticket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +49,19 @@ class Score:
     """Named components."""
     successes: Mapping[str, bool] = field(default_factory=dict)
     """Named verdicts."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """For people who look at the rollout; msgpack types only."""
 
 
 class Env(Protocol):
     """A named source of tasks. Ticket n of the env samples ``prompt(n)``, on whichever worker holds it.
 
-    An instance serves one worker process; `score` may be slow, and an exception from it costs that group only.
+    An instance serves one worker process. An env is a :class:`SingleTurnEnv`, which scores one completion, or a
+    :class:`MultiTurnEnv`, which plays an episode, or a :class:`WholeRolloutEnv`, which makes rollouts itself.
+
+    Two members are optional. ``max_concurrent`` (int): rollouts of this worker that may be played or scored at once,
+    where tools or judges bear no more; the worker's setting `max_concurrent_rollouts` wins over it. ``async close()``:
+    called once, when the worker ends.
     """
 
     @property
@@ -63,14 +81,54 @@ class Env(Protocol):
         """Longest completion, in tokens, unless the worker's settings say otherwise."""
 
     def prompt(self, number: int) -> Prompt:
-        """The prompt of ticket `number` (from 0): the same in every process, so that a ticket can be taken over."""
+        """The prompt of ticket `number` (from 0): the same in every process, so that a ticket can be taken over.
 
-    def score(self, prompt: Prompt, tokens: NDArray[np.int32], *, finish_reason: str) -> Score:
-        """Scores one completion.
+        Raises:
+            Skip: nothing is sampled for this ticket, now or later; it is closed without a group.
+        """
+
+    def render(self, tokens: NDArray[np.int32]) -> str:
+        """Tokens as text for people; nothing computes with it."""
+
+
+class SingleTurnEnv(Env, Protocol):
+    """One completion per rollout: a group's are sampled in one request."""
+
+    def score(self, prompt: Prompt, tokens: NDArray[np.int32], *, finish_reason: str) -> Score | Awaitable[Score]:
+        """Scores one completion. It may be slow: it runs in a thread, or is a coroutine. An exception from it costs
+        its rollout only.
 
         Shapes: ``tokens`` [C] int32, the end token included when ``finish_reason`` is ``stop``; not included (and
         never sampled) when it is ``length``.
         """
 
-    def render(self, tokens: NDArray[np.int32]) -> str:
-        """Tokens as text for people; nothing computes with it."""
+
+class MultiTurnEnv(Env, Protocol):
+    """Several completions per rollout, with tool output or a user's turns between them."""
+
+    async def play(self, prompt: Prompt, episode: Episode) -> Score:
+        """Plays one rollout: asks `episode` for completions, adds what answers them, and scores it all.
+
+        `episode` holds the prompt already. An exception costs this rollout only; it is tried again.
+        """
+
+
+class WholeRolloutEnv(Env, Protocol):
+    """Makes whole rollouts itself, for frameworks that drive the policy on their own."""
+
+    async def rollout(self, prompt: Prompt, policy: PolicyAccess) -> Rollout:
+        """Makes one rollout: tokens, mask, logprobs and version spans as `policy` gave them, and scored.
+
+        An exception costs this rollout only; it is tried again.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyAccess:
+    """How an env that makes rollouts itself gets tokens."""
+
+    ask: Ask
+    """Samples one completion of a prompt; it says which version sampled which token. SamplerUnavailable and Aborted
+    must reach the worker as they are: they are no failure of the rollout."""
+    sampling: Sampling
+    """How, as the worker's settings and the env say."""

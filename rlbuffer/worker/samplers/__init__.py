@@ -1,31 +1,45 @@
-"""Samplers by name. A sampler's module, and torch with it, is imported only when it is made."""
+"""Samplers by name. A sampler's module, and torch or vLLM with it, is imported only when it is made."""
 
 from __future__ import annotations
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.worker.samplers.base import Completion, Sampler
+from rlbuffer.settings import WorkerSettings
+from rlbuffer.worker.samplers.base import BatchSampler, Completion, Sampler, Sampling
 
-__all__ = ["Completion", "Sampler", "make_sampler"]
+__all__ = ["BatchSampler", "Completion", "Sampler", "Sampling", "make_sampler"]
 
 
-def make_sampler(name: str, *, seed: int, device: str = "cpu") -> Sampler:
-    """Makes a sampler that has no weights yet.
-
-    Args:
-        name: ``transformers``.
-        seed: of sampling.
-        device: ``cpu``, ``cuda``, or ``auto`` (CUDA where there is one).
+def make_sampler(settings: WorkerSettings) -> Sampler:
+    """Makes the sampler that a worker's settings name; it has no weights yet.
 
     Raises:
-        ConfigError: no such sampler, or what it needs is not installed or not there.
+        ConfigError: what it needs is not installed or not there, or an option is not one of it.
     """
-    if name != "transformers":
-        raise ConfigError(f"sampler {name!r} is not one of transformers", setting="sampler")
     try:
-        from rlbuffer.worker.samplers.transformers import TransformersSampler
+        return _make(settings)
     except ImportError as error:
+        extra = "train" if settings.sampler == "transformers" else settings.sampler
         raise ConfigError(
-            f"sampler transformers needs torch and transformers: pip install 'rlbuffer[train]' ({error})",
+            f"sampler {settings.sampler} cannot be imported ({error}): pip install 'rlbuffer[{extra}]'",
             setting="sampler",
         ) from error
-    return TransformersSampler(seed=seed, device=device)
+
+
+def _make(settings: WorkerSettings) -> Sampler:
+    if settings.sampler == "vllm":
+        from rlbuffer.worker.samplers.vllm import VllmSampler
+
+        return VllmSampler(seed=settings.seed, options=settings.sampler_options)
+    if settings.sampler == "openai":
+        from rlbuffer.worker.samplers.openai import OpenAISampler
+
+        return OpenAISampler(settings.sampler_options)
+    from rlbuffer.worker.samplers.batched import Batched
+    from rlbuffer.worker.samplers.transformers import TransformersSampler
+
+    if settings.sampler_options:
+        raise ConfigError(
+            f"sampler_options: {', '.join(sorted(settings.sampler_options))}: the transformers sampler has no options",
+            setting="sampler_options",
+        )
+    return Batched(TransformersSampler(seed=settings.seed, device=settings.device))

@@ -1,4 +1,9 @@
-"""What a sampler is to a worker: policy versions in, token ids with the logprobs they were really sampled with out."""
+"""What a sampler is to a worker: policy versions in, token ids with the logprobs they were really sampled with out.
+
+Two protocols. A :class:`Sampler` is asynchronous: many prompts are in flight at once, and a newer version is loaded
+while they are. A :class:`BatchSampler` is the simple kind, one batch after the other in one thread;
+:class:`rlbuffer.worker.samplers.batched.Batched` makes a Sampler of it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.records import PolicyVersion
+from rlbuffer.spans import VersionSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    max_new_tokens: int
+    """Longest completion, in tokens, >= 1."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the likeliest token, with logprob 0 (only for evaluation)."""
+    top_p: float = 1.0
+    """Nucleus: tokens beyond this probability mass are never drawn; logprobs are of what is left. (0, 1]."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Drawing one of these ends the completion; it is part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,17 +37,18 @@ class Completion:
     """One sampled continuation of a prompt."""
 
     tokens: NDArray[np.int32]
-    """[C] int32, C >= 1 unless aborted; with the end token when it was sampled."""
+    """[C] int32, C >= 1 unless aborted; with the stop token when it was sampled."""
     logprobs: NDArray[np.float32]
-    """[C] float32; log-probability of each token in the distribution it was drawn from, temperature included."""
+    """[C] float32; log-probability of each token in the distribution that it was drawn from: temperature and top_p
+    included."""
     finish_reason: str
-    """``stop`` (an end token), ``length`` (the limit), ``abort`` (told to stop: not to be trained on)."""
-    policy_version: int
-    """The version that sampled every token."""
+    """``stop`` (a stop token), ``length`` (the limit), ``abort`` (told to stop: not to be trained on)."""
+    version_spans: tuple[VersionSpan, ...]
+    """Which version sampled which tokens: ascending, together [0, C)."""
 
 
 class Sampler(Protocol):
-    """Generates tokens with one policy version at a time. Used from one thread."""
+    """Generates tokens. Used from one event loop; calls of `sample` overlap each other and `load`."""
 
     @property
     def version(self) -> int:
@@ -37,25 +58,62 @@ class Sampler(Protocol):
     def vocab_size(self) -> int:
         """Token ids that the loaded model knows are below this; 0 before the first load."""
 
-    def load(self, policy: PolicyVersion) -> None:
-        """Serves `policy` from now on.
+    @property
+    def wants_batches(self) -> bool:
+        """True when prompts should come together, and the next ones after these are finished."""
+
+    @property
+    def is_ours(self) -> bool:
+        """True when the logprobs come from this project's own forward pass: nothing foreign to be checked."""
+
+    async def load(self, policy: PolicyVersion) -> None:
+        """Serves `policy` from now on. What is in flight goes on, with the new version from its next token on.
 
         Raises:
             WeightsError: the weights are missing, not those announced, or do not fit the model. Everything is checked
                 before the model is touched: the version that served before goes on serving.
+            SamplerUnavailable: the sampler cannot be reached, or has broken.
         """
+
+    async def sample(self, prompt: NDArray[np.int32], *, n: int, sampling: Sampling) -> list[Completion]:
+        """Samples `n` completions of a prompt [P] int32, P >= 1. Cancelled, it gives up what is in flight.
+
+        Raises:
+            PromptTooLong: prompt and completion do not fit the model's context.
+            SamplerUnavailable: the sampler cannot be reached, or has broken; the same call may be repeated later.
+        """
+
+    async def close(self) -> None:
+        """Frees what the sampler holds. Safe to repeat."""
+
+
+class BatchSampler(Protocol):
+    """Generates tokens with one policy version at a time, batch after batch. Used from one thread at a time."""
+
+    @property
+    def version(self) -> int:
+        """As :attr:`Sampler.version`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """As :attr:`Sampler.vocab_size`."""
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and completion may have together; 0: no limit."""
+
+    def load(self, policy: PolicyVersion) -> None:
+        """As :meth:`Sampler.load`, while no batch is being sampled."""
 
     def sample(
         self,
         prompts: Sequence[NDArray[np.int32]],
         *,
-        group_size: int,
-        max_new_tokens: int,
-        temperature: float,
-        eos_token_ids: Sequence[int],
+        n: int,
+        sampling: Sampling,
         stopped: Callable[[], bool] | None = None,
     ) -> list[list[Completion]]:
-        """Samples `group_size` completions of every prompt, all together. -> one list per prompt, in order.
+        """Samples `n` completions of every prompt, all together. -> one list per prompt, in order.
 
         Shapes: each prompt [P] int32, P >= 1, lengths may differ.
 

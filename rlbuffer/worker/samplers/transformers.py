@@ -1,8 +1,8 @@
 """Sampling with a Hugging Face model: batched, with the model's own KV cache and a decode loop of our own.
 
 For small models and CPUs. The loop is ours because ``generate`` spends more time around a tiny model than inside it,
-and because the logprobs must be those of the distribution that was drawn from: ``log_softmax(logits / temperature)`` in
-float32, computed once, used for both.
+and because the logprobs must be those of the distribution that was drawn from: ``log_softmax(logits / temperature)``,
+cut to its nucleus, in float32, computed once, used for both.
 
 Prompts of unequal lengths are padded on the left, so that every row's next token is in the last column; position ids
 count real tokens only and a mask hides the padding. Every prompt is read once and its cache repeated for its group.
@@ -21,9 +21,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlbuffer.errors import ConfigError
 from rlbuffer.records import PolicyVersion
+from rlbuffer.spans import VersionSpan
 from rlbuffer.weights.files import load_state, open_weights, read_config
 from rlbuffer.weights.model import load_into, model_from_config
-from rlbuffer.worker.samplers.base import Completion
+from rlbuffer.worker.samplers.base import Completion, Sampling
 
 
 class TransformersSampler:
@@ -47,6 +48,10 @@ class TransformersSampler:
     def vocab_size(self) -> int:
         return 0 if self._model is None else int(self._model.config.vocab_size)
 
+    @property
+    def context(self) -> int:
+        return 0 if self._model is None else int(getattr(self._model.config, "max_position_embeddings", 0) or 0)
+
     def load(self, policy: PolicyVersion) -> None:
         directory = open_weights(policy)
         state = load_state(directory)
@@ -66,32 +71,35 @@ class TransformersSampler:
         self,
         prompts: Sequence[NDArray[np.int32]],
         *,
-        group_size: int,
-        max_new_tokens: int,
-        temperature: float,
-        eos_token_ids: Sequence[int],
+        n: int,
+        sampling: Sampling,
         stopped: Callable[[], bool] | None = None,
     ) -> list[list[Completion]]:
         if self._model is None:
             raise ConfigError("the sampler has no weights yet: load a policy version first")
-        if temperature <= 0:
-            raise ConfigError(f"temperature = {temperature}: sampling needs more than 0", setting="temperature")
-        if group_size < 1 or max_new_tokens < 1 or not prompts or any(len(prompt) == 0 for prompt in prompts):
+        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+            raise ConfigError(
+                f"temperature = {sampling.temperature}, top_p = {sampling.top_p}: "
+                "sampling needs a temperature of 0 or more and 0 < top_p <= 1",
+                setting="temperature",
+            )
+        max_new_tokens = sampling.max_new_tokens
+        if n < 1 or max_new_tokens < 1 or not prompts or any(len(prompt) == 0 for prompt in prompts):
             raise ConfigError("sampling needs at least one prompt, one token in each, one rollout and one new token")
         model, device = self._model, self._device
         ids, mask = _left_padded(prompts, device)
-        rows = len(prompts) * group_size
+        rows = len(prompts) * n
         is_padded = not bool(mask.all())
         cache = DynamicCache(config=model.config)
         # Without padding the model derives mask and positions from the cache, which is the faster path.
         extra = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if is_padded else {}
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **extra).logits
-        cache.batch_repeat_interleave(group_size)
-        logits = logits.repeat_interleave(group_size, dim=0)
-        mask = mask.repeat_interleave(group_size, dim=0)
+        cache.batch_repeat_interleave(n)
+        logits = logits.repeat_interleave(n, dim=0)
+        mask = mask.repeat_interleave(n, dim=0)
         position = mask.sum(1, keepdim=True)
 
-        eos = torch.tensor(sorted(eos_token_ids), dtype=torch.long, device=device)
+        eos = torch.tensor(sorted(sampling.stop_token_ids), dtype=torch.long, device=device)
         tokens = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
         logprobs = torch.zeros(rows, max_new_tokens, dtype=torch.float32, device=device)
         lengths = torch.full((rows,), max_new_tokens, device=device)
@@ -99,7 +107,7 @@ class TransformersSampler:
         is_aborted = False
         step = 0
         while True:
-            distribution = torch.log_softmax(logits[:, -1].float() / temperature, dim=-1)
+            distribution = drawn_from(logits[:, -1].float(), sampling)
             drawn = torch.multinomial(distribution.exp(), 1, generator=self._generator)
             tokens[:, step] = drawn[:, 0]
             logprobs[:, step] = distribution.gather(1, drawn)[:, 0]
@@ -127,11 +135,31 @@ class TransformersSampler:
                 tokens=all_tokens[row, :length].copy(),
                 logprobs=all_logprobs[row, :length].copy(),
                 finish_reason="stop" if finished else unfinished,
-                policy_version=self._version,
+                version_spans=(VersionSpan(self._version, 0, int(length)),),
             )
             for row, (length, finished) in enumerate(zip(lengths.tolist(), is_finished.tolist(), strict=True))
         ]
-        return [completions[start : start + group_size] for start in range(0, rows, group_size)]
+        return [completions[start : start + n] for start in range(0, rows, n)]
+
+
+def drawn_from(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The log-probabilities that tokens are drawn from: temperature first, then the nucleus, renormalised.
+
+    The nucleus is the smallest set of likeliest tokens with at least `top_p` of the mass (Holtzman et al. 2020,
+    arXiv:1904.09751). At temperature 0 the likeliest token has all of it.
+
+    Shapes: logits [rows, vocabulary] float32 -> the same.
+    """
+    if sampling.temperature == 0:
+        best = torch.full_like(logits, -torch.inf)
+        return best.scatter_(1, logits.argmax(dim=-1, keepdim=True), 0.0)
+    logits = logits / sampling.temperature
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        mass = ordered.softmax(dim=-1).cumsum(dim=-1)
+        beyond = mass - ordered.softmax(dim=-1) >= sampling.top_p  # the mass before this token is enough already
+        logits = logits.masked_fill(beyond.gather(1, order.argsort(dim=-1)), -torch.inf)
+    return torch.log_softmax(logits, dim=-1)
 
 
 def _left_padded(prompts: Sequence[NDArray[np.int32]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

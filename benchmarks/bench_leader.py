@@ -1,0 +1,150 @@
+"""What a pool of 100,000 ready groups costs a leader: the takeover, and every step after it.
+
+The real daemon over a real server. What is ready is put there by pipelines, because pushing is not what is measured.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.bench_batcher import GROUP_SIZE, make_info
+from benchmarks.report import Report
+from rlbuffer import wire
+from rlbuffer.client import Buffer
+from rlbuffer.config import BatcherConfig
+from rlbuffer.daemon import Daemon
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import RunSettings, ServerSettings
+from rlbuffer.store.redis_store import RedisStore, open_store
+
+POOLS = (1_000, 10_000, 100_000)
+STEP_GROUPS = 16
+STEPS = 40
+WARM = 5
+"""Steps before those that are measured."""
+MAX_RATIO = 1.3
+"""A step over the largest pool may cost this much of one over the smallest."""
+TAKEOVER_SECONDS = 3.0
+"""CPU of the leader from its start to its first decision over the largest pool."""
+PAYLOAD = b"x" * 16
+"""Stands for a rollout: PIN looks at sizes only."""
+PAGE = 500
+CONFIG = BatcherConfig(
+    row_tokens=8192,
+    step_groups=STEP_GROUPS,
+    lookahead=STEPS + WARM,
+    max_age=10**6,
+    budgets={f"env{i}": 0.25 for i in range(4)},
+)
+"""A lookahead over all steps: nobody trains, so nothing but the leader and the server works."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """CPU seconds, and wall seconds beside them."""
+
+    leader: float
+    server: float
+    wall: float
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(leader=self.leader - other.leader, server=self.server - other.server, wall=self.wall - other.wall)
+
+
+def run(report: Report) -> None:
+    """Takes over each pool and makes steps from it."""
+    report.begin(
+        "leader",
+        measures=f"the real daemon on a real server: from its start to its first decision, then {STEPS} steps of "
+        f"{STEP_GROUPS} groups of {GROUP_SIZE} rollouts over 4 envs; CPU seconds of the leader and of the server",
+        not_measured="pushes, pulls and reports at the same time, the network (a unix socket here), groups that go "
+        "stale or come in parts, payloads of real size; `wall` waits 20 ms per step for new pushes",
+    )
+    costs = {pool: measure(pool) for pool in POOLS}
+    base = _per_step(costs[POOLS[0]][1])
+    report.table(
+        ["groups ready", "takeover: leader s", "server s", "wall s", "step: leader ms", "server ms", "of the smallest"],
+        [
+            [
+                f"{pool:,}",
+                f"{takeover.leader:.2f}",
+                f"{takeover.server:.2f}",
+                f"{takeover.wall:.2f}",
+                f"{1e3 * steps.leader / STEPS:.2f}",
+                f"{1e3 * steps.server / STEPS:.2f}",
+                f"{_per_step(steps) / base:.2f}x",
+            ]
+            for pool, (takeover, steps) in costs.items()
+        ],
+    )
+    takeover, steps = costs[POOLS[-1]]
+    ratio = _per_step(steps) / base
+    name = f"plan and commit over {POOLS[-1]:,} ready groups cost at most {MAX_RATIO} x those over {POOLS[0]:,}"
+    report.line(f"\n{name}: {ratio:.2f} x, met: {report.target(name, ratio <= MAX_RATIO)}")
+    name = f"the first decision over {POOLS[-1]:,} ready groups comes within {TAKEOVER_SECONDS:g} s of the leader's CPU"
+    report.line(f"{name}: {takeover.leader:.2f} s, met: {report.target(name, takeover.leader <= TAKEOVER_SECONDS)}")
+
+
+def measure(pool: int) -> tuple[Cost, Cost]:
+    """-> from the start to the first decision; and of the steps that are measured."""
+    home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
+    store = open_store(None, run="bench", home=home, server=ServerSettings(appendfsync="everysec"))
+    try:
+        fill(store, pool)
+        store.attempt(uuid="bench", world_size=8, resume_step=0)
+        attempt = store.trainer().number
+        store.announce(attempt, PolicyVersion(version=0))
+        stop, marks = threading.Event(), {}
+
+        def hear(event: dict[str, Any]) -> None:
+            if event["event"] == "step" and event["step"] in (1, WARM, WARM + STEPS):
+                marks[event["step"]] = spent(store)
+            if event["event"] == "step" and event["step"] == WARM + STEPS:
+                stop.set()
+            if event["event"] == "ready":
+                # The trainer's word, so that the leader need not wait for it.
+                store.report(attempt, epoch=store.meta().epoch, trained=0, digest="", oldest_kept=0)
+
+        begun = spent(store)
+        Daemon(Buffer(store, settings=RunSettings()), CONFIG, on_event=hear).run(stop)
+        return marks[1] - begun, marks[WARM + STEPS] - marks[WARM]
+    finally:
+        store.close()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def fill(store: RedisStore, groups: int) -> None:
+    """Makes `groups` whole groups pending."""
+    store.open_run()
+    rng, keys = np.random.default_rng(0), store.keys
+    drawn = rng.integers(64, 512, (groups, GROUP_SIZE))
+    for start in range(0, groups, PAGE):
+        with store.connection.client.pipeline(transaction=False) as pipe:
+            for number in range(start, min(start + PAGE, groups)):
+                info = make_info(number, 0, drawn[number])
+                info = replace(info, rollouts=tuple(replace(r, size=len(PAYLOAD)) for r in info.rollouts))
+                pipe.hset(
+                    keys.payload(info.group_id, f"u.{number}"), mapping={str(i): PAYLOAD for i in range(GROUP_SIZE)}
+                )
+                entry = {"env": info.env, "group": info.group_id, "key": f"u.{number}", "rollouts": GROUP_SIZE}
+                pipe.xadd(keys.pool, {**entry, "tokens": info.tokens, "metadata": wire.encode_info(info)})  # type: ignore[dict-item]
+            pipe.execute()
+
+
+def spent(store: RedisStore) -> Cost:
+    """CPU so far of this process and of the server, and the time."""
+    facts: Any = store.connection.client.info("cpu")
+    server = float(facts["used_cpu_user"]) + float(facts["used_cpu_sys"])
+    return Cost(leader=time.process_time(), server=server, wall=time.perf_counter())
+
+
+def _per_step(steps: Cost) -> float:
+    return (steps.leader + steps.server) / STEPS

@@ -1,0 +1,89 @@
+"""``rlbuffer drain``."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from rlbuffer_cli import options
+
+if TYPE_CHECKING:
+    from rlbuffer.client import Buffer
+
+POLL_SECONDS = 0.3
+
+
+@click.command("drain")
+@options.common
+@click.option("--undo", is_flag=True, help="Give tickets again.")
+@click.option("--timeout", type=click.FloatRange(0), metavar="S", help="Give up waiting after S seconds (exit code 5).")
+@click.option("--json", "as_json", is_flag=True, help="One object when it is done.")
+def command(
+    undo: bool,
+    timeout: float | None,
+    as_json: bool,
+    config: str | None,
+    redis: str | None,
+    run: str | None,
+    home: str | None,
+) -> int:
+    """Let a run come to rest: no more tickets, until nothing is out and no further step can be made.
+
+    Workers finish what they have tickets for and then wait; the batcher goes on making steps while it can. This
+    command waits for that and says what is still out; ended early, the run goes on draining. What is left in the pool
+    stays there. Workers that need no tickets are not held back.
+
+    \b
+    Examples:
+      rlbuffer drain --run math --timeout 600
+      rlbuffer drain --undo --run math
+    """
+    from rlbuffer_cli.session import open_existing
+
+    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+        if undo:
+            was_draining = buffer.store.ask_undrain()
+            if as_json:
+                click.echo(json.dumps({"schema": "rlbuffer.undrain/1", "run": buffer.run, "drained": was_draining}))
+            elif was_draining:
+                click.echo(f'run "{buffer.run}" gives tickets again')
+            else:
+                click.echo(f'run "{buffer.run}" was not draining')
+            return 0
+        buffer.store.ask_drain()
+        return _wait(buffer, timeout, as_json)
+
+
+def _wait(buffer: Buffer, timeout: float | None, as_json: bool) -> int:
+    from rlbuffer.errors import BatchTimeout, RlbufferError
+    from rlbuffer.operations import Drain, pending_amounts
+    from rlbuffer_cli.commands.drop import amounts
+
+    store, name = buffer.store, buffer.run
+    drain, said = Drain(store), ""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while not (state := drain.look()).is_drained:
+        if not state.is_asked:
+            raise RlbufferError(f'the drain of run "{name}" was undone meanwhile: tickets are given again')
+        if deadline is not None and time.monotonic() >= deadline:
+            sentence = store.waiting().get("batcher", "")
+            raise BatchTimeout(
+                f'run "{name}" is not drained within {timeout:g} s: {state}. It goes on draining; `rlbuffer drain '
+                f"--undo` lets workers go on." + (f" {sentence}" if state.has_leader and sentence else "")
+            )
+        if str(state) != said:
+            said = str(state)
+            click.echo(f"draining: {said}", err=True)
+        time.sleep(POLL_SECONDS)
+    step, trained = store.meta().step, store.trainer().trained
+    groups, rollouts, tokens = pending_amounts(store)
+    if as_json:
+        record = {"schema": "rlbuffer.drain/1", "run": name, "step": step, "trained": trained, "groups": groups}
+        click.echo(json.dumps(record | {"rollouts": rollouts, "tokens": tokens}))
+        return 0
+    left = f"{amounts(groups, rollouts, tokens)} stay in the pool" if groups else "the pool is empty"
+    click.echo(f'run "{name}" is drained after step {step} ({trained} trained): {left}. Back: rlbuffer drain --undo')
+    return 0

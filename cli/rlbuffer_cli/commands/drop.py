@@ -1,0 +1,94 @@
+"""``rlbuffer drop``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rlbuffer_cli import options
+
+if TYPE_CHECKING:
+    from rlbuffer.operations import Chosen
+
+
+@click.command("drop")
+@options.common
+@click.option("--where", required=True, metavar="FILTER", help="Which groups, e.g. 'env:math age>=2'.")
+@click.option("--yes", is_flag=True, help="Do it; without, it is asked on a terminal, else only said what would go.")
+@click.option("--json", "as_json", is_flag=True, help="One object; without --yes nothing is dropped.")
+def command(
+    where: str, yes: bool, as_json: bool, config: str | None, redis: str | None, run: str | None, home: str | None
+) -> int:
+    """Drop pending groups that match a filter.
+
+    Groups that are forming or ready go, whole, and are counted as dropped by an operator; parts that come later are
+    late. What is in a step stays (see `rlbuffer step void`). The filter is that of `rlbuffer inspect --where`;
+    'state:forming,ready' is everything that is pending. Works with and without a batcher, also while it runs.
+
+    \b
+    Examples:
+      rlbuffer drop --where 'env:math reward<0.01'
+      rlbuffer drop --where 'worker:inf-3' --run math --yes
+    """
+    from rlbuffer.filters import parse
+    from rlbuffer.operations import choose
+    from rlbuffer_cli.session import open_existing
+
+    if not parse(where).terms:
+        raise click.UsageError("which groups? 'state:forming,ready' is everything that is pending")
+    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+        name, store = buffer.run, buffer.store
+        chosen = choose(store, where)
+        what = amounts(len(chosen.drops), chosen.rollouts, chosen.tokens)
+        if as_json and (not yes or not chosen.drops):
+            click.echo(json.dumps(_record(name, where, chosen, pushes=0)))
+            return 0
+        if not chosen.drops:
+            click.echo(f'no pending group of run "{name}" matches {where!r}')
+            return 0
+        question = f'this drops {what} of run "{name}" for good ({_envs(chosen)})'
+        if not yes:
+            if not sys.stdin.isatty():
+                raise click.UsageError(f"{question}: say so with --yes")
+            if not click.confirm(f"{question}: do it?"):
+                click.echo("nothing was dropped")
+                return 1
+        pushes = store.drop_pending(chosen.drops)
+    if as_json:
+        click.echo(json.dumps(_record(name, where, chosen, pushes=pushes)))
+        return 0
+    click.echo(f'dropped {what} of run "{name}" ({_envs(chosen)})')
+    gone = sum(len(entries) for _, entries in chosen.drops) - pushes
+    if gone:
+        click.echo(f"{gone} of their pushes had left the pool meanwhile: into a step, or dropped otherwise", err=True)
+    return 0
+
+
+def amounts(groups: int, rollouts: int, tokens: int) -> str:
+    """``12 groups (96 rollouts, 31k tokens)``."""
+    from rlbuffer.lines import amount
+
+    return f"{groups} group{'s' * (groups != 1)} ({rollouts} rollouts, {amount(tokens)} tokens)"
+
+
+def _envs(chosen: Chosen) -> str:
+    return ", ".join(f"{env} {groups}" for env, (groups, _, _) in chosen.envs().items())
+
+
+def _record(run: str, where: str, chosen: Chosen, *, pushes: int) -> dict[str, Any]:
+    return {
+        "schema": "rlbuffer.drop/1",
+        "run": run,
+        "where": where,
+        "groups": len(chosen.drops),
+        "rollouts": chosen.rollouts,
+        "tokens": chosen.tokens,
+        "envs": {
+            env: {"groups": groups, "rollouts": rollouts, "tokens": tokens}
+            for env, (groups, rollouts, tokens) in chosen.envs().items()
+        },
+        "dropped_pushes": pushes,
+    }

@@ -1,0 +1,56 @@
+"""``rlbuffer restore``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from rlbuffer_cli import options
+
+
+@click.command("restore")
+@click.argument("file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
+@options.common
+@click.option("--json", "as_json", is_flag=True, help="One object when it is done.")
+def command(file: Path, as_json: bool, config: str | None, redis: str | None, run: str | None, home: str | None) -> int:
+    """Put a backed up run onto a server.
+
+    Under its own name, or the one given with --run; refused when that run exists. The file is read through and checked
+    first. Nobody leads the run and nothing is out afterwards: start `rlbuffer serve`, the trainer and the workers. A
+    trainer that is ahead of the backup hands back what it has trained since, and none of it trains again.
+
+    \b
+    Examples:
+      rlbuffer restore math.rlb --redis redis://new-host:6379
+      rlbuffer restore math.rlb --run math-copy
+    """
+    from rlbuffer.client import connect
+    from rlbuffer.errors import BackupError
+    from rlbuffer.store.redis_store import RedisStore
+    from rlbuffer.store.restore import check_backup, restore_backup
+
+    name = run or str(check_backup(file)["run"])
+    loaded = options.load(config, redis, name, home)
+    settings = loaded.settings
+    with connect(
+        settings.redis_url, run=name, config=settings, name="restore", origin=options.redis_origin(loaded)
+    ) as buffer:
+        if not isinstance(buffer.store, RedisStore):
+            raise BackupError("a run can only be restored onto a server")
+        report = restore_backup(buffer.store, file, lambda line: click.echo(line, err=True))
+        address = buffer.store.server()["address"]
+    if as_json:
+        click.echo(json.dumps({"schema": "rlbuffer.restore/1", "file": str(file), **asdict(report)}))
+        return 0
+    # What was typed here must be typed there: without it, verify looks at another server.
+    given = {"--redis": redis, "--home": home, "--config": config}
+    where = "".join(f" {flag} {shlex.quote(value)}" for flag, value in given.items() if value is not None)
+    click.echo(
+        f'run "{report.run}" at step {report.step} is on {address}: {report.control_keys} control keys, '
+        f"{report.payload_keys} payload keys. Check it: rlbuffer verify --run {report.run}{where}"
+    )
+    return 0

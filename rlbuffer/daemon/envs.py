@@ -1,0 +1,63 @@
+"""What the leader watches of the envs: which ones an operator has paused, which ones have fallen silent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from rlbuffer.batcher import Batcher
+from rlbuffer.config import BatcherConfig
+from rlbuffer.daemon.telling import Emit
+from rlbuffer.errors import RlbufferError
+from rlbuffer.policy import waiting
+from rlbuffer.store.base import Store
+
+PAUSED_SECONDS = 0.5
+"""How often the leader looks which envs are paused."""
+
+
+class EnvWatch:
+    """Tells the batcher of pauses and the people of silences."""
+
+    def __init__(self, store: Store, config: BatcherConfig, batcher: Batcher, emit: Emit) -> None:
+        self._store = store
+        self._config = config
+        self._batcher = batcher
+        self._emit = emit
+        self._paused: frozenset[str] = frozenset()
+        self._paused_at = float("-inf")
+        self._dead: frozenset[str] = frozenset()
+
+    def obey(self) -> None:
+        """Takes in which envs an operator has paused or resumed; looked up every half second."""
+        now = time.monotonic()
+        if now - self._paused_at < PAUSED_SECONDS:
+            return
+        paused = self._store.paused()
+        for env in sorted(paused - self._paused):
+            self._batcher.pause(env)
+            self._emit({"event": "env", "env": env, "state": "paused"})
+        for env in sorted(self._paused - paused):
+            self._batcher.resume(env)
+            self._emit({"event": "env", "env": env, "state": "resumed"})
+        self._paused, self._paused_at = paused, now
+
+    def mourn(self, dead: Mapping[str, float], step: int) -> None:
+        """Tells of envs that have fallen silent or are back.
+
+        Args:
+            dead: env -> seconds of silence.
+            step: the one that waits.
+
+        Raises:
+            RlbufferError: an env is dead and the settings say that this stops the run.
+        """
+        for env in sorted(dead.keys() - self._dead):
+            sentence = waiting.for_dead(env, dead[env])
+            self._emit({"event": "env", "env": env, "state": "dead", "seconds": dead[env], "sentence": sentence})
+            if self._config.on_dead_env == "stop":
+                raise RlbufferError(f"step {step} cannot be made: {sentence} (batcher.on_dead_env = stop)")
+        for env in sorted(self._dead - dead.keys()):
+            if env not in self._paused:
+                self._emit({"event": "env", "env": env, "state": "back"})
+        self._dead = frozenset(dead)

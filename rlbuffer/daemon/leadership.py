@@ -1,0 +1,266 @@
+"""One leadership: what a leader does from its takeover until it stops, loses the lease or the server, or recovers.
+
+Its memory lives in this object alone. Forgetting everything is making another one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import numpy as np
+
+from rlbuffer.batches import Decision, StepPlan
+from rlbuffer.config import BatcherConfig
+from rlbuffer.daemon.asked import AskWatch
+from rlbuffer.daemon.envs import EnvWatch
+from rlbuffer.daemon.held import Held
+from rlbuffer.daemon.memory import MemoryWatch, without_garbage_collection
+from rlbuffer.daemon.telling import TELEMETRY_SECONDS, Teller
+from rlbuffer.errors import LeaseLost, StepRetired
+from rlbuffer.policy import waiting
+from rlbuffer.settings import TrainerSettings
+from rlbuffer.step_columns import agree
+from rlbuffer.store.base import Attempt, Store
+from rlbuffer.store.recovery import ATTEMPT_SECONDS
+
+POLL_SECONDS = 0.02
+"""Longest that a new push or a finished step waits to be noticed."""
+TRAINER_SILENT_SECONDS = 10.0
+"""A trainer reports every second, also while it waits: after ten of these missed it is called silent."""
+
+
+class Leadership:
+    """Leads a run under one fencing token.
+
+    Args:
+        store: the run.
+        config: what steps are made of.
+        teller: says what happens.
+        owner: who holds the lease.
+        token: of the lease.
+        lease_seconds: for how long it is renewed.
+        asked: what operators had asked for when the config was settled.
+        trainer: the trainer's settings, as far as this process knows them.
+        has_heard: the trainer has already said to this process what it has trained.
+        since: server time since when this process leads without a pause; None: from now on.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        config: BatcherConfig,
+        teller: Teller,
+        *,
+        owner: str,
+        token: int,
+        lease_seconds: float,
+        trainer: TrainerSettings,
+        asked: int = 0,
+        has_heard: bool = False,
+        since: float | None = None,
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._teller = teller
+        self._owner = owner
+        self._token = token
+        self._lease_seconds = lease_seconds
+        self._renewed = float("-inf")
+        self._losses = store.losses()
+        self._is_first = since is None
+        self.since = store.now() if since is None else since
+        self._meta = store.meta()
+        self._asked = AskWatch(store, asked, self._meta)
+        self._held = Held(store, config, teller, token=token, since=self.since)
+        self._envs = EnvWatch(store, config, self._held.batcher, teller.emit)
+        self._memory = MemoryWatch(
+            store, config, teller.emit, world_size=trainer.world_size, checkpoint_every=trainer.checkpoint_every
+        )
+        self._allowances: Mapping[str, int] = {}
+        self._published = float("-inf")
+        self._is_idle = False
+        """No step can be made of what is here; nor will one be when the trainer goes on."""
+        self.has_heard = has_heard
+        """The trainer has reported since this process leads, or is silent: the server's steps are its steps."""
+
+    def take_over(self) -> None:
+        """Everything comes from the server.
+
+        Raises:
+            ConfigError: the run does not fit the server's memory.
+        """
+        self._teller.forget()
+        forecast = self._memory.start(self._token, self._meta)
+        self._renew(at_once=True)
+        if self._meta.error:
+            # Not before: ranks that wait must not miss an error that comes again.
+            self._store.set_error(self._token, "")
+        with without_garbage_collection():
+            self._held.restore()
+            while self._held.ingest(block_seconds=0.0):
+                self._renew()
+        self._held.close_tickets()
+        self._teller.emit(
+            {
+                "event": "ready" if self._is_first else "read again",
+                "run": self._store.run,
+                "step": self._meta.step,
+                "epoch": self._meta.epoch,
+                "pending": self._held.pending,
+                "server": dict(self._store.server()),
+                "forecast": forecast,
+            }
+        )
+        self._memory.tell()
+
+    def turn(self) -> bool:
+        """Reads what is new and makes a step if it can be made. -> False when all must be read again."""
+        self._held.ingest(block_seconds=POLL_SECONDS)
+        self._renew()
+        trainer = self._store.trainer()
+        if trainer.claim:
+            self._recover(trainer)
+            return False
+        if self._asked.has_more():
+            return False
+        self._retire(trainer)
+        self._lead(trainer)
+        self._held.close_tickets()
+        return True
+
+    def _lead(self, trainer: Attempt) -> None:
+        meta, batcher = self._meta, self._held.batcher
+        self._is_idle = trainer.number == 0 or (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
+        if trainer.number == 0:
+            self._say(waiting.NO_TRAINER)
+            return
+        if not self.has_heard and not self._hears(trainer):
+            self._say(waiting.for_word(meta.step, ATTEMPT_SECONDS))
+            return
+        policies = self._store.policies()
+        if not policies:
+            self._say(waiting.NO_VERSION)
+            return
+        self._memory.joined(self._token, trainer)
+        for adapter in {"", *policies}:
+            batcher.set_published(policies[adapter].version if adapter in policies else -1, adapter)
+        self._envs.obey()
+        step = meta.step + 1
+        if step > trainer.trained + 1 + self._config.lookahead:
+            self._publish(batcher.allowances(step, world_size=trainer.world_size))
+            self._say(self._trainer_sentence(trainer))
+            return
+        started = time.perf_counter()
+        decision = batcher.next(
+            step, world_size=trainer.world_size, now=self._store.now(), rng=np.random.default_rng(step)
+        )
+        self._held.drop(decision.drops)
+        self._publish(decision.allowances)
+        # While no tickets are given, silence is what was asked for.
+        self._envs.mourn({} if self._asked.is_draining else decision.dead, step)
+        if decision.plan is None:
+            self._is_idle = True
+            self._say(self._memory.sentence() + decision.waiting)
+            return
+        self._commit(decision, decision.plan, trainer, started)
+
+    def _hears(self, trainer: Attempt) -> bool:
+        """Whether the trainer has reported since the takeover, or has been silent for so long that it counts as gone.
+
+        Until then nothing is committed: after a loss of acknowledged writes the next step here may be one that the
+        trainer has trained already, with other content.
+        """
+        self.has_heard = trainer.seen_ms >= 1000 * self.since or self._store.now() > self.since + ATTEMPT_SECONDS
+        return self.has_heard
+
+    def _recover(self, trainer: Attempt) -> None:
+        """The trainer has steps that the server lost: the run goes on after them."""
+        self.has_heard = True  # the claim is the trainer's own word
+        found = self._store.recover(self._token, trainer, self._held.entries())
+        if found is not None:
+            self._store.retire(self._token, int(found["step"]))
+            self._teller.emit({"event": "recovery", **found})
+
+    def _trainer_sentence(self, trainer: Attempt) -> str:
+        if not trainer.seen_ms:
+            return waiting.absent_trainer(self._meta.step, trainer.trained)
+        silent = trainer.seen_seconds_ago or 0.0
+        if silent < TRAINER_SILENT_SECONDS:
+            return waiting.for_trainer(self._meta.step, trainer.trained, self._config.lookahead)
+        return waiting.silent_trainer(self._meta.step, trainer.trained, silent)
+
+    def _renew(self, *, at_once: bool = False) -> None:
+        if self._store.losses() != self._losses:
+            # It may be back without its newest writes: a drop, a commit, pushes that were read already.
+            raise LeaseLost(f"the server of run {self._store.run!r} was away: everything is read from it again")
+        if not at_once and time.monotonic() - self._renewed < self._lease_seconds / 3:
+            return
+        lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)
+        if not lease.held or lease.token != self._token or not lease.renewed:
+            raise LeaseLost(f"the lease of run {self._store.run!r} lapsed; {lease.owner} holds it now")
+        self._renewed = time.monotonic()
+
+    def _publish(self, allowances: Mapping[str, int]) -> None:
+        """Also when nothing changed: an older one that was delayed on its way may have replaced it."""
+        now = time.monotonic()
+        if allowances != self._allowances or now - self._published > TELEMETRY_SECONDS:
+            self._store.set_allowances(self._token, allowances)
+            self._allowances, self._published = dict(allowances), now
+        self._held.close_tickets()
+
+    def _retire(self, trainer: Attempt) -> None:
+        up_to = min(trainer.oldest_kept, trainer.trained, self._meta.step)
+        if up_to > self._meta.retired:
+            self._store.retire(self._token, up_to)
+            self._memory.retired(up_to)
+            self._meta = self._store.meta()
+        if self._memory.relieve(self._token, trainer, self._meta):
+            self._meta = self._store.meta()
+
+    def _commit(self, decision: Decision, plan: StepPlan, trainer: Attempt, started: float) -> None:
+        used = self._held.of(plan)
+        reason = "a payload is missing or of another size than its metadata says"
+        broken = dict.fromkeys(self._store.pin(plan.rollouts, used), reason)
+        if not broken:
+            _, broken = agree(plan, {key: entry.info for key, entry in used.items() if entry.info is not None})
+        if broken:
+            self._held.drop_broken(broken)
+            return
+        status, detail = self._store.commit(
+            self._token,
+            plan,
+            used,
+            meta=self._memory.marked(self._meta, trainer),
+            state=decision.state,
+            waiting_for_version=decision.waiting_for_version,
+        )
+        if status == "gone":
+            self._held.refused(plan, detail)
+            return
+        self._held.committed(plan)
+        self._meta = self._store.meta()
+        try:
+            header = self._store.wait_step(plan.step, block_seconds=0.0)
+        except StepRetired:
+            raise LeaseLost(f"step {plan.step} was trained and retired meanwhile: another leads this run") from None
+        self._is_idle = False
+        self._say("")
+        if header is not None:
+            self._memory.committed(header, self._meta)
+            self._teller.step(asdict(header), round(1000 * (time.perf_counter() - started), 2))
+        self._teller.settled()
+
+    def _say(self, sentence: str) -> None:
+        if self._asked.is_draining and sentence:
+            sentence = f"{waiting.draining()} {sentence}"
+        self._teller.say(
+            sentence,
+            {
+                "step": self._meta.step,
+                "pending": self._held.pending,
+                "forming": self._held.batcher.forming,
+                "idle": self._is_idle,
+            },
+        )

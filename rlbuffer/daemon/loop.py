@@ -1,0 +1,190 @@
+"""The serve loop: one leader at a time, fenced by a lease.
+
+::
+
+    standing by -> leading -> (reconnect or lost lease: forget everything) -> standing by
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import uuid
+from collections.abc import Callable
+
+from rlbuffer.batcher import Batcher
+from rlbuffer.client import Buffer
+from rlbuffer.config import BatcherConfig
+from rlbuffer.daemon.leadership import Leadership
+from rlbuffer.daemon.memory import MemoryWatch
+from rlbuffer.daemon.revisions import Revisions
+from rlbuffer.daemon.telling import Emit, Teller
+from rlbuffer.errors import (
+    ConfigError,
+    LeaseLost,
+    RlbufferError,
+    RunGone,
+    SchemaMismatch,
+    ServerRefused,
+    ServerUnreachable,
+)
+from rlbuffer.policy import waiting
+from rlbuffer.store.base import Lease, Store
+
+LEASE_SECONDS = 5.0
+"""A leader that is silent for this long may be replaced."""
+BACKOFF_SECONDS = 0.5
+"""Pause before a new takeover after the server went away or the lease was lost."""
+
+
+class Daemon:
+    """Serves one run until told to stop.
+
+    Args:
+        buffer: the run.
+        config: what steps are made of.
+        on_event: called with every event, a dict with `event`.
+        replace_config: go on with a run that was started with another config.
+        follows: go on with the run's config, whatever it is; `config` is for a run that has none.
+        reread: gives the config anew; asked when `hangup` is set, which is cleared then.
+        lease_seconds: a leader that is silent for this long may be replaced.
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        config: BatcherConfig,
+        *,
+        on_event: Emit | None = None,
+        replace_config: bool = False,
+        follows: bool = False,
+        reread: Callable[[], BatcherConfig] | None = None,
+        hangup: threading.Event | None = None,
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
+        self._store: Store = buffer.store
+        self._trainer = buffer.settings.trainer
+        self._teller = Teller(self._store, on_event or (lambda event: None))
+        self._revisions = Revisions(
+            self._store,
+            config,
+            self._teller.emit,
+            replace=replace_config,
+            follows=follows,
+            accepts=self._check_config,
+        )
+        self._reread = reread
+        self._hangup = hangup
+        self._lease_seconds = lease_seconds
+        self._owner = uuid.uuid4().hex  # one per process start: a restarted leader is another leader
+        self._token = 0
+        self._is_at_work = False
+        """It leads, with settings that the run has taken."""
+
+    def run(self, stop: threading.Event) -> None:
+        """Leads until `stop` is set; stands by while another leads, and takes over when the server comes back.
+
+        Raises:
+            ConfigError: the run was started with other settings and `replace_config` is not set; it does not fit the
+                server's memory; or a function of the user's own that the settings name failed. Of the last two every
+                waiting rank is told, too.
+            SchemaMismatch: the run was written by an incompatible version.
+            RlbufferError: a fatal error; every waiting rank is told before it is raised.
+        """
+        while not stop.is_set():
+            try:
+                lease = self._acquire(stop)
+                if lease is not None:
+                    self._lead(lease.token, stop)
+            except (ServerUnreachable, ServerRefused, LeaseLost, RunGone) as error:
+                self._teller.emit({"event": "leader", "state": "lost", "reason": str(error)})
+                self._token = 0
+                stop.wait(BACKOFF_SECONDS * random.uniform(1, 2))
+            except SchemaMismatch:
+                raise  # nothing may be written there, not even that this failed
+            except ConfigError as error:
+                if self._is_at_work:
+                    # A function of the user's own failed: the run cannot go on, and the ranks must not wait for it.
+                    self._fail(error)
+                else:
+                    self._store.release_lease(self._owner)
+                raise
+            except Exception as error:
+                self._fail(error)
+                raise
+        self._leave()
+
+    def _acquire(self, stop: threading.Event) -> Lease | None:
+        self._store.open_run()
+        self._revisions.check()
+        said = ""
+        while not stop.is_set():
+            lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)
+            if lease.held:
+                self._token = lease.token
+                return lease
+            if lease.owner != said:
+                said = lease.owner
+                self._teller.emit({"event": "leader", "state": "standby", "owner": lease.owner})
+            self._heed_hangup()
+            stop.wait(min(0.2, max(0.02, lease.remaining_seconds)))
+        return None
+
+    def _lead(self, token: int, stop: threading.Event) -> None:
+        """Leads until stopped. Whatever ends a leadership (a recovery, an operator) leaves nothing of its memory."""
+        has_heard, since = False, None
+        while not stop.is_set():
+            self._is_at_work = False
+            config = self._revisions.settle(token)
+            leadership = Leadership(
+                self._store,
+                config,
+                self._teller,
+                owner=self._owner,
+                token=token,
+                lease_seconds=self._lease_seconds,
+                trainer=self._trainer,
+                asked=self._revisions.asked,
+                has_heard=has_heard,
+                since=since,
+            )
+            leadership.take_over()
+            self._is_at_work = True
+            while not stop.is_set() and leadership.turn():
+                self._heed_hangup()
+            has_heard, since = leadership.has_heard, leadership.since
+
+    def _check_config(self, config: BatcherConfig) -> None:
+        """Before settings take the place of others. Raises ConfigError when this process could not lead with them."""
+        Batcher(config)  # imports what the settings name of the user's own
+        watch = MemoryWatch(
+            self._store,
+            config,
+            self._teller.emit,
+            world_size=self._trainer.world_size,
+            checkpoint_every=self._trainer.checkpoint_every,
+        )
+        watch.check(self._store.meta())
+
+    def _heed_hangup(self) -> None:
+        if self._hangup is not None and self._reread is not None and self._hangup.is_set():
+            self._hangup.clear()
+            self._revisions.reread(self._reread)
+
+    def _leave(self) -> None:
+        if not self._token:
+            return  # stood by: what is waited for is the leader's to say
+        try:
+            self._store.set_waiting("batcher", waiting.STOPPED)
+            self._store.release_lease(self._owner)
+        except RlbufferError as error:
+            # Leaving without the server is fine: the lease runs out by itself.
+            self._teller.emit({"event": "leader", "state": "lost", "reason": str(error)})
+
+    def _fail(self, error: Exception) -> None:
+        """Tells every waiting rank at once, then lets the error out."""
+        try:
+            self._store.set_error(self._token, f"{type(error).__name__}: {error}")
+            self._store.release_lease(self._owner)
+        except RlbufferError as second:
+            self._teller.emit({"event": "leader", "state": "lost", "reason": str(second)})

@@ -1,0 +1,163 @@
+"""Which settings this process leads with: its own at the start, from then on those of the run.
+
+A run's settings have revisions. The first leader brings the first; every later one comes from an operator (`rlbuffer
+config apply`, SIGHUP), who leaves it in `meta`, and counts when a leader has taken it at a step boundary::
+
+    own config --start--> the run's config <--taken by the leader-- wanted config <-- operators
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlbuffer.config import BatcherConfig
+from rlbuffer.config_changes import changes, check_change, config_digest
+from rlbuffer.daemon.telling import Emit
+from rlbuffer.errors import ConfigChanged, ConfigError
+from rlbuffer.policy.ordering import load_selector
+from rlbuffer.store.base import Meta, Store
+
+TRIES = 5
+"""Times that a re-read config is asked for when others ask at the same moment."""
+
+
+class Revisions:
+    """The config of one process that serves a run.
+
+    Args:
+        store: the run.
+        config: what the process was started with.
+        emit: takes ``config`` events.
+        replace: `config` takes the place of what the run has.
+        follows: go on with what the run has; `config` is only for a run that has none.
+        accepts: raises ConfigError for a wanted config that cannot be led with here: the old one goes on.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        config: BatcherConfig,
+        emit: Emit,
+        *,
+        replace: bool = False,
+        follows: bool = False,
+        accepts: Callable[[BatcherConfig], object] = load_selector,
+    ) -> None:
+        self._store = store
+        self._emit = emit
+        self._replace = replace
+        self._accepts = accepts
+        self.config = config
+        """What the next leadership leads with."""
+        self._digest = config_digest(config)
+        self._is_settled = follows
+        """The own config has come into the run, or was the run's: from now on the run decides."""
+        self._seen: str | None = None
+        """Digest of what the run had at the start."""
+        self.asked = 0
+        """What operators had asked for when `settle` began to look."""
+
+    def check(self) -> None:
+        """Once, before anything else: a process that was started with other settings must not stand by either.
+
+        Raises:
+            ConfigError: the run has other settings, and they shall not be replaced.
+        """
+        if self._seen is not None or self._is_settled:
+            return
+        meta = self._store.meta()
+        seen = meta.wanted_digest or meta.config_digest
+        if seen not in ("", self._digest) and not self._replace:
+            raise ConfigError(self._other(meta))
+        self._seen = seen
+
+    def settle(self, token: int) -> BatcherConfig:
+        """At every takeover: takes what is wanted, or what the run has. -> the config to lead with.
+
+        Raises:
+            ConfigError: at the first takeover, the run has other settings.
+            LeaseLost: another leads.
+        """
+        meta = self._store.meta()
+        self.asked = meta.asked
+        has = meta.wanted_digest or meta.config_digest
+        if not self._is_settled:
+            if has in ("", self._digest) or (self._replace and self._seen in ("", has)):
+                if has != self._digest:
+                    check_change(meta.config, self.config.as_dict(), step=meta.step)
+                if meta.config_digest != self._digest:
+                    self._accepts(self.config)
+                self._take(token, meta, self.config.as_dict(), self._digest, answers=meta.wanted_digest)
+            elif self._is_foreign(meta) and not self._replace:
+                raise ConfigError(self._other(meta))
+            self._is_settled = True
+            meta = self._store.meta()
+        if meta.wanted_digest:
+            self._adopt(token, meta)
+            meta = self._store.meta()
+        if not meta.config_digest:
+            self._take(token, meta, self.config.as_dict(), self._digest)
+        elif meta.config_digest != self._digest:
+            self.config, self._digest = BatcherConfig(**meta.config), meta.config_digest
+        return self.config
+
+    def _is_foreign(self, meta: Meta) -> bool:
+        """The run had other settings than this process's from the start, and not only by what operators did since."""
+        if self._seen:
+            return self._seen != self._digest
+        # It stood by before the first leader had brought its settings: only of the first revision it can be told.
+        return meta.revision <= 1 and meta.config_digest not in ("", self._digest)
+
+    def reread(self, load: Callable[[], BatcherConfig]) -> None:
+        """SIGHUP: asks for what the config file says now; a bad file changes nothing. Leader or not."""
+        try:
+            config = load()
+            for _ in range(TRIES):
+                meta = self._store.meta()
+                check_change(meta.config, config.as_dict(), step=meta.step)
+                try:
+                    answer = self._store.ask_config(config.as_dict(), config_digest(config), seen=meta)
+                except ConfigChanged:
+                    continue
+                self._emit({"event": "config", "state": answer})
+                return
+            self._emit({"event": "config", "state": "refused", "reason": "others change the settings at this moment"})
+        except ConfigError as error:
+            self._emit({"event": "config", "state": "refused", "reason": str(error)})
+
+    def _adopt(self, token: int, meta: Meta) -> None:
+        try:
+            config = BatcherConfig(**meta.wanted)
+            self._accepts(config)
+            check_change(meta.config, meta.wanted, step=meta.step)
+        except (ConfigError, TypeError) as error:
+            self._store.refuse_config(token, meta.wanted_digest, str(error))
+            self._emit({"event": "config", "state": "refused", "reason": str(error)})
+            return
+        self._take(token, meta, meta.wanted, meta.wanted_digest, answers=meta.wanted_digest)
+
+    def _take(self, token: int, meta: Meta, config: Mapping[str, Any], digest: str, *, answers: str = "") -> None:
+        if digest == meta.config_digest and not answers:
+            return
+        revision = self._store.set_config(token, config, digest, settles=answers)
+        if meta.config and digest != meta.config_digest:
+            told = [str(change) for change in changes(meta.config, config)]
+            self._emit(
+                {"event": "config", "state": "taken", "revision": revision, "step": meta.step + 1, "changes": told}
+            )
+
+    def _other(self, meta: Meta) -> str:
+        theirs = meta.wanted or meta.config
+        told = "; ".join(str(change) for change in changes(theirs, self.config.as_dict()))
+        return (
+            f"run {self._store.run!r} has other settings ({told}). Start with those, use another run name, or change "
+            f"the run's: `rlbuffer config apply --config FILE`, or `rlbuffer serve --replace-config` to go on with "
+            f"the new ones."
+        )
+
+
+def has_refused(meta: Meta, digest: str) -> str:
+    """Why the leader refused the wanted config of this digest; "" when it did not."""
+    refused, _, reason = meta.refused.partition(" ")
+    return reason if refused == digest else ""

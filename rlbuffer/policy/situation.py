@@ -1,0 +1,137 @@
+"""What the batcher knows: the pool, the accounts, what is published, who is paused. Its questions, no decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+from rlbuffer.config import BatcherConfig
+from rlbuffer.policy import budget
+from rlbuffer.policy.adapters import AdapterAccounts, Queue
+from rlbuffer.policy.age import oldest_version
+from rlbuffer.policy.groups import GroupState
+from rlbuffer.policy.patience import Patience
+from rlbuffer.policy.pool import EnvPool, Lane, Pool
+from rlbuffer.policy.selection import Limits
+
+EMPTY = EnvPool()
+Mean = tuple[float, float, float]
+"""Mean group in (budget's unit, tokens, rollouts)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Situation:
+    """Everything that a decision is made of."""
+
+    config: BatcherConfig
+    pool: Pool
+    patience: Patience
+    accounts: Mapping[str, budget.EnvAccount]
+    """env -> account, as after the last committed step."""
+    adapters: AdapterAccounts
+    published: dict[str, int] = field(default_factory=dict)
+    """adapter -> version that workers can sample from; -1 when none was announced."""
+    paused: set[str] = field(default_factory=set)
+    short: frozenset[str] = frozenset()
+    """Envs that the open step waits for."""
+
+    # -- envs ---------------------------------------------------------------------------------------------------------
+    def known(self) -> list[str]:
+        """Envs that have a budget or have sent a group, sorted."""
+        return budget.known_envs(self.config, [*self.accounts, *self.pool.envs])
+
+    def env(self, env: str) -> EnvPool:
+        """What is pending of it."""
+        return self.pool.envs.get(env, EMPTY)
+
+    def fractions(self, step: int) -> dict[str, float]:
+        """env -> its share of `step`."""
+        unit = self.config.unit
+        ready: dict[str, float] = {
+            env: pool.ready_groups
+            if unit == "groups"
+            else budget.size_of(unit, tokens=pool.ready_tokens, rollouts=pool.ready_rollouts)
+            for env, pool in self.pool.envs.items()
+        }
+        return budget.shares(self.config, self.known(), ready, step=step, paused=self.paused)
+
+    def mean(self, env: str) -> Mean | None:
+        """The env's mean group: of those trained, else of those ready; None when there are none."""
+        account, pool = self.accounts.get(env), self.env(env)
+        if account is not None and account.groups:
+            tokens, rollouts = account.tokens, account.rollouts
+        elif pool.ready_groups:
+            tokens, rollouts = pool.ready_tokens / pool.ready_groups, pool.ready_rollouts / pool.ready_groups
+        else:
+            return None
+        unit = {"tokens": tokens, "rollouts": rollouts}.get(self.config.unit, 1.0)
+        return unit, tokens, rollouts
+
+    def means(self, envs: Iterable[str]) -> dict[str, Mean]:
+        """env -> its mean group, of the other envs where it has none; (0, 0, 0) for none at all."""
+        found = {env: self.mean(env) for env in envs}
+        means = {env: mean for env, mean in found.items() if mean is not None}
+        sums = [sum(column) for column in zip(*means.values(), strict=True)] or [0.0, 0.0, 0.0]
+        count = max(1, len(means))
+        other = (sums[0] / count, sums[1] / count, sums[2] / count)
+        return means | {env: other for env in found if env not in means}
+
+    # -- versions -----------------------------------------------------------------------------------------------------
+    def own_step(self, adapter: str, step: int) -> int:
+        """`step` in the adapter's own count."""
+        return self.adapters.own_step(adapter, step, self.published)
+
+    def sampled(self, env: str) -> list[str]:
+        """Adapters that are sampled in `env`, as far as is known: those it has sent, else any that is published."""
+        sent = self.env(env).lanes.keys() | self.adapters.tags.get(env, {}).keys()
+        return sorted(sent or [a for a, v in self.published.items() if v >= 0] or [""])
+
+    def lags(self, env: str, adapter: str, step: int) -> bool:
+        """True when the adapter's published version is so old that nothing sampled now could train at `step`."""
+        published = self.published.get(adapter)
+        oldest = oldest_version(self.own_step(adapter, step), self.config.for_env(env, "max_age"))
+        return published is not None and published < oldest
+
+    def env_lags(self, env: str, step: int) -> bool:
+        """True when that is so for whatever the env samples."""
+        return all(self.lags(env, adapter, step) for adapter in self.sampled(env))
+
+    def youngest_limit(self, adapter: str) -> int | None:
+        """The smallest `max_age` of the envs that sample `adapter`; None when no env does."""
+        known = [env for env in self.known() if env not in self.paused and adapter in self.sampled(env)]
+        ages = [self.config.for_env(env, "max_age") for env in known]
+        if not ages and adapter in self.published and not self.known():
+            return self.config.max_age
+        return min(ages, default=None)
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+    def queue(self, env: str, pool: EnvPool, step: int) -> Queue:
+        """The env's ready groups in the order in which they should train."""
+        max_age = self.config.for_env(env, "max_age")
+        lanes = {
+            adapter: self._walk(lane, oldest_version(self.own_step(adapter, step), max_age))
+            for adapter, lane in pool.lanes.items()
+        }
+        return Queue(lanes, self.adapters.tags.get(env), self.config.unit)
+
+    def _walk(self, lane: Lane, oldest: int) -> Iterator[GroupState]:
+        newest_first = self.config.order != "oldest_first"
+        fresh = (
+            lane.ranked.walk(oldest=oldest)
+            if self.pool.ranks
+            else lane.ready.walk(newest_first=newest_first, oldest=oldest)
+        )
+        return chain(fresh, lane.used.walk(newest_first=newest_first, oldest=oldest))
+
+    def limits(self, world_size: int) -> Limits:
+        """How much a step may hold."""
+        config = self.config
+        return Limits(
+            rows=world_size * config.micro_batches_per_rank * config.rows_per_micro_batch,
+            row_tokens=config.row_tokens,
+            groups=config.step_groups,
+            rollouts=config.step_rollouts,
+            flat=config.flat if isinstance(config.flat, float) else None,
+            used=config.replay_fraction,
+        )

@@ -1,0 +1,75 @@
+"""Evaluation results: one per policy version and env, whoever made it, beside the account and never in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlbuffer import wire
+from rlbuffer.store.session import Session, ranged
+
+KEPT = 10_000
+"""Results kept, about."""
+KNOWN_MS = 7 * 86_400_000
+"""How long it is known that a version was evaluated."""
+MAX_RECORD_BYTES = 2**20
+"""Largest result that is decoded."""
+_DONE = b"done"
+
+
+class EvaluationMoves(Session):
+    """Who evaluates what, and what came of it."""
+
+    def claim_evaluation(self, env: str, version: int, *, owner: str, ttl_seconds: float) -> bool:
+        """Takes the evaluation of a version on an env. -> False when it is done, or another is at it.
+
+        A claim lapses after `ttl_seconds`, so that another worker takes over from a dead one. Asked again by the same
+        owner, it is prolonged.
+        """
+        key, milliseconds = self.keys.evaluating(env, version), max(1, round(1000 * ttl_seconds))
+
+        def claim(client: Any) -> bool:
+            if client.set(key, owner, nx=True, px=milliseconds):
+                return True
+            if client.get(key) != owner.encode():
+                return False
+            return bool(client.pexpire(key, milliseconds))
+
+        return self.look(claim)
+
+    def release_evaluation(self, env: str, version: int, *, owner: str) -> None:
+        """Gives a claim back: what was sampled does not count."""
+        key = self.keys.evaluating(env, version)
+
+        def release(client: Any) -> None:
+            if client.get(key) == owner.encode():
+                client.delete(key)
+
+        self.look(release)
+
+    def add_evaluation(self, env: str, version: int, record: Mapping[str, Any]) -> None:
+        """Keeps a result. Repeated after a lost reply it may be there twice: the first one counts."""
+        fields = {"env": env, "version": version, "record": wire.dumps(dict(record))}
+
+        def add(client: Any) -> None:
+            with client.pipeline(transaction=True) as pipe:
+                pipe.xadd(self.keys.eval, fields, maxlen=KEPT, approximate=True)
+                pipe.set(self.keys.evaluating(env, version), _DONE, px=KNOWN_MS)
+                pipe.execute()
+
+        self.look(add)
+
+    def evaluations(self, *, limit: int = 1000) -> list[dict[str, Any]]:
+        """Results, the oldest first: ``env``, ``version``, ``at`` (Unix seconds), and what the record holds.
+
+        Args:
+            limit: how many of the newest entries are looked at.
+        """
+        newest = self.look(lambda client: client.xrevrange(self.keys.eval, count=limit))
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        for entry_id, fields in reversed(ranged(newest)):
+            env, version = fields[b"env"].decode(), int(fields[b"version"])
+            at = int(entry_id.partition("-")[0]) / 1000
+            record = wire.loads(fields[b"record"], limit=MAX_RECORD_BYTES)
+            found.setdefault((env, version), {"env": env, "version": version, "at": at, **record})
+        return list(found.values())

@@ -1,0 +1,151 @@
+"""How policy versions lie in a folder, and how that is checked: names, the list of files, what is complete.
+
+    <directory>/v00000012-9f86d081884c/model.safetensors    the weights
+                                       config.json          the Hugging Face config
+                                       files.json           size and sha256 of the others: what a download is checked by
+
+The list is a file like the others, so that any web server over the folder can hand versions to other hosts.
+
+Imports neither torch nor a web server.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlbuffer.errors import WeightsError
+from rlbuffer.records import PolicyVersion
+from rlbuffer.weights.disk import flush, sha256_of
+
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+LIST_FILE = "files.json"
+MAX_LIST_BYTES = 1 << 20
+"""A longer list of files is refused unread."""
+MAX_FILES = 4096
+
+VERSION = re.compile(r"v(\d{8,20})-([0-9a-f]{12})\Z")
+"""Name of a version's directory: version and the first digits of the weights' sha256."""
+FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+"""Names that a version's files may have: no path, nothing hidden."""
+TEMPORARY = ".tmp-"
+"""Begins the name of what is being written or removed."""
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedFile:
+    """One file of a version."""
+
+    name: str
+    size: int
+    """Bytes."""
+    sha256: str
+    """Hex."""
+
+
+def listed(directory: Path, known: Mapping[str, str]) -> list[ListedFile]:
+    """What lies in `directory`, with the list itself left out.
+
+    Args:
+        known: name -> sha256 of files that were hashed already.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return [
+        ListedFile(name=path.name, size=path.stat().st_size, sha256=known.get(path.name) or sha256_of(path))
+        for path in sorted(directory.iterdir())
+        if path.name != LIST_FILE
+    ]
+
+
+def write_list(directory: Path, files: Iterable[ListedFile]) -> None:
+    """Writes ``files.json``, and flushes it.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    path = directory / LIST_FILE
+    entries = {file.name: {"size": file.size, "sha256": file.sha256} for file in files}
+    path.write_text(json.dumps({"files": entries}, indent=2, sort_keys=True) + "\n", "utf-8")
+    flush(path)
+
+
+def parse_list(text: str | bytes, *, name: str) -> tuple[ListedFile, ...]:
+    """The files that a version's list names; `name` is that of the version's directory.
+
+    Raises:
+        WeightsError: it is no such list, names a file outside, or one without weights of this version.
+    """
+    try:
+        found = json.loads(text)["files"]
+        files = tuple(
+            ListedFile(name=str(file), size=int(entry["size"]), sha256=str(entry["sha256"]))
+            for file, entry in found.items()
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise WeightsError(f"{LIST_FILE} of {name} is no list of files ({type(error).__name__})") from error
+    for file in files:
+        if not FILE.match(file.name) or file.name == LIST_FILE or file.size < 0 or not _SHA256.match(file.sha256):
+            raise WeightsError(f"{LIST_FILE} of {name} has an entry that cannot be: {file.name!r}")
+    weights = [file for file in files if file.name == WEIGHTS_FILE]
+    match = VERSION.match(name)
+    if len(files) > MAX_FILES or not weights or match is None or not weights[0].sha256.startswith(match[2]):
+        raise WeightsError(f"{LIST_FILE} of {name} is of other weights")
+    return files
+
+
+def versions(directory: Path) -> dict[int, list[Path]]:
+    """The complete versions under `directory`: version -> directories (several when a step was trained again)."""
+    found: dict[int, list[Path]] = {}
+    if directory.is_dir():
+        for path in sorted(directory.iterdir()):
+            match = VERSION.match(path.name)
+            if match and path.is_dir():
+                found.setdefault(int(match[1]), []).append(path)
+    return dict(sorted(found.items()))
+
+
+def check(directory: Path, policy: PolicyVersion) -> None:
+    """Compares size and sha256 of the weights in `directory` with the announcement.
+
+    Raises:
+        WeightsError: not there; another size; another checksum.
+    """
+    weights = directory / WEIGHTS_FILE
+    try:
+        size = weights.stat().st_size
+        if size != policy.size:
+            raise WeightsError(f"version {policy.version}: {weights} has {size} bytes, announced were {policy.size}")
+        checksum = sha256_of(weights)
+    except OSError as error:
+        raise WeightsError(
+            f"version {policy.version}: {weights} cannot be read ({error.strerror}); "
+            "is the run's directory shared with this host? If not, set weights.url at the trainer"
+        ) from error
+    if checksum != policy.checksum:
+        raise WeightsError(
+            f"version {policy.version}: {weights} has sha256 {checksum}, announced was {policy.checksum}"
+        )
+
+
+def remove(directory: Path) -> None:
+    """Removes a version's directory; nobody sees half of one, and who has a file open goes on reading it."""
+    gone = directory.with_name(f"{TEMPORARY}gone-{uuid.uuid4().hex}")
+    try:
+        directory.rename(gone)
+    except FileNotFoundError:
+        return  # another process was quicker
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def is_url(location: str) -> bool:
+    """The announced location is to be downloaded, not a directory."""
+    return location.startswith(("http://", "https://"))

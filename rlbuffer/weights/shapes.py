@@ -1,0 +1,48 @@
+"""Names and shapes of what a model directory holds, read from the files' headers alone.
+
+Imports safetensors, not torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from rlbuffer.errors import WeightsError
+
+
+def names_and_shapes(directory: str | Path) -> dict[str, list[int]]:
+    """Tensor name -> shape of every ``*.safetensors`` file.
+
+    Raises:
+        WeightsError: there is no such file, or one cannot be read.
+    """
+    found: dict[str, list[int]] = {}
+    try:
+        for path in weight_files(directory):
+            with safe_open(path, "np") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    found[name] = list(file.get_slice(name).get_shape())
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"the weights at {directory} cannot be read: {error}") from error
+    return found
+
+
+def differing(found: dict[str, list[int]], expected: dict[str, list[int]]) -> str:
+    """Up to three names that are missing, unknown or of another shape, for a message; "" when there are none."""
+    wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return f"{', '.join(wrong[:3])}{more}" if wrong else ""
+
+
+def weight_files(directory: str | Path) -> list[Path]:
+    """The ``*.safetensors`` files of a model directory, in order.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    files = sorted(Path(directory).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{directory} has no *.safetensors file")
+    return files

@@ -1,0 +1,147 @@
+"""``jsonl``: a data set from a file, one JSON object per line, every prompt once an epoch.
+
+    {"prompt": "What is 3 + 4?", "answer": "7", "id": "sum-1", "target_length": 40}
+    {"prompt": [11, 4, 8], "answer": "7"}
+
+A prompt is text, which needs a tokenizer, or token ids. ``id`` names it to people (else its line does),
+``target_length`` is for length rewards; any further field goes along as metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.worker.envs.base import Prompt, Score
+from rlbuffer.worker.envs.order import PromptOrder
+from rlbuffer.worker.envs.rewards import Answered, make_rewards
+from rlbuffer.worker.envs.text import Text, ids_as_text
+
+FIELDS = ("prompt", "answer", "id")
+"""Fields of a line with a meaning of their own."""
+
+
+class JsonLines:
+    """Ticket n samples the prompt at place ``n mod N`` of epoch ``n div N``'s order.
+
+    All workers of a run need the same file: `digest`, which goes along as metadata, tells whether they had it.
+
+    Args:
+        path: the file.
+        name: the env's name.
+        tokenizer: directory of the model's tokenizer; without one prompts are token ids, and an answer that rewards
+            compare is ids with spaces between them.
+        chat, system: how text becomes a prompt, see :class:`rlbuffer.worker.envs.text.Text`.
+        rewards: see :func:`rlbuffer.worker.envs.rewards.make_rewards`.
+        length: a length reward: ``form``, ``target``, ``coefficient``, ``slack``.
+        on_error: what an exception in a reward function costs: ``fail`` (the rollout) | ``zero``.
+        max_new_tokens: longest completion.
+        seed, shuffle: the order of prompts.
+        vocab_size, eos_token_ids: of the model; with a tokenizer its own.
+
+    Raises:
+        ConfigError: the file or an option is not as it must be; a bad line is named with its number.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        name: str = "jsonl",
+        tokenizer: str = "",
+        chat: bool | None = None,
+        system: str = "",
+        rewards: Mapping[str, Any] | None = None,
+        length: Mapping[str, Any] | None = None,
+        on_error: str = "fail",
+        max_new_tokens: int = 1024,
+        seed: int = 0,
+        shuffle: bool = True,
+        vocab_size: int = 0,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.name = name
+        self._text = Text(tokenizer, chat=chat, system=system) if tokenizer else None
+        if self._text is None and not (vocab_size and eos_token_ids):
+            raise ConfigError(
+                "jsonl: without a tokenizer the env needs vocab_size and eos_token_ids", setting="env_options"
+            )
+        self.vocab_size = vocab_size or (self._text.vocab_size if self._text else 0)
+        self.eos_token_ids = tuple(eos_token_ids) or (self._text.eos_token_ids if self._text else ())
+        self.max_new_tokens = max_new_tokens
+        self._rewards = make_rewards(rewards or {"exact": 1.0}, length=length, on_error=on_error)
+        self._lines, self.digest = _read(Path(path).expanduser())
+        for number, line in self._lines:
+            self._check(number, line, path)
+        self._order = PromptOrder(len(self._lines), seed=seed, shuffle=shuffle)
+
+    def prompt(self, number: int) -> Prompt:
+        epoch, index = self._order.place(number)
+        line_number, line = self._lines[index]
+        own = {key: value for key, value in line.items() if key not in FIELDS}
+        return Prompt(
+            prompt_id=str(line.get("id", f"line-{line_number}")),
+            tokens=self._tokens(line["prompt"]),
+            answer=line.get("answer"),
+            metadata={**own, "epoch": epoch, "data": self.digest},
+        )
+
+    def score(self, prompt: Prompt, tokens: NDArray[np.int32], *, finish_reason: str) -> Score:
+        return self._rewards.score(
+            Answered(prompt=prompt, tokens=tokens, finish_reason=finish_reason, render=self._answer)
+        )
+
+    def render(self, tokens: NDArray[np.int32]) -> str:
+        return self._text.render(tokens) if self._text else ids_as_text(tokens)
+
+    def _answer(self, tokens: NDArray[np.int32]) -> str:
+        if self._text:
+            return self._text.answer(tokens)
+        return ids_as_text([token for token in tokens.tolist() if token not in self.eos_token_ids])
+
+    def _tokens(self, prompt: str | list[int]) -> NDArray[np.int32]:
+        if isinstance(prompt, str) and self._text:
+            return self._text.prompt(prompt)
+        return np.asarray(prompt, np.int32)
+
+    def _check(self, number: int, line: Mapping[str, Any], path: str) -> None:
+        prompt = line.get("prompt")
+        if isinstance(prompt, str):
+            wrong = "" if self._text else "a prompt of text needs a tokenizer"
+            wrong = wrong or ("" if prompt else "an empty prompt")
+        elif isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+            outside = [token for token in prompt if not 0 <= token < self.vocab_size]
+            wrong = f"token id {outside[0]} is not in 0-{self.vocab_size - 1}" if outside else ""
+        else:
+            wrong = f"prompt must be text or token ids, got {str(prompt)[:40]!r}"
+        if wrong:
+            raise ConfigError(f"{path}:{number}: {wrong}", setting="env_options.path")
+
+
+def _read(path: Path) -> tuple[list[tuple[int, Mapping[str, Any]]], str]:
+    """-> (line number, object) of every line that is not empty; the content's digest."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", setting="env_options.path") from error
+    lines: list[tuple[int, Mapping[str, Any]]] = []
+    for number, text in enumerate(data.splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number}: not JSON: {error}", setting="env_options.path") from error
+        if not isinstance(line, dict):
+            raise ConfigError(f"{path}:{number}: not a JSON object", setting="env_options.path")
+        lines.append((number, line))
+    if not lines:
+        raise ConfigError(f"{path} holds no prompt", setting="env_options.path")
+    return lines, hashlib.sha256(data).hexdigest()[:12]

@@ -1,0 +1,56 @@
+"""The order of prompts: every one of a data set once an epoch, each epoch shuffled anew.
+
+Ticket n is prompt ``order(n // size)[n % size]``. Tickets are numbered on the server and neither skipped nor doubled,
+so epoch and position come from there alone: a worker that is killed loses its place to nobody, and a resumed run goes
+on where it was.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+KEPT_EPOCHS = 3
+"""Orders that are kept: tickets of the last epoch come back while the next one has begun."""
+
+
+class PromptOrder:
+    """Ticket numbers to places in a data set.
+
+    Args:
+        size: prompts, >= 1.
+        seed: of the shuffling; the same one in every worker of an env.
+        shuffle: False: every epoch goes through the data as it lies.
+
+    Example:
+        >>> order = PromptOrder(3, seed=0)
+        >>> sorted(order.place(n)[1] for n in range(3, 6)), order.place(4)[0]
+        ([0, 1, 2], 1)
+    """
+
+    def __init__(self, size: int, *, seed: int = 0, shuffle: bool = True) -> None:
+        if size < 1:
+            raise ValueError(f"a data set of {size} prompts has no order")
+        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self._epochs: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
+
+    def place(self, number: int) -> tuple[int, int]:
+        """-> (epoch, index into the data set) of ticket `number`."""
+        epoch, position = divmod(number, self.size)
+        if not self.shuffle:
+            return epoch, position
+        order = self._epochs.get(epoch)
+        if order is None:
+            order = self._epochs[epoch] = _shuffled(self.size, self.seed, epoch)
+            while len(self._epochs) > KEPT_EPOCHS:
+                self._epochs.popitem(last=False)
+        return epoch, int(order[position])
+
+
+def _shuffled(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    # Not Generator.permutation: numpy may change what it returns, and workers with different numpy releases would then
+    # disagree about the order. The raw words of a bit generator never change.
+    words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(size)
+    return np.argsort(words, kind="stable")

@@ -1,0 +1,288 @@
+"""Rewards: several functions with weights, and what a length does to their sum.
+
+    reward = length(sum of weight * function(answered)),    each function's own value by name beside it
+
+Functions score one completion at a time and know nothing of the group: what a group makes of its rewards is the
+estimator's business (`batcher.advantage`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.errors import ConfigError, RlbufferError
+from rlbuffer.worker.envs.base import Prompt, Score
+from rlbuffer.worker.envs.lookup import no_such_option, target
+
+Form = Literal["exact", "max", "clip"]
+"""What a length does to a reward: see :class:`Length`."""
+OnError = Literal["fail", "zero"]
+"""What an exception in a reward function costs: the rollout, or that function's share."""
+
+
+class RewardFailed(RlbufferError):
+    """A reward function raised, or returned something that is no number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """One completion, as reward functions see it."""
+
+    prompt: Prompt
+    tokens: NDArray[np.int32]
+    """[C] int32; what was sampled, the end token included when it was."""
+    finish_reason: str
+    """``stop`` or ``length``."""
+    render: Callable[[NDArray[np.int32]], str]
+    """The env's tokens as text, without its end tokens."""
+
+    @cached_property
+    def text(self) -> str:
+        """The completion as text; made when the first function asks for it."""
+        return self.render(self.tokens)
+
+
+RewardFunction = Callable[[Answered], float]
+"""Earned by one completion; finite. True and False count as 1 and 0."""
+
+
+def exact_match(*, strip: bool = True, ignore_case: bool = False) -> RewardFunction:
+    """1 when the text is the prompt's answer, else 0.
+
+    Args:
+        strip: white space around both does not count.
+        ignore_case: neither do capitals.
+    """
+
+    def same(answered: Answered) -> float:
+        texts = [answered.text, str(answered.prompt.answer)]
+        if strip:
+            texts = [text.strip() for text in texts]
+        if ignore_case:
+            texts = [text.casefold() for text in texts]
+        return float(texts[0] == texts[1])
+
+    return same
+
+
+def regex_match(pattern: str, *, compare: bool = False, last: bool = True) -> RewardFunction:
+    """1 when `pattern` is found in the text, else 0.
+
+    Args:
+        pattern: `re` syntax; ``.`` matches new lines, too.
+        compare: what is found must also be the prompt's answer, white space around it aside: the group named
+            ``answer`` when there is one, else the first group, else all of it.
+        last: of several matches the last one is compared; False: the first.
+
+    Raises:
+        ConfigError: the pattern is none.
+    """
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"reward pattern {pattern!r} is not a regular expression: {error}") from error
+    group: str | int = "answer" if "answer" in compiled.groupindex else min(compiled.groups, 1)
+
+    def found(answered: Answered) -> float:
+        matches = list(compiled.finditer(answered.text))
+        if not matches or not compare:
+            return float(bool(matches))
+        match = matches[-1 if last else 0].group(group) or ""
+        return float(match.strip() == str(answered.prompt.answer).strip())
+
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Length:
+    """What the length of a completion, in tokens, does to its reward R; L is the target, n the length.
+
+    ==========  ==================================================
+    ``exact``   R - coefficient * abs(L - n)
+    ``max``     R * clip(coefficient * (L - n) + slack, 0, 1)
+    ``clip``    R if n <= L else 0
+    ==========  ==================================================
+
+    Source: ``exact`` and ``max`` are LCPO's (Aggarwal and Welleck 2025, "L1: Controlling How Long A Reasoning Model
+    Thinks With Reinforcement Learning", section 3; there R is 0 or 1); ``clip`` is the hard limit.
+
+    Raises:
+        ConfigError: a value is out of range.
+
+    Example:
+        >>> Length(form="exact", target=10, coefficient=0.01).applied(1.0, 30)
+        0.8
+        >>> [Length(form="max", target=10, coefficient=0.1).applied(1.0, n) for n in (5, 10, 12, 15)]
+        [1.0, 0.5, 0.3, 0.0]
+    """
+
+    form: Form
+    target: int
+    """Tokens; a prompt's metadata may name another one as ``target_length``."""
+    coefficient: float = 0.0003
+    """Reward per token."""
+    slack: float = 0.5
+    """Of ``max``: what is left at the target itself, 0-1."""
+
+    def __post_init__(self) -> None:
+        if self.form not in get_args(Form):
+            raise ConfigError(f"length reward form = {self.form!r} is not one of {', '.join(get_args(Form))}")
+        if not self.target >= 1:
+            raise ConfigError(f"length reward target = {self.target} must be at least 1 token")
+        if not 0 <= self.coefficient < math.inf:
+            raise ConfigError(f"length reward coefficient = {self.coefficient} must be finite and not negative")
+        if not 0 <= self.slack <= 1:
+            raise ConfigError(f"length reward slack = {self.slack} must be in 0-1")
+
+    def applied(self, reward: float, tokens: int, *, target: int | None = None) -> float:
+        """The reward of a completion of `tokens` tokens; `target` instead of the setting's own."""
+        over = tokens - (self.target if target is None else target)
+        if self.form == "exact":
+            return reward - self.coefficient * abs(over)
+        if self.form == "max":
+            return reward * min(1.0, max(0.0, self.slack - self.coefficient * over))
+        return reward if over <= 0 else 0.0
+
+
+class Rewards:
+    """Several reward functions, and how they become one score.
+
+    Args:
+        functions: name -> (function, weight). A weight of 0 only records.
+        length: what the length does to the weighted sum; None: nothing.
+        success: name of the function whose value of 1 or more is called a success, under its own name; "": none.
+        on_error: ``fail``: an exception in a function costs the rollout, which counts as failed: a defect must not
+            look like a bad answer. ``zero``: the function counts 0, and the score's metadata says why in
+            ``reward_errors``: for functions that are known to raise on nonsense.
+
+    Raises:
+        ConfigError: no function, or one that is a coroutine, a weight that is not finite.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, tuple[RewardFunction, float]],
+        *,
+        length: Length | None = None,
+        success: str = "",
+        on_error: OnError = "fail",
+    ) -> None:
+        if not functions:
+            raise ConfigError("rewards: at least one function is needed")
+        for name, (function, weight) in functions.items():
+            if inspect.iscoroutinefunction(function):
+                raise ConfigError(
+                    f"reward {name}: a coroutine; an env whose score waits writes `async def score` itself"
+                )
+            if not math.isfinite(weight):
+                raise ConfigError(f"reward {name}: weight {weight} is not finite")
+        if on_error not in get_args(OnError):
+            raise ConfigError(f"rewards: on_error = {on_error!r} is not one of {', '.join(get_args(OnError))}")
+        if success and success not in functions:
+            raise ConfigError(f"rewards: success = {success!r} is not one of {', '.join(functions)}")
+        self.functions, self.length, self.success, self.on_error = dict(functions), length, success, on_error
+
+    def score(self, answered: Answered) -> Score:
+        """What a completion earned.
+
+        Raises:
+            RewardFailed: a function raised or returned no finite number, and `on_error` is ``fail``.
+        """
+        values: dict[str, float] = {}
+        errors: dict[str, str] = {}
+        for name, (function, _) in self.functions.items():
+            try:
+                values[name] = _finite(function(answered))
+            except Exception as error:  # the function is the user's code
+                if self.on_error == "fail":
+                    raise RewardFailed(f"reward {name}: {type(error).__name__}: {error}") from error
+                values[name], errors[name] = 0.0, f"{type(error).__name__}: {error}"
+        reward = sum(weight * values[name] for name, (_, weight) in self.functions.items())
+        rewards = dict(values)
+        if self.length is not None:
+            own = answered.prompt.metadata.get("target_length")
+            shaped = self.length.applied(reward, len(answered.tokens), target=None if own is None else int(own))
+            rewards["length"] = shaped - reward
+            reward = shaped
+        return Score(
+            reward=reward,
+            rewards=rewards,
+            successes={self.success: values[self.success] >= 1} if self.success else {},
+            metadata={"reward_errors": errors} if errors else {},
+        )
+
+
+KINDS: Mapping[str, Callable[..., RewardFunction]] = {"exact": exact_match, "regex": regex_match}
+"""Kinds of reward that settings may name; the user's own is ``package.module:function``."""
+
+
+def make_rewards(
+    options: Mapping[str, Any], *, length: Mapping[str, Any] | None = None, on_error: str = "fail"
+) -> Rewards:
+    """Makes rewards from settings.
+
+    Each option is ``name = weight`` (the kind is the name) or ``name = { kind = ..., weight = 1.0, ... }`` with the
+    kind's own options; a kind is ``exact``, ``regex``, or ``package.module:function`` of the user's, which is called
+    with an :class:`Answered`. The first one is the success.
+
+    Raises:
+        ConfigError: an unknown kind or option, or a value out of range.
+    """
+    functions = {name: _function(name, option) for name, option in options.items()}
+    success = next(iter(functions), "")
+    return Rewards(functions, length=make_length(length), success=success, on_error=on_error)  # type: ignore[arg-type]
+
+
+def make_length(options: Mapping[str, Any] | None) -> Length | None:
+    """A length reward from settings; None when there are none.
+
+    Raises:
+        ConfigError: an unknown option, one that is missing, or a value out of range.
+    """
+    if not options:
+        return None
+    unknown = no_such_option("length", options, (field.name for field in fields(Length)))
+    if unknown:
+        raise ConfigError(unknown, setting="env_options.length")
+    if not {"form", "target"} <= set(options):
+        raise ConfigError("length: form and target are needed", setting="env_options.length")
+    return Length(**options)
+
+
+def _function(name: str, option: Any) -> tuple[RewardFunction, float]:
+    table = dict(option) if isinstance(option, Mapping) else {"weight": option}
+    kind, weight = str(table.pop("kind", name)), table.pop("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ConfigError(f"reward {name}: weight = {weight!r} is not a number")
+    if ":" in kind:
+        if table:
+            raise ConfigError(f"reward {name}: a function of your own takes no options, got {', '.join(table)}")
+        function: RewardFunction = target(kind, what=f"reward {name}")
+        return function, float(weight)
+    if kind not in KINDS:
+        raise ConfigError(
+            f"reward {name}: kind {kind!r} is not one of {', '.join(KINDS)}; your own is package.module:function"
+        )
+    unknown = no_such_option(f"reward {name}", table, inspect.signature(KINDS[kind]).parameters)
+    if unknown:
+        raise ConfigError(unknown)
+    try:
+        return KINDS[kind](**table), float(weight)
+    except TypeError as error:
+        raise ConfigError(f"reward {name}: {error}") from error
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not finite")
+    return number

@@ -1,0 +1,152 @@
+"""Evaluation: how good a policy version is on envs that nothing is trained on.
+
+One worker evaluates a version on an env, under a lease, beside its other work: a fixed set of prompts, one completion
+each, the likeliest tokens (temperature 0) unless the settings say otherwise. Newer versions wait meanwhile, and the
+result counts only if every token is of the version that it is about. It goes into a stream of its own: never into the
+pool, the ledger or the tickets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlbuffer.records import Rollout, Ticket
+from rlbuffer.settings import EvaluationSettings, WorkerSettings
+from rlbuffer.worker.envs import Env, close_env, make_env
+from rlbuffer.worker.groups import GroupMaker
+from rlbuffer.worker.samplers.base import Sampler
+
+if TYPE_CHECKING:
+    from rlbuffer.client import Buffer
+
+POLL_SECONDS = 0.5
+"""Between two looks whether a version is due."""
+
+
+class Evaluator:
+    """Evaluates the versions that are due on the envs that the settings name.
+
+    Args:
+        buffer: the run.
+        sampler: samples; what it serves is what can be evaluated.
+        settings: name -> what to evaluate.
+        hold: an async context manager factory: while it is entered, no newer version is loaded.
+        on_event: told of every result, and of what did not count.
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        sampler: Sampler,
+        settings: Mapping[str, EvaluationSettings],
+        *,
+        hold: Callable[[], Any],
+        on_event: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._store = buffer.store
+        self._sampler = sampler
+        self._settings = settings
+        self._hold = hold
+        self._on_event = on_event
+        self._owner = uuid.uuid4().hex
+        self._looked: dict[str, int] = {}
+        """Evaluation -> the last version that was looked at."""
+        self._envs: dict[str, Env] = {name: make_env(s.env, **s.env_options) for name, s in settings.items()}
+
+    async def run(self) -> None:
+        """Evaluates until it is cancelled."""
+        while True:
+            for name, settings in self._settings.items():
+                version = self._sampler.version
+                if version < 0 or version % settings.every or self._looked.get(name) == version:
+                    continue
+                self._looked[name] = version
+                await self._evaluate(name, settings, version)
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def close(self) -> None:
+        """Frees what the envs hold."""
+        for env in self._envs.values():
+            await close_env(env)
+
+    async def _evaluate(self, name: str, settings: EvaluationSettings, version: int) -> None:
+        ttl = settings.timeout_seconds
+        if not await asyncio.to_thread(self._store.claim_evaluation, name, version, owner=self._owner, ttl_seconds=ttl):
+            return
+        start = time.monotonic()
+        record = None
+        try:
+            async with self._hold():
+                if self._sampler.version == version:
+                    async with asyncio.timeout(settings.timeout_seconds):
+                        record = await self._measured(name, settings, version)
+        except TimeoutError:
+            self._trouble(f"eval/{name} of version {version} took longer than {settings.timeout_seconds:g} s")
+        finally:
+            if record is None:
+                await asyncio.to_thread(self._store.release_evaluation, name, version, owner=self._owner)
+        if record is None:
+            return
+        record["seconds"] = time.monotonic() - start
+        await asyncio.to_thread(self._store.add_evaluation, name, version, record)
+        self._on_event({"event": "evaluation", "env": name, "version": version, **record})
+
+    async def _measured(self, name: str, settings: EvaluationSettings, version: int) -> dict[str, Any] | None:
+        """-> the result; None when something of another version is in it, or too much failed."""
+        env = self._envs[name]
+        worker = WorkerSettings(
+            env=settings.env,
+            group_size=1,
+            temperature=1.0,  # the field wants more than 0; what is sampled with stands in `sampling`
+            max_new_tokens=settings.max_new_tokens,
+            rollout_timeout_seconds=settings.timeout_seconds,
+        )
+        maker = GroupMaker(env, self._sampler, worker, worker="eval", temperature=settings.temperature)
+        limit = asyncio.Semaphore(settings.concurrent)
+
+        async def one(number: int) -> Rollout | None:
+            async with limit:
+                prompt = await asyncio.to_thread(env.prompt, number)
+                ticket = Ticket(env=env.name, number=number, group_id=f"eval.{number}")
+                try:
+                    return (await maker.make(ticket, prompt)).rollouts[0]
+                except Exception as error:  # the env is the user's code
+                    self._trouble(f"eval/{name} prompt {number}: {type(error).__name__}: {error}")
+                    return None
+
+        rollouts = [r for r in await asyncio.gather(*(one(n) for n in range(settings.prompts))) if r is not None]
+        if 2 * len(rollouts) <= settings.prompts:
+            return None
+        if any(span.policy_version != version for rollout in rollouts for span in rollout.version_spans):
+            self._trouble(f"eval/{name} of version {version} does not count: another version sampled some of it")
+            return None
+        return summary(rollouts, failed=settings.prompts - len(rollouts))
+
+    def _trouble(self, sentence: str) -> None:
+        self._on_event({"event": "trouble", "error": sentence})
+
+
+def summary(rollouts: list[Rollout], *, failed: int) -> dict[str, Any]:
+    """What an evaluation says: means over the rollouts, with the standard error of the reward's.
+
+    Returns:
+        ``reward/mean``, ``reward/error`` (standard error; 0 for one rollout), ``reward/<name>`` and ``success/<name>``
+        (means), ``truncated`` (share), ``length`` (mean of sampled tokens), ``rollouts``, ``failed``.
+    """
+    rewards = [rollout.reward or 0.0 for rollout in rollouts]
+    n = len(rewards)
+    mean = sum(rewards) / n
+    variance = sum((r - mean) ** 2 for r in rewards) / (n - 1) if n > 1 else 0.0
+    out: dict[str, Any] = {"reward/mean": mean, "reward/error": math.sqrt(variance / n)}
+    for name in sorted({name for rollout in rollouts for name in rollout.rewards}):
+        out[f"reward/{name}"] = sum(rollout.rewards.get(name, 0.0) for rollout in rollouts) / n
+    for name in sorted({name for rollout in rollouts for name in rollout.successes}):
+        out[f"success/{name}"] = sum(rollout.successes.get(name, False) for rollout in rollouts) / n
+    out["truncated"] = sum(rollout.is_truncated for rollout in rollouts) / n
+    out["length"] = sum(rollout.loss_tokens for rollout in rollouts) / n
+    return {**out, "rollouts": n, "failed": failed}

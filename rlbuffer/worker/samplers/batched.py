@@ -1,0 +1,108 @@
+"""A Sampler over one that works batch after batch: what is asked for together is sampled together."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.errors import PromptTooLong
+from rlbuffer.records import PolicyVersion
+from rlbuffer.worker.samplers.base import BatchSampler, Completion, Sampling
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: NDArray[np.int32]
+    n: int
+    sampling: Sampling
+    answer: asyncio.Future[list[Completion]]
+
+
+class Batched:
+    """Collects what is asked for until the event loop is idle, and samples it as one batch in a thread of its own.
+
+    A version is loaded between two batches: every completion is of one version.
+    """
+
+    wants_batches = True
+    is_ours = True
+
+    def __init__(self, sampler: BatchSampler) -> None:
+        self._sampler = sampler
+        # One thread for all calls: torch keeps its thread settings, and nothing overlaps.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampler")
+        self._queue: list[_Request] = []
+        self._runner: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> int:
+        return self._sampler.version
+
+    @property
+    def vocab_size(self) -> int:
+        return self._sampler.vocab_size
+
+    async def load(self, policy: PolicyVersion) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._sampler.load, policy)
+
+    async def sample(self, prompt: NDArray[np.int32], *, n: int, sampling: Sampling) -> list[Completion]:
+        context = self._sampler.context
+        if context:
+            room = context - len(prompt)
+            if room < 1:
+                raise PromptTooLong(f"a prompt of {len(prompt)} tokens leaves no room in a context of {context}")
+            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        request = _Request(prompt, n, sampling, asyncio.get_running_loop().create_future())
+        self._queue.append(request)
+        if self._runner is None or self._runner.done():
+            self._runner = asyncio.create_task(self._run())
+        return await request.answer
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.gather(self._runner, return_exceptions=True)
+        self._thread.shutdown(wait=True)
+
+    async def _run(self) -> None:
+        while self._queue:
+            await asyncio.sleep(0)  # whoever asks in this turn of the loop is in the batch
+            first = self._queue[0]
+            batch = [r for r in self._queue if (r.n, r.sampling) == (first.n, first.sampling)]
+            self._queue = [r for r in self._queue if (r.n, r.sampling) != (first.n, first.sampling)]
+            batch = [r for r in batch if not r.answer.done()]
+            if batch:
+                await self._sample(batch)
+
+    async def _sample(self, batch: Sequence[_Request]) -> None:
+        over = threading.Event()
+
+        def stopped() -> bool:
+            return over.is_set() or all(request.answer.done() for request in batch)  # all were cancelled
+
+        def sample() -> list[list[Completion]]:
+            prompts = [request.prompt for request in batch]
+            return self._sampler.sample(prompts, n=batch[0].n, sampling=batch[0].sampling, stopped=stopped)
+
+        try:
+            answers = await asyncio.get_running_loop().run_in_executor(self._thread, sample)
+        except BaseException as error:
+            over.set()
+            for request in batch:
+                if not request.answer.done():
+                    if isinstance(error, asyncio.CancelledError):
+                        request.answer.cancel()
+                    else:
+                        request.answer.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        for request, answer in zip(batch, answers, strict=True):
+            if not request.answer.done():
+                request.answer.set_result(answer)

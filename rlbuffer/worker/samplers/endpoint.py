@@ -1,0 +1,210 @@
+"""One vLLM server behind its HTTP interface: tokens in, tokens out; weights changed under running requests.
+
+Two ways to ask: ``/inference/v1/generate`` (a server started with ``--enable-scale-out``) says which version sampled
+which token; ``/v1/completions`` does not, so there the server finishes what is in flight before it changes weights.
+Weights need the server's development endpoints (``VLLM_SERVER_DEV_MODE=1``) and rlbuffer's extension::
+
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --skip-tokenizer-init \\
+        --enable-scale-out --logprobs-mode processed_logprobs \\
+        --worker-extension-cls rlbuffer.worker.samplers.vllm_extension.WeightsExtension
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.errors import ConfigError, PromptTooLong, SamplerUnavailable, WeightsError
+from rlbuffer.spans import VersionSpan
+from rlbuffer.worker.samplers.base import Completion, Sampling
+
+CONNECT_SECONDS = 5.0
+"""Longest that connecting may take."""
+CONTROL_SECONDS = 60.0
+"""Longest that pausing, resuming and labelling may take each."""
+LOAD_SECONDS = 600.0
+"""Longest that loading a version may take."""
+PROBE_SECONDS = 10.0
+"""Longest that a server may take for one token before it counts as broken: `/health` says 200 for a dead engine."""
+
+GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+
+
+class Endpoint:
+    """One server. Errors of the network and of the server itself are SamplerUnavailable.
+
+    Args:
+        url: ``http://host:port``.
+        timeout_seconds: longest that one request may take.
+        client: used instead of one of its own.
+    """
+
+    def __init__(self, url: str, *, timeout_seconds: float, client: httpx.AsyncClient | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.in_flight = 0
+        """Rollouts that are being sampled there."""
+        self.version = -1
+        """Policy version that it serves; -1 when it must be loaded before it is used."""
+        self.model = ""
+        self.context = 0
+        """Tokens that prompt and completion may have together."""
+        self.gives_versions = True
+        self._seconds = timeout_seconds
+        self._client = client or httpx.AsyncClient(
+            base_url=self.url,
+            timeout=httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
+
+    async def probe(self) -> None:
+        """Learns what the server is and asks it for one token.
+
+        Raises:
+            SamplerUnavailable: it gives none in time.
+            ConfigError: it gives no token ids.
+        """
+        answer = await self._call("GET", "/v1/models", seconds=PROBE_SECONDS)
+        models = answer.get("data") or [{}]
+        self.model = str(models[0].get("id", ""))
+        self.context = int(models[0].get("max_model_len") or 0)
+        paths = await self._call("GET", "/openapi.json", seconds=PROBE_SECONDS)
+        self.gives_versions = GENERATE in paths.get("paths", {})
+        await self.sample(
+            np.zeros(1, np.int32), n=1, sampling=Sampling(max_new_tokens=1), version=0, seconds=PROBE_SECONDS
+        )
+
+    async def sample(
+        self,
+        prompt: NDArray[np.int32],
+        *,
+        n: int,
+        sampling: Sampling,
+        version: int,
+        seconds: float | None = None,
+    ) -> list[Completion]:
+        """Samples `n` completions; `version` names those of a server that does not say which version sampled them."""
+        room = self.context - len(prompt) if self.context else sampling.max_new_tokens
+        if room < 1:
+            raise PromptTooLong(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
+        parameters = {
+            "n": n,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": min(sampling.max_new_tokens, room),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,  # the stop tokens are those that were asked for, not the model's own
+            "logprobs": 0,  # of the sampled token alone
+        }
+        if self.gives_versions:
+            body = {"token_ids": prompt.tolist(), "model": self.model, "sampling_params": parameters}
+            path = GENERATE
+        else:
+            body = {"prompt": prompt.tolist(), "model": self.model, "return_token_ids": True, **parameters}
+            path = COMPLETIONS
+        answer = await self._call("POST", path, json=body, seconds=seconds or self._seconds)
+        choices = sorted(answer.get("choices") or [], key=lambda choice: int(choice.get("index", 0)))
+        if len(choices) != n:
+            raise SamplerUnavailable(f"{self.url}: {len(choices)} completions came instead of {n}")
+        return [self._completion(choice, version, greedy=sampling.temperature == 0) for choice in choices]
+
+    async def load(self, directory: Path, shapes: Mapping[str, Sequence[int]], version: int) -> None:
+        """Changes the weights; what is in flight goes on (or is finished first, where versions are not told).
+
+        Raises:
+            WeightsError: they do not fit; the server goes on with what it had.
+            SamplerUnavailable: the server is away, or nobody knows what it serves now; `version` is then -1.
+        """
+        label, self.version, before = str(version), -1, self.version
+        mode = "keep" if self.gives_versions else "wait"
+        await self._call("POST", f"/pause?mode={mode}", seconds=self._seconds if mode == "wait" else CONTROL_SECONDS)
+        try:
+            body = {"method": "rlbuffer_load", "args": [str(directory), dict(shapes)], "timeout": LOAD_SECONDS}
+            answer = await self._call("POST", "/collective_rpc", json=body, seconds=LOAD_SECONDS + CONTROL_SECONDS)
+            refusals = [text for text in answer.get("results", ()) if text]
+            if refusals:
+                self.version = before
+                raise WeightsError(f"{self.url}: {refusals[0]}")
+            await self._call("POST", "/update_weight_version", json={"new_version": label})
+            await self._call("POST", "/reset_prefix_cache")
+        finally:
+            await self._call("POST", "/resume")
+        self.version = version
+
+    # -- HTTP ----------------------------------------------------------------------------------------------------------
+    async def _call(self, method: str, path: str, *, json: Any = None, seconds: float = CONTROL_SECONDS) -> Any:
+        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+        try:
+            response = await self._client.request(method, path, json=json, timeout=timeout)
+        except httpx.TimeoutException as error:
+            raise SamplerUnavailable(f"{self.url}{path} did not answer within {seconds:g} s") from error
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            raise SamplerUnavailable(f"{self.url}{path} cannot be reached: {reason}") from error
+        if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise SamplerUnavailable(f"{self.url}{path} failed with {response.status_code}: {_told(response)}")
+        if response.status_code == HTTPStatus.NOT_FOUND:
+            raise ConfigError(
+                f"{self.url} has no {path.partition('?')[0]}: start vLLM's server with VLLM_SERVER_DEV_MODE=1 and "
+                "--worker-extension-cls rlbuffer.worker.samplers.vllm_extension.WeightsExtension",
+                setting="sampler_options.servers",
+            )
+        if response.status_code >= HTTPStatus.BAD_REQUEST:
+            raise ConfigError(
+                f"{self.url}{path} refuses what the worker asks ({response.status_code}): {_told(response)}",
+                setting="sampler_options.servers",
+            )
+        try:
+            return response.json() if response.content else {}
+        except ValueError as error:
+            raise SamplerUnavailable(f"{self.url}{path} answered with something that is not JSON") from error
+
+    def _completion(self, choice: Mapping[str, Any], version: int, *, greedy: bool) -> Completion:
+        ids = choice.get("token_ids")
+        if ids is None:
+            raise ConfigError(
+                f"{self.url} returns no token ids: its text would have to be tokenised again, and a logprob would then "
+                "belong to a token that was never sampled",
+                setting="sampler_options.servers",
+            )
+        tokens = np.asarray(ids, np.int32)
+        logprobs = np.zeros(len(tokens), np.float32) if greedy else np.array(_logprobs(choice), np.float32)
+        if logprobs.shape != tokens.shape:
+            raise SamplerUnavailable(f"{self.url}: {len(logprobs)} logprobs came for {len(tokens)} tokens")
+        spans = choice.get("weight_versions")
+        return Completion(
+            tokens=tokens,
+            logprobs=logprobs,
+            finish_reason=str(choice.get("finish_reason") or "abort"),
+            version_spans=_spans(spans) if spans else (VersionSpan(version, 0, len(tokens)),),
+        )
+
+
+def _logprobs(choice: Mapping[str, Any]) -> list[float]:
+    told = choice.get("logprobs") or {}
+    if "content" in told:
+        return [float(token["logprob"]) for token in told["content"] or ()]
+    return [float(value) for value in told.get("token_logprobs") or ()]
+
+
+def _spans(told: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
+    spans = []
+    for span in told:
+        # A server that was not loaded yet calls its weights "default": nothing that may be trained on.
+        version = int(span["version"]) if str(span["version"]).isdigit() else -1
+        spans.append(VersionSpan(version, int(span["start"]), int(span["end"])))
+    return tuple(spans)
+
+
+def _told(response: httpx.Response) -> str:
+    text = " ".join(response.text.split())
+    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -1,0 +1,177 @@
+"""Sampling with one or several OpenAI-compatible vLLM servers: the least loaded one gets the next group.
+
+A server that fails is left out and asked for a token every few seconds; before it is used again it loads the version
+that serves now, since a restarted server has the weights of its start. Each server's weights are changed by one worker:
+others that share it set ``updates_weights = false``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError
+from rlbuffer.records import PolicyVersion
+from rlbuffer.weights.files import open_weights, read_config
+from rlbuffer.weights.shapes import differing, names_and_shapes
+from rlbuffer.worker.samplers.base import Completion, Sampling
+from rlbuffer.worker.samplers.endpoint import Endpoint
+
+HEAL_SECONDS = 2.0
+"""Between two looks at a server that failed."""
+TIMEOUT_SECONDS = 600.0
+"""Longest that one request may take, unless `timeout_seconds` says otherwise."""
+
+
+class OpenAISampler:
+    """See the module's docstring.
+
+    Args:
+        options: ``servers`` (one URL or a list), ``timeout_seconds``, ``updates_weights``.
+
+    Raises:
+        ConfigError: no server is named, or an option is unknown.
+    """
+
+    wants_batches = False
+    is_ours = False
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        options = dict(options)
+        servers = options.pop("servers", ())
+        servers = [servers] if isinstance(servers, str) else list(servers)
+        seconds = float(options.pop("timeout_seconds", TIMEOUT_SECONDS))
+        self._updates = bool(options.pop("updates_weights", True))
+        if options:
+            raise ConfigError(
+                f"sampler_options.{next(iter(options))} is not an option of the openai sampler: "
+                "servers, timeout_seconds, updates_weights",
+                setting="sampler_options",
+            )
+        if not servers or not all(str(url).startswith(("http://", "https://")) for url in servers):
+            raise ConfigError(
+                'sampler_options.servers: name at least one server, e.g. ["http://127.0.0.1:8000"]',
+                setting="sampler_options.servers",
+            )
+        self._endpoints = [Endpoint(str(url), timeout_seconds=seconds) for url in servers]
+        self._up: set[str] = set()
+        """URLs of the servers that may be used."""
+        self._policy: PolicyVersion | None = None
+        self._directory: Path | None = None
+        self._shapes: dict[str, list[int]] = {}
+        self._vocab_size = 0
+        self._loading = asyncio.Lock()
+        self._healer: asyncio.Task[None] | None = None
+        self._trouble: dict[str, str] = {}
+        """URL -> why it is not used."""
+
+    @property
+    def version(self) -> int:
+        return -1 if self._policy is None else self._policy.version
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    async def load(self, policy: PolicyVersion) -> None:
+        directory = await asyncio.to_thread(open_weights, policy)
+        shapes = await asyncio.to_thread(names_and_shapes, directory)
+        wrong = differing(shapes, self._shapes or shapes)
+        if wrong:
+            raise WeightsError(f"the weights do not fit the model: {wrong} differ")
+        async with self._loading:
+            outcomes = await asyncio.gather(
+                *(self._bring_up(e, directory, shapes, policy.version) for e in self._endpoints),
+                return_exceptions=True,
+            )
+            for error in outcomes:
+                if isinstance(error, BaseException) and not isinstance(error, SamplerUnavailable):
+                    raise error
+            if not self._up:
+                raise SamplerUnavailable(self._nobody())
+            self._policy, self._directory, self._shapes = policy, directory, shapes
+            self._vocab_size = int(read_config(directory).get("vocab_size", 0))
+        self._heal_what_is_down()
+
+    async def sample(self, prompt: NDArray[np.int32], *, n: int, sampling: Sampling) -> list[Completion]:
+        if self._policy is None:
+            raise ConfigError("the sampler has no weights yet: load a policy version first")
+        tried: set[str] = set()
+        while True:
+            endpoint = self._least_loaded(tried)
+            tried.add(endpoint.url)
+            endpoint.in_flight += n
+            try:
+                completions = await endpoint.sample(prompt, n=n, sampling=sampling, version=endpoint.version)
+            except SamplerUnavailable as error:
+                self._take_down(endpoint, error)
+                continue
+            finally:
+                endpoint.in_flight -= n
+            if any(span.policy_version < 0 for c in completions for span in c.version_spans):
+                # It was restarted behind our back: what it samples with is not a version of this run.
+                self._take_down(endpoint, SamplerUnavailable("it has lost the version that was loaded into it"))
+                continue
+            return completions
+
+    async def close(self) -> None:
+        if self._healer is not None:
+            self._healer.cancel()
+            await asyncio.gather(self._healer, return_exceptions=True)
+        await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints))
+
+    # -- servers -------------------------------------------------------------------------------------------------------
+    def _least_loaded(self, tried: set[str]) -> Endpoint:
+        able = [e for e in self._endpoints if e.url in self._up and e.url not in tried]
+        if not able:
+            raise SamplerUnavailable(self._nobody())
+        return min(able, key=lambda e: e.in_flight)
+
+    def _nobody(self) -> str:
+        return "no server can sample: " + "; ".join(self._trouble.values())
+
+    def _take_down(self, endpoint: Endpoint, error: SamplerUnavailable) -> None:
+        self._up.discard(endpoint.url)
+        endpoint.version = -1
+        self._trouble[endpoint.url] = str(error)
+        self._heal_what_is_down()
+
+    async def _bring_up(
+        self, endpoint: Endpoint, directory: Path, shapes: Mapping[str, Sequence[int]], version: int
+    ) -> None:
+        """Makes a server serve `version`. Raises what is wrong with it, and leaves it out then."""
+        was_up = endpoint.url in self._up
+        try:
+            if not was_up:
+                await endpoint.probe()
+            if self._updates:
+                await endpoint.load(directory, shapes, version)
+            else:
+                endpoint.version = version
+        except SamplerUnavailable as error:
+            self._up.discard(endpoint.url)
+            self._trouble[endpoint.url] = str(error)
+            raise
+        self._up.add(endpoint.url)
+        self._trouble.pop(endpoint.url, None)
+
+    def _heal_what_is_down(self) -> None:
+        if len(self._up) < len(self._endpoints) and (self._healer is None or self._healer.done()):
+            self._healer = asyncio.create_task(self._heal())
+
+    async def _heal(self) -> None:
+        while len(self._up) < len(self._endpoints):
+            await asyncio.sleep(HEAL_SECONDS)
+            async with self._loading:
+                if self._policy is None or self._directory is None:
+                    return
+                for endpoint in self._endpoints:
+                    if endpoint.url not in self._up:
+                        with contextlib.suppress(SamplerUnavailable, WeightsError):
+                            await self._bring_up(endpoint, self._directory, self._shapes, self._policy.version)

@@ -1,0 +1,203 @@
+"""Sampling with vLLM in this process: many requests in flight, weights changed under them.
+
+A newer version is loaded between two of the engine's steps: requests are kept (paused, not aborted), the cache is
+dropped, the weights are read and checked before the engine is touched, then requests go on and the engine labels every
+token with the version that sampled it. Logprobs are the engine's *processed* ones: of the distribution after
+temperature and top_p, which is the one that tokens are drawn from.
+
+Imports vllm: reached only through :func:`rlbuffer.worker.samplers.make_sampler`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from rlbuffer.errors import ConfigError, PromptTooLong, SamplerUnavailable, WeightsError
+from rlbuffer.records import PolicyVersion
+from rlbuffer.spans import VersionSpan
+from rlbuffer.weights.files import open_weights, read_config
+from rlbuffer.weights.shapes import differing, names_and_shapes
+from rlbuffer.worker.samplers.base import Completion, Sampling
+
+EXTENSION = "rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
+"""By name: the engine's own processes import it."""
+LOAD_SECONDS = 600.0
+"""Longest that loading a version may take."""
+
+_OWN = ("model", "logprobs_mode", "worker_extension_cls", "skip_tokenizer_init")
+
+
+class VllmSampler:
+    """See the module's docstring.
+
+    Args:
+        seed: of sampling.
+        options: engine arguments of vLLM by name (``max_model_len``, ``dtype``, ``gpu_memory_utilization``, ...).
+
+    Raises:
+        ConfigError: an option is one that the sampler sets itself.
+    """
+
+    wants_batches = False
+    is_ours = False
+
+    def __init__(self, *, seed: int, options: Mapping[str, Any]) -> None:
+        taken = sorted(set(options) & set(_OWN))
+        if taken:
+            raise ConfigError(f"sampler_options.{taken[0]} is set by the sampler itself", setting="sampler_options")
+        self._options = {"enable_log_requests": False, "disable_log_stats": True, "seed": seed, **options}
+        self._engine: AsyncLLM | None = None
+        self._policy: PolicyVersion | None = None
+        self._shapes: dict[str, list[int]] = {}
+        self._vocab_size = 0
+        self._loading = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        return -1 if self._policy is None else self._policy.version
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    async def load(self, policy: PolicyVersion) -> None:
+        directory = await asyncio.to_thread(open_weights, policy)
+        async with self._loading:
+            if self._engine is None:
+                await self._start(directory, policy)
+            else:
+                await self._replace(self._engine, directory, policy)
+
+    async def sample(self, prompt: NDArray[np.int32], *, n: int, sampling: Sampling) -> list[Completion]:
+        engine = await self._alive()
+        room = engine.model_config.max_model_len - len(prompt)
+        if room < 1:
+            raise PromptTooLong(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {engine.model_config.max_model_len}"
+            )
+        parameters = SamplingParams(
+            n=n,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=min(sampling.max_new_tokens, room),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # the stop tokens are those that were asked for, not the model's own
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        final = None
+        try:
+            async for output in engine.generate(
+                {"prompt_token_ids": prompt.tolist()}, parameters, request_id=uuid.uuid4().hex
+            ):
+                final = output
+        except EngineDeadError as error:
+            await self._drop(engine)
+            raise SamplerUnavailable(f"the vLLM engine has died ({error}); it is started again") from error
+        if final is None:
+            raise SamplerUnavailable("the vLLM engine ended a request without an answer")
+        greedy = sampling.temperature == 0
+        return [_completion(choice, greedy=greedy) for choice in sorted(final.outputs, key=lambda choice: choice.index)]
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            await self._drop(self._engine)
+
+    # -- engine --------------------------------------------------------------------------------------------------------
+    async def _alive(self) -> AsyncLLM:
+        """The engine; started again with the version that served, if it has died."""
+        if self._engine is not None and not self._loading.locked():
+            return self._engine
+        async with self._loading:
+            if self._engine is None:
+                if self._policy is None:
+                    raise ConfigError("the sampler has no weights yet: load a policy version first")
+                await self._start(await asyncio.to_thread(open_weights, self._policy), self._policy)
+            engine = self._engine
+        if engine is None:
+            raise SamplerUnavailable("the vLLM engine is not there")
+        return engine
+
+    async def _start(self, directory: Path, policy: PolicyVersion) -> None:
+        shapes = await asyncio.to_thread(names_and_shapes, directory)
+        arguments = AsyncEngineArgs(
+            model=str(directory),
+            skip_tokenizer_init=True,
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls=EXTENSION,
+            **self._options,
+        )
+        try:
+            engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+            await engine.update_weight_version(str(policy.version))
+        except (RuntimeError, ValueError, OSError) as error:
+            raise SamplerUnavailable(f"the vLLM engine does not start: {type(error).__name__}: {error}") from error
+        self._vocab_size = int(read_config(directory).get("vocab_size", 0))
+        self._engine, self._policy, self._shapes = engine, policy, shapes
+
+    async def _replace(self, engine: AsyncLLM, directory: Path, policy: PolicyVersion) -> None:
+        """Changes the weights under the requests that are in flight."""
+        await asyncio.to_thread(_check, directory, self._shapes)
+        try:
+            await engine.pause_generation(mode="keep", clear_cache=True)
+            try:
+                loads = await engine.collective_rpc(
+                    "rlbuffer_load", timeout=LOAD_SECONDS, args=(str(directory), self._shapes)
+                )
+                refusals = [text for text in loads if text]
+                if refusals:
+                    raise WeightsError(refusals[0])
+                await engine.update_weight_version(str(policy.version))
+                await engine.reset_prefix_cache()
+            finally:
+                await engine.resume_generation()
+        except WeightsError:
+            raise
+        except Exception as error:  # half a load: nobody knows what the engine would sample with
+            await self._drop(engine)
+            self._policy = policy
+            raise SamplerUnavailable(
+                f"vLLM failed while it loaded version {policy.version} ({type(error).__name__}: {error}); "
+                "it is started again with it"
+            ) from error
+        self._policy = policy
+
+    async def _drop(self, engine: AsyncLLM) -> None:
+        if self._engine is engine:
+            self._engine = None
+        await asyncio.to_thread(engine.shutdown)
+
+
+def _check(directory: Path, shapes: dict[str, list[int]]) -> None:
+    """Raises WeightsError unless the file has the names and shapes of the model that runs."""
+    wrong = differing(names_and_shapes(directory), shapes)
+    if wrong:
+        raise WeightsError(f"the weights do not fit the model: {wrong} differ")
+
+
+def _completion(choice: Any, *, greedy: bool) -> Completion:
+    tokens = np.asarray(choice.token_ids, np.int32)
+    if greedy:
+        logprobs = np.zeros(len(tokens), np.float32)
+    else:
+        steps = zip(choice.logprobs or (), tokens.tolist(), strict=True)
+        logprobs = np.array([step[token].logprob for step, token in steps], np.float32)
+    return Completion(
+        tokens=tokens,
+        logprobs=logprobs,
+        finish_reason=choice.finish_reason or "abort",
+        version_spans=tuple(VersionSpan(int(s.version), s.start, s.end) for s in choice.weight_versions or ()),
+    )

@@ -1,0 +1,73 @@
+"""What rlbuffer adds to every vLLM worker process: weights that are checked before the model is touched.
+
+For a server of your own: ``--worker-extension-cls rlbuffer.worker.samplers.vllm_extension.WeightsExtension``. A load
+that fails half-way leaves an engine that dies at its next step while it still says that it is healthy, so everything
+that can be wrong with a file is found first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rlbuffer.errors import WeightsError
+from rlbuffer.weights.shapes import differing, names_and_shapes, weight_files
+
+
+class WeightsExtension:
+    """Mixed into vLLM's worker class; its methods are called by ``collective_rpc``."""
+
+    def rlbuffer_load(self, directory: str, shapes: Mapping[str, Sequence[int]]) -> str:
+        """Loads the weights of a model directory into the running model.
+
+        Args:
+            directory: in Hugging Face layout.
+            shapes: name -> shape of what the model was started with.
+
+        Returns:
+            "" when they are loaded; else why the model was not touched.
+        """
+        try:
+            wrong = differing(names_and_shapes(directory), {name: list(shape) for name, shape in shapes.items()})
+            if wrong:
+                return f"the weights do not fit the model: {wrong} differ"
+            # Read whole: an iterator that fails half-way would leave half a model.
+            tensors = _read(directory)
+        except (OSError, SafetensorError, RuntimeError, WeightsError) as error:
+            return str(error)
+        for name, tensor in tensors:
+            if not bool(torch.isfinite(tensor).all()):
+                return f"the weights are not finite: {name}"
+        worker: Any = self
+        worker.reload_weights(weights_iterator=iter(tensors))
+        _process_tied(worker.model_runner.get_model())
+        return ""
+
+
+def _process_tied(model: torch.nn.Module) -> None:
+    """Processes layers that share another layer's weight again.
+
+    The file holds a tied weight once, so the reload skips the layer that borrows it; on the CPU that layer has a packed
+    copy of the old values (seen with vLLM 0.32: an output layer tied to the embedding went on with the first weights).
+    """
+    owners: set[int] = set()
+    for layer in model.modules():
+        weight = layer.__dict__.get("_parameters", {}).get("weight")
+        method: Any = getattr(layer, "quant_method", None)
+        if weight is None or method is None:
+            continue
+        if id(weight) in owners:
+            method.process_weights_after_loading(layer)
+        owners.add(id(weight))
+
+
+def _read(directory: str | Path) -> list[tuple[str, torch.Tensor]]:
+    tensors = []
+    for path in weight_files(directory):
+        with safe_open(path, "pt") as file:
+            tensors += [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 - not a mapping
+    return tensors

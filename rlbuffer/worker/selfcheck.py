@@ -1,0 +1,94 @@
+"""Does the sampler say the truth? A few sampled tokens are compared with a forward pass of the published weights.
+
+Wrong logprobs (another temperature, another model, a stale cache, a quantised engine) train quietly wrong: a worker
+that has them must not feed a trainer.
+
+Imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlbuffer.errors import WrongLogprobs
+from rlbuffer.records import PolicyVersion
+from rlbuffer.weights.files import load_state, open_weights, read_config
+from rlbuffer.weights.model import load_into, model_from_config
+from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
+
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+"""Largest difference of one logprob, by the sampler's dtype. Measured with vLLM on the CPU: 5e-6 in float32, 0.1 in
+bfloat16; float16 has eight times bfloat16's resolution."""
+TOKENS = 16
+"""New tokens per completion that is checked."""
+AUTO_BYTES = 2 * 2**30
+"""Weights up to this size are checked by default: the pass runs in this process, on the CPU, in float32."""
+
+
+def logprobs_of(
+    directory: Path, prompt: NDArray[np.int32], tokens: NDArray[np.int32], sampling: Sampling
+) -> NDArray[np.float32]:
+    """Logprobs [C] of `tokens` after `prompt` by one forward pass of a published version, on the CPU in float32.
+
+    In the distribution that `sampling` draws from. Shapes: prompt [P], tokens [C].
+    """
+    from rlbuffer.worker.samplers.transformers import drawn_from
+
+    with torch.random.fork_rng(devices=[]):
+        model = model_from_config(read_config(directory))
+    load_into(model, load_state(directory))
+    model.train(False)
+    ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
+    with torch.inference_mode():
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    told = drawn_from(logits, sampling).gather(1, ids[0, len(prompt) :, None])[:, 0]
+    out: NDArray[np.float32] = told.numpy()
+    return out
+
+
+async def check_sampler(
+    sampler: Sampler, policy: PolicyVersion, prompt: NDArray[np.int32], sampling: Sampling
+) -> float:
+    """Samples a little and compares it. -> the largest difference of a logprob.
+
+    The tolerance is that of the dtype in the published config: engines use it unless they are told otherwise.
+
+    Raises:
+        WrongLogprobs: as :func:`check`.
+    """
+    sampling = replace(sampling, max_new_tokens=min(TOKENS, sampling.max_new_tokens))
+    completions = await sampler.sample(prompt, n=2, sampling=sampling)
+    directory = await asyncio.to_thread(open_weights, policy)
+    config = read_config(directory)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    differences = [await asyncio.to_thread(check, directory, prompt, c, sampling, dtype=dtype) for c in completions]
+    return max(differences)
+
+
+def check(
+    directory: Path, prompt: NDArray[np.int32], completion: Completion, sampling: Sampling, *, dtype: str = "float32"
+) -> float:
+    """Compares a completion with the weights that it should come from. -> the largest difference of a logprob.
+
+    Raises:
+        WrongLogprobs: it is beyond the tolerance of `dtype`; the message names what usually causes it.
+    """
+    expected = logprobs_of(directory, prompt, completion.tokens, sampling)
+    worst = float(np.abs(expected - completion.logprobs).max())
+    limit = TOLERANCES.get(dtype, TOLERANCES["bfloat16"])
+    if not worst <= limit:
+        at = int(np.abs(expected - completion.logprobs).argmax())
+        raise WrongLogprobs(
+            f"the sampler's logprobs are not those of the published weights: token {at} of a completion has "
+            f"{completion.logprobs[at]:.4f}, a forward pass gives {expected[at]:.4f} "
+            f"(tolerance {limit:g} for {dtype}). "
+            "Is the server started with --logprobs-mode processed_logprobs, and does it serve this model? "
+            '(worker.*.self_check = "never" leaves this check out)'
+        )
+    return worst

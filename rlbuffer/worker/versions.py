@@ -1,0 +1,157 @@
+"""Which policy version a worker's sampler serves: found, loaded, and kept when a newer one cannot be loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError
+from rlbuffer.records import PolicyVersion
+from rlbuffer.weights.cache import VersionCache
+from rlbuffer.weights.layout import is_url
+from rlbuffer.worker.envs import Env
+from rlbuffer.worker.samplers import Sampler
+
+if TYPE_CHECKING:
+    from rlbuffer.client import Policy
+
+RELOAD_SECONDS = 5.0
+"""Before weights that could not be loaded are tried again."""
+
+
+class Versions:
+    """Follows the announced versions.
+
+    Args:
+        policy: what is announced.
+        sampler: what loads it.
+        env: must fit the model.
+        loaded: told of the version that serves now (-1: none) and the seconds that loading took.
+        trouble: told why a version could not be loaded.
+        wait: told what is waited for while nothing serves.
+        cache: downloads versions that were announced under a URL.
+        max_age: of the env, in versions: while a newer version is downloaded, one at most so old goes on sampling.
+        check: called once, when the first version is loaded; what it raises ends the worker.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        sampler: Sampler,
+        env: Env,
+        *,
+        loaded: Callable[[int, float], None],
+        trouble: Callable[[str], None],
+        wait: Callable[[str], None],
+        cache: VersionCache,
+        max_age: int,
+        check: Callable[[PolicyVersion], Awaitable[None]],
+    ) -> None:
+        self._policy, self._sampler, self._env = policy, sampler, env
+        self._loaded, self._trouble, self._wait, self._check = loaded, trouble, wait, check
+        self._cache, self._max_age = cache, max_age
+        self._download: tuple[PolicyVersion, asyncio.Task[PolicyVersion]] | None = None
+        self._is_checked = False
+        self._served: PolicyVersion | None = None
+        self._refused: tuple[PolicyVersion, float] | None = None
+        """Weights that could not be loaded, and when (monotonic) they may be tried again."""
+        self._lock = asyncio.Lock()
+        self._is_held = False
+
+    @property
+    def is_serving(self) -> bool:
+        """Any version can be sampled from."""
+        return self._served is not None
+
+    @property
+    def is_current(self) -> bool:
+        """No newer version is waiting to be loaded after a failure."""
+        return self._refused is None
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """No newer version is loaded meanwhile."""
+        async with self._lock:
+            self._is_held = True
+            try:
+                yield
+            finally:
+                self._is_held = False
+
+    def forget(self) -> None:
+        """Version numbers mean something else from now on."""
+        self._served = self._refused = None
+
+    async def refresh(self) -> bool:
+        """Loads the current version unless it serves already. -> whether any version can be sampled from.
+
+        Raises:
+            ConfigError: the env does not fit the model.
+        """
+        if self._is_held and await asyncio.to_thread(self._policy.current) == self._served:
+            return True  # what would be loaded serves already: no need to wait
+        async with self._lock:
+            current = await asyncio.to_thread(self._policy.current)
+            if current.version < 0:
+                if self._served is not None:
+                    self._served = None  # the run was reset: what served belongs to no version of it
+                    self._loaded(-1, 0.0)
+                self._wait("the first policy version: no trainer has announced one")
+                return False
+            if current != self._served and not self._is_refused(current):
+                await self._load(current)
+            if self._served is None:
+                self._wait(f"weights of policy version {current.version} that can be loaded")
+            return self._served is not None
+
+    def _is_refused(self, current: PolicyVersion) -> bool:
+        return self._refused is not None and self._refused[0] == current and time.monotonic() < self._refused[1]
+
+    async def _load(self, current: PolicyVersion) -> None:
+        start = time.monotonic()
+        try:
+            local = await self._localized(current)
+            if local is None:
+                return
+            await self._sampler.load(local)
+        except (WeightsError, SamplerUnavailable) as error:
+            self._refused = (current, time.monotonic() + RELOAD_SECONDS)
+            going_on = f"version {self._served.version} goes on sampling" if self._served else "nothing to sample with"
+            self._trouble(f"{error}; {going_on}")
+            if isinstance(error, WeightsError):
+                await asyncio.to_thread(self._cache.recheck, current)
+            return
+        if self._sampler.vocab_size < self._env.vocab_size:
+            raise ConfigError(
+                f"env {self._env.name} uses {self._env.vocab_size} token ids, "
+                f"the model of version {current.version} knows {self._sampler.vocab_size}",
+                setting="model",
+            )
+        if not self._is_checked:
+            await self._check(local)
+            self._is_checked = True
+        self._served, self._refused = current, None
+        self._loaded(current.version, time.monotonic() - start)
+
+    async def _localized(self, current: PolicyVersion) -> PolicyVersion | None:
+        """`current` on this host's disk; None while it is downloaded and what serves is young enough to go on."""
+        if not is_url(current.location):
+            return current
+        if self._download is None or (self._download[0] != current and self._download[1].done()):
+            task = asyncio.create_task(asyncio.to_thread(self._cache.localized, current))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may come to ask
+            self._download = current, task
+        wanted, task = self._download
+        is_young = self._served is not None and current.version - self._served.version <= self._max_age
+        if not task.done() and is_young:
+            return None
+        if self._served is None:
+            self._wait(f"the weights of policy version {current.version}, downloaded from {current.location}")
+        await asyncio.wait([task])
+        if wanted != current:
+            return await self._localized(current)
+        self._download = None
+        return task.result()

@@ -1,0 +1,49 @@
+"""An operator who asks: pending groups dropped without a lease, short drains, other settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlbuffer.config import BatcherConfig
+from rlbuffer.config_changes import config_digest
+from rlbuffer.errors import ConfigChanged, RunGone, ServerRefused, ServerUnreachable
+from rlbuffer.operations import choose
+from simulation.scheduler import Process
+
+if TYPE_CHECKING:
+    from simulation.actors import Host
+
+WISHES = ("drop", "drop", "drain", "config")
+FILLS = (0.7, 0.8, 0.9)
+"""Values of `close_fill` that are asked for: a setting that none of the invariants depends on."""
+
+
+def ask(host: Host, process: Process) -> None:
+    """Asks for something every now and then, until everything heals and nothing drains any more.
+
+    It looks once more when all has healed: a server that was set back may have lost that the run goes on again.
+    """
+    store, dice = host.store(process), host.world.dice
+    is_draining = False
+    while True:
+        host.world.scheduler.wait(dice.uniform(0.1, 1.0))
+        try:
+            meta = store.meta()  # how long tombstones are kept, too
+            if host.world.network.is_healed and not meta.draining_ms:
+                return
+            wish = "undrain" if is_draining or host.world.network.is_healed else dice.choice(WISHES)
+            if wish == "undrain":
+                store.ask_undrain()
+                is_draining = False
+            elif wish == "drain":
+                is_draining = True  # also when the answer is lost
+                store.ask_drain()
+            elif wish == "config" and meta.config:
+                config = BatcherConfig(**{**meta.config, "close_fill": dice.choice(FILLS)})
+                store.ask_config(config.as_dict(), config_digest(config), seen=meta)
+            elif wish == "drop":
+                chosen = choose(store, "")
+                if chosen.drops:
+                    store.drop_pending([dice.choice(chosen.drops)])
+        except (ConfigChanged, RunGone, ServerRefused, ServerUnreachable):
+            continue

@@ -1,0 +1,99 @@
+"""What single scripts may answer: nobody gets past a fence, drops close what they must, tickets are given out once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from redis.exceptions import OutOfMemoryError
+
+from rlbuffer.store.keys import Keys
+from rlbuffer.store.pool import CLOSING_REASONS
+from simulation.accounts import Pending
+from simulation.server import Command, Server
+
+GROWING_SCRIPTS = frozenset({"PUSH", "TICKET"})
+"""All that may be refused at the memory limit."""
+
+
+class Fences(ABC):
+    """Checks of a script's reply, after what it changed was taken into the accounts."""
+
+    server: Server
+    keys: Keys
+    _before: Any
+    """Tickets of the env before the script: number -> expiry."""
+    _leader: tuple[bytes, int]
+    """Owner, until when."""
+    _left: dict[bytes, Pending]
+    """What left the pool in this event, by payload key."""
+
+    @abstractmethod
+    def fail(self, invariant: str, message: str) -> None:
+        """Keeps the first violation."""
+
+    @abstractmethod
+    def _field(self, key: str, name: bytes) -> int: ...
+
+    @abstractmethod
+    def _close(self, group: str, by: str) -> None: ...
+
+    def _check_script(self, name: str, command: Command, reply: Any) -> None:
+        if isinstance(reply, Exception):
+            if isinstance(reply, OutOfMemoryError) and name not in GROWING_SCRIPTS:
+                self.fail("I9", f"{name} was refused for memory: {reply}")
+            return
+        keys, args = command[3 : 3 + int(command[2])], command[3 + int(command[2]) :]
+        status = reply[0] if isinstance(reply, list) and reply else b""
+        now = self.server.now_ms()
+        if name in ("COMMIT", "DROP", "RETIRE") and status == b"OK" and args[0]:  # a DROP without a token: an operator
+            lease = self.server.data.get(self.keys.lease.encode()) or {}
+            if lease.get(b"token") != args[0]:
+                self.fail("I8", f"{name} passed with token {args[0].decode()}, the leader's is {lease.get(b'token')}")
+            elif int(lease[b"until"]) < now:
+                self.fail("I8", f"{name} passed {now - int(lease[b'until'])} ms after the lease had run out")
+        if name in ("REPORT", "ANNOUNCE") and status in (b"OK", b"OLD"):
+            number = self._field(self.keys.trainer, b"number")
+            if int(args[0]) != number:
+                self.fail("I8", f"{name} of attempt {args[0].decode()} passed, the attempt is {number}")
+            if name == "REPORT" and int(args[1]) != self._field(self.keys.meta, b"epoch"):
+                self.fail("I4", f"REPORT of epoch {args[1].decode()} passed")
+        if name == "LEASE" and args[0] == b"acquire" and status in (b"ACQUIRED", b"RENEWED"):
+            if self._leader[0] not in (b"", args[1]) and self._leader[1] > now and status == b"RENEWED":
+                self.fail("I8", f"the lease of {self._leader[0].decode()} was renewed by another")
+            if self._leader[0] != args[1] and self._leader[1] > now:
+                self.fail("I8", f"the lease went from one to another {self._leader[1] - now} ms before it ran out")
+        if name == "LEASE":
+            lease = self.server.data.get(self.keys.lease.encode()) or {}
+            self._leader = lease.get(b"owner", b""), int(lease.get(b"until", 0))
+        if name == "DROP" and status == b"OK":
+            self._check_drop(args)
+        if name == "TICKET" and args[0] == b"take":
+            self._check_take(args, reply, keys, now)
+
+    def _check_drop(self, args: Sequence[bytes]) -> None:
+        at, left = 5, {entry.group for entry in self._left.values()}
+        tombstones = self.server.data.get(self.keys.closed.encode())
+        for _ in range(int(args[4])):
+            group, reason, closes = args[at].decode(), args[at + 2].decode(), args[at + 3] == b"1"
+            at += 6 + int(args[at + 5])
+            if closes != (reason in CLOSING_REASONS) and closes:
+                self.fail("I6", f"a drop for {reason} closes group {group}")
+            if closes and group in left:
+                if reason not in ("void", "operator"):  # dropped by hand: the leader does not know
+                    self._close(group, f"its drop ({reason})")
+                if tombstones is None or group.encode() not in tombstones.scores:
+                    self.fail("I6", f"group {group} was dropped ({reason}) without a tombstone")
+
+    def _check_take(self, args: Sequence[bytes], reply: Any, keys: Sequence[bytes], now: int) -> None:
+        allowed = self.server.data.get(keys[1]) or {}
+        limit = int(allowed.get(args[1], allowed.get(b"*", 0)))
+        out = {number for number, expiry in self._before.items() if expiry > now}
+        given = {b"%d" % number for number in reply}
+        if given & out or len(given) != len(reply):
+            self.fail("tickets", f"{sorted(given & out)} of {args[1].decode()} were given out while they were out")
+        if given and len(out) + len(given) > limit:
+            self.fail(
+                "tickets", f"{len(out)} + {len(given)} tickets of {args[1].decode()} are out, allowed are {limit}"
+            )

@@ -1,0 +1,161 @@
+"""What the accounts become when a run goes back: acknowledged writes lost, steps recovered, steps made void."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+from rlbuffer.store.keys import Keys
+from simulation.accounts import Live, Pending
+from simulation.server import Server
+from simulation.values import StreamId
+
+_KNOWLEDGE = (
+    "pool",
+    "pushed",
+    "parts",
+    "steps",
+    "digests",
+    "outlived",
+    "_used",
+    "_uses",
+    "_closed",
+    "_amounts",
+    "_highest",
+    "_holder",
+    "_leader",
+)
+
+
+class Rewinds(ABC):
+    """The invariants' accounts, taken back."""
+
+    server: Server
+    keys: Keys
+    pool: dict[StreamId, Pending]
+    steps: dict[int, Live]
+    digests: dict[int, str]
+    lost_digests: set[str]
+    forgotten: dict[str, int]
+    was_rolled_back: bool
+    """Payloads may be gone that were stored before their pushes."""
+    trained_content: dict[tuple[int, int, int], str]
+    incarnations: dict[str, int]
+    _used: dict[str, tuple[int, int]]
+    _highest: dict[str, int]
+    _leader: tuple[bytes, int]
+    _suspects: set[bytes]
+    _new_steps: dict[int, None]
+    _kept_steps: dict[int, Live]
+    """Steps that a VOID must leave as they are."""
+    _before_void: tuple[int, int]
+    """Epoch and lease token."""
+
+    @abstractmethod
+    def fail(self, invariant: str, message: str) -> None:
+        """Keeps the first violation."""
+
+    @abstractmethod
+    def _move(self, env: str, fate: str, amounts: tuple[int, int]) -> None: ...
+
+    @abstractmethod
+    def _close(self, group: str, by: str) -> None: ...
+
+    @abstractmethod
+    def _field(self, key: str, name: bytes) -> int: ...
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is known now, to go with a snapshot of the server."""
+        return {name: deepcopy(getattr(self, name)) for name in _KNOWLEDGE}
+
+    def roll_back(self, saved: dict[str, Any], trained: int) -> None:
+        """The server went back to the snapshot that this one goes with; its trainer is at step `trained`."""
+        self.was_rolled_back = True
+        lost = {step: digest for step, digest in self.digests.items() if saved["digests"].get(step) != digest}
+        self.lost_digests |= set(lost.values())
+        for rollout, (step, _) in self._used.items():
+            if step in lost and step <= trained:
+                self.forgotten[rollout] = step
+        for place in [place for place in self.trained_content if place[0] in lost]:
+            del self.trained_content[place]
+        for name, value in saved.items():
+            setattr(self, name, deepcopy(value))
+
+    def restarted(self, step: int) -> None:
+        """A trainer begins from a checkpoint of `step`: what was trained after it is not in its state."""
+        self.forgotten = {rollout: at for rollout, at in self.forgotten.items() if at <= step}
+
+    def _recovered(self, args: Sequence[bytes], epoch: int) -> None:
+        """RECOVER: what it may move, by the accounts kept here."""
+        if epoch <= self._highest.get("meta epoch", 0):
+            self.fail("I4", f"the run was recovered in epoch {epoch}, in which steps were lost")
+        step, fork, before = int(args[3]), int(args[6]), self._highest.get("trainer trained", 0)
+        for number, live in self.steps.items():
+            self._suspects |= live.payloads
+            for env, (rollouts, tokens) in live.amounts.items() if number > before else ():
+                self._move(env, "packed", (-rollouts, -tokens))
+                if not fork or number < fork:
+                    self._move(env, "trained", (rollouts, tokens))
+        self.steps.clear()
+        at = 12 + 2 * int(args[11])
+        for group in args[12:at:2]:
+            self._close(group.decode(), "the recovery")
+        count, at = int(args[at]), at + 1
+        for _ in range(count):
+            milliseconds, _, place = args[at].partition(b"-")
+            entry = self.pool.get((int(milliseconds), int(place)))
+            if entry is not None:
+                self._move(entry.env, "trained", (int(args[at + 1]), int(args[at + 2])))
+            at += 4 + 3 * int(args[at + 3])
+        self.digests = {n: digest for n, digest in self.digests.items() if n < step} | {step: args[4].decode()}
+        self._highest |= {"trainer trained": step, "meta step": step, "meta retired": step, "trainer oldest_kept": 0}
+        self.trained_content = {place: content for place, content in self.trained_content.items() if place[0] <= step}
+        self.incarnations = dict.fromkeys(self.incarnations, epoch)
+
+    def _taken_back(self, args: Sequence[bytes]) -> None:
+        """VOID: what it may move, before what it changed is looked at."""
+        keep, trained = int(args[0]), self._highest.get("trainer trained", 0)
+        self._before_void = self._highest.get("meta epoch", 0), self._highest.get("lease token", 0)
+        for number, live in self.steps.items():
+            if number > keep:
+                self._suspects |= live.payloads
+                for env, (rollouts, tokens) in live.amounts.items():
+                    self._move(env, "trained" if number <= trained else "packed", (-rollouts, -tokens))
+        self.lost_digests |= {digest for number, digest in self.digests.items() if number > keep}
+        self._kept_steps = {number: live for number, live in self.steps.items() if number <= keep}
+        self.steps.clear()
+        self.digests = {number: digest for number, digest in self.digests.items() if number <= keep}
+        self._highest["meta step"] = keep
+        for name in ("trainer trained", "trainer oldest_kept", "meta retired"):
+            self._highest[name] = min(self._highest.get(name, 0), keep)
+        self.trained_content = {place: content for place, content in self.trained_content.items() if place[0] <= keep}
+        for rollout, (step, at) in self._used.items():
+            if step > keep:
+                self._used[rollout] = 0, at
+        self._leader = b"", 0
+
+    def _check_taken_back(self, args: Sequence[bytes]) -> None:
+        """VOID: what stays is as it was, what works on the rest is fenced, and nobody samples from what is void."""
+        keep, stream = int(args[0]), self.server.data.get(self.keys.steps.encode())
+        if set(self._new_steps) != set(self._kept_steps):
+            self.fail("I4", f"steps {sorted(self._kept_steps)} were to stay, {sorted(self._new_steps)} did")
+        for step, live in self._kept_steps.items():
+            raw = stream.entries.get((step, 0), []) if stream is not None else []
+            digest = dict(zip(raw[::2], raw[1::2], strict=True)).get(b"digest", b"").decode()
+            parts = len(stream.between((step, 1), (step, 2**64 - 1))) if stream is not None else 0
+            if digest != self.digests[step] or parts != live.parts:
+                self.fail("I4", f"step {step} has digest {digest} and {parts} parts since step {keep + 1} is void")
+        self.steps.update(self._kept_steps)
+        self._new_steps.clear()
+        epoch, token = self._before_void
+        if self._field(self.keys.meta, b"epoch") <= epoch:
+            self.fail("I4", f"steps after {keep} are void, the epoch is {epoch} still")
+        if token and self._field(self.keys.lease, b"token") <= token:
+            self.fail("I8", f"steps after {keep} are void, their leader leads on with token {token}")
+        for adapter, value in (self.server.data.get(self.keys.policy.encode()) or {}).items():
+            if int(value.split(b" ", 2)[1]) > keep:
+                self.fail("I5", f"version {value[:40]!r} of {adapter!r} stays, the run goes on from step {keep}")
+        if args[1] == b"1" and self.pool:
+            self.fail("I10", f"the pool was to be dropped, {len(self.pool)} entries stay")

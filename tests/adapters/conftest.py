@@ -1,0 +1,42 @@
+"""Other people's environments: verifiers and reasoning-gym, in an environment of their own (``make adapters-test``).
+
+Where they are not installed everything here is skipped, unless ``RLBUFFER_ADAPTERS=1`` says that it must run.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tiny_tokenizer import save_tokenizer
+
+HERE = Path(__file__).parent
+NEEDS = {
+    "test_gateway": "aiohttp",
+    "test_reasoning_env": "reasoning_gym",
+    "test_verifiers_env": "verifiers",
+    "test_verifiers_worker": "verifiers",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        package = NEEDS.get(item.path.stem) if HERE in item.path.parents else None
+        if package is None or find_spec(package) is not None:
+            continue
+        if os.environ.get("RLBUFFER_ADAPTERS") == "1":
+            raise pytest.UsageError(f"{package} is not installed")  # it must run here
+        item.add_marker(pytest.mark.skip(reason=f"needs {package}: make adapters-test"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tool servers are processes of their own: they find this folder's modules by PYTHONPATH."""
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

@@ -1,0 +1,111 @@
+"""What a server's append-only file says of a run: every push and every step that there ever was.
+
+An account from this file owes nothing to the ledger, to the scripts that keep it, or to `verify`: a push is an XADD to
+the pool, a step is an XADD per part, whatever was counted beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlbuffer.store.base import StepPart
+from rlbuffer.store.keys import Keys
+from rlbuffer.store.step_format import decode_part
+
+EMPTY_BASE_BYTES = 512
+"""An append-only file begins with a snapshot of an empty server, about 90 bytes; a larger one means a rewrite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """One entry of the pool, as it was pushed."""
+
+    env: str
+    payload_key: str
+    rollouts: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class Step:
+    """One committed step."""
+
+    digest: str = ""
+    parts: list[StepPart] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Written:
+    """What was written of a run, from its first command to the last."""
+
+    pushes: dict[str, Push] = field(default_factory=dict)
+    """Entry id -> push."""
+    steps: dict[int, Step] = field(default_factory=dict)
+    contradictions: list[str] = field(default_factory=list)
+    """Steps that were written twice."""
+
+
+def read_written(server_directory: Path, run: str) -> Written:
+    """Reads ``appendonlydir/`` of a server that has ended, or answers no more writes of the run.
+
+    Raises:
+        ValueError: the file was rewritten, so that its beginning is gone.
+    """
+    folder = server_directory / "appendonlydir"
+    bases = [path for path in folder.glob("*.base.*") if path.stat().st_size > EMPTY_BASE_BYTES]
+    if bases:
+        raise ValueError(f"the append-only file was rewritten ({bases[0].name}): its beginning is gone")
+    keys, written = Keys(run), Written()
+    pool, steps = keys.pool.encode(), keys.steps.encode()
+    for path in sorted(folder.glob("*.incr.aof"), key=lambda p: int(p.name.split(".")[-3])):
+        for command in commands(path.read_bytes()):
+            if command[0].upper() == b"XADD" and command[1] in (pool, steps):
+                # XADD key id field value ...: neither stream is capped, so no option stands in between.
+                values = {k.decode(): v for k, v in zip(command[3::2], command[4::2], strict=True)}
+                if command[1] == pool:
+                    _note_push(written, keys, command[2].decode(), values)
+                else:
+                    _note_step(written, keys, command[2].decode(), values)
+    return written
+
+
+def commands(data: bytes) -> Iterator[list[bytes]]:
+    """The commands of an append-only file; what a kill cut short at its end is left out, as the server does."""
+    place = 0
+    while place < len(data):
+        end = data.find(b"\r\n", place)
+        if end < 0:
+            return
+        count, place = int(data[place + 1 : end]), end + 2
+        command = []
+        for _ in range(count):
+            end = data.find(b"\r\n", place)
+            if end < 0:
+                return
+            length = int(data[place + 1 : end])
+            command.append(data[end + 2 : end + 2 + length])
+            place = end + 2 + length + 2
+        if place > len(data):
+            return
+        yield command
+
+
+def _note_push(written: Written, keys: Keys, entry_id: str, values: dict[str, bytes]) -> None:
+    written.pushes[entry_id] = Push(
+        env=values["env"].decode(),
+        payload_key=keys.payload(values["group"].decode(), values["key"].decode()),
+        rollouts=int(values["rollouts"]),
+        tokens=int(values["tokens"]),
+    )
+
+
+def _note_step(written: Written, keys: Keys, entry_id: str, values: dict[str, bytes]) -> None:
+    number, rank = map(int, entry_id.split("-"))
+    if rank == 0 and number in written.steps:
+        written.contradictions.append(f"step {number} was committed twice")
+    if rank == 0:
+        written.steps[number] = Step(digest=values["digest"].decode())
+    else:
+        written.steps[number].parts.append(decode_part(values["part"], keys.payload_prefix))

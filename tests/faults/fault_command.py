@@ -1,0 +1,85 @@
+"""What ``python tests/faults`` does."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from homes import Home
+from kill_runs import run_kills
+from network_runs import run_network
+from outcome import Outcome, Say
+from takeover_runs import ALLOWED_SECONDS, run_takeovers
+
+RUNS = ("kills", "network", "takeovers")
+"""In the order in which they run."""
+NOT_COVERED = """What this does not cover: power loss (tests/e2e/test_rolled_back_server.py puts an old append-only file
+back), a full disk and a shifted clock (tests/integration), flipped bytes (tests/e2e/test_damaged_payloads.py), a server
+in replication or cluster mode, more than one machine, faults of the ranks' own exchanges (gloo), `max_uses` above 1."""
+
+
+def main() -> int:
+    """Runs what the command line asks for. -> exit code"""
+    parser = argparse.ArgumentParser(prog="python tests/faults", description="Real processes under faults.")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=f"{', '.join(RUNS)} (default: all of them)")
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6, help="of the order of faults")
+    parser.add_argument("--kills", type=int, default=30, help="processes killed (default 30, at most 31)")
+    parser.add_argument("--kill-steps", type=int, default=100, help="steps of the run that is killed (default 100)")
+    parser.add_argument("--faults", type=int, default=200, help="network faults (default 200)")
+    parser.add_argument("--pauses", type=int, default=12, help="processes halted among them (default 12)")
+    parser.add_argument("--network-steps", type=int, default=150, help="steps of that run (default 150)")
+    parser.add_argument("--takeovers", type=int, default=4, help="halts of the leading batcher (default 4)")
+    parser.add_argument("--keep", action="store_true", help="leave the homes with their logs")
+    args = parser.parse_args()
+    unknown = sorted(set(args.runs) - set(RUNS))
+    if unknown:
+        parser.error(f"no such run: {', '.join(unknown)}. There are {', '.join(RUNS)}")
+    failed = False
+    for name in args.runs or RUNS:
+        print(f"{name}: again with  {again(name, args)}", flush=True)
+        outcome = run_one(name, args, lambda line: print(line, flush=True))
+        print("\n".join(outcome.lines()), flush=True)
+        failed = failed or bool(outcome.findings)
+    print(NOT_COVERED)
+    print("FAILED" if failed else "ok: no finding")
+    return int(failed)
+
+
+def again(name: str, args: argparse.Namespace) -> str:
+    """The command that makes a run again: the same faults in the same order, at about the same moments."""
+    sizes = {
+        "kills": f"--kills {args.kills} --kill-steps {args.kill_steps}",
+        "network": f"--faults {args.faults} --pauses {args.pauses} --network-steps {args.network_steps}",
+        "takeovers": f"--takeovers {args.takeovers}",
+    }
+    return f"python tests/faults {name} --seed {args.seed} {sizes[name]}"
+
+
+def run_one(name: str, args: argparse.Namespace, say: Say) -> Outcome:
+    """One run in a home of its own."""
+    path = Path(tempfile.mkdtemp(prefix="rlb-"))
+    home = Home(path)
+    try:
+        if name == "kills":
+            return run_kills(home, seed=args.seed, kills=args.kills, steps=args.kill_steps, say=say)
+        if name == "network":
+            return run_network(
+                home, seed=args.seed, faults=args.faults, pauses=args.pauses, steps=args.network_steps, say=say
+            )
+        outcome = run_takeovers(home, rounds=args.takeovers, steps_between=3, say=say)
+        late = [n for n in outcome.facts["takeover seconds"] if n > ALLOWED_SECONDS]
+        if late:
+            outcome.findings.append(f"allowed are {ALLOWED_SECONDS:g} s from halt to commit, it took {late}")
+        return outcome
+    except pytest.fail.Exception as error:
+        return Outcome(name=name, findings=[str(error)])
+    finally:
+        home.stop()
+        if args.keep:
+            print(f"  kept: {path}", flush=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,63 @@
+"""The runs of ``make faults`` with few faults, so that the code that makes them is itself under test."""
+
+from __future__ import annotations
+
+import pytest
+from accounts import check_ledger, check_metrics, check_trained
+from aof import commands, read_written
+from homes import Home
+from kill_runs import draw_victims, run_kills
+from network_runs import run_network
+from processes_under_test import KINDS
+from takeover_runs import run_takeovers
+from wire_faults import draw_faults
+
+pytestmark = pytest.mark.timeout(900)
+"""A machine may be four times as slow as this one."""
+
+
+def say(line: str) -> None:
+    print(line)
+
+
+def test_a_run_survives_kill_9_of_each_kind_of_process(home: Home) -> None:
+    outcome = run_kills(home, seed=5, kills=4, steps=24, say=say)
+    assert outcome.findings == []
+    assert dict(outcome.faults) == dict.fromkeys(KINDS, 1)
+    # The accounts must be able to disagree: a push, a trained step and a trained batch that are not what they were.
+    written = read_written(home.path / "server", "tiny")
+    metrics = home.metrics()
+    with home.connect() as buffer:
+        written.pushes.popitem()
+        assert check_ledger(buffer, written, 24) != []
+        assert check_ledger(buffer, read_written(home.path / "server", "tiny"), 23) != []
+    assert check_metrics([*metrics, metrics[0] | {"batch_sha256": ["", ""]}], 24) != []
+    written.steps[2] = written.steps[3]
+    assert any("never committed" in finding for finding in check_trained(written, metrics, max_uses=1))
+
+
+def test_a_run_survives_a_network_that_loses_and_breaks_off(home: Home) -> None:
+    outcome = run_network(home, seed=4, faults=12, pauses=2, steps=24, say=say)
+    assert outcome.findings == []
+
+
+def test_the_other_batcher_goes_on_while_the_leader_is_halted_and_refuses_it_afterwards(home: Home) -> None:
+    outcome = run_takeovers(home, rounds=1, steps_between=3, say=say)
+    assert outcome.findings == []
+    assert len(outcome.facts["takeover seconds"]) == 1
+
+
+def test_thirty_kills_strike_each_kind_at_least_five_times() -> None:
+    for seed in range(50):
+        victims = draw_victims(seed, 30)
+        assert len(victims) == 30
+        assert min(victims.count(kind) for kind in KINDS) >= 5
+    assert draw_victims(1, 30) == draw_victims(1, 30) != draw_victims(2, 30)
+    assert draw_faults(1, 200) == draw_faults(1, 200) != draw_faults(2, 200)
+
+
+@pytest.mark.parametrize("cut", range(20))
+def test_a_command_that_a_kill_cut_short_is_left_out(cut: int) -> None:
+    whole = b"*2\r\n$3\r\nSET\r\n$1\r\nk\r\n"
+    assert len(whole) == 20
+    assert list(commands(whole + whole[:cut])) == [[b"SET", b"k"]]

@@ -1,0 +1,83 @@
+"""A server of the test's own, with the settings that the test needs: on TCP, with limits, with another clock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import redis
+
+from rlbuffer.store.binary import find_binary
+
+START_SECONDS = 30.0
+
+
+class OwnServer:
+    """A server on a TCP port of this machine with its data under `directory`; ended by leaving the context."""
+
+    def __init__(
+        self, directory: Path, *, options: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.directory = directory
+        self._options = {"appendonly": "yes", "appendfsync": "no", "save": '""'} | dict(options or {})
+        self._environment = os.environ | dict(environment or {})
+        self.port = _free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.log = directory / "server.log"
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self) -> None:
+        """Starts it, again on the same port and data; waits until it answers."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        lines = {"port": str(self.port), "bind": "127.0.0.1", "dir": f'"{self.directory}"'} | self._options
+        config = self.directory / "server.conf"
+        config.write_text("".join(f"{name} {value}\n" for name, value in lines.items()))
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [find_binary().path, config],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                # Python ignores SIGXFSZ, and so shall the server: a write above its file limit is an error, no death.
+                restore_signals=False,
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                with redis.Redis(port=self.port, socket_timeout=5) as client:
+                    client.ping()
+                return
+            except redis.RedisError as error:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    raise RuntimeError(f"no server: {error}\n{self.log.read_text()}") from error
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(timeout=30)
+
+    def __enter__(self) -> OwnServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.send_signal(signal.SIGCONT)
+        self.kill()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

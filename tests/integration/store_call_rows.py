@@ -1,0 +1,252 @@
+"""A row for every call of the Store protocol: what must be there before it, and the call itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from store_runs import Run, plan_of
+
+from rlbuffer.batches import Drop
+from rlbuffer.records import PolicyVersion
+from rlbuffer.store.base import Claim, TrainedStep
+from rlbuffer.store.redis_store import RedisStore
+from rlbuffer.testing import make_group
+
+Call = Callable[[RedisStore, Run], Any]
+LOST = "sent without reply"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One call."""
+
+    call: Call
+    prepare: Callable[[Run], Any] = lambda run: None
+    repeats: bool = True
+    """It is repeated inside, so that its caller never hears of a broken connection; else the caller decides."""
+    second: Mapping[str, Any] = field(default_factory=dict)
+    """moment -> the answer when it was the last request that broke then, where a repetition hears something else."""
+    counts_twice: bool = False
+    """A lost reply may have its effect twice, which is said where the call is defined."""
+
+
+def _pool(run: Run) -> None:
+    run.push("a.0", answer="7")
+    run.push("b.1")
+    run.lead()
+
+
+def _steps(run: Run) -> None:
+    for i in range(3):
+        run.step(f"a.{i}")
+    run.push("a.3")
+
+
+def _trained(run: Run) -> None:
+    _steps(run)
+    run.train(2, oldest_kept=1)
+    run.client.hset(run.store.keys.trainer, "seen", 1)  # long ago
+
+
+def _attempted(run: Run) -> None:
+    _steps(run)
+    run.store.attempt(uuid="trainer", world_size=2, resume_step=0)
+
+
+def _claimed(run: Run) -> None:
+    """The trainer is two steps ahead of the server."""
+    run.step("a.0")
+    run.push("a.1", version=1)
+    steps = tuple(TrainedStep(step=n, digest="f" * 64, group_ids=(f"a.{n - 1}",), envs={"a": (2, 51)}) for n in (2, 3))
+    claim = Claim(step=3, epoch=run.meta.epoch, digest="f" * 64, steps=steps)
+    run.store.attempt(uuid="trainer", world_size=2, resume_step=3, claim=claim)
+
+
+def _reusable(run: Run) -> None:
+    _pool(run)
+    keys = run.store.keys
+    for entry in run.client.xrange(keys.pool):
+        fields = entry[1]
+        record = [fields[b"env"], fields[b"key"], fields[b"rollouts"], fields[b"tokens"], fields[b"metadata"]]
+        run.client.hset(
+            keys.reuse,
+            mapping={fields[b"group"]: b"1 1", fields[b"group"] + b" " + entry[0]: b" ".join(record)},
+        )
+
+
+def _push(store: RedisStore, run: Run) -> Any:
+    group = make_group(env="a", size=2, group_id="a.7")
+    status, _ = store.push(group, producer="w", incarnation="v", sequence=1, epoch=run.meta.epoch)
+    return status if status == "stored" else "stored before"
+
+
+def _commit(store: RedisStore, run: Run) -> Any:
+    entries = {entry.entry_id: entry for entry in run.pool()}
+    plan = plan_of(list(entries.values()), 1)
+    return store.commit(run.token, plan, entries, meta=run.meta, state={"deficits": {"a": 1.5}})[1]
+
+
+def _drops(run: Run) -> list[Any]:
+    entries = [entry for entry in run.pool() if entry.env == "a"]
+    return [
+        (Drop("a.0", "a", "stale", entry.rollouts, entry.tokens, entry_ids=(entry.entry_id,)), [entry])
+        for entry in entries
+    ]
+
+
+def _drop(store: RedisStore, run: Run) -> None:
+    store.drop(run.token, _drops(run))
+
+
+def _attempt(run: Run) -> int:
+    return run.store.trainer().number
+
+
+def _report(store: RedisStore, run: Run) -> Any:
+    return store.report(_attempt(run), epoch=run.meta.epoch, trained=2, digest="", oldest_kept=1)
+
+
+def _pin(store: RedisStore, run: Run) -> Any:
+    entries = {entry.entry_id: entry for entry in run.pool()}
+    return store.pin(plan_of(list(entries.values()), 1).rollouts, entries)
+
+
+def _parts(run: Run) -> list[Any]:
+    return [member for part in run.store.read_parts(1) for member in part.rollouts]
+
+
+def _tickets(run: Run) -> None:
+    _pool(run)
+    run.store.set_allowances(run.token, {"a": 4})
+    run.store.take_tickets("a", 2, ttl_seconds=60)
+
+
+def _visited(run: Run) -> None:
+    run.store.note_visits("a", "p", "s")
+
+
+ROWS: dict[str, Row] = {
+    # -- life
+    "close": Row(call=lambda store, run: store.close()),
+    "server": Row(call=lambda store, run: store.server()["name"]),
+    "losses": Row(call=lambda store, run: store.losses() - store.losses()),
+    "now": Row(call=lambda store, run: store.now() > run.store.now() - 60),
+    "meta": Row(call=lambda store, run: store.meta(), prepare=_steps),
+    "open_run": Row(call=lambda store, run: store.open_run()),
+    "runs": Row(call=lambda store, run: run.store.run in store.runs()),
+    # -- worker
+    "push": Row(call=_push, repeats=False, second={LOST: "stored before"}),
+    "take_tickets": Row(
+        call=lambda store, run: len(store.take_tickets("a", 1, ttl_seconds=60)), prepare=_tickets, counts_twice=True
+    ),
+    "renew_tickets": Row(call=lambda store, run: store.renew_tickets("a", [0, 1], ttl_seconds=60), prepare=_tickets),
+    "release_tickets": Row(call=lambda store, run: store.release_tickets("a", [0]), prepare=_tickets),
+    "visits": Row(call=lambda store, run: store.visits("a", ["p", "q"]), prepare=_visited),
+    "note_visits": Row(call=lambda store, run: store.note_visits("a", "p", "sm"), prepare=_visited),
+    # -- batcher
+    "lease": Row(call=lambda store, run: store.lease("leader", ttl_seconds=30).held),
+    "release_lease": Row(call=lambda store, run: store.release_lease("leader"), prepare=_pool),
+    "set_config": Row(call=lambda store, run: store.set_config(run.token, {"max_age": 2}, "d"), prepare=_pool),
+    "set_error": Row(call=lambda store, run: store.set_error(run.token, "a plain reason"), prepare=_pool),
+    "read_pool": Row(call=lambda store, run: store.read_pool(), prepare=_pool),
+    "paused": Row(call=lambda store, run: store.paused(), prepare=lambda run: run.store.pause("b")),
+    "reused": Row(call=lambda store, run: store.reused(), prepare=_reusable),
+    "set_allowances": Row(call=lambda store, run: store.set_allowances(run.token, {"a": 3}), prepare=_pool),
+    "close_tickets": Row(call=lambda store, run: store.close_tickets("a", [0]), prepare=_tickets),
+    "drop": Row(call=_drop, prepare=_pool),
+    "pin": Row(call=_pin, prepare=_pool),
+    "commit": Row(call=_commit, prepare=_pool),
+    "load_state": Row(call=lambda store, run: store.load_state(), prepare=_steps),
+    "closed_groups": Row(call=lambda store, run: store.closed_groups(), prepare=_steps),
+    "retire": Row(
+        call=lambda store, run: len(run.payload_keys()) and store.retire(run.token, 1) <= 1, prepare=_trained
+    ),
+    "recover": Row(
+        call=lambda store, run: store.recover(run.token, run.store.trainer(), run.pool()) is not None,
+        prepare=_claimed,
+        second={LOST: False},
+    ),
+    # -- operator
+    "void_from": Row(
+        call=lambda store, run: store.void_from(2)["steps"],
+        prepare=_trained,
+        repeats=False,
+        second={LOST: 0},
+        counts_twice=True,
+    ),
+    "rewind": Row(call=lambda store, run: store.rewind(2)["epoch"], prepare=_trained, repeats=False, counts_twice=True),
+    "delete_run": Row(call=lambda store, run: store.delete_run() >= 0, prepare=_steps),
+    "pause": Row(call=lambda store, run: store.pause("a") in (True, False)),
+    "resume": Row(call=lambda store, run: store.resume("a") in (True, False), prepare=lambda run: run.store.pause("a")),
+    "ask_config": Row(
+        call=lambda store, run: store.ask_config({"max_age": 2}, "d", seen=run.store.meta()) in ("asked", "same"),
+        prepare=_pool,
+    ),
+    "ask_drain": Row(call=lambda store, run: store.ask_drain() >= 0, prepare=_pool),
+    "ask_undrain": Row(
+        call=lambda store, run: store.ask_undrain() in (True, False), prepare=lambda run: run.store.ask_drain()
+    ),
+    "asked": Row(call=lambda store, run: store.asked()[1], prepare=lambda run: run.store.ask_drain()),
+    # A repetition finds nothing to drop, but tells the leader once more to look (`asked`).
+    "drop_pending": Row(call=lambda store, run: store.drop_pending(_drops(run)) >= 0, prepare=_pool, counts_twice=True),
+    "is_led": Row(call=lambda store, run: store.is_led(), prepare=_pool),
+    "refuse_config": Row(call=lambda store, run: store.refuse_config(run.token, "d", "why"), prepare=_pool),
+    "tickets_out": Row(call=lambda store, run: store.tickets_out(), prepare=_tickets),
+    "policies": Row(call=lambda store, run: store.policies(), prepare=_attempted),
+    # -- trainer
+    "attempt": Row(call=lambda store, run: store.attempt(uuid="u", world_size=2, resume_step=0), prepare=_steps),
+    "trainer": Row(call=lambda store, run: store.trainer(), prepare=_attempted),
+    "report": Row(call=_report, prepare=_attempted),
+    "announce": Row(
+        call=lambda store, run: store.announce(_attempt(run), PolicyVersion(version=2)) in (True, False),
+        prepare=_attempted,
+    ),
+    "policy": Row(
+        call=lambda store, run: store.policy(),
+        prepare=lambda run: (
+            _attempted(run),
+            run.store.announce(_attempt(run), PolicyVersion(version=3, location="/3")),
+        ),
+    ),
+    "wait_step": Row(call=lambda store, run: store.wait_step(2, block_seconds=0), prepare=_steps),
+    "read_parts": Row(call=lambda store, run: store.read_parts(2), prepare=_steps),
+    "read_payloads": Row(call=lambda store, run: store.read_payloads(_parts(run)), prepare=_steps),
+    "read_group_payloads": Row(
+        call=lambda store, run: store.read_group_payloads([entry.payload_key for entry in run.pool()]), prepare=_pool
+    ),
+    "count_damaged": Row(call=lambda store, run: store.count_damaged(1, ["a.0/0"]), prepare=_steps),
+    "count_lost": Row(call=lambda store, run: store.count_lost(2), prepare=_pool, counts_twice=True),
+    # -- evaluation
+    "claim_evaluation": Row(call=lambda store, run: store.claim_evaluation("a", 3, owner="w", ttl_seconds=60)),
+    "release_evaluation": Row(
+        call=lambda store, run: store.release_evaluation("a", 3, owner="w"),
+        prepare=lambda run: run.store.claim_evaluation("a", 3, owner="w", ttl_seconds=60),
+    ),
+    "add_evaluation": Row(
+        call=lambda store, run: store.add_evaluation("a", 3, {"reward": 0.5}),
+        prepare=lambda run: run.store.claim_evaluation("a", 3, owner="w", ttl_seconds=60),
+        counts_twice=True,
+    ),
+    "evaluations": Row(
+        call=lambda store, run: len(store.evaluations()),
+        prepare=lambda run: run.store.add_evaluation("a", 3, {"reward": 0.5}),
+    ),
+    # -- seeing
+    "heartbeat": Row(call=lambda store, run: store.heartbeat("worker", "w", {"groups": 1})),
+    "heartbeats": Row(
+        call=lambda store, run: list(store.heartbeats("rank")),
+        prepare=lambda run: run.store.heartbeat("rank", "0", {}),
+    ),
+    "set_waiting": Row(call=lambda store, run: store.set_waiting("batcher", "Waiting for env b.")),
+    "waiting": Row(
+        call=lambda store, run: store.waiting(), prepare=lambda run: run.store.set_waiting("batcher", "Waiting.")
+    ),
+    "ledger": Row(call=lambda store, run: store.ledger(), prepare=_trained),
+    "allowances": Row(call=lambda store, run: store.allowances(), prepare=_tickets),
+    "headers": Row(call=lambda store, run: list(store.headers()), prepare=_steps),
+    "history": Row(call=lambda store, run: [r["event"] for r in store.history()], prepare=_steps),
+    "find_in_steps": Row(call=lambda store, run: store.find_in_steps("a.1"), prepare=_steps),
+    "verify": Row(call=lambda store, run: store.verify().findings, prepare=_trained),
+}

@@ -1,0 +1,444 @@
+"""`config apply`, `drop`, `drain`, `backup`, `restore`, `serve --resume | --fresh`: what they say, and exit codes.
+
+In memory, with a daemon in a thread where one is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from daemon_runs import Served
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.config_changes import config_digest
+from rlbuffer.errors import SchemaMismatch
+from rlbuffer.policy import waiting
+from rlbuffer.records import PolicyVersion
+from rlbuffer_cli.main import main
+
+Call = Callable[..., tuple[int, str, str]]
+
+OLD = "[batcher]\nrow_tokens = 64\nstep_groups = 2\n"
+NEW = "[batcher]\nrow_tokens = 64\nstep_groups = 2\nmax_age = 3\n"
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Run]:
+    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    yield run
+    run.store.close()
+
+
+@pytest.fixture
+def served(made: Run) -> Iterator[Served]:
+    daemons = Served(made)
+    yield daemons
+    daemons.close()
+
+
+@pytest.fixture
+def call(made: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "old.toml").write_text(OLD)
+    (tmp_path / "new.toml").write_text(NEW)
+
+    def run(*arguments: str, on: str | None = None) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([*arguments, "--redis", made.url, "--run", on or made.store.run])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def config() -> rlbuffer.BatcherConfig:
+    return rlbuffer.BatcherConfig(64, step_groups=2)
+
+
+def set_config(run: Run) -> None:
+    run.lead()
+    run.store.set_config(run.token, config().as_dict(), config_digest(config()))
+    run.store.release_lease("leader")
+
+
+# -- config apply ------------------------------------------------------------------------------------------------------
+def test_apply_shows_what_differs_and_stores_it_where_nobody_leads(made: Run, call: Call) -> None:
+    set_config(made)
+    name = made.store.run
+    assert call("config", "apply", "--config", "old.toml") == (
+        0,
+        f'run "{name}" has these settings already (revision 1)\n',
+        "",
+    )
+    assert call("config", "apply", "--config", "new.toml") == (
+        0,
+        (
+            "batcher.max_age: 1 -> 3   new.toml:4   (a smaller one drops what is pending and too "
+            "old by it as stale; a larger one brings nothing back)\n"
+            f'stored for run "{name}": no batcher is at work; the next one that starts with them takes them\n'
+        ),
+        "",
+    )
+    assert made.store.meta().wanted["max_age"] == 3
+    assert "settings: revision 1; others are asked for and not taken yet\n" in call("inspect")[1]
+
+
+def test_apply_waits_until_the_leader_has_taken_it(served: Served, call: Call) -> None:
+    served.serve(config())
+    served.wait_for(lambda: served.said("ready"), 20)
+    code, out, err = call("config", "apply", "--config", "new.toml", "--json")
+    assert (code, err) == (0, "")
+    change, outcome = map(json.loads, out.splitlines())
+    assert (change["schema"], change["setting"], change["old"], change["new"], change["source"]) == (
+        "rlbuffer.change/1",
+        "batcher.max_age",
+        1,
+        3,
+        "new.toml:4",
+    )
+    assert outcome == {"schema": "rlbuffer.config/1", "run": served.run.store.run, "state": "taken", "revision": 2}
+    again = call("config", "apply", "--config", "new.toml")
+    assert again == (0, f'run "{served.run.store.run}" has these settings already (revision 2)\n', "")
+
+
+def test_apply_refuses_a_bad_file_and_what_the_batcher_refuses(served: Served, call: Call, tmp_path: Path) -> None:
+    served.serve(config())
+    served.wait_for(lambda: served.said("ready"), 20)
+    (tmp_path / "bad.toml").write_text("[batcher]\nrow_tokens = 64\nmax_agee = 3\n")
+    assert call("config", "apply", "--config", "bad.toml") == (
+        3,
+        "",
+        "Error: bad.toml:3  batcher.max_agee is not a setting. Did you mean batcher.max_age?\n",
+    )
+    (tmp_path / "own.toml").write_text(OLD + 'order = "nowhere_at_all:pick"\n')
+    code, _, err = call("config", "apply", "--config", "own.toml")
+    assert code == 3
+    assert err.startswith(
+        f'Error: the batcher of run "{served.run.store.run}" refused the settings, the old ones go on: batcher.order = '
+    )
+    assert served.run.store.meta().revision == 1
+
+
+def test_apply_gives_up_on_a_leader_that_does_not_act(made: Run, call: Call) -> None:
+    set_config(made)
+    made.lead()
+    code, _, err = call("config", "apply", "--config", "new.toml", "--timeout", "0.3")
+    assert (code, err) == (
+        5,
+        (
+            f'Error: the batcher of run "{made.store.run}" has not taken the settings within 0.3 s; they stay stored '
+            "for it (rlbuffer inspect shows when it has)\n"
+        ),
+    )
+
+
+def test_apply_says_when_somebody_else_changes_the_settings_again_before_they_are_taken(made: Run, call: Call) -> None:
+    set_config(made)
+    made.lead()  # it leads, and takes nothing
+    theirs = rlbuffer.BatcherConfig(64, step_groups=2, max_age=5)
+
+    def come_second() -> None:
+        for _ in range(1200):
+            seen = made.store.meta()
+            if seen.wanted_digest:
+                made.store.ask_config(theirs.as_dict(), config_digest(theirs), seen=seen)
+                return
+            time.sleep(0.05)
+
+    other = threading.Thread(target=come_second)
+    other.start()
+    code, out, err = call("config", "apply", "--config", "new.toml", "--timeout", "60")
+    other.join(timeout=60)
+    assert (code, err) == (
+        1,
+        (
+            f'Error: the settings of run "{made.store.run}" (revision 1) were changed again meanwhile, by somebody '
+            "else: yours do not count. `rlbuffer config apply` again puts yours in the place of theirs\n"
+        ),
+    )
+    assert out.startswith("batcher.max_age: 1 -> 3 ")
+    assert made.store.meta().wanted["max_age"] == 5
+
+
+# -- drop --------------------------------------------------------------------------------------------------------------
+def test_drop_says_what_would_go_and_does_it_only_when_told(made: Run, call: Call) -> None:
+    name = made.store.run
+    made.push("a.0", lengths=[500, 500])
+    made.push("b.0", lengths=[500, 700])
+    code, out, err = call("drop", "--where", "env:a,b")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1] == (
+        f'Error: this drops 2 groups (4 rollouts, 2.2k tokens) of run "{name}" for good (a 1, b 1): say so with --yes'
+    )
+    record = json.loads(call("drop", "--where", "env:a", "--json")[1])
+    assert record == {
+        "schema": "rlbuffer.drop/1",
+        "run": name,
+        "where": "env:a",
+        "groups": 1,
+        "rollouts": 2,
+        "tokens": 1000,
+        "envs": {"a": {"groups": 1, "rollouts": 2, "tokens": 1000}},
+        "dropped_pushes": 0,
+    }
+    assert len(made.pool()) == 2
+    assert call("drop", "--where", "env:a", "--yes") == (
+        0,
+        f'dropped 1 group (2 rollouts, 1k tokens) of run "{name}" (a 1)\n',
+        "",
+    )
+    assert call("drop", "--where", "env:a", "--yes") == (0, f"no pending group of run \"{name}\" matches 'env:a'\n", "")
+    assert json.loads(call("drop", "--where", "env:b", "--yes", "--json")[1])["dropped_pushes"] == 1
+    assert made.store.ledger().total().dropped == {"operator": (4, 2200)}
+    listed = call("inspect", "--where", "state:dropped reason:operator", "--json")[1]
+    assert [json.loads(line)["group_id"] for line in listed.splitlines()] == ["b.0", "a.0"]
+    assert call("verify")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("", "Error: which groups? 'state:forming,ready' is everything that is pending"),
+        ("evn:a", "Error: 'evn' is not a field to filter by. Did you mean env? Fields: "),
+        ("state:gone", "Error: 'gone' is not a state."),
+    ],
+)
+def test_drop_refuses_filters_that_say_nothing(call: Call, where: str, message: str) -> None:
+    code, out, err = call("drop", "--where", where, "--yes")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith(message)
+
+
+# -- drain -------------------------------------------------------------------------------------------------------------
+def test_drain_waits_and_says_what_is_left(served: Served, call: Call) -> None:
+    run = served.run
+    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
+    run.store.announce(number, PolicyVersion(version=0))
+    run.push("a.7", lengths=[8, 8])
+    served.serve(config())
+    served.wait_for(lambda: served.said("ready"), 20)
+    run.store.report(number, epoch=run.meta.epoch, trained=0, digest="", oldest_kept=0)
+    served.wait_for(lambda: run.store.allowances(), 20)
+    (ticket,) = run.store.take_tickets("a", 1, ttl_seconds=60)
+    code, out, err = call("drain", "--timeout", "0.5")
+    assert (code, out) == (5, "")
+    told = err.splitlines()
+    assert told[0].startswith("draining: 1 ticket is out (a 1), 0 groups form, ")
+    assert told[-1].startswith(f'Error: run "{run.store.run}" is not drained within 0.5 s: 1 ticket is out (a 1), ')
+    assert "It goes on draining; `rlbuffer drain --undo` lets workers go on. " in told[-1]
+    run.store.release_tickets("a", [ticket])
+    code, out, err = call("drain", "--timeout", "60")
+    assert (code, out) == (
+        0,
+        (
+            f'run "{run.store.run}" is drained after step 0 (0 trained): 1 group (2 rollouts, 16 tokens) stay in the '
+            "pool. Back: rlbuffer drain --undo\n"
+        ),
+    )
+    record = json.loads(call("drain", "--json")[1])
+    assert record == {
+        "schema": "rlbuffer.drain/1",
+        "run": run.store.run,
+        "step": 0,
+        "trained": 0,
+        "groups": 1,
+        "rollouts": 2,
+        "tokens": 16,
+    }
+    assert "  draining since " in call("inspect")[1]
+    assert json.loads(call("inspect", "--json", "--totals")[1].splitlines()[0])["draining_since"].endswith("+00:00")
+    assert call("drain", "--undo") == (0, f'run "{run.store.run}" gives tickets again\n', "")
+    assert call("drain", "--undo") == (0, f'run "{run.store.run}" was not draining\n', "")
+
+
+@pytest.mark.parametrize(
+    ("is_led", "state"),
+    [
+        (True, "1 ticket is out (a 1), 0 groups form, further steps can be made"),
+        (False, "1 ticket is out (a 1), 1 group forms, no further step can be made, no batcher is at work"),
+    ],
+)
+def test_a_drain_that_takes_too_long_says_what_is_out_and_goes_on(
+    made: Run, call: Call, is_led: bool, state: str
+) -> None:
+    made.lead()
+    made.store.set_allowances(made.token, {"a": 3})
+    made.store.take_tickets("a", 1, ttl_seconds=600)
+    if not is_led:  # else the leader says what forms, and this one is silent
+        made.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/0", "a.0/1"])
+        made.store.release_lease("leader")
+    made.store.set_waiting("batcher", waiting.draining())
+    sentence = f" {waiting.draining()}" if is_led else ""  # of one that is gone it may be an old one
+    code, out, err = call("drain", "--timeout", "0.1")
+    assert (code, out) == (5, "")
+    assert err.splitlines()[-1] == (
+        f'Error: run "{made.store.run}" is not drained within 0.1 s: {state}. It goes on draining; `rlbuffer drain '
+        f"--undo` lets workers go on.{sentence}"
+    )
+    assert made.store.asked()[1]
+
+
+def test_a_drain_that_is_undone_by_somebody_else_ends(made: Run, call: Call) -> None:
+    made.lead()
+    made.store.set_allowances(made.token, {"a": 3})
+    made.store.take_tickets("a", 1, ttl_seconds=60)
+    undo = threading.Timer(0.5, made.store.ask_undrain)
+    undo.start()
+    code, _, err = call("drain")
+    undo.join()
+    assert code == 1
+    assert err.splitlines()[-1] == (
+        f'Error: the drain of run "{made.store.run}" was undone meanwhile: tickets are given again'
+    )
+
+
+# -- backup, restore ---------------------------------------------------------------------------------------------------
+def test_backup_and_restore_say_what_they_did(made: Run, call: Call) -> None:
+    name = made.store.run
+    made.step("a.0")
+    made.push("a.1")
+    code, out, err = call("backup", "math.rlb")
+    assert code == 0
+    assert out.startswith(f'run "{name}" at step 1 is in math.rlb: 0.0 MiB, 2 payload keys\n')
+    assert err == "2 of 2 payload keys, 0 MiB\n"
+    assert call("backup", "math.rlb") == (1, "", "Error: math.rlb exists: use another name, or --force\n")
+    record = json.loads(call("backup", "math.rlb", "--force", "--json")[1])
+    assert (record["schema"], record["run"], record["payload_keys"], record["missing"]) == (
+        "rlbuffer.backup/1",
+        name,
+        2,
+        0,
+    )
+    code, _, err = call("restore", "math.rlb")
+    assert code == 1
+    assert err.startswith(f"Error: run {name!r} exists on memory://")
+    code, out, err = call("restore", "math.rlb", on="copy")
+    assert code == 0
+    assert out.endswith(f"2 payload keys. Check it: rlbuffer verify --run copy --redis {made.url}\n")
+    assert err == f"math.rlb is whole: step 1 of run {name!r}, 2 payload keys\n"
+    assert call("verify", on="copy")[0] == 0
+    Path("math.rlb").write_bytes(b"something else")
+    assert call("restore", "math.rlb", on="other") == (
+        1,
+        "",
+        "Error: math.rlb is not a backup of rlbuffer: it does not begin with 'rlbuffer-backup 1'\n",
+    )
+    code, _, err = call("backup", "nowhere/math.rlb")
+    assert (code, err) == (1, "Error: cannot write nowhere/math.rlb: No such file or directory\n")
+
+
+# -- serve -------------------------------------------------------------------------------------------------------------
+def test_serve_resumes_only_what_is_there_and_begins_only_what_is_not(made: Run, call: Call) -> None:
+    name = made.store.run
+    address = made.store.server()["address"]
+    assert call("serve", "--resume", on="other") == (
+        1,
+        "",
+        f"Error: there is no run 'other' to resume on {address}. Runs there: {name}. Without --resume it is begun.\n",
+    )
+    made.step("a.0")
+    made.push("a.1")
+    assert call("serve", "--fresh") == (
+        1,
+        "",
+        (
+            f"Error: run {name!r} is not fresh: it holds 1 steps and 2 pending rollouts. `rlbuffer reset {name} --yes` "
+            "removes it; or use another name (--run).\n"
+        ),
+    )
+    code, _, err = call("serve", "--fresh", "--resume")
+    assert (code, err.splitlines()[-1]) == (2, "Error: --resume and --fresh exclude each other")
+
+
+# -- every command, a run of another schema ----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve"],
+        ["serve", "--resume"],
+        ["inspect"],
+        ["verify"],
+        ["drop", "--where", "env:a", "--yes"],
+        ["drain"],
+        ["drain", "--undo"],
+        ["backup", "x.rlb"],
+        ["env", "pause", "a"],
+        ["env", "resume", "a"],
+        ["step", "void", "1"],
+        ["rewind", "0"],
+        ["config", "apply"],
+        ["push", "g.jsonl"],
+        ["worker", "--env", "vcopy"],
+    ],
+)
+def test_every_command_refuses_a_run_of_another_schema(made: Run, call: Call, arguments: list[str]) -> None:
+    line = {
+        "group_id": "g",
+        "env": "a",
+        "prompt_id": "p",
+        "planned_size": 1,
+        "rollouts": [
+            {
+                "tokens": [1, 2],
+                "loss_mask": [False, True],
+                "logprobs": [0, -1],
+                "reward": 1,
+                "version_spans": [[0, 1, 2]],
+            }
+        ],
+    }
+    Path("g.jsonl").write_text(json.dumps(line) + "\n")
+    made.client.hset(made.store.keys.meta, "schema", 99)
+    before = made.control_keys()
+    code, out, err = call(*arguments)
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == (
+        f"Error: run {made.store.run!r} was written with schema 99, this version of rlbuffer reads schema 2: use "
+        f"another run name, or the version that wrote it ({made.store.keys.meta})"
+    )
+    assert made.control_keys() == before
+
+
+def test_a_trainer_refuses_it_when_its_reader_is_made(made: Run) -> None:
+    made.client.hset(made.store.keys.meta, "schema", 99)
+    with rlbuffer.connect(made.url, run=made.store.run) as buffer, pytest.raises(SchemaMismatch) as caught:
+        buffer.reader(0, 1)
+    assert (caught.value.exit_code, caught.value.schema) == (1, 99)
+
+
+def test_reset_refuses_it_too_and_the_list_of_runs_goes_on(made: Run, call: Call) -> None:
+    made.client.hset(made.store.keys.meta, "schema", 99)
+    code, _, err = call("reset", made.store.run, "--yes")
+    assert code == 1
+    assert "was written with schema 99" in err
+    code, out, err = call("runs")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{made.store.run:<24} ! written with schema 99, this version of rlbuffer reads schema 2")
+    assert json.loads(call("runs", "--json")[1])["schema_of_run"] == 99
+
+
+def test_the_sentence_is_one_everywhere(served: Served, call: Call) -> None:
+    """`serve`, `inspect`, `inspect --json` and the trainer's timeout carry what waiting.py says."""
+    from rlbuffer.errors import BatchTimeout
+    from rlbuffer.reader import Reader
+
+    run = served.run
+    served.serve(config())
+    served.wait_for(lambda: served.said("waiting", sentence=waiting.NO_TRAINER), 20)
+    assert f"  batcher: {waiting.NO_TRAINER}" in " ".join(call("inspect")[1].split("\n    "))
+    totals = json.loads(call("inspect", "--json", "--totals")[1].splitlines()[0])
+    assert totals["waiting"]["batcher"] == waiting.NO_TRAINER
+    reader = Reader(run.again(), rank=1, world_size=2, timeout_seconds=1.0)
+    with pytest.raises(BatchTimeout) as caught:
+        reader.pull(1)
+    assert caught.value.exit_code == 5
+    assert str(caught.value) == f"no batch for step 1 within 1 s. {waiting.NO_TRAINER} No worker has been seen."
+    reader.close()

@@ -1,0 +1,137 @@
+"""`drain`: no more tickets, and knowing when nothing is out and nothing can be made any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from daemon_runs import Served
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.operations import Drain, DrainState
+from rlbuffer.policy import waiting
+from rlbuffer.records import PolicyVersion
+
+pytest_plugins = ("store_fixtures",)
+
+CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[Served]:
+    made = Served(run)
+    yield made
+    made.close()
+
+
+def start(served: Served) -> int:
+    """A leader that has heard its trainer, and gives tickets."""
+    run = served.run
+    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
+    run.store.announce(number, PolicyVersion(version=0))
+    served.serve(CONFIG)
+    served.wait_for(lambda: served.said("ready"), 20)
+    beat(run, number)
+    served.wait_for(lambda: run.store.allowances(), 20)
+    return number
+
+
+def beat(run: Run, number: int, trained: int = 0) -> None:
+    run.store.report(number, epoch=run.meta.epoch, trained=trained, digest="", oldest_kept=0)
+
+
+def test_a_drain_waits_for_what_is_out_and_ends_when_nothing_can_be_made(served: Served) -> None:
+    run = served.run
+    number = start(served)
+    tickets = run.store.take_tickets("a", 3, ttl_seconds=60)
+    assert len(tickets) == 3
+    run.store.ask_drain()
+    drain = Drain(run.store)
+    assert run.store.take_tickets("a", 1, ttl_seconds=60) == []
+    assert run.store.allowances() == {}
+    state = drain.look()
+    assert (state.tickets, state.is_drained) == ({"a": 3}, False)
+    served.wait_for(lambda: run.store.waiting().get("batcher", "").startswith(waiting.draining()), 20)
+    for ticket in tickets:
+        run.push(f"a.{ticket}")
+    served.wait_for(lambda: run.store.meta().step == 1, 20)
+    beat(run, number, trained=1)
+    served.wait_for(lambda: drain.look().is_drained, 20)
+    assert [entry.group_id for entry in run.pool()] == [f"a.{tickets[2]}"]
+    assert run.store.take_tickets("a", 1, ttl_seconds=60) == []
+    assert run.store.ask_undrain() is True
+    assert run.store.ask_undrain() is False
+    served.wait_for(lambda: run.store.take_tickets("a", 1, ttl_seconds=60), 20)
+
+
+def test_a_drain_outlives_the_leader_that_heard_of_it(served: Served) -> None:
+    run = served.run
+    start(served)
+    since = run.store.ask_drain()
+    served.stop()
+    served.serve(CONFIG)
+    served.wait_for(
+        lambda: served.said("ready") and run.store.waiting().get("batcher", "").startswith("The run drains"), 20
+    )
+    assert run.store.ask_drain() == since == run.store.meta().draining_ms
+    assert run.store.take_tickets("a", 1, ttl_seconds=60) == []
+
+
+def test_a_silent_env_stops_no_run_that_drains(served: Served) -> None:
+    run = served.run
+    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
+    run.store.announce(number, PolicyVersion(version=0))
+    run.store.ask_drain()
+    for n in range(8):
+        run.push(f"a.{n}")
+    halves = {"budgets": {"a": 0.5, "b": 0.5}, "env_dead_after_seconds": 0.3, "on_dead_env": "stop"}
+    served.serve(rlbuffer.BatcherConfig(64, step_groups=4, max_age=8, **halves))
+    served.wait_for(lambda: served.said("ready"), 20)
+    beat(run, number)
+    served.wait_for(lambda: "b has sent nothing for" in run.store.waiting().get("batcher", ""), 30)
+    drain = Drain(run.store)
+    served.wait_for(lambda: drain.look().is_drained, 30)
+    assert not served.said("env", state="dead")
+    assert not served.errors
+
+
+def test_without_a_batcher_what_forms_is_seen_from_the_pool(run: Run) -> None:
+    run.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/0", "a.0/1"])
+    run.store.ask_drain()
+    state = Drain(run.store).look()
+    assert state == DrainState(is_asked=True, has_leader=False, tickets={}, forming=1, is_idle=True)
+    assert not state.is_drained
+    run.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/2", "a.0/3"])
+    assert Drain(run.store).look().is_drained
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        (
+            DrainState(is_asked=True, has_leader=True, tickets={"a": 2, "b": 1}, forming=1),
+            "3 tickets are out (a 2, b 1), 1 group forms, further steps can be made",
+        ),
+        (
+            DrainState(is_asked=True, has_leader=False, tickets={"a": 1}, forming=2, is_idle=True),
+            "1 ticket is out (a 1), 2 groups form, no further step can be made, no batcher is at work",
+        ),
+    ],
+)
+def test_a_drain_says_what_is_still_out(state: DrainState, sentence: str) -> None:
+    assert str(state) == sentence
+
+
+def test_a_request_that_comes_late_does_not_drain_a_run_that_goes_on_again(served: Served) -> None:
+    run = served.run
+    keys = run.store.keys
+    epoch = run.store.meta().epoch
+    late = ("drain", epoch, 0)  # sent, lost on its way, and sent again by the operator
+    run.store.ask_drain()
+    run.store.ask_undrain()
+    assert run.store.move("ask", (keys.meta, keys.allowance), late) == [b"CHANGED"]
+    assert run.store.asked() == (2, False)
+    run.store.ask_drain()
+    assert run.store.move("ask", (keys.meta, keys.allowance), ("undrain", epoch, 1)) == [b"CHANGED"]
+    assert run.store.asked()[1]

@@ -1,0 +1,161 @@
+"""Evaluations: one result per version and env, whoever makes it, and only of what that version said."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlbuffer.client import Buffer, connect
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import EvaluationSettings
+from rlbuffer.spans import VersionSpan
+from rlbuffer.worker.evaluation import Evaluator
+from rlbuffer.worker.samplers import Completion, Sampling
+from rlbuffer_cli.render.pool import header_lines, summarize, summary_records
+
+OPTIONS = EvaluationSettings(env="vcopy", env_options={"seed": 9}, prompts=4, every=2)
+
+
+class Greedy:
+    """Answers every prompt with its own first token and the end; its version is up to the test."""
+
+    wants_batches = False
+    is_ours = True
+    vocab_size = 13
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.spans: list[int] = []
+        """Versions that the next completions name; then the one that serves."""
+        self.samplings: list[Sampling] = []
+
+    async def load(self, policy: PolicyVersion) -> None: ...
+
+    async def sample(self, prompt: np.ndarray, *, n: int, sampling: Sampling) -> list[Completion]:
+        self.samplings.append(sampling)
+        await asyncio.sleep(0)
+        version = self.spans.pop(0) if self.spans else self.version
+        tokens = np.array([prompt[0], 12], np.int32)
+        completion = Completion(
+            tokens=tokens,
+            logprobs=np.zeros(2, np.float32),
+            finish_reason="stop",
+            version_spans=(VersionSpan(version, 0, 2),),
+        )
+        return [completion] * n
+
+    async def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def nothing_held() -> Any:
+    yield
+
+
+@pytest.fixture
+def buffer() -> Any:
+    with connect("memory://") as buffer:
+        buffer.store.open_run()
+        yield buffer
+
+
+def evaluated(buffer: Buffer, sampler: Greedy, seconds: float = 1.0, **changes: Any) -> list[dict[str, Any]]:
+    """What an evaluator tells in a while."""
+    events: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        settings = {"held_out": OPTIONS.model_copy(update=changes)}
+        evaluator = Evaluator(buffer, sampler, settings, hold=nothing_held, on_event=events.append)
+        task = asyncio.create_task(evaluator.run())
+        for _ in range(round(seconds / 0.02)):
+            await asyncio.sleep(0.02)
+            if events:
+                break
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+    return events
+
+
+def test_a_version_that_is_due_is_measured_with_the_likeliest_tokens(buffer: Buffer) -> None:
+    sampler = Greedy(4)
+    events = evaluated(buffer, sampler, 20.0)
+    assert [(e["event"], e["env"], e["version"], e["rollouts"]) for e in events] == [("evaluation", "held_out", 4, 4)]
+    assert {s.temperature for s in sampler.samplings} == {0.0}
+    [result] = buffer.store.evaluations()  # type: ignore[attr-defined]
+    assert 0 < result["reward/mean"] <= 1
+    assert {"success/exact", "reward/error", "truncated", "length", "failed", "seconds", "at"} <= result.keys()
+    assert buffer.ledger().total().pushed == (0, 0)
+    assert buffer.store.read_pool() == []
+
+
+def test_a_version_is_measured_once_by_whoever_comes_first(buffer: Buffer) -> None:
+    assert evaluated(buffer, Greedy(4), 20.0)
+    assert evaluated(buffer, Greedy(4)) == []
+    assert evaluated(buffer, Greedy(6), 20.0)
+    assert [r["version"] for r in buffer.store.evaluations()] == [4, 6]  # type: ignore[attr-defined]
+
+
+def test_versions_between_two_evaluations_are_left_out(buffer: Buffer) -> None:
+    assert evaluated(buffer, Greedy(5)) == []
+
+
+def test_a_result_with_a_token_of_another_version_does_not_count_and_is_free_again(buffer: Buffer) -> None:
+    sampler = Greedy(4)
+    sampler.spans = [4, 5]
+    events = evaluated(buffer, sampler, 20.0)
+    assert [e["error"] for e in events] == [
+        "eval/held_out of version 4 does not count: another version sampled some of it"
+    ]
+    assert buffer.store.evaluations() == []  # type: ignore[attr-defined]
+    assert evaluated(buffer, Greedy(4), 20.0)[0]["event"] == "evaluation"
+
+
+def test_a_claim_lapses_and_is_the_owners_alone_until_then(buffer: Buffer) -> None:
+    store = buffer.store
+    assert store.claim_evaluation("math", 4, owner="a", ttl_seconds=600)
+    assert store.claim_evaluation("math", 4, owner="a", ttl_seconds=0.05)
+    store.release_evaluation("math", 4, owner="b")
+    assert not store.claim_evaluation("math", 4, owner="b", ttl_seconds=600)
+    threading.Event().wait(0.1)
+    assert store.claim_evaluation("math", 4, owner="b", ttl_seconds=600)
+
+
+def test_the_first_of_two_results_counts(buffer: Buffer) -> None:
+    for reward in (0.25, 0.75):
+        buffer.store.add_evaluation("math", 4, {"reward/mean": reward})
+    assert [r["reward/mean"] for r in buffer.store.evaluations()] == [0.25]
+
+
+def test_an_evaluation_that_takes_too_long_is_given_up(buffer: Buffer) -> None:
+    class Stuck(Greedy):
+        async def sample(self, prompt: np.ndarray, *, n: int, sampling: Sampling) -> list[Completion]:
+            await asyncio.sleep(600)
+            raise AssertionError
+
+    events = evaluated(buffer, Stuck(4), 20.0, timeout_seconds=0.1)
+    assert [e["error"] for e in events] == ["eval/held_out of version 4 took longer than 0.1 s"]
+    assert buffer.store.claim_evaluation("held_out", 4, owner="b", ttl_seconds=1)
+
+
+def test_inspect_shows_the_newest_result_of_every_env_and_what_came_before(buffer: Buffer) -> None:
+    for version, reward in ((0, 0.05), (10, 0.5), (20, 0.875)):
+        buffer.store.add_evaluation("math", version, {"reward/mean": reward, "reward/error": 0.01, "rollouts": 64})
+    buffer.store.add_evaluation("code", 20, {"reward/mean": 0.25, "reward/error": 0.0, "rollouts": 8})
+    summary = summarize(buffer)
+    lines, records = header_lines(summary), list(summary_records(summary))
+    assert "  eval/math/reward/mean 0.875 +- 0.010 at version 20 (64 rollouts)   ▁▅▇" in lines
+    assert "  eval/code/reward/mean 0.250 +- 0.000 at version 20 (8 rollouts)" in lines
+    results = [r for r in records if r["schema"] == "rlbuffer.evaluation/1"]
+    assert [(r["env"], r["version"], r["reward/mean"]) for r in results] == [
+        ("code", 20, 0.25),
+        ("math", 0, 0.05),
+        ("math", 10, 0.5),
+        ("math", 20, 0.875),
+    ]

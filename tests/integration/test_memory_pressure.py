@@ -1,0 +1,311 @@
+"""A server of 16 MB that fills up: checkpoints are asked for, trained steps retire, pushes wait, nothing fails."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon_runs import Served
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.errors import ConfigError, RlbufferError, ServerFull, StepRetired
+from rlbuffer.policy.memory import stored_bytes
+from rlbuffer.records import Group, PolicyVersion
+from rlbuffer.settings import ServerSettings
+from rlbuffer.store import server
+from rlbuffer.testing import make_group
+from rlbuffer.writer import Writer
+
+pytestmark = pytest.mark.server
+
+CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=100, order="oldest_first")
+SECONDS = 60.0
+
+
+@pytest.fixture
+def run(server_binary: object) -> Iterator[Run]:
+    """A run on a small server of its own."""
+    home = Path(tempfile.mkdtemp(prefix="rlb-"))
+    running = server.ensure(home, ServerSettings(appendfsync="no", maxmemory="16mb"))
+    made = Run(running.address, home)
+    yield made
+    made.store.close()
+    running.release()
+    shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[Served]:
+    made = Served(run)
+    yield made
+    made.close()
+
+
+def heavy(number: int) -> Group:
+    """A group of 256 KiB."""
+    column = {"x": np.zeros((8, 4096), np.float32)}
+    return make_group(env="a", lengths=[8, 8], columns=[column] * 2, group_id=f"a.{number}")
+
+
+class Trainer:
+    """Trains whatever comes; what it does about checkpoints is up to the test."""
+
+    def __init__(self, run: Run, *, resume_step: int = 0) -> None:
+        self.store = run.again()
+        self.attempt = self.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=resume_step)
+        self.store.announce(self.attempt.number, PolicyVersion(version=resume_step))
+        self.checkpoints: list[int] = []
+        self.asked: list[int] = []
+
+    def train(self, step: int, *, obeys: bool = False) -> None:
+        header = self.store.wait_step(step, block_seconds=SECONDS)
+        assert header is not None, self.store.waiting()
+        if header.checkpoint_now:
+            self.asked.append(step)
+            self.checkpoints += [step] if obeys else []
+        self.report(step, digest=header.digest, oldest_kept=self.checkpoints[-2] if len(self.checkpoints) > 1 else 0)
+
+    def report(self, step: int, *, digest: str = "", oldest_kept: int = 0) -> None:
+        self.store.report(
+            self.attempt.number,
+            epoch=self.attempt.epoch,
+            trained=step,
+            digest=digest,
+            oldest_kept=oldest_kept,
+            checkpoint=max(self.checkpoints, default=0),
+        )
+
+    def close(self) -> None:
+        self.store.close()
+
+
+@pytest.fixture
+def trainer(run: Run) -> Iterator[Trainer]:
+    made = Trainer(run)
+    yield made
+    made.close()
+
+
+def writer_of(run: Run, said: list[RlbufferError]) -> Writer:
+    return Writer(run.store, "w", epoch=run.meta.epoch, on_retry=said.append)
+
+
+def share(run: Run) -> float:
+    facts = run.store.server()
+    return (facts["used_memory"] - facts["buffers"]) / facts["maxmemory"]
+
+
+def test_a_run_without_any_checkpoint_goes_on_because_trained_steps_retire_early(
+    served: Served, trainer: Trainer
+) -> None:
+    run = served.run
+    served.serve(CONFIG)
+    writer = writer_of(run, [])
+    for step in range(1, 61):
+        writer.push(heavy(2 * step))
+        writer.push(heavy(2 * step + 1))
+        trainer.train(step)
+    served.wait_for(lambda: share(run) < 0.85)
+    early = served.said("memory", state="retired early")
+    meta = run.store.meta()
+    assert early
+    assert meta.retired == meta.early == early[-1]["last"]
+    assert run.store.server()["maxmemory"] > early[-1]["used"] >= 0.75 * run.store.server()["maxmemory"]
+    assert trainer.asked == [e["step"] for e in served.said("memory", state="checkpoint")]
+    assert next(r for r in run.store.history() if r["event"] == "retired early")["step"] == meta.early
+    assert [h.step for h in run.store.headers()] == list(range(meta.retired + 1, 61))
+    assert run.store.verify().findings == ()
+    assert run.store.ledger().total().trained[0] == 240
+    reason = (
+        f"the server's memory was 85 % full, so steps up to {meta.early} went before the oldest checkpoint held them"
+    )
+    with pytest.raises(StepRetired) as caught:
+        Trainer(run)
+    assert str(caught.value) == (
+        f"the trainer resumes after step 0, but steps up to {meta.retired} of run '{run.store.run}' were retired early "
+        f"({reason}): resume from a checkpoint of step {meta.retired} or later, start another run, or take this one "
+        "back to step 0 with `rlbuffer rewind 0 --force`"
+    )
+    with pytest.raises(StepRetired) as caught:
+        run.store.wait_step(1, block_seconds=0)
+    assert str(caught.value) == (
+        f"step 1 of run '{run.store.run}' was trained and retired early ({reason}): steps up to {meta.retired} are "
+        "gone, resume from a newer checkpoint"
+    )
+    Trainer(run, resume_step=meta.retired).close()
+
+
+def test_a_trainer_that_writes_what_it_is_asked_for_can_always_start_again(
+    served: Served, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = served.run
+    leader = served.serve(CONFIG)
+    looks: list[int] = []
+    monkeypatch.setattr(leader, "server", lambda: looks.append(0) or leader.connection.describe())
+    writer = writer_of(run, [])
+    for step in range(1, 61):
+        writer.push(heavy(2 * step))
+        writer.push(heavy(2 * step + 1))
+        trainer.train(step, obeys=True)
+        if share(run) > 0.6:  # a real step takes longer than this one: the leader has seen what it needs
+            before = len(looks)
+            served.wait_for(lambda before=before: len(looks) > before + 2, SECONDS)
+    # Steps of 3 % each: two checkpoints may come too late for the oldest steps, but not the first of the two.
+    assert [e for e in served.said("memory", state="retired early") if e["last"] > e["checkpoint"]] == []
+    assert 2 <= len(trainer.checkpoints) <= 20
+    assert trainer.checkpoints[-2] <= run.store.meta().retired <= trainer.checkpoints[-1]
+    assert run.store.verify().findings == ()
+
+
+def test_producers_without_tickets_fill_the_server_and_wait_until_everything_is_trained(
+    served: Served, trainer: Trainer
+) -> None:
+    run = served.run
+    served.serve(CONFIG)
+    said: list[RlbufferError] = []
+    writer = writer_of(run, said)
+
+    def produce() -> None:
+        for number in range(120):
+            writer.push(heavy(number))
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    served.wait_for(lambda: said, SECONDS)
+    for step in range(1, 61):
+        trainer.train(step)
+    producer.join(SECONDS)
+    assert not producer.is_alive()
+    assert {type(error) for error in said} == {ServerFull}
+    address = run.store.connection.address
+    assert all(
+        str(error) == f"the server at {address} refused: it is at its memory limit (maxmemory). It takes pushes again "
+        "when steps retire; or raise the limit"
+        for error in said
+    )
+    assert run.store.ledger().total().trained[0] == 240
+    assert run.pool() == []
+    assert run.store.verify().findings == ()
+
+
+def test_while_no_trainer_is_at_work_or_one_trains_again_nothing_that_it_needs_retires(
+    served: Served, trainer: Trainer
+) -> None:
+    run = served.run
+    served.serve(CONFIG)
+    writer = writer_of(run, [])
+    for step in range(1, 11):
+        writer.push(heavy(2 * step))
+        writer.push(heavy(2 * step + 1))
+        trainer.train(step)
+    run.client.hset(run.store.keys.trainer, "seen", 1)
+    run.client.config_set("maxmemory", run.store.server()["used_memory"])
+    served.wait_for(lambda: run.store.waiting().get("batcher", "").startswith("The server's memory is full"), SECONDS)
+    assert run.store.meta().retired == 0
+    again = Trainer(run)
+    again.report(4)
+    served.wait_for(lambda: run.store.meta().retired == 4, SECONDS)
+    assert (run.store.trainer().at, run.store.trainer().trained) == (4, 10)
+    again.close()
+
+
+def test_what_a_leader_left_to_sweep_is_swept_by_the_next(served: Served, trainer: Trainer) -> None:
+    run = served.run
+    run.lead()
+    for step in range(1, 4):
+        run.step(f"a.{step}")
+        trainer.train(step)
+    run.client.delete(run.store.keys.state)
+    keys = run.store.keys
+    all_keys = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history, keys.holds)
+    run.store.move("retire", all_keys, (run.token, 2, "", 99))
+    assert len(run.payload_keys()) == 3
+    run.store.release_lease("leader")
+    served.serve(CONFIG)
+    served.wait_for(lambda: len(run.payload_keys()) == 1)
+
+
+def test_a_step_takes_what_the_forecast_says(served: Served, trainer: Trainer) -> None:
+    run = served.run
+    run.client.config_set("maxmemory", "256mb")
+    run.lead()
+
+    def make(first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            for part in "xy":
+                run.push(f"a.{step}{part}", lengths=[512] * 8, version=step - 1)
+            run.commit(world_size=2)
+            trainer.train(step)
+
+    make(1, 2)  # the server keeps the scripts, too
+    before = run.store.server()["used_memory"]
+    make(3, 32)
+    said = sum(stored_bytes(payload_bytes=h.bytes, rollouts=h.rollouts) for h in run.store.headers(first=3))
+    assert run.store.server()["used_memory"] - before == pytest.approx(said, rel=0.15)
+
+
+# -- the forecast ------------------------------------------------------------------------------------------------------
+def test_steps_that_cannot_fit_are_refused_at_the_start(served: Served) -> None:
+    served.serve(rlbuffer.BatcherConfig(10**6))
+    (error,) = served.wait_for(lambda: served.errors, checks_errors=False)
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith(
+        "the run does not fit the server's memory: a step takes 8.6 MiB (1 row of 1000000 tokens, world size 1), and 5 "
+        "of them (lookahead 1 + max_age 1 + 3) take 42.9 MiB, above 60 % of its maxmemory of 16.0 MiB. Give it at "
+        "least 72 MiB"
+    )
+    meta = served.run.store.meta()
+    assert (meta.config_digest, meta.error) == ("", "")
+
+
+def test_ranks_whose_steps_cannot_fit_are_told(served: Served) -> None:
+    run = served.run
+    served.serve(rlbuffer.BatcherConfig(150_000))
+    (ready,) = served.wait_for(lambda: served.said("ready"))
+    assert (ready["forecast"]["steps"], ready["forecast"]["measured"]) == (5, 0)
+    (often,) = served.wait_for(lambda: served.said("memory", state="often"))
+    assert often["steps"] == ready["forecast"]["kept_steps"] == 4
+    attempt = run.store.attempt(uuid="t", world_size=4, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0))
+    served.wait_for(lambda: served.errors, checks_errors=False)
+    assert run.store.meta().error.startswith(
+        "ConfigError: the run does not fit the server's memory: a step takes 5.2 MiB (4 rows of 150000 tokens, world "
+        "size 4)"
+    )
+
+
+def test_once_there_are_steps_they_are_what_counts(served: Served, trainer: Trainer) -> None:
+    run = served.run
+    config = rlbuffer.BatcherConfig(64, step_groups=2, max_age=4)
+    served.serve(config)
+    writer = writer_of(run, [])
+    for number in range(4):
+        writer.push(heavy(number))
+    trainer.train(1)
+    trainer.train(2)
+    served.stop()
+    served.serve(config)
+    ready: dict[str, Any] = served.wait_for(lambda: served.said("ready")[1:])[0]
+    assert ready["forecast"]["measured"] == 2
+    assert ready["forecast"]["step_bytes"] == pytest.approx(2**19, rel=0.02)
+    served.stop()
+    run.client.config_set("maxmemory", "4mb")
+    served.serve(config)
+    (tight,) = served.wait_for(lambda: served.said("memory", state="tight"))
+    assert "a step takes 0.5 MiB (the mean of the last 2 steps), and 8 of them" in tight["sentence"]
+
+
+def test_a_server_without_a_limit_is_warned_of_once(served: Served) -> None:
+    served.run.client.config_set("maxmemory", 0)
+    served.serve(CONFIG)
+    (warning,) = served.wait_for(lambda: served.said("memory"))
+    assert warning["sentence"].startswith("The server has no memory limit (maxmemory 0)")
+    assert served.said("ready")[0]["forecast"] == {}

@@ -1,0 +1,117 @@
+"""docs/operations.md as somebody new to it types it, where one command decides what the next one needs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from daemon_runs import Served
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.policy import waiting
+from rlbuffer.records import PolicyVersion
+from rlbuffer.store.backup import write_backup
+from rlbuffer.store.restore import restore_backup
+from rlbuffer_cli.main import main
+
+pytest_plugins = ("store_fixtures",)
+
+Call = Callable[[str], tuple[int, str, str]]
+CONFIG = rlbuffer.BatcherConfig(64, step_groups=1, lookahead=0, max_age=8)
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[Served]:
+    made = Served(run)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path / "home"))
+
+    def type_in(line: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(shlex.split(line.removeprefix("rlbuffer ")))
+        return code, *capsys.readouterr()
+
+    return type_in
+
+
+def make_two_steps(served: Served) -> None:
+    """Step 1 is trained, step 2 committed, and nobody is there any more."""
+    run = served.run
+    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
+    run.store.announce(number, PolicyVersion(version=0))
+    served.serve(CONFIG)
+    served.wait_for(lambda: served.said("ready"), 60)
+    for trained in (0, 1):
+        run.push(f"a.{trained}")
+        run.store.report(number, epoch=run.meta.epoch, trained=trained, digest="", oldest_kept=0)
+        served.wait_for(lambda step=trained + 1: run.store.meta().step == step, 60)
+    served.stop()
+
+
+def restored(run: Run, tmp_path: Path) -> None:
+    write_backup(run.store, tmp_path / "run.rlb")
+    run.store.delete_run()
+    restore_backup(run.store, tmp_path / "run.rlb")
+
+
+def rewound(run: Run, tmp_path: Path) -> None:
+    run.store.rewind(2, force=True)
+
+
+@pytest.mark.parametrize("do", [restored, rewound])
+def test_until_a_trainer_comes_back_the_batcher_says_that_none_has_come(
+    served: Served, tmp_path: Path, do: Callable[[Run, Path], None]
+) -> None:
+    run = served.run
+    make_two_steps(served)
+    do(run, tmp_path)
+    served.serve(CONFIG)
+    sentence = waiting.absent_trainer(2, 1)
+    assert sentence == (
+        "Step 2 is committed, but no trainer has come since the run was restored or taken back; it is trained up to "
+        "step 1: start `rlbuffer train` to go on."
+    )
+    served.wait_for(lambda: run.store.waiting().get("batcher") == sentence, 60)
+    run.store.attempt(uuid="again", world_size=1, resume_step=1)
+    served.wait_for(lambda: run.store.waiting().get("batcher") == waiting.for_trainer(2, 1, 0), 60)
+
+
+def test_the_check_that_restore_names_can_be_typed_as_it_is(run: Run, call: Call) -> None:
+    run.step("a.0")
+    name = f"{run.store.run}-new"
+    assert call(f"rlbuffer backup run.rlb --run {run.store.run} --redis {run.url}")[0] == 0
+    code, out, _ = call(f"rlbuffer restore run.rlb --run {name} --redis {run.url}")
+    assert code == 0
+    code, out, _ = call(out.partition("Check it: ")[2])
+    assert (code, out.splitlines()[-1]) == (0, "ok: everything adds up")
+    assert out.startswith(f'run "{name}": ')
+
+
+def test_the_checkpoints_that_void_names_are_all_that_the_trainer_may_not_take(
+    run: Run, call: Call, tmp_path: Path
+) -> None:
+    for n in range(3):
+        run.step(f"a.{n}")
+    folder = tmp_path / "home" / "runs" / run.store.run / "checkpoints"
+    for step in (1, 2, 3):
+        (folder / f"step-{step:08d}").mkdir(parents=True)
+    code, out, _ = call(f"rlbuffer step void 2 --run {run.store.run} --redis {run.url}")
+    assert code == 0
+    assert out.endswith(
+        f"2 steps are void. Move newer checkpoints away ({folder / 'step-00000002'}, {folder / 'step-00000003'}), then "
+        "start the trainer again.\n"
+    )
+    with pytest.raises(rlbuffer.errors.RunGone):
+        run.store.attempt(uuid="t", world_size=1, resume_step=2)
+    assert run.store.attempt(uuid="t", world_size=1, resume_step=1).checkpoint == 1

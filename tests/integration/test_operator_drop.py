@@ -1,0 +1,105 @@
+"""`drop`: pending groups that an operator does not want, with and without a leader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from daemon_runs import Served
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.operations import choose
+from rlbuffer.records import PolicyVersion
+
+pytest_plugins = ("store_fixtures",)
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[Served]:
+    made = Served(run)
+    yield made
+    made.close()
+
+
+def test_what_the_filter_chooses_goes_whole_and_is_counted(run: Run) -> None:
+    run.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/0", "a.0/1"], lengths=[8, 8])
+    run.push("a.0", size=1, planned_size=4, rollout_ids=["a.0/2"], lengths=[8])
+    run.push("a.1", lengths=[9, 9])
+    run.push("b.0", lengths=[8, 8])
+    chosen = choose(run.store, "env:a state:forming")
+    assert [drop.group_id for drop, _ in chosen.drops] == ["a.0"]
+    assert (chosen.rollouts, chosen.tokens, chosen.envs()) == (3, 24, {"a": (1, 3, 24)})
+    assert run.store.drop_pending(chosen.drops) == 2
+    assert run.store.drop_pending(chosen.drops) == 0  # repeated: nothing is counted twice
+    assert sorted(entry.group_id for entry in run.pool()) == ["a.1", "b.0"]
+    account = run.store.ledger().envs["a"]
+    assert (account.dropped, account.pending) == ({"operator": (3, 24)}, (2, 18))
+    assert run.client.hget(run.store.keys.ledger, "a:dropped:operator:groups") == b"1"
+    (record,) = run.store.history()
+    assert (record["reason"], record["detail"]) == ("operator", "rlbuffer drop --where 'env:a state:forming'")
+    assert run.store.closed_groups() == ["a.0"]
+    assert run.store.verify().ok
+
+
+def test_a_part_that_comes_after_the_drop_is_late(served: Served) -> None:
+    run = served.run
+    attempt = run.store.attempt(uuid="t", world_size=1, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0))
+    run.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/0", "a.0/1"])
+    served.serve(rlbuffer.BatcherConfig(64, step_groups=1, max_age=8))
+    served.wait_for(lambda: served.said("ready"))
+    run.store.drop_pending(choose(run.store, "id:a.0").drops)
+    served.wait_for(lambda: served.said("read again"), 20)
+    run.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/2", "a.0/3"])
+    (late,) = served.wait_for(lambda: served.said("drop", reason="late"), 20)
+    assert late["group_id"] == "a.0"
+    dropped = run.store.ledger().envs["a"].dropped
+    assert {reason: rollouts for reason, (rollouts, _) in dropped.items()} == {"operator": 2, "late": 2}
+
+
+def test_what_is_in_a_step_already_is_passed_over(run: Run) -> None:
+    run.push("a.0")
+    run.push("a.1")
+    chosen = choose(run.store, "env:a")
+    run.lead()
+    run.commit(entries=[entry for entry in run.pool() if entry.group_id == "a.0"])
+    assert run.store.drop_pending(chosen.drops) == 1
+    ledger = run.client.hgetall(run.store.keys.ledger)
+    assert ledger[b"a:dropped:operator:groups"] == b"1"
+    assert ledger[b"a:packed:groups"] == b"1"
+    assert run.store.verify().ok
+
+
+def test_a_step_that_was_planned_with_a_dropped_group_is_planned_again_without_it(run: Run) -> None:
+    run.push("a.0")
+    run.push("a.1")
+    run.lead()
+    planned = run.pool()
+    run.store.drop_pending(choose(run.store, "id:a.0").drops)
+    status, gone = run.commit(entries=planned)
+    assert (status, gone) == ("gone", [planned[0].entry_id])
+    assert run.commit()[0] == "ok"
+    assert run.store.verify().ok
+
+
+def test_a_run_at_work_goes_on_while_groups_are_dropped_again_and_again(served: Served) -> None:
+    run = served.run
+    attempt = run.store.attempt(uuid="t", world_size=1, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0))
+    served.serve(rlbuffer.BatcherConfig(64, step_groups=2, max_age=50, lookahead=3))
+    served.wait_for(lambda: served.said("ready"))
+    dropped = 0
+    for n in range(24):
+        run.push(f"a.{n}")
+        if n % 5 == 4:
+            chosen = choose(run.store, "env:a")
+            dropped += run.store.drop_pending(chosen.drops) * 2
+        header = run.store.meta()
+        run.store.report(attempt.number, epoch=header.epoch, trained=header.step, digest="", oldest_kept=0)
+    served.wait_for(lambda: len(run.pool()) < 2, 30)
+    account = run.store.ledger().envs["a"]
+    assert account.dropped["operator"][0] == dropped > 0
+    assert account.pushed[0] == 48
+    assert run.store.verify().ok
+    assert not served.errors

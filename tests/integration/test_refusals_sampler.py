@@ -1,0 +1,235 @@
+"""Exact texts: what a worker refuses of samplers, and of servers that answer what they should not."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from rlbuffer.errors import ConfigError, RlbufferError, SamplerUnavailable, WeightsError
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import WorkerSettings
+from rlbuffer.spans import VersionSpan
+from rlbuffer.weights.files import publish
+from rlbuffer.weights.model import TINY_QWEN3, build_model, model_from_config
+from rlbuffer.weights.shapes import names_and_shapes
+from rlbuffer.worker.samplers import Sampling, make_sampler
+from rlbuffer.worker.samplers.base import Completion
+from rlbuffer.worker.samplers.endpoint import Endpoint
+from rlbuffer.worker.samplers.openai import OpenAISampler
+from rlbuffer.worker.samplers.transformers import TransformersSampler
+from rlbuffer.worker.selfcheck import check
+
+URL = "http://vllm:8000"
+PROMPT = np.array([1, 2], np.int32)
+ONE = Sampling(max_new_tokens=1)
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+def choices(*given: dict[str, Any]) -> Answer:
+    return lambda request: httpx.Response(200, json={"choices": list(given)})
+
+
+def timeout(request: httpx.Request) -> httpx.Response:
+    raise httpx.ReadTimeout("", request=request)
+
+
+def away(request: httpx.Request) -> httpx.Response:
+    raise httpx.ConnectError("connection refused", request=request)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "text"),
+    [
+        (
+            timeout,
+            SamplerUnavailable,
+            f"{URL}/inference/v1/generate did not answer within 3 s",
+        ),
+        (
+            away,
+            SamplerUnavailable,
+            f"{URL}/inference/v1/generate cannot be reached: connection refused",
+        ),
+        (
+            lambda request: httpx.Response(500, text="engine\ndead"),
+            SamplerUnavailable,
+            f"{URL}/inference/v1/generate failed with 500: engine dead",
+        ),
+        (
+            lambda request: httpx.Response(400, text="no such model"),
+            ConfigError,
+            f"{URL}/inference/v1/generate refuses what the worker asks (400): no such model",
+        ),
+        (
+            lambda request: httpx.Response(404),
+            ConfigError,
+            (
+                f"{URL} has no /inference/v1/generate: start vLLM's server with VLLM_SERVER_DEV_MODE=1 and "
+                "--worker-extension-cls rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
+            ),
+        ),
+        (
+            lambda request: httpx.Response(200, text="hello"),
+            SamplerUnavailable,
+            f"{URL}/inference/v1/generate answered with something that is not JSON",
+        ),
+        (choices(), SamplerUnavailable, f"{URL}: 0 completions came instead of 1"),
+        (
+            choices({"text": "a"}),
+            ConfigError,
+            (
+                f"{URL} returns no token ids: its text would have to be tokenised again, and a logprob would then "
+                "belong to a token that was never sampled"
+            ),
+        ),
+        (
+            choices({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0]}}),
+            SamplerUnavailable,
+            f"{URL}: 1 logprobs came for 2 tokens",
+        ),
+    ],
+)
+def test_a_server_that_answers_wrongly_is_named_with_what_it_said(
+    answer: Answer, error: type[RlbufferError], text: str
+) -> None:
+    async def ask() -> None:
+        client = httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(answer))
+        endpoint = Endpoint(URL, timeout_seconds=3.0, client=client)
+        try:
+            await endpoint.sample(PROMPT, n=1, sampling=ONE, version=0)
+        finally:
+            await endpoint.close()
+
+    with pytest.raises(error) as caught:
+        asyncio.run(ask())
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"servers": URL, "port": 1},
+            "sampler_options.port is not an option of the openai sampler: servers, timeout_seconds, updates_weights",
+        ),
+        ({}, 'sampler_options.servers: name at least one server, e.g. ["http://127.0.0.1:8000"]'),
+        ({"servers": ["vllm"]}, 'sampler_options.servers: name at least one server, e.g. ["http://127.0.0.1:8000"]'),
+    ],
+)
+def test_options_that_name_no_server_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OpenAISampler(options)
+    assert str(caught.value) == text
+
+
+def served_by(sampler: OpenAISampler, answer: Answer) -> None:
+    """Lets the sampler's only server answer so, as a server that was loaded with version 0."""
+    endpoint = sampler._endpoints[0]
+    endpoint._client = httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(answer))
+    sampler._up.add(endpoint.url)
+    sampler._policy = PolicyVersion(version=0)
+
+
+def test_a_server_that_was_restarted_is_left_out() -> None:
+    default = [{"version": "default", "start": 0, "end": 1}]
+
+    async def ask() -> None:
+        sampler = OpenAISampler({"servers": URL})
+        choice = {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}, "weight_versions": default}
+        served_by(sampler, choices(choice))
+        try:
+            await sampler.sample(PROMPT, n=1, sampling=ONE)
+        finally:
+            await sampler.close()
+
+    with pytest.raises(SamplerUnavailable) as caught:
+        asyncio.run(ask())
+    assert str(caught.value) == "no server can sample: it has lost the version that was loaded into it"
+
+
+def test_weights_of_another_model_are_refused_before_a_server_is_asked(tmp_path: Path) -> None:
+    policy = publish(tmp_path, 0, state={"weight": torch.zeros(2)}, config={}, keep=1)
+
+    async def ask() -> None:
+        sampler = OpenAISampler({"servers": URL})
+        sampler._shapes = {"weight": [3]}
+        try:
+            await sampler.load(policy)
+        finally:
+            await sampler.close()
+
+    with pytest.raises(WeightsError) as caught:
+        asyncio.run(ask())
+    assert str(caught.value) == "the weights do not fit the model: weight differ"
+
+
+def test_weights_that_are_no_weights_are_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(WeightsError) as caught:
+        names_and_shapes(tmp_path)
+    assert str(caught.value).startswith(f"the weights at {tmp_path} cannot be read: Error while deserializing header")
+
+
+# -- our own -----------------------------------------------------------------------------------------------------------
+def test_a_sampler_without_its_libraries_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rlbuffer.worker.samplers.transformers", None)
+    with pytest.raises(ConfigError) as caught:
+        make_sampler(WorkerSettings(env="vcopy"))
+    assert str(caught.value) == (
+        "sampler transformers cannot be imported (import of rlbuffer.worker.samplers.transformers halted; None in "
+        "sys.modules): pip install 'rlbuffer[train]'"
+    )
+
+
+def test_a_sampler_says_what_it_cannot_sample() -> None:
+    sampler = TransformersSampler(seed=0)
+
+    def said(prompt: Any = PROMPT, *, n: int = 1, **drawn: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            sampler.sample([prompt], n=n, sampling=Sampling(**({"max_new_tokens": 1} | drawn)))
+        return str(caught.value)
+
+    assert said() == "the sampler has no weights yet: load a policy version first"
+    sampler._model = model_from_config(TINY_QWEN3)
+    assert said(temperature=-1.0) == (
+        "temperature = -1.0, top_p = 1.0: sampling needs a temperature of 0 or more and 0 < top_p <= 1"
+    )
+    text = "sampling needs at least one prompt, one token in each, one rollout and one new token"
+    assert {said(PROMPT[:0]), said(n=0), said(max_new_tokens=0)} == {text}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test wants to miss")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        TransformersSampler(seed=0, device="cuda")
+    assert str(caught.value) == "device = cuda, but torch sees no CUDA device here"
+
+
+def test_logprobs_that_are_not_the_weights_are_told_with_both_numbers(tmp_path: Path) -> None:
+    from rlbuffer.settings import ModelSettings
+    from rlbuffer.worker.selfcheck import logprobs_of
+
+    model = build_model(ModelSettings(config=TINY_QWEN3), seed=0)
+    policy = publish(tmp_path, 0, state=model.state_dict(), config=TINY_QWEN3, keep=1)
+    tokens = np.array([3, 4], np.int32)
+    truth = logprobs_of(Path(policy.location), PROMPT, tokens, ONE)
+    spans = (VersionSpan(0, 0, 2),)
+    lie = truth + np.array([0.0, 1.0], np.float32)
+    completion = Completion(tokens=tokens, logprobs=lie, finish_reason="length", version_spans=spans)
+    with pytest.raises(RlbufferError) as caught:
+        check(Path(policy.location), PROMPT, completion, ONE)
+    limit = str(caught.value).partition("(tolerance ")[2].partition(" ")[0]
+    assert str(caught.value) == (
+        "the sampler's logprobs are not those of the published weights: token 1 of a completion has "
+        f"{lie[1]:.4f}, a forward pass gives {truth[1]:.4f} (tolerance {limit} for float32). Is the server started "
+        "with --logprobs-mode processed_logprobs, and does it serve this model? "
+        '(worker.*.self_check = "never" leaves this check out)'
+    )

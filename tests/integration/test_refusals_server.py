@@ -1,0 +1,208 @@
+"""Exact texts: connections, the embedded server's files, the public face of a run and the leader's own losses."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from daemon_runs import Served
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.config import BatcherConfig
+from rlbuffer.daemon.envs import EnvWatch
+from rlbuffer.errors import (
+    BatchTimeout,
+    ConfigError,
+    RlbufferError,
+    ServerUnreachable,
+    ServerUnsuitable,
+    StepRetired,
+)
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import RunSettings, ServerSettings
+from rlbuffer.store import server_files
+from rlbuffer.store.connection import Connection
+from rlbuffer.store.locks import exclusive
+from rlbuffer.supervise import Supervisor
+
+pytest_plugins = ("store_fixtures",)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    made = Served(run)
+    yield made
+    made.close()
+    run.store.close()
+
+
+@pytest.fixture
+def buffer() -> Iterator[rlbuffer.Buffer]:
+    with rlbuffer.connect("memory://") as made:
+        yield made
+
+
+def connected(url: str, home: Path) -> Connection:
+    return Connection(url, home=home, server=ServerSettings(), name="test", origin="--redis")
+
+
+# -- connections -------------------------------------------------------------------------------------------------------
+def test_a_user_without_the_right_is_told_where_to_look(redis_url: str, tmp_path: Path) -> None:
+    connection = connected(redis_url, tmp_path)
+
+    def denied() -> None:
+        raise redis.exceptions.NoPermissionError("User viewer has no permissions to run the 'xadd' command")
+
+    try:
+        with pytest.raises(ServerUnsuitable) as caught:
+            connection.call(denied, patience_seconds=1.0, repeat=False)
+    finally:
+        connection.close()
+    assert str(caught.value) == (
+        f"the server at {connection.address} does not allow this: User viewer has no permissions to run the 'xadd' "
+        "command.\n  The address comes from --redis.\n"
+        "  Look at the user and password in the address, and at the server's ACL for that user."
+    )
+
+
+def test_a_closed_connection_says_that_it_is(redis_url: str, tmp_path: Path) -> None:
+    connection = connected(redis_url, tmp_path)
+    connection.close()
+    with pytest.raises(ServerUnreachable) as caught:
+        connection.call(connection.client.ping, patience_seconds=1.0, repeat=False)
+    assert str(caught.value) == f"this connection to {connection.address} is closed"
+
+
+def test_without_the_extra_the_memory_server_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fakeredis", None)
+    with pytest.raises(ConfigError) as caught:
+        rlbuffer.connect("memory://")
+    assert str(caught.value) == (
+        "memory:// needs the extra `memory` (fakeredis is not installed).\n"
+        "  Install it:  pip install 'rlbuffer[memory]'"
+    )
+
+
+def test_a_lock_that_another_process_holds_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "start.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(ServerUnreachable) as caught, exclusive(path, time.monotonic()):
+            pass
+    finally:
+        os.close(descriptor)
+    assert str(caught.value) == f"another process has been starting or stopping the embedded server: {path}"
+
+
+def test_a_socket_path_that_fits_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_files, "MAX_SOCKET_PATH_BYTES", 8)
+    with pytest.raises(ServerUnreachable) as caught:
+        server_files.socket_path(tmp_path)
+    assert str(caught.value) == (
+        f"no path short enough for a unix socket: {tmp_path} and the temporary directory are long."
+    )
+
+
+def test_a_supervisor_forks_nobody_before_its_forkserver_runs(tmp_path: Path) -> None:
+    supervisor = Supervisor(RunSettings(home=tmp_path), say=lambda name, line: None)
+    with pytest.raises(RlbufferError) as caught:
+        supervisor._fork("w", print, ())
+    assert str(caught.value) == "the forkserver was not started"
+
+
+# -- the public face ---------------------------------------------------------------------------------------------------
+def test_a_version_is_announced_by_a_trainer_only(buffer: rlbuffer.Buffer) -> None:
+    with pytest.raises(RlbufferError) as caught:
+        buffer.policy().announce(0, location="", size=0, checksum="")
+    assert str(caught.value) == ("no trainer has started: call reader.start() on rank 0 before announcing a version")
+
+
+def test_a_version_that_does_not_come_in_time_is_named_with_the_one_that_is_there(buffer: rlbuffer.Buffer) -> None:
+    with pytest.raises(BatchTimeout) as caught:
+        buffer.policy().wait(3, timeout_seconds=0.0)
+    assert str(caught.value) == "policy version 3 was not announced within 0 s; the current one is -1"
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_outside_the_world_is_refused(buffer: rlbuffer.Buffer, rank: int) -> None:
+    with pytest.raises(ValueError) as caught:
+        buffer.reader(rank, 2)
+    assert str(caught.value) == f"rank {rank} is outside world size 2"
+
+
+# -- the leader --------------------------------------------------------------------------------------------------------
+CONFIG = BatcherConfig(64, step_groups=1)
+
+
+def lost(served: Served) -> str:
+    """Why the leader lost its lead, as soon as it says so."""
+    return str(served.wait_for(lambda: served.said("leader", state="lost"), 30.0)[0]["reason"])
+
+
+def leading(served: Served) -> Any:
+    store = served.serve(CONFIG)
+    served.wait_for(lambda: served.said("ready"), 30.0)
+    return store
+
+
+def test_a_server_that_was_away_is_read_again(served: Served) -> None:
+    leading(served).connection.losses += 1
+    assert lost(served) == f"the server of run {served.run.store.run!r} was away: everything is read from it again"
+
+
+def test_a_leader_whose_lease_another_holds_names_it(served: Served) -> None:
+    leading(served)
+    run = served.run
+    run.client.delete(run.store.keys.lease)
+    assert run.store.lease("somebody", ttl_seconds=60.0).held
+    assert lost(served) == f"the lease of run {run.store.run!r} lapsed; somebody holds it now"
+
+
+def test_a_leader_whose_step_is_retired_at_once_was_not_the_only_one(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, store = served.run, leading(served)
+
+    def retired(step: int, *, block_seconds: float) -> None:
+        raise StepRetired
+
+    monkeypatch.setattr(store, "wait_step", retired)
+    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
+    run.store.announce(number, PolicyVersion(version=0))
+    run.push("a.0")
+    assert lost(served) == "step 1 was trained and retired meanwhile: another leads this run"
+
+
+def test_other_settings_than_the_runs_are_refused_with_each_difference(served: Served) -> None:
+    leading(served)
+    served.stop()
+    served.serve(BatcherConfig(64, step_groups=2, max_age=3))
+    served.wait_for(lambda: served.errors, 30.0, checks_errors=False)
+    assert str(served.errors[0]) == (
+        f"run {served.run.store.run!r} has other settings (batcher.max_age: 1 -> 3; batcher.step_groups: 1 -> 2). "
+        "Start with those, use another run name, or change the run's: `rlbuffer config apply --config FILE`, or "
+        "`rlbuffer serve --replace-config` to go on with the new ones."
+    )
+
+
+@pytest.mark.parametrize(("seconds", "silence"), [(119.4, "119 s"), (120.0, "2 minutes")])
+def test_an_env_that_stops_the_run_is_named_with_the_setting(served: Served, seconds: float, silence: str) -> None:
+    config = BatcherConfig(64, on_dead_env="stop")
+    watch = EnvWatch(served.run.store, config, rlbuffer.Batcher(config), served.events.append)
+    with pytest.raises(RlbufferError) as caught:
+        watch.mourn({"math": seconds}, 7)
+    assert str(caught.value) == (
+        f"step 7 cannot be made: math has sent nothing for {silence}: start a worker for it, or go on without it "
+        "(`rlbuffer env pause math`). (batcher.on_dead_env = stop)"
+    )

@@ -1,0 +1,209 @@
+"""Exact texts: what a trainer refuses of models, micro-batches, checkpoints, weights and of the other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_agreement import step
+from test_checkpoint import made
+from torch import nn
+
+from rlbuffer.errors import CheckpointError, ConfigError, PackedForwardError, RlbufferError, WeightsError
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import ModelSettings, RunSettings, TrainerSettings
+from rlbuffer.trainer import checkpoint
+from rlbuffer.trainer.agreement import Agreement, Ranks, Verdict
+from rlbuffer.trainer.attention import SegmentPlan, segment_attention
+from rlbuffer.trainer.loop import _Trainer, device_of
+from rlbuffer.trainer.losses import register_loss
+from rlbuffer.trainer.model import PackedPolicy
+from rlbuffer.trainer.stopping import StopRequest
+from rlbuffer.trainer.update import take_step, trained_tokens
+from rlbuffer.weights.files import CONFIG_FILE, WEIGHTS_FILE, load_state, open_weights, publish, read_config
+from rlbuffer.weights.model import build_model
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+class Headless(nn.Module):
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+def attend(tokens: int = 4, **options: Any) -> None:
+    query = torch.zeros(1, 2, tokens, 8)
+    segment_attention(nn.Identity(), query, query, query, None, **options)
+
+
+def step_with_infinite_gradient() -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight.grad = torch.tensor([[float("inf")]])
+    take_step(layer, torch.optim.SGD(layer.parameters()), learning_rate=0.1, gradient_clip=1.0, place="step 7")
+
+
+@pytest.mark.parametrize(
+    ("do", "error", "text"),
+    [
+        (
+            lambda: PackedPolicy(Headless(), attention="sdpa"),  # type: ignore[arg-type]
+            PackedForwardError,
+            "Headless has no output embeddings: it is not a causal LM",
+        ),
+        (lambda: SegmentPlan([1, 4]), ValueError, "cu_seqlens must ascend from 0, got [1, 4]"),
+        (lambda: SegmentPlan([0]), ValueError, "cu_seqlens must ascend from 0, got [0]"),
+        (
+            lambda: attend(segments=SegmentPlan([0, 4]), sliding_window=2),
+            PackedForwardError,
+            "Identity wants a sliding window, which the segment attention does not do",
+        ),
+        (
+            lambda: attend(segments=SegmentPlan([0, 4]), softcap=30.0),
+            PackedForwardError,
+            "Identity wants a soft cap, which the segment attention does not do",
+        ),
+        (attend, PackedForwardError, "the model does not pass its keyword arguments on to Identity"),
+        (
+            lambda: attend(3, segments=SegmentPlan([0, 4])),
+            PackedForwardError,
+            "segment attention over 4 tokens was given queries [1, 2, 3, 8] and keys [1, 2, 3, 8]",
+        ),
+        (
+            lambda: register_loss("mine", lambda *_: torch.zeros(1), divisor="rows"),  # type: ignore[arg-type]
+            ConfigError,
+            "loss 'mine': divisor 'rows' must be rollouts, tokens or longest",
+        ),
+        (
+            lambda: trained_tokens(nn.Identity(), SimpleNamespace(loss_mask=torch.tensor([True]))),  # type: ignore[arg-type]
+            RlbufferError,
+            "micro-batch: token 0 is trained, but nothing predicts it",
+        ),
+        (
+            step_with_infinite_gradient,
+            RlbufferError,
+            (
+                "step 7: the gradient's norm is inf. The parameters are left as they were; look at the step with "
+                "`rlbuffer inspect`, lower trainer.learning_rate or trainer.max_ratio, or resume from an older "
+                "checkpoint"
+            ),
+        ),
+        (
+            lambda: build_model(ModelSettings(), seed=0),
+            ConfigError,
+            (
+                "model: exactly one of path and config is needed; neither is set. Give [model] path = a Hugging Face "
+                "model's directory, or [model.config] for a fresh model (rlbuffer.toml of the project has one)"
+            ),
+        ),
+        (
+            lambda: build_model(ModelSettings(path="x", config={"model_type": "qwen3"}), seed=0),
+            ConfigError,
+            (
+                "model: exactly one of path and config is needed; both are set. Give [model] path = a Hugging Face "
+                "model's directory, or [model.config] for a fresh model (rlbuffer.toml of the project has one)"
+            ),
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_these_words(
+    do: Callable[[], Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as caught:
+        do()
+    assert str(caught.value) == text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test wants to miss")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        device_of(RunSettings(trainer=TrainerSettings(device="cuda")))
+    assert str(caught.value) == "trainer.device = cuda, but torch sees no CUDA device"
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+def trainer(**values: Any) -> Any:
+    """A trainer with nothing but what is given: the loop's own refusals need no model."""
+    bare: Any = object.__new__(_Trainer)
+    given = {"trained": 3, "ranks": ALONE, "stop": StopRequest(), "settings": RunSettings()} | values
+    for name, value in given.items():
+        setattr(bare, name, value)
+    return bare
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [([], "the reader ended without a step"), ([step(9)], "the reader gave step 9, expected was 4")],
+)
+def test_a_reader_that_does_not_give_the_next_step_ends_the_trainer(steps: list[Any], text: str) -> None:
+    with pytest.raises(RlbufferError) as caught:
+        trainer()._next(iter(steps))
+    assert str(caught.value) == text
+
+
+def test_ranks_that_never_agree_end_with_what_each_holds() -> None:
+    held = ("rank 0: step 4 of epoch 1, digest aa", "rank 1: step 4 of epoch 1, digest bb")
+    disagreeing = trainer(reader=SimpleNamespace(steps=lambda start: iter(())))
+    disagreeing._next = lambda steps: (None, Agreement(verdict=Verdict.PULL_AGAIN, held=held))
+    with pytest.raises(RlbufferError) as caught:
+        disagreeing._loop(9)
+    assert str(caught.value) == (
+        "the ranks pulled different steps 3 times: rank 0: step 4 of epoch 1, digest aa; rank 1: step 4 of epoch 1, "
+        "digest bb. `rlbuffer verify` checks the steps; are all ranks on the same run and server?"
+    )
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+def test_checkpoints_that_cannot_be_written_or_read_name_the_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / "step-00000001"
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(tmp_path / "file", made(1), keep=1)
+    head = f"the checkpoint of step 1 cannot be written to {place}: [Errno 20] Not a directory: "
+    assert str(caught.value).startswith(head)
+
+    missing = checkpoint.path_of(tmp_path, 4)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(tmp_path, 4, run="r")
+    assert str(caught.value) == (
+        f"{missing} cannot be read: [Errno 2] No such file or directory: '{missing / 'meta.json'}'"
+    )
+
+    missing.mkdir()
+    (missing / "state.pt").write_bytes(b"not a checkpoint")
+    sha256 = hashlib.sha256(b"not a checkpoint").hexdigest()
+    (missing / "meta.json").write_text(json.dumps({"format": 1, "size": 16, "sha256": sha256}))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(tmp_path, 4, run="r")
+    assert str(caught.value).startswith(f"{missing / 'state.pt'} cannot be loaded: ")
+
+
+def test_weights_that_cannot_be_used_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as refused:
+        publish(tmp_path, -1, state={}, config={}, keep=0)
+    assert str(refused.value) == "version = -1 must not be negative and keep = 0 must be at least 1"
+
+    policy = publish(tmp_path, 0, state={"weight": torch.zeros(2)}, config={}, keep=1)
+    directory = Path(policy.location)
+    other = PolicyVersion(version=0, location=policy.location, size=policy.size, checksum="ab")
+    with pytest.raises(WeightsError) as caught:
+        open_weights(other)
+    assert str(caught.value) == (
+        f"version 0: {directory / WEIGHTS_FILE} has sha256 {policy.checksum}, announced was ab"
+    )
+
+    (directory / WEIGHTS_FILE).write_bytes(b"short")
+    with pytest.raises(WeightsError) as caught:
+        load_state(directory)
+    assert str(caught.value).startswith(f"{directory / WEIGHTS_FILE} cannot be loaded: Error while deserializing")
+
+    (directory / CONFIG_FILE).unlink()
+    with pytest.raises(WeightsError) as caught:
+        read_config(directory)
+    path = directory / CONFIG_FILE
+    assert str(caught.value) == f"{path} cannot be read: [Errno 2] No such file or directory: '{path}'"

@@ -1,0 +1,37 @@
+"""The samplers that run without vLLM do what every sampler must do; those of vLLM are in tests/real_vllm."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from samplers_conformance import CHECKS, Check, Stage, check_name, policies
+
+from rlbuffer.settings import WorkerSettings
+from rlbuffer.worker.samplers import make_sampler
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """A tiny model on several threads spends its time waiting for them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=check_name)
+def test_the_transformers_sampler(check: Check, tmp_path: Path) -> None:
+    async def run() -> None:
+        models, published = policies(tmp_path)
+        sampler = make_sampler(WorkerSettings(env="vcopy"))
+        try:
+            await sampler.load(published[0])
+            await check(Stage(sampler, models, published, tmp_path))
+        finally:
+            await sampler.close()
+
+    asyncio.run(run())

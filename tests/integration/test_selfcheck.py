@@ -1,0 +1,65 @@
+"""A sampler with wrong logprobs is found before it feeds a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from samplers_conformance import PLAIN, PROMPTS, policies
+
+from rlbuffer.errors import WrongLogprobs
+from rlbuffer.records import PolicyVersion
+from rlbuffer.worker.samplers import Completion, Sampling
+from rlbuffer.worker.samplers.batched import Batched
+from rlbuffer.worker.samplers.transformers import TransformersSampler
+from rlbuffer.worker.selfcheck import check_sampler
+
+
+class Lying(Batched):
+    """Says other logprobs than those that it drew with."""
+
+    def __init__(self, sampler: TransformersSampler, lie: str) -> None:
+        super().__init__(sampler)
+        self.lie = lie
+
+    async def sample(self, prompt: np.ndarray, *, n: int, sampling: Sampling) -> list[Completion]:
+        if self.lie == "raw":  # what vLLM says unless it is told to say processed ones
+            return await super().sample(prompt, n=n, sampling=replace(sampling, temperature=1.0))
+        answers = await super().sample(prompt, n=n, sampling=sampling)
+        if self.lie == "none":
+            return answers
+        return [replace(c, logprobs=np.full_like(c.logprobs, np.nan)) for c in answers]
+
+
+def difference(lie: str, serves: PolicyVersion, says: PolicyVersion, sampling: Sampling) -> float:
+    async def run() -> float:
+        sampler = Lying(TransformersSampler(seed=0), lie)
+        await sampler.load(serves)
+        try:
+            return await check_sampler(sampler, says, PROMPTS[0], sampling)
+        finally:
+            await sampler.close()
+
+    return asyncio.run(run())
+
+
+def test_a_truthful_sampler_passes(tmp_path: Path) -> None:
+    _, published = policies(tmp_path)
+    for sampling in (PLAIN, replace(PLAIN, temperature=0.7, top_p=0.9)):
+        assert difference("none", published[0], published[0], sampling) < 1e-5
+
+
+@pytest.mark.parametrize("lie", ["raw", "nan"])
+def test_wrong_logprobs_are_refused_with_the_usual_cause(tmp_path: Path, lie: str) -> None:
+    _, published = policies(tmp_path)
+    with pytest.raises(WrongLogprobs, match="--logprobs-mode processed_logprobs"):
+        difference(lie, published[0], published[0], replace(PLAIN, temperature=0.5))
+
+
+def test_another_model_than_the_published_one_is_refused(tmp_path: Path) -> None:
+    _, published = policies(tmp_path)
+    with pytest.raises(WrongLogprobs, match="does it serve this model"):
+        difference("none", published[1], published[0], PLAIN)

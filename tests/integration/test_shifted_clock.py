@@ -1,0 +1,169 @@
+"""The server's clock is set forward and back under a run: nothing is lost, doubled or stuck."""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from daemon_runs import Served
+from own_server import OwnServer
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.reader import Reader
+from rlbuffer.records import PolicyVersion
+from rlbuffer.testing import make_group
+from rlbuffer.writer import Writer
+
+CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=1000)
+HALF_AN_HOUR = 1800.0
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The preloaded library; made here, because no package of Python's holds one."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("shifting a server's clock needs a C compiler and Linux")  # which no bare machine has to have
+    library = tmp_path_factory.mktemp("clock") / "clock_shift.so"
+    source = Path(__file__).with_name("clock_shift.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@pytest.fixture
+def shifted(shim: Path, tmp_path: Path) -> Iterator[tuple[Run, Callable[[float], None]]]:
+    """A run on a server of its own, and what sets the server's clock: seconds ahead of this machine's."""
+    file = tmp_path / "shift"
+    file.write_bytes(bytes(8))
+    with file.open("r+b") as handle, mmap.mmap(handle.fileno(), 8) as memory:
+        environment = {"LD_PRELOAD": str(shim), "CLOCK_SHIFT": str(file)}
+        with OwnServer(tmp_path / "server", environment=environment) as server:
+            run = Run(server.url, tmp_path)
+
+            def shift(seconds: float) -> None:
+                memory[:8] = struct.pack("q", round(seconds * 1e6))
+                # The server looks at its clock when it sees fit, and measures in between.
+                while abs(run.store.now() - time.time() - seconds) > 5:
+                    time.sleep(0.001)
+
+            yield run, shift
+            run.store.close()
+
+
+def test_the_server_s_clock_is_what_is_shifted(shifted: tuple[Run, Callable[[float], None]]) -> None:
+    run, shift = shifted
+    before = run.store.now()
+    shift(HALF_AN_HOUR)
+    assert HALF_AN_HOUR <= run.store.now() - before < HALF_AN_HOUR + 60
+    shift(-HALF_AN_HOUR)
+    assert -HALF_AN_HOUR <= run.store.now() - before < 60 - HALF_AN_HOUR
+
+
+@pytest.mark.parametrize("shifts", [(HALF_AN_HOUR,), (-HALF_AN_HOUR,), (HALF_AN_HOUR, -HALF_AN_HOUR, 0.0)])
+def test_a_run_goes_on_over_a_shifted_clock(
+    shifted: tuple[Run, Callable[[float], None]], shifts: tuple[float, ...]
+) -> None:
+    run, shift = shifted
+    served = Served(run)
+    writer = Writer(run.again(), "w", epoch=run.meta.epoch)
+    reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=60)
+    reader.start(0)
+    reader.announce(PolicyVersion(version=0))
+    served.serve(CONFIG)
+    pushed = 0
+    steps = reader.steps()
+    seen: list[str] = []
+
+    def train(count: int) -> None:
+        nonlocal pushed
+        for _ in range(count):
+            for _ in range(2):
+                writer.push(make_group(env="a", size=2, version=0, seed=pushed))
+                pushed += 1
+            step = next(steps)
+            seen.extend(sample.rollout_id for mb in step for sample in mb.samples if sample.rollout_id)
+            reader.trained(step)
+            reader.announce(PolicyVersion(version=step.number))
+
+    train(3)
+    for seconds in shifts:
+        shift(seconds)
+        train(3)
+    total = run.store.ledger().total()
+    assert total.pushed[0] == 2 * pushed == len(seen) == len(set(seen))
+    assert (total.trained, total.dropped) == (total.pushed, {})
+    assert run.store.verify().findings == ()
+    assert served.errors == []
+    steps.close()
+    reader.close()
+    served.close()
+
+
+def test_a_dead_leader_s_lease_lapses_though_the_clock_was_set_back(
+    shifted: tuple[Run, Callable[[float], None]],
+) -> None:
+    run, shift = shifted
+    dead = run.store.lease("dead", ttl_seconds=30.0)
+    assert not run.store.lease("other", ttl_seconds=5.0).held
+    shift(-HALF_AN_HOUR)
+    lease = run.store.lease("other", ttl_seconds=5.0)
+    assert lease.held
+    assert lease.token > dead.token
+
+
+def test_a_leader_that_lives_through_a_clock_set_back_knows_that_its_lease_had_lapsed(
+    shifted: tuple[Run, Callable[[float], None]],
+) -> None:
+    run, shift = shifted
+    first = run.store.lease("one", ttl_seconds=5.0)
+    assert run.store.lease("one", ttl_seconds=5.0).renewed
+    shift(-HALF_AN_HOUR)
+    again = run.store.lease("one", ttl_seconds=5.0)
+    assert (again.held, again.renewed) == (True, False)
+    assert again.token > first.token
+
+
+def test_a_leader_that_waits_for_the_trainer_s_word_does_not_wait_for_the_clock(
+    shifted: tuple[Run, Callable[[float], None]],
+) -> None:
+    run, shift = shifted
+    attempt = run.store.attempt(uuid="silent", world_size=1, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0))
+    for i in range(2):
+        run.push(f"a.{i}")
+    served = Served(run)
+    served.serve(CONFIG)
+    served.wait_for(lambda: served.said("ready"), seconds=60)
+    shift(-HALF_AN_HOUR)
+    served.wait_for(lambda: run.store.meta().step == 1, seconds=60)
+    served.close()
+
+
+def test_pushes_that_outlived_their_payloads_drop_and_stop_nothing(
+    shifted: tuple[Run, Callable[[float], None]],
+) -> None:
+    """Eight days ahead: what is pending has lost its payloads, which live for seven."""
+    run, shift = shifted
+    for i in range(3):
+        run.push(f"a.{i}")
+    attempt = run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0))
+    shift(8 * 86_400)
+    served = Served(run)
+    served.serve(CONFIG)
+    served.wait_for(lambda: len(served.said("drop", reason="invalid")) == 2, seconds=60)
+    # Its producer is forgotten as well after so long: the next ones come from another.
+    writer = Writer(run.again(), "v", epoch=run.meta.epoch)
+    for i in range(3, 7):
+        writer.push(make_group(env="a", size=2, seed=i))
+    served.wait_for(lambda: run.store.meta().step >= 1, seconds=60)
+    assert run.store.verify().findings == ()
+    served.close()

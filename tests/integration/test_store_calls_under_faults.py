@@ -1,0 +1,149 @@
+"""Every call of the Store protocol on a connection that breaks: before the request, after the work, after the reply.
+
+Each call is made twice, on two runs that were prepared alike: undisturbed, and with the fault at its first, second, ...
+request. The answers must be the same, and so must be what the server holds afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from faults import MOMENTS, CuttingProxy
+from store_call_rows import ROWS, Row
+from store_runs import Run
+
+from rlbuffer.errors import RlbufferError, ServerUnreachable
+from rlbuffer.settings import ServerSettings
+from rlbuffer.store.base import Store
+from rlbuffer.store.redis_store import RedisStore, open_store
+
+TIMES = re.compile(
+    r"\b1[0-9]{12}(-[0-9]+)?\b|\b1[0-9]{9}(\.[0-9]+)?\b|\b[0-9a-f]{64}\b|seconds_ago=[0-9.]+"
+    "|\xcf\x00\x00\x01.{5}",  # a clock in milliseconds as msgpack
+    re.DOTALL | re.ASCII,
+)
+"""What differs between two runs that were prepared alike: clocks, ids that are clocks, digests over those."""
+
+
+@pytest.fixture(scope="module")
+def proxy(redis_url: str) -> Iterator[CuttingProxy]:
+    # A script that the server does not know yet costs requests of its own: all runs shall make the same ones.
+    with redis.Redis.from_url(redis_url) as client:
+        for path in (resources.files("rlbuffer.store") / "scripts").iterdir():
+            if path.name.endswith(".lua"):
+                client.script_load(path.read_text(encoding="utf-8"))
+    with CuttingProxy(redis_url) as made:
+        yield made
+
+
+def test_every_call_of_the_protocol_has_a_row() -> None:
+    public = {name for name in vars(Store) if not name.startswith("_") and callable(getattr(Store, name))}
+    assert ROWS.keys() == public
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undisturbed:
+    """A call without a fault."""
+
+    answer: Any
+    requests: int
+    holds: Any
+    """Control keys with their content, and how many payloads there are."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(proxy: CuttingProxy, redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """A row's name -> its call without a fault, made once for all moments."""
+
+    @cache
+    def make(name: str) -> Undisturbed:
+        home = tmp_path_factory.mktemp("home")
+        run = Run(redis_url, home)
+        ROWS[name].prepare(run)
+        store = through(proxy, run, home)
+        proxy.strike(MOMENTS[0], 0)
+        answer = shape(ROWS[name].call(store, run), run)
+        made = Undisturbed(answer=answer, requests=proxy.seen, holds=held(run))
+        store.close()
+        run.store.close()
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_call_whose_connection_breaks(
+    name: str,
+    moment: str,
+    proxy: CuttingProxy,
+    undisturbed: Callable[[str], Undisturbed],
+    redis_url: str,
+    tmp_path: Path,
+) -> None:
+    row, control = ROWS[name], undisturbed(name)
+    for nth in range(1, control.requests + 1):
+        run = Run(redis_url, tmp_path)
+        row.prepare(run)
+        store = through(proxy, run, tmp_path)
+        proxy.strike(moment, nth)
+        found = shape(called(row, store, run, moment, is_last=nth == control.requests), run)
+        assert proxy.seen >= nth
+        wanted = control.answer
+        if nth == control.requests and moment in row.second:
+            wanted = shape(row.second[moment], run)
+        assert found == wanted, f"request {nth} of {control.requests}"
+        if not (row.counts_twice and moment == MOMENTS[1]):
+            assert held(run) == control.holds, f"request {nth} of {control.requests}"
+        if name not in ("delete_run", "reused"):  # the rows of `reused` are no true state of a run
+            assert run.store.verify().findings == ()
+        if name != "close":
+            assert store.now() > 0
+        store.close()
+        run.store.close()
+
+
+def called(row: Row, store: RedisStore, run: Run, moment: str, *, is_last: bool) -> Any:
+    """What a caller hears who calls again after ServerUnreachable, as a writer or a person does."""
+    try:
+        return row.call(store, run)
+    except ServerUnreachable:
+        assert not row.repeats
+        # What follows the request whose reply came through may find the connection broken.
+        assert moment != MOMENTS[2] or not is_last
+    try:
+        return row.call(store, run)
+    except RlbufferError as error:
+        return type(error).__name__
+
+
+def through(proxy: CuttingProxy, run: Run, home: Path) -> RedisStore:
+    """A store of the run whose connections, one for reads that block and one for the rest, are open already."""
+    store = open_store(proxy.url, run=run.store.run, home=home, server=ServerSettings())
+    store.now()
+    store.stream(f"nothing-{uuid.uuid4().hex}", "0", block_seconds=0.001)
+    return store
+
+
+def held(run: Run) -> Any:
+    """What the server holds of the run."""
+    return shape(run.control_keys(), run), len(run.payload_keys())
+
+
+def shape(value: Any, run: Run) -> Any:
+    """The value without what differs between two runs that were prepared alike."""
+    if isinstance(value, dict):
+        return {shape(key, run): shape(item, run) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [shape(item, run) for item in value]
+    text = value.decode("latin-1") if isinstance(value, bytes) else repr(value)
+    return TIMES.sub("T", text.replace(run.store.run, "RUN"))

@@ -1,0 +1,241 @@
+"""Envs through the worker: tools masked out, prompts skipped, limits kept. Real scripts (memory://), a real sampler."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from worker_stage import Counting, Stage, eventually, hurry
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.records import Rollout
+from rlbuffer.settings import ModelSettings
+from rlbuffer.worker.envs import Prompt, Score, Skip, make_env
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    hurry(monkeypatch)
+    stage = Stage()
+    yield stage
+    stage.finish()
+    stage.buffer.close()
+
+
+def published(stage: Stage, directory: Path, *, vocab_size: int) -> Any:
+    """Announces a fresh tiny model of as many tokens; -> the model."""
+    import torch
+
+    from rlbuffer.weights.files import publish
+    from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
+
+    torch.set_num_threads(1)
+    model = build_model(ModelSettings(config={**TINY_QWEN3, "vocab_size": vocab_size}), seed=0).eval()
+    stage.announce(publish(directory, 0, state=model.state_dict(), config=config_of(model), keep=2))
+    return model
+
+
+def logprobs(model: Any, rollout: Rollout) -> np.ndarray:
+    """Of every token but the first, by one forward pass over the whole rollout."""
+    import torch
+
+    ids = torch.from_numpy(rollout.tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+
+
+def test_what_a_tool_says_is_in_the_rollout_and_masked_out(stage: Stage, tmp_path: Path) -> None:
+    model = published(stage, tmp_path, vocab_size=18)
+    stage.allow(4, "arithmetic")
+    stage.start(env="arithmetic", env_options={"max_calls": 3}, group_size=16, groups_per_batch=4, max_new_tokens=12)
+    eventually(lambda: len(stage.groups()) == 4)
+    stage.finish()
+    assert stage.raised is None
+    assert stage.told("trouble") == []
+    env: Any = make_env("arithmetic", max_calls=3)
+    said = 0
+    for number, group in enumerate(stage.rollouts()):
+        prompt = env.prompt(number)
+        for rollout in group:
+            assert rollout.tokens[: len(prompt.tokens)].tolist() == prompt.tokens.tolist()
+            assert not rollout.loss_mask[: len(prompt.tokens)].any()
+            tools = [turn for turn in rollout.turns if turn.role == "tool"]
+            assert len(tools) == rollout.metadata["calls"]
+            for turn in tools:
+                text = env.render(rollout.tokens[turn.start : turn.end])
+                assert env.render(rollout.tokens[: turn.start]).endswith(">")
+                assert text == "_=" or text[:-1].lstrip("-").isdigit()
+                assert not rollout.loss_mask[turn.start : turn.end].any()
+                assert not rollout.logprobs[turn.start : turn.end].any()
+                said += 1
+            trained = sum(t.end - t.start for t in rollout.turns if t.role == "assistant")
+            assert int(rollout.loss_mask.sum()) == trained or not rollout.turns
+            # The next turn was sampled with the tool's tokens before it, and nothing was tokenised again.
+            expected = logprobs(model, rollout)
+            np.testing.assert_allclose(rollout.logprobs[1:], np.where(rollout.loss_mask[1:], expected, 0), atol=1e-4)
+    assert said > 10
+
+
+def test_a_data_set_from_a_file_is_sampled_once_an_epoch(stage: Stage, tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": [i, 11], "answer": str(i), "id": f"copy-{i}"}) for i in range(6)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    published(stage, tmp_path / "weights", vocab_size=13)
+    options = {"path": str(tmp_path / "data.jsonl"), "vocab_size": 13, "eos_token_ids": [12], "max_new_tokens": 3}
+    stage.allow(12, "jsonl")
+    stage.start(env="jsonl", env_options=options, group_size=4, groups_per_batch=5)
+    eventually(lambda: len(stage.groups()) == 12)
+    stage.finish()
+    entries = sorted(stage.store.read_pool(), key=lambda entry: int(entry.group_id.split(".")[1]))
+    ids = [entry.info.prompt_id for entry in entries]
+    assert sorted(ids[:6]) == sorted(ids[6:]) == [f"copy-{i}" for i in range(6)]
+    assert ids[:6] != ids[6:]
+
+
+class Two(Counting):
+    """Two prompts by turns: all rollouts solve the even one, half of them the odd one; some tickets are nothing."""
+
+    def __init__(self, *, nothing: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.nothing = nothing
+        self.scored = 0
+
+    def prompt(self, number: int) -> Prompt:
+        if number in self.nothing:
+            raise Skip("too long")
+        return Prompt(prompt_id=str(number % 2), tokens=np.array([number % 2], np.int32))
+
+    def score(self, prompt: Prompt, tokens: np.ndarray, *, finish_reason: str) -> Score:
+        self.scored += 1
+        return Score(reward=1.0 if prompt.prompt_id == "0" else float(self.scored % 2))
+
+
+def test_a_ticket_without_a_prompt_is_closed_and_the_others_go_on(stage: Stage) -> None:
+    stage.env = Two(nothing=(0, 2))
+    stage.allow(4)
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: len(stage.groups()) == 4)  # two more than its allowance, since two tickets were closed
+    assert sorted(stage.groups()) == ["counting.1", "counting.3", "counting.4", "counting.5"]
+    eventually(lambda: stage.heartbeat()["skipped"] == 2)
+    stage.finish()
+    assert stage.told("trouble") == []
+
+
+def test_a_prompt_that_all_rollouts_solved_again_and_again_is_skipped(stage: Stage) -> None:
+    stage.env = Two()
+    stage.allow(8)
+    stage.announce(0)
+    stage.start(groups_per_batch=1, skip_visits=2, skip_retry=0.0)
+    eventually(lambda: len(stage.groups()) == 8)
+    stage.finish()
+    numbers = sorted(int(group.split(".")[1]) for group in stage.groups())
+    assert numbers == [0, 1, 2, 3, 5, 7, 9, 11]
+    assert stage.store.visits("counting", ["0", "1", "2"]) == ["ss", "mm", ""]
+
+
+def test_when_every_prompt_is_skipped_the_worker_says_so(stage: Stage) -> None:
+    stage.store.note_visits("counting", "0", "ff")
+    stage.store.note_visits("counting", "1", "ss")
+    stage.env = Two()
+    stage.allow(3)
+    stage.announce(0)
+    stage.start(skip_visits=2, skip_retry=0.0)
+    eventually(lambda: any("to sample: the last" in e["waiting"] for e in stage.told("waiting")))
+    assert stage.told("waiting")[-1]["waiting"].endswith("rollouts of its last 2 visits)")
+    assert stage.groups() == []
+
+
+class Slow:
+    """Plays episodes and counts how many at once."""
+
+    name, vocab_size, eos_token_ids, max_new_tokens = "counting", 13, (12,), 4
+    max_concurrent = 2
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.closed = False
+
+    def prompt(self, number: int) -> Prompt:
+        return Prompt(prompt_id=str(number), tokens=np.array([number], np.int32))
+
+    def render(self, tokens: np.ndarray) -> str:
+        return " ".join(map(str, tokens.tolist()))
+
+    async def play(self, prompt: Prompt, episode: Any) -> Score:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await episode.sample()
+        await asyncio.sleep(0.005)
+        self.now -= 1
+        return Score(reward=1.0)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(("setting", "most"), [(0, 2), (3, 3)])
+def test_no_more_episodes_are_played_at_once_than_the_env_or_the_setting_bears(
+    stage: Stage, setting: int, most: int
+) -> None:
+    env: Any = Slow()
+    stage.env = env
+    stage.allow(3)
+    stage.announce(0)
+    stage.start(group_size=4, max_concurrent_rollouts=setting)
+    eventually(lambda: len(stage.groups()) == 3)
+    stage.finish()
+    assert env.most == most
+    assert env.closed
+
+
+class Straggling(Slow):
+    """Of each group so many episodes never end."""
+
+    max_concurrent = 0
+
+    def __init__(self, *stuck: int) -> None:
+        super().__init__()
+        self.stuck = list(stuck)
+        self.waiting = 0
+
+    async def play(self, prompt: Prompt, episode: Any) -> Score:
+        await episode.sample()
+        number = int(prompt.prompt_id)
+        if self.stuck[number] > 0:
+            self.stuck[number] -= 1
+            self.waiting += 1
+            await asyncio.sleep(3600)
+        self.now += 1
+        return Score(reward=1.0)
+
+
+def test_a_worker_that_stops_pushes_groups_of_which_more_than_half_is_there(stage: Stage) -> None:
+    env: Any = Straggling(1, 2, 0)
+    stage.env = env
+    stage.allow(3)
+    stage.announce(0)
+    stage.start(group_size=4)
+    eventually(lambda: (env.waiting, env.now, stage.groups()) == (3, 9, ["counting.2"]))
+    stage.finish()
+    assert stage.raised is None
+    assert stage.groups() == ["counting.2", "counting.0"]
+    assert [len(group) for group in stage.rollouts()] == [4, 3]
+    assert stage.events[-1] == {"event": "stopped", "groups": 2, "rollouts": 7, "failed_groups": 0}
+    other = stage.buffer.writer("w-1")
+    stage.allow(4)
+    assert [ticket.number for ticket in other.take("counting", 2, timeout_seconds=0.0)] == [1, 3]
+
+
+def test_a_worker_checks_its_sampler_with_the_first_prompt_that_is_none_to_skip(stage: Stage) -> None:
+    stage.env = Two(nothing=tuple(range(64)))
+    stage.announce(0)
+    stage.start(self_check="always")
+    stage.thread.join(20)  # type: ignore[union-attr]
+    assert isinstance(stage.raised, ConfigError)
+    assert str(stage.raised) == "env counting skips its first 64 prompts"

@@ -1,0 +1,180 @@
+"""A worker in a thread, with a batcher's and a trainer's hand on its run, all in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlbuffer.client import Buffer, connect
+from rlbuffer.errors import WeightsError
+from rlbuffer.records import PolicyVersion, Rollout
+from rlbuffer.settings import WorkerSettings
+from rlbuffer.spans import VersionSpan
+from rlbuffer.wire import decode_rollout
+from rlbuffer.worker import loop, pulse, versions
+from rlbuffer.worker.envs import Prompt, Score
+from rlbuffer.worker.loop import run_worker
+from rlbuffer.worker.samplers import Completion
+from rlbuffer.worker.samplers.batched import Batched
+
+PATIENCE_SECONDS = 20.0
+
+
+class FakeSampler:
+    """Answers with one digit and the end token; remembers what it was asked."""
+
+    vocab_size = 13
+    context = 0
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.bad_versions: set[int] = set()
+        self.loads: list[int] = []
+        self.batches: list[list[str]] = []
+        self.gate = threading.Event()
+        """While it is not set, sampling waits until told to stop."""
+        self.gate.set()
+        self.sampling = threading.Event()
+
+    def load(self, policy: PolicyVersion) -> None:
+        self.loads.append(policy.version)
+        if policy.version in self.bad_versions:
+            raise WeightsError(f"version {policy.version}: bad")
+        self.version = policy.version
+
+    def sample(
+        self, prompts: Sequence[np.ndarray], *, n: int, stopped: Callable[[], bool], **rest: Any
+    ) -> list[list[Completion]]:
+        self.batches.append(["".join(map(str, prompt)) for prompt in prompts])
+        self.sampling.set()
+        while not self.gate.wait(0.01):
+            if stopped():
+                return [[self._completion("abort")] * n for _ in prompts]
+        return [[self._completion("stop")] * n for _ in prompts]
+
+    def _completion(self, reason: str) -> Completion:
+        return Completion(
+            tokens=np.array([3, 12], np.int32),
+            logprobs=np.array([-1.0, -0.5], np.float32),
+            finish_reason=reason,
+            version_spans=(VersionSpan(self.version, 0, 2),),
+        )
+
+
+class Counting:
+    """An env whose n-th prompt is n; what it does with some numbers is up to the test."""
+
+    name = "counting"
+    vocab_size = 13
+    eos_token_ids = (12,)
+    max_new_tokens = 4
+
+    def __init__(self) -> None:
+        self.scores: dict[str, list[float | Exception]] = {}
+        """Prompt id -> what the next groups of it earn; 1.0 when nothing is left."""
+        self.bad_prompts: set[int] = set()
+
+    def prompt(self, number: int) -> Prompt:
+        if number in self.bad_prompts:
+            raise KeyError(number)
+        return Prompt(prompt_id=str(number), tokens=np.array([number], np.int32), answer=number)
+
+    def score(self, prompt: Prompt, tokens: np.ndarray, *, finish_reason: str) -> Score:
+        planned = self.scores.get(prompt.prompt_id)
+        outcome = planned.pop(0) if planned else 1.0
+        if isinstance(outcome, Exception):
+            raise outcome
+        return Score(reward=outcome, successes={"exact": outcome == 1.0})
+
+    def render(self, tokens: np.ndarray) -> str:
+        return " ".join(map(str, tokens.tolist()))
+
+
+class Stage:
+    """A run in memory with a batcher's and a trainer's hand on it, and one worker in a thread."""
+
+    def __init__(self) -> None:
+        self.buffer: Buffer = connect("memory://")
+        self.store: Any = self.buffer.store
+        self.store.open_run()
+        self.token = self.store.lease("batcher", ttl_seconds=600).token
+        self.attempt = self.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number
+        self.stop = threading.Event()
+        self.events: list[dict[str, Any]] = []
+        self.sampler, self.env = FakeSampler(), Counting()
+        self.raised: BaseException | None = None
+        self.thread: threading.Thread | None = None
+
+    def allow(self, tickets: int, env: str = "counting") -> None:
+        self.store.set_allowances(self.token, {env: tickets})
+
+    def announce(self, policy: PolicyVersion | int) -> None:
+        announced = PolicyVersion(version=policy, location="w", size=1) if isinstance(policy, int) else policy
+        assert self.store.announce(self.attempt, announced)
+
+    def start(self, **changes: Any) -> None:
+        settings = WorkerSettings(**{"env": "vcopy", "group_size": 2, "groups_per_batch": 3, **changes})
+
+        def work() -> None:
+            try:
+                run_worker(
+                    self.buffer,
+                    "w-0",
+                    settings,
+                    stop=self.stop,
+                    on_event=self.events.append,
+                    env=self.env if changes.get("env") is None else None,
+                    sampler=Batched(self.sampler) if changes.get("env") is None else None,
+                )
+            except BaseException as error:
+                self.raised = error
+
+        self.thread = threading.Thread(target=work)
+        self.thread.start()
+
+    def finish(self) -> None:
+        self.stop.set()
+        if self.thread is not None:
+            self.thread.join(PATIENCE_SECONDS)
+            assert not self.thread.is_alive()
+
+    def groups(self) -> list[str]:
+        return [entry.group_id for entry in self.store.read_pool()]
+
+    def rollouts(self) -> list[list[Rollout]]:
+        """What the pool holds, decoded from its payloads, group by group."""
+        out = []
+        for entry in self.store.read_pool():
+            payloads = self.store.client.hgetall(entry.payload_key)
+            infos = enumerate(entry.info.rollouts)
+            out.append([decode_rollout(payloads[str(i).encode()], expected=info) for i, info in infos])
+        return out
+
+    def told(self, event: str) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["event"] == event]
+
+    def heartbeat(self) -> dict[str, Any]:
+        eventually(lambda: "w-0" in self.store.heartbeats("worker"))
+        return dict(self.store.heartbeats("worker")["w-0"])
+
+
+def eventually(fact: Callable[[], object]) -> None:
+    """Waits until `fact` holds: the worker runs in a thread of its own."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not fact():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.005)
+
+
+def hurry(monkeypatch: Any) -> None:
+    """Shortens what a worker waits for."""
+    monkeypatch.setattr(loop, "TAKE_SECONDS", 0.05)
+    monkeypatch.setattr(loop, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(loop, "SAY_WAITING_SECONDS", 0.1)
+    monkeypatch.setattr(versions, "RELOAD_SECONDS", 0.1)
+    monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.02)

@@ -1,0 +1,43 @@
+"""What README and docs tell people to type exists."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from rlbuffer_cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "docs/operations.md", "docs/deploy.md", "docs/concepts.md", "docs/protocol.md"]
+CALL = re.compile(r"(?:^|`|\$ |bin/)rlbuffer ([a-z]+)((?: [^\n`#]*)?)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_and_option_on_a_page_exists(page: str) -> None:
+    unknown = []
+    for name, rest in CALL.findall((ROOT / page).read_text(encoding="utf-8")):
+        if name not in COMMANDS:
+            unknown.append(name)
+            continue
+        found = importlib.import_module(f"rlbuffer_cli.commands.{name}").command
+        words = rest.split()
+        if isinstance(found, click.Group):
+            names = [word for word in words if word in found.commands]
+            if not names:
+                unknown.append(f"{name} {rest}")
+                continue
+            found = found.commands[names[0]]
+        known = {option for parameter in found.params for option in parameter.opts}
+        options = [option for word in words if word.startswith("--") for option in word.split("=")[0].split("|")]
+        unknown += [f"{name} {option}" for option in options if option.strip(".,;:)") not in known]
+    assert unknown == []
+
+
+def test_operations_are_all_on_their_page() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    operations = set(COMMANDS) - {"demo", "run", "worker", "train", "push"}
+    assert sorted(name for name in operations if f"`rlbuffer {name}" not in text) == []

@@ -1,0 +1,45 @@
+"""Real vLLM: an engine in this process, and its OpenAI-compatible server.
+
+Needs an environment with vllm in it (``make vllm-test`` makes one); without, everything here is skipped, unless
+``RLBUFFER_VLLM=1`` says that it must run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if find_spec("vllm") is not None:
+        return
+    for item in items:
+        if HERE not in item.path.parents:
+            continue
+        if os.environ.get("RLBUFFER_VLLM") == "1":
+            raise pytest.UsageError("vllm is not installed")  # it must run here
+        item.add_marker(pytest.mark.skip(reason="needs vllm: make vllm-test"))
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """One event loop for a module: an engine lives in the loop that started it."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """A folder for a module's weights."""
+    path = Path(tempfile.mkdtemp(prefix="rlb-vllm-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,284 @@
+"""LoRA adapters: own steps and ages, turns, what closes a step, tickets, and what is said."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+from batcher_calls import ask, batcher, drops_of, put
+
+from rlbuffer.batches import AdapterProgress
+from rlbuffer.config import AdapterConfig
+from rlbuffer.errors import RlbufferError
+from rlbuffer.policy.adapters import at_step
+
+ONE_GROUP = {"step_groups": 1, "max_age": 1, "adapters": {"x": AdapterConfig(batch_size=6)}}
+
+
+def commit(made, step, **options):
+    plan = ask(made, step, **options).plan
+    made.committed(plan)
+    return plan
+
+
+def told(plan, adapter="x"):
+    p = plan.adapters[adapter]
+    return p.version, p.rollouts, p.gathered, p.step, p.ready_to_update
+
+
+def test_an_own_step_ends_with_the_step_that_completes_its_batch_and_counts_anew():
+    made = batcher(**ONE_GROUP)
+    seen = []
+    for step in range(1, 6):
+        put(made, f"g{step}", adapter="x", version=max(0, len([s for s in seen if s[4]])))
+        seen.append(told(commit(made, step)))
+    # (version, rollouts, gathered, own step, ready) with groups of 4 and a batch of 6
+    assert seen == [
+        (0, 4, 4, 0, False),
+        (0, 4, 8, 1, True),
+        (1, 4, 4, 1, False),
+        (1, 4, 8, 2, True),
+        (2, 4, 4, 2, False),
+    ]
+
+
+@pytest.mark.parametrize(("batch_size", "ready"), [(3, True), (4, True), (5, False)])
+def test_a_batch_is_whole_at_its_size(batch_size, ready):
+    made = batcher(**ONE_GROUP | {"adapters": {}, "adapter_batch_size": batch_size})
+    put(made, "g", adapter="x")
+    plan = commit(made, 1)
+    assert told(plan) == (0, 4, 4, int(ready), ready)
+    assert (plan.adapters["x"].samples, plan.adapters["x"].tokens) == (4, 100)
+
+
+def test_an_adapter_that_a_step_does_not_train_stays_where_it_is():
+    made = batcher(**ONE_GROUP)
+    put(made, "g1", adapter="x")
+    commit(made, 1)
+    put(made, "g2")
+    plan = commit(made, 2)
+    assert told(plan) == (0, 0, 4, 0, False)
+    assert told(plan, "") == (1, 4, 4, 2, True)
+    put(made, "g3", adapter="x")
+    assert told(commit(made, 3), "") == (2, 0, 0, 3, False)
+
+
+@pytest.mark.parametrize(
+    ("version", "fate"),
+    [(0, "future"), (1, "packed"), (2, "packed"), (3, "future")],
+)
+def test_ages_of_an_adapter_count_from_its_own_step(version, fate):
+    # Two own steps are made in eight steps of the run: version 2 is trained next, max_age is 1.
+    made = batcher({"schema": 1, "envs": {}, "adapters": {"x": [24, 600, 2, 0]}, "turns": {}, "step": 8}, **ONE_GROUP)
+    put(made, "g", adapter="x", version=version)
+    decision = ask(made, 9)
+    if fate == "packed":
+        assert decision.plan.group_ids == ("g",)
+        assert told(decision.plan) == (2, 4, 4, 2, False)
+    else:
+        detail = {
+            0: "age 2 > max_age 1 at step 3 of adapter x",
+            3: "policy version 3 > 2 at step 3 of adapter x",
+        }[version]
+        reason = "stale" if version == 0 else "future"
+        assert drops_of(decision) == [("g", reason, detail, 4, 100)]
+
+
+def test_an_announced_version_is_proof_of_its_steps():
+    made = batcher(**ONE_GROUP)
+    made.set_published(7)
+    made.set_published(5, "x")
+    put(made, "g", adapter="x", version=5)
+    plan = commit(made, 1)
+    assert told(plan) == (5, 4, 4, 5, False)
+
+
+def test_adapters_of_an_env_take_turns_whatever_their_sizes():
+    made = batcher(step_groups=6)
+    for n in range(6):
+        put(made, f"big{n}", adapter="big", lengths=(30, 30))
+        put(made, f"small{n}", adapter="small", lengths=(10, 10))
+    # 60 tokens and 20 tokens a group: three small ones for a big one.
+    assert ask(made, 1).plan.group_ids == ("big0", "small0", "small1", "small2", "big1", "small3")
+
+
+def test_turns_go_on_in_the_next_step_and_after_a_takeover():
+    made = batcher(step_groups=1)
+    for n in range(3):
+        put(made, f"x{n}", adapter="x", lengths=(50, 50))
+        put(made, f"y{n}", adapter="y", lengths=(50, 50))
+    state = ask(made, 1).state
+    assert commit(made, 1).group_ids == ("x0",)
+    again = batcher(msgpack.unpackb(msgpack.packb(state)), step_groups=1)
+    for one in (made, again):
+        if one is again:
+            for n in range(3):
+                put(one, f"y{n}", adapter="y", lengths=(50, 50), version=0)
+                put(one, f"x{n + 1}", adapter="x", lengths=(50, 50), version=0)
+        assert commit(one, 2).group_ids == ("y0",)
+        assert commit(one, 3).group_ids == ("x1",)
+
+
+def test_an_adapter_that_comes_back_is_neither_paid_for_its_absence_nor_held_back():
+    made = batcher(step_groups=1, max_age=9)
+    for n in range(4):
+        put(made, f"x{n}", adapter="x", lengths=(50, 50))
+    for step in range(1, 4):
+        commit(made, step)
+    for n in range(4):
+        put(made, f"y{n}", adapter="y", lengths=(50, 50))
+    put(made, "x4", adapter="x", lengths=(50, 50))
+    assert [commit(made, step).group_ids[0] for step in range(4, 9)] == ["y0", "x3", "y1", "x4", "y2"]
+
+
+def test_used_groups_of_one_adapter_come_after_fresh_ones_of_another():
+    made = batcher(step_groups=2, max_uses=2, replay_fraction=0.5, max_age=9)
+    put(made, "x0", adapter="x")
+    put(made, "y0", adapter="y")
+    assert commit(made, 1).group_ids == ("x0", "y0")
+    put(made, "y1", adapter="y")
+    assert commit(made, 2).group_ids == ("y1", "x0")
+
+
+@pytest.mark.parametrize("tokens", [10, 100])
+def test_rows_of_one_adapter_each_close_a_step_however_few_tokens_they_hold(tokens):
+    made = batcher()
+    for name in "xyz":
+        put(made, name, adapter=name, lengths=(tokens,))
+    plan = ask(made, 1).plan  # two rows of 100 tokens
+    assert (plan.group_ids, plan.closed_by) == (("x", "y"), "capacity")
+
+
+def test_a_step_below_half_of_its_tokens_is_full_when_its_adapters_need_more_rows():
+    made = batcher()
+    put(made, "x", adapter="x", lengths=(67, 67, 34))  # three rows, though 168 tokens would fit two
+    put(made, "y", adapter="y", lengths=(1,))
+    assert ask(made, 1, world_size=4).plan is None
+    put(made, "z", adapter="z", lengths=(1,))
+    assert ask(made, 1, world_size=4).plan.group_ids == ("x", "y")
+
+
+def test_groups_that_fit_the_rows_of_their_adapters_do_not_close_a_step():
+    made = batcher()
+    put(made, "x0", adapter="x", lengths=(40,))
+    put(made, "y0", adapter="y", lengths=(40,))
+    put(made, "x1", adapter="x", lengths=(40,))
+    assert ask(made, 1).plan is None
+    put(made, "y1", adapter="y", lengths=(70,))
+    assert ask(made, 1).plan.group_ids == ("x0", "y0", "x1")
+
+
+def test_tickets_count_the_groups_of_all_adapters_of_an_env():
+    settings = {"step_groups": 2, "budgets": {"a": 1.0}, "max_age": 1}
+    one, two = batcher(**settings), batcher(**settings)
+    for made in (one, two):
+        made.set_published(0)
+        made.set_published(0, "x")
+        put(made, "g1", lengths=(10,))
+    assert one.allowances(1, world_size=2) == two.allowances(1, world_size=2) == {"a": 3}
+    put(one, "g2", lengths=(10,))
+    put(two, "g2", lengths=(10,), adapter="x")
+    assert one.allowances(1, world_size=2) == two.allowances(1, world_size=2) == {"a": 2}
+
+
+def test_the_window_is_that_of_the_adapter_whose_version_reaches_furthest():
+    made = batcher(step_groups=2, budgets={"a": 1.0}, max_age=0, lookahead=0)
+    made.set_published(0)
+    put(made, "g1", lengths=(10,), adapter="x")
+    put(made, "g2", lengths=(10,), adapter="x")
+    commit(made, 1)
+    # All weights are at version 0 and step 2 trains version 1; x is at its version 0 and trains that.
+    made.set_published(0, "x")
+    assert made.allowances(2, world_size=2) == {"a": 2}
+    made.set_published(-1, "x")
+    assert made.allowances(2, world_size=2) == {"a": 0}
+
+
+def test_an_env_whose_adapter_lags_says_which_version_of_which_adapter_it_waits_for():
+    state = {"schema": 1, "envs": {}, "adapters": {"x": [64, 640, 2, 0]}, "turns": {}, "step": 8}
+    made = batcher(state, **ONE_GROUP | {"max_age": 0})
+    made.set_published(8)
+    made.set_published(1, "x")
+    put(made, "g", adapter="x", version=1)
+    decision = ask(made, 9)
+    assert decision.drops == ()  # nothing is swept while nothing younger could be sampled
+    assert decision.allowances["a"] == 0
+    assert decision.waiting == (
+        "Step 9 waits for policy version 2 of adapter x: version 1 is published, and step 9 trains nothing older than "
+        "2 (max_age 0). The trainer publishes it when it has finished the steps before."
+    )
+    made.set_published(2, "x")
+    assert drops_of(ask(made, 9))[0][2] == "age 1 > max_age 0 at step 3 of adapter x"
+
+
+def test_a_step_asks_for_the_version_that_the_next_one_of_the_adapter_needs():
+    made = batcher(**ONE_GROUP | {"max_age": 0, "adapters": {"x": AdapterConfig(batch_size=8)}})
+    made.set_published(0)
+    made.set_published(0, "x")
+    put(made, "g1", adapter="x")
+    plan = commit(made, 1)
+    assert plan.adapters["x"].waiting_for_version is None  # its own step goes on with version 0
+    put(made, "g2", adapter="x")
+    decision = ask(made, 2)
+    assert decision.plan.adapters["x"].waiting_for_version == 1
+    assert decision.waiting_for_version is None  # nobody samples all weights
+
+
+@pytest.mark.parametrize(
+    ("max_age", "published", "asked"),
+    [(0, 4, 5), (1, 4, None), (1, 3, 4), (2, 3, None), (2, 0, 3)],
+)
+def test_a_step_asks_for_what_the_next_one_needs_when_it_is_not_published(max_age, published, asked):
+    made = batcher(step_groups=1, max_age=max_age)
+    made.set_published(4)
+    put(made, "g", version=4)
+    made.set_published(published)
+    assert ask(made, 5).waiting_for_version == asked
+
+
+def test_the_env_with_the_smallest_max_age_says_which_version_is_asked_for():
+    made = batcher(step_groups=1, max_age=9, envs={"b": {"max_age": 0}})
+    made.set_published(4)
+    put(made, "g", version=4)
+    assert ask(made, 5).waiting_for_version is None
+    put(made, "h", version=4, env="b")
+    assert ask(made, 5).waiting_for_version == 5
+    made.pause("b")
+    assert ask(made, 5).waiting_for_version is None
+
+
+def progress(*, is_ready):
+    return AdapterProgress(
+        samples=40, tokens=400, step=1, ready_to_update=is_ready, version=int(not is_ready), gathered=8
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "progress", "adapters"),
+    [
+        (8, None, {"x": [64, 640, 2, 5]}),  # where the state was saved
+        (5, {"x": progress(is_ready=False)}, {"x": [40, 400, 1, 8]}),
+        (5, {"x": progress(is_ready=True)}, {"x": [40, 400, 1, 0]}),
+        (9, None, {"x": [64, 640, 2, 5]}),  # a loss of writes: the announced versions say the rest
+        (7, None, {}),
+    ],
+)
+def test_a_run_that_was_taken_back_goes_on_with_the_adapters_as_its_last_step_has_them(step, progress, adapters):
+    state = {"schema": 1, "envs": {}, "adapters": {"x": [64, 640, 2, 5]}, "turns": {"a": {"x": 3}}, "step": 8}
+    found = at_step(state, step=step, progress=progress)
+    assert found["adapters"] == adapters
+    assert found["turns"] == ({"a": {"x": 3}} if step >= 8 else {})
+
+
+def test_a_state_of_before_there_were_adapters_is_taken():
+    made = batcher({"schema": 1, "envs": {"a": [0.0, 1, 100.0, 4.0, 100.0]}}, step_groups=1)
+    put(made, "g")
+    assert ask(made, 1).plan.group_ids == ("g",)
+
+
+@pytest.mark.parametrize("adapters", [[1], {"x": [1]}, {"x": 3}])
+def test_a_state_that_cannot_be_read_is_refused(adapters):
+    if adapters == {"x": [1]}:
+        batcher({"schema": 1, "envs": {}, "adapters": adapters})  # what is not there is 0
+        return
+    with pytest.raises(RlbufferError, match="the batcher's saved state of its adapters cannot be read"):
+        batcher({"schema": 1, "envs": {}, "adapters": adapters})

@@ -1,0 +1,58 @@
+"""What differs between two configs, what follows from it, and what cannot change."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from rlbuffer.config import BatcherConfig
+from rlbuffer.config_changes import CONSEQUENCES, changes, check_change, config_digest
+from rlbuffer.errors import ConfigError
+
+OLD = BatcherConfig(64, budgets={"a": 0.5, "b": 0.25})
+
+
+def test_every_setting_was_thought_through_and_stands_in_the_table() -> None:
+    fields = {field.name for field in dataclasses.fields(BatcherConfig)}
+    assert set(CONSEQUENCES) == fields
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    table = page[page.index("| setting |") : page.index("## Pause an env")]
+    assert [name for name in sorted(fields - {"envs"}) if f"`{name}`" not in table] == []
+    assert "`envs.*`" in table
+
+
+def test_differences_are_named_setting_by_setting() -> None:
+    new = BatcherConfig(64, max_age=2, budgets={"a": 0.5, "c": 0.1}, envs={"a": {"max_age": 0}})
+    assert [str(change) for change in changes(OLD.as_dict(), new.as_dict())] == [
+        "batcher.budgets.b: 0.25 -> None",
+        "batcher.budgets.c: None -> 0.1",
+        "batcher.envs.a: None -> {'max_age': 0, 'max_age_seconds': None, 'min_group_size': None, 'advantage': None}",
+        "batcher.max_age: 1 -> 2",
+    ]
+    assert changes(OLD.as_dict(), OLD.as_dict()) == []
+
+
+def test_a_config_that_was_stored_is_read_back_as_it_was() -> None:
+    config = BatcherConfig(
+        64, budgets={"a": [[1, 0.2], [9, 0.4]]}, envs={"a": {"max_age": 0}}, flat=0.3, cost=(3, 4), max_age_seconds=9.5
+    )
+    again = BatcherConfig(**config.as_dict())
+    assert again == config
+    assert config_digest(again) == config_digest(config)
+
+
+@pytest.mark.parametrize(("step", "is_refused"), [(0, False), (1, True)])
+def test_the_unit_of_what_is_owed_cannot_change_once_there_are_steps(step: int, is_refused: bool) -> None:
+    new = BatcherConfig(64, unit="groups").as_dict()
+    if not is_refused:
+        check_change(OLD.as_dict(), new, step=step)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_change(OLD.as_dict(), new, step=step)
+    assert str(caught.value) == (
+        "batcher.unit = 'groups' cannot be taken by a run that has steps: what its envs are owed is counted in tokens. "
+        "Use another run name"
+    )
+    check_change({}, new, step=step)

@@ -1,0 +1,114 @@
+"""Prompts are skipped by how their last groups went, the same on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from rlbuffer.errors import ServerRefused
+from rlbuffer.records import Group, Rollout, Ticket
+from rlbuffer.settings import WorkerSettings
+from rlbuffer.worker.difficulty import Difficulty
+from rlbuffer.worker.envs import Prompt
+
+
+class Marks(dict[str, str]):
+    """What is kept with a run."""
+
+    is_full = False
+
+    def visits(self, env: str, prompt_ids: Sequence[str]) -> list[str]:
+        return [self.get(prompt_id, "") for prompt_id in prompt_ids]
+
+    def note_visits(self, env: str, prompt_id: str, marks: str) -> None:
+        if self.is_full:
+            raise ServerRefused("the server is full")
+        self[prompt_id] = marks
+
+
+def difficulty(marks: Marks, **settings: float) -> Difficulty:
+    return Difficulty(marks, "math", WorkerSettings(**{"env": "math", "skip_visits": 2, "skip_retry": 0.0, **settings}))
+
+
+def reasons(filter_: Difficulty, *numbers: int, prompt_id: str = "p") -> list[str]:
+    prompt = Prompt(prompt_id=prompt_id, tokens=np.array([1], np.int32))
+    tickets = [Ticket(env="math", number=n, group_id=f"math.{n}") for n in numbers]
+    return filter_.reasons(tickets, [prompt] * len(tickets))
+
+
+def group(*rewards: float) -> Group:
+    rollouts = tuple(
+        Rollout.from_completion(prompt_ids=[1], token_ids=[2], logprobs=[-0.5], reward=reward, policy_version=0)
+        for reward in rewards
+    )
+    return Group(group_id="math.0", env="math", prompt_id="p", rollouts=rollouts, planned_size=len(rollouts))
+
+
+@pytest.mark.parametrize(
+    ("marks", "reason"),
+    [
+        ("", ""),
+        ("s", ""),
+        ("ss", "solved by all rollouts of its last 2 visits"),
+        ("ff", "failed by all rollouts of its last 2 visits"),
+        ("sf", ""),
+        ("mm", ""),
+        ("ms", ""),
+        ("mss", "solved by all rollouts of its last 2 visits"),
+    ],
+)
+def test_a_prompt_is_skipped_when_its_last_visits_all_went_one_way(marks: str, reason: str) -> None:
+    assert reasons(difficulty(Marks(p=marks)), 0, 1) == [reason, reason]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "mark"),
+    [
+        ((1.0, 1.0), "s"),
+        ((1.0, 1.5), "s"),
+        ((1.0, 0.99), "m"),
+        ((0.0, 0.0), "f"),
+        ((0.0, -1.0), "f"),
+        ((0.0, 0.01), "m"),
+        ((0.0, 1.0), "m"),
+        ((0.5,), "m"),
+    ],
+)
+def test_a_visit_is_marked_by_its_lowest_and_highest_reward(rewards: tuple[float, ...], mark: str) -> None:
+    marks = Marks()
+    difficulty(marks).note(group(*rewards))
+    assert marks == {"p": mark}
+
+
+def test_the_bounds_of_solved_and_failed_are_settings_and_only_the_last_visits_are_kept() -> None:
+    marks = Marks(p="mm")
+    filter_ = difficulty(marks, skip_solved=0.9, skip_failed=0.2)
+    for rewards in ((0.95, 0.9), (0.2, 0.1), (0.9, 0.2)):
+        filter_.note(group(*rewards))
+    assert marks == {"p": "fm"}
+
+
+def test_a_share_of_the_tickets_is_sampled_all_the_same_and_every_worker_agrees_which() -> None:
+    marks = Marks(p="ss")
+    one, other = (reasons(difficulty(marks, skip_retry=0.2), *range(1000)) for _ in range(2))
+    assert one == other
+    assert 150 < one.count("") < 250
+    assert "" not in reasons(difficulty(marks, skip_retry=0.0), *range(100))
+    assert set(reasons(difficulty(marks, skip_retry=1.0), *range(100))) == {""}
+
+
+def test_without_the_setting_nothing_is_asked_or_noted() -> None:
+    marks = Marks(p="ss")
+    filter_ = difficulty(marks, skip_visits=0)
+    assert reasons(filter_, 0) == [""]
+    filter_.note(group(1.0))
+    assert marks == {"p": "ss"}
+
+
+def test_a_server_that_is_full_costs_the_note_only() -> None:
+    marks = Marks(p="s")
+    marks.is_full = True
+    difficulty(marks).note(group(1.0))
+    assert marks == {"p": "s"}

@@ -1,0 +1,224 @@
+"""Episodes and groups: what is sampled stays as it was sampled, and a rollout that fails costs itself only."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlbuffer.errors import PromptTooLong, SamplerUnavailable
+from rlbuffer.records import Group, PolicyVersion, Ticket
+from rlbuffer.settings import WorkerSettings
+from rlbuffer.spans import Turn, VersionSpan
+from rlbuffer.worker.envs import Prompt, Score
+from rlbuffer.worker.episodes import Episode
+from rlbuffer.worker.groups import Aborted, GroupFailed, GroupMaker
+from rlbuffer.worker.samplers import Completion, Sampling
+from rlbuffer.worker.samplers.batched import Batched
+
+PROMPT = Prompt(prompt_id="p", tokens=np.array([1, 2, 11], np.int32), answer="12")
+TICKET = Ticket(env="tools", number=7, group_id="tools.7")
+
+
+def completion(tokens: list[int], *, reason: str = "stop", spans: tuple[tuple[int, int, int], ...] = ()) -> Completion:
+    return Completion(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.linspace(-0.5, -0.1, len(tokens), dtype=np.float32),
+        finish_reason=reason,
+        version_spans=tuple(VersionSpan(*span) for span in spans) or (VersionSpan(4, 0, len(tokens)),),
+    )
+
+
+class Scripted:
+    """A sampler that answers from a script and remembers what it was given."""
+
+    wants_batches = False
+    is_ours = True
+    version = 4
+    vocab_size = 13
+
+    def __init__(self, *script: Completion | Exception) -> None:
+        self.script = list(script)
+        self.prompts: list[list[int]] = []
+        self.samplings: list[Sampling] = []
+
+    async def load(self, policy: PolicyVersion) -> None: ...
+
+    async def sample(self, prompt: np.ndarray, *, n: int, sampling: Sampling) -> list[Completion]:
+        self.prompts.append(prompt.tolist())
+        self.samplings.append(sampling)
+        await asyncio.sleep(0)
+        answers = [self.script.pop(0) if len(self.script) > 1 else self.script[0] for _ in range(n)]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers  # type: ignore[return-value]
+
+    async def close(self) -> None: ...
+
+
+class Tools:
+    """Asks, answers with a tool's tokens, asks again."""
+
+    name, vocab_size, eos_token_ids, max_new_tokens = "tools", 13, (12,), 4
+
+    def __init__(self, *outcomes: float | Exception) -> None:
+        self.outcomes = list(outcomes) or [1.0]
+
+    def prompt(self, number: int) -> Prompt:
+        return PROMPT
+
+    def render(self, tokens: np.ndarray) -> str:
+        return " ".join(map(str, tokens))
+
+    async def play(self, prompt: Prompt, episode: Episode) -> Score:
+        await episode.sample(max_new_tokens=2, stop_token_ids=[10])
+        episode.extend([7, 8], role="tool")
+        await episode.sample()
+        outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return Score(reward=outcome, rewards={"right": outcome}, metadata={"calls": 1})
+
+
+def made(env: Any, sampler: Any, **settings: Any) -> Group:
+    options = WorkerSettings(**{"env": "tools", "group_size": 3, **settings})
+    return asyncio.run(GroupMaker(env, sampler, options, worker="w").make(TICKET, PROMPT))
+
+
+def test_a_multi_turn_rollout_trains_exactly_what_was_sampled() -> None:
+    sampler = Scripted(completion([3, 10], spans=((4, 0, 1), (5, 1, 2))), completion([9, 12], spans=((5, 0, 2),)))
+    group = made(Tools(), sampler, group_size=1, temperature=0.5)
+    rollout = group.rollouts[0]
+    assert rollout.tokens.tolist() == [1, 2, 11, 3, 10, 7, 8, 9, 12]
+    assert rollout.loss_mask.tolist() == [False] * 3 + [True] * 2 + [False] * 2 + [True] * 2
+    assert rollout.logprobs.tolist() == pytest.approx([0, 0, 0, -0.5, -0.1, 0, 0, -0.5, -0.1])
+    assert rollout.version_spans == (VersionSpan(4, 3, 4), VersionSpan(5, 4, 5), VersionSpan(5, 7, 9))
+    assert rollout.turns == (
+        Turn("user", 0, 3),
+        Turn("assistant", 3, 5),
+        Turn("tool", 5, 7),
+        Turn("assistant", 7, 9),
+    )
+    assert rollout.columns["temperatures"].tolist() == [0.5] * 9
+    assert (rollout.reward, rollout.metadata, rollout.text) == (1.0, {"calls": 1}, "1 2 11 3 10 7 8 9 12")
+    assert sampler.prompts == [[1, 2, 11], [1, 2, 11, 3, 10, 7, 8]]
+    assert [(s.max_new_tokens, s.stop_token_ids) for s in sampler.samplings] == [(2, (12, 10)), (4, (12,))]
+
+
+def test_adjoining_tokens_of_one_version_are_one_span() -> None:
+    episode = Episode(PROMPT.tokens, Scripted().sample, Sampling(max_new_tokens=4))  # type: ignore[arg-type]
+    episode.add(completion([3, 4]))
+    episode.add(completion([5]))
+    assert episode.rollout(Score(reward=0.0)).version_spans == (VersionSpan(4, 3, 6),)
+
+
+def test_a_rollout_that_failed_is_tried_again() -> None:
+    group = made(Tools(ValueError("tool is down"), 0.5), Scripted(completion([3])), rollout_retries=1)
+    assert [r.reward for r in group.rollouts] == [0.5] * 3
+    assert group.metadata == {}
+
+
+def test_a_group_of_more_than_half_of_its_rollouts_is_whole_without_the_others() -> None:
+    env = Tools(ValueError("tool is down"), 0.5)
+    group = made(env, Scripted(completion([3])), rollout_retries=0)
+    assert (len(group.rollouts), group.planned_size, group.metadata) == (2, 2, {"failed_rollouts": 1})
+
+
+def test_a_group_of_half_of_its_rollouts_is_given_up_with_the_first_reason() -> None:
+    with pytest.raises(GroupFailed, match="ValueError: tool is down"):
+        made(Tools(ValueError("tool is down"), ValueError("no"), 0.5), Scripted(completion([3])), rollout_retries=0)
+
+
+def test_a_full_context_ends_an_episode_as_truncated_when_the_env_goes_on_from_there() -> None:
+    class Careful(Tools):
+        async def play(self, prompt: Prompt, episode: Episode) -> Score:
+            await episode.sample()
+            episode.extend([7])
+            try:
+                await episode.sample()
+            except PromptTooLong:
+                return Score(reward=0.25)
+            return Score(reward=1.0)
+
+    sampler = Scripted(completion([3]), PromptTooLong("no room"))
+    rollout = made(Careful(), sampler, group_size=1).rollouts[0]
+    assert (rollout.reward, rollout.is_truncated, rollout.finish_reason) == (0.25, True, "length")
+
+
+@pytest.mark.parametrize("trouble", [SamplerUnavailable("the server is away"), Aborted("stopped")])
+def test_a_sampler_that_is_away_costs_no_retry_and_reaches_the_worker(trouble: Exception) -> None:
+    with pytest.raises(type(trouble)):
+        made(Tools(), Scripted(trouble))
+
+
+def test_an_episode_without_a_sampled_token_is_a_failure() -> None:
+    class Silent(Tools):
+        async def play(self, prompt: Prompt, episode: Episode) -> Score:
+            return Score(reward=1.0)
+
+    with pytest.raises(GroupFailed, match="the episode ended before the policy sampled a token"):
+        made(Silent(), Scripted(completion([3])))
+
+
+class Judged:
+    """A single-turn env whose score is a coroutine."""
+
+    name, vocab_size, eos_token_ids, max_new_tokens = "tools", 13, (12,), 4
+    seconds = 0.0
+
+    def prompt(self, number: int) -> Prompt:
+        return PROMPT
+
+    def render(self, tokens: np.ndarray) -> str:
+        return " ".join(map(str, tokens))
+
+    async def score(self, prompt: Prompt, tokens: np.ndarray, *, finish_reason: str) -> Score:
+        await asyncio.sleep(self.seconds)
+        return Score(reward=1.0)
+
+
+def test_scoring_may_be_a_coroutine_with_a_limit_on_its_time() -> None:
+    env = Judged()
+    assert [r.reward for r in made(env, Scripted(completion([3, 12]))).rollouts] == [1.0] * 3
+    env.seconds = 600.0
+    with pytest.raises(GroupFailed, match="TimeoutError"):
+        made(env, Scripted(completion([3, 12])), rollout_timeout_seconds=0.05)
+
+
+def test_what_is_asked_for_together_is_one_batch_and_a_failure_reaches_all_who_asked() -> None:
+    class Batch:
+        version, vocab_size, context = 4, 13, 0
+
+        def __init__(self) -> None:
+            self.sizes: list[int] = []
+            self.error: Exception | None = None
+
+        def load(self, policy: PolicyVersion) -> None: ...
+
+        def sample(self, prompts: Any, *, n: int, sampling: Sampling, stopped: Any) -> list[list[Completion]]:
+            self.sizes.append(len(prompts))
+            if self.error is not None:
+                raise self.error
+            return [[completion([int(prompt[0])])] * n for prompt in prompts]
+
+    batch = Batch()
+
+    async def ask() -> list[Any]:
+        sampler = Batched(batch)
+        sampling = Sampling(max_new_tokens=1)
+        try:
+            return await asyncio.gather(
+                *(sampler.sample(np.array([i], np.int32), n=2, sampling=sampling) for i in range(5)),
+                return_exceptions=True,
+            )
+        finally:
+            await sampler.close()
+
+    answers = asyncio.run(ask())
+    assert batch.sizes == [5]
+    assert [[int(c.tokens[0]) for c in answer] for answer in answers] == [[i, i] for i in range(5)]
+    batch.error = RuntimeError("out of memory")
+    assert [str(answer) for answer in asyncio.run(ask())] == ["out of memory"] * 5

@@ -1,0 +1,151 @@
+"""The jsonl env: prompts as ids or text, every one once an epoch, scored by what the settings name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_tokenizer import save_tokenizer
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.worker.envs import Prompt, make_env
+
+IDS = {"vocab_size": 13, "eos_token_ids": [12]}
+
+
+def env_of(directory: Path, *lines: Any, **options: Any) -> Any:
+    path = directory / "data.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return make_env("jsonl", path=str(path), **options)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tokenizer(tmp_path_factory.mktemp("plain"), template=None))
+
+
+def test_a_line_becomes_a_prompt_with_its_answer_name_and_further_fields(tmp_path: Path) -> None:
+    env = env_of(tmp_path, {"prompt": [1, 11], "answer": "1", "id": "one", "level": 3}, "", **IDS)
+    prompt = env.prompt(0)
+    assert (prompt.prompt_id, prompt.tokens.tolist(), prompt.answer) == ("one", [1, 11], "1")
+    assert prompt.tokens.dtype == np.int32
+    assert prompt.metadata == {"level": 3, "epoch": 0, "data": env.digest}
+    assert env.prompt(5).metadata["epoch"] == 5
+
+
+def test_a_prompt_without_a_name_goes_by_its_line(tmp_path: Path) -> None:
+    env = env_of(tmp_path, "", {"prompt": [1]}, {"prompt": [2]}, shuffle=False, **IDS)
+    assert [env.prompt(n).prompt_id for n in range(2)] == ["line-2", "line-3"]
+
+
+def test_epochs_and_places_come_from_the_ticket_number_alone(tmp_path: Path) -> None:
+    lines = [{"prompt": [i], "id": str(i)} for i in range(10)]
+    env, other = env_of(tmp_path, *lines, seed=4, **IDS), env_of(tmp_path, *lines, seed=4, **IDS)
+    ids = [env.prompt(n).prompt_id for n in range(20)]
+    assert [other.prompt(n).prompt_id for n in reversed(range(20))][::-1] == ids
+    assert sorted(ids[:10]) == sorted(ids[10:]) == [str(i) for i in range(10)]
+    assert ids[:10] != ids[10:]
+    assert ids != [env_of(tmp_path, *lines, seed=5, **IDS).prompt(n).prompt_id for n in range(20)]
+
+
+def test_two_files_are_told_apart_by_what_they_hold(tmp_path: Path) -> None:
+    one = env_of(tmp_path, {"prompt": [1]}, **IDS).digest
+    assert env_of(tmp_path, {"prompt": [1]}, **IDS).digest == one
+    assert env_of(tmp_path, {"prompt": [2]}, **IDS).digest != one
+
+
+def test_without_a_tokenizer_answers_are_ids_and_the_end_does_not_count(tmp_path: Path) -> None:
+    env = env_of(tmp_path, {"prompt": [1], "answer": "1 2"}, **IDS)
+    prompt = env.prompt(0)
+    assert env.score(prompt, np.array([1, 2, 12], np.int32), finish_reason="stop").reward == 1.0
+    assert env.score(prompt, np.array([1, 2, 3, 12], np.int32), finish_reason="stop").reward == 0.0
+    assert env.render(np.array([1, 2, 12])) == "1 2 12"
+
+
+def test_text_is_framed_by_the_chat_template_and_only_prompts_are_tokenised(tmp_path: Path, tokenizer: str) -> None:
+    env = env_of(tmp_path, {"prompt": "3+4?", "answer": "7"}, tokenizer=tokenizer, system="Be brief.")
+    prompt = env.prompt(0)
+    assert env.render(prompt.tokens) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert int(prompt.tokens.max()) < env.vocab_size
+    answer = np.append(env._text.prompt("x")[:0], [env._text._tokenizer.convert_tokens_to_ids("7"), *env.eos_token_ids])
+    score = env.score(prompt, answer.astype(np.int32), finish_reason="stop")
+    assert (score.reward, score.successes) == (1.0, {"exact": True})
+
+
+def test_without_a_template_text_is_the_prompt_as_it_stands(tmp_path: Path, plain: str, tokenizer: str) -> None:
+    assert env_of(tmp_path, {"prompt": "3+4="}, tokenizer=plain).render(
+        env_of(tmp_path, {"prompt": "3+4="}, tokenizer=plain).prompt(0).tokens
+    ) == ("3+4=")
+    env = env_of(tmp_path, {"prompt": "3+4="}, tokenizer=tokenizer, chat=False)
+    assert env.render(env.prompt(0).tokens) == "3+4="
+
+
+def test_rewards_and_lengths_are_those_of_the_settings(tmp_path: Path) -> None:
+    env = env_of(
+        tmp_path,
+        {"prompt": [1], "answer": "5", "target_length": 2},
+        rewards={"last": {"kind": "regex", "pattern": r"\d+", "compare": True, "weight": 2.0}},
+        length={"form": "clip", "target": 9},
+        **IDS,
+    )
+    prompt = env.prompt(0)
+    score = env.score(prompt, np.array([5, 12], np.int32), finish_reason="stop")
+    assert (score.reward, score.rewards) == (2.0, {"last": 1.0, "length": 0.0})
+    assert env.score(prompt, np.array([4, 5, 12], np.int32), finish_reason="stop").reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "message"),
+    [
+        ("{", IDS, "data.jsonl:2: not JSON: "),
+        ("[1]", IDS, "data.jsonl:2: not a JSON object"),
+        ({"answer": "1"}, IDS, "data.jsonl:2: prompt must be text or token ids, got 'None'"),
+        ({"prompt": []}, IDS, "data.jsonl:2: prompt must be text or token ids, got '[]'"),
+        ({"prompt": [True]}, IDS, "data.jsonl:2: prompt must be text or token ids, got '[True]'"),
+        ({"prompt": [13]}, IDS, "data.jsonl:2: token id 13 is not in 0-12"),
+        ({"prompt": [-1]}, IDS, "data.jsonl:2: token id -1 is not in 0-12"),
+        ({"prompt": "text"}, IDS, "data.jsonl:2: a prompt of text needs a tokenizer"),
+        ({"prompt": [1]}, {}, "jsonl: without a tokenizer the env needs vocab_size and eos_token_ids"),
+        ({"prompt": [1]}, {**IDS, "tokenizer": "nowhere"}, "tokenizer = 'nowhere' is not a directory"),
+        ({"prompt": [1]}, {**IDS, "rewards": {"exat": 1}}, "reward exat: kind 'exat' is not one of exact, regex; "),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_by_its_line(
+    tmp_path: Path, line: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        env_of(tmp_path, {"prompt": [1]}, line, **options)
+    assert str(error.value).removeprefix(f"{tmp_path}/").startswith(message)
+
+
+def test_a_file_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.jsonl holds no prompt"):
+        env_of(tmp_path, "", **IDS)
+    with pytest.raises(ConfigError, match=r"no\.jsonl cannot be read: No such file or directory"):
+        make_env("jsonl", path=str(tmp_path / "no.jsonl"), **IDS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"chat": True}, "has no chat template"), ({"system": "x"}, "a system prompt needs a")]
+)
+def test_a_chat_without_a_template_is_refused(
+    tmp_path: Path, plain: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        env_of(tmp_path, {"prompt": "x"}, tokenizer=plain, **options)
+
+
+def test_a_prompt_that_was_made_elsewhere_is_scored_all_the_same(tmp_path: Path) -> None:
+    env = env_of(tmp_path, {"prompt": [1], "answer": "5"}, **IDS)
+    prompt = Prompt(prompt_id="x", tokens=np.array([1], np.int32), answer="9")
+    assert env.score(prompt, np.array([9], np.int32), finish_reason="length").reward == 1.0

@@ -1,0 +1,137 @@
+"""Exact texts: what is refused of envs, their rewards and their tokenizers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_tokenizer import save_tokenizer
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.worker.envs import make_env
+from rlbuffer.worker.envs.rewards import Answered, Rewards, exact_match, make_rewards
+from rlbuffer.worker.envs.text import Text
+from rlbuffer.worker.envs.verifiers import tasks_of
+
+
+async def judge(_: Answered) -> float:
+    return 1.0
+
+
+def half(_: Answered) -> float:
+    return 0.5
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (
+            lambda: make_rewards({"exact": 1}, length={"form": "max", "target": 1, "slack": 2}),
+            "length reward slack = 2 must be in 0-1",
+        ),
+        (
+            lambda: make_rewards({"mine": {"kind": f"{__name__}:judge"}}),
+            "reward mine: a coroutine; an env whose score waits writes `async def score` itself",
+        ),
+        (
+            lambda: Rewards({"exact": (exact_match(), 1.0)}, success="right"),
+            "rewards: success = 'right' is not one of exact",
+        ),
+        (
+            lambda: make_rewards({"mine": {"kind": f"{__name__}:half", "x": 1}}),
+            "reward mine: a function of your own takes no options, got x",
+        ),
+        (
+            lambda: make_rewards({"exat": 1}),
+            "reward exat: kind 'exat' is not one of exact, regex; your own is package.module:function",
+        ),
+    ],
+)
+def test_rewards_that_cannot_be_made(build: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build()
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    ("package", "env", "options", "text"),
+    [
+        (
+            "reasoning_gym",
+            "reasoning_gym",
+            {"dataset": "gcd", "tokenizer": "x"},
+            (
+                "env reasoning_gym cannot be imported (import of reasoning_gym halted; None in sys.modules): "
+                "pip install 'rlbuffer[envs]'"
+            ),
+        ),
+        (
+            "verifiers",
+            "verifiers",
+            {"taskset": "x", "tokenizer": "x"},
+            (
+                "env verifiers cannot be imported (No module named 'verifiers.v1'; 'verifiers' is not a package): "
+                "pip install 'rlbuffer[verifiers]'"
+            ),
+        ),
+    ],
+)
+def test_a_package_that_is_not_there_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, package: str, env: str, options: dict[str, Any], text: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError) as error:
+        make_env(env, **options)
+    assert str(error.value) == text
+
+
+def test_a_tokenizer_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError) as error:
+        Text(str(tmp_path))
+    assert str(error.value) == (
+        "a tokenizer needs transformers: pip install 'rlbuffer[train]' "
+        "(import of transformers halted; None in sys.modules)"
+    )
+
+
+def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        Text(str(tmp_path))
+    assert str(error.value).startswith(f"tokenizer = {str(tmp_path)!r} cannot be loaded: ")
+
+
+def test_a_tokenizer_without_a_template_or_an_end(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, template=None)
+    with pytest.raises(ConfigError) as error:
+        Text(str(tmp_path), chat=True)
+    assert str(error.value) == f"tokenizer = {str(tmp_path)!r} has no chat template"
+    with pytest.raises(ConfigError, match=r"^a system prompt needs a chat template$"):
+        Text(str(tmp_path), system="Be brief.")
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "eos_token"}))
+    with pytest.raises(ConfigError) as error:
+        Text(str(tmp_path))
+    assert str(error.value) == f"tokenizer = {str(tmp_path)!r} names no end token (eos_token)"
+
+
+class Tasks(list[Any]):
+    """A taskset."""
+
+    bounded = True
+
+
+def test_a_taskset_without_end_or_without_tasks() -> None:
+    endless = Tasks([SimpleNamespace(), SimpleNamespace()])
+    endless.bounded = False
+    assert tasks_of(endless, 1) == endless[:1]
+    with pytest.raises(ValueError) as error:
+        tasks_of(endless, 0)
+    assert str(error.value) == "the taskset has no end: say how many of its tasks to use (env_options.tasks)"
+    with pytest.raises(ValueError, match=r"^the taskset has no tasks$"):
+        tasks_of(Tasks(), 0)

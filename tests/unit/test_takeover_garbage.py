@@ -1,0 +1,42 @@
+"""Reading a large pool is not interrupted by the collector, and leaves nothing young behind for it."""
+
+import gc
+
+import pytest
+
+from rlbuffer.daemon.memory import without_garbage_collection
+
+
+def is_young(made):
+    return any(found is made for generation in (0, 1) for found in gc.get_objects(generation=generation))
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_rests_meanwhile_and_then_is_as_it_was(was_on):
+    before = gc.isenabled()
+    (gc.enable if was_on else gc.disable)()
+    try:
+        with without_garbage_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled() is was_on
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_what_was_read_counts_as_old():
+    with without_garbage_collection():
+        made = [[] for _ in range(10)]
+        assert is_young(made)
+    assert not is_young(made)
+
+
+def test_what_somebody_froze_stays_frozen():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with without_garbage_collection():
+            pass
+        # Some of it may be gone, because nothing refers to it any more.
+        assert gc.get_freeze_count() > 0.9 * frozen
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,147 @@
+"""From a trace of verifiers to a rollout; the shapes are those that verifiers 0.4.0 gives."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlbuffer.spans import Turn, VersionSpan
+from rlbuffer.worker.envs import PolicyAccess
+from rlbuffer.worker.envs.traces import TraceUnusable, rollout_of
+from rlbuffer.worker.samplers import Completion, Sampling
+
+
+def node(role: str, ids: list[int], sampled: int = 0, *, mask: list[bool] | None = None) -> Any:
+    """A message of `ids`, of which the last `sampled` were sampled."""
+    mask = mask or [False] * (len(ids) - sampled) + [True] * sampled
+    return SimpleNamespace(message=SimpleNamespace(role=role), token_ids=ids, mask=mask)
+
+
+def branch(*nodes: Any, trainable: bool = True) -> Any:
+    mask = [flag for node in nodes for flag in node.mask]
+    return SimpleNamespace(nodes=list(nodes), trainable=trainable, sampled_mask=mask)
+
+
+CONVERSATION = branch(
+    node("system", [1, 2]),
+    node("user", [3]),
+    node("assistant", [4, 5, 6], sampled=2),
+    node("tool", [7, 8]),
+    node("assistant", [4, 9], sampled=1),
+)
+
+
+def trace(*branches: Any, **changes: Any) -> Any:
+    base: dict[str, Any] = {
+        "id": "t1",
+        "ok": True,
+        "errors": [],
+        "stop_condition": "agent_completed",
+        "is_truncated": False,
+        "rewards": {
+            "exact": SimpleNamespace(score=1.0, weight=1.0),
+            "format": SimpleNamespace(score=0.5, weight=0.2),
+        },
+        "reward": 1.1,
+        "metrics": {"turns": 2.0, "unknown": None},
+        "branches": list(branches) or [CONVERSATION],
+    }
+    return SimpleNamespace(**(base | changes))
+
+
+def completion(tokens: list[int], *spans: tuple[int, int, int], reason: str = "stop") -> Completion:
+    return Completion(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.linspace(-0.5, -0.25, len(tokens)).astype(np.float32),
+        finish_reason=reason,
+        version_spans=tuple(VersionSpan(*span) for span in spans) or (VersionSpan(7, 0, len(tokens)),),
+    )
+
+
+SAID = [completion([5, 6], (7, 0, 1), (8, 1, 2)), completion([9], (8, 0, 1))]
+
+
+async def _ask(tokens: Any, sampling: Sampling) -> Completion:
+    return SAID[0]
+
+
+def made(a_trace: Any, said: list[Completion], *, temperature: float = 1.0) -> Any:
+    policy = PolicyAccess(ask=_ask, sampling=Sampling(max_new_tokens=8, temperature=temperature))
+    return rollout_of(a_trace, said, policy, text="told")
+
+
+def test_a_conversation_is_one_rollout_with_only_what_was_sampled_trained() -> None:
+    rollout = made(trace(), SAID, temperature=0.5)
+    assert rollout.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 4, 9]
+    assert rollout.tokens[rollout.loss_mask].tolist() == [5, 6, 9]
+    assert rollout.logprobs.tolist() == pytest.approx([0, 0, 0, 0, -0.5, -0.25, 0, 0, 0, -0.5])
+    assert rollout.version_spans == (VersionSpan(7, 4, 5), VersionSpan(8, 5, 6), VersionSpan(8, 9, 10))
+    assert rollout.turns == (
+        Turn("system", 0, 2),
+        Turn("user", 2, 3),
+        Turn("assistant", 3, 6),
+        Turn("tool", 6, 8),
+        Turn("assistant", 8, 10),
+    )
+    assert (rollout.reward, rollout.rewards) == (1.1, {"exact": 1.0, "format": 0.5})
+    assert rollout.metadata == {"trace": "t1", "stop": "agent_completed", "metrics": {"turns": 2.0}}
+    assert (rollout.text, rollout.finish_reason, rollout.is_truncated) == ("told", "stop", False)
+    assert rollout.columns["temperatures"].tolist() == [0.5] * 10
+
+
+def test_requests_that_the_trace_does_not_hold_are_left_out() -> None:
+    rollout = made(trace(), [completion([5, 5]), SAID[0], completion([1]), SAID[1]])
+    assert rollout.tokens[rollout.loss_mask].tolist() == [5, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("last", "trace_says", "truncated"), [("stop", False, False), ("length", False, True), ("stop", True, True)]
+)
+def test_a_rollout_is_truncated_when_its_trace_or_its_last_turn_is(
+    last: str, trace_says: bool, truncated: bool
+) -> None:
+    said = [SAID[0], completion([9], reason=last)]
+    assert made(trace(is_truncated=trace_says), said).is_truncated is truncated
+
+
+@pytest.mark.parametrize(
+    ("changes", "branches", "message"),
+    [
+        (
+            {"ok": False, "errors": [SimpleNamespace(type="ToolsetError", message="no server")]},
+            [],
+            "the trace failed (agent_completed): ToolsetError: no server",
+        ),
+        ({"ok": False, "stop_condition": None}, [], "the trace failed (no stop condition): no reason given"),
+        ({"rewards": {"exact": None}}, [], "the trace was not scored by exact"),
+        ({}, [branch(node("user", [1, 2]))], "the policy sampled nothing"),
+        ({}, [branch(node("user", [1]), node("assistant", [5, 6], 2), trainable=False)], "the policy sampled nothing"),
+        ({}, [CONVERSATION, CONVERSATION], "the trace holds 2 training samples: "),
+        (
+            {},
+            [branch(node("user", [1]), node("assistant", [5, 7], 2))],
+            "message 1 of the trace holds other tokens than were sampled",
+        ),
+        (
+            {},
+            [branch(node("user", [1]), node("assistant", [5, 2, 6], mask=[True, False, True]))],
+            "message 1 of the trace has sampled tokens in several places",
+        ),
+    ],
+)
+def test_a_trace_that_cannot_be_trained_is_refused(changes: dict[str, Any], branches: list[Any], message: str) -> None:
+    with pytest.raises(TraceUnusable) as error:
+        made(trace(*branches, **changes), SAID)
+    assert str(error.value).startswith(message)
+
+
+def test_turns_told_in_another_order_are_refused() -> None:
+    with pytest.raises(TraceUnusable, match="message 4 of the trace holds other tokens than were sampled"):
+        made(trace(), SAID[::-1])
+
+
+def test_a_branch_that_is_not_trained_does_not_count() -> None:
+    assert made(trace(CONVERSATION, branch(node("user", [1]), node("assistant", [5], 1), trainable=False)), SAID)
