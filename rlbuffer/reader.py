@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +45,10 @@ taken over waits for it before it commits, and shall commit within a lease and t
 FETCH_BYTES = 64 * 2**20
 """Payload bytes asked for in one call."""
 CLOSED = "the reader was closed"
+
+
+class _Ended(Exception):
+    """The caller of :meth:`Reader.steps` does not wait any longer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,10 +121,12 @@ class Reader:
         self._heart = threading.Thread(target=self._beat, name="rlbuffer-heartbeat", daemon=True)
         self._heart.start()
 
-    def steps(self, start: int | None = None) -> Iterator[Step]:
+    def steps(self, start: int | None = None, *, until: Callable[[], bool] | None = None) -> Iterator[Step]:
         """Yields step after step, from `start` (default: the one after the last trained) until the caller stops.
 
         Asking for the next step acknowledges the last one as trained. Whoever stops earlier calls :meth:`trained`.
+        While it waits for a step it asks `until` about once a second, and ends when that says True: so a signal
+        handler need only leave a note.
 
         Raises:
             BatchTimeout: no step came within `timeout_seconds`; the message says what the batcher waits for.
@@ -136,7 +142,10 @@ class Reader:
         fetch = self._fetch(number)
         try:
             while True:
-                step = self._await(number, fetch.future)
+                try:
+                    step = self._await(number, fetch.future, until)
+                except _Ended:
+                    return
                 if not self._is_current(step):
                     fetch = self._fetch(number)
                     continue
@@ -223,7 +232,7 @@ class Reader:
         fetch.future.add_done_callback(self._fetches.discard)
         return fetch
 
-    def _await(self, number: int, future: Future[Step]) -> Step:
+    def _await(self, number: int, future: Future[Step], until: Callable[[], bool] | None = None) -> Step:
         """The prefetched step; the time allowed counts from the asking, not from when the prefetch began."""
         deadline = time.monotonic() + self.timeout_seconds
         waiting = False
@@ -232,6 +241,8 @@ class Reader:
                 self._raise_fault()
                 if self._stop.is_set():
                     raise RlbufferError(f"{CLOSED} while it waited for step {number}")
+                if until is not None and until():
+                    raise _Ended
                 self._check_run()
                 if time.monotonic() >= deadline:
                     raise BatchTimeout(self._timeout_message(number))

@@ -7,7 +7,7 @@ and s alone, whatever the world size, so runs at different world sizes train on 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -90,8 +90,8 @@ class FakeReader:
         if resume_step is not None:
             self._trained = resume_step
 
-    def steps(self, start: int | None = None) -> Iterator[Step]:
-        """Yields step after step without end."""
+    def steps(self, start: int | None = None, *, until: Callable[[], bool] | None = None) -> Iterator[Step]:
+        """Yields step after step without end: it never waits, and so never asks `until`."""
         number = self._trained + 1 if start is None else start
         while True:
             yield self._step(number)

@@ -37,7 +37,7 @@ from rlbuffer.trainer.fake import FakeBuffer, FakeReader
 from rlbuffer.trainer.losses import get_loss
 from rlbuffer.trainer.metrics import MetricsFile, Stopwatch, step_record
 from rlbuffer.trainer.model import PackedPolicy, prepare, vocabulary_of
-from rlbuffer.trainer.stopping import StopRequest, StopRequested
+from rlbuffer.trainer.stopping import StopRequest
 from rlbuffer.trainer.update import SUMS, accumulate, learning_rate_at, make_optimizer, take_step
 from rlbuffer.weights.cache import announced
 from rlbuffer.weights.files import publish
@@ -205,7 +205,7 @@ class _Trainer:
             temporary.replace(self.output / "ranks.json")
 
     def _loop(self, planned: int) -> bool:
-        steps = self.reader.steps(self.trained + 1)
+        steps = self._steps()
         pulls = 0
         while self.trained < planned:
             watch = Stopwatch()
@@ -222,23 +222,23 @@ class _Trainer:
                     )
                 if hasattr(steps, "close"):
                     steps.close()
-                steps = self.reader.steps(self.trained + 1)
+                steps = self._steps()
                 continue
             pulls = 0
             self._train(step, agreement, watch)
         return True
+
+    def _steps(self) -> Iterator[Step]:
+        return self.reader.steps(self.trained + 1, until=lambda: self.stop.is_set)
 
     def _next(self, steps: Iterator[Step]) -> tuple[Step | None, Agreement]:
         """The next step as all ranks agree on it. Errors of this rank's reader reach the others through `agree`."""
         step: Step | None = None
         failure: RlbufferError | None = None
         try:
-            with self.stop.waiting():
-                step = next(steps)
-        except StopRequested:
-            step = None
-        except StopIteration:
-            failure = RlbufferError("the reader ended without a step")
+            step = None if self.stop.is_set else next(steps, None)
+            if step is None and not self.stop.is_set:
+                failure = RlbufferError("the reader ended without a step")
         except RlbufferError as error:
             failure = error
         if step is not None and step.number != self.trained + 1:

@@ -1,39 +1,25 @@
-"""Being asked to stop: finish the step, write a checkpoint, leave."""
+"""Being asked to stop: finish the step, write a checkpoint, leave.
+
+The handler leaves a note and nothing else. An exception out of a handler appears between any two instructions: inside
+a destructor, where Python prints it and goes on as if nobody had asked, or with a lock taken.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
 
-class StopRequested(BaseException):
-    """Raised by the signal handler, and only while the rank waits for a step. Not an error: nothing failed."""
-
-
 class StopRequest:
-    """Whether somebody asked this process to stop. While it waits for data, the asking interrupts the waiting."""
+    """Whether somebody asked this process to stop. Whoever waits for long looks at it meanwhile."""
 
     def __init__(self) -> None:
         self.is_set = False
-        self._is_waiting = False
 
     def set(self) -> None:
         """Asks to stop."""
         self.is_set = True
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The block may be left by StopRequested at any point; it must not hold anything half done."""
-        self._is_waiting = True
-        try:
-            if self.is_set:
-                raise StopRequested
-            yield
-        finally:
-            self._is_waiting = False
 
     def on_signals(self, *numbers: signal.Signals) -> None:
         """Lets these signals ask. Does nothing outside the main thread, where Python does not allow it."""
@@ -43,6 +29,3 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.is_set = True
-        if self._is_waiting:
-            self._is_waiting = False
-            raise StopRequested

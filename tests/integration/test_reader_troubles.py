@@ -105,6 +105,21 @@ def test_closing_a_reader_ends_whoever_waits_in_it(run: Run) -> None:
         reader.pull(1)
 
 
+def test_steps_end_for_a_caller_that_does_not_want_to_wait_any_longer(run: Run) -> None:
+    run.step("a.0", world_size=1)
+    reader = make_reader(run)
+    asked: list[int] = []
+
+    def until() -> bool:
+        asked.append(1)
+        return True
+
+    assert [step.number for step in reader.steps(1, until=until)] == [1], "what is there is given without asking"
+    assert asked == [1]
+    assert run.store.waiting() == {}, "nobody waits any more"
+    reader.close()
+
+
 def test_a_version_made_from_steps_that_the_server_lost_is_taken_back_by_the_next_attempt(run: Run) -> None:
     run.step("a.0", world_size=1)
     old = run.store.attempt(uuid="old", world_size=1, resume_step=0)
