@@ -81,7 +81,7 @@ class Loop:
 def url_run(redis_url: str, tmp_path: Path) -> Iterator[Run]:
     made = Run(redis_url, tmp_path)
     yield made
-    made.store.close()
+    made.close()
 
 
 def train_to(reader: Reader, steps: Iterator[Any], last: int) -> list[Any]:
