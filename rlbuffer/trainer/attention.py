@@ -144,9 +144,7 @@ class SegmentPlan:
 
         return self.map(one_batch, query, key, value)
 
-    def map(
-        self, function: Callable[[int, Sequence[Tensor], Tensor | None], Tensor], *values: Tensor
-    ) -> Tensor:
+    def map(self, function: Callable[[int, Sequence[Tensor], Tensor | None], Tensor], *values: Tensor) -> Tensor:
         """Runs `function` on the segments of each batch, padded on the right, and puts what it gives back in place.
 
         Shapes: ``values`` [T, ...]; `function` gets the width, each of them as [n, width, ...], and [n, width] bool,

@@ -25,10 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from rlbuffer.errors import CheckpointError
 from rlbuffer.trainer.agreement import Ranks
@@ -102,7 +104,7 @@ def save(
     _together(ranks, error, checkpoint.step, final)
     try:
         with _alone(ranks.world_size == 1) as options:
-            dcp.save(_tensors(policy, optimizer), checkpoint_id=temporary, **options)
+            save_tensors(_tensors(policy, optimizer), checkpoint_id=temporary, **options)
         mine = [path for path in temporary.iterdir() if _rank_of(path) == ranks.rank]
         listed = {path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in mine}
         (temporary / f"files-{ranks.rank}.json").write_text(json.dumps(listed), encoding="utf-8")
@@ -149,9 +151,7 @@ def _rank_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _together(
-    ranks: Ranks, error: BaseException | None, step: int, final: Path, temporary: Path | None = None
-) -> None:
+def _together(ranks: Ranks, error: BaseException | None, step: int, final: Path, temporary: Path | None = None) -> None:
     """Fails on all ranks if one has failed, so that none waits for it."""
     failed = ranks.gather(torch.tensor([int(error is not None)], dtype=torch.int64))[:, 0].nonzero()[:, 0].tolist()
     if not failed:
@@ -220,13 +220,13 @@ def restore(path: Path, policy: PackedPolicy, optimizer: torch.optim.Optimizer, 
     """
     tensors = _tensors(policy, optimizer)
     try:
-        known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        known = FileSystemReader(path).read_metadata().state_dict_metadata
         own = {f"policy.{name}" for name in tensors["policy"]}
         differing = sorted(own ^ {name for name in known if name.startswith("policy.")})
         if differing:
             raise CheckpointError(f"{path} is of another model than [model] describes: {', '.join(differing[:3])}")
         with _alone(ranks.world_size == 1) as options:
-            dcp.load(tensors, checkpoint_id=path, **options)
+            load_tensors(tensors, checkpoint_id=path, **options)
         set_state_dict(
             policy,
             optimizer,
@@ -250,14 +250,14 @@ def load_parameters(output: Path, step: int, *, of: str = "policy") -> dict[str,
     """
     path = path_of(output / "checkpoints", step)
     _verify(path)
-    kept = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    kept = FileSystemReader(path).read_metadata().state_dict_metadata
     tensors: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in kept.items()
         if isinstance(entry, TensorStorageMetadata) and name.startswith(f"{of}.")
     }
     with _alone(True) as options:
-        dcp.load(tensors, checkpoint_id=path, **options)
+        load_tensors(tensors, checkpoint_id=path, **options)
     return {name.removeprefix(f"{of}."): tensor for name, tensor in tensors.items()}
 
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 2**23
-"""Logits held at once (chunk tokens x V): 32 MiB in float32."""
+"""Logits held at once (chunk tokens x V), at least: 32 MiB in float32, the size from which glibc always maps memory of
+its own and gives it back. Chunks a little smaller stay in its heap, where aligned ones of equal size never fit into
+each other's place: the peak was 0.9 GB instead of 0.2 (docs/log.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ PLAIN = LogitShape()
 
 def chunk_tokens(vocabulary: int) -> int:
     """Tokens whose logits are held at once."""
-    return max(1, CHUNK_ELEMENTS // max(1, vocabulary))
+    return -(-CHUNK_ELEMENTS // max(1, vocabulary))
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -72,9 +74,11 @@ class _ChunkedHead(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             shaped = _shaped(hidden[part], narrow, bias, shape)
-            log_p = torch.log_softmax(shaped / _scale(temperature, part, shaped), dim=-1)
+            log_p = _log_softmax(shaped, _scale(temperature, part, shaped))
+            del shaped
             logprobs.append(log_p.gather(1, targets[part, None])[:, 0])
-            entropies.append(-(log_p.exp() * log_p).sum(-1))
+            entropies.append(-log_p.exp().mul_(log_p).sum(-1))
+            del log_p  # before the next chunk takes its place
         ctx.save_for_backward(hidden, weight, bias, targets, temperature if isinstance(temperature, Tensor) else None)
         ctx.temperature = temperature if isinstance(temperature, float) else 0.0
         ctx.shape, ctx.chunk = shape, chunk
@@ -94,12 +98,15 @@ class _ChunkedHead(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             shaped = _shaped(hidden[part], narrow, bias, ctx.shape)
             scale = _scale(temperature, part, shaped)
-            log_p = torch.log_softmax(shaped / scale, dim=-1)
+            log_p = _log_softmax(shaped, scale)
             p = log_p.exp()
             entropy = -(p * log_p).sum(-1, keepdim=True)
-            d = -p * (of_logprobs[part, None] + of_entropy[part, None] * (log_p + entropy))
+            # d = -p * (of_logprobs + of_entropy * (log_p + entropy)), in place of log_p: memory is what this is for.
+            d = log_p.add_(entropy).mul_(of_entropy[part, None]).add_(of_logprobs[part, None]).mul_(p).neg_()
+            del log_p, p
             d.scatter_add_(1, targets[part, None], of_logprobs[part, None].to(d.dtype))
-            d = ctx.shape.backward(shaped, d / scale)
+            d = ctx.shape.backward(shaped, d.div_(scale))
+            del shaped
             if d_bias is not None:
                 d_bias += d.sum(0)
             product = d.to(hidden.dtype)
@@ -107,6 +114,7 @@ class _ChunkedHead(torch.autograd.Function):
                 d_hidden[part] = product @ narrow
             if d_weight is not None:
                 d_weight += (product.T @ hidden[part]).to(wide)
+            del d, product
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
@@ -122,6 +130,12 @@ def _shaped(hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: LogitSha
     """[n, V] logits as the model gives them, in float32 at least."""
     logits = torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
     return shape.apply(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+
+
+def _log_softmax(logits: Tensor, scale: Tensor | float) -> Tensor:
+    """[n, V] of the logits over `scale`, in a tensor of its own."""
+    is_one = isinstance(scale, float) and scale == 1.0
+    return torch.log_softmax(logits if is_one else logits / scale, dim=-1)
 
 
 def _scale(temperature: Tensor | float, part: slice, logits: Tensor) -> Tensor | float:

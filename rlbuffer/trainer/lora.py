@@ -35,14 +35,15 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int) ->
         ConfigError: PEFT is not installed; no module has a name of `targets`; the head is one of them.
     """
     try:
-        from peft import LoraConfig, inject_adapter_in_model
+        import peft
     except ImportError as error:
         raise ConfigError(
             f"trainer.lora.rank = {settings.rank} needs PEFT ({error}): pip install 'rlbuffer[lora]'",
             setting="trainer.lora.rank",
         ) from error
     targets = list(settings.targets)
-    config = LoraConfig(
+    made: Any = peft.LoraConfig  # declares alpha as int; any number does
+    config = made(
         r=settings.rank,
         lora_alpha=settings.alpha,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
@@ -55,7 +56,7 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int) ->
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            inject_adapter_in_model(config, model, _ADAPTER)
+            peft.inject_adapter_in_model(config, model, _ADAPTER)
     except ValueError as error:
         raise ConfigError(f"trainer.lora.targets = {targets}: {error}", setting="trainer.lora.targets") from error
     if [model.get_output_embeddings(), model.get_input_embeddings()] != outside:  # type: ignore[no-untyped-call]

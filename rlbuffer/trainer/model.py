@@ -191,9 +191,9 @@ def packed_forward(policy: PackedPolicy) -> PackedForward:
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks that the model stacks, in order: what is recomputed, or sharded, as one."""
     base: nn.Module = backbone_of(model)
-    lists = [child for child in base.children() if isinstance(child, nn.ModuleList)]
-    lists = lists or [module for module in base.modules() if isinstance(module, nn.ModuleList)][:1]
-    return list(max(lists, key=len)) if lists else []
+    stacks = [list(child) for child in base.children() if isinstance(child, nn.ModuleList)]
+    stacks = stacks or [list(module) for module in base.modules() if isinstance(module, nn.ModuleList)][:1]
+    return max(stacks, key=len, default=[])
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:

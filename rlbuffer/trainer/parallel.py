@@ -86,20 +86,23 @@ def is_sharded(module: nn.Module) -> bool:
 def model_state(policy: PackedPolicy, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """name -> whole tensor of the language model, by the library's own names. Sharded: all ranks must call it.
 
-    Tied tensors stand under every name that they have. Only rank 0 gets a sharded model's tensors, on the CPU.
+    A tied tensor stands under its first name only: gathered or converted, nobody could tell any more that it is one.
+    Only rank 0 gets a sharded model's tensors, on the CPU.
 
     Args:
         dtype: floating-point tensors are given in this one.
     """
     if is_sharded(policy):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        named = get_model_state_dict(policy, options=options)
-        state = {name.removeprefix("model."): tensor for name, tensor in named.items()}
+        named: dict[str, Any] = get_model_state_dict(policy, options=options)
+        state: dict[str, Tensor] = {name.removeprefix("model."): tensor for name, tensor in named.items()}
     else:
         state = policy.model.state_dict()
+    tied = tied_names(policy.model)
+    kept = {name: tensor for name, tensor in state.items() if name not in tied}
     if dtype is None:
-        return state
-    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
+        return kept
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in kept.items()}
 
 
 def tied_names(module: nn.Module) -> set[str]:

@@ -60,7 +60,8 @@ def self_test(
     device, tolerance = parameter.device, TOLERANCES[compute or parameter.dtype]
     window = acting_window(model, longest)
     lengths = SELF_TEST_LENGTHS if window is None else (*SELF_TEST_LENGTHS, tested_tokens(model, window, longest))
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr, arg-type]
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = len(embeddings.weight)
     rng = np.random.default_rng(0)
     tokens = torch.from_numpy(rng.integers(0, vocabulary, sum(lengths))).to(device)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
