@@ -44,9 +44,10 @@ def self_test(
 ) -> None:
     """Runs a few segments packed by `forward` and one by one by the library, and compares.
 
-    Also changes the first segment and looks whether any later one notices: that finds a leak even in a model whose
-    weights are still too small for attention to matter. With a sliding window one segment is longer than it, and the
-    window must be seen: without it the library's own logprobs must be others, or nothing would have been proven.
+    Also changes the first segment, and the last token of the last one, and looks whether anything between notices:
+    that finds a leak even in a model whose weights are still too small for attention to matter. With a sliding window
+    one segment is longer than it, and the window must be seen: without it the library's own logprobs must be others,
+    or nothing would have been proven.
 
     Args:
         longest: tokens of the longest rollout that will come; None: unknown.
@@ -75,19 +76,25 @@ def self_test(
         raise PackedForwardError(
             f"packed logprobs differ from separate ones by {difference:.2g} nats (at most {tolerance:g})"
         )
-    first = lengths[0]
+    first, last = lengths[0], lengths[-1]
     changed = tokens.clone()
     changed[:first] = (changed[:first] + 1) % vocabulary
-    leak = float((forward(changed, positions, cu_seqlens) - packed)[first:].abs().max())
+    changed[-1] = (changed[-1] + 1) % vocabulary
+    moved = (forward(changed, positions, cu_seqlens) - packed).abs()
+    leak, ahead = float(moved[first:-last].max()), float(moved[-last:-1].max())
     if not leak <= tolerance / 100:
         raise PackedForwardError(f"changing one rollout moves the logprobs of another by {leak:.2g} nats")
+    if not ahead <= tolerance / 100:
+        raise PackedForwardError(
+            f"changing a rollout's last token moves the logprobs before it by {ahead:.2g} nats: the model is not causal"
+        )
     if window is not None and compute is None and not keeps_rows:
         with _without_window(model):
-            seen = float((separate_logprobs(model, pieces[-1]) - separate[-lengths[-1] :]).abs().max())
+            seen = float((separate_logprobs(model, pieces[-1]) - separate[-last:]).abs().max())
         if not seen > tolerance:
             raise PackedForwardError(
                 f"the self-test cannot see the model's window of {window} tokens: without it logprobs of "
-                f"{lengths[-1]} tokens move by {seen:.2g} nats only, so nothing proves that packed rows honour it"
+                f"{last} tokens move by {seen:.2g} nats only, so nothing proves that packed rows honour it"
             )
 
 
