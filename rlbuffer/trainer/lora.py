@@ -48,6 +48,7 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int) ->
         lora_alpha=settings.alpha,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         lora_dropout=0.0,
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2's linear layers
         bias="none",
         task_type="CAUSAL_LM",
     )
