@@ -38,7 +38,11 @@ class ModelSettings(_Section):
     config: Mapping[str, Any] = Field(
         default_factory=dict, description="Hugging Face config of a fresh model: model_type, hidden_size, ..."
     )
-    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="Dtype of the trained weights.")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field(
+        "float32",
+        description="Dtype of products and published weights. With bfloat16 the trained weights stay in float32: an "
+        "update below 1/256 of a weight would otherwise be lost.",
+    )
 
 
 class WeightsSettings(_Section):
@@ -57,6 +61,16 @@ class WeightsSettings(_Section):
     keep: int = Field(4, ge=2, description="Versions kept there, the most recently used ones.")
 
 
+class LoraSettings(_Section):
+    """``[trainer.lora]``: train a low-rank adapter and leave the model's own weights as they are."""
+
+    rank: int = Field(0, ge=0, description="Rank of the adapter's matrices; 0: no adapter, all weights are trained.")
+    alpha: float = Field(16.0, gt=0, description="The adapter's product is multiplied by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        ("all-linear",), description="Names of the modules that get one, as PEFT reads them."
+    )
+
+
 class TrainerSettings(_Section):
     """``[trainer]``: the data-parallel trainer."""
 
@@ -64,6 +78,16 @@ class TrainerSettings(_Section):
     gpus: tuple[int | str, ...] = Field(
         (), description="GPUs of the ranks, by number or UUID as nvidia-smi gives them; empty: all that are visible."
     )
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="Each rank holds the whole model (ddp), or a part of every tensor (fsdp)."
+    )
+    layout: Literal["packed", "padded"] = Field(
+        "packed", description="padded: one rollout per row of the model's input, for models that cannot be packed."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Compute activations again in the backward pass: less memory, about a third more time."
+    )
+    lora: LoraSettings = LoraSettings()
     steps: int = Field(1000, ge=1, description="Stop after this many steps.")
     seed: int = Field(0, ge=0, description="Of the fresh model's weights and everything random in training.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one.")
