@@ -57,6 +57,10 @@ class WeightsSettings(_Section):
     keep: int = Field(4, ge=2, description="Versions kept there, the most recently used ones.")
 
 
+Correction = Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask", "negative_mask"]
+"""Of `rlbuffer.trainer.losses.corrections`."""
+
+
 class TrainerSettings(_Section):
     """``[trainer]``: the data-parallel trainer."""
 
@@ -95,9 +99,9 @@ class TrainerSettings(_Section):
         description="What ratios are against: the logprobs that came with the rollouts, or those of the policy at the "
         "start of the step (a pass without gradients where a step has several updates); auto: as the loss needs.",
     )
-    correction: tuple[
-        Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask", "negative_mask"], ...
-    ] = Field((), description="Weights for the distance from sampler to trainer, multiplied with the loss.")
+    correction: tuple[Correction, ...] = Field(
+        (), description="Weights for the distance from sampler to trainer, multiplied with the loss."
+    )
     correction_cap: float | None = Field(
         None, gt=0, description="Cap of tis and sequence_tis; empty: 2, in the loss `decoupled` 5."
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -40,7 +41,7 @@ def slices_of(step: Step, ranks: Ranks, updates_per_pass: int) -> tuple[Slice, .
     for update in step.updates:
         parts = min(updates_per_pass, len(update))
         bounds = [len(update) * i // parts for i in range(parts + 1)] if parts else []
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in pairwise(bounds):
             cut = update[first:last]
             counts = cut[0].normalizers if parts == 1 else _counts(cut, ranks, step.groups)
             index = len(out)

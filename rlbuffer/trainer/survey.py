@@ -67,9 +67,8 @@ def survey(
     All ranks call it for the same update, since they choose together. `total` adds up over ranks.
     """
     starts_here = old is None and uses_old(settings)
-    known = [
-        Known(old_logprobs=None if old is None else old[i], starts_here=starts_here) for i in range(len(micro_batches))
-    ]
+    held: Sequence[Tensor | None] = [None] * len(micro_batches) if old is None else old
+    known = [Known(old_logprobs=logprobs, starts_here=starts_here) for logprobs in held]
     chooses = get_loss(settings.loss).score is not None or settings.top_entropy < 1
     if not chooses:
         return known
@@ -100,19 +99,17 @@ def choose(
 
 
 def _draws(micro_batch: MicroBatch, device: torch.device) -> Tensor:
-    """[N] float64 in [0, 1) per trained token, from its rollout's id and its place in it: the same however it is cut."""
+    """[N] float64 in [0, 1) per trained token, by its rollout's id and its place in it: the same however it is cut."""
     mask = np.asarray(micro_batch.loss_mask)
-    seeds = np.array(
-        [
-            int.from_bytes(hashlib.blake2b(s.rollout_id.encode(), digest_size=8).digest(), "little")
-            for s in micro_batch.samples
-        ],
-        dtype=np.uint64,
-    )
+    seeds = np.array([_seed(sample.rollout_id) for sample in micro_batch.samples], dtype=np.uint64)
     places = np.asarray(micro_batch.position_ids)[mask].astype(np.uint64)
     if not len(places):
         return torch.zeros(0, dtype=torch.float64, device=device)
     return torch.from_numpy(_mixed(seeds[np.asarray(micro_batch.sample_index)[mask]] + places * _GOLDEN)).to(device)
+
+
+def _seed(rollout_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(rollout_id.encode(), digest_size=8).digest(), "little")
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -136,5 +136,5 @@ def test_a_registered_loss_is_found_by_name() -> None:
 
 
 def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"^trainer\.loss = 'ppo' is not a loss: clip, dapo, dr_grpo,"):
+    with pytest.raises(ConfigError, match=r"^trainer\.loss = 'ppo' is not a loss: cispo, clip, clip_cov, dapo,"):
         get_loss("ppo")

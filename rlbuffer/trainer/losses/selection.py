@@ -2,8 +2,8 @@
 
 Some losses treat a few of the update's tokens in another way: those of the largest covariance (kl_cov, clip_cov), those
 of the highest entropy. Choosing them in each micro-batch would choose others for each way to cut the update. So scores
-come from a pass without gradients over all of it, and the k-th largest score of all ranks is found exactly, by counting:
-eight small histograms, one per byte of a float64, and no scores travel.
+come from a pass without gradients over all of it, and the k-th largest score of all ranks is found exactly, by
+counting: eight small histograms, one per byte of a float64, and no scores travel.
 
 Chosen is every token whose score is at least the k-th largest: with equal scores at the border more than k.
 """
@@ -50,9 +50,8 @@ def drawn_covariance(tokens: TrainedTokens, settings: LossSettings, means: Means
     value = covariance(tokens, settings, means)
     ratio, advantages = tokens.ratio.detach(), tokens.advantages
     within = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    is_candidate = (
-        (value > settings.cov_low) & (value < settings.cov_high) & (ratio * advantages <= within * advantages)
-    )
+    is_clipped = ratio * advantages > within * advantages
+    is_candidate = (value > settings.cov_low) & (value < settings.cov_high) & ~is_clipped
     draws = torch.zeros_like(value) if tokens.draws is None else tokens.draws
     return torch.where(is_candidate, draws, torch.full_like(value, -torch.inf))
 

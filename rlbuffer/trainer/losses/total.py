@@ -1,4 +1,4 @@
-"""A micro-batch's share of the update's loss: per-token losses, corrected, weighted, over counts of the whole update."""
+"""A micro-batch's share of the update's loss: losses per token, corrected and weighted, over counts of the update."""
 
 from __future__ import annotations
 

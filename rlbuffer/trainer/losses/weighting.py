@@ -1,4 +1,4 @@
-"""Losses that weigh the policy gradient by the ratio r = pi / pi_old, capped, penalised or masked instead of clipped."""
+"""Losses that weigh the policy gradient by the ratio r = pi / pi_old: capped, penalised or masked, not clipped."""
 
 from __future__ import annotations
 
