@@ -150,3 +150,6 @@ register_loss("dppo_tv", dppo_tv)
 register_loss("tis", clipped, divisor="rollouts", corrections=("tis",))
 register_loss("icepop", clipped, corrections=("icepop",))
 register_loss("decoupled", clipped, corrections=("tis",), defaults={"correction_cap": 5.0})
+
+BUILT_IN = tuple(_LOSSES)
+"""Names of the losses above."""
