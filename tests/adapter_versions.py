@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from rlbuffer.records import PolicyVersion
 from rlbuffer.settings import ModelSettings
 from rlbuffer.weights.disk import sha256_of
 from rlbuffer.weights.files import publish
+from rlbuffer.weights.layout import listed, write_list
 from rlbuffer.weights.model import build_model, config_of
 
 RANK, ALPHA = 4, 8
@@ -25,7 +27,13 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def published_base(directory: Path, *, seed: int = 0) -> tuple[PreTrainedModel, PolicyVersion]:
     """A model and where it lies: what adapters are for."""
     model = build_model(ModelSettings(config=dict(CONFIG)), seed=seed).eval()
-    return model, publish(directory / f"base-{seed}", 0, state=model.state_dict(), config=config_of(model), keep=1)
+    written = publish(directory, 0, state=model.state_dict(), config=config_of(model), keep=1)
+    final = directory / f"base-{written.checksum[:12]}"
+    if final.exists():
+        shutil.rmtree(written.location)
+    else:
+        Path(written.location).rename(final)
+    return model, replace(written, location=str(final))
 
 
 def write_adapter(
@@ -54,7 +62,16 @@ def write_adapter(
     (directory / "adapter_config.json").write_text(json.dumps(config))
     told = {"location": base.location, "size": base.size, "checksum": base.checksum}
     (directory / "base.json").write_text(json.dumps(told))
+    write_list(directory, listed(directory, {}))
     return PolicyVersion(version=version, location=str(directory), size=file.stat().st_size, checksum=sha256_of(file))
+
+
+def renamed(version: PolicyVersion) -> PolicyVersion:
+    """The same version in a directory that is named as a trainer names it."""
+    directory = Path(version.location)
+    final = directory.with_name(f"v{version.version:08d}-{version.checksum[:12]}")
+    directory.rename(final)
+    return replace(version, location=str(final))
 
 
 def drawn_factors(model: PreTrainedModel, seed: int) -> dict[str, torch.Tensor]:
@@ -75,7 +92,7 @@ def adapters(directory: Path, count: int = 4) -> tuple[list[PreTrainedModel], li
     models, versions = [], []
     for version in range(count):
         factors = drawn_factors(base, version)
-        versions.append(write_adapter(directory / f"v{version:08d}", version, where, factors))
+        versions.append(renamed(write_adapter(directory / "written", version, where, factors)))
         model = copy.deepcopy(base)
         for name, module in model.named_modules():
             if name.rpartition(".")[2] in TARGETS:
@@ -90,4 +107,4 @@ def changed(version: PolicyVersion, to: Path, **config: object) -> PolicyVersion
     shutil.copytree(version.location, to)
     path = to / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
-    return PolicyVersion(version=version.version, location=str(to), size=version.size, checksum=version.checksum)
+    return replace(version, location=str(to))

@@ -28,8 +28,9 @@ from samplers_conformance import (
 
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.settings import WorkerSettings
-from rlbuffer.weights.adapters import base_of, rank_and_scale, require_base, state_of
+from rlbuffer.weights.adapters import rank_and_scale, require_base, state_of
 from rlbuffer.weights.files import open_weights
+from rlbuffer.weights.layout import base_of
 from rlbuffer.weights.shapes import names_and_shapes
 from rlbuffer.worker.samplers import make_sampler
 from rlbuffer.worker.samplers.endpoint import NAME_ADAPTER, Endpoint
