@@ -7,17 +7,16 @@ place before it. Only trained tokens pass the head, so prompts and padding cost 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from rlbuffer.batches import MicroBatch, Normalizers
 from rlbuffer.errors import RlbufferError
 from rlbuffer.settings import TrainerSettings
 from rlbuffer.trainer.losses import TrainedTokens, loss_of
+from rlbuffer.trainer.parallel import clip_gradients, exchanging
 
 SUMS = ("loss", "entropy", "kl", "clipped", "loss_tokens", "tokens")
 """What every update sums over its micro-batches, and the ranks over each other. ``tokens`` is without padding."""
@@ -65,9 +64,7 @@ def accumulate(
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
     for i, host_batch in enumerate(micro_batches):
         micro_batch = host_batch.to(device)
-        is_last = i == len(micro_batches) - 1
-        quiet = policy.no_sync() if isinstance(policy, DistributedDataParallel) and not is_last else nullcontext()
-        with quiet:
+        with exchanging(policy, i == len(micro_batches) - 1):
             tokens = trained_tokens(policy, micro_batch, temperature=settings.temperature)
             share = loss_of(tokens, settings, normalizers, longest=longest)
             (share * world_size).backward()  # type: ignore[no-untyped-call]
@@ -84,7 +81,7 @@ def take_step(
         RlbufferError: the norm is not finite. Every rank sees the same one, and so all stop.
     """
     parameters = [p for p in policy.parameters() if p.grad is not None]
-    norm = float(nn.utils.clip_grad_norm_(parameters, gradient_clip))
+    norm = clip_gradients(parameters, gradient_clip)
     if not torch.isfinite(torch.tensor(norm)):
         raise RlbufferError(
             f"{place}: the gradient's norm is {norm}. The parameters are left as they were; look at the step with "

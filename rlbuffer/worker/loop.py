@@ -403,6 +403,7 @@ class _Worker:
     def _loaded(self, version: int, seconds: float) -> None:
         self._pulse.version = version
         if version >= 0:
+            self._evaluator.wake()
             self._on_event({"event": "version", "version": version, "seconds": seconds})
 
     def _tell(self, group: Group, seconds: float) -> None:
