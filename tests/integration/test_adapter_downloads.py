@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_versions import drawn_factors, published_base, renamed, write_adapter
+from adapter_versions import drawn_factors, published_base, write_adapter
 
 from rlbuffer.records import PolicyVersion
 from rlbuffer.weights.adapters import state_of
@@ -30,7 +30,7 @@ def announce(folder: Path, url: str, version: int) -> PolicyVersion:
     """Writes an adapter whose base is told by URL, and says what the trainer announces."""
     model, base = published_base(folder)
     base = replace(base, location=f"{url}/{Path(base.location).name}")
-    written = renamed(write_adapter(folder / "written", version, base, drawn_factors(model, version)))
+    written = write_adapter(folder, version, base, drawn_factors(model, version))
     return replace(written, location=f"{url}/{Path(written.location).name}")
 
 

@@ -151,11 +151,10 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     factors = drawn_factors(model, 0)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     wrong = {**factors, name: factors[name][:, :-1].contiguous()}
-    folder = tmp_path / "shape"
-    write_adapter(folder, 0, base, wrong)
+    folder = Path(write_adapter(tmp_path, 0, base, wrong).location)
     assert said(folder) == f"the weights do not fit the model: {name} of the adapter at {folder}"
-    folder = tmp_path / "name"
-    write_adapter(folder, 0, base, {"base_model.model.elsewhere.lora_B.weight": torch.zeros(2, 4)})
+    elsewhere = {"base_model.model.elsewhere.lora_B.weight": torch.zeros(2, 4)}
+    folder = Path(write_adapter(tmp_path, 1, base, elsewhere).location)
     assert said(folder).startswith("the weights do not fit the model: base_model.model.elsewhere.lora_B.weight")
 
 
@@ -219,7 +218,5 @@ def test_the_extension_looks_at_an_adapter_before_it_touches_the_engine(tmp_path
     )
     model, base = published_base(tmp_path)
     broken = {name: torch.full_like(factor, torch.nan) for name, factor in drawn_factors(model, 0).items()}
-    write_adapter(tmp_path / "nan", 1, base, broken)
-    assert worker.rlbuffer_load_adapter(str(tmp_path / "nan"), shapes).startswith(
-        "the weights are not finite: base_model"
-    )
+    directory = write_adapter(tmp_path, 1, base, broken).location
+    assert worker.rlbuffer_load_adapter(directory, shapes).startswith("the weights are not finite: base_model")
