@@ -121,5 +121,7 @@ def _merged(directory: Path, base: Mapping[str, torch.Tensor]) -> dict[str, torc
         weight = merged.get(target)
         if up is None or weight is None or weight.shape != (up.shape[0], down.shape[1]):
             raise WeightsError(f"the weights do not fit the model: {name} of the adapter at {directory}")
-        merged[target] = (weight.float() + scale * (up.float() @ down.float())).to(weight.dtype)
+        # In float32 at least, and left there: bfloat16 has no room for what an adapter adds to its base.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        merged[target] = weight.to(wide) + scale * (up.to(wide) @ down.to(wide))
     return merged

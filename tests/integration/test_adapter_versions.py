@@ -93,6 +93,18 @@ def test_the_base_is_left_as_it_is_by_a_merge(tmp_path: Path) -> None:
     assert not torch.equal(merged[name], base[name])
 
 
+def test_a_small_adapter_is_not_rounded_away_in_a_narrow_base(tmp_path: Path) -> None:
+    model, base = published_base(tmp_path)
+    factors = {name: 1e-3 * factor for name, factor in drawn_factors(model, 0).items()}
+    directory = Path(write_adapter(tmp_path, 0, base, factors).location)
+    narrow = {name: tensor.bfloat16() for name, tensor in state_of(Path(base.location)).items()}
+    merged = state_of(directory, base=narrow)
+    name = "model.layers.0.self_attn.q_proj"
+    down, up = (factors[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+    added = merged[f"{name}.weight"] - narrow[f"{name}.weight"].float()
+    torch.testing.assert_close(added, 2.0 * (up @ down), rtol=0, atol=1e-7)
+
+
 def test_rank_stabilised_scaling_is_known(tmp_path: Path) -> None:
     _, (version,) = adapters(tmp_path, 1)
     assert rank_and_scale(Path(version.location)) == (4, 2.0)
