@@ -28,6 +28,7 @@ def check_together(settings: RunSettings, places: Places) -> tuple[str, ...]:
     _group_sizes(settings, places)
     _rows(settings, places)
     _adapters(settings, places)
+    _schedule(settings)
     return tuple(_doubts(settings, places))
 
 
@@ -112,6 +113,12 @@ def _rows(settings: RunSettings, places: Places) -> None:
             )
 
 
+def _schedule(settings: RunSettings) -> None:
+    from rlbuffer.trainer.schedules import check_schedule
+
+    check_schedule(settings.trainer)
+
+
 def _doubts(settings: RunSettings, places: Places) -> list[str]:
     out = []
     batcher = settings.batcher
@@ -142,6 +149,21 @@ def _doubts(settings: RunSettings, places: Places) -> list[str]:
                 f"{settings.trainer.temperature:g}: the trainer would compare logprobs of two distributions "
                 f"({places(f'worker.{worker}.temperature', 'trainer.temperature')})."
             )
+    for worker, options in settings.worker.items():
+        given = {add for s in settings.score.values() if not s.envs or options.env in s.envs for add in s.adds}
+        lacking = [need for need in options.needs if need not in given]
+        if lacking:
+            out.append(
+                f"worker.{worker}.needs: no [score.NAME] section gives {', '.join(lacking)}; its groups wait until a "
+                f"scorer elsewhere does ({places(f'worker.{worker}.needs')})."
+            )
+    planned = batcher.step_groups is None and batcher.step_rollouts is None
+    if planned and settings.trainer.updates_per_pass > batcher.micro_batches_per_rank:
+        out.append(
+            f"trainer.updates_per_pass = {settings.trainer.updates_per_pass}, but a step has "
+            f"{batcher.micro_batches_per_rank} micro-batches on a rank, and an update has at least one "
+            f"({places('trainer.updates_per_pass', 'batcher.micro_batches_per_rank')})."
+        )
     if settings.weights.listen and not settings.weights.url:
         out.append(
             f"weights.listen is set and weights.url is not: versions are announced as paths, and nobody will ask the "

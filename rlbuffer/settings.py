@@ -61,6 +61,10 @@ class WeightsSettings(_Section):
     keep: int = Field(4, ge=2, description="Versions kept there, the most recently used ones.")
 
 
+Correction = Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask", "negative_mask"]
+"""Of `rlbuffer.trainer.losses.corrections`."""
+
+
 class LoraSettings(_Section):
     """``[trainer.lora]``: train a low-rank adapter and leave the model's own weights as they are."""
 
@@ -94,15 +98,76 @@ class TrainerSettings(_Section):
     learning_rate: float = Field(1e-3, gt=0, description="AdamW.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up; constant afterwards.")
+    schedule: Literal["constant", "linear", "cosine", "wsd_sqrt"] = Field(
+        "constant", description="What the learning rate does after the warm-up. Counted in updates, as is all of it."
+    )
+    warmup_updates: int = Field(0, ge=0, description="Updates of linear warm-up.")
+    stable: int = Field(0, ge=0, description="wsd_sqrt: the update from which the rate falls, from the run's start.")
+    min_learning_rate: float = Field(0.0, ge=0, description="What the rate falls to at the last planned update.")
     gradient_clip: float = Field(1.0, gt=0, description="Global L2 norm that gradients are clipped to.")
-    loss: str = Field("clip", description="clip | dapo | dr_grpo | ratio, or a name registered by the user.")
-    clip_low: float = Field(0.2, gt=0, description="Ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(0.28, gt=0, description="Ratio is clipped above at 1 + clip_high.")
-    max_ratio: float = Field(8.0, gt=1, description="Cap of the ratio in the `ratio` loss.")
-    max_length: int = Field(0, ge=0, description="Constant of the dr_grpo normaliser, in tokens; 0: row_tokens.")
+    passes: int = Field(1, ge=1, description="Times that a step is trained.")
+    updates_per_pass: int = Field(
+        1, ge=1, description="Optimizer updates of one pass: consecutive slices of the ranks' micro-batches."
+    )
+    loss: str = Field(
+        "clip",
+        description="clip, dapo, dr_grpo, ratio, kl_cov, clip_cov, gspo, cispo, masked_ratio, dppo_tv, tis, icepop, "
+        "decoupled, or a function of yours, `package.module:name`.",
+    )
+    loss_options: Mapping[str, Any] = Field(default_factory=dict, description="Passed to a loss of your own.")
+    normalizer: Literal["auto", "rollouts", "tokens", "longest"] = Field(
+        "auto", description="What the loss is divided by, over all ranks; auto: the loss's own divisor."
+    )
+    old_logprobs: Literal["auto", "inference", "recomputed"] = Field(
+        "auto",
+        description="What ratios are against: the logprobs that came with the rollouts, or those of the policy at the "
+        "start of the step (a pass without gradients where a step has several updates); auto: as the loss needs.",
+    )
+    correction: tuple[Correction, ...] = Field(
+        (), description="Weights for the distance from sampler to trainer, multiplied with the loss."
+    )
+    correction_cap: float | None = Field(
+        None, gt=0, description="Cap of tis and sequence_tis; empty: 2, in the loss `decoupled` 5."
+    )
+    mask_low: float = Field(0.5, ge=0, description="Ratio below which icepop and masked_ratio leave a token out.")
+    mask_high: float = Field(5.0, gt=0, description="Ratio above which they do.")
+    sequence_low: float = Field(0.5, ge=0, description="As mask_low, of a rollout, in the sequence corrections.")
+    sequence_high: float = Field(2.0, gt=0, description="As mask_high, of a rollout.")
+    mask_kl: float = Field(
+        0.1, ge=0, description="negative_mask: drift of a rollout, in nats per token, above which it is left out."
+    )
+    clip_low: float | None = Field(
+        None, gt=0, description="Ratio is clipped below at 1 - clip_low; empty: 0.2, in gspo 0.0003."
+    )
+    clip_high: float | None = Field(
+        None, gt=0, description="Ratio is clipped above at 1 + clip_high; empty: 0.28, in gspo 0.0004."
+    )
+    clip_ceiling: float | None = Field(
+        None, gt=1, description="Two-sided clip: largest ratio of tokens with a negative advantage; empty: none."
+    )
+    dual_clip: float | None = Field(
+        None, gt=1, description="Dual clip: largest loss of such tokens, in units of -advantage; empty: none."
+    )
+    max_ratio: float | None = Field(None, gt=1, description="Cap of the ratio; empty: 8 in `ratio`, 5 in `cispo`.")
+    max_length: int = Field(0, ge=0, description="Constant of the divisor `longest`, in tokens; 0: row_tokens.")
+    cov_fraction: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of an update's tokens that kl_cov (empty: 0.002) and clip_cov (0.0002) select; at least 1.",
+    )
+    cov_coefficient: float = Field(1.0, ge=0, description="kl_cov: weight of |logprob - old| on those.")
+    cov_low: float = Field(1.0, description="clip_cov: covariance that a selected token exceeds.")
+    cov_high: float = Field(5.0, description="clip_cov: covariance that it stays below.")
+    tv_low: float = Field(0.2, ge=0, le=1, description="dppo_tv: fall in probability beyond which a token is dropped.")
+    tv_high: float = Field(0.2, ge=0, le=1, description="dppo_tv: rise beyond which it is.")
+    tv_penalty: float = Field(1e-3, ge=0, description="dppo_tv: weight of the squared log ratio.")
     entropy_bonus: float = Field(0.0, ge=0, description="Weight of the mean entropy of trained tokens.")
+    top_entropy: float = Field(
+        1.0, gt=0, le=1, description="Share of an update's tokens, those of the highest entropy, that the loss is on."
+    )
     kl_beta: float = Field(0.0, ge=0, description="Weight of the KL to the column ref_logprobs.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Its estimate per token.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature that the logits are divided by.")
     checkpoint_every: int = Field(50, ge=1, description="Steps between full checkpoints.")
     keep_checkpoints: int = Field(2, ge=1, description="Full checkpoints kept.")
@@ -177,8 +242,52 @@ class WorkerSettings(_Section):
         0.1, ge=0, le=1, description="Share of the tickets of skipped prompts that are sampled all the same."
     )
     max_new_tokens: int = Field(0, ge=0, description="Longest completion in tokens; 0: what the env asks for.")
+    needs: tuple[str, ...] = Field(
+        (),
+        description="What scorers must add before the groups can train: ref_logprobs, or reward where the env gives "
+        "none.",
+    )
     seed: int = Field(0, ge=0, description="Of sampling; replicas add their number.")
     device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Where the sampler runs.")
+
+
+INITIAL_MODEL = "initial"
+"""A scorer's model that is the run's own, as training begins."""
+
+
+class ScoreSettings(_Section):
+    """``[score.NAME]``: processes that add what groups need before they can train."""
+
+    model: str = Field(
+        "",
+        description="Adds its logprobs of the trained tokens as `column`: a directory with a Hugging Face model, or "
+        "`initial`, the run's [model] as training begins; empty: none.",
+    )
+    column: str = Field("ref_logprobs", description="What the model's logprobs are called.")
+    reward: str = Field(
+        "",
+        description="Adds rewards: `package.module:function`, plain or async, which is given a rollout and its group "
+        "and answers a number, or {name: number}; empty: none.",
+    )
+    gives: tuple[str, ...] = Field(
+        (), description="What `reward` adds, of what groups need: reward, rewards.NAME; empty: reward."
+    )
+    envs: tuple[str, ...] = Field((), description="Only groups of these envs; empty: all.")
+    replicas: int = Field(1, ge=1, description="Processes of this kind that `rlbuffer run` starts.")
+    gpus: tuple[int | str, ...] = Field(
+        (), description="GPUs, dealt over the replicas in order; empty: all that are visible."
+    )
+    groups_per_batch: int = Field(8, ge=1, description="Groups that are scored together, packed.")
+    row_tokens: int = Field(0, ge=0, description="Tokens of one forward pass of the model; 0: batcher.row_tokens.")
+    concurrent: int = Field(16, ge=1, description="Rollouts that the function is asked about at once.")
+    timeout_seconds: float = Field(600.0, gt=0, description="Longest that the function may take for one rollout.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Of the model; auto: CUDA where there is one.")
+
+    @property
+    def adds(self) -> tuple[str, ...]:
+        """What these processes add, as groups name it in `needs`."""
+        columns = (self.column,) if self.model else ()
+        return (*columns, *((self.gives or ("reward",)) if self.reward else ()))
 
 
 class EvaluationSettings(_Section):
@@ -210,6 +319,7 @@ class RunSettings(_Section):
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightsSettings = WeightsSettings()
     worker: Mapping[str, WorkerSettings] = Field(default_factory=dict)
+    score: Mapping[str, ScoreSettings] = Field(default_factory=dict)
     eval: Mapping[str, EvaluationSettings] = Field(default_factory=dict)
 
     @property

@@ -33,13 +33,14 @@ from rlbuffer.trainer.checkpoint import Checkpoint
 from rlbuffer.trainer.digests import digest_parameters
 from rlbuffer.trainer.fake import FakeBuffer, FakeReader
 from rlbuffer.trainer.lora import add_adapter
-from rlbuffer.trainer.losses import get_loss
+from rlbuffer.trainer.losses import check_losses
 from rlbuffer.trainer.metrics import MetricsFile, Stopwatch, step_record
 from rlbuffer.trainer.model import PackedPolicy, prepare, vocabulary_of
 from rlbuffer.trainer.parallel import distribute, is_sharded
 from rlbuffer.trainer.publishing import write_base, write_version
+from rlbuffer.trainer.schedules import learning_rate_at
 from rlbuffer.trainer.stopping import StopRequest
-from rlbuffer.trainer.update import SUMS, accumulate, learning_rate_at, make_optimizer, take_step
+from rlbuffer.trainer.update import SUMS, Updates, make_optimizer, take_step
 from rlbuffer.weights.cache import announced
 from rlbuffer.weights.files import Written
 from rlbuffer.weights.model import build_model, narrow_dtype
@@ -79,7 +80,7 @@ def train(
         BatchTimeout: no step came in time. RankFailed: another rank could not go on. Further rlbuffer errors: see
             `Reader.steps`, `agree`, `prepare`.
     """
-    get_loss(settings.trainer.loss)
+    check_losses(settings.trainer)
     device = device_of(settings)
     if world_size > 1:
         _join(settings, device)
@@ -289,17 +290,11 @@ class _Trainer:
         settings = self.settings.trainer
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
         norm = rate = 0.0
-        for micro_batches in step.updates:
+        with watch.measure("train"):
+            updates = Updates(self.module, step, settings, self.ranks, longest=self.settings.batcher.row_tokens)
+        for part in updates.parts:
             with watch.measure("train"):
-                sums += accumulate(
-                    self.module,
-                    micro_batches,
-                    settings,
-                    micro_batches[0].normalizers,
-                    world_size=self.ranks.world_size,
-                    longest=self.settings.batcher.row_tokens,
-                    device=self.ranks.device,
-                )
+                sums += updates.accumulate(part)
             with watch.measure("optimizer"):
                 self.updates += 1
                 rate = learning_rate_at(self.updates, settings)

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlbuffer.batches import MicroBatch, Normalizers
+from rlbuffer.batches import MicroBatch, Normalizers, Step
 from rlbuffer.errors import RlbufferError
 from rlbuffer.settings import TrainerSettings
-from rlbuffer.trainer.losses import TrainedTokens, loss_of
+from rlbuffer.trainer.agreement import Ranks
+from rlbuffer.trainer.losses import TrainedTokens, loss_of, settings_of, uses_old
 from rlbuffer.trainer.parallel import clip_gradients, exchanging
+from rlbuffer.trainer.slices import Slice, slices_of
+from rlbuffer.trainer.survey import Known, old_logprobs, survey
 
 SUMS = ("loss", "entropy", "kl", "clipped", "loss_tokens", "tokens")
 """What every update sums over its micro-batches, and the ranks over each other. ``tokens`` is without padding."""
@@ -25,7 +28,7 @@ SUMS = ("loss", "entropy", "kl", "clipped", "loss_tokens", "tokens")
 def trained_tokens(policy: nn.Module, micro_batch: MicroBatch, *, temperature: float = 1.0) -> TrainedTokens:
     """Runs the policy over a micro-batch that holds torch tensors and gives what the losses need of it.
 
-    A column ``temperatures`` wins over `temperature`.
+    A column ``temperatures`` wins over `temperature`; a column ``weights`` weighs tokens in the loss.
     """
     arrays: Any = micro_batch
     chosen = torch.nonzero(arrays.loss_mask)[:, 0]
@@ -34,7 +37,7 @@ def trained_tokens(policy: nn.Module, micro_batch: MicroBatch, *, temperature: f
     temperatures = arrays.columns.get("temperatures")
     scale: Tensor | float = temperature if temperatures is None else temperatures[chosen]
     logprobs, entropy = policy(arrays.input_ids, arrays.position_ids, arrays.cu_seqlens, chosen, scale)
-    reference = arrays.columns.get("ref_logprobs")
+    reference, weights = arrays.columns.get("ref_logprobs"), arrays.columns.get("weights")
     return TrainedTokens(
         logprobs=logprobs,
         entropy=entropy,
@@ -42,6 +45,7 @@ def trained_tokens(policy: nn.Module, micro_batch: MicroBatch, *, temperature: f
         advantages=arrays.advantages[chosen].to(logprobs.dtype),
         rollout=arrays.sample_index[chosen].long(),
         ref_logprobs=None if reference is None else reference[chosen].to(logprobs.dtype),
+        weights=None if weights is None else weights[chosen].to(logprobs.dtype),
     )
 
 
@@ -54,22 +58,71 @@ def accumulate(
     world_size: int,
     longest: int,
     device: torch.device,
+    known: Sequence[Known] | None = None,
 ) -> Tensor:
     """Adds the gradients of one update, exchanged and averaged over ranks in the last backward pass. -> sums [SUMS].
 
     Gradients are averaged over ranks, so the loss is multiplied by their number: what remains is the sum over all
     ranks of terms over global counts. A dummy micro-batch has no trained token, so its loss is an empty sum; that is
     still a function of every parameter (with gradient 0), so every rank makes the same exchanges.
+
+    `known` is what :func:`rlbuffer.trainer.survey.survey` found out before, one per micro-batch.
     """
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
     for i, host_batch in enumerate(micro_batches):
         micro_batch = host_batch.to(device)
         with exchanging(policy, i == len(micro_batches) - 1):
             tokens = trained_tokens(policy, micro_batch, temperature=settings.temperature)
+            if known is not None:
+                tokens = known[i].add_to(tokens)
             share = loss_of(tokens, settings, normalizers, longest=longest)
             (share * world_size).backward()  # type: ignore[no-untyped-call]
         sums += _sums(tokens, share, micro_batch, settings)
     return sums
+
+
+class Updates:
+    """The updates of one step: their slices, in order, and what must be known of the step before the first of them.
+
+    All ranks make the same updates of the same step; making the object may run the policy, and exchange counts.
+    """
+
+    def __init__(self, policy: nn.Module, step: Step, settings: TrainerSettings, ranks: Ranks, *, longest: int) -> None:
+        self._policy = policy
+        self._settings = settings
+        self._ranks = ranks
+        self._longest = longest
+        self.parts: tuple[Slice, ...] = slices_of(step, ranks, settings.updates_per_pass) * settings.passes
+        """One per update."""
+        self._old: list[Tensor] | None = None
+        if uses_old(settings) and len(self.parts) > 1:
+            self._old = old_logprobs(policy, tuple(step), self._forward, ranks.device)
+
+    def accumulate(self, part: Slice) -> Tensor:
+        """Adds the gradients of one update, as :func:`accumulate` does. -> sums [SUMS]."""
+        end = part.start + len(part.micro_batches)
+        known = survey(
+            self._policy,
+            part.micro_batches,
+            self._settings,
+            old=None if self._old is None else self._old[part.start : end],
+            forward=self._forward,
+            total=self._ranks.sum,
+            device=self._ranks.device,
+        )
+        return accumulate(
+            self._policy,
+            part.micro_batches,
+            self._settings,
+            part.normalizers,
+            world_size=self._ranks.world_size,
+            longest=self._longest,
+            device=self._ranks.device,
+            known=known,
+        )
+
+    def _forward(self, policy: nn.Module, micro_batch: MicroBatch) -> TrainedTokens:
+        return trained_tokens(policy, micro_batch, temperature=self._settings.temperature)
 
 
 def take_step(
@@ -106,19 +159,16 @@ def make_optimizer(policy: nn.Module, settings: TrainerSettings) -> torch.optim.
     )
 
 
-def learning_rate_at(update: int, settings: TrainerSettings) -> float:
-    """Of the given update, from 1: linear warm-up, then constant."""
-    if not settings.warmup_steps:
-        return settings.learning_rate
-    return settings.learning_rate * min(1.0, update / settings.warmup_steps)
-
-
 @torch.no_grad()
 def _sums(tokens: TrainedTokens, share: Tensor, micro_batch: MicroBatch, settings: TrainerSettings) -> Tensor:
-    """Of one micro-batch, in the order of :data:`SUMS`. kl is the k3 estimate to the inference policy."""
+    """Of one micro-batch, in the order of :data:`SUMS`. kl is the k3 estimate to the inference policy.
+
+    ``clipped`` counts tokens whose ratio is outside of the loss's clip, whether or not it clips.
+    """
     difference = (tokens.logprobs - tokens.inference_logprobs).double()
     ratio = torch.exp(difference)
-    clipped = (ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high)
+    told, of_old = settings_of(settings), tokens.ratio
+    clipped = (of_old < 1 - told.clip_low) | (of_old > 1 + told.clip_high)
     values = torch.stack(
         [
             share.double(),

@@ -120,13 +120,18 @@ def versions(directory: Path) -> dict[int, list[Path]]:
     return dict(sorted(found.items()))
 
 
+def is_adapter(directory: Path) -> bool:
+    """A version's directory holds a LoRA adapter, not a whole model."""
+    return (directory / ADAPTER_CONFIG_FILE).is_file()
+
+
 def check(directory: Path, policy: PolicyVersion) -> None:
     """Compares size and sha256 of the weights in `directory` with the announcement.
 
     Raises:
         WeightsError: not there; another size; another checksum.
     """
-    weights = directory / WEIGHTS_FILE
+    weights = directory / (ADAPTER_FILE if is_adapter(directory) else WEIGHTS_FILE)
     try:
         size = weights.stat().st_size
         if size != policy.size:

@@ -180,7 +180,7 @@ def settings(output: Path, **trainer: Any) -> RunSettings:
         home=output,
         batcher={"row_tokens": 128},
         model={"config": dict(TINY_QWEN3)},
-        trainer=values | {"warmup_steps": 4, "weight_decay": 0.01} | trainer,
+        trainer=values | {"warmup_updates": 4, "weight_decay": 0.01} | trainer,
     )
 
 

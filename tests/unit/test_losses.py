@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,18 @@ import torch
 from rlbuffer.batches import Normalizers
 from rlbuffer.errors import ConfigError
 from rlbuffer.settings import TrainerSettings
-from rlbuffer.trainer.losses import TrainedTokens, divisor_of, get_loss, loss_of, register_loss, token_weights
+from rlbuffer.trainer.losses import (
+    CORRECTIONS,
+    LossSettings,
+    TrainedTokens,
+    check_losses,
+    divisor_of,
+    get_loss,
+    loss_of,
+    token_weights,
+)
+from rlbuffer.trainer.losses.registry import BUILT_IN
+from rlbuffer.trainer.survey import Known, choose
 
 POLICY = [0.5, 0.9, 0.3, 0.1]
 INFERENCE = [0.4, 0.5, 0.35, 0.6]
@@ -39,11 +51,105 @@ def counts(rollouts: int = 1, loss_tokens: int = 4) -> Normalizers:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("clip", -0.1857143), ("dapo", -0.1857143), ("dr_grpo", -0.1857143 * 4 / 10), ("ratio", -0.5065476)],
+    [
+        ("clip", -0.1857143),
+        ("dapo", -0.1857143),
+        ("dr_grpo", -0.1857143 * 4 / 10),
+        ("ratio", -0.5065476),
+        ("kl_cov", -0.0586078),
+    ],
 )
 def test_a_loss_has_the_value_of_its_formula(name: str, expected: float) -> None:
-    value = loss_of(tokens(), settings(loss=name), counts(), longest=10)
+    chosen = settings(loss=name)
+    (selected,), _ = choose([tokens()], chosen, lambda values: values)
+    value = loss_of(tokens(is_selected=selected), chosen, counts(), longest=10)
     assert float(value) == pytest.approx(expected, abs=1e-7)
+
+
+def test_dppo_tv_drops_the_tokens_that_have_moved_too_far_and_penalises_them_all_the_same() -> None:
+    # Tokens 1 and 3 moved by 0.4 and -0.5 in probability, the way they are pushed.
+    value = loss_of(tokens(), settings(loss="dppo_tv", tv_penalty=0.0), counts(), longest=1)
+    assert float(value) == pytest.approx((-0.5 / 0.4 + 0.3 / 0.35) / 4)
+    penalty = loss_of(tokens(), settings(loss="dppo_tv"), counts(), longest=1) - value
+    logs = [math.log(p / q) for p, q in zip(POLICY, INFERENCE, strict=True)]
+    assert float(penalty) == pytest.approx(1e-3 * sum(x * x for x in logs) / 4)
+    assert float(value + penalty) == pytest.approx(-0.0973069, abs=1e-7)
+
+
+def test_kl_cov_selects_the_token_whose_covariance_is_largest() -> None:
+    (selected,), _ = choose([tokens()], settings(loss="kl_cov"), lambda values: values)
+    assert selected is not None
+    assert selected.tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        ("tis", [1.25, 1.5, 0.3 / 0.35, 0.1 / 0.6]),
+        ("icepop", [1.25, 1.8, 0.3 / 0.35, 0.0]),
+        ("sequence_tis", [1.5, 1.5, 0.05 / 0.35 / 1.0 / 1.0, 0.05 / 0.35]),
+        ("sequence_mask", [2.25, 2.25, 0.0, 0.0]),
+        ("geometric_mask", [1.0, 1.0, 0.0, 0.0]),
+        ("negative_mask", [1.0, 1.0, 0.0, 0.0]),
+    ],
+)
+def test_a_correction_has_the_weights_of_its_formula(correction: str, expected: list[float]) -> None:
+    """Two rollouts; the old policy is the present one. Products of the ratios: 2.25 and 0.142857."""
+    made = tokens(rollout=[0, 0, 1, 1])
+    known = Known(starts_here=True).add_to(made)
+    told = LossSettings(correction_cap=1.5, sequence_high=3.0)
+    assert CORRECTIONS[correction].weight(known, told).tolist() == pytest.approx(expected)
+
+
+def test_corrections_multiply_with_each_other_and_with_the_losses_own() -> None:
+    made = Known(starts_here=True).add_to(tokens(rollout=[0, 0, 1, 1]))
+    both = settings(loss="tis", correction=("geometric_mask",), normalizer="tokens")
+    weights = [1.25, 1.8, 0.0, 0.0]  # the mask leaves out the second rollout
+    expected = -sum(w * a for w, a in zip(weights, ADVANTAGES, strict=True)) / 4  # the ratio to itself is 1
+    assert float(loss_of(made, both, counts(), longest=1)) == pytest.approx(expected)
+
+
+def test_a_correction_that_would_be_one_is_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        check_losses(settings(loss="icepop", old_logprobs="inference"))
+    assert str(error.value) == (
+        "trainer.old_logprobs = 'inference', but icepop weighs tokens by the old policy over the inference policy, "
+        "which would be 1: set trainer.old_logprobs = 'auto' or 'recomputed'"
+    )
+    check_losses(settings(loss="icepop"))
+    check_losses(settings(loss="clip", correction=("negative_mask",), old_logprobs="inference"))
+
+
+def test_every_loss_has_the_normaliser_of_the_table_and_a_setting_overrides_it() -> None:
+    by_rollout = {"clip", "gspo", "tis"}
+    for name in BUILT_IN:
+        expected = "rollouts" if name in by_rollout else "longest" if name == "dr_grpo" else "tokens"
+        assert get_loss(name).divisor == expected, name
+    own = loss_of(tokens(), settings(loss="clip"), counts(2, 4), longest=1)
+    over = loss_of(tokens(), settings(loss="clip", normalizer="tokens"), counts(2, 4), longest=1)
+    assert float(over) == pytest.approx(-0.1857143, abs=1e-7)
+    assert float(own) == pytest.approx(-0.1857143 / 2, abs=1e-7)
+
+
+def test_weights_of_tokens_weigh_the_loss_and_its_kl_and_leave_the_divisor() -> None:
+    reference = torch.tensor([0.45, 0.8, 0.3, 0.2], dtype=torch.float64).log()
+    chosen = settings(loss="dapo", kl_beta=0.5)
+    weights = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    value = loss_of(tokens(ref_logprobs=reference, weights=weights), chosen, counts(), longest=1)
+    d = math.log(0.45 / 0.5)
+    assert float(value) == pytest.approx((-1.2 + 0.5 * (math.exp(d) - d - 1)) / 4)
+
+
+def test_the_loss_is_on_uncertain_tokens_only_and_kl_and_bonus_on_all() -> None:
+    made = tokens(ref_logprobs=torch.full((4,), -1.0, dtype=torch.float64))
+    chosen = settings(loss="dapo", top_entropy=0.25, kl_beta=0.1, entropy_bonus=0.2)
+    _, (uncertain,) = choose([made], chosen, lambda values: values)
+    assert uncertain is not None
+    assert uncertain.tolist() == [False, False, False, True]  # the least likely one
+    value = loss_of(Known(is_uncertain=uncertain).add_to(made), chosen, counts(), longest=1)
+    d = -1.0 - made.logprobs
+    terms = 0.1 * float((d.exp() - d - 1).sum()) - 0.2 * float(made.entropy.sum())
+    assert float(value) == pytest.approx((0.8 + terms) / 4)  # A < 0 and r below the clip: held at 0.8
 
 
 def test_the_upper_clip_has_a_bound_of_its_own() -> None:
@@ -81,15 +187,20 @@ def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss_divides_by() 
         assert float(with_bonus - plain) == pytest.approx(-0.5 * float(tokens().entropy.sum()) / 8)
 
 
-@pytest.mark.parametrize("name", ["clip", "dapo", "dr_grpo", "ratio"])
+@pytest.mark.parametrize("name", ["clip", "dapo", "dr_grpo", "ratio", "kl_cov", "gspo", "masked_ratio", "dppo_tv"])
 def test_the_gradient_is_that_of_finite_differences(name: str) -> None:
     # Off the corners of clipping, where there is no derivative.
     start = torch.tensor([0.41, 0.9, 0.3, 0.1], dtype=torch.float64).log()
     chosen = settings(loss=name, entropy_bonus=0.01, kl_beta=0.05)
+    selected = torch.tensor([False, True, False, True])
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
         made = tokens(
-            rollout=[0, 0, 0, 1], logprobs=logprobs, entropy=-logprobs, ref_logprobs=torch.full_like(start, -1.0)
+            rollout=[0, 0, 0, 1],
+            logprobs=logprobs,
+            entropy=-logprobs,
+            ref_logprobs=torch.full_like(start, -1.0),
+            is_selected=selected,
         )
         return loss_of(made, chosen, counts(2), longest=3)
 
@@ -129,12 +240,8 @@ def test_max_length_replaces_the_row_length_in_dr_grpo() -> None:
     assert float(short) == pytest.approx(2 * float(long))
 
 
-def test_a_registered_loss_is_found_by_name() -> None:
-    register_loss("half_clip", lambda t, s: 0.5 * get_loss("clip").per_token(t, s), divisor="rollouts")
-    half = loss_of(tokens(), settings(loss="half_clip"), counts(), longest=1)
-    assert float(half) == pytest.approx(-0.1857143 / 2, abs=1e-7)
-
-
 def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"^trainer\.loss = 'ppo' is not a loss: clip, dapo, dr_grpo,"):
+    with pytest.raises(ConfigError, match=r"^trainer\.loss = 'ppo' is not a loss: cispo, clip, clip_cov, dapo,"):
         get_loss("ppo")
+    with pytest.raises(ConfigError, match=r", tis\. Did you mean gspo\?$"):
+        get_loss("gpso")

@@ -8,7 +8,8 @@ from torch import nn
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.settings import TrainerSettings
-from rlbuffer.trainer.update import learning_rate_at, make_optimizer, take_step
+from rlbuffer.trainer.schedules import learning_rate_at
+from rlbuffer.trainer.update import make_optimizer, take_step
 
 
 class Policy(nn.Module):
@@ -72,4 +73,4 @@ def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(gradient: 
 def test_the_rate_grows_to_the_full_one_at_the_last_update_of_the_warm_up(
     warmup: int, update: int, share: float
 ) -> None:
-    assert learning_rate_at(update, TrainerSettings(learning_rate=0.5, warmup_steps=warmup)) == 0.5 * share
+    assert learning_rate_at(update, TrainerSettings(learning_rate=0.5, warmup_updates=warmup)) == 0.5 * share

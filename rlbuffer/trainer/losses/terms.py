@@ -1,0 +1,54 @@
+"""Terms that add to any loss: the KL to a reference policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.trainer.losses.tokens import TrainedTokens
+
+
+def k1(difference: Tensor) -> Tensor:
+    """-d with d = ref - logprob: unbiased as a number; as a term of a loss its expected gradient is 0.
+
+    Shapes: [N] -> [N]. Source: Schulman 2020, "Approximating KL divergence".
+    """
+    return -difference
+
+
+def k2(difference: Tensor) -> Tensor:
+    """d^2 / 2: biased as a number, but its gradient is that of the KL where tokens are the policy's own.
+
+    Shapes: [N] -> [N]. Source: Schulman 2020, "Approximating KL divergence".
+    """
+    return 0.5 * difference.square()
+
+
+def k3(difference: Tensor) -> Tensor:
+    """exp(d) - d - 1 >= 0: unbiased, and of less variance than k1.
+
+    Shapes: [N] -> [N]. Source: Schulman 2020, "Approximating KL divergence"; in GRPO, arXiv 2402.03300, equation 4.
+    """
+    return torch.exp(difference) - difference - 1
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+"""By their name in ``trainer.kl_estimator``."""
+
+
+def kl_to_reference(tokens: TrainedTokens, estimator: str = "k3") -> Tensor:
+    """[N]: estimate, per token, of the KL divergence from the policy to the reference. Units: nats.
+
+    Raises:
+        ConfigError: the rollouts carry no reference logprobs.
+    """
+    if tokens.ref_logprobs is None:
+        raise ConfigError(
+            "trainer.kl_beta is above 0, but the rollouts carry no column ref_logprobs: push it with them, "
+            "or set trainer.kl_beta = 0",
+            setting="trainer.kl_beta",
+        )
+    return KL_ESTIMATORS[estimator](tokens.ref_logprobs - tokens.logprobs)

@@ -1,0 +1,92 @@
+"""What a loss sees: the trained tokens of one micro-batch, and the numbers that were set for it.
+
+Three policies may stand behind a token: the one being trained, the one that the step started from (*old*), and the one
+that sampled it (*inference*: an older version, in another engine). Ratios are taken against `TrainedTokens.old`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainedTokens:
+    """The trained tokens of one micro-batch. A rollout is never cut over micro-batches."""
+
+    logprobs: Tensor
+    """[N] under the policy being trained, differentiable; nats."""
+    entropy: Tensor
+    """[N] of the distribution that each token comes from, differentiable; nats."""
+    inference_logprobs: Tensor
+    """[N] under the policy version that sampled; nats."""
+    advantages: Tensor
+    """[N]."""
+    rollout: Tensor
+    """[N] int64; which rollout of the micro-batch a token belongs to."""
+    ref_logprobs: Tensor | None = None
+    """[N] under the reference policy; nats."""
+    old_logprobs: Tensor | None = None
+    """[N] under the policy at the start of the step; nats. None: ratios are taken against the inference policy."""
+    weights: Tensor | None = None
+    """[N] the user's own weight of each token; None is 1."""
+    is_selected: Tensor | None = None
+    """[N] bool; what the loss chose among all tokens of the update (see `rlbuffer.trainer.losses.selection`)."""
+    is_uncertain: Tensor | None = None
+    """[N] bool; among the update's tokens of highest entropy. None: all are trained."""
+    draws: Tensor | None = None
+    """[N] float64 in [0, 1); chance that depends on the token's rollout and place alone."""
+
+    @property
+    def old(self) -> Tensor:
+        """[N] logprobs that ratios are taken against."""
+        return self.inference_logprobs if self.old_logprobs is None else self.old_logprobs
+
+    @property
+    def ratio(self) -> Tensor:
+        """[N] probability under the policy over probability under the old one."""
+        return torch.exp(self.logprobs - self.old)
+
+    def rollout_sums(self, values: Tensor) -> Tensor:
+        """[N] -> [N]: each token gets the sum over its rollout's trained tokens."""
+        if not len(values):
+            return values
+        sums = values.new_zeros(int(self.rollout.max()) + 1).index_add(0, self.rollout, values)
+        return sums[self.rollout]
+
+    def rollout_means(self, values: Tensor) -> Tensor:
+        """[N] -> [N]: each token gets the mean over its rollout's trained tokens."""
+        return self.rollout_sums(values) / self.rollout_sums(torch.ones_like(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """``[trainer]``'s numbers for losses, with what was not set filled in by the loss's own defaults.
+
+    The settings of the same names in :class:`rlbuffer.settings.TrainerSettings` say what each is.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    clip_ceiling: float | None = None
+    dual_clip: float | None = None
+    max_ratio: float = 8.0
+    cov_fraction: float = 0.002
+    cov_coefficient: float = 1.0
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    tv_low: float = 0.2
+    tv_high: float = 0.2
+    tv_penalty: float = 1e-3
+    correction_cap: float = 2.0
+    mask_low: float = 0.5
+    mask_high: float = 5.0
+    sequence_low: float = 0.5
+    sequence_high: float = 2.0
+    mask_kl: float = 0.1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """``[trainer.loss_options]``: whatever a loss of the user's own wants to be told."""

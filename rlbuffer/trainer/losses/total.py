@@ -1,0 +1,59 @@
+"""A micro-batch's share of the update's loss: losses per token, corrected and weighted, over counts of the update."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlbuffer.batches import Normalizers
+from rlbuffer.settings import TrainerSettings
+from rlbuffer.trainer.losses.corrections import CORRECTIONS
+from rlbuffer.trainer.losses.registry import Divisor, corrections_of, get_loss, settings_of
+from rlbuffer.trainer.losses.terms import kl_to_reference
+from rlbuffer.trainer.losses.tokens import TrainedTokens
+
+
+def loss_of(tokens: TrainedTokens, settings: TrainerSettings, normalizers: Normalizers, *, longest: int) -> Tensor:
+    """This micro-batch's share of the update's loss, a scalar: over all micro-batches of all ranks, shares add up.
+
+    Per token: (loss x corrections where it is uncertain enough, + beta KL) x the column ``weights``; then the sum over
+    tokens by the divisor, minus the entropy bonus, which is a mean over all trained tokens, whatever the loss divides
+    by and whichever tokens it leaves out. `normalizers` are the update's counts over all ranks; `longest` is the
+    constant of dr_grpo, in tokens, used where ``settings.max_length`` is 0.
+    """
+    loss, told = get_loss(settings.loss), settings_of(settings)
+    per_token = loss.per_token(tokens, told)
+    for name in corrections_of(settings):
+        per_token = per_token * CORRECTIONS[name].weight(tokens, told)
+    if tokens.is_uncertain is not None:
+        per_token = torch.where(tokens.is_uncertain, per_token, torch.zeros_like(per_token))
+    if settings.kl_beta:
+        per_token = per_token + settings.kl_beta * kl_to_reference(tokens, settings.kl_estimator)
+    if tokens.weights is not None:
+        per_token = per_token * tokens.weights
+    divisor = loss.divisor if settings.normalizer == "auto" else settings.normalizer
+    total = (per_token * token_weights(divisor, tokens.rollout, per_token)).sum()
+    total = total / divisor_of(divisor, normalizers, settings.max_length or longest)
+    if settings.entropy_bonus:
+        total = total - settings.entropy_bonus * tokens.entropy.sum() / max(1, normalizers.loss_tokens)
+    return total
+
+
+def token_weights(divisor: Divisor, rollout: Tensor, like: Tensor) -> Tensor:
+    """[N] weight of each token: one over its rollout's trained tokens for ``rollouts``, else 1.
+
+    A rollout is never cut over micro-batches, so its own count is known here.
+    """
+    if divisor != "rollouts" or not len(rollout):
+        return torch.ones_like(like)
+    counts = torch.bincount(rollout)
+    return 1.0 / counts[rollout].to(like.dtype)
+
+
+def divisor_of(divisor: Divisor, normalizers: Normalizers, longest: int) -> int:
+    """What the weighted sum over all ranks is divided by."""
+    if divisor == "rollouts":
+        return max(1, normalizers.rollouts)
+    if divisor == "tokens":
+        return max(1, normalizers.loss_tokens)
+    return max(1, normalizers.rollouts * longest)

@@ -1,0 +1,120 @@
+"""Two and eight gloo ranks, packed, accumulated, with dummies: the gradients of one process that packs nothing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gradient_ranks import COUNT, Rows, Trainee, run_rank, unpacked_step, work
+
+TERMS = {"kl_beta": 0.1, "entropy_bonus": 0.01}
+LOSSES: list[dict[str, Any]] = [
+    {"loss": "clip"},
+    {"loss": "dapo", "top_entropy": 0.3},
+    {"loss": "dr_grpo", "max_length": 30},
+    {"loss": "ratio", "max_ratio": 1.2},
+    {"loss": "kl_cov", "cov_fraction": 0.1},
+    {"loss": "clip_cov", "cov_fraction": 0.1, "cov_low": 0.0, "clip_low": 0.6, "clip_high": 2.0},
+    {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.1},
+    {"loss": "cispo", "max_ratio": 1.1},
+    {"loss": "masked_ratio", "mask_low": 0.8, "mask_high": 1.4},
+    {"loss": "dppo_tv", "tv_low": 0.02, "tv_high": 0.02, "tv_penalty": 0.1},
+    {"loss": "tis", "correction_cap": 1.1},
+    {"loss": "icepop", "mask_low": 0.8, "mask_high": 1.4},
+    {"loss": "decoupled", "correction_cap": 1.2, "correction": ("geometric_mask",)},
+]
+SEVERAL = {"passes": 2, "updates_per_pass": 2}
+"""Two passes over two slices."""
+Job = tuple[str, dict[str, Any]]
+"""dtype, settings."""
+FEW: list[Job] = [
+    ("float64", TERMS | {"loss": "dapo", "top_entropy": 0.3}),
+    ("float64", TERMS | {"loss": "tis", "correction_cap": 1.1}),
+    ("float32", TERMS | {"loss": "clip"}),
+    ("float64", TERMS | {"loss": "decoupled"} | SEVERAL),
+]
+JOBS: dict[int, list[Job]] = {
+    2: [("float64", TERMS | loss) for loss in LOSSES] + [*FEW[2:], ("float64", TERMS | {"loss": "kl_cov"} | SEVERAL)],
+    8: FEW,
+}
+"""By world size."""
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
+
+
+def rows_of(world_size: int) -> Rows:
+    """Three micro-steps, the last one with a single row: everybody else has a dummy there."""
+    order = [int(i) for i in np.random.default_rng(world_size).permutation(COUNT - 1)]
+    full = [order[i :: 2 * world_size] for i in range(2 * world_size)]
+    rows = [_split(full[:world_size]), _split(full[world_size:]), [[[]] for _ in range(world_size)]]
+    rows[2][-1] = [[COUNT - 1]]
+    return rows
+
+
+def _split(parts: list[list[int]]) -> list[list[list[int]]]:
+    """Rollouts of a rank as rows of at most two."""
+    return [[part[i : i + 2] for i in range(0, len(part), 2)] or [[]] for part in parts]
+
+
+def train(world_size: int, folder: Path) -> list[list[dict[str, Any]]]:
+    """Runs the ranks. -> what each of them tells of each job."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rlbuffer.trainer.loop"])
+    processes = [
+        context.Process(target=run_rank, args=(rank, world_size, str(folder), JOBS[world_size], rows_of(world_size)))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(timeout=150)
+        assert [process.exitcode for process in processes] == [0] * world_size
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def slices(world_size: int, several: bool) -> list[list[int]]:
+    """The rollouts of each update, as the ranks together train them."""
+    steps = [sorted(i for rank in step for row in rank for i in row) for step in rows_of(world_size)]
+    return [steps[0], steps[1] + steps[2]] if several else [steps[0] + steps[1] + steps[2]]
+
+
+def relative(ours: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(ours - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_gradients_over_ranks_are_those_of_one_process_that_packs_nothing(tmp_path: Path, world_size: int) -> None:
+    from rlbuffer.settings import TrainerSettings
+    from rlbuffer.trainer.agreement import Ranks
+
+    told = train(world_size, tmp_path)
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    trainees = {dtype: Trainee(dtype, 1) for dtype in TOLERANCE}
+    for number, (dtype, values) in enumerate(JOBS[world_size]):
+        name = f"{values} {dtype}"
+        several = "passes" in values
+        everybody = [rank[number] for rank in told]
+        assert all(rank["digests"] == everybody[0]["digests"] for rank in everybody), name  # equal to the bit
+        alone = TrainerSettings(**(values | {"updates_per_pass": 1}))
+        step = unpacked_step(slices(world_size, several))
+        expected = work(trainees[dtype], step, Ranks(0, 1, torch.device("cpu")), alone)
+        assert everybody[0]["counts"] == expected["counts"], name
+        ours = np.load(tmp_path / f"{number}.npz")
+        assert relative(ours["gradient0"], expected["gradients"][0]) <= TOLERANCE[dtype], name
+        # Every later update starts from parameters that Adam has moved: its quotient makes more of what is rounded.
+        for i, gradient in enumerate(expected["gradients"][1:], 1):
+            assert relative(ours[f"gradient{i}"], gradient) <= 1e-8, name
+        if dtype == "float64":
+            assert relative(ours["parameters"], expected["parameters"]) <= 1e-9, name
+    torch.set_num_threads(threads)

@@ -1,0 +1,79 @@
+"""Every loss against figures recorded from reference implementations: loss and gradient (fixtures/losses/README.md)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlbuffer.batches import Normalizers
+from rlbuffer.settings import TrainerSettings
+from rlbuffer.trainer.losses import TrainedTokens, loss_of, registry
+from rlbuffer.trainer.survey import Known, choose
+
+FOLDER = Path(__file__).parent / "fixtures" / "losses"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+TOLERANCE = 1e-7
+"""verl divides by a rollout's length + 1e-8; everything else agrees to 1e-12."""
+
+
+def tokens_of(record: dict[str, Any], logprobs: Tensor, entropy: Tensor) -> TrainedTokens:
+    columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in record["inputs"].items()}
+    return TrainedTokens(
+        **(columns | {"logprobs": logprobs, "entropy": entropy}),
+        rollout=torch.arange(len(record["lengths"])).repeat_interleave(torch.tensor(record["lengths"])),
+    )
+
+
+def computed(record: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """-> loss, gradient of the logprobs, gradient of the entropies."""
+    settings = TrainerSettings(**record["settings"])
+    leaves = [torch.tensor(record["inputs"][n], dtype=torch.float64).requires_grad_() for n in ("logprobs", "entropy")]
+    tokens = tokens_of(record, *leaves)
+    with torch.no_grad():
+        selected, uncertain = choose([tokens], settings, lambda values: values)
+    known = Known(old_logprobs=tokens.old_logprobs, is_selected=selected[0], is_uncertain=uncertain[0])
+    counts = Normalizers(loss_tokens=sum(record["lengths"]), rollouts=len(record["lengths"]), groups=1)
+    loss = loss_of(known.add_to(tokens), settings, counts, longest=1)
+    gradient, of_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return loss.detach(), gradient, of_entropy
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_and_its_gradient_are_those_of_the_reference(name: str) -> None:
+    record = json.loads((FOLDER / f"{name}.json").read_text())
+    loss, gradient, of_entropy = computed(record)
+    if record["loss"] is not None:
+        assert float(loss) == pytest.approx(record["loss"], abs=TOLERANCE)
+    assert gradient.tolist() == pytest.approx(record["gradient"], abs=TOLERANCE)
+    if record["entropy_gradient"] is not None and of_entropy is not None:
+        assert of_entropy.tolist() == pytest.approx(record["entropy_gradient"], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fixture_reaches_the_part_of_its_loss_that_makes_it_another_loss(name: str) -> None:
+    """Without what the fixture sets (clip, cap, mask, correction) the gradient is another: it would notice its loss."""
+    record = json.loads((FOLDER / f"{name}.json").read_text())
+    _, gradient, of_entropy = computed(record)
+    off = {k: v for k, v in record["settings"].items() if k in ("loss", "max_length")}
+    wide = {"clip_low": 0.999, "clip_high": 1e6, "max_ratio": 1e6, "correction_cap": 1e9, "mask_low": 0.0}
+    wide |= {"mask_high": 1e9, "cov_fraction": 1e-9, "cov_low": 1e8, "cov_high": 1e9, "tv_low": 1.0, "tv_high": 1.0}
+    _, plain, _ = computed(record | {"settings": off | wide})
+    moved = float((gradient - plain).abs().max())
+    assert moved > 1e-4 or of_entropy is not None
+
+
+def test_every_loss_that_is_registered_has_a_fixture() -> None:
+    covered = {json.loads((FOLDER / f"{name}.json").read_text())["settings"]["loss"] for name in NAMES}
+    assert covered == {name for name in registry._LOSSES if name in registry.BUILT_IN}
+
+
+def test_every_correction_has_a_fixture() -> None:
+    named = {
+        c for name in NAMES for c in json.loads((FOLDER / f"{name}.json").read_text())["settings"].get("correction", [])
+    }
+    assert named | {"tis", "icepop"} == set(registry.CORRECTIONS)

@@ -1,0 +1,109 @@
+"""Losses from outside: registered by name, or named by a dotted path; and how long ours are."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlbuffer.batches import Normalizers
+from rlbuffer.errors import ConfigError
+from rlbuffer.settings import TrainerSettings
+from rlbuffer.trainer.losses import LossSettings, TrainedTokens, get_loss, loss_of, register_loss
+
+LOSSES = Path(__file__).parents[2] / "rlbuffer" / "trainer" / "losses"
+MOST_LINES = 30
+
+
+# What a newcomer writes, whole:
+def sapo(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
+    """-A 4/tau sigmoid(tau (r - 1)): a soft gate in place of the clip (arXiv 2511.20347)."""
+    tau = torch.where(
+        tokens.advantages > 0, settings.options.get("tau_high", 1.0), settings.options.get("tau_low", 1.05)
+    )
+    return -tokens.advantages * torch.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau
+
+
+def tokens() -> TrainedTokens:
+    return TrainedTokens(
+        logprobs=torch.tensor([0.5, 0.9], dtype=torch.float64).log(),
+        entropy=torch.zeros(2, dtype=torch.float64),
+        inference_logprobs=torch.tensor([0.4, 0.5], dtype=torch.float64).log(),
+        advantages=torch.tensor([1.0, -1.0], dtype=torch.float64),
+        rollout=torch.tensor([0, 0]),
+    )
+
+
+def value(**settings: object) -> float:
+    counts = Normalizers(loss_tokens=2, rollouts=1, groups=1)
+    return float(loss_of(tokens(), TrainerSettings(**settings), counts, longest=1))
+
+
+def expected(low: float = 1.05) -> float:
+    def gate(tau: float, ratio: float) -> float:
+        return float(torch.sigmoid(torch.tensor(tau * (ratio - 1), dtype=torch.float64))) * 4 / tau
+
+    return (-gate(1.0, 1.25) + gate(low, 1.8)) / 2
+
+
+def test_a_loss_that_is_registered_from_outside_is_trained_by_its_name() -> None:
+    register_loss("sapo", sapo)
+    assert value(loss="sapo") == pytest.approx(expected())
+    assert value(loss="sapo", loss_options={"tau_low": 2.0}) == pytest.approx(expected(2.0))
+
+
+def test_a_loss_is_named_by_its_dotted_path_with_no_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("my_losses")
+    vars(module)["sapo"] = sapo
+    monkeypatch.setitem(sys.modules, "my_losses", module)
+    assert value(loss="my_losses:sapo") == pytest.approx(expected())
+    assert value(loss="my_losses:sapo", normalizer="rollouts") == pytest.approx(expected())
+    assert value(loss="my_losses:sapo", normalizer="longest", max_length=8) == pytest.approx(expected() * 2 / 8)
+
+
+def test_a_loss_that_gives_no_loss_per_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("bad_losses")
+    vars(module)["mean"] = lambda tokens, settings: sapo(tokens, settings).mean()
+    vars(module)["number"] = lambda tokens, settings: 1.0
+
+    monkeypatch.setitem(sys.modules, "bad_losses", module)
+    for name, given in (("mean", "shape []"), ("number", "float")):
+        with pytest.raises(ConfigError) as error:
+            value(loss=f"bad_losses:{name}")
+        assert str(error.value) == (
+            f"trainer.loss = 'bad_losses:{name}' gave {given}: it must give one loss per token, [2]"
+        )
+
+
+def test_a_path_that_leads_nowhere_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match=r"^trainer\.loss = 'no_such:loss' cannot be imported: ModuleNotFoundError"):
+        get_loss("no_such:loss")
+
+
+def test_a_divisor_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^loss 'x': divisor 'steps' must be rollouts, tokens or longest$"):
+        register_loss("x", sapo, divisor="steps")  # type: ignore[arg-type]
+
+
+def test_no_loss_has_thirty_lines() -> None:
+    functions = [
+        (f"{path.name}:{node.name}", node.end_lineno - node.lineno + 1)
+        for path in sorted(LOSSES.glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None
+    ]
+    assert len(functions) > 30
+    too_long = [(name, lines) for name, lines in functions if lines >= MOST_LINES]
+    assert too_long == []
+
+
+def test_a_newcomers_loss_takes_less_than_twenty_lines() -> None:
+    source = Path(__file__).read_text()
+    (mine,) = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == "sapo"]
+    assert mine.end_lineno is not None
+    assert mine.end_lineno - mine.lineno + 1 < 20

@@ -1,0 +1,72 @@
+"""Learning rates over a run, counted in updates."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.settings import TrainerSettings
+from rlbuffer.trainer.schedules import SCHEDULES, check_schedule, learning_rate_at
+
+
+def settings(**values: Any) -> TrainerSettings:
+    return TrainerSettings(**({"learning_rate": 2.0, "steps": 100} | values))
+
+
+@pytest.mark.parametrize(
+    ("update", "share"),
+    [(1, 0.1), (9, 0.9), (10, 1.0), (50, 1.0), (51, 0.8586), (60, 0.5528), (75, 0.2929), (99, 0.0101), (100, 0.0)],
+)
+def test_warm_up_stable_decay_with_the_square_root(update: int, share: float) -> None:
+    chosen = settings(schedule="wsd_sqrt", warmup_updates=10, stable=50)
+    assert learning_rate_at(update, chosen) == pytest.approx(2 * share, abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        ("constant", {1: 1.0, 37: 1.0, 100: 1.0}),
+        ("linear", {1: 0.99, 50: 0.5, 100: 0.0}),
+        ("cosine", {25: (1 + math.cos(math.pi / 4)) / 2, 50: 0.5, 100: 0.0}),
+    ],
+)
+def test_a_schedule_has_the_shares_of_its_formula(schedule: str, shares: dict[int, float]) -> None:
+    for update, share in shares.items():
+        assert learning_rate_at(update, settings(schedule=schedule)) == pytest.approx(2 * share)
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_every_schedule_warms_up_and_ends_at_its_minimum(schedule: str) -> None:
+    chosen = settings(schedule=schedule, warmup_updates=4, stable=20, min_learning_rate=0.5)
+    assert [learning_rate_at(u, chosen) for u in (1, 2, 4)] == [0.5, 1.0, 2.0]
+    rates = [learning_rate_at(u, chosen) for u in range(4, 101)]
+    assert rates == sorted(rates, reverse=True)
+    end = 2.0 if schedule == "constant" else 0.5
+    assert learning_rate_at(100, chosen) == pytest.approx(end)
+    assert learning_rate_at(150, chosen) == pytest.approx(end)
+
+
+def test_schedules_count_updates_and_not_steps() -> None:
+    several = settings(steps=10, passes=2, updates_per_pass=5, schedule="linear")
+    assert learning_rate_at(50, several) == pytest.approx(1.0)
+    assert learning_rate_at(100, several) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("stable", [0, 9, 100, 200])
+def test_a_decay_that_begins_in_the_warm_up_or_after_the_end_is_refused(stable: int) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_schedule(settings(schedule="wsd_sqrt", warmup_updates=10, stable=stable))
+    assert str(error.value) == (
+        f"trainer.stable = {stable}: with schedule = wsd_sqrt the rate falls from that update on, so it must be at "
+        "least trainer.warmup_updates = 10 and less than the 100 planned updates"
+    )
+    check_schedule(settings(schedule="wsd_sqrt", warmup_updates=10, stable=10))
+    check_schedule(settings(schedule="cosine", stable=stable))
+
+
+def test_a_minimum_above_the_rate_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^trainer\.min_learning_rate = 3 is above trainer\.learning_rate = 2$"):
+        check_schedule(settings(min_learning_rate=3.0))
