@@ -162,7 +162,7 @@ def prepare(
                     compute=policy.compute,
                     keeps_rows=layout == "padded",
                 )
-        except (PackedForwardError, ValueError, KeyError, TypeError, NotImplementedError) as error:
+        except (PackedForwardError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reasons.append(f"{attention}: {str(error).partition('. ')[0]}")
             continue
         return policy

@@ -38,7 +38,9 @@ def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(tmp_path:
         "fsdp": {"parallel": "fsdp"},
         "padded": {"parallel": "fsdp", "layout": "padded", "gradient_checkpointing": True},
     }
-    finish([start(tmp_path / name, 2, dtype="float64", **way) for name, way in ways.items()])
+    # Two updates a step: those after the first look at the policy as it was before, in further forward passes.
+    many = {"passes": 2, "old_logprobs": "recomputed"}
+    finish([start(tmp_path / name, 2, dtype="float64", **many, **way) for name, way in ways.items()])
     expected = load_parameters(tmp_path / "ddp", 3)
     for name in ("fsdp", "padded"):
         assert relative(load_parameters(tmp_path / name, 3), expected) < 1e-9
@@ -56,8 +58,8 @@ def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(tmp_path:
     (tmp_path / "ddp").rename(tmp_path / "was-ddp")
     finish(
         [
-            start(tmp_path / "was-ddp", 2, dtype="float64", steps=5, parallel="fsdp"),
-            start(tmp_path / "was-fsdp", 3, dtype="float64", steps=5),
+            start(tmp_path / "was-ddp", 2, dtype="float64", steps=5, parallel="fsdp", **many),
+            start(tmp_path / "was-fsdp", 3, dtype="float64", steps=5, **many),
         ]
     )
     assert records(tmp_path / "was-ddp")[-1]["resumed_from"] == records(tmp_path / "was-fsdp")[-1]["resumed_from"] == 3
