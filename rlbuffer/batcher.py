@@ -78,7 +78,16 @@ class Batcher:
         self._estimators = composing.load_estimators(config)
 
     # -- what happened ------------------------------------------------------------------------------------------------
-    def add(self, info: GroupInfo, *, entry_id: str, now: float, uses: int = 0, pushed: float | None = None) -> None:
+    def add(
+        self,
+        info: GroupInfo,
+        *,
+        entry_id: str,
+        now: float,
+        uses: int = 0,
+        pushed: float | None = None,
+        replaces: str = "",
+    ) -> None:
         """Takes in one push: a group or a part of one. An entry that is known already is ignored.
 
         Args:
@@ -87,6 +96,7 @@ class Batcher:
             now: seconds; the group's timeout counts from here.
             uses: steps that trained the group before; then it must be whole in this one push (else see `restore`).
             pushed: when it was pushed, on the same clock, if that was before `now`; `max_age_seconds` counts from here.
+            replaces: the entry whose place it took, with what that one needed; it is not in the store any more.
 
         Raises:
             RlbufferError: the group was used as often as `max_uses` allows, so it cannot be pending.
@@ -94,8 +104,9 @@ class Batcher:
         if uses:
             self.restore([(entry_id, info)], uses=uses, now=now, pushed=pushed)
             return
-        self._pool.add(info, entry_id, now, pushed)
-        self._patience.heard(info.env, self._pool.now)
+        self._pool.add(info, entry_id, now, pushed, replaces)
+        if not replaces:
+            self._patience.heard(info.env, self._pool.now)
 
     def restore(
         self, parts: Sequence[tuple[str, GroupInfo]], *, uses: int, now: float, pushed: float | None = None
@@ -133,6 +144,11 @@ class Batcher:
     def resume(self, env: str) -> None:
         """`env` takes part again; what it missed while it was paused is not owed to it."""
         self._known.paused.discard(env)
+
+    @property
+    def needs(self) -> dict[tuple[str, str], int]:
+        """(env, what is missing) -> forming groups that wait for a scorer to add it."""
+        return {key: count for key, count in self._pool.needs.items() if count}
 
     @property
     def forming(self) -> int:

@@ -183,7 +183,7 @@ class Buffer:
         return self.store.verify()
 
     def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
-        """Telemetry of a ``worker`` | ``rank`` | ``batcher``: shown to people, decides nothing."""
+        """Telemetry of a ``worker`` | ``scorer`` | ``rank`` | ``batcher``: shown to people, decides nothing."""
         self.store.heartbeat(kind, name, record)
 
     def close(self) -> None:

@@ -139,6 +139,14 @@ def _doubts(settings: RunSettings, places: Places) -> list[str]:
                 f"{settings.trainer.temperature:g}: the trainer would compare logprobs of two distributions "
                 f"({places(f'worker.{worker}.temperature', 'trainer.temperature')})."
             )
+    for worker, options in settings.worker.items():
+        given = {add for s in settings.score.values() if not s.envs or options.env in s.envs for add in s.adds}
+        lacking = [need for need in options.needs if need not in given]
+        if lacking:
+            out.append(
+                f"worker.{worker}.needs: no [score.NAME] section gives {', '.join(lacking)}; its groups wait until a "
+                f"scorer elsewhere does ({places(f'worker.{worker}.needs')})."
+            )
     planned = batcher.step_groups is None and batcher.step_rollouts is None
     if planned and settings.trainer.updates_per_pass > batcher.micro_batches_per_rank:
         out.append(

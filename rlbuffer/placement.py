@@ -10,7 +10,7 @@ from pathlib import Path
 
 import rlbuffer
 from rlbuffer.errors import ConfigError
-from rlbuffer.settings import RunSettings, WorkerSettings
+from rlbuffer.settings import RunSettings, ScoreSettings, WorkerSettings
 
 PROBE_SECONDS = 120.0
 """Longest that another Python may take to import rlbuffer: a cold network disk must fit."""
@@ -22,7 +22,7 @@ def visible(gpus: Sequence[int | str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
 
 
-def gpus_of(options: WorkerSettings, replica: int) -> tuple[int | str, ...]:
+def gpus_of(options: WorkerSettings | ScoreSettings, replica: int) -> tuple[int | str, ...]:
     """The GPUs of one replica: the list dealt out in order, equally many each.
 
     Numbers from `replicas` on are those of other hosts, where the list is dealt out anew.
@@ -35,9 +35,10 @@ def gpus_of(options: WorkerSettings, replica: int) -> tuple[int | str, ...]:
 def shared_gpus(settings: RunSettings) -> list[str]:
     """A sentence per GPU that is given to more than one kind of process on this machine."""
     owners: dict[str, list[str]] = {}
-    for name, gpus in [("trainer", settings.trainer.gpus)] + [
-        (f"worker.{name}", options.gpus) for name, options in settings.worker.items()
-    ]:
+    named: list[tuple[str, tuple[int | str, ...]]] = [("trainer", settings.trainer.gpus)]
+    named += [(f"worker.{name}", options.gpus) for name, options in settings.worker.items()]
+    named += [(f"score.{name}", options.gpus) for name, options in settings.score.items()]
+    for name, gpus in named:
         for gpu in dict.fromkeys(map(str, gpus)):
             owners.setdefault(gpu, []).append(name)
     return [f"GPU {gpu} is given to {' and '.join(names)}" for gpu, names in owners.items() if len(names) > 1]

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlbuffer.config import BatcherConfig
 from rlbuffer.errors import RlbufferError
-from rlbuffer.lines import amount
+from rlbuffer.lines import ScoreNarrator, amount
 from rlbuffer.placement import gpus_of, visible
 from rlbuffer.settings import RunSettings
 
@@ -195,6 +195,41 @@ class WorkerNarrator:
         self._sums = dict.fromkeys(self._sums, 0)
 
 
+# -- scorer ----------------------------------------------------------------------------------------------------------
+def scorer_main(settings_json: str, key: str, replica: int, name: str, log: Connection) -> None:
+    """One scorer of ``[score.KEY]``."""
+    _enter(log, f"score {name}")
+    stop = threading.Event()
+    stop_on_signals(stop)
+    _leave_with(lambda: score(from_json(settings_json), key, replica, name, stop))
+
+
+def score(
+    settings: RunSettings,
+    key: str,
+    replica: int,
+    name: str,
+    stop: threading.Event,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+) -> int:
+    """Runs one scorer until `stop` is set. -> exit code."""
+    from rlbuffer.client import connect
+    from rlbuffer.scorer.loop import run_scorer
+
+    os.environ.update(visible(gpus_of(settings.score[key], replica)))
+    with connect(settings.redis_url, run=settings.run, config=settings, name=f"score-{name}") as buffer:
+        run_scorer(buffer, name, key, settings, stop=stop, on_event=on_event or ScoreNarrator(say))
+    return 0
+
+
+def scorer_apart_main(key: str, replica: int, name: str) -> None:
+    """A scorer with an interpreter of its own."""
+    settings, stop = _begin(f"score {name}")
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _leave_with(lambda: score(settings, key, replica, name, stop))
+
+
 # -- trainer ---------------------------------------------------------------------------------------------------------
 def trainer_main(settings_json: str, log: Connection) -> None:
     """The launcher of all ranks."""
@@ -257,11 +292,12 @@ def serve_main() -> None:
 
 # -- both ends -------------------------------------------------------------------------------------------------------
 def main() -> None:
-    """``python -m rlbuffer.processes``: ``serve [--again]`` or ``worker KEY REPLICA NAME``; stdin as `_begin` says."""
+    """``python -m rlbuffer.processes WHAT``: ``serve [--again]``, or ``worker`` or ``score KEY REPLICA NAME``. Stdin as
+    `_begin` says."""
     what, *rest = sys.argv[1:]
-    if what == "worker":
+    if what in ("worker", "score"):
         key, replica, name = rest
-        worker_apart_main(key, int(replica), name)
+        (worker_apart_main if what == "worker" else scorer_apart_main)(key, int(replica), name)
     else:
         serve_main()
 

@@ -371,7 +371,7 @@ class Pushed:
     entry_id: str
     """Id of its entry in the pool."""
     status: str
-    """``stored`` | ``duplicate``."""
+    """``stored`` | ``duplicate``; of what was to be replaced and was gone, ``duplicate`` without an entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

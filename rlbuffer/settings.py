@@ -38,7 +38,11 @@ class ModelSettings(_Section):
     config: Mapping[str, Any] = Field(
         default_factory=dict, description="Hugging Face config of a fresh model: model_type, hidden_size, ..."
     )
-    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="Dtype of the trained weights.")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field(
+        "float32",
+        description="Dtype of products and published weights. With bfloat16 the trained weights stay in float32: an "
+        "update below 1/256 of a weight would otherwise be lost.",
+    )
 
 
 class WeightsSettings(_Section):
@@ -61,6 +65,16 @@ Correction = Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometri
 """Of `rlbuffer.trainer.losses.corrections`."""
 
 
+class LoraSettings(_Section):
+    """``[trainer.lora]``: train a low-rank adapter and leave the model's own weights as they are."""
+
+    rank: int = Field(0, ge=0, description="Rank of the adapter's matrices; 0: no adapter, all weights are trained.")
+    alpha: float = Field(16.0, gt=0, description="The adapter's product is multiplied by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        ("all-linear",), description="Names of the modules that get one, as PEFT reads them."
+    )
+
+
 class TrainerSettings(_Section):
     """``[trainer]``: the data-parallel trainer."""
 
@@ -68,6 +82,16 @@ class TrainerSettings(_Section):
     gpus: tuple[int | str, ...] = Field(
         (), description="GPUs of the ranks, by number or UUID as nvidia-smi gives them; empty: all that are visible."
     )
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="Each rank holds the whole model (ddp), or a part of every tensor (fsdp)."
+    )
+    layout: Literal["packed", "padded"] = Field(
+        "packed", description="padded: one rollout per row of the model's input, for models that cannot be packed."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Compute activations again in the backward pass: less memory, about a third more time."
+    )
+    lora: LoraSettings = LoraSettings()
     steps: int = Field(1000, ge=1, description="Stop after this many steps.")
     seed: int = Field(0, ge=0, description="Of the fresh model's weights and everything random in training.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one.")
@@ -218,8 +242,52 @@ class WorkerSettings(_Section):
         0.1, ge=0, le=1, description="Share of the tickets of skipped prompts that are sampled all the same."
     )
     max_new_tokens: int = Field(0, ge=0, description="Longest completion in tokens; 0: what the env asks for.")
+    needs: tuple[str, ...] = Field(
+        (),
+        description="What scorers must add before the groups can train: ref_logprobs, or reward where the env gives "
+        "none.",
+    )
     seed: int = Field(0, ge=0, description="Of sampling; replicas add their number.")
     device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Where the sampler runs.")
+
+
+INITIAL_MODEL = "initial"
+"""A scorer's model that is the run's own, as training begins."""
+
+
+class ScoreSettings(_Section):
+    """``[score.NAME]``: processes that add what groups need before they can train."""
+
+    model: str = Field(
+        "",
+        description="Adds its logprobs of the trained tokens as `column`: a directory with a Hugging Face model, or "
+        "`initial`, the run's [model] as training begins; empty: none.",
+    )
+    column: str = Field("ref_logprobs", description="What the model's logprobs are called.")
+    reward: str = Field(
+        "",
+        description="Adds rewards: `package.module:function`, plain or async, which is given a rollout and its group "
+        "and answers a number, or {name: number}; empty: none.",
+    )
+    gives: tuple[str, ...] = Field(
+        (), description="What `reward` adds, of what groups need: reward, rewards.NAME; empty: reward."
+    )
+    envs: tuple[str, ...] = Field((), description="Only groups of these envs; empty: all.")
+    replicas: int = Field(1, ge=1, description="Processes of this kind that `rlbuffer run` starts.")
+    gpus: tuple[int | str, ...] = Field(
+        (), description="GPUs, dealt over the replicas in order; empty: all that are visible."
+    )
+    groups_per_batch: int = Field(8, ge=1, description="Groups that are scored together, packed.")
+    row_tokens: int = Field(0, ge=0, description="Tokens of one forward pass of the model; 0: batcher.row_tokens.")
+    concurrent: int = Field(16, ge=1, description="Rollouts that the function is asked about at once.")
+    timeout_seconds: float = Field(600.0, gt=0, description="Longest that the function may take for one rollout.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Of the model; auto: CUDA where there is one.")
+
+    @property
+    def adds(self) -> tuple[str, ...]:
+        """What these processes add, as groups name it in `needs`."""
+        columns = (self.column,) if self.model else ()
+        return (*columns, *((self.gives or ("reward",)) if self.reward else ()))
 
 
 class EvaluationSettings(_Section):
@@ -251,6 +319,7 @@ class RunSettings(_Section):
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightsSettings = WeightsSettings()
     worker: Mapping[str, WorkerSettings] = Field(default_factory=dict)
+    score: Mapping[str, ScoreSettings] = Field(default_factory=dict)
     eval: Mapping[str, EvaluationSettings] = Field(default_factory=dict)
 
     @property

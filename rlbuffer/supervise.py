@@ -107,7 +107,8 @@ class Supervisor:
         placement.check_pythons(settings, sys.executable)
         settings.run_dir.mkdir(parents=True, exist_ok=True)
         self._log = (settings.run_dir / "run.log").open("a", encoding="utf-8")
-        processes.share_cores(settings.trainer.world_size + sum(w.replicas for w in settings.worker.values()))
+        replicas = [w.replicas for w in settings.worker.values()] + [s.replicas for s in settings.score.values()]
+        processes.share_cores(settings.trainer.world_size + sum(replicas))
         try:
             self._context = self._start_forkserver()
             with connect(
@@ -180,6 +181,17 @@ class Supervisor:
                         ),
                     )
                 )
+        for key, scoring in self.settings.score.items():
+            for replica in range(scoring.replicas):
+                title = key if scoring.replicas == 1 else f"{key}-{replica}"
+                children.append(
+                    Child(
+                        name=f"score {title}",
+                        start=lambda key=key, replica=replica, title=title: self._start_scorer(  # type: ignore[misc]
+                            key, replica, title
+                        ),
+                    )
+                )
         children.append(Child(name="train", start=lambda: self._fork("train", processes.trainer_main, (self._json,))))
         return children
 
@@ -195,6 +207,13 @@ class Supervisor:
         python = placement.python_of(key, options, sys.executable)
         environment = placement.environment_of(options, replica, python)
         return self._start_apart(name, python, ["worker", key, str(replica), title], environment)
+
+    def _start_scorer(self, key: str, replica: int, title: str) -> Any:
+        name, options = f"score {title}", self.settings.score[key]
+        if not options.gpus:
+            return self._fork(name, processes.scorer_main, (self._json, key, replica, title))
+        environment = {**os.environ, **placement.visible(placement.gpus_of(options, replica))}
+        return self._start_apart(name, sys.executable, ["score", key, str(replica), title], environment)
 
     def _start_apart(
         self, name: str, python: str, arguments: list[str], environment: Mapping[str, str] | None

@@ -169,6 +169,8 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mappin
     planned = infos[0].planned_size if infos else 0
     scored = [r.reward for r in members.values() if r.reward is not None]
     complete = len(scored) >= planned > 0 and not any(info.needs for info in infos)
+    needs = sorted({need for info in infos for need in info.needs})
+    needed = [f"needs {', '.join(needs)}"] if needs else []
     oldest = min((r.min_version for r in members.values()), default=0)
     created = parts[0].pushed_ms / 1000
     return GroupView(
@@ -187,7 +189,7 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mappin
         waited_seconds=max(now - created, 0.0),
         worker=infos[0].worker if infos else "",
         step=None,
-        detail="; ".join(entry.error for entry in parts if entry.error),
+        detail="; ".join([*(entry.error for entry in parts if entry.error), *needed]),
         min_version=oldest,
         max_version=max((r.max_version for r in members.values()), default=0),
         adapter=adapter,
@@ -288,7 +290,7 @@ def _detail(store: Store, view: GroupView) -> GroupDetail:
         places = [(member, step, rank) for step, member, rank in found if step == view.step]
     elif view.state in ("forming", "ready"):
         places = [
-            (_stand_in(entry, index, info), None, None)
+            (stand_in(entry, index, info), None, None)
             for entry in _pool(store)
             if entry.group_id == view.group_id and entry.info is not None
             for index, info in enumerate(entry.info.rollouts)
@@ -301,7 +303,8 @@ def _detail(store: Store, view: GroupView) -> GroupDetail:
     return GroupDetail(view=view, members=members, answer=answer, metadata=metadata)
 
 
-def _stand_in(entry: PoolEntry, index: int, info: RolloutInfo) -> PartRollout:
+def stand_in(entry: PoolEntry, index: int, info: RolloutInfo) -> PartRollout:
+    """A pending rollout as a step would name it: what its payload is read by."""
     return PartRollout(
         payload_key=entry.payload_key,
         index=index,

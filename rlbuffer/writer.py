@@ -68,9 +68,10 @@ class Writer:
         """Tokens that a longer rollout is cut to; None: it is left to the batcher."""
         self._limit_at = float("-inf")
         self._sequence = 0
-        self._unsettled: tuple[int, Group] | None = None
+        self._unsettled: tuple[int, Group, str] | None = None
         """A push that was given up after its answer was lost: nobody knows whether it is stored."""
-        self._spool: deque[tuple[int, Group]] = deque(maxlen=SPOOL_PUSHES)
+        self._spool: deque[tuple[int, Group, str]] = deque(maxlen=SPOOL_PUSHES)
+        """(sequence, what was stored, the entry that it replaced or "")."""
         self._lock = threading.Lock()  # one push in flight per producer: the sequence is what makes it exactly once
 
     def take(self, env: str, n: int = 1, *, timeout_seconds: float | None = None) -> list[Ticket]:
@@ -136,27 +137,37 @@ class Writer:
         if not isinstance(group, Group):
             raise InvalidRollout(f"push: expected a Group, got {type(group).__name__}")
         with self._lock:
-            if sequence is not None:
-                return self._store_as(group, sequence)
-            if self._unsettled is not None:
-                number, left = self._unsettled
-                # Its number may be taken on the server: another group under it would be answered as a duplicate, and
-                # lost.
-                pushed = self._store_as(left, number)
-                if left is group or left == group:
-                    return pushed
-            return self._store_as(group, self._sequence + 1)
+            return self._store_as(group, sequence) if sequence is not None else self._store_next(group)
 
-    def _store_as(self, group: Group, number: int) -> Pushed:
-        self._unsettled = (number, group)
+    def replace(self, group: Group, entry_id: str) -> Pushed:
+        """Puts a group in the place of a pending push of the same rollouts, which lacked what this one has.
+
+        When that push is no longer pending (another was first, or it was dropped), this one is a ``duplicate``.
+        Everything else is as with :meth:`push`.
+        """
+        with self._lock:
+            return self._store_next(group, entry_id)
+
+    def _store_next(self, group: Group, replaces: str = "") -> Pushed:
+        if self._unsettled is not None:
+            number, left, before = self._unsettled
+            # Its number may be taken on the server: another group under it would be answered as a duplicate, and
+            # lost.
+            pushed = self._store_as(left, number, before)
+            if before == replaces and (left is group or left == group):
+                return pushed
+        return self._store_as(group, self._sequence + 1, replaces)
+
+    def _store_as(self, group: Group, number: int, replaces: str = "") -> Pushed:
+        self._unsettled = (number, group, replaces)
         try:
-            pushed, number, sent = self._send(group, number)
+            pushed, number, sent = self._send(group, number, replaces)
         except (InvalidRollout, RunGone):
             self._unsettled = None  # certainly not stored
             raise
         self._unsettled = None
         self._sequence = max(self._sequence, number)
-        self._spool.append((number, sent))
+        self._spool.append((number, sent, replaces))
         return pushed
 
     def _fitted(self, group: Group) -> Group:
@@ -169,7 +180,7 @@ class Writer:
             self._limit_at = now
         return group if self._limit is None else truncated_group(group, self._limit)
 
-    def _send(self, group: Group, sequence: int) -> tuple[Pushed, int, Group]:
+    def _send(self, group: Group, sequence: int, replaces: str = "") -> tuple[Pushed, int, Group]:
         """-> what became of it, the sequence under which it is stored, and what was stored."""
         deadline = time.monotonic() + self._patience
         delay = FIRST_DELAY_SECONDS
@@ -177,12 +188,11 @@ class Writer:
         """The server's last push, when it has told that some are missing there."""
         while True:
             try:
-                group = self._fitted(group)
+                if not replaces:  # what takes another's place has its lengths
+                    group = self._fitted(group)
                 if last is not None:
                     sequence, last = self._fill(last, sequence), None
-                status, entry_id = self._store.push(
-                    group, producer=self.worker, incarnation=self.incarnation, sequence=sequence, epoch=self._epoch
-                )
+                status, entry_id = self._store_push(group, sequence, replaces)
                 return Pushed(entry_id=entry_id, status=status), sequence, group
             except ProducerGap as gap:
                 last = gap.last
@@ -198,14 +208,22 @@ class Writer:
                 time.sleep(delay * random.uniform(0.5, 1.0))
                 delay = min(2 * delay, LAST_DELAY_SECONDS)
 
+    def _store_push(self, group: Group, sequence: int, replaces: str) -> tuple[str, str]:
+        return self._store.push(
+            group,
+            producer=self.worker,
+            incarnation=self.incarnation,
+            sequence=sequence,
+            epoch=self._epoch,
+            replaces=replaces,
+        )
+
     def _fill(self, last: int, sequence: int) -> int:
         """The server knows pushes up to `last` only: sends the missing ones again. -> the sequence to go on with."""
-        missing = [(number, group) for number, group in self._spool if last < number < sequence]
+        missing = [push for push in self._spool if last < push[0] < sequence]
         if len(missing) == sequence - last - 1:
-            for number, group in missing:
-                self._store.push(
-                    group, producer=self.worker, incarnation=self.incarnation, sequence=number, epoch=self._epoch
-                )
+            for number, group, replaces in missing:
+                self._store_push(group, number, replaces)
             return sequence
         # The spool does not reach back: what is missing cannot be sent any more, so it is counted, and a new
         # incarnation starts a sequence of its own.

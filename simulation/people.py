@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlbuffer.batches import Drop
-from rlbuffer.errors import LeaseLost, NotFound, RunGone, StepRetired
+from rlbuffer.errors import EpochChanged, LeaseLost, NotFound, RunGone, StepRetired
 from rlbuffer.store.base import PoolEntry
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.session import text
@@ -80,6 +80,9 @@ def take_back(host: Host, process: Process) -> None:
                 store.void_from(keep + 1, force=True)
         except AWAY:
             world.scheduler.wait(0.1)  # it may have been done: asked again it does no harm
+            continue
+        except EpochChanged as error:
+            world.note(f"asks again: {error}")
             continue
         except (NotFound, StepRetired, RunGone) as error:
             world.note(f"refused: {error}")

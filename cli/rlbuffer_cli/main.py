@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "run": "Start and supervise every process of a run on this machine.",
         "serve": "Run the batcher: decides what each step trains on.",
         "worker": "Sample and score rollouts of one env and push them.",
+        "score": "Add what groups need before they train: reference logprobs, slow rewards.",
         "train": "Train on the batches, with one or more data-parallel ranks.",
         "push": "Push groups from a JSON Lines file.",
         "inspect": "Look at the pool, a group or a rollout. Changes nothing.",

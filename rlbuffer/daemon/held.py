@@ -43,6 +43,8 @@ class Held:
         self._cursor = "0-0"
         self._tickets: dict[str, list[int]] = {}
         """env -> numbers of tickets whose groups are read, which are still out."""
+        self.replaced = 0
+        """Entries read that took the place of another, whose payload is garbage since."""
         self.batcher = Batcher(config, state=_state(store))
         self.batcher.close(store.closed_groups())
 
@@ -84,9 +86,13 @@ class Held:
                 undecodable.append((_invalid(entry, entry.error), [entry]))
                 continue
             self._entries[entry.entry_id] = entry
+            if entry.replaces:
+                self._entries.pop(entry.replaces, None)
+                self.replaced += 1
             pushed = entry.pushed_ms / 1000
             # Time in which no batcher ran does not count against a group that is not full yet.
-            self.batcher.add(entry.info, entry_id=entry.entry_id, now=max(pushed, self._since), pushed=pushed)
+            now = max(pushed, self._since)
+            self.batcher.add(entry.info, entry_id=entry.entry_id, now=now, pushed=pushed, replaces=entry.replaces)
             env, _, number = entry.group_id.rpartition(".")
             if env == entry.env and _NUMBER.match(number):
                 self._tickets.setdefault(env, []).append(int(number))

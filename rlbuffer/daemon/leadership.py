@@ -17,6 +17,7 @@ from rlbuffer.daemon.asked import AskWatch
 from rlbuffer.daemon.envs import EnvWatch
 from rlbuffer.daemon.held import Held
 from rlbuffer.daemon.memory import MemoryWatch, without_garbage_collection
+from rlbuffer.daemon.scorers import ScorerWatch
 from rlbuffer.daemon.telling import TELEMETRY_SECONDS, Teller
 from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.policy import waiting
@@ -27,6 +28,8 @@ from rlbuffer.store.recovery import ATTEMPT_SECONDS
 
 POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""
+SWEEP_SECONDS = 5.0
+"""Between two sweeps of what scored groups leave behind."""
 TRAINER_SILENT_SECONDS = 10.0
 """A trainer reports every second, also while it waits: after ten of these missed it is called silent."""
 
@@ -74,6 +77,8 @@ class Leadership:
         self._meta = store.meta()
         self._asked = AskWatch(store, asked, self._meta)
         self._held = Held(store, config, teller, token=token, since=self.since)
+        self._scorers = ScorerWatch(store, self._held.batcher)
+        self._swept = float("-inf")
         self._envs = EnvWatch(store, config, self._held.batcher, teller.emit)
         self._memory = MemoryWatch(
             store, config, teller.emit, world_size=trainer.world_size, checkpoint_every=trainer.checkpoint_every
@@ -162,7 +167,7 @@ class Leadership:
         self._envs.mourn({} if self._asked.is_draining else decision.dead, step)
         if decision.plan is None:
             self._is_idle = True
-            self._say(self._memory.sentence() + decision.waiting)
+            self._say(self._memory.sentence() + decision.waiting + self._scorers.sentence())
             return
         self._commit(decision, decision.plan, trainer, started)
 
@@ -216,6 +221,10 @@ class Leadership:
             self._store.retire(self._token, up_to)
             self._memory.retired(up_to)
             self._meta = self._store.meta()
+        if self._held.replaced and time.monotonic() - self._swept > SWEEP_SECONDS:
+            # Scored groups have left payloads behind; they must not wait for a checkpoint.
+            self._swept, self._held.replaced = time.monotonic(), 0
+            self._store.retire(self._token, self._meta.retired)
         if self._memory.relieve(self._token, trainer, self._meta):
             self._meta = self._store.meta()
 

@@ -23,6 +23,10 @@ from types import MappingProxyType
 
 START_TICKETS = 8
 """Groups of an env before any is known: enough to keep a few workers busy, few enough to be no loss."""
+DOUBTS = 2.0
+"""Standard deviations by which groups still being sampled may turn out larger than on average: the last ones of a step
+are sampled once it is nearly certain that they are needed. In simulation (tests/property) without doubt 2.2 % of all
+groups were too many, and 0.9 % at 2 for 3 % more time."""
 ANY_ENV = "*"
 """Key of the allowance of every env that is not named: an env without a budget is unknown until it sends a group."""
 
@@ -43,6 +47,12 @@ class EnvSupply:
     """Mean group in (budget's unit, tokens, rollouts); None when not one is known."""
     owed: float = 0.0
     """The env's deficit, in the budget's unit."""
+    spread: float = 0.0
+    """Standard deviation of a group's tokens."""
+    ready: int = 0
+    """Those of `pending` that are ready, and so of known size."""
+    ready_mean: tuple[float, float, float] | None = None
+    """The mean of them, as `mean`."""
 
 
 def window(*, version: int, max_age: int, last_step: int) -> int:
@@ -83,23 +93,30 @@ def missing(
 
     The step is selected in advance, as :mod:`rlbuffer.policy.selection` will do it, of groups of mean size. What a step
     holds on average (:func:`groups_per_step`) says nothing of what an env is owed from earlier steps, and rounding it
-    up for every env samples a group too many for almost each of them.
+    up for every env samples a group too many for almost each of them. In what order envs give their groups goes by the
+    means alone: by the groups' real sizes the last ones would be asked now of this env and now of that one, and come
+    of both. How full the step is goes by what is there, and by what those on their way may at most turn out to be.
 
     A step is `groups` groups, or `rollouts` rollouts, or else from `tokens` tokens on.
     """
     envs = {env: s for env, s in supply.items() if s.share > 0}
+    by_tokens = groups is None and rollouts is None
     average = _average([s.mean for s in envs.values() if s.mean is not None])
     if average is None and groups is None:
         return dict.fromkeys(envs, 1)
     means = {env: s.mean or average or (1.0, 1.0, 1.0) for env, s in envs.items()}
     limit = float(groups if groups is not None else rollouts if rollouts is not None else tokens)
     owed = {env: s.owed for env, s in envs.items()}
-    picked, filled = dict.fromkeys(envs, 0), 0.0
-    while envs and filled < limit:
+    picked, filled, doubt = dict.fromkeys(envs, 0), 0.0, 0.0
+    while envs and filled + DOUBTS * math.sqrt(doubt) < limit:
         env = min(envs, key=lambda e: _deadline(owed[e], means[e][0], envs[e].share, e))
-        filled += 1.0 if groups is not None else max(1.0, means[env][1 if rollouts is None else 2])
-        picked[env] += 1
         size = means[env][0]
+        is_there = picked[env] < envs[env].ready
+        amounts = (is_there and envs[env].ready_mean) or means[env]
+        filled += 1.0 if groups is not None else max(1.0, amounts[1 if rollouts is None else 2])
+        if by_tokens and not is_there:
+            doubt += envs[env].spread ** 2
+        picked[env] += 1
         for other, s in envs.items():
             owed[other] += s.share * size
         owed[env] -= size

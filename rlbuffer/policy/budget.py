@@ -34,10 +34,15 @@ class EnvAccount:
     """Mean rollouts of a trained group."""
     largest: float = 0.0
     """Largest group ever trained, in the budget's unit."""
+    variance: float = 0.0
+    """Of the tokens of a trained group."""
 
     def learn(self, tokens: int, rollouts: int, size: int) -> None:
         """Takes one trained group into the running means."""
-        self.tokens += (tokens - self.tokens) / (self.groups + 1)
+        off = tokens - self.tokens
+        self.tokens += off / (self.groups + 1)
+        # Source: Welford 1962, a method for calculating corrected sums of squares.
+        self.variance += (off * (tokens - self.tokens) - self.variance) / (self.groups + 1)
         self.rollouts += (rollouts - self.rollouts) / (self.groups + 1)
         self.groups = min(self.groups + 1, MEAN_WINDOW - 1)
         self.largest = max(self.largest, size)
@@ -163,7 +168,10 @@ def dump(accounts: Mapping[str, EnvAccount]) -> dict[str, Any]:
     """The accounts as msgpack types."""
     return {
         "schema": 1,
-        "envs": {env: [a.deficit, a.groups, a.tokens, a.rollouts, a.largest] for env, a in sorted(accounts.items())},
+        "envs": {
+            env: [a.deficit, a.groups, a.tokens, a.rollouts, a.largest, a.variance]
+            for env, a in sorted(accounts.items())
+        },
     }
 
 

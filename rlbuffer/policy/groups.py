@@ -19,6 +19,9 @@ from typing import NamedTuple
 from rlbuffer.batches import Drop, EntryUse
 from rlbuffer.records import REASONS, GroupInfo, RolloutInfo
 
+REWARD = "reward"
+"""What a group needs whose rollouts are not scored yet."""
+
 
 class Member(NamedTuple):
     """A valid rollout of a group, and where its payload is."""
@@ -170,6 +173,30 @@ class GroupState:
         self.rollouts = len(members)
         return None
 
+    def exchange(
+        self, old: str, entry_id: str, info: GroupInfo, row_tokens: int
+    ) -> list[tuple[str, GroupInfo, Rejected]]:
+        """Puts a push in the place of one of its parts: the same rollouts, with what that one needed.
+
+        -> the parts (entry id, push, why) that do not fit any more.
+        """
+        parts = [(entry_id, info) if key == old else (key, part) for key, part in self.parts.items()]
+        # Rollouts of parts that were rejected whole have come all the same.
+        elsewhere = self.ids - {r.rollout_id for part in self.parts.values() for r in part.rollouts}
+        self.parts, self.rejected = {}, {}
+        self.rollouts = self.arrived = self.tokens = self.min_version = self.max_version = 0
+        self.needs = frozenset()
+        self._whole = self._members = self._ids = None
+        out = []
+        for key, part in parts:
+            why = self.take(key, part, row_tokens)
+            if why is not None:
+                out.append((key, part, why))
+        if elsewhere:
+            self.ids.update(elsewhere)
+            self.arrived += len(elsewhere)
+        return out
+
     def _foreign(self, info: GroupInfo) -> Rejected:
         for name in ("env", "prompt_id", "adapter"):
             mine, theirs = getattr(self, name), getattr(info, name)
@@ -189,7 +216,7 @@ class GroupState:
             or self.is_closed
             or totals.rollouts > self.planned_size
             or totals.longest > row_tokens
-            or not (totals.is_scored or info.needs)
+            or not (totals.is_scored or REWARD in info.needs)
             or not totals.is_distinct
         ):
             return False
@@ -209,7 +236,7 @@ class GroupState:
             return Rejected("late", f"the group was closed with {valid} of {self.planned_size} rollouts")
         if rollout.length > row_tokens:
             return Rejected("oversized", f"length {rollout.length} > row_tokens {row_tokens}")
-        if rollout.reward is None and not (part.needs or self.needs):
+        if rollout.reward is None and REWARD not in part.needs:
             return Rejected("invalid", f"rollout {rollout.rollout_id} has no reward")
         return None
 

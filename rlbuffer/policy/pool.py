@@ -6,7 +6,7 @@ kept as running sums.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -100,6 +100,8 @@ class Pool:
         self.envs: dict[str, EnvPool] = {}
         self.drops: dict[tuple[str, ...], Drop] = {}
         """entry ids -> drop; repeated until confirmed."""
+        self.needs: Counter[tuple[str, str]] = Counter()
+        """(env, what is missing) -> forming groups that need it."""
         self.now = float("-inf")
         self._dropping: dict[str, tuple[tuple[str, ...], GroupInfo]] = {}
         """entry id -> all entries of its unconfirmed drop, and what it holds."""
@@ -111,11 +113,13 @@ class Pool:
         self._unranked: list[GroupState] = []
 
     # -- arriving -----------------------------------------------------------------------------------------------------
-    def add(self, info: GroupInfo, entry_id: str, now: float, pushed: float | None = None) -> None:
-        """Merges one push into its group; an entry that is already here is ignored."""
+    def add(self, info: GroupInfo, entry_id: str, now: float, pushed: float | None = None, replaces: str = "") -> None:
+        """Merges one push into its group; an entry that is already here is ignored. `replaces` is gone then."""
         if entry_id in self._entries:
             return
         self._hear(now)
+        if replaces in self._entries and self._exchange(info, entry_id, replaces):
+            return
         self._entries[entry_id] = info.group_id
         if info.group_id in self._closed:
             self._queue(drop_part(entry_id, info, Rejected("late", "the group is closed")), {entry_id: info})
@@ -153,8 +157,37 @@ class Pool:
             env.lane(group.adapter).forming.add(group)
         self._settle(group, env, is_over=False)
 
+    def _exchange(self, info: GroupInfo, entry_id: str, old: str) -> bool:
+        """Puts a push in the place of one that is here. -> False when its group waits for nothing any more: then it
+        is a push like any other."""
+        group = self._groups.get(info.group_id)
+        if group is None or group.is_closed or old not in group.parts:
+            self.remove(old)
+            return False
+        del self._entries[old]
+        self._entries[entry_id] = info.group_id
+        env = self._env(group.env)
+        lane = env.lane(group.adapter)
+        lane.forming.discard(group)
+        before = group.tokens
+        self._count_needs(group, -1)
+        for key, part, why in group.exchange(old, entry_id, info, self.config.row_tokens):
+            self._queue(drop_part(key, part, why), {key: part})
+        self._count_needs(group, 1)
+        env.forming_tokens += group.tokens - before
+        if group.rollouts:
+            lane.forming.add(group)
+        self._settle(group, env, is_over=False)
+        return True
+
+    def _count_needs(self, group: GroupState, sign: int) -> None:
+        for need in group.needs:
+            self.needs[group.env, need] += sign
+
     def _take(self, group: GroupState, entry_id: str, info: GroupInfo) -> None:
+        self._count_needs(group, -1)
         why = group.take(entry_id, info, self.config.row_tokens)
+        self._count_needs(group, 1)
         if why is not None:
             self._queue(drop_part(entry_id, info, why), {entry_id: info})
 
@@ -370,5 +403,6 @@ class Pool:
             env.count(group, -1)
         else:
             self._unform(group)
+        self._count_needs(group, -1)
         del self._groups[group.group_id]
         self._closed[group.group_id] = self.now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -58,13 +59,24 @@ class Situation:
 
     def mean(self, env: str) -> Mean | None:
         """The env's mean group: of those trained, else of those ready; None when there are none."""
-        account, pool = self.accounts.get(env), self.env(env)
+        account = self.accounts.get(env)
         if account is not None and account.groups:
-            tokens, rollouts = account.tokens, account.rollouts
-        elif pool.ready_groups:
-            tokens, rollouts = pool.ready_tokens / pool.ready_groups, pool.ready_rollouts / pool.ready_groups
-        else:
+            return self._units(account.tokens, account.rollouts)
+        return self.ready_mean(env)
+
+    def ready_mean(self, env: str) -> Mean | None:
+        """The mean of the env's ready groups; None when there are none."""
+        pool = self.env(env)
+        if not pool.ready_groups:
             return None
+        return self._units(pool.ready_tokens / pool.ready_groups, pool.ready_rollouts / pool.ready_groups)
+
+    def spread(self, env: str) -> float:
+        """Standard deviation of the tokens of a group that trained; 0 before there are any."""
+        account = self.accounts.get(env)
+        return 0.0 if account is None else math.sqrt(account.variance)
+
+    def _units(self, tokens: float, rollouts: float) -> Mean:
         unit = {"tokens": tokens, "rollouts": rollouts}.get(self.config.unit, 1.0)
         return unit, tokens, rollouts
 

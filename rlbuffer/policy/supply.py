@@ -60,6 +60,9 @@ def allow(
             share=fractions[env],
             mean=known.mean(env),
             owed=known.accounts[env].deficit if env in known.accounts else 0.0,
+            spread=known.spread(env),
+            ready=max(0, known.env(env).ready_groups - used[env]),
+            ready_mean=known.ready_mean(env),
         )
     per_step = admission.groups_per_step(supply, tokens=limits.tokens, groups=limits.groups, rollouts=limits.rollouts)
     out = admission.allowances(supply, per_step, wanted=wanted, open_step=_open_step(known, supply, limits))

@@ -83,6 +83,15 @@ def for_dead(env: str, seconds: float) -> str:
     )
 
 
+def for_scorer(env: str, need: str, groups: int, scorers: int) -> str:
+    """Groups are there and lack what a scorer must add."""
+    verb = "needs" if groups == 1 else "need"
+    first = f"{_groups(groups)} of env {env} {verb} {need}"
+    if not scorers:
+        return f"{first}, and no scorer gives it: start `rlbuffer score`."
+    return f"{first}: {scorers} scorer gives it." if scorers == 1 else f"{first}: {scorers} scorers give it."
+
+
 def all_paused(envs: list[str]) -> str:
     """Nobody may give anything."""
     return f"Every env is paused ({', '.join(envs)}): `rlbuffer env resume {envs[0]}` lets it take part again."

@@ -74,8 +74,12 @@ class Store(Protocol):
         """run -> Unix seconds when it was last opened."""
 
     # -- worker ----------------------------------------------------------------------------------------------------
-    def push(self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int) -> tuple[str, str]:
+    def push(
+        self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int, replaces: str = ""
+    ) -> tuple[str, str]:
         """PUSH. -> (status ``stored`` | ``duplicate``, entry id). `producer` is the worker, `incarnation` its uuid.
+
+        `replaces` is a pending entry whose place it takes: the same rollouts, with what that one needed.
 
         Raises RunGone, ProducerGap (``.last`` holds what the server has), ServerRefused, ServerUnreachable. Never
         retried inside: the writer repeats the call with the same sequence.
@@ -88,6 +92,15 @@ class Store(Protocol):
     def release_tickets(self, env: str, numbers: Sequence[int]) -> None: ...
     def visits(self, env: str, prompt_ids: Sequence[str]) -> list[str]: ...
     def note_visits(self, env: str, prompt_id: str, marks: str) -> None: ...
+
+    # -- scorer ------------------------------------------------------------------------------------------------------
+    def claim_scoring(
+        self, entry_ids: Sequence[str], *, owner: str, ttl_seconds: float
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """Claims pending entries. -> (those that `owner` holds now, those that are not pending any more)."""
+
+    def renew_scoring(self, entry_ids: Sequence[str], *, owner: str, ttl_seconds: float) -> None: ...
+    def release_scoring(self, entry_ids: Sequence[str], *, owner: str) -> None: ...
 
     # -- batcher (fenced by the lease token) -----------------------------------------------------------------------
     def lease(self, owner: str, *, ttl_seconds: float) -> Lease:
@@ -239,7 +252,7 @@ class Store(Protocol):
 
     # -- seeing (read-only but heartbeat) ----------------------------------------------------------------------------
     def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
-        """Telemetry: kind ``worker`` | ``rank`` | ``batcher``; decides nothing."""
+        """Telemetry: kind ``worker`` | ``scorer`` | ``rank`` | ``batcher``; decides nothing."""
 
     def heartbeats(self, kind: str) -> Mapping[str, Mapping[str, Any]]: ...
     def set_waiting(self, who: str, sentence: str) -> None: ...

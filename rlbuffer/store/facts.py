@@ -27,11 +27,15 @@ class PoolEntry:
     """As the ledger counted them at push; also there when `info` is None."""
     tokens: int
     error: str = ""
+    replaces: str = ""
+    """The entry whose place it took, when a scorer added what that one needed; "" otherwise."""
+    first_ms: int = 0
+    """Then: when the rollouts were first pushed."""
 
     @property
     def pushed_ms(self) -> int:
-        """Server time of the push, in milliseconds (the first half of the stream id)."""
-        return int(self.entry_id.split("-", 1)[0])
+        """Server time when the rollouts were pushed, in milliseconds (the first half of the stream id)."""
+        return self.first_ms or int(self.entry_id.split("-", 1)[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ SCHEMA = 2
 RUN_NAME = re.compile(r"[a-z0-9_.-]{1,64}\Z")
 RUNS = "rlb:runs"
 """zset: run -> Unix seconds when it was last opened."""
-HEARTBEATS = {"worker": "workers", "rank": "ranks", "batcher": "batchers"}
+HEARTBEATS = {"worker": "workers", "scorer": "scorers", "rank": "ranks", "batcher": "batchers"}
 """Kind of a heartbeat -> the hash that holds it."""
 
 
@@ -86,6 +86,10 @@ class Keys:
     def evaluating(self, env: str, version: int) -> str:
         """Who evaluates a version on an env, or that it is done."""
         return f"{self.tag}:evaluating:{env}:{version}"
+
+    def scoring(self, entry_id: str) -> str:
+        """Who adds what a pending push needs."""
+        return f"{self.tag}:scoring:{entry_id}"
 
     def visits(self, env: str) -> str:
         """How the groups of each prompt of an env went."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlbuffer import wire
 from rlbuffer.batches import Drop, RolloutRef
-from rlbuffer.errors import EpochChanged, PayloadError, ProducerGap, RunGone, ServerRefused
+from rlbuffer.errors import EpochChanged, InvalidRollout, PayloadError, ProducerGap, RunGone, ServerRefused
 from rlbuffer.infos import GroupInfo, unfrozen
 from rlbuffer.records import Group
 from rlbuffer.store.base import PoolEntry, Reused
@@ -27,13 +27,18 @@ _UnfrozenEntry = unfrozen(PoolEntry)
 
 
 class PoolMoves(Session):
-    """PUSH, INGEST, DROP and PIN."""
+    """PUSH, INGEST, DROP and PIN, and who scores what."""
 
     _fresh: dict[str, int]
     """incarnation -> the sequence that the server certainly does not have yet."""
 
-    def push(self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int) -> tuple[str, str]:
-        """PUSH: payload first, under the push's own key, then the script that makes it pending."""
+    def push(
+        self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int, replaces: str = ""
+    ) -> tuple[str, str]:
+        """PUSH: payload first, under the push's own key, then the script that makes it pending.
+
+        `replaces` names a pending entry whose place it takes. When that is gone, this push is a duplicate.
+        """
         push = wire.encode_push(group)
         info = push.info
         keys = self.keys
@@ -48,7 +53,7 @@ class PoolMoves(Session):
             self._store_payload(keys.payload(group.group_id, suffix), fields)
         reply = self.move(
             "push",
-            (keys.meta, keys.pool, producer_key, keys.ledger),
+            (keys.meta, keys.pool, producer_key, keys.ledger, keys.garbage),
             (
                 epoch,
                 sequence,
@@ -59,10 +64,21 @@ class PoolMoves(Session):
                 len(info.rollouts),
                 info.tokens,
                 push.metadata,
+                replaces,
+                keys.payload_prefix,
             ),
             repeat=False,
         )
         status = text(reply[0])
+        if status == "LATE":
+            self._fresh[incarnation] = sequence + 1
+            return "duplicate", ""
+        if status == "UNEQUAL":
+            env, name, rollouts, tokens = (text(part) for part in reply[1:])
+            raise InvalidRollout(
+                f"group {group.group_id} ({group.env}, {len(info.rollouts)} rollouts, {info.tokens} tokens) cannot "
+                f"replace {replaces}, which holds {name} ({env}, {rollouts} rollouts, {tokens} tokens)"
+            )
         if status == "OK" or status == "DUP":
             if text(reply[1]):  # else the server has later pushes, too
                 self._fresh[incarnation] = sequence + 1
@@ -177,6 +193,8 @@ def _entry(keys: Keys, entry_id: str, fields: Fields, info: GroupInfo | PayloadE
         made.rollouts = info.totals.rollouts
         made.tokens = info.totals.tokens
         made.error = ""
+        made.replaces = text(fields.get(b"replaces", b""))
+        made.first_ms = _count(fields, b"pushed")
         made.__class__ = PoolEntry
         entry: PoolEntry = made
         return entry
@@ -199,6 +217,8 @@ def _entry(keys: Keys, entry_id: str, fields: Fields, info: GroupInfo | PayloadE
         rollouts=rollouts,
         tokens=tokens,
         error=error,
+        replaces=text(fields.get(b"replaces", b"")[:64]),
+        first_ms=_count(fields, b"pushed"),
     )
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from rlbuffer import wire
-from rlbuffer.errors import NotFound, PayloadError, RlbufferError, RunGone, StepRetired
+from rlbuffer.errors import EpochChanged, NotFound, PayloadError, RlbufferError, RunGone, StepRetired
 from rlbuffer.store.base import Attempt, Claim, PoolEntry, TrainedStep
 from rlbuffer.store.keys import RUNS
 from rlbuffer.store.pool import HISTORY_ENTRIES
@@ -136,6 +136,7 @@ class RecoveryMoves(StepMoves, RunViews):
 
         Raises:
             RlbufferError: a trainer is at work, and `force` is not set.
+            EpochChanged: the run began another epoch meanwhile, maybe by this very request.
             NotFound: there is no such step. StepRetired: it was retired. RunGone: there is no such run.
         """
         if step < 1:
@@ -172,9 +173,10 @@ class RecoveryMoves(StepMoves, RunViews):
         if status == "GONE":
             raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
         if status == "CHANGED":
-            raise RlbufferError(
+            raise EpochChanged(
                 f"run {self.run!r} began epoch {text(reply[1])} at this moment, by somebody else or by this request "
-                "after its answer was lost: look at it (`rlbuffer inspect`), and ask again if it is still needed"
+                "after its answer was lost: look at it (`rlbuffer inspect`), and ask again if it is still needed",
+                epoch=int(reply[1]),
             )
         if status == "ALIVE":
             raise RlbufferError(

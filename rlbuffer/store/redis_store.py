@@ -10,6 +10,7 @@ from pathlib import Path
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store.attempts import TrainerMoves
 from rlbuffer.store.base import Report
+from rlbuffer.store.claims import ClaimMoves
 from rlbuffer.store.connection import Connection
 from rlbuffer.store.evaluations import EvaluationMoves
 from rlbuffer.store.lease import LeaseMoves
@@ -23,7 +24,15 @@ from rlbuffer.store.visits import Visits
 
 
 class RedisStore(
-    RecoveryMoves, OperatorMoves, TicketMoves, LeaseMoves, TrainerMoves, EvaluationMoves, Visits, Telemetry
+    RecoveryMoves,
+    OperatorMoves,
+    TicketMoves,
+    LeaseMoves,
+    TrainerMoves,
+    EvaluationMoves,
+    ClaimMoves,
+    Visits,
+    Telemetry,
 ):
     """A run on a Redis or Valkey server; see :class:`rlbuffer.store.base.Store` for every move."""
 

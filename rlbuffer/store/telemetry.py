@@ -19,7 +19,7 @@ class Telemetry(Session):
     """What processes say about themselves, stamped with the server's clock."""
 
     def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
-        """Says that `name` lives, with whatever it wants to show. `kind`: ``worker`` | ``rank`` | ``batcher``."""
+        """Says that `name` lives, with whatever it wants to show. `kind`: a key of HEARTBEATS."""
         if kind not in HEARTBEATS:
             raise ValueError(f"heartbeat kind {kind!r} must be one of {', '.join(HEARTBEATS)}")
         self._note(self.keys.heartbeats(kind), name, wire.dumps(dict(record)))

@@ -4,7 +4,8 @@ A library's attention either needs a dense [T, T] mask for packed rows (8,192 to
 seconds forward and backward that way, 0.37 this way) or a kernel package. Here the rows are cut at their boundaries
 instead: short segments of similar length are gathered into one right-padded batch (causal attention never looks at
 what is padded to the right, so no mask is needed), long ones are sliced one by one, and 16-bit CUDA tensors go to
-torch's own variable-length kernel.
+torch's own variable-length kernel. Sliding windows and soft caps are done here too: a window shorter than a batch is a
+band mask of that batch alone, a cap spells the softmax out.
 
 :data:`NAME` is registered with transformers on import. Transformers builds no masks for a name that it has no mask
 function for, which is what keeps the forward pass linear in the number of rollouts.
@@ -13,6 +14,7 @@ function for, which is what keeps the forward pass linear in the number of rollo
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +49,27 @@ class _Batch:
     valid: Tensor | None
     """Which of the gathered tokens are not padding: indices, or None when all are."""
 
+    def mask(self) -> Tensor | None:
+        """[segments, width] bool; True where a token is not padding. None when nothing is padded."""
+        if self.valid is None:
+            return None
+        mask = torch.zeros(self.segments * self.width, dtype=torch.bool, device=self.valid.device)
+        mask[self.valid] = True
+        return mask.view(self.segments, self.width)
+
 
 class SegmentPlan:
     """How one micro-batch's segments are attended to; made once, used by every layer.
 
     Shapes: ``cu_seqlens`` [S + 1], ascending from 0 to T, the segment boundaries.
+
+    Args:
+        in_one_batch: all segments in one batch, however unlike in length: every rank then makes the same calls.
     """
 
-    def __init__(self, cu_seqlens: ArrayLike, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, cu_seqlens: ArrayLike, device: torch.device | str = "cpu", *, in_one_batch: bool = False
+    ) -> None:
         bounds = np.asarray(cu_seqlens, dtype=np.int64)
         bounds = bounds[np.concatenate(([True], np.diff(bounds) > 0))]
         lengths = np.diff(bounds)
@@ -65,6 +80,8 @@ class SegmentPlan:
         self.cu_seqlens = torch.from_numpy(bounds.astype(np.int32)).to(device)
         """[S + 1] int32 on the device, without empty segments: what variable-length kernels take."""
         classes = np.maximum(SMALLEST_CLASS, 2 ** np.ceil(np.log2(lengths)).astype(np.int64))
+        if in_one_batch:
+            classes = np.full_like(classes, SMALLEST_CLASS)
         self._batches: list[_Batch] = []
         order: list[np.ndarray[Any, np.dtype[np.int64]]] = []
         for width_class in np.unique(classes):
@@ -94,26 +111,82 @@ class SegmentPlan:
         in_order = bool((placed == np.arange(self.tokens)).all())
         self._inverse = None if in_order else torch.from_numpy(inverse).to(device)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Causal attention inside each segment.
 
         Shapes: ``query`` [T, H, D], ``key`` and ``value`` [T, K, D] with K a divisor of H; -> [T, H, D].
+
+        Args:
+            scale: what scores are multiplied by; None: 1 / sqrt(D).
+            window: a token attends to itself and at most `window` - 1 tokens before it; None: to all of them.
+            softcap: scores become ``softcap * tanh(score / softcap)``.
         """
         grouped = query.shape[1] != key.shape[1]
+
+        def one_batch(width: int, parts: Sequence[Tensor], _: Tensor | None) -> Tensor:
+            q, k, v = (part.transpose(1, 2) for part in parts)
+            band = _band(width, window, query.device) if window is not None and window < width else None
+            if softcap is not None:
+                return _capped(q, k, v, scale=scale, softcap=softcap, allowed=band).transpose(1, 2)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=band, is_causal=band is None, scale=scale, enable_gqa=grouped
+            )
+            return out.transpose(1, 2)
+
+        return self.map(one_batch, query, key, value)
+
+    def map(self, function: Callable[[int, Sequence[Tensor], Tensor | None], Tensor], *values: Tensor) -> Tensor:
+        """Runs `function` on the segments of each batch, padded on the right, and puts what it gives back in place.
+
+        Shapes: ``values`` [T, ...]; `function` gets the width, each of them as [n, width, ...], and [n, width] bool,
+        True where a token is not padding (None: nowhere is padding); it gives [n, width, ...]. -> [T, ...].
+        """
         pieces = []
         for batch in self._batches:
             n, width = batch.segments, batch.width
-            q, k, v = (
-                x[batch.gather].view(n, width, x.shape[1], x.shape[2]).transpose(1, 2) for x in (query, key, value)
-            )
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-            out = out.transpose(1, 2).reshape(n * width, query.shape[1], value.shape[2])
+            parts = [x[batch.gather].view(n, width, *x.shape[1:]) for x in values]
+            out = function(width, parts, batch.mask())
+            out = out.reshape(n * width, *out.shape[2:])
             pieces.append(out if batch.valid is None else out[batch.valid])
         joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return joined if self._inverse is None else joined[self._inverse]
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale: float | None) -> Tensor:
+def _band(width: int, window: int, device: torch.device) -> Tensor:
+    """[width, width] bool; True where the row's token may attend to the column's."""
+    every = torch.ones(width, width, dtype=torch.bool, device=device)
+    return every.tril() & every.triu(1 - window)
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, softcap: float, allowed: Tensor | None
+) -> Tensor:
+    """Attention with a soft cap on its scores, for which there is no fused kernel. -> [n, H, width, D]."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    width = query.shape[2]
+    if allowed is None:
+        allowed = torch.ones(width, width, dtype=torch.bool, device=query.device).tril()
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    shares = torch.softmax(scores.masked_fill(~allowed, float("-inf")), dim=-1, dtype=wide)
+    return shares.to(value.dtype) @ value
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale: float | None, window: int | None
+) -> Tensor:
     """torch's own variable-length kernel: CUDA, 16 bit."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -126,7 +199,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scale:
         plan.longest,
         plan.longest,
         scale=scale,
-        window_size=(-1, 0),
+        window_size=(-1, 0) if window is None else (window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     if not isinstance(out, Tensor):
@@ -160,23 +233,26 @@ def segment_attention(
     Shapes: ``query`` [1, H, T, D], ``key`` and ``value`` [1, K, T, D]; -> [1, T, H, D].
 
     Raises:
-        PackedForwardError: the layer wants what this attention does not do (sliding window, soft cap, sinks), or the
-            model did not pass `segments` on.
+        PackedForwardError: the layer wants what this attention does not do (sinks, a bias of its own), or the model
+            did not pass `segments` on.
     """
-    wanted = {"a sliding window": sliding_window, "a soft cap": softcap, "attention sinks": s_aux}
-    for what, asked in wanted.items():
+    name = type(module).__name__
+    for what, asked in {"attention sinks": s_aux, "a position bias": kwargs.get("position_bias")}.items():
         if asked is not None:
-            raise PackedForwardError(f"{type(module).__name__} wants {what}, which the segment attention does not do")
+            raise PackedForwardError(f"{name} wants {what}, which the segment attention does not do")
     if segments is None:
-        raise PackedForwardError(f"the model does not pass its keyword arguments on to {type(module).__name__}")
+        raise PackedForwardError(f"the model does not pass its keyword arguments on to {name}")
     if query.shape[0] != 1 or query.shape[2] != segments.tokens or key.shape[2] != segments.tokens:
         raise PackedForwardError(
             f"segment attention over {segments.tokens} tokens was given queries {list(query.shape)} and keys "
             f"{list(key.shape)}"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    attend = _varlen(q, k, v, segments, scaling) if can_use_varlen(q) else segments.attend(q, k, v, scale=scaling)
-    return attend[None], None
+    if softcap is None and can_use_varlen(q):
+        attended = _varlen(q, k, v, segments, scaling, sliding_window)
+    else:
+        attended = segments.attend(q, k, v, scale=scaling, window=sliding_window, softcap=softcap)
+    return attended[None], None
 
 
 AttentionInterface.register(NAME, segment_attention)

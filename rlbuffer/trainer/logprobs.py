@@ -6,32 +6,56 @@ chunk by chunk in the backward pass peaks at 0.14 GB and costs one more matrix p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 2**23
-"""Logits held at once (chunk tokens x V): 32 MiB in float32."""
+"""Logits held at once (chunk tokens x V), at least: 32 MiB in float32, the size from which glibc always maps memory of
+its own and gives it back. Chunks a little smaller stay in its heap, where aligned ones of equal size never fit into
+each other's place: the peak was 0.9 GB instead of 0.2 (docs/log.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitShape:
+    """What a model does to its logits after the matrix product: first the scale, then the cap."""
+
+    scale: float = 1.0
+    """Factor (Cohere's logit_scale, one over Granite's logits_scaling)."""
+    cap: float = 0.0
+    """Logits become ``cap * tanh(logits / cap)`` (Gemma 2's final_logit_softcapping); 0: they are not capped."""
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """The logits of which the softmax is taken."""
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+
+    def backward(self, shaped: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient before :meth:`apply`, from what it gave and the gradient after it."""
+        if self.cap:
+            gradient = gradient * (1 - (shaped / self.cap) ** 2)
+        return gradient * self.scale if self.scale != 1.0 else gradient
+
+
+PLAIN = LogitShape()
+"""Nothing is done to them."""
 
 
 def chunk_tokens(vocabulary: int) -> int:
     """Tokens whose logits are held at once."""
-    return max(1, CHUNK_ELEMENTS // max(1, vocabulary))
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor | float) -> Tensor:
-    """[n, V] logits over the temperature, in float32 at least."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    return logits / (temperature if isinstance(temperature, float) else temperature[:, None].to(logits.dtype))
+    return -(-CHUNK_ELEMENTS // max(1, vocabulary))
 
 
 class _ChunkedHead(torch.autograd.Function):
     """(hidden [N, D], weight [V, D], bias [V] | None, targets [N]) -> (logprobs [N], entropy [N]).
 
     With p = softmax(z), z the logits: d logprob / dz_j = [j = target] - p_j, and d entropy / dz_j = -p_j (log p_j + H).
+
+    Products are made in the dtype of `hidden`, everything else in float32 at least. So a weight kept in float32 for a
+    16-bit forward pass gets a gradient in float32: a sum over chunks in 16 bit would lose what later chunks add.
     """
 
     @staticmethod
@@ -42,45 +66,55 @@ class _ChunkedHead(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: Tensor | float,
+        shape: LogitShape,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
+        narrow = weight.to(hidden.dtype)
         logprobs, entropies = [], []
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            scale = temperature if isinstance(temperature, float) else temperature[part]
-            log_p = torch.log_softmax(_logits(hidden[part], weight, bias, scale), dim=-1)
+            shaped = _shaped(hidden[part], narrow, bias, shape)
+            log_p = _log_softmax(shaped, _scale(temperature, part, shaped))
+            del shaped
             logprobs.append(log_p.gather(1, targets[part, None])[:, 0])
-            entropies.append(-(log_p.exp() * log_p).sum(-1))
+            entropies.append(-log_p.exp().mul_(log_p).sum(-1))
+            del log_p  # before the next chunk takes its place
         ctx.save_for_backward(hidden, weight, bias, targets, temperature if isinstance(temperature, Tensor) else None)
         ctx.temperature = temperature if isinstance(temperature, float) else 0.0
-        ctx.chunk = chunk
+        ctx.shape, ctx.chunk = shape, chunk
         return torch.cat(logprobs), torch.cat(entropies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperatures = ctx.saved_tensors
         of_logprobs, of_entropy = gradients
+        temperature = ctx.temperature if temperatures is None else temperatures
+        narrow = weight.to(hidden.dtype)
+        wide = torch.promote_types(weight.dtype, torch.float32)
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # A sum over chunks in 16 bit would lose what the chunks beyond the first few add.
-        wide = torch.float32 if weight.dtype in (torch.float16, torch.bfloat16) else weight.dtype
         d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            scale = ctx.temperature if temperatures is None else temperatures[part]
-            log_p = torch.log_softmax(_logits(hidden[part], weight, bias, scale), dim=-1)
+            shaped = _shaped(hidden[part], narrow, bias, ctx.shape)
+            scale = _scale(temperature, part, shaped)
+            log_p = _log_softmax(shaped, scale)
             p = log_p.exp()
             entropy = -(p * log_p).sum(-1, keepdim=True)
-            d = -p * (of_logprobs[part, None] + of_entropy[part, None] * (log_p + entropy))
+            # d = -p * (of_logprobs + of_entropy * (log_p + entropy)), in place of log_p: memory is what this is for.
+            d = log_p.add_(entropy).mul_(of_entropy[part, None]).add_(of_logprobs[part, None]).mul_(p).neg_()
+            del log_p, p
             d.scatter_add_(1, targets[part, None], of_logprobs[part, None].to(d.dtype))
-            d = d / (scale if isinstance(scale, float) else scale[:, None].to(d.dtype))
+            d = ctx.shape.backward(shaped, d.div_(scale))
+            del shaped
             if d_bias is not None:
                 d_bias += d.sum(0)
-            narrow = d.to(weight.dtype)
+            product = d.to(hidden.dtype)
             if d_hidden is not None:
-                d_hidden[part] = narrow @ weight
+                d_hidden[part] = product @ narrow
             if d_weight is not None:
-                d_weight += (narrow.T @ hidden[part]).to(wide)
+                d_weight += (product.T @ hidden[part]).to(wide)
+            del d, product
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
@@ -88,7 +122,25 @@ class _ChunkedHead(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
+
+
+def _shaped(hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: LogitShape) -> Tensor:
+    """[n, V] logits as the model gives them, in float32 at least."""
+    logits = torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
+    return shape.apply(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+
+
+def _log_softmax(logits: Tensor, scale: Tensor | float) -> Tensor:
+    """[n, V] of the logits over `scale`, in a tensor of its own."""
+    is_one = isinstance(scale, float) and scale == 1.0
+    return torch.log_softmax(logits if is_one else logits / scale, dim=-1)
+
+
+def _scale(temperature: Tensor | float, part: slice, logits: Tensor) -> Tensor | float:
+    """What the logits of these tokens are divided by."""
+    return temperature if isinstance(temperature, float) else temperature[part, None].to(logits.dtype)
 
 
 def token_logprobs(
@@ -98,6 +150,7 @@ def token_logprobs(
     *,
     bias: Tensor | None = None,
     temperature: Tensor | float = 1.0,
+    shape: LogitShape = PLAIN,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of the distribution it comes from, both differentiable.
@@ -115,6 +168,6 @@ def token_logprobs(
         temperature = float(temperature)
     size = chunk or chunk_tokens(len(weight))
     logprobs, entropy = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperature, size
+        hidden, weight, bias, targets, temperature, shape, size
     )
     return logprobs, entropy

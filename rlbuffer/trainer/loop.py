@@ -9,7 +9,6 @@ trained again with the same bytes; what was announced before is not announced ag
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import random
@@ -22,11 +21,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from rlbuffer.batches import Step, digest_step
 from rlbuffer.client import Buffer, connect
-from rlbuffer.errors import CheckpointError, ConfigError, RlbufferError
+from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.reader import Reader
 from rlbuffer.settings import RunSettings
 from rlbuffer.trainer import checkpoint as checkpoints
@@ -34,15 +32,18 @@ from rlbuffer.trainer.agreement import Agreement, Ranks, Verdict, refuse_adapter
 from rlbuffer.trainer.checkpoint import Checkpoint
 from rlbuffer.trainer.digests import digest_parameters
 from rlbuffer.trainer.fake import FakeBuffer, FakeReader
+from rlbuffer.trainer.lora import add_adapter
 from rlbuffer.trainer.losses import check_losses
 from rlbuffer.trainer.metrics import MetricsFile, Stopwatch, step_record
 from rlbuffer.trainer.model import PackedPolicy, prepare, vocabulary_of
+from rlbuffer.trainer.parallel import distribute, is_sharded
+from rlbuffer.trainer.publishing import write_base, write_version
 from rlbuffer.trainer.schedules import learning_rate_at
 from rlbuffer.trainer.stopping import StopRequest
 from rlbuffer.trainer.update import SUMS, Updates, make_optimizer, take_step
 from rlbuffer.weights.cache import announced
-from rlbuffer.weights.files import publish
-from rlbuffer.weights.model import build_model, config_of
+from rlbuffer.weights.files import Written
+from rlbuffer.weights.model import build_model, narrow_dtype
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -51,13 +52,6 @@ MAX_PULLS = 3
 
 EXCHANGE_GRACE_SECONDS = 60.0
 """How much longer than the wait for a step a rank waits for the other ranks in an exchange."""
-
-_SYNC_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
-"""DDP's switch, by its name in this torch. Buffers (rotary tables) are constants: exchanging them only costs time."""
 
 _KEPT_OPEN: list[nn.Module] = []
 """What holds a gloo process group is never let go of. Its destructor joins a thread while it holds Python's lock, and
@@ -99,7 +93,14 @@ def train(
     else:
         source = connect(settings.redis_url, run=settings.run, config=settings, name=f"rank-{rank}")
     with source as buffer:
-        trainer = _Trainer(settings, Ranks(rank, world_size, device), prepare(model), buffer, on_event, stop)
+        policy = prepare(
+            model,
+            layout=settings.trainer.layout,
+            compute=narrow_dtype(settings.model),
+            longest=settings.batcher.row_tokens,
+            recompute=settings.trainer.gradient_checkpointing,
+        )
+        trainer = _Trainer(settings, Ranks(rank, world_size, device), policy, buffer, on_event, stop)
         try:
             finished = trainer.run()
         finally:
@@ -143,11 +144,11 @@ class _Trainer:
         self._on_event = on_event if self.is_first else None
         self.stop = stop or StopRequest()
         self.output: Path = settings.output_dir
-        self.module: nn.Module = policy
-        if ranks.world_size > 1:
-            ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-            options: dict[str, Any] = {"device_ids": ids, _SYNC_BUFFERS: False}
-            self.module = DistributedDataParallel(policy, **options)
+        self.base: Written | None = None
+        if settings.trainer.lora.rank:
+            self.base = write_base(settings, policy) if self.is_first else None
+            add_adapter(policy.model, settings.trainer.lora, seed=settings.trainer.seed)
+        self.module = distribute(policy, ranks, parallel=settings.trainer.parallel)
         self.optimizer = make_optimizer(policy, settings.trainer)
         self.reader: Reader | FakeReader = buffer.reader(
             ranks.rank,
@@ -319,20 +320,16 @@ class _Trainer:
     # -- what others see -------------------------------------------------------------------------------------------
     def _publish(self, version: int, *, unless: int | None = None) -> None:
         """Rank 0 writes and announces a version, unless samplers have it (or version `unless`), or a newer one."""
-        if not self.is_first:
-            return
         policy = self.buffer.policy()
-        if policy.current().version >= (version if unless is None else unless):
+        wanted = self.is_first and policy.current().version < (version if unless is None else unless)
+        if is_sharded(self.policy):
+            wanted = bool(self.ranks.first(int(wanted)))  # every rank has a part of what rank 0 writes
+        if not wanted:
             return
-        written = publish(
-            self.output / "weights",
-            version,
-            state=self.policy.model.state_dict(),
-            config=config_of(self.policy.model),
-            keep=self.settings.trainer.keep_versions,
-        )
-        location = announced(self.settings, written.location)
-        policy.announce(version, location=location, size=written.size, checksum=written.checksum)
+        written = write_version(self.settings, self.policy, version, ranks=self.ranks, base=self.base)
+        if written is not None:
+            location = announced(self.settings, written.location)
+            policy.announce(version, location=location, size=written.size, checksum=written.checksum)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
     @property
@@ -342,45 +339,40 @@ class _Trainer:
     def _resume(self) -> None:
         """Loads the newest whole checkpoint; which one that is, rank 0 decides for all."""
         step, problems = checkpoints.newest(self._checkpoint_dir) if self.is_first else (0, [])
+        instead = "an older checkpoint is used" if step else "there is no older one: training begins again at step 1"
         for problem in problems:
-            self.event("warning", message=f"{problem}; an older checkpoint is used")
+            self.event("warning", message=f"{problem}; {instead}")
         step = self.ranks.first(step)
         if step == 0:
             return
         loaded = checkpoints.load(self._checkpoint_dir, step, run=self.settings.run)
-        try:
-            self.policy.model.load_state_dict(dict(loaded.model))
-            self.optimizer.load_state_dict(dict(loaded.optimizer))
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"{checkpoints.path_of(self._checkpoint_dir, step)} is of another model than [model] describes: {error}"
-            ) from error
+        path = checkpoints.path_of(self._checkpoint_dir, step)
+        checkpoints.restore(path, self.policy, self.optimizer, ranks=self.ranks)
         self.reader.load_state_dict(loaded.reader)
         checkpoints.set_random_state(loaded.random)
         self.updates = loaded.updates
         self.trained = self.checkpointed = self.resumed_from = loaded.step
 
     def _checkpoint(self) -> None:
-        """Rank 0 writes for all: parameters, optimizer and random states are the same on every rank."""
-        kept = 0
-        if self.is_first:
-            saved = checkpoints.save(
-                self._checkpoint_dir,
-                Checkpoint(
-                    step=self.trained,
-                    updates=self.updates,
-                    model=self.policy.model.state_dict(),
-                    optimizer=self.optimizer.state_dict(),
-                    reader=self.reader.state_dict(),
-                    world_size=self.ranks.world_size,
-                    run=self.settings.run,
-                    random=checkpoints.random_state(),
-                ),
-                keep=self.settings.trainer.keep_checkpoints,
-            )
-            # The fresh weights count as checkpoint 0, because they can be made again: nothing is retired before a real
-            # checkpoint is the oldest of `keep`, so a short run can be replayed, and looked into, from step 1.
-            kept = saved[0] if len(saved) >= self.settings.trainer.keep_checkpoints else 0
+        """Every rank writes its part."""
+        saved = checkpoints.save(
+            self._checkpoint_dir,
+            Checkpoint(
+                step=self.trained,
+                updates=self.updates,
+                reader=self.reader.state_dict(),
+                world_size=self.ranks.world_size,
+                run=self.settings.run,
+                random=checkpoints.random_state(),
+            ),
+            self.policy,
+            self.optimizer,
+            keep=self.settings.trainer.keep_checkpoints,
+            ranks=self.ranks,
+        )
+        # The fresh weights count as checkpoint 0, because they can be made again: nothing is retired before a real
+        # checkpoint is the oldest of `keep`, so a short run can be replayed, and looked into, from step 1.
+        kept = saved[0] if len(saved) >= self.settings.trainer.keep_checkpoints else 0
         self.checkpointed = self.trained
         kept = self.ranks.first(kept)
         self.reader.checkpointed(self.trained, oldest_kept=kept)

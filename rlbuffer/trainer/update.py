@@ -7,18 +7,17 @@ place before it. Only trained tokens pass the head, so prompts and padding cost 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from rlbuffer.batches import MicroBatch, Normalizers, Step
 from rlbuffer.errors import RlbufferError
 from rlbuffer.settings import TrainerSettings
 from rlbuffer.trainer.agreement import Ranks
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, settings_of, uses_old
+from rlbuffer.trainer.parallel import clip_gradients, exchanging
 from rlbuffer.trainer.slices import Slice, slices_of
 from rlbuffer.trainer.survey import Known, old_logprobs, survey
 
@@ -72,9 +71,7 @@ def accumulate(
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
     for i, host_batch in enumerate(micro_batches):
         micro_batch = host_batch.to(device)
-        is_last = i == len(micro_batches) - 1
-        quiet = policy.no_sync() if isinstance(policy, DistributedDataParallel) and not is_last else nullcontext()
-        with quiet:
+        with exchanging(policy, i == len(micro_batches) - 1):
             tokens = trained_tokens(policy, micro_batch, temperature=settings.temperature)
             if known is not None:
                 tokens = known[i].add_to(tokens)
@@ -137,7 +134,7 @@ def take_step(
         RlbufferError: the norm is not finite. Every rank sees the same one, and so all stop.
     """
     parameters = [p for p in policy.parameters() if p.grad is not None]
-    norm = float(nn.utils.clip_grad_norm_(parameters, gradient_clip))
+    norm = clip_gradients(parameters, gradient_clip)
     if not torch.isfinite(torch.tensor(norm)):
         raise RlbufferError(
             f"{place}: the gradient's norm is {norm}. The parameters are left as they were; look at the step with "

@@ -14,7 +14,8 @@ import json
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from rlbuffer.errors import WeightsError
 from rlbuffer.records import PolicyVersion
 from rlbuffer.weights.disk import flush, sha256_of
 from rlbuffer.weights.layout import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    BASE_FILE,
     CONFIG_FILE,
     TEMPORARY,
     WEIGHTS_FILE,
@@ -60,28 +64,105 @@ def publish(
     """
     if version < 0 or keep < 1:
         raise ValueError(f"version = {version} must not be negative and keep = {keep} must be at least 1")
-    temporary = directory / f"{TEMPORARY}{version}-{uuid.uuid4().hex}"
+    written = _write(
+        directory,
+        f"v{version:08d}",
+        state,
+        {CONFIG_FILE: config},
+        weights_file=WEIGHTS_FILE,
+        what=f"version {version}",
+        then=lambda: _prune(directory, version, keep),
+    )
+    return PolicyVersion(version=version, location=written.location, size=written.size, checksum=written.checksum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A directory of weights that is there now."""
+
+    location: str
+    """Absolute path."""
+    size: int
+    """Bytes of the weights' file."""
+    checksum: str
+    """Its sha256, hex."""
+
+
+def publish_base(directory: Path, *, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Written:
+    """Writes the model that adapters are trained for, as ``base-<digits of its sha256>``. Nothing ever removes it.
+
+    Writing the same weights again changes nothing.
+
+    Raises:
+        WeightsError: the filesystem refused.
+    """
+    return _write(
+        directory, "base", state, {CONFIG_FILE: config}, weights_file=WEIGHTS_FILE, what="the adapters' base model"
+    )
+
+
+def publish_adapter(
+    directory: Path,
+    version: int,
+    *,
+    state: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    base: Written,
+    keep: int,
+) -> PolicyVersion:
+    """Writes one version of a LoRA adapter in PEFT's layout, beside it where its base model is; removes old ones.
+
+    ``base.json`` has the base model's location, size and checksum, as an announcement would.
+
+    Raises:
+        WeightsError: the filesystem refused.
+    """
+    written = _write(
+        directory,
+        f"v{version:08d}",
+        state,
+        {ADAPTER_CONFIG_FILE: config, BASE_FILE: asdict(base)},
+        weights_file=ADAPTER_FILE,
+        what=f"version {version}",
+        then=lambda: _prune(directory, version, keep),
+    )
+    return PolicyVersion(version=version, location=written.location, size=written.size, checksum=written.checksum)
+
+
+def _write(
+    directory: Path,
+    prefix: str,
+    state: Mapping[str, torch.Tensor],
+    documents: Mapping[str, Mapping[str, Any]],
+    *,
+    weights_file: str,
+    what: str,
+    then: Callable[[], None] = lambda: None,
+) -> Written:
+    """Writes tensors and JSON documents under a temporary name, flushes them and renames the directory."""
+    temporary = directory / f"{TEMPORARY}{prefix}-{uuid.uuid4().hex}"
     try:
         temporary.mkdir(parents=True)
-        weights = temporary / WEIGHTS_FILE
+        weights = temporary / weights_file
         tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in unaliased(state).items()}
         save_file(tensors, weights, metadata={"format": "pt"})
-        (temporary / CONFIG_FILE).write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", "utf-8")
+        for name, values in documents.items():
+            (temporary / name).write_text(json.dumps(dict(values), indent=2, sort_keys=True) + "\n", "utf-8")
         size, checksum = weights.stat().st_size, sha256_of(weights)
-        write_list(temporary, listed(temporary, {WEIGHTS_FILE: checksum}))
-        for path in (weights, temporary / CONFIG_FILE, temporary):
+        write_list(temporary, listed(temporary, {weights_file: checksum}))
+        for path in (weights, *(temporary / name for name in documents), temporary):
             flush(path)
-        final = directory / f"v{version:08d}-{checksum[:12]}"
+        final = directory / f"{prefix}-{checksum[:12]}"
         if final.is_dir():
             shutil.rmtree(temporary)
         else:
             temporary.rename(final)
             flush(directory)
-        _prune(directory, version, keep)
+        then()
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise WeightsError(f"version {version} cannot be written to {directory}: {error}") from error
-    return PolicyVersion(version=version, location=str(final.absolute()), size=size, checksum=checksum)
+        raise WeightsError(f"{what} cannot be written to {directory}: {error}") from error
+    return Written(location=str(final.absolute()), size=size, checksum=checksum)
 
 
 def open_weights(policy: PolicyVersion) -> Path:

@@ -4,6 +4,9 @@
                                        config.json          the Hugging Face config
                                        files.json           size and sha256 of the others: what a download is checked by
 
+A LoRA adapter's version has ``adapter_model.safetensors``, ``adapter_config.json`` and ``base.json`` in place of the
+first two; its base model lies beside the versions as ``base-9f86d081884c``, and stays.
+
 The list is a file like the others, so that any web server over the folder can hand versions to other hosts.
 
 Imports neither torch nor a web server.
@@ -26,6 +29,10 @@ from rlbuffer.weights.disk import flush, sha256_of
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 LIST_FILE = "files.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+BASE_FILE = "base.json"
+"""Of a LoRA adapter's version, in PEFT's layout: location, size and checksum of the model that it is for."""
 MAX_LIST_BYTES = 1 << 20
 """A longer list of files is refused unread."""
 MAX_FILES = 4096
@@ -113,13 +120,18 @@ def versions(directory: Path) -> dict[int, list[Path]]:
     return dict(sorted(found.items()))
 
 
+def is_adapter(directory: Path) -> bool:
+    """A version's directory holds a LoRA adapter, not a whole model."""
+    return (directory / ADAPTER_CONFIG_FILE).is_file()
+
+
 def check(directory: Path, policy: PolicyVersion) -> None:
     """Compares size and sha256 of the weights in `directory` with the announcement.
 
     Raises:
         WeightsError: not there; another size; another checksum.
     """
-    weights = directory / WEIGHTS_FILE
+    weights = directory / (ADAPTER_FILE if is_adapter(directory) else WEIGHTS_FILE)
     try:
         size = weights.stat().st_size
         if size != policy.size:

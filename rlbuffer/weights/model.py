@@ -40,7 +40,14 @@ TINY_QWEN3: Mapping[str, Any] = MappingProxyType(
 `initializer_range` matters: with the usual 0.02 a model this small starts so flat that it does not learn in time.
 """
 
-_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
+"""Of the trained weights. They stay in float32 under bfloat16: its 8 bits of mantissa lose every update that is smaller
+than 1/256 of its weight, which at the learning rates of post-training is nearly all of them."""
+
+
+def narrow_dtype(settings: ModelSettings) -> torch.dtype | None:
+    """The dtype of products and of published weights, where it is not that of the trained weights."""
+    return torch.bfloat16 if settings.dtype == "bfloat16" else None
 
 
 def build_model(settings: ModelSettings, *, seed: int) -> PreTrainedModel:
@@ -65,9 +72,7 @@ def build_model(settings: ModelSettings, *, seed: int) -> PreTrainedModel:
         if not directory.is_dir():
             raise ConfigError(f"model.path: {directory} is not a directory", setting="model.path")
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=dtype, local_files_only=True, attn_implementation="sdpa"
-            )
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"model.path: {directory}: {error}", setting="model.path") from error
         model.train()
@@ -91,21 +96,26 @@ def model_from_config(config: Mapping[str, Any], *, dtype: torch.dtype = torch.f
     try:
         parsed: PretrainedConfig = AutoConfig.for_model(model_type, **values)
         make: Any = AutoModelForCausalLM  # its methods carry no types
-        model: PreTrainedModel = make.from_config(parsed, dtype=dtype, attn_implementation="sdpa")
+        model: PreTrainedModel = make.from_config(parsed, dtype=dtype)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         raise ConfigError(f"model.config: {error}", setting="model.config") from error
     model.train()
     return model
 
 
-def config_of(model: PreTrainedModel) -> dict[str, Any]:
+def config_of(model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """The model's Hugging Face config as JSON types: what `publish` writes as ``config.json`` beside the weights.
 
     ``architectures`` is filled in: engines choose their implementation by it.
+
+    Args:
+        dtype: of the weights beside it, when it is not the model's own.
     """
     values: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
     values["architectures"] = [type(model).__name__]
     values.setdefault("model_type", model.config.model_type)
+    if dtype is not None:
+        values["dtype"] = str(dtype).removeprefix("torch.")
     return values
 
 

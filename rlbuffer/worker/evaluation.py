@@ -13,6 +13,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.records import Rollout, Ticket
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rlbuffer.client import Buffer
 
 POLL_SECONDS = 0.5
-"""Between two looks whether a version is due."""
+"""Between two looks whether a version is due; one that is loaded is looked at then."""
 
 
 class Evaluator:
@@ -54,6 +55,7 @@ class Evaluator:
         self._hold = hold
         self._on_event = on_event
         self._owner = uuid.uuid4().hex
+        self._is_new = asyncio.Event()
         self._looked: dict[str, int] = {}
         """Evaluation -> the last version that was looked at."""
         self._envs: dict[str, Env] = {name: make_env(s.env, **s.env_options) for name, s in settings.items()}
@@ -61,13 +63,25 @@ class Evaluator:
     async def run(self) -> None:
         """Evaluates until it is cancelled."""
         while True:
-            for name, settings in self._settings.items():
-                version = self._sampler.version
-                if version < 0 or version % settings.every or self._looked.get(name) == version:
-                    continue
-                self._looked[name] = version
-                await self._evaluate(name, settings, version)
-            await asyncio.sleep(POLL_SECONDS)
+            self._is_new.clear()
+            version = self._sampler.version
+            due = [
+                (name, settings)
+                for name, settings in self._settings.items()
+                if version >= 0 and version % settings.every == 0 and self._looked.get(name) != version
+            ]
+            if due:
+                # Held over all of them: between two, a newer version would take the place of the one that is due.
+                async with self._hold():
+                    for name, settings in due:
+                        self._looked[name] = version
+                        await self._evaluate(name, settings, version)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_new.wait(), POLL_SECONDS)
+
+    def wake(self) -> None:
+        """A version has just been loaded. Looked for only now and then, one that does not serve for long is missed."""
+        self._is_new.set()
 
     async def close(self) -> None:
         """Frees what the envs hold."""
@@ -81,10 +95,9 @@ class Evaluator:
         start = time.monotonic()
         record = None
         try:
-            async with self._hold():
-                if self._sampler.version == version:
-                    async with asyncio.timeout(settings.timeout_seconds):
-                        record = await self._measured(name, settings, version)
+            if self._sampler.version == version:
+                async with asyncio.timeout(settings.timeout_seconds):
+                    record = await self._measured(name, settings, version)
         except TimeoutError:
             self._trouble(f"eval/{name} of version {version} took longer than {settings.timeout_seconds:g} s")
         finally:

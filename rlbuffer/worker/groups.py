@@ -26,6 +26,7 @@ from rlbuffer.worker.envs.base import (
 )
 from rlbuffer.worker.episodes import Episode
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
+from rlbuffer.worker.threads import in_thread
 
 T = TypeVar("T")
 
@@ -161,7 +162,7 @@ class GroupMaker:
             return out
 
         async with self._slots, asyncio.timeout(seconds):
-            return await asyncio.to_thread(score_all)
+            return await in_thread(score_all)
 
     async def _within(self, seconds: float, scoring: Any) -> Any:
         async with self._slots, asyncio.timeout(seconds):
@@ -230,6 +231,7 @@ class GroupMaker:
             planned_size=len(rollouts),
             answer=prompt.answer,
             metadata=metadata,
+            needs=self._settings.needs,
             worker=self._worker,
             created=time.time(),
         )

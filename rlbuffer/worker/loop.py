@@ -384,9 +384,9 @@ class _Worker:
         mode = self._settings.self_check
         if mode == "never" or (mode == "auto" and self._sampler.is_ours):
             return
-        from rlbuffer.worker.selfcheck import AUTO_BYTES, check_sampler  # imports torch
+        from rlbuffer.worker.selfcheck import AUTO_BYTES, bytes_to_check, check_sampler  # imports torch
 
-        if mode == "auto" and policy.size > AUTO_BYTES:
+        if mode == "auto" and await asyncio.to_thread(bytes_to_check, policy) > AUTO_BYTES:
             return
         prompt = await asyncio.to_thread(self._first_prompt)
         difference = await check_sampler(self._sampler, policy, prompt.tokens, self._maker.sampling)
@@ -403,6 +403,7 @@ class _Worker:
     def _loaded(self, version: int, seconds: float) -> None:
         self._pulse.version = version
         if version >= 0:
+            self._evaluator.wake()
             self._on_event({"event": "version", "version": version, "seconds": seconds})
 
     def _tell(self, group: Group, seconds: float) -> None:

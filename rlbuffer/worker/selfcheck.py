@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import WrongLogprobs
 from rlbuffer.records import PolicyVersion
-from rlbuffer.weights.files import load_state, open_weights, read_config
+from rlbuffer.weights.adapters import base_of, model_directory, state_of
+from rlbuffer.weights.files import open_weights, read_config
+from rlbuffer.weights.layout import is_adapter
 from rlbuffer.weights.model import load_into, model_from_config
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
 
@@ -41,8 +43,8 @@ def logprobs_of(
     from rlbuffer.worker.samplers.transformers import drawn_from
 
     with torch.random.fork_rng(devices=[]):
-        model = model_from_config(read_config(directory))
-    load_into(model, load_state(directory))
+        model = model_from_config(read_config(model_directory(directory)))
+    load_into(model, state_of(directory))
     model.train(False)
     ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
     with torch.inference_mode():
@@ -50,6 +52,16 @@ def logprobs_of(
     told = drawn_from(logits, sampling).gather(1, ids[0, len(prompt) :, None])[:, 0]
     out: NDArray[np.float32] = told.numpy()
     return out
+
+
+def bytes_to_check(policy: PolicyVersion) -> int:
+    """Size of the weights that the pass needs: an adapter's base model counts. The version is on this host's disk.
+
+    Raises:
+        WeightsError: what an adapter is for cannot be found.
+    """
+    directory = Path(policy.location)
+    return policy.size + (base_of(directory).size if is_adapter(directory) else 0)
 
 
 async def check_sampler(
@@ -65,7 +77,7 @@ async def check_sampler(
     sampling = replace(sampling, max_new_tokens=min(TOKENS, sampling.max_new_tokens))
     completions = await sampler.sample(prompt, n=2, sampling=sampling)
     directory = await asyncio.to_thread(open_weights, policy)
-    config = read_config(directory)
+    config = read_config(await asyncio.to_thread(model_directory, directory))
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     differences = [await asyncio.to_thread(check, directory, prompt, c, sampling, dtype=dtype) for c in completions]
     return max(differences)

@@ -123,6 +123,12 @@ def _tickets(run: Run) -> None:
     run.store.take_tickets("a", 2, ttl_seconds=60)
 
 
+def _claims(run: Run) -> list[str]:
+    ids = [entry.entry_id for entry in run.pool()]
+    run.store.claim_scoring(ids, owner="s", ttl_seconds=60)
+    return ids
+
+
 def _visited(run: Run) -> None:
     run.store.note_visits("a", "p", "s")
 
@@ -145,6 +151,17 @@ ROWS: dict[str, Row] = {
     "release_tickets": Row(call=lambda store, run: store.release_tickets("a", [0]), prepare=_tickets),
     "visits": Row(call=lambda store, run: store.visits("a", ["p", "q"]), prepare=_visited),
     "note_visits": Row(call=lambda store, run: store.note_visits("a", "p", "sm"), prepare=_visited),
+    # -- scorer
+    "claim_scoring": Row(
+        call=lambda store, run: len(
+            store.claim_scoring([e.entry_id for e in run.pool()], owner="s", ttl_seconds=60)[0]
+        ),
+        prepare=_pool,
+    ),
+    "renew_scoring": Row(
+        call=lambda store, run: store.renew_scoring(_claims(run), owner="s", ttl_seconds=60), prepare=_pool
+    ),
+    "release_scoring": Row(call=lambda store, run: store.release_scoring(_claims(run), owner="s"), prepare=_pool),
     # -- batcher
     "lease": Row(call=lambda store, run: store.lease("leader", ttl_seconds=30).held),
     "release_lease": Row(call=lambda store, run: store.release_lease("leader"), prepare=_pool),

@@ -15,4 +15,4 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
     memory = request.param == "memory"
     made = Run(f"memory://{uuid.uuid4().hex}" if memory else request.getfixturevalue("redis_url"), tmp_path)
     yield made
-    made.store.close()
+    made.close()

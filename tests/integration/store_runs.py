@@ -25,6 +25,7 @@ class Run:
     def __init__(self, url: str, home: Path) -> None:
         self.url, self.home = url, home
         self.store = open_store(url, run=f"t{uuid.uuid4().hex[:12]}", home=home, server=ServerSettings())
+        self._others: list[RedisStore] = []
         self.meta = self.store.open_run()
         self.sequence = 0
         self.token = 0
@@ -35,7 +36,13 @@ class Run:
 
     def again(self) -> RedisStore:
         """Another process's store of the same run."""
-        return open_store(self.url, run=self.store.run, home=self.home, server=ServerSettings())
+        self._others.append(open_store(self.url, run=self.store.run, home=self.home, server=ServerSettings()))
+        return self._others[-1]
+
+    def close(self) -> None:
+        """Closes every store that was made here; collecting an open one is a warning, in whichever test comes next."""
+        for store in (*self._others, self.store):
+            store.close()
 
     def lead(self, owner: str = "leader", *, ttl_seconds: float = LEASE_SECONDS) -> Lease:
         lease = self.store.lease(owner, ttl_seconds=ttl_seconds)

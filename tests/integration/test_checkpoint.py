@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,21 @@ import pytest
 import torch
 
 from rlbuffer.errors import CheckpointError
-from rlbuffer.settings import RunSettings
+from rlbuffer.settings import RunSettings, TrainerSettings
 from rlbuffer.trainer import checkpoint
-from rlbuffer.trainer.checkpoint import Checkpoint, load, load_parameters, newest, path_of, save, steps
+from rlbuffer.trainer.attention import NAME
+from rlbuffer.trainer.checkpoint import Checkpoint, load, load_parameters, newest, path_of, restore, save, steps
 from rlbuffer.trainer.loop import train
+from rlbuffer.trainer.model import PackedPolicy
 from rlbuffer.trainer.stopping import StopRequest
-from rlbuffer.weights.model import TINY_QWEN3
+from rlbuffer.trainer.update import make_optimizer
+from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 
 
 def made(step: int, **fields: Any) -> Checkpoint:
     values: dict[str, Any] = {
         "step": step,
         "updates": step,
-        "model": {"weight": torch.full((2, 2), float(step))},
-        "optimizer": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"params": [0], "lr": 0.1}]},
         "reader": {"step": step, "epoch": 1, "digest": "ab"},
         "world_size": 2,
         "run": "r",
@@ -34,48 +36,84 @@ def made(step: int, **fields: Any) -> Checkpoint:
     return Checkpoint(**(values | fields))
 
 
-def test_a_checkpoint_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    assert save(tmp_path, made(7), keep=2) == [7]
+def trained(config: Mapping[str, Any] = TINY_QWEN3, *, seed: int = 0) -> tuple[PackedPolicy, torch.optim.Optimizer]:
+    """A policy after one update, and its optimizer."""
+    torch.manual_seed(seed)
+    policy = PackedPolicy(model_from_config(config), attention=NAME)
+    optimizer = make_optimizer(policy, TrainerSettings())
+    for parameter in policy.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return policy, optimizer
+
+
+@pytest.fixture(scope="module")
+def policy() -> tuple[PackedPolicy, torch.optim.Optimizer]:
+    return trained()
+
+
+Trained = tuple[PackedPolicy, torch.optim.Optimizer]
+
+
+def test_a_checkpoint_reads_back_as_it_was_written(tmp_path: Path, policy: Trained) -> None:
+    assert save(tmp_path, made(7), *policy, keep=2) == [7]
     loaded = load(tmp_path, 7, run="r")
-    assert torch.equal(loaded.model["weight"], torch.full((2, 2), 7.0))
     assert (loaded.step, loaded.updates, loaded.world_size) == (7, 7, 2)
     assert loaded.reader == {"step": 7, "epoch": 1, "digest": "ab"}
-    assert loaded.optimizer["param_groups"] == [{"params": [0], "lr": 0.1}]
+    other, optimizer = trained(seed=1)
+    restore(path_of(tmp_path, 7), other, optimizer)
+    for ours, theirs in zip(other.parameters(), policy[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert all(torch.equal(value, policy[1].state[theirs][name]) for name, value in optimizer.state[ours].items())
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
-    kept = [save(tmp_path, made(step), keep=2) for step in (3, 6, 9)]
+def test_tied_embeddings_are_written_once_and_tied_again(tmp_path: Path, policy: Trained) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, made(1), *policy, keep=2)
+    written = load_parameters(tmp_path, 1)
+    assert "model.model.embed_tokens.weight" in written
+    assert "model.lm_head.weight" not in written
+    other, optimizer = trained(seed=1)
+    restore(path_of(folder, 1), other, optimizer)
+    head, embeddings = other.model.get_output_embeddings(), other.model.get_input_embeddings()
+    assert head.weight is embeddings.weight
+    assert torch.equal(head.weight, policy[0].model.get_input_embeddings().weight)
+
+
+def test_the_newest_are_kept(tmp_path: Path, policy: Trained) -> None:
+    kept = [save(tmp_path, made(step), *policy, keep=2) for step in (3, 6, 9)]
     assert kept == [[3], [3, 6], [6, 9]]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000006", "step-00000009"]
 
 
-def test_writing_an_earlier_step_removes_what_a_replaced_attempt_left(tmp_path: Path) -> None:
-    save(tmp_path, made(9), keep=3)
-    assert save(tmp_path, made(4), keep=3) == [4]
+def test_writing_an_earlier_step_removes_what_a_replaced_attempt_left(tmp_path: Path, policy: Trained) -> None:
+    save(tmp_path, made(9), *policy, keep=3)
+    assert save(tmp_path, made(4), *policy, keep=3) == [4]
 
 
-def test_half_a_checkpoint_does_not_count(tmp_path: Path) -> None:
-    save(tmp_path, made(3), keep=3)
+def test_half_a_checkpoint_does_not_count(tmp_path: Path, policy: Trained) -> None:
+    save(tmp_path, made(3), *policy, keep=3)
     (tmp_path / ".tmp-dead").mkdir()
     (tmp_path / "step-00000006").mkdir()
-    (tmp_path / "step-00000006" / "state.pt").write_bytes(b"half")
+    (tmp_path / "step-00000006" / "__0_0.distcp").write_bytes(b"half")
     assert steps(tmp_path) == [3]
     assert newest(tmp_path) == (3, [])
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path: Path, policy: Trained) -> None:
     for step in (3, 6, 9):
-        save(tmp_path, made(step), keep=3)
-    longer = path_of(tmp_path, 9) / "state.pt"
+        save(tmp_path, made(step), *policy, keep=3)
+    longer = path_of(tmp_path, 9) / "__0_0.distcp"
     longer.write_bytes(longer.read_bytes() + b"x")
-    flipped = path_of(tmp_path, 6) / "state.pt"
+    flipped = path_of(tmp_path, 6) / ".metadata"
     data = bytearray(flipped.read_bytes())
     data[len(data) // 2] ^= 1
     flipped.write_bytes(data)
     step, problems = newest(tmp_path)
     assert step == 3
     assert problems == [
-        f"{longer} has {len(data) + 1} bytes, {len(data)} were written",
+        f"{longer} has {longer.stat().st_size} bytes, {longer.stat().st_size - 1} were written",
         f"{flipped} is damaged: its sha256 is not the one in meta.json",
     ]
 
@@ -84,28 +122,48 @@ def test_no_checkpoint_means_step_0(tmp_path: Path) -> None:
     assert newest(tmp_path / "none") == (0, [])
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, made(3), keep=1)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, policy: Trained) -> None:
+    save(tmp_path, made(3), *policy, keep=1)
     with pytest.raises(CheckpointError) as error:
         load(tmp_path, 3, run="other")
     assert str(error.value) == f"{path_of(tmp_path, 3)} belongs to run 'r', not 'other': use another trainer.output"
 
 
-def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, made(3), keep=1)
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, policy: Trained) -> None:
+    save(tmp_path, made(3), *policy, keep=1)
     meta = path_of(tmp_path, 3) / "meta.json"
-    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format": 2}))
-    with pytest.raises(CheckpointError, match=r"has format 2, this version reads 1$"):
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format": 1}))
+    with pytest.raises(CheckpointError, match=r"has format 1, this version reads 2$"):
         load(tmp_path, 3, run="r")
 
 
-def test_random_states_continue_where_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden_size": 32}, "Size mismatch"),
+        ({"num_hidden_layers": 1}, "policy.model.model.layers.1.input_layernorm.weight, policy."),
+        ({"num_hidden_layers": 3}, "policy.model.model.layers.2.input_layernorm.weight, policy."),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    tmp_path: Path, policy: Trained, change: dict[str, int], reason: str
+) -> None:
+    save(tmp_path, made(3), *policy, keep=1)
+    with pytest.raises(CheckpointError) as error:
+        restore(path_of(tmp_path, 3), *trained(dict(TINY_QWEN3) | change))
+    said = str(error.value)
+    assert said.startswith(f"{path_of(tmp_path, 3)} is of another model than [model] describes: ")
+    assert reason in said
+
+
+def test_random_states_continue_where_they_were(tmp_path: Path, policy: Trained) -> None:
     torch.manual_seed(5)
     np.random.seed(5)
     random.seed(5)
     random.gauss(0, 1)
     np.random.normal()
-    save(tmp_path, made(1), keep=1)
+    save(tmp_path, made(1), *policy, keep=1)
 
     def draw() -> list[float]:
         return [float(torch.rand(1)), np.random.normal(), np.random.random(), random.gauss(0, 1), random.random()]
@@ -147,8 +205,11 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path
     (path_of(halves / "checkpoints", 4) / "meta.json").unlink()
     assert train(first, rank=0, world_size=1, fake_data=True)
 
-    expected, ours = load_parameters(whole, 6), load_parameters(halves, 6)
-    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+    for of in ("policy", "optimizer"):
+        expected, ours = load_parameters(whole, 6, of=of), load_parameters(halves, 6, of=of)
+        assert expected
+        assert ours.keys() == expected.keys()
+        assert all(torch.equal(ours[name], expected[name]) for name in expected)
     continued = records(halves)
     assert [(r["step"], r["resumed_from"]) for r in continued] == [
         (1, 0),
@@ -172,11 +233,19 @@ def test_a_run_that_has_made_its_steps_makes_no_more(tmp_path: Path) -> None:
     assert [r["step"] for r in records(tmp_path)] == [1]
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_with_no_whole_checkpoint_left_training_begins_again_and_says_so(tmp_path: Path) -> None:
     once = settings(tmp_path, steps=1)
-    train(once, rank=0, world_size=1, fake_data=True)
-    other = once.model_copy(
-        update={"model": once.model.model_copy(update={"config": dict(TINY_QWEN3, hidden_size=32)})}
-    )
-    with pytest.raises(CheckpointError, match=r"is of another model than \[model\] describes"):
-        train(other, rank=0, world_size=1, fake_data=True)
+    assert train(once, rank=0, world_size=1, fake_data=True)
+    damaged = path_of(tmp_path / "checkpoints", 1) / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    said: list[str] = []
+
+    def listen(event: dict[str, Any]) -> None:
+        if event["event"] == "warning":
+            said.append(event["message"])
+
+    assert train(once, rank=0, world_size=1, fake_data=True, on_event=listen)
+    assert len(said) == 1
+    assert said[0].startswith(f"{damaged} has ")
+    assert said[0].endswith("were written; there is no older one: training begins again at step 1")
+    assert [(r["step"], r["resumed_from"]) for r in records(tmp_path)] == [(1, 0), (1, 0)]

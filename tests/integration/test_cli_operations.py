@@ -33,7 +33,7 @@ NEW = "[batcher]\nrow_tokens = 64\nstep_groups = 2\nmax_age = 3\n"
 def made(tmp_path: Path) -> Iterator[Run]:
     run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
     yield run
-    run.store.close()
+    run.close()
 
 
 @pytest.fixture

@@ -114,6 +114,13 @@ def do_everybodys_work(url_of: UrlOf, folder: Path) -> None:
             assert worker.store.claim_evaluation("e", 0, owner="w", ttl_seconds=60)
             worker.store.add_evaluation("e", 0, {"reward": 1.0})
             worker.store.release_evaluation("e", 0, owner="w")
+            worker.store.note_visits("a", "p", "s")
+            worker.heartbeat("scorer", "s", {"gives": ["ref_logprobs"]})
+            waits = writer.push(rlbuffer.make_group(env="a", seed=90, needs=["ref_logprobs"])).entry_id
+            assert worker.store.claim_scoring([waits], owner="s", ttl_seconds=60)[0] == {waits}
+            assert worker.store.read_pool()
+            assert writer.replace(rlbuffer.make_group(env="a", seed=90), waits).entry_id
+            worker.store.release_scoring([waits], owner="s")
             for step in reader.steps():
                 assert step.rollouts == 8
                 trainer.policy().announce(step.number, location="http://trainer/v", size=1, checksum="c")

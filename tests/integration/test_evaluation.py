@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,6 +15,7 @@ from rlbuffer.client import Buffer, connect
 from rlbuffer.records import PolicyVersion
 from rlbuffer.settings import EvaluationSettings
 from rlbuffer.spans import VersionSpan
+from rlbuffer.worker import evaluation
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.samplers import Completion, Sampling
 from rlbuffer_cli.render.pool import header_lines, summarize, summary_records
@@ -159,3 +161,31 @@ def test_inspect_shows_the_newest_result_of_every_env_and_what_came_before(buffe
         ("math", 10, 0.5),
         ("math", 20, 0.875),
     ]
+
+
+def test_all_envs_that_are_due_are_measured_before_a_newer_version_takes_its_place(
+    buffer: Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "POLL_SECONDS", 3600.0)
+    sampler, events = Greedy(-1), []
+
+    @asynccontextmanager
+    async def held() -> Any:
+        yield
+        sampler.version += 1  # it has waited for this
+
+    async def run() -> None:
+        settings = {"one": OPTIONS, "two": OPTIONS}
+        evaluator = Evaluator(buffer, sampler, settings, hold=held, on_event=events.append)
+        task = asyncio.create_task(evaluator.run())
+        await asyncio.sleep(0.05)
+        sampler.version = 4
+        evaluator.wake()  # as when it is loaded: nobody waits for the next look
+        deadline = time.monotonic() + 20
+        while len(events) < 2 and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+    assert [(e["env"], e["version"]) for e in events] == [("one", 4), ("two", 4)]

@@ -84,7 +84,7 @@ def test_pushes_are_refused_with_the_reason_and_pass_when_there_is_room(server: 
     server.start()
     assert run.store.ledger() == ledger
     assert run.store.verify().findings == ()
-    run.store.close()
+    run.close()
 
 
 def test_a_run_waits_out_a_full_disk(server: OwnServer, tmp_path: Path) -> None:
@@ -128,4 +128,4 @@ def test_a_run_waits_out_a_full_disk(server: OwnServer, tmp_path: Path) -> None:
     steps.close()
     reader.close()
     served.close()
-    run.store.close()
+    run.close()

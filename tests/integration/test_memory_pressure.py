@@ -37,7 +37,7 @@ def run(server_binary: object) -> Iterator[Run]:
     running = server.ensure(home, ServerSettings(appendfsync="no", maxmemory="16mb"))
     made = Run(running.address, home)
     yield made
-    made.store.close()
+    made.close()
     running.release()
     shutil.rmtree(home, ignore_errors=True)
 

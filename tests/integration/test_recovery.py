@@ -81,7 +81,7 @@ class Loop:
 def url_run(redis_url: str, tmp_path: Path) -> Iterator[Run]:
     made = Run(redis_url, tmp_path)
     yield made
-    made.store.close()
+    made.close()
 
 
 def train_to(reader: Reader, steps: Iterator[Any], last: int) -> list[Any]:
@@ -367,7 +367,7 @@ def test_a_void_that_comes_late_takes_nothing_back(run: Run, monkeypatch: pytest
     seen = run.store.meta()
     first = run.store.void_from(2, force=True)
     monkeypatch.setattr(run.store, "meta", lambda: seen)  # what the operator saw before
-    with pytest.raises(rlbuffer.errors.RlbufferError) as error:
+    with pytest.raises(rlbuffer.errors.EpochChanged) as error:
         run.store.void_from(1, force=True)
     assert str(error.value) == (
         f"run {run.store.run!r} began epoch {first['epoch']} at this moment, by somebody else or by this request after "

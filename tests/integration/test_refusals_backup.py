@@ -45,7 +45,7 @@ def made(tmp_path: Path) -> Iterator[Run]:
     run.step("a.0", "a.1")
     run.push("a.2")
     yield run
-    run.store.close()
+    run.close()
 
 
 def write(file: Path, *frames: Any) -> bytes:

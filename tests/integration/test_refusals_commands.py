@@ -19,7 +19,7 @@ from rlbuffer_cli.main import main
 
 Call = Callable[..., tuple[int, str]]
 FILES = {
-    "two.toml": '[worker.a]\nenv = "vcopy"\n[worker.b]\nenv = "repeat"\n',
+    "two.toml": '[worker.a]\nenv = "vcopy"\n[worker.b]\nenv = "repeat"\n[score.c]\n[score.d]\n',
     "short.toml": '[batcher]\nrow_tokens = 3\n[worker.a]\nenv = "vcopy"\n',
     "strict.toml": "[batcher]\nmin_group_size = 9\n[worker.a]\nenv = 'vcopy'\ngroup_size = 8\n",
     "empty.jsonl": "\n\n",
@@ -111,6 +111,16 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             3,
             "Error: the config has no [worker.x] section. Give --env, or add the section.",
         ),
+        ("score x", 3, "Error: the config has no [score.x] section. Give --model or --reward, or add the section."),
+        (
+            "score",
+            3,
+            (
+                "Error: what shall be added? Give --model PATH, --reward package.module:function, or a [score.NAME] "
+                "section."
+            ),
+        ),
+        ("score --config two.toml", 2, "Error: which scorer? The config has c, d: rlbuffer score c"),
         ("worker --config two.toml", 2, "Error: which worker? The config has a, b: rlbuffer worker a"),
         (
             "worker --env vcoppy",

@@ -95,6 +95,14 @@ def away(request: httpx.Request) -> httpx.Response:
             SamplerUnavailable,
             f"{URL}: 1 logprobs came for 2 tokens",
         ),
+        (
+            choices({"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}),
+            ConfigError,
+            (
+                f"{URL}/inference/v1/generate does not say which version sampled which token (weight_versions): take "
+                "vLLM 0.32 or newer, or start the server without --enable-scale-out"
+            ),
+        ),
     ],
 )
 def test_a_server_that_answers_wrongly_is_named_with_what_it_said(
@@ -104,7 +112,7 @@ def test_a_server_that_answers_wrongly_is_named_with_what_it_said(
         client = httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(answer))
         endpoint = Endpoint(URL, timeout_seconds=3.0, client=client)
         try:
-            await endpoint.sample(PROMPT, n=1, sampling=ONE, version=0)
+            await endpoint.sample(PROMPT, n=1, sampling=ONE)
         finally:
             await endpoint.close()
 
@@ -153,6 +161,29 @@ def test_a_server_that_was_restarted_is_left_out() -> None:
     with pytest.raises(SamplerUnavailable) as caught:
         asyncio.run(ask())
     assert str(caught.value) == "no server can sample: it has lost the version that was loaded into it"
+
+
+def test_a_server_that_tells_no_versions_is_not_shared(tmp_path: Path) -> None:
+    policy = publish(tmp_path, 0, state={"weight": torch.zeros(2)}, config={}, keep=1)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        choice = {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}
+        return httpx.Response(200, json={"choices": [choice], "paths": {}})
+
+    async def ask() -> None:
+        sampler = OpenAISampler({"servers": URL, "updates_weights": False})
+        sampler._endpoints[0]._client = httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(answer))
+        try:
+            await sampler.load(policy)
+        finally:
+            await sampler.close()
+
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(ask())
+    assert str(caught.value) == (
+        f"{URL} does not say which version sampled a token, and this worker, which has updates_weights = false, does "
+        "not know: start the server with --enable-scale-out"
+    )
 
 
 def test_weights_of_another_model_are_refused_before_a_server_is_asked(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     made = Served(run)
     yield made
     made.close()
-    run.store.close()
+    run.close()
 
 
 @pytest.fixture

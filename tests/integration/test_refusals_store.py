@@ -360,7 +360,7 @@ def test_what_does_not_fit_the_run_is_refused_in_these_words(
 def bare(tmp_path: Path) -> Iterator[Run]:
     made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
     yield made
-    made.store.close()
+    made.close()
 
 
 def test_a_version_below_zero_cannot_be_announced(bare: Run) -> None:

@@ -55,7 +55,7 @@ def shifted(shim: Path, tmp_path: Path) -> Iterator[tuple[Run, Callable[[float],
                     time.sleep(0.001)
 
             yield run, shift
-            run.store.close()
+            run.close()
 
 
 def test_the_server_s_clock_is_what_is_shifted(shifted: tuple[Run, Callable[[float], None]]) -> None:

@@ -74,7 +74,7 @@ def undisturbed(proxy: CuttingProxy, redis_url: str, tmp_path_factory: pytest.Te
         answer = shape(ROWS[name].call(store, run), run)
         made = Undisturbed(answer=answer, requests=proxy.seen, holds=held(run))
         store.close()
-        run.store.close()
+        run.close()
         return made
 
     return make
@@ -109,7 +109,7 @@ def test_a_call_whose_connection_breaks(
         if name != "close":
             assert store.now() > 0
         store.close()
-        run.store.close()
+        run.close()
 
 
 def called(row: Row, store: RedisStore, run: Run, moment: str, *, is_last: bool) -> Any:

@@ -28,7 +28,7 @@ def own(server_binary: object) -> Iterator[Run]:
     running = server.ensure(home, ServerSettings(appendfsync="no"))
     made = Run(running.address, home)
     yield made
-    made.store.close()
+    made.close()
     running.release()
     shutil.rmtree(home, ignore_errors=True)
 

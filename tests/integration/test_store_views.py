@@ -48,7 +48,7 @@ def test_heartbeats_carry_the_servers_time(run):
     assert record == {"tokens_per_second": 12.5, "text": "a b"}
     assert list(run.store.heartbeats("rank")) == ["0"]
     assert run.store.heartbeats("batcher") == {}
-    with pytest.raises(ValueError, match="heartbeat kind 'x' must be one of worker, rank, batcher"):
+    with pytest.raises(ValueError, match="heartbeat kind 'x' must be one of worker, scorer, rank, batcher"):
         run.store.heartbeat("x", "w0", {})
 
 

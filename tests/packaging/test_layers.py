@@ -43,13 +43,14 @@ FLOORS = [
     ("weights",),
     ("processes", "forkserver", "preload"),
     ("worker", "trainer"),
+    ("scorer",),
     ("supervise",),
 ]
 """Modules of a floor may import those of the same floor and below."""
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 
 HEAVY = {"torch", "transformers", "safetensors", "vllm"}
-HEAVY_ROOMS = {"weights", "worker", "trainer"}
+HEAVY_ROOMS = {"weights", "worker", "trainer", "scorer"}
 SCREEN = {"rlbuffer_cli", "click", "rich", "textual"}
 
 

@@ -21,6 +21,7 @@ ARGUMENTS = {
     "failed": (5, 1, "run.log"),
     "for_step": (7,),
     "for_dead": ("math", 9.0),
+    "for_scorer": ("math", "ref_logprobs", 12, 0),
     "all_paused": (["math"],),
     "for_word": (7, 6.0),
     "for_trainer": (7, 6, 1),

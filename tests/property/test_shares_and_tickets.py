@@ -71,16 +71,14 @@ def test_on_policy_in_tokens_only_the_doubt_about_sizes_is_wasted() -> None:
 
 @pytest.mark.parametrize("seconds", SPEEDS[:3], ids=["fast-last", "fast-middle", "slow-middle"])
 def test_on_policy_rows_waste_at_most_one_group_per_env_and_step(seconds: tuple[float, ...]) -> None:
+    """But once in some hundred steps: how long the groups on their way turn out, nobody can know."""
     config = BatcherConfig(**STRICT, micro_batches_per_rank=3, budgets=SHARES)
     for seed in range(2):
         outcome = simulate(config, envs_of(seconds), steps=30, seed=seed)
         assert outcome.stuck == ""
-        by_env = Counter[str]()
-        for (env, _), groups in outcome.stale.items():
-            by_env[env] += groups
-        assert max(by_env.values(), default=0) <= 30
-        assert statistics.mean(outcome.stale[env, step] <= 1 for env in SHARES for step in range(1, 32)) >= 0.90
-        assert max(outcome.stale.values(), default=0) <= 3
+        assert max(outcome.stale.values(), default=0) <= 2
+        assert sum(groups > 1 for groups in outcome.stale.values()) <= 1  # of 3 x 31 chances
+        assert outcome.stale_percent < 2
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])

@@ -9,14 +9,22 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from homes import Home
+
 HERE = Path(__file__).parent
+E2E = str(HERE.parent / "e2e")
+if E2E not in sys.path:
+    sys.path.append(E2E)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,3 +51,17 @@ def folder() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="rlb-vllm-"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    """A home folder with its own embedded server, as the end-to-end tests have it."""
+    from homes import Home
+
+    path = Path(tempfile.mkdtemp(prefix="rlb-"))
+    place = Home(path)
+    try:
+        yield place
+    finally:
+        place.stop()
+        shutil.rmtree(path, ignore_errors=True)

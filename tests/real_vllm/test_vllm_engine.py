@@ -1,4 +1,4 @@
-"""vLLM in this process does what every sampler must do."""
+"""vLLM in this process does what every sampler must do, alone and under a worker."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 from samplers_conformance import CHECKS, CONTEXT, Check, Stage, check_name, policies
 from vllm_server import ENGINE
+from worker_run import VERSIONS, WorkerRun, versions_change_under_running_rollouts
 
 from rlbuffer.errors import ConfigError
 from rlbuffer.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
 
+OPTIONS = {**ENGINE, "max_model_len": CONTEXT}
+
 
 @pytest.fixture(scope="module")
 def stage(runner: asyncio.Runner, folder: Path) -> Iterator[Stage]:
     models, published = policies(folder)
-    options = {**ENGINE, "max_model_len": CONTEXT}
-    sampler = make_sampler(WorkerSettings(env="vcopy", sampler="vllm", sampler_options=options))
+    sampler = make_sampler(WorkerSettings(env="vcopy", sampler="vllm", sampler_options=OPTIONS))
     runner.run(sampler.load(published[0]))
     yield Stage(sampler, models, published, folder)
     runner.run(sampler.close())
@@ -30,6 +32,11 @@ def test_the_vllm_sampler(check: Check, stage: Stage, runner: asyncio.Runner) ->
     if stage.sampler.version != 0:
         runner.run(stage.sampler.load(stage.policies[0]))
     runner.run(check(stage))
+
+
+def test_every_token_of_a_worker_with_vllm_is_from_the_version_that_its_span_names(tmp_path: Path) -> None:
+    models, published = policies(tmp_path, VERSIONS)
+    versions_change_under_running_rollouts(WorkerRun("vllm", dict(OPTIONS), published), models)
 
 
 def test_options_that_the_sampler_sets_itself_are_refused() -> None:

@@ -1,79 +1,100 @@
-"""The openai sampler against vLLM's real server, over both of its endpoints, and when the server goes away."""
+"""Workers and their openai sampler on real vLLM servers: both endpoints, versions that change, servers killed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from samplers_conformance import CHECKS, CONTEXT, PLAIN, PROMPTS, Check, Stage, check_name, policies, worst_error
+from samplers_conformance import CHECKS, CONTEXT, Check, Stage, check_name, policies
 from vllm_server import VllmServer, with_tokenizer
+from worker_run import VERSIONS, WorkerRun, versions_change_under_running_rollouts
 
-from rlbuffer.errors import SamplerUnavailable
 from rlbuffer.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
 from rlbuffer.worker.samplers.openai import OpenAISampler
 
 
+@dataclass
+class Servers:
+    """Two servers that started with version 3's weights, and a sampler of the first."""
+
+    first: VllmServer
+    second: VllmServer
+    stage: Stage
+    runner: asyncio.Runner
+
+    def wait(self, server: VllmServer) -> None:
+        """Waits until it answers."""
+        self.runner.run(server.until_ready())
+
+
 @pytest.fixture(scope="module")
-def server(runner: asyncio.Runner, folder: Path) -> Iterator[tuple[VllmServer, Stage]]:
+def servers(runner: asyncio.Runner, folder: Path) -> Iterator[Servers]:
     models, published = policies(folder / "weights")
-    started_with = with_tokenizer(published[3].location, folder / "served")  # not the version that is loaded first
-    server = VllmServer(started_with, folder / "server.log", context=CONTEXT)
-    stack = AsyncExitStack()
-    runner.run(stack.enter_async_context(server.ready()))
-    sampler = sampler_of(server)
-    yield server, Stage(sampler, models, published, folder)
-    runner.run(sampler.close())
-    runner.run(stack.aclose())
-
-
-def sampler_of(server: VllmServer) -> OpenAISampler:
-    options = {"servers": [server.url], "timeout_seconds": 120}
-    sampler = make_sampler(WorkerSettings(env="vcopy", sampler="openai", sampler_options=options))
-    assert isinstance(sampler, OpenAISampler)
-    return sampler
+    served = with_tokenizer(published[3].location, folder / "served")  # not the version that is loaded first
+    sampler = None
+    with VllmServer(served, folder / "1.log", context=CONTEXT) as first:
+        try:
+            runner.run(first.until_ready())
+            with VllmServer(served, folder / "2.log", context=CONTEXT) as second:  # ready when it is wanted
+                sampler = make_sampler(
+                    WorkerSettings(env="vcopy", sampler="openai", sampler_options={"servers": first.url})
+                )
+                yield Servers(first, second, Stage(sampler, models, published, folder), runner)
+        finally:
+            if sampler is not None:
+                runner.run(sampler.close())
 
 
 @pytest.mark.parametrize("endpoint", ["generate", "completions"])
 @pytest.mark.parametrize("check", CHECKS, ids=check_name)
-def test_the_openai_sampler(
-    endpoint: str, check: Check, server: tuple[VllmServer, Stage], runner: asyncio.Runner
-) -> None:
-    _, stage = server
+def test_the_openai_sampler(endpoint: str, check: Check, servers: Servers) -> None:
+    stage = servers.stage
 
     async def run() -> None:
         await stage.sampler.load(stage.policies[0])
-        for used in stage.sampler._endpoints:  # type: ignore[attr-defined]
+        assert isinstance(stage.sampler, OpenAISampler)
+        for used in stage.sampler._endpoints:
             used.gives_versions = endpoint == "generate"
         await check(stage)
 
-    runner.run(run())
+    servers.runner.run(run())
 
 
-def test_a_killed_server_is_waited_for_and_loaded_again_before_it_is_used(
-    server: tuple[VllmServer, Stage], runner: asyncio.Runner
-) -> None:
-    vllm, stage = server
-    sampler = sampler_of(vllm)
+def test_every_token_of_a_worker_is_from_the_version_that_its_span_names(servers: Servers, tmp_path: Path) -> None:
+    models, published = policies(tmp_path, VERSIONS)
+    versions_change_under_running_rollouts(WorkerRun("openai", {"servers": servers.first.url}, published), models)
 
-    async def run() -> None:
-        await sampler.load(stage.policies[2])
-        vllm.kill()
-        with pytest.raises(SamplerUnavailable, match=f"no server can sample: {vllm.url}.* cannot be reached"):
-            await sampler.sample(PROMPTS[0], n=1, sampling=PLAIN)
-        vllm.start()  # with the weights of its start, which are version 3's
-        for _ in range(600):
-            try:
-                completions = await sampler.sample(PROMPTS[0], n=2, sampling=PLAIN)
-                break
-            except SamplerUnavailable:
-                await asyncio.sleep(0.5)
-        for c in completions:
-            assert {span.policy_version for span in c.version_spans} == {2}
-            assert worst_error(stage, PROMPTS[0], c, PLAIN) < 1e-4
-        await sampler.close()
 
-    runner.run(run())
+def test_killed_servers_are_gone_round_and_waited_for_and_no_group_is_lost_or_doubled(servers: Servers) -> None:
+    first, second = servers.first, servers.second
+    servers.wait(second)
+    with WorkerRun("openai", {"servers": [first.url, second.url]}, servers.stage.policies) as run:
+        run.until_groups(6, seconds=120, why="six groups of both servers")
+
+        first.kill()
+        run.until_groups(12, seconds=120, why="groups of the server that is left")
+        first.start()  # with the weights of its start, which are version 3's
+
+        second.kill()
+
+        def told(sentence: str) -> bool:
+            return any(sentence in event["error"] for event in run.told("trouble"))
+
+        run.until(lambda: told("no server can sample: "), seconds=60, why="the sentence that nobody can sample")
+        assert told(f"{second.url}/inference/v1/generate cannot be reached: ")
+        assert told("; asked again in 1 s")
+        run.announce(1)
+        run.until(lambda: told("; version 0 goes on sampling"), seconds=60, why="a load that meets no server")
+        groups = len(run.told("group"))
+
+        servers.wait(first)
+        run.until_version(1, seconds=120)
+        run.until_groups(6, seconds=120, why="groups after a server is back")
+        assert len(run.told("group")) > groups
+        run.stop()
+        run.compare(servers.stage.models)
+        run.account()

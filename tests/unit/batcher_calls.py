@@ -30,6 +30,7 @@ def put(
     first=0,
     pushed=None,
     uses=0,
+    replaces="",
     **fields,
 ):
     group = make_group(
@@ -44,7 +45,7 @@ def put(
     info = dataclasses.replace(group.info(), **fields)
     rollouts = [dataclasses.replace(r, rollout_id=f"{name}/{first + i}") for i, r in enumerate(info.rollouts)]
     info = dataclasses.replace(info, rollouts=tuple(rollouts))
-    made.add(info, entry_id=entry or f"{name}-0", now=now, pushed=pushed, uses=uses)
+    made.add(info, entry_id=entry or f"{name}-0", now=now, pushed=pushed, uses=uses, replaces=replaces)
 
 
 def ask(made, step=1, *, now=0.0, world_size=2):

@@ -3,8 +3,8 @@ import pytest
 from rlbuffer.policy.admission import START_TICKETS, EnvSupply, allowances, groups_per_step, missing, window
 
 
-def supply(*, window=1, pending=0, share=1.0, mean=(100.0, 100.0, 4.0), owed=0.0):
-    return EnvSupply(window=window, pending=pending, share=share, mean=mean, owed=owed)
+def supply(*, window=1, pending=0, share=1.0, mean=(100.0, 100.0, 4.0), owed=0.0, **sizes):
+    return EnvSupply(window=window, pending=pending, share=share, mean=mean, owed=owed, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,26 @@ def test_the_open_step_needs_what_it_would_select_and_is_not_there(owed, pending
 @pytest.mark.parametrize(("tokens", "expected"), [(700, 7), (701, 8), (800, 8)])
 def test_a_step_of_rows_needs_groups_until_it_may_close(tokens, expected):
     assert missing({"a": supply()}, tokens=tokens, groups=None, rollouts=None) == {"a": expected}
+
+
+@pytest.mark.parametrize(
+    ("ready_mean", "expected"), [(100.0, 5), (130.0, 4), (140.0, 3), (60.0, 6), (233.3, 1), (233.4, 0)]
+)
+def test_what_is_ready_counts_with_its_own_tokens(ready_mean, expected):
+    env = supply(pending=3, ready=3, ready_mean=(ready_mean, ready_mean, 4.0))
+    assert missing({"a": env}, tokens=700.1, groups=None, rollouts=None) == {"a": expected}
+
+
+@pytest.mark.parametrize(("spread", "expected"), [(0, 8), (1, 7), (17, 7), (21, 7), (22, 6), (50, 5), (10_000, 1)])
+def test_the_last_groups_of_a_step_of_rows_wait_until_it_is_nearly_certain_that_they_are_needed(spread, expected):
+    assert missing({"a": supply(spread=spread)}, tokens=705, groups=None, rollouts=None) == {"a": expected}
+    assert missing({"a": supply(spread=spread)}, tokens=0, groups=8, rollouts=None) == {"a": 8}
+    assert missing({"a": supply(spread=spread)}, tokens=0, groups=None, rollouts=32) == {"a": 8}
+
+
+def test_of_what_is_ready_nothing_is_doubtful():
+    env = supply(pending=7, ready=7, ready_mean=(100.0, 100.0, 4.0), spread=1000)
+    assert missing({"a": env}, tokens=705, groups=None, rollouts=None) == {"a": 1}
 
 
 @pytest.mark.parametrize(("rollouts", "expected"), [(28, 7), (29, 8), (32, 8)])

@@ -71,6 +71,7 @@ def test_means_are_exact_at_first_and_then_follow():
     for tokens in (10, 20, 60):
         account.learn(tokens, 4, tokens)
     assert (account.tokens, account.rollouts, account.largest) == (30, 4, 60)
+    assert account.variance == pytest.approx(((10 - 30) ** 2 + (20 - 30) ** 2 + (60 - 30) ** 2) / 3)
     for _ in range(20 * MEAN_WINDOW):
         account.learn(100, 8, 100)
     assert account.tokens == pytest.approx(100, rel=1e-6)
@@ -96,10 +97,14 @@ def test_a_committed_step_moves_new_accounts_and_clamps_them(unit, first, second
 
 
 def test_accounts_survive_being_saved_exactly():
-    accounts = {"b": EnvAccount(0.1 + 0.2, 3, 1 / 3, 2 / 3, 7.0), "a": EnvAccount()}
+    accounts = {"b": EnvAccount(0.1 + 0.2, 3, 1 / 3, 2 / 3, 7.0, 4.5), "a": EnvAccount()}
     assert load(dump(accounts)) == accounts
     assert list(dump(accounts)["envs"]) == ["a", "b"]
     assert load(None) == {}
+
+
+def test_a_state_from_before_variances_were_kept_is_read():
+    assert load({"schema": 1, "envs": {"a": [1.5, 3, 10.0, 4.0, 30.0]}}) == {"a": EnvAccount(1.5, 3, 10.0, 4.0, 30.0)}
 
 
 def test_the_state_of_another_version_is_refused():

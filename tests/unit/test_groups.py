@@ -55,7 +55,9 @@ def test_a_rollout_without_reward_is_invalid_unless_something_is_still_to_be_add
     assert verdicts == [None]
     assert not state.is_whole(1)
     needy = part(rollout("r0", reward=None), needs=("reward",))
-    assert state_of(needy, part(rollout("r1", reward=None)))[1] == [None, None]
+    assert state_of(needy, part(rollout("r1", reward=None)))[1] == [None, ("invalid", "rollout r1 has no reward")]
+    other = part(rollout("r0", reward=None), needs=("ref_logprobs",))
+    assert state_of(other)[1] == [("invalid", "rollout r0 has no reward")]
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,18 @@ def test_a_file_that_is_not_there_is_an_error_when_it_was_asked_for(tmp_path: Pa
     assert refusal(config=missing) == f"cannot read the config file {missing}: No such file or directory"
 
 
+def test_what_groups_need_and_no_scorer_of_the_file_gives_is_doubtful(file: Path) -> None:
+    change(file, 'env = "code"', 'env = "code"\nneeds = ["ref_logprobs", "reward"]')
+    assert load(environ={}).warnings == (
+        (
+            "worker.code.needs: no [score.NAME] section gives ref_logprobs, reward; its groups wait until a scorer "
+            "elsewhere does (rlbuffer.toml:16)."
+        ),
+    )
+    file.write_text(file.read_text() + '[score.a]\nmodel = "initial"\n[score.b]\nreward = "m:f"\nenvs = ["code"]\n')
+    assert load(environ={}).warnings == ()
+
+
 def test_doubtful_settings_only_warn(file: Path) -> None:
     change(file, 'env = "code"', 'env = "prose"\ntemperature = 0.5')
     assert load(environ={}).warnings == (
@@ -284,7 +296,7 @@ def test_the_example_file_shows_every_setting() -> None:
 
 def _is_setting(line: str) -> bool:
     key, equals, _ = line.removeprefix("# ").partition(" = ")
-    return line.startswith("# ") and bool(equals) and key.isidentifier()
+    return line.startswith("# ") and ((bool(equals) and key.isidentifier()) or line.startswith("# [score."))
 
 
 def _has(data: Any, name: tuple[str, ...]) -> bool:

@@ -61,6 +61,8 @@ class RunSummary:
     """``batcher``, ``rank 0``, ... -> seconds since its last heartbeat."""
     workers: Mapping[str, Mapping[str, Any]]
     """Name -> its last heartbeat, with ``seconds_ago``."""
+    scorers: Mapping[str, Mapping[str, Any]]
+    """Likewise."""
     error: str
     revision: int
     """Of the batcher's settings."""
@@ -113,6 +115,7 @@ def summarize(buffer: Buffer) -> RunSummary:
         waiting=store.waiting(),
         seen=last_seen(store),
         workers=store.heartbeats("worker"),
+        scorers=store.heartbeats("scorer"),
         error=meta.error,
         revision=meta.revision,
         has_wanted=bool(meta.wanted_digest),
@@ -127,10 +130,10 @@ def summarize(buffer: Buffer) -> RunSummary:
 
 
 def last_seen(store: Store) -> dict[str, float]:
-    """``batcher``, ``worker NAME`` and ``rank N`` -> seconds since the last heartbeat, by the server's clock."""
+    """``batcher``, ``worker NAME``, ``scorer NAME``, ``rank N`` -> seconds since the last heartbeat, on the server."""
     leader = store.heartbeats("batcher").get("leader")
     seen = {"batcher": leader["seconds_ago"]} if leader else {}
-    for kind in ("worker", "rank"):
+    for kind in ("worker", "scorer", "rank"):
         seen |= {f"{kind} {name}": beat["seconds_ago"] for name, beat in store.heartbeats(kind).items()}
     return seen
 
@@ -149,7 +152,7 @@ def group_record(view: GroupView) -> dict[str, Any]:
 
 def summary_records(summary: RunSummary) -> Iterator[dict[str, Any]]:
     """``rlbuffer.run/1``, then a line per env (``rlbuffer.env/1``), adapter (``rlbuffer.adapter/1``), worker
-    (``rlbuffer.worker/1``) and evaluation (``rlbuffer.evaluation/1``)."""
+    (``rlbuffer.worker/1``), scorer (``rlbuffer.scorer/1``) and evaluation (``rlbuffer.evaluation/1``)."""
     yield {
         "schema": "rlbuffer.run/1",
         "run": summary.run,
@@ -176,6 +179,8 @@ def summary_records(summary: RunSummary) -> Iterator[dict[str, Any]]:
         yield {"schema": "rlbuffer.adapter/1", **asdict(adapter)}
     for name, beat in summary.workers.items():
         yield {"schema": "rlbuffer.worker/1", "worker": name, **beat}
+    for name, beat in summary.scorers.items():
+        yield {"schema": "rlbuffer.scorer/1", "scorer": name, **beat}
     for result in summary.evaluations:
         yield {"schema": "rlbuffer.evaluation/1", **result, "at": utc(result["at"])}
 
@@ -256,6 +261,8 @@ def header_lines(summary: RunSummary) -> list[str]:
     lines += [f"  {line}" for line in evaluation_lines(summary.evaluations)]
     if summary.workers:
         lines.append("  workers: " + " · ".join(_worker(name, beat) for name, beat in summary.workers.items()))
+    if summary.scorers:
+        lines.append("  scorers: " + " · ".join(_worker(name, beat) for name, beat in summary.scorers.items()))
     for who, sentence in sorted(summary.waiting.items()):
         if sentence:
             ago = summary.seen.get(who, 0.0)
@@ -280,13 +287,14 @@ def _memory(summary: RunSummary) -> list[str]:
 
 
 def _worker(name: str, beat: Mapping[str, Any]) -> str:
-    """A worker in a few words; any process may write a heartbeat, so nothing in it is certain to be there."""
+    """A worker or scorer in a few words; any process may write a heartbeat, so nothing in it is certain to be there."""
     name = printable(name)
     if beat["seconds_ago"] > FRESH_SECONDS:
         return f"{name} last seen {duration(beat['seconds_ago'])} ago"
-    rate, version = beat.get("rollouts_per_second"), beat.get("version")
+    rate, version, gives = beat.get("rollouts_per_second"), beat.get("version"), beat.get("gives")
     parts = [
         f"v{version}" if isinstance(version, int) and version >= 0 else "",
+        ", ".join(map(printable, map(str, gives))) if isinstance(gives, list) else "",
         f"{amount(rate)} rollouts/s" if isinstance(rate, float) else "",
         f"! {printable(str(beat['error']))}" if beat.get("error") else "",
     ]

@@ -1,14 +1,21 @@
 #!lua
 -- PUSH, phase 2: the group whose payload was stored by phase 1 becomes pending. Exactly once per producer sequence.
+-- A push may take the place of a pending one: the same rollouts, with what that one needed. The ledger does not move
+-- then, and the payload that is replaced becomes garbage. When that one is no longer pending (another scorer was first,
+-- or it was dropped), nothing becomes pending: the new payload is the garbage.
 -- Refused at the memory limit (no allow-oom): a worker can wait.
 --
--- KEYS  1 meta  2 pool  3 producer  4 ledger
+-- KEYS  1 meta  2 pool  3 producer  4 ledger  5 garbage
 -- ARGV  1 epoch that the producer works in   2 its sequence, from 1   3 how long the producer is remembered, ms
 --       4 env   5 group id   6 payload suffix   7 rollouts   8 tokens   9 metadata
+--       10 id of the entry whose place it takes, '' for none   11 payload key prefix
 -- Reply {'OK', entry id}
 --       {'DUP', entry id}   sequence known already; the id is '' unless it was the producer's last
+--       {'LATE'}            what it was to replace is not pending any more
+--       {'UNEQUAL', env, group, rollouts, tokens}  what it was to replace holds something else: this
 --       {'GAP', last}       pushes between `last` and this one are missing here
 --       {'GONE', epoch, since}  the run is in another epoch ('' when it does not exist), which goes on from `since`
+-- A replacing entry has two fields more: `replaces`, that id, and `pushed`, when its rollouts came first (server ms).
 local epoch = redis.call('HGET', KEYS[1], 'epoch')
 if epoch ~= ARGV[1] then return {'GONE', epoch or '', redis.call('HGET', KEYS[1], 'since') or epoch or ''} end
 
@@ -19,10 +26,37 @@ if sequence == last then return {'DUP', known[2]} end
 if sequence < last then return {'DUP', ''} end
 if sequence > last + 1 then return {'GAP', string.format('%.0f', last)} end
 
-local id = redis.call('XADD', KEYS[2], '*', 'env', ARGV[4], 'group', ARGV[5], 'key', ARGV[6],
-  'rollouts', ARGV[7], 'tokens', ARGV[8], 'metadata', ARGV[9])
+local old = nil
+if ARGV[10] ~= '' then
+  local found = redis.call('XRANGE', KEYS[2], ARGV[10], ARGV[10])
+  if #found == 0 then
+    -- The sequence is used up all the same: the producer's next one follows it.
+    redis.call('HSET', KEYS[3], 'sequence', ARGV[2], 'id', '')
+    redis.call('PEXPIRE', KEYS[3], ARGV[3])
+    redis.call('ZADD', KEYS[5], 0, ARGV[11] .. ARGV[5] .. ':' .. ARGV[6])
+    return {'LATE'}
+  end
+  old = {}
+  for k = 1, #found[1][2], 2 do old[found[1][2][k]] = found[1][2][k + 1] end
+  if old.env ~= ARGV[4] or old.group ~= ARGV[5] or old.rollouts ~= ARGV[7] or old.tokens ~= ARGV[8] then
+    return {'UNEQUAL', old.env or '', old.group or '', old.rollouts or '', old.tokens or ''}
+  end
+  redis.call('XDEL', KEYS[2], ARGV[10])
+end
+
+local entry = {'env', ARGV[4], 'group', ARGV[5], 'key', ARGV[6], 'rollouts', ARGV[7], 'tokens', ARGV[8], 'metadata', ARGV[9]}
+if old then
+  for _, field in ipairs({'replaces', ARGV[10], 'pushed', old.pushed or string.match(ARGV[10], '^%d+')}) do
+    entry[#entry + 1] = field
+  end
+end
+local id = redis.call('XADD', KEYS[2], '*', unpack(entry))
 redis.call('HSET', KEYS[3], 'sequence', ARGV[2], 'id', id)
 redis.call('PEXPIRE', KEYS[3], ARGV[3])
-redis.call('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:rollouts', ARGV[7])
-redis.call('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:tokens', ARGV[8])
+if old then
+  redis.call('ZADD', KEYS[5], 0, ARGV[11] .. ARGV[5] .. ':' .. old.key)  -- 0: the next sweep may take it
+else
+  redis.call('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:rollouts', ARGV[7])
+  redis.call('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:tokens', ARGV[8])
+end
 return {'OK', id}

@@ -2,7 +2,7 @@
 -- TELEMETRY: heartbeats, waiting sentences and counters. It decides nothing. It is a script for two reasons: times come
 -- from the server's clock, and the sentence that says that the memory is full must not be refused for memory.
 --
--- KEYS  1 the hash: workers, ranks, batchers or waiting for `note`, the ledger for `count` and `damaged`
+-- KEYS  1 the hash: workers, scorers, ranks, batchers or waiting for `note`, the ledger for `count` and `damaged`
 --       2 (damaged) the damaged rollouts that are counted: `<step> <rollout>` -> step   3 (damaged) meta
 -- ARGV  1 action, then
 --       note   2 name   3 record ('' removes it)   4 age at which others are forgotten, ms

@@ -43,8 +43,8 @@ class Prompt:
 class Score:
     """What one completion earned."""
 
-    reward: float
-    """Finite scalar."""
+    reward: float | None
+    """Finite scalar; None when a scorer adds it: the worker's `needs` then has ``reward``."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Named components."""
     successes: Mapping[str, bool] = field(default_factory=dict)

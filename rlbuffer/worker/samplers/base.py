@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from rlbuffer.records import PolicyVersion
 from rlbuffer.spans import VersionSpan
 
+ADAPTER_NAME = "rlbuffer"
+"""What engines and requests call the LoRA adapter that is served."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:

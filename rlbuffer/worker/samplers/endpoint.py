@@ -1,17 +1,23 @@
 """One vLLM server behind its HTTP interface: tokens in, tokens out; weights changed under running requests.
 
 Two ways to ask: ``/inference/v1/generate`` (a server started with ``--enable-scale-out``) says which version sampled
-which token; ``/v1/completions`` does not, so there the server finishes what is in flight before it changes weights.
+which token; ``/v1/completions`` does not, so there what is in flight is finished before weights change, and nothing is
+sent meanwhile: the server would hold it back and sample it with the new ones.
 Weights need the server's development endpoints (``VLLM_SERVER_DEV_MODE=1``) and rlbuffer's extension::
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --skip-tokenizer-init \\
         --enable-scale-out --logprobs-mode processed_logprobs \\
         --worker-extension-cls rlbuffer.worker.samplers.vllm_extension.WeightsExtension
+
+For LoRA adapters: DIR is their base model, and the server needs ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and
+``--enable-lora --max-loras 1 --max-lora-rank R``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -22,7 +28,8 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, PromptTooLong, SamplerUnavailable, WeightsError
 from rlbuffer.spans import VersionSpan
-from rlbuffer.worker.samplers.base import Completion, Sampling
+from rlbuffer.weights.layout import is_adapter
+from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling
 
 CONNECT_SECONDS = 5.0
 """Longest that connecting may take."""
@@ -34,6 +41,7 @@ PROBE_SECONDS = 10.0
 """Longest that a server may take for one token before it counts as broken: `/health` says 200 for a dead engine."""
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+NAME_ADAPTER = "/v1/load_lora_adapter"
 
 
 class Endpoint:
@@ -52,9 +60,18 @@ class Endpoint:
         self.version = -1
         """Policy version that it serves; -1 when it must be loaded before it is used."""
         self.model = ""
+        """What requests name."""
+        self._has_adapter = False
         self.context = 0
         """Tokens that prompt and completion may have together."""
         self.gives_versions = True
+        """Says which version sampled which token."""
+        self._sent = 0
+        """Requests that were sent and not answered yet."""
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        """Requests may be sent; none is out."""
+        self._open.set()
+        self._idle.set()
         self._seconds = timeout_seconds
         self._client = client or httpx.AsyncClient(
             base_url=self.url,
@@ -76,12 +93,11 @@ class Endpoint:
         answer = await self._call("GET", "/v1/models", seconds=PROBE_SECONDS)
         models = answer.get("data") or [{}]
         self.model = str(models[0].get("id", ""))
+        self._has_adapter = any(model.get("id") == ADAPTER_NAME for model in models)
         self.context = int(models[0].get("max_model_len") or 0)
         paths = await self._call("GET", "/openapi.json", seconds=PROBE_SECONDS)
         self.gives_versions = GENERATE in paths.get("paths", {})
-        await self.sample(
-            np.zeros(1, np.int32), n=1, sampling=Sampling(max_new_tokens=1), version=0, seconds=PROBE_SECONDS
-        )
+        await self.sample(np.zeros(1, np.int32), n=1, sampling=Sampling(max_new_tokens=1), seconds=PROBE_SECONDS)
 
     async def sample(
         self,
@@ -89,10 +105,10 @@ class Endpoint:
         *,
         n: int,
         sampling: Sampling,
-        version: int,
         seconds: float | None = None,
     ) -> list[Completion]:
-        """Samples `n` completions; `version` names those of a server that does not say which version sampled them."""
+        """Samples `n` completions; those of a server that does not say which version sampled them have the one that it
+        served from first to last."""
         room = self.context - len(prompt) if self.context else sampling.max_new_tokens
         if room < 1:
             raise PromptTooLong(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
@@ -111,24 +127,39 @@ class Endpoint:
         else:
             body = {"prompt": prompt.tolist(), "model": self.model, "return_token_ids": True, **parameters}
             path = COMPLETIONS
-        answer = await self._call("POST", path, json=body, seconds=seconds or self._seconds)
+        async with self._sending():
+            version = self.version
+            answer = await self._call("POST", path, json=body, seconds=seconds or self._seconds)
         choices = sorted(answer.get("choices") or [], key=lambda choice: int(choice.get("index", 0)))
         if len(choices) != n:
             raise SamplerUnavailable(f"{self.url}: {len(choices)} completions came instead of {n}")
         return [self._completion(choice, version, greedy=sampling.temperature == 0) for choice in choices]
 
     async def load(self, directory: Path, shapes: Mapping[str, Sequence[int]], version: int) -> None:
-        """Changes the weights; what is in flight goes on (or is finished first, where versions are not told).
+        """Changes the weights, or the adapter; what is in flight goes on (or is finished first, where versions are not
+        told).
 
         Raises:
             WeightsError: they do not fit; the server goes on with what it had.
+            ConfigError: the server was not started for what is asked of it.
             SamplerUnavailable: the server is away, or nobody knows what it serves now; `version` is then -1.
         """
+        if self.gives_versions:
+            await self._change(directory, shapes, version)
+            return
+        async with self._closed():
+            await self._change(directory, shapes, version)
+
+    async def _change(self, directory: Path, shapes: Mapping[str, Sequence[int]], version: int) -> None:
         label, self.version, before = str(version), -1, self.version
-        mode = "keep" if self.gives_versions else "wait"
+        mode = "keep" if self.gives_versions else "wait"  # the latter for what others have sent
         await self._call("POST", f"/pause?mode={mode}", seconds=self._seconds if mode == "wait" else CONTROL_SECONDS)
         try:
-            body = {"method": "rlbuffer_load", "args": [str(directory), dict(shapes)], "timeout": LOAD_SECONDS}
+            method = "rlbuffer_load"
+            if is_adapter(directory):
+                method = "rlbuffer_load_adapter"
+                await self._name_adapter(directory)
+            body = {"method": method, "args": [str(directory), dict(shapes)], "timeout": LOAD_SECONDS}
             answer = await self._call("POST", "/collective_rpc", json=body, seconds=LOAD_SECONDS + CONTROL_SECONDS)
             refusals = [text for text in answer.get("results", ()) if text]
             if refusals:
@@ -140,16 +171,48 @@ class Endpoint:
             await self._call("POST", "/resume")
         self.version = version
 
+    async def _name_adapter(self, directory: Path) -> None:
+        """Makes the adapter known to the server by name, once; it is changed in place afterwards."""
+        if not self._has_adapter:
+            body = {"lora_name": ADAPTER_NAME, "lora_path": str(directory)}
+            response = await self._respond("POST", NAME_ADAPTER, json=body, seconds=CONTROL_SECONDS)
+            if response.status_code != HTTPStatus.OK:
+                raise ConfigError(
+                    f"{self.url} takes no LoRA adapter ({response.status_code}: {_told(response)}): start vLLM's "
+                    "server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora, --max-loras 1 and a "
+                    "--max-lora-rank that is large enough, on the adapter's base model",
+                    setting="sampler_options.servers",
+                )
+            self._has_adapter = True
+        self.model = ADAPTER_NAME
+
+    @asynccontextmanager
+    async def _sending(self) -> AsyncIterator[None]:
+        """Waits while nothing may be sent, and counts a request."""
+        while not self._open.is_set():
+            await self._open.wait()
+        self._sent += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._sent -= 1
+            if not self._sent:
+                self._idle.set()
+
+    @asynccontextmanager
+    async def _closed(self) -> AsyncIterator[None]:
+        """Begins when everything that was sent is answered; nothing is sent meanwhile."""
+        self._open.clear()
+        try:
+            await self._idle.wait()
+            yield
+        finally:
+            self._open.set()
+
     # -- HTTP ----------------------------------------------------------------------------------------------------------
     async def _call(self, method: str, path: str, *, json: Any = None, seconds: float = CONTROL_SECONDS) -> Any:
-        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
-        try:
-            response = await self._client.request(method, path, json=json, timeout=timeout)
-        except httpx.TimeoutException as error:
-            raise SamplerUnavailable(f"{self.url}{path} did not answer within {seconds:g} s") from error
-        except httpx.HTTPError as error:
-            reason = str(error) or type(error).__name__
-            raise SamplerUnavailable(f"{self.url}{path} cannot be reached: {reason}") from error
+        response = await self._respond(method, path, json=json, seconds=seconds)
         if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise SamplerUnavailable(f"{self.url}{path} failed with {response.status_code}: {_told(response)}")
         if response.status_code == HTTPStatus.NOT_FOUND:
@@ -168,6 +231,16 @@ class Endpoint:
         except ValueError as error:
             raise SamplerUnavailable(f"{self.url}{path} answered with something that is not JSON") from error
 
+    async def _respond(self, method: str, path: str, *, json: Any, seconds: float) -> httpx.Response:
+        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+        try:
+            return await self._client.request(method, path, json=json, timeout=timeout)
+        except httpx.TimeoutException as error:
+            raise SamplerUnavailable(f"{self.url}{path} did not answer within {seconds:g} s") from error
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            raise SamplerUnavailable(f"{self.url}{path} cannot be reached: {reason}") from error
+
     def _completion(self, choice: Mapping[str, Any], version: int, *, greedy: bool) -> Completion:
         ids = choice.get("token_ids")
         if ids is None:
@@ -181,6 +254,12 @@ class Endpoint:
         if logprobs.shape != tokens.shape:
             raise SamplerUnavailable(f"{self.url}: {len(logprobs)} logprobs came for {len(tokens)} tokens")
         spans = choice.get("weight_versions")
+        if self.gives_versions and len(tokens) and not spans:
+            raise ConfigError(
+                f"{self.url}{GENERATE} does not say which version sampled which token (weight_versions): take vLLM "
+                "0.32 or newer, or start the server without --enable-scale-out",
+                setting="sampler_options.servers",
+            )
         return Completion(
             tokens=tokens,
             logprobs=logprobs,

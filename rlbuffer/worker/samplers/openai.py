@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError
 from rlbuffer.records import PolicyVersion
+from rlbuffer.weights.adapters import base_of, model_directory, require_base
 from rlbuffer.weights.files import open_weights, read_config
+from rlbuffer.weights.layout import is_adapter
 from rlbuffer.weights.shapes import differing, names_and_shapes
 from rlbuffer.worker.samplers.base import Completion, Sampling
 from rlbuffer.worker.samplers.endpoint import Endpoint
@@ -66,6 +68,8 @@ class OpenAISampler:
         self._directory: Path | None = None
         self._shapes: dict[str, list[int]] = {}
         self._vocab_size = 0
+        self._base = ""
+        """sha256 of the model that adapters are for."""
         self._loading = asyncio.Lock()
         self._healer: asyncio.Task[None] | None = None
         self._trouble: dict[str, str] = {}
@@ -85,6 +89,11 @@ class OpenAISampler:
         wrong = differing(shapes, self._shapes or shapes)
         if wrong:
             raise WeightsError(f"the weights do not fit the model: {wrong} differ")
+        if self._policy is None:
+            model = await asyncio.to_thread(model_directory, directory)
+            self._vocab_size = int(read_config(model).get("vocab_size", 0))
+            self._base = base_of(directory).checksum if is_adapter(directory) else ""
+        await asyncio.to_thread(require_base, directory, self._base)
         async with self._loading:
             outcomes = await asyncio.gather(
                 *(self._bring_up(e, directory, shapes, policy.version) for e in self._endpoints),
@@ -96,7 +105,6 @@ class OpenAISampler:
             if not self._up:
                 raise SamplerUnavailable(self._nobody())
             self._policy, self._directory, self._shapes = policy, directory, shapes
-            self._vocab_size = int(read_config(directory).get("vocab_size", 0))
         self._heal_what_is_down()
 
     async def sample(self, prompt: NDArray[np.int32], *, n: int, sampling: Sampling) -> list[Completion]:
@@ -108,7 +116,7 @@ class OpenAISampler:
             tried.add(endpoint.url)
             endpoint.in_flight += n
             try:
-                completions = await endpoint.sample(prompt, n=n, sampling=sampling, version=endpoint.version)
+                completions = await endpoint.sample(prompt, n=n, sampling=sampling)
             except SamplerUnavailable as error:
                 self._take_down(endpoint, error)
                 continue
@@ -152,6 +160,12 @@ class OpenAISampler:
                 await endpoint.probe()
             if self._updates:
                 await endpoint.load(directory, shapes, version)
+            elif not endpoint.gives_versions:
+                raise ConfigError(
+                    f"{endpoint.url} does not say which version sampled a token, and this worker, which has "
+                    "updates_weights = false, does not know: start the server with --enable-scale-out",
+                    setting="sampler_options.updates_weights",
+                )
             else:
                 endpoint.version = version
         except SamplerUnavailable as error:

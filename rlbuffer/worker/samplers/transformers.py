@@ -13,6 +13,7 @@ Imports torch: reached only through :func:`rlbuffer.worker.samplers.make_sampler
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +23,9 @@ from transformers import DynamicCache, PreTrainedModel
 from rlbuffer.errors import ConfigError
 from rlbuffer.records import PolicyVersion
 from rlbuffer.spans import VersionSpan
+from rlbuffer.weights.adapters import base_of, model_directory, state_of
 from rlbuffer.weights.files import load_state, open_weights, read_config
+from rlbuffer.weights.layout import is_adapter
 from rlbuffer.weights.model import load_into, model_from_config
 from rlbuffer.worker.samplers.base import Completion, Sampling
 
@@ -39,6 +42,8 @@ class TransformersSampler:
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._model: PreTrainedModel | None = None
         self._version = -1
+        self._base: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        """Checksum and tensors of the model that adapters are merged into."""
 
     @property
     def version(self) -> int:
@@ -54,10 +59,10 @@ class TransformersSampler:
 
     def load(self, policy: PolicyVersion) -> None:
         directory = open_weights(policy)
-        state = load_state(directory)
+        state = self._state(directory)
         if self._model is None:
             with torch.random.fork_rng(devices=[]):
-                model = model_from_config(read_config(directory))
+                model = model_from_config(read_config(model_directory(directory)))
             load_into(model, state)
             model.train(False).requires_grad_(False)
             torch.nn.Module.to(model, self._device)
@@ -65,6 +70,14 @@ class TransformersSampler:
         else:
             load_into(self._model, state)
         self._version = policy.version
+
+    def _state(self, directory: Path) -> dict[str, torch.Tensor]:
+        if not is_adapter(directory):
+            return load_state(directory)
+        checksum = base_of(directory).checksum
+        if self._base[0] != checksum:
+            self._base = checksum, load_state(model_directory(directory))
+        return state_of(directory, base=self._base[1])
 
     @torch.inference_mode()
     def sample(

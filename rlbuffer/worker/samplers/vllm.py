@@ -5,6 +5,9 @@ dropped, the weights are read and checked before the engine is touched, then req
 token with the version that sampled it. Logprobs are the engine's *processed* ones: of the distribution after
 temperature and top_p, which is the one that tokens are drawn from.
 
+A version that is a LoRA adapter makes the engine start with its base model and LoRA; each later one takes the place of
+the one before, so that requests in flight go on with it as they do with whole weights.
+
 Imports vllm: reached only through :func:`rlbuffer.worker.samplers.make_sampler`.
 """
 
@@ -20,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -27,14 +31,19 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rlbuffer.errors import ConfigError, PromptTooLong, SamplerUnavailable, WeightsError
 from rlbuffer.records import PolicyVersion
 from rlbuffer.spans import VersionSpan
+from rlbuffer.weights.adapters import base_of, model_directory, rank_and_scale, require_base
 from rlbuffer.weights.files import open_weights, read_config
+from rlbuffer.weights.layout import is_adapter
 from rlbuffer.weights.shapes import differing, names_and_shapes
-from rlbuffer.worker.samplers.base import Completion, Sampling
+from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling
 
 EXTENSION = "rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
 """By name: the engine's own processes import it."""
 LOAD_SECONDS = 600.0
 """Longest that loading a version may take."""
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What `max_lora_rank` may be (vLLM 0.32)."""
 
 _OWN = ("model", "logprobs_mode", "worker_extension_cls", "skip_tokenizer_init")
 
@@ -62,6 +71,10 @@ class VllmSampler:
         self._policy: PolicyVersion | None = None
         self._shapes: dict[str, list[int]] = {}
         self._vocab_size = 0
+        self._adapter: LoRARequest | None = None
+        """What requests name when adapters are served."""
+        self._base = ""
+        """sha256 of the model that they are for."""
         self._loading = asyncio.Lock()
 
     @property
@@ -101,7 +114,10 @@ class VllmSampler:
         final = None
         try:
             async for output in engine.generate(
-                {"prompt_token_ids": prompt.tolist()}, parameters, request_id=uuid.uuid4().hex
+                {"prompt_token_ids": prompt.tolist()},
+                parameters,
+                request_id=uuid.uuid4().hex,
+                lora_request=self._adapter,
             ):
                 final = output
         except EngineDeadError as error:
@@ -133,30 +149,39 @@ class VllmSampler:
 
     async def _start(self, directory: Path, policy: PolicyVersion) -> None:
         shapes = await asyncio.to_thread(names_and_shapes, directory)
+        model = await asyncio.to_thread(model_directory, directory)
+        adapter, base, options = None, "", self._options
+        if is_adapter(directory):
+            adapter, base = LoRARequest(ADAPTER_NAME, 1, str(directory)), base_of(directory).checksum
+            rank, _ = rank_and_scale(directory)
+            room = next((most for most in RANKS if most >= rank), rank)
+            options = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, **options}
         arguments = AsyncEngineArgs(
-            model=str(directory),
+            model=str(model),
             skip_tokenizer_init=True,
             logprobs_mode="processed_logprobs",
             worker_extension_cls=EXTENSION,
-            **self._options,
+            **options,
         )
         try:
             engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+            if adapter is not None:
+                await engine.add_lora(adapter)
             await engine.update_weight_version(str(policy.version))
         except (RuntimeError, ValueError, OSError) as error:
             raise SamplerUnavailable(f"the vLLM engine does not start: {type(error).__name__}: {error}") from error
-        self._vocab_size = int(read_config(directory).get("vocab_size", 0))
+        self._adapter, self._base = adapter, base
+        self._vocab_size = int(read_config(model).get("vocab_size", 0))
         self._engine, self._policy, self._shapes = engine, policy, shapes
 
     async def _replace(self, engine: AsyncLLM, directory: Path, policy: PolicyVersion) -> None:
         """Changes the weights under the requests that are in flight."""
-        await asyncio.to_thread(_check, directory, self._shapes)
+        await asyncio.to_thread(_check, directory, self._shapes, self._base)
+        method = "rlbuffer_load" if self._adapter is None else "rlbuffer_load_adapter"
         try:
             await engine.pause_generation(mode="keep", clear_cache=True)
             try:
-                loads = await engine.collective_rpc(
-                    "rlbuffer_load", timeout=LOAD_SECONDS, args=(str(directory), self._shapes)
-                )
+                loads = await engine.collective_rpc(method, timeout=LOAD_SECONDS, args=(str(directory), self._shapes))
                 refusals = [text for text in loads if text]
                 if refusals:
                     raise WeightsError(refusals[0])
@@ -181,11 +206,12 @@ class VllmSampler:
         await asyncio.to_thread(engine.shutdown)
 
 
-def _check(directory: Path, shapes: dict[str, list[int]]) -> None:
-    """Raises WeightsError unless the file has the names and shapes of the model that runs."""
+def _check(directory: Path, shapes: dict[str, list[int]], base: str) -> None:
+    """Raises WeightsError unless the file has the names and shapes of what runs, for the same base model."""
     wrong = differing(names_and_shapes(directory), shapes)
     if wrong:
         raise WeightsError(f"the weights do not fit the model: {wrong} differ")
+    require_base(directory, base)
 
 
 def _completion(choice: Any, *, greedy: bool) -> Completion:

@@ -1,4 +1,4 @@
-"""What rlbuffer adds to every vLLM worker process: weights that are checked before the model is touched.
+"""What rlbuffer adds to every vLLM worker process: weights and adapters that are checked before the model is touched.
 
 For a server of your own: ``--worker-extension-cls rlbuffer.worker.samplers.vllm_extension.WeightsExtension``. A load
 that fails half-way leaves an engine that dies at its next step while it still says that it is healthy, so everything
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlbuffer.errors import WeightsError
 from rlbuffer.weights.shapes import differing, names_and_shapes, weight_files
+from rlbuffer.worker.samplers.base import ADAPTER_NAME
 
 
 class WeightsExtension:
@@ -31,21 +32,56 @@ class WeightsExtension:
         Returns:
             "" when they are loaded; else why the model was not touched.
         """
-        try:
-            wrong = differing(names_and_shapes(directory), {name: list(shape) for name, shape in shapes.items()})
-            if wrong:
-                return f"the weights do not fit the model: {wrong} differ"
-            # Read whole: an iterator that fails half-way would leave half a model.
-            tensors = _read(directory)
-        except (OSError, SafetensorError, RuntimeError, WeightsError) as error:
-            return str(error)
-        for name, tensor in tensors:
-            if not bool(torch.isfinite(tensor).all()):
-                return f"the weights are not finite: {name}"
+        tensors, refusal = _checked(directory, shapes)
+        if refusal:
+            return refusal
         worker: Any = self
         worker.reload_weights(weights_iterator=iter(tensors))
         _process_tied(worker.model_runner.get_model())
         return ""
+
+    def rlbuffer_load_adapter(self, directory: str, shapes: Mapping[str, Sequence[int]]) -> str:
+        """Puts another LoRA adapter in the place of the one that the engine has: requests in flight go on with it.
+
+        Not by vLLM's own loading over HTTP: that leaves "load in place" in every later request, and each step of the
+        engine then loads the adapter of one of its requests again, whichever comes last (read in vLLM 0.32).
+
+        Args:
+            directory: in PEFT's layout.
+            shapes: name -> shape of the adapter that the engine has.
+
+        Returns:
+            "" when it is loaded; else why the adapter was not touched.
+        """
+        _, refusal = _checked(directory, shapes)
+        if refusal:
+            return refusal
+        worker: Any = self
+        held = sorted(worker.list_loras())
+        if len(held) != 1:
+            return f"the engine has {len(held)} LoRA adapters; one is what rlbuffer loads in place of another"
+        from vllm.lora.request import LoRARequest
+
+        worker.add_lora(
+            LoRARequest(lora_name=ADAPTER_NAME, lora_int_id=held[0], lora_path=directory, load_inplace=True)
+        )
+        return ""
+
+
+def _checked(directory: str, shapes: Mapping[str, Sequence[int]]) -> tuple[list[tuple[str, torch.Tensor]], str]:
+    """Tensors of a directory, and why they cannot be used ("" when they can)."""
+    try:
+        wrong = differing(names_and_shapes(directory), {name: list(shape) for name, shape in shapes.items()})
+        if wrong:
+            return [], f"the weights do not fit the model: {wrong} differ"
+        # Read whole: an iterator that fails half-way would leave half a model.
+        tensors = _read(directory)
+    except (OSError, SafetensorError, RuntimeError, WeightsError) as error:
+        return [], str(error)
+    for name, tensor in tensors:
+        if not bool(torch.isfinite(tensor).all()):
+            return [], f"the weights are not finite: {name}"
+    return tensors, ""
 
 
 def _process_tied(model: torch.nn.Module) -> None:

@@ -1,0 +1,47 @@
+"""What the leader says of groups that wait for a scorer, and the room that scored groups leave behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rlbuffer.batcher import Batcher
+from rlbuffer.policy import waiting
+from rlbuffer.store.base import Store
+
+LOOK_SECONDS = 1.0
+"""How often the leader looks which scorers are alive, while groups wait for one."""
+FRESH_SECONDS = 8.0
+"""A scorer beats every two seconds; one that is silent for longer has lost its claims, too."""
+
+
+class ScorerWatch:
+    """Who gives what the pending groups need."""
+
+    def __init__(self, store: Store, batcher: Batcher) -> None:
+        self._store = store
+        self._batcher = batcher
+        self._beats: list[Mapping[str, Any]] = []
+        self._looked = float("-inf")
+
+    def sentence(self) -> str:
+        """What is waited for, with a space before it; "" when no group needs anything."""
+        needs = self._batcher.needs
+        if not needs:
+            return ""
+        now = time.monotonic()
+        if now - self._looked > LOOK_SECONDS:
+            self._looked = now
+            beats = self._store.heartbeats("scorer").values()
+            self._beats = [beat for beat in beats if beat["seconds_ago"] <= FRESH_SECONDS]
+        return "".join(
+            " " + waiting.for_scorer(env, need, count, sum(_gives(beat, env, need) for beat in self._beats))
+            for (env, need), count in sorted(needs.items())
+        )
+
+
+def _gives(beat: Mapping[str, Any], env: str, need: str) -> bool:
+    """Any process may write a heartbeat, so nothing in it is certain to be there."""
+    gives, envs = beat.get("gives"), beat.get("envs")
+    return isinstance(gives, list) and need in gives and (not envs or (isinstance(envs, list) and env in envs))

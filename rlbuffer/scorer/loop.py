@@ -1,0 +1,346 @@
+"""The scorer: finds pending groups that need what it gives, claims them, adds it, pushes them in their own place.
+
+    read the pool -> claim -> fetch payloads -> logprobs, rewards -> push in place of the old entry
+                        ^------ a claim lapses 8 s after its scorer: another one takes it over ----'
+
+A claim only spares double work. That a group is scored once is PUSH's doing: the scored push takes the place of an
+entry that must still be pending. An answer that comes too late (the claim had lapsed and another was faster, or the
+group was dropped meanwhile) is a duplicate and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlbuffer import wire
+from rlbuffer.errors import ConfigError, InvalidRollout, PayloadError, RlbufferError, RunGone, ServerFull
+from rlbuffer.records import Group, Rollout
+from rlbuffer.scorer.beat import CLAIM_SECONDS, Beat
+from rlbuffer.scorer.rewards import RewardFailed, Rewards, make_rewards
+from rlbuffer.settings import RunSettings, ScoreSettings
+from rlbuffer.store.base import PoolEntry
+from rlbuffer.views import stand_in
+from rlbuffer.worker.threads import in_thread
+
+if TYPE_CHECKING:
+    from rlbuffer.client import Buffer
+    from rlbuffer.scorer.reference import Reference
+    from rlbuffer.writer import Writer
+
+PAGE = 1000
+"""Pool entries per read."""
+POLL_SECONDS = 0.1
+"""Between two looks into a pool that has nothing for this scorer, and for the wish to stop."""
+AGAIN_SECONDS = 1.0
+"""Before a group that another scorer holds, or that could not be scored, is tried again."""
+TRIES = 3
+"""Times that a group is tried before it is left alone; it then drops as `small` after the group timeout."""
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """Told to stop while something was waited for."""
+
+
+@dataclass(slots=True)
+class _Found:
+    """A pending push that needs what this scorer gives."""
+
+    entry: PoolEntry
+    try_at: float = 0.0
+    failures: int = 0
+
+
+def run_scorer(
+    buffer: Buffer,
+    name: str,
+    key: str,
+    settings: RunSettings,
+    *,
+    stop: threading.Event,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
+    """Runs one scorer of ``[score.KEY]`` until `stop` is set; what it has not pushed yet is given back then.
+
+    Events, each a dict with ``event``: ``ready`` (gives), ``scored`` (group_id, rollouts, tokens, seconds), ``late``
+    (group_id), ``trouble`` (error), ``restart`` (error), ``stopped`` (groups, rollouts, late, failed_groups).
+
+    Raises:
+        ConfigError: it gives nothing, or its model or function cannot be loaded.
+        PackedForwardError: the model cannot be run packed.
+    """
+    options = settings.score[key]
+    gives = options.adds
+    if not gives:
+        raise ConfigError(
+            f"score.{key} gives nothing: set model (a directory, or `initial`), or reward (package.module:function)",
+            setting=f"score.{key}",
+        )
+    buffer.store.open_run()
+    reference = None
+    if options.model:
+        from rlbuffer.scorer.reference import make_reference
+
+        reference = make_reference(settings, options)
+
+    async def work() -> None:
+        rewards = make_rewards(key, options) if options.reward else None
+        scorer = _Scorer(buffer, name, options, gives, reference, rewards, stop, on_event or (lambda event: None))
+        await scorer.run()
+
+    asyncio.run(work())
+
+
+class _Scorer:
+    def __init__(
+        self,
+        buffer: Buffer,
+        name: str,
+        options: ScoreSettings,
+        gives: Sequence[str],
+        reference: Reference | None,
+        rewards: Rewards | None,
+        stop: threading.Event,
+        on_event: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._buffer, self._store, self._name, self._options = buffer, buffer.store, name, options
+        self._gives, self._envs = frozenset(gives), frozenset(options.envs)
+        self._reference, self._rewards, self._stop, self._on_event = reference, rewards, stop, on_event
+        self._owner = uuid.uuid4().hex
+        self._beat = Beat(buffer.store, name, owner=self._owner, gives=gives, envs=options.envs)
+        self._found: dict[str, _Found] = {}
+        """entry id -> push, in the order in which they came."""
+        self._cursor = "0-0"
+        self._losses = buffer.store.losses()
+
+    async def run(self) -> None:
+        self._beat.start()
+        self._on_event({"event": "ready", "gives": sorted(self._gives)})
+        try:
+            while not self._stop.is_set():
+                self._forget()
+                try:
+                    await self._serve_run(self._buffer.writer(self._name, on_retry=self._held_up))
+                except Stopped:
+                    break
+                except RunGone as error:
+                    self._beat.error = str(error)
+                    self._on_event({"event": "restart", "error": str(error)})
+        finally:
+            self._beat.hold([])
+            self._beat.close()
+            beat = self._beat
+            self._on_event(
+                {
+                    "event": "stopped",
+                    "groups": beat.groups,
+                    "rollouts": beat.rollouts,
+                    "late": beat.late,
+                    "failed_groups": beat.failed_groups,
+                }
+            )
+
+    async def _serve_run(self, writer: Writer) -> None:
+        while not self._stop.is_set():
+            if self._store.losses() != self._losses:
+                self._forget()  # the server may be back with entries that it had lost the end of
+            await asyncio.to_thread(self._look)
+            claimed = await asyncio.to_thread(self._claim)
+            if not claimed:
+                self._beat.waiting = "" if self._found else f"no group needs {', '.join(sorted(self._gives))}"
+                await asyncio.sleep(POLL_SECONDS)
+                continue
+            self._beat.waiting = ""
+            ids = [found.entry.entry_id for found in claimed]
+            self._beat.hold(ids)
+            try:
+                await self._score(writer, claimed)
+            finally:
+                self._beat.hold([])
+                await asyncio.to_thread(self._store.release_scoring, ids, owner=self._owner)
+
+    def _forget(self) -> None:
+        self._losses, self._cursor = self._store.losses(), "0-0"
+        self._found.clear()
+
+    # -- finding -----------------------------------------------------------------------------------------------------
+    def _look(self) -> None:
+        """Reads what is new in the pool."""
+        while entries := self._store.read_pool(self._cursor, count=PAGE):
+            self._cursor = entries[-1].entry_id
+            for entry in entries:
+                self._found.pop(entry.replaces, None)
+                if entry.info is not None and self._wanted(entry):
+                    self._found[entry.entry_id] = _Found(entry)
+
+    def _wanted(self, entry: PoolEntry) -> frozenset[str]:
+        """What this scorer adds to a push."""
+        if entry.info is None or (self._envs and entry.env not in self._envs):
+            return frozenset()
+        return self._gives & frozenset(entry.info.needs)
+
+    def _claim(self) -> list[_Found]:
+        """Claims the next few; those that are gone are forgotten."""
+        now = time.monotonic()
+        due = [found for found in self._found.values() if found.try_at <= now and found.failures < TRIES]
+        due = due[: self._options.groups_per_batch]
+        if not due:
+            return []
+        ids = [found.entry.entry_id for found in due]
+        held, gone = self._store.claim_scoring(ids, owner=self._owner, ttl_seconds=CLAIM_SECONDS)
+        for found in due:
+            if found.entry.entry_id in gone:
+                del self._found[found.entry.entry_id]
+            elif found.entry.entry_id not in held:
+                found.try_at = now + AGAIN_SECONDS
+        return [found for found in due if found.entry.entry_id in held]
+
+    # -- scoring -----------------------------------------------------------------------------------------------------
+    async def _score(self, writer: Writer, claimed: Sequence[_Found]) -> None:
+        start = time.monotonic()
+        read = await self._unless_stopped(in_thread(lambda: [self._read(found) for found in claimed]))
+        work = [(found, group) for found, group in zip(claimed, read, strict=True) if group is not None]
+        columns = await self._columns(work)
+        for found, group in work:
+            rollouts = columns.get(found.entry.entry_id)
+            if rollouts is None:
+                continue
+            wanted = self._wanted(found.entry)
+            scored = replace(group, rollouts=tuple(rollouts))
+            if self._rewards is not None:
+                try:
+                    scored = replace(
+                        scored, rollouts=tuple(await self._unless_stopped(self._rewards.add(scored, wanted)))
+                    )
+                except RewardFailed as error:
+                    self._fail(found, str(error))
+                    continue
+            scored = replace(scored, needs=tuple(need for need in scored.needs if need not in wanted))
+            await self._push(writer, found, scored, time.monotonic() - start)
+
+    def _read(self, found: _Found) -> Group | None:
+        """The whole group of a push; None when it cannot be read."""
+        entry, info = found.entry, found.entry.info
+        if info is None:
+            return None
+        refs = [stand_in(entry, index, rollout) for index, rollout in enumerate(info.rollouts)]
+        try:
+            rollouts = []
+            for ref, data in zip(refs, self._store.read_payloads(refs), strict=True):
+                if data is None:
+                    raise PayloadError(f"the payload of rollout {ref.info.rollout_id} is missing")
+                rollouts.append(wire.decode_rollout(data, expected=ref.info))
+                if self._reference is not None and self._options.column in info.needs:
+                    self._reference.check(rollouts[-1])
+            rest = self._store.read_group_payloads([entry.payload_key])[0]
+            answer, metadata = (None, {}) if rest is None else wire.decode_group_payload(rest)
+        except (PayloadError, InvalidRollout) as error:
+            self._fail(found, str(error))
+            return None
+        return Group(
+            group_id=info.group_id,
+            env=info.env,
+            prompt_id=info.prompt_id,
+            rollouts=tuple(rollouts),
+            planned_size=info.planned_size,
+            adapter=info.adapter,
+            answer=answer,
+            metadata=metadata,
+            needs=info.needs,
+            worker=info.worker,
+            created=info.created,
+        )
+
+    async def _columns(self, work: Sequence[tuple[_Found, Group]]) -> dict[str, Sequence[Rollout]]:
+        """entry id -> its rollouts, with the column where it is needed; all groups packed together."""
+        out: dict[str, Sequence[Rollout]] = {found.entry.entry_id: group.rollouts for found, group in work}
+        wanting = [(f, g) for f, g in work if self._options.column in self._wanted(f.entry)]
+        reference, column = self._reference, self._options.column
+        if reference is None or not wanting:
+            return out
+        try:
+            values = await self._unless_stopped(
+                in_thread(lambda: reference.logprobs([r for _, group in wanting for r in group.rollouts]))
+            )
+        except (RuntimeError, IndexError, RlbufferError) as error:
+            for found, _ in wanting:
+                self._fail(found, f"{type(error).__name__}: {error}")
+                del out[found.entry.entry_id]
+            return out
+        for found, group in wanting:
+            own, values = values[: len(group.rollouts)], values[len(group.rollouts) :]
+            out[found.entry.entry_id] = tuple(
+                replace(rollout, columns={**rollout.columns, column: value})
+                for rollout, value in zip(group.rollouts, own, strict=True)
+            )
+        return out
+
+    async def _push(self, writer: Writer, found: _Found, group: Group, seconds: float) -> None:
+        try:
+            pushed = await self._unless_stopped(in_thread(lambda: self._stored(writer, group, found.entry.entry_id)))
+        except InvalidRollout as error:
+            self._fail(found, str(error))
+            return
+        self._found.pop(found.entry.entry_id, None)
+        if not pushed:
+            self._beat.late += 1
+            self._on_event({"event": "late", "group_id": group.group_id})
+            return
+        tokens = sum(rollout.length for rollout in group.rollouts)
+        self._beat.groups += 1
+        self._beat.rollouts += len(group.rollouts)
+        self._beat.tokens += tokens
+        self._beat.error = ""
+        self._on_event(
+            {
+                "event": "scored",
+                "group_id": group.group_id,
+                "rollouts": len(group.rollouts),
+                "tokens": tokens,
+                "seconds": seconds,
+            }
+        )
+
+    def _stored(self, writer: Writer, group: Group, entry_id: str) -> str:
+        """-> the entry that it became; "" when another was first. Waits as long as the server is full."""
+        while True:
+            try:
+                return writer.replace(group, entry_id).entry_id
+            except ServerFull as error:
+                self._held_up(error)
+
+    def _held_up(self, error: RlbufferError) -> None:
+        """The writer waits for the server. Raises Stopped when there is no time for that."""
+        self._beat.waiting = str(error)
+        if self._stop.is_set():
+            raise Stopped
+
+    def _fail(self, found: _Found, reason: str) -> None:
+        found.failures += 1
+        found.try_at = time.monotonic() + AGAIN_SECONDS * 2**found.failures
+        rest = f" ({found.failures} times: it is left alone)" if found.failures >= TRIES else ""
+        self._beat.failed_groups += found.failures >= TRIES
+        self._beat.error = f"group {found.entry.group_id} cannot be scored: {reason}{rest}"
+        self._on_event({"event": "trouble", "error": self._beat.error})
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives; it is given up when the scorer is told to stop."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                if self._stop.is_set():
+                    raise Stopped
+                await asyncio.wait({task}, timeout=POLL_SECONDS)
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

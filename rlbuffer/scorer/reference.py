@@ -1,0 +1,93 @@
+"""Logprobs of rollouts under a fixed model, computed packed with the trainer's own forward pass.
+
+So the reference and the policy that is compared with it are computed alike: the same attention, head and temperature.
+Imports torch and transformers: import this module lazily.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlbuffer.errors import ConfigError, InvalidRollout
+from rlbuffer.packing import pack, plan
+from rlbuffer.records import Rollout
+from rlbuffer.settings import INITIAL_MODEL, ModelSettings, RunSettings, ScoreSettings
+from rlbuffer.trainer.model import PackedPolicy, prepare, vocabulary_of
+from rlbuffer.trainer.update import trained_tokens
+from rlbuffer.weights.model import build_model
+
+
+class Reference:
+    """A model that never changes.
+
+    Args:
+        policy: as :func:`rlbuffer.trainer.model.prepare` makes it, on its device.
+        row_tokens: tokens of a packed row; a longer rollout gets a row of its own length.
+        temperature: that the logits are divided by where a rollout has no column ``temperatures``.
+    """
+
+    def __init__(self, policy: PackedPolicy, *, row_tokens: int, temperature: float) -> None:
+        self._policy = policy
+        self._row_tokens = row_tokens
+        self._temperature = temperature
+        self._device = next(policy.parameters()).device
+        self._vocabulary = vocabulary_of(policy.model)
+
+    def check(self, rollout: Rollout) -> None:
+        """Raises InvalidRollout when the model has no embedding for a token."""
+        highest = int(rollout.tokens.max())
+        if highest >= self._vocabulary:
+            raise InvalidRollout(
+                f"rollout {rollout.rollout_id}: token {highest} is outside the model's vocabulary of {self._vocabulary}"
+            )
+
+    @torch.no_grad()
+    def logprobs(self, rollouts: Sequence[Rollout]) -> list[NDArray[np.float32]]:
+        """Of each rollout the logprob of every trained token given those before it, 0 elsewhere: [T] float32, nats."""
+        out: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(rollouts)
+        lengths = [rollout.length for rollout in rollouts]
+        row_tokens = max(self._row_tokens, *lengths)
+        bare = [self._bare(rollout) for rollout in rollouts]
+        for micro_step in plan(lengths, row_tokens=row_tokens, world_size=1).rows:
+            row = micro_step[0][0]
+            packed: Any = pack([bare[index] for index in row], row_tokens=row_tokens).to(self._device)
+            tokens = trained_tokens(self._policy, packed)
+            values = torch.zeros(len(packed.input_ids), dtype=torch.float32, device=self._device)
+            values[torch.nonzero(packed.loss_mask)[:, 0]] = tokens.logprobs.float()
+            for index, piece in zip(row, packed.unpack(values.cpu().numpy()), strict=True):
+                out[index] = np.ascontiguousarray(piece)
+        return out
+
+    def _bare(self, rollout: Rollout) -> Rollout:
+        """Without columns that the forward pass does not look at: those of different envs need not go together."""
+        temperatures = rollout.columns.get("temperatures")
+        if temperatures is None:
+            temperatures = np.full(rollout.length, self._temperature, np.float32)
+        return replace(rollout, columns={"temperatures": temperatures}, attachments={})
+
+
+def make_reference(settings: RunSettings, options: ScoreSettings) -> Reference:
+    """The reference that ``[score.NAME]`` asks for.
+
+    Raises:
+        ConfigError: there is no such model, or no such device. PackedForwardError: it cannot be run packed.
+    """
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("score.device = cuda, but torch sees no CUDA device", setting="score.device")
+    is_on_gpu = options.device != "cpu" and torch.cuda.is_available()
+    model_settings = settings.model
+    if options.model != INITIAL_MODEL:
+        model_settings = ModelSettings(path=options.model, dtype=settings.model.dtype)
+    model = build_model(model_settings, seed=settings.trainer.seed)
+    torch.nn.Module.to(model, torch.device("cuda" if is_on_gpu else "cpu"))
+    return Reference(
+        prepare(model),
+        row_tokens=options.row_tokens or settings.batcher.row_tokens,
+        temperature=settings.trainer.temperature,
+    )

@@ -1,0 +1,104 @@
+"""Rewards that take their time: a judge, a test run, a reward model on another host. A function of the user's own."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rlbuffer.dotted import load
+from rlbuffer.errors import RlbufferError
+from rlbuffer.policy.groups import REWARD
+from rlbuffer.records import Group, Rollout
+from rlbuffer.settings import ScoreSettings
+from rlbuffer.worker.threads import in_thread
+
+NAMED = "rewards."
+"""What a group needs whose rollouts lack the named reward NAME starts so: ``rewards.NAME``."""
+
+Function = Callable[[Rollout, Group], Any]
+
+
+class RewardFailed(RlbufferError):
+    """The user's function raised, took too long, or gave no number."""
+
+
+class Rewards:
+    """Asks the user's function about rollouts, several at once.
+
+    Args:
+        function: ``(rollout, group) -> float | {name: float}``, plain or async. Of a mapping the key ``reward`` is the
+            reward, else the sum of all is; the others are named rewards.
+        concurrent: rollouts asked about at once.
+        timeout_seconds: for one rollout.
+    """
+
+    def __init__(self, function: Function, *, concurrent: int, timeout_seconds: float) -> None:
+        self._function = function
+        self._timeout = timeout_seconds
+        self._slots = asyncio.Semaphore(concurrent)
+        call = getattr(type(function), "__call__", None)  # noqa: B004 - asked whether it is async, not whether it is
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+    async def add(self, group: Group, needs: frozenset[str]) -> list[Rollout]:
+        """The group's rollouts with what they lacked: a reward that is there stays.
+
+        Raises:
+            RewardFailed: of the first rollout that could not be scored; the others are not waited for.
+        """
+        tasks = [asyncio.ensure_future(self._added(rollout, group, needs)) for rollout in group.rollouts]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _added(self, rollout: Rollout, group: Group, needs: frozenset[str]) -> Rollout:
+        wanted = {need.removeprefix(NAMED) for need in needs if need.startswith(NAMED)} - rollout.rewards.keys()
+        is_scored = REWARD not in needs or rollout.reward is not None
+        if is_scored and not wanted:
+            return rollout
+        reward, named = await self._asked(rollout, group)
+        missing = sorted(wanted - named.keys())
+        if missing:
+            raise RewardFailed(f"rollout {rollout.rollout_id}: the function gave no reward named {', '.join(missing)}")
+        kept = rollout.reward if is_scored else reward
+        return replace(rollout, reward=kept, rewards={**named, **rollout.rewards})
+
+    async def _asked(self, rollout: Rollout, group: Group) -> tuple[float, dict[str, float]]:
+        try:
+            async with self._slots, asyncio.timeout(self._timeout):
+                if self._is_async:
+                    answer = await self._function(rollout, group)
+                else:
+                    answer = await in_thread(lambda: self._function(rollout, group))
+        except TimeoutError:
+            raise RewardFailed(
+                f"rollout {rollout.rollout_id}: no reward within timeout_seconds = {self._timeout:g}"
+            ) from None
+        except Exception as error:  # the user's code: whatever it raises costs this group only
+            raise RewardFailed(f"rollout {rollout.rollout_id}: {type(error).__name__}: {error}") from error
+        try:
+            named = {str(name): float(value) for name, value in answer.items()} if isinstance(answer, Mapping) else {}
+            reward = named.pop(REWARD, sum(named.values())) if isinstance(answer, Mapping) else float(answer)
+        except (TypeError, ValueError):
+            raise RewardFailed(f"rollout {rollout.rollout_id}: {answer!r} is no reward") from None
+        if not all(map(math.isfinite, [reward, *named.values()])):
+            raise RewardFailed(f"rollout {rollout.rollout_id}: {answer!r} is not finite")
+        return reward, named
+
+
+def make_rewards(name: str, options: ScoreSettings) -> Rewards:
+    """The function that ``[score.NAME]`` names. Call it inside the event loop's thread.
+
+    Raises:
+        ConfigError: it cannot be imported or called.
+    """
+    function = load(f"score.{name}.reward", options.reward, "a rollout and its group")
+    return Rewards(function, concurrent=options.concurrent, timeout_seconds=options.timeout_seconds)
+
+
+__all__ = ["NAMED", "RewardFailed", "Rewards", "make_rewards"]

@@ -1,0 +1,57 @@
+"""What samplers get of the policy: all weights, or with LoRA the adapter alone beside a base that is written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import RunSettings
+from rlbuffer.trainer.agreement import Ranks
+from rlbuffer.trainer.lora import adapter_config, adapter_state
+from rlbuffer.trainer.model import PackedPolicy
+from rlbuffer.trainer.parallel import model_state
+from rlbuffer.weights.cache import announced
+from rlbuffer.weights.files import Written, publish, publish_adapter, publish_base
+from rlbuffer.weights.model import config_of, narrow_dtype
+
+
+def write_base(settings: RunSettings, policy: PackedPolicy) -> Written:
+    """Writes the model as it is, before an adapter is put into it, for the versions of the adapter to name."""
+    dtype = narrow_dtype(settings.model)
+    return publish_base(
+        weights_folder(settings),
+        state=model_state(policy, dtype=dtype),
+        config=config_of(policy.model, dtype=dtype),
+    )
+
+
+def write_version(
+    settings: RunSettings, policy: PackedPolicy, version: int, *, ranks: Ranks, base: Written | None
+) -> PolicyVersion | None:
+    """Writes a version of the policy. Sharded: all ranks must call it. -> what to announce, on rank 0; else None.
+
+    Args:
+        base: what :func:`write_base` wrote, when only an adapter is trained; None on other ranks than the first.
+    """
+    lora = settings.trainer.lora.rank > 0
+    state = model_state(policy, dtype=None if lora else narrow_dtype(settings.model))
+    if ranks.rank != 0:
+        return None
+    folder, keep = weights_folder(settings), settings.trainer.keep_versions
+    if base is None:
+        dtype = narrow_dtype(settings.model)
+        return publish(folder, version, state=state, config=config_of(policy.model, dtype=dtype), keep=keep)
+    located = Written(location=announced(settings, base.location), size=base.size, checksum=base.checksum)
+    return publish_adapter(
+        folder,
+        version,
+        state=adapter_state(state),
+        config=adapter_config(policy.model, base=located.location),
+        base=located,
+        keep=keep,
+    )
+
+
+def weights_folder(settings: RunSettings) -> Path:
+    """Where the trainer's versions lie."""
+    return settings.output_dir / "weights"

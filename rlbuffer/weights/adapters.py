@@ -1,0 +1,136 @@
+"""LoRA adapters as policy versions: the model that one is for, and the weights that both make together.
+
+An engine that knows LoRA takes an adapter's directory as it is. Where there is none it is merged: W + scale * B @ A for
+every matrix W [out, in] that has a pair A [r, in], B [out, r].
+
+Source: arXiv 2106.09685; PEFT's ``adapter_config.json`` and ``adapter_model.safetensors``. Imports torch and
+safetensors: import this module lazily.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from rlbuffer.errors import WeightsError
+from rlbuffer.records import PolicyVersion
+from rlbuffer.weights.files import load_state, open_weights
+from rlbuffer.weights.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_FILE, is_adapter
+
+_PREFIX = "base_model.model."
+"""What PEFT puts before the names of a model's modules."""
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+_PLAIN: Mapping[str, Any] = {
+    "bias": "none",
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+"""Options of PEFT at the values that mean LoRA and nothing else."""
+
+
+def base_of(directory: Path) -> PolicyVersion:
+    """Where the model is that an adapter is for, with size and checksum; its version number means nothing.
+
+    Raises:
+        WeightsError: ``base.json`` is missing or does not say it.
+    """
+    path = directory / BASE_FILE
+    try:
+        told = json.loads(path.read_text("utf-8"))
+        return PolicyVersion(
+            version=0, location=str(told["location"]), size=int(told["size"]), checksum=str(told["checksum"])
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{path} does not say which model the adapter is for: {error!r}") from error
+
+
+def require_base(directory: Path, checksum: str) -> None:
+    """Compares the base of an adapter with the model that an engine was started with; whole models have none.
+
+    Raises:
+        WeightsError: it is another one.
+    """
+    found = base_of(directory).checksum if is_adapter(directory) else ""
+    if found != checksum:
+        raise WeightsError(
+            f"the adapter at {directory} is for the base model with sha256 {found[:12]}, "
+            f"the engine runs the one with {checksum[:12]}"
+        )
+
+
+def model_directory(directory: Path) -> Path:
+    """A directory with config and weights of a whole model: `directory`, or that of its base, verified.
+
+    Raises:
+        WeightsError: the base is not there, or not the one that the adapter is for.
+    """
+    if not is_adapter(directory):
+        return directory
+    base = base_of(directory)
+    try:
+        return open_weights(base)
+    except WeightsError as error:
+        raise WeightsError(f"the base model of the adapter at {directory}: {error}") from error
+
+
+def state_of(directory: Path, *, base: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a version, on the CPU; an adapter's are merged into those of its base.
+
+    Args:
+        base: the base's tensors, where they have been read already; they are left as they are.
+
+    Raises:
+        WeightsError: a file is missing or damaged; the adapter does not fit its base, or is more than LoRA.
+    """
+    if not is_adapter(directory):
+        return load_state(directory)
+    return _merged(directory, base if base is not None else load_state(model_directory(directory)))
+
+
+def rank_and_scale(directory: Path) -> tuple[int, float]:
+    """An adapter's rank, and what its product is multiplied by.
+
+    Raises:
+        WeightsError: ``adapter_config.json`` cannot be read, or the adapter is more than LoRA.
+    """
+    path = directory / ADAPTER_CONFIG_FILE
+    try:
+        config = json.loads(path.read_text("utf-8"))
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        more = [name for name, plain in _PLAIN.items() if (config.get(name) or plain) != plain]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise WeightsError(f"{path} cannot be read: {error!r}") from error
+    if more:
+        raise WeightsError(f"{path}: {more[0]} = {config[more[0]]!r} is more than LoRA, which is all that is served")
+    return rank, scale
+
+
+def _merged(directory: Path, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    _, scale = rank_and_scale(directory)
+    path = directory / ADAPTER_FILE
+    try:
+        factors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path} cannot be loaded: {error}") from error
+    merged = dict(base)
+    for name, down in factors.items():
+        if name.endswith(_UP) and name.removesuffix(_UP) + _DOWN in factors:
+            continue  # met with the other one
+        up = factors.get(name.removesuffix(_DOWN) + _UP)
+        target = f"{name.removeprefix(_PREFIX).removesuffix(_DOWN)}.weight"
+        weight = merged.get(target)
+        if up is None or weight is None or weight.shape != (up.shape[0], down.shape[1]):
+            raise WeightsError(f"the weights do not fit the model: {name} of the adapter at {directory}")
+        merged[target] = (weight.float() + scale * (up.float() @ down.float())).to(weight.dtype)
+    return merged

@@ -1,0 +1,41 @@
+"""Threads for work of the user's own, which may hang: a thread that does must not keep its process from ending."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """What `work` gives or raises, done in a daemon thread of its own.
+
+    ``asyncio.to_thread`` takes a thread of a pool that is joined before the process can end: one call that never
+    returns would hold it for ever. Here nobody waits for a thread that is not awaited any more.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[tuple[list[T], BaseException | None]] = loop.create_future()
+
+    def settle(value: list[T], error: BaseException | None) -> None:
+        if not outcome.done():
+            outcome.set_result((value, error))
+
+    def run() -> None:
+        value: list[T] = []
+        error: BaseException | None = None
+        try:
+            value = [work()]
+        except BaseException as raised:  # whatever it is, it belongs to whoever awaits this
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed: nobody awaits it any more
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, name="user-work", daemon=True).start()
+    done, raised = await outcome
+    if raised is not None:
+        raise raised
+    return done[0]

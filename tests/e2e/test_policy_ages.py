@@ -1,0 +1,58 @@
+"""How old what trains is, in every header of a real run: strictly on policy, and one step off."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from homes import Home
+
+STEPS = 20
+EVAL = """
+[eval.held_out]
+env = "vcopy"
+env_options = { seed = 1000 }
+every = 1
+prompts = 8
+"""
+
+
+@pytest.mark.parametrize(("max_age", "lookahead"), [(0, 0), (1, 1)])
+def test_every_header_of_twenty_steps_keeps_the_age_and_evaluations_stand_beside_the_account(
+    home: Home, max_age: int, lookahead: int
+) -> None:
+    path = home.config(steps=STEPS, world_size=1, keep_checkpoints=50)
+    text = path.read_text().replace("max_age = 4\n", f"max_age = {max_age}\nlookahead = {lookahead}\n")
+    path.write_text(text + EVAL)
+    finished = home.call("run", path, "--display", "plain")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    with home.connect() as buffer:
+        headers = {header.step: header for header in buffer.store.headers() if header.step <= STEPS}
+        assert sorted(headers) == list(range(1, STEPS + 1))
+        ages: Counter[int] = Counter()
+        for step, header in headers.items():
+            mine = [step - 1 - member.info.min_version for _, member in buffer.step(step).rollouts]
+            assert len(mine) == header.rollouts > 0
+            assert header.max_age == max(mine)
+            assert all(envs["max_age"] <= max_age for envs in header.envs.values())
+            ages.update(mine)
+        assert set(ages) <= set(range(max_age + 1))
+        assert ages[0] > 0
+        # Every version that was evaluated has one result, and none of it is in the account.
+        results = buffer.store.evaluations()
+        versions = [result["version"] for result in results]
+        assert {result["env"] for result in results} == {"held_out"}
+        assert len(versions) == len(set(versions)) >= 2
+        assert versions[0] == 0, versions
+        assert {result["rollouts"] + result["failed"] for result in results} == {8}
+        assert set(buffer.ledger().envs) == {"vcopy", "repeat"}
+        assert not any(group.group_id.startswith("eval") for group in buffer.groups(limit=10**6))
+    newest = max(versions)
+    assert f"eval/held_out/reward/mean {results[-1]['reward/mean']:.3f}" in home.call("inspect", "--run", "tiny").stdout
+    lines = home.call("inspect", "--run", "tiny", "--json", "--totals").stdout.splitlines()
+    told = [r for r in map(json.loads, lines) if r["schema"] == "rlbuffer.evaluation/1"]
+    assert [r["version"] for r in told] == sorted(versions)
+    assert told[-1]["version"] == newest
+    verified = home.call("verify", "--run", "tiny")
+    assert verified.returncode == 0, verified.stdout + verified.stderr

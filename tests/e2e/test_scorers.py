@@ -1,0 +1,129 @@
+"""Scorers as real processes: one is killed in the middle, another takes its groups over, and the trainer trains on what
+they added. `pytest -s tests/e2e/test_scorers.py` prints the seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from homes import Home
+
+from rlbuffer.policy.waiting import for_scorer
+from rlbuffer.scorer.beat import CLAIM_SECONDS
+from rlbuffer.testing import make_group
+
+SLOW_JUDGE = """
+import os, time
+
+def reward(rollout, group):
+    time.sleep(float(os.environ["JUDGE_SECONDS"]))
+    return float(rollout.tokens[-1] % 2)
+"""
+REWARDED = """
+run = "judged"
+
+[server]
+appendfsync = "no"
+
+[batcher]
+row_tokens = 1024
+step_groups = 4
+max_age = 1000
+
+[score.judge]
+reward = "slow_judge:reward"
+groups_per_batch = 3
+concurrent = 1
+"""
+KL = """
+[score.ref]
+model = "initial"
+replicas = 2
+device = "cpu"
+"""
+
+
+def test_a_killed_scorers_groups_are_taken_over_and_every_group_is_scored_once(home: Home) -> None:
+    path = home.path / "judged.toml"
+    path.write_text(REWARDED)
+    home.environment["PYTHONPATH"] = os.pathsep.join([str(home.path), os.environ.get("PYTHONPATH", "")])
+    (home.path / "slow_judge.py").write_text(SLOW_JUDGE)
+    home.start("serve", "--config", path, log="serve")
+    with home.connect("judged") as buffer:
+        store = buffer.store
+        buffer.reader(timeout_seconds=60).start()
+        buffer.policy().announce(0, location="", size=0, checksum="")
+        writer = buffer.writer("w")
+        for seed in range(12):
+            writer.push(make_group(env="a", size=4, rewards=[None] * 4, seed=seed, needs=["reward"]))
+
+        def batcher_says() -> str:
+            return store.waiting().get("batcher", "")
+
+        nobody = for_scorer("a", "reward", 12, 0)
+        assert nobody == "12 groups of env a need reward, and no scorer gives it: start `rlbuffer score`."
+        home.wait_until(lambda: nobody in batcher_says(), seconds=60, why="the batcher's sentence")
+        assert nobody in home.call("inspect", "--run", "judged").stdout.replace("\n      ", " ")
+
+        home.environment["JUDGE_SECONDS"] = "3600"
+        victim = home.start("score", "judge", "--config", path, log="victim")
+        claims = f"{store.keys.tag}:scoring:*"
+        client = store.connection.client
+
+        def held() -> int:
+            return len(set(client.scan_iter(match=claims)))
+
+        home.wait_until(lambda: held() == 3, seconds=60, why="the victim's claims of one batch")
+        one = for_scorer("a", "reward", 12, 1)
+        home.wait_until(lambda: one in batcher_says(), seconds=60, why="the scorer in the batcher's sentence")
+        os.kill(victim.pid, signal.SIGKILL)
+        killed = time.monotonic()
+
+        home.environment["JUDGE_SECONDS"] = "0.01"
+        home.start("score", "judge", "--replica", "1", "--config", path, log="heir")
+        # Two steps of four groups are committed ahead of a trainer that does not move.
+        home.wait_until(lambda: len(buffer.groups("state:ready")) == 4, seconds=60 + CLAIM_SECONDS, why="scored groups")
+        print(f"  3 of 12 groups were a killed scorer's; all are scored {time.monotonic() - killed:.1f} s later")
+        home.wait_until(lambda: "need" not in batcher_says(), seconds=60, why="the end of the sentence")
+        account = store.ledger().total()
+        assert (account.pushed[0], account.packed[0], account.pending[0], account.dropped) == (48, 32, 16, {})
+
+        def heir() -> tuple[int, int, int]:
+            record = store.heartbeats("scorer")["judge-1"]
+            return record["groups"], record["rollouts"], record["late"]
+
+        home.wait_until(lambda: heir() == (12, 48, 0), seconds=60, why="the heir's account of 12 groups")
+        assert buffer.verify().findings == ()
+    screen = home.call("inspect", "--run", "judged").stdout
+    assert "scorers: judge" in screen
+
+
+def test_a_run_trains_with_a_kl_to_the_logprobs_that_its_scorers_add(home: Home) -> None:
+    path = home.config(steps=6, world_size=1)
+    text = (
+        path.read_text()
+        .replace("[trainer]\n", "[trainer]\nkl_beta = 0.1\n")
+        .replace("vocab_size = 16", "vocab_size = 13")
+    )
+    text = text.replace("group_size = 8\n", 'group_size = 8\nneeds = ["ref_logprobs"]\n')
+    path.write_text(text + KL)
+    supervisor = home.start("run", path, "--display", "plain", log="run")
+    victim = home.wait_until(
+        lambda: (home.path / "runs" / "tiny" / "pids.json").exists() and home.pids().get("score ref-0"),
+        seconds=120,
+        why="a scorer",
+    )
+    home.wait_until(lambda: len(home.metrics()) >= 2, seconds=120, why="the second step")
+    os.kill(victim, signal.SIGKILL)  # it is started again, like a worker
+    assert supervisor.wait(timeout=240) == 0, home.logs()
+    assert "score ref-0 was killed by SIGKILL" in home.logs()
+    with home.connect() as buffer:
+        step = buffer.step(6)
+        detail = buffer.group(step.header.group_ids[0])
+        assert "ref_logprobs" in detail.members[0].rollout.columns
+        account = buffer.ledger().total()
+        dropped = sum(rollouts for rollouts, _ in account.dropped.values())
+        assert account.pushed[0] == account.pending[0] + account.packed[0] + account.trained[0] + dropped
+    verified = home.call("verify", "--run", "tiny")
+    assert verified.returncode == 0, verified.stdout + verified.stderr

@@ -1,0 +1,67 @@
+"""Ranks that hold a part of every tensor (FSDP2) train what ranks with the whole model (DDP) train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_ddp import records, start
+
+from rlbuffer.trainer.checkpoint import load_parameters
+from rlbuffer.weights.layout import versions
+
+
+def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """L2 norm of the difference over that of `theirs`."""
+    assert ours.keys() == theirs.keys()
+    difference = torch.cat([(ours[name] - theirs[name]).reshape(-1) for name in theirs]).norm()
+    return float(difference / torch.cat([tensor.reshape(-1) for tensor in theirs.values()]).norm())
+
+
+def finish(processes: list[Any]) -> None:
+    for process in processes:
+        _, errors = process.communicate(timeout=200)
+        assert (process.returncode, errors) == (0, "")
+
+
+def published(output: Path, version: int) -> dict[str, torch.Tensor]:
+    (directory,) = versions(output / "weights")[version]
+    return load_file(directory / "model.safetensors")
+
+
+def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(tmp_path: Path) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "ddp": {},
+        "fsdp": {"parallel": "fsdp"},
+        "padded": {"parallel": "fsdp", "layout": "padded", "gradient_checkpointing": True},
+    }
+    finish([start(tmp_path / name, 2, dtype="float64", **way) for name, way in ways.items()])
+    expected = load_parameters(tmp_path / "ddp", 3)
+    for name in ("fsdp", "padded"):
+        assert relative(load_parameters(tmp_path / name, 3), expected) < 1e-9
+        for version in (0, 3):
+            ours, theirs = published(tmp_path / name, version), published(tmp_path / "ddp", version)
+            assert "lm_head.weight" not in ours
+            assert relative(ours, theirs) < 1e-9
+        for ours, theirs in zip(records(tmp_path / name), records(tmp_path / "ddp"), strict=True):
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-9)
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
+            assert len(set(ours["parameters_sha256"])) == 1
+
+    # Each way goes on from the other's checkpoint.
+    (tmp_path / "fsdp").rename(tmp_path / "was-fsdp")
+    (tmp_path / "ddp").rename(tmp_path / "was-ddp")
+    finish(
+        [
+            start(tmp_path / "was-ddp", 2, dtype="float64", steps=5, parallel="fsdp"),
+            start(tmp_path / "was-fsdp", 3, dtype="float64", steps=5),
+        ]
+    )
+    assert records(tmp_path / "was-ddp")[-1]["resumed_from"] == records(tmp_path / "was-fsdp")[-1]["resumed_from"] == 3
+    whole = load_parameters(tmp_path / "was-fsdp", 5), load_parameters(tmp_path / "was-fsdp", 5, of="optimizer")
+    parts = load_parameters(tmp_path / "was-ddp", 5), load_parameters(tmp_path / "was-ddp", 5, of="optimizer")
+    assert relative(parts[0], whole[0]) < 1e-9
+    assert relative(parts[1], whole[1]) < 1e-9

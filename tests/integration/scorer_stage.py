@@ -1,0 +1,97 @@
+"""A scorer in a thread over a run in memory, and functions that give rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlbuffer.client import Buffer, connect
+from rlbuffer.records import Group, Rollout
+from rlbuffer.scorer.loop import run_scorer
+from rlbuffer.settings import RunSettings
+from rlbuffer.views import stand_in
+from rlbuffer.wire import decode_group_payload, decode_rollout
+
+PATIENCE_SECONDS = 30.0
+
+
+def share_of_zeros(rollout: Rollout, group: Group) -> float:
+    """Plain; goes by tokens and answer."""
+    return float((rollout.tokens == 0).mean()) + float(group.answer or 0)
+
+
+async def three_numbers(rollout: Rollout, group: Group) -> Mapping[str, float]:
+    """Async and named; the reward is their sum."""
+    await asyncio.sleep(0.001)
+    return {"style": 0.25, "truth": float(rollout.length), "length": 1.0}
+
+
+def judged(rollout: Rollout, group: Group) -> Mapping[str, float]:
+    """Says itself what the reward is."""
+    return {"reward": 7.0, "judge": 0.5}
+
+
+def broken(rollout: Rollout, group: Group) -> Any:
+    """Does what the group's answer says."""
+    if group.answer == "raise":
+        raise KeyError("no judge")
+    if group.answer == "hang":
+        time.sleep(3600)
+    return {"nan": float("nan"), "words": "good"}.get(str(group.answer), 1.0)
+
+
+class Stage:
+    """A run in memory and one scorer in a thread."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = RunSettings(**settings)
+        self.buffer: Buffer = connect("memory://", config=self.settings)
+        self.writer = self.buffer.writer("w")
+        self.stop = threading.Event()
+        self.events: list[dict[str, Any]] = []
+        self.raised: BaseException | None = None
+        self.threads: list[threading.Thread] = []
+
+    def start(self, name: str = "s") -> None:
+        def work() -> None:
+            try:
+                run_scorer(self.buffer, name, "one", self.settings, stop=self.stop, on_event=self.events.append)
+            except BaseException as error:
+                self.raised = error
+
+        self.threads.append(threading.Thread(target=work))
+        self.threads[-1].start()
+
+    def finish(self) -> None:
+        self.stop.set()
+        for thread in self.threads:
+            thread.join(PATIENCE_SECONDS)
+            assert not thread.is_alive()
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    def pool(self) -> dict[str, tuple[tuple[str, ...], list[Rollout], tuple[Any, Any]]]:
+        """group id -> (what it needs, its rollouts, answer and metadata)."""
+        out = {}
+        for entry in self.buffer.store.read_pool():
+            refs = [stand_in(entry, i, info) for i, info in enumerate(entry.info.rollouts)]
+            payloads = self.buffer.store.read_payloads(refs)
+            rollouts = [decode_rollout(p, expected=ref.info) for p, ref in zip(payloads, refs, strict=True)]
+            rest = self.buffer.store.read_group_payloads([entry.payload_key])[0]
+            out[entry.group_id] = (entry.info.needs, rollouts, decode_group_payload(rest) if rest else (None, {}))
+        return out
+
+    def waiting_groups(self) -> list[str]:
+        return [entry.group_id for entry in self.buffer.store.read_pool() if entry.info.needs]
+
+
+def eventually(what: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (value := what()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return value

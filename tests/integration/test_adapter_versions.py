@@ -1,0 +1,224 @@
+"""Policy versions that are LoRA adapters: merged into their base, and refused when they are something else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from adapter_versions import adapters, changed, drawn_factors, published_base, write_adapter
+from samplers_conformance import (
+    CHECKS,
+    PLAIN,
+    PROMPTS,
+    TOLERANCE,
+    Check,
+    Stage,
+    check_name,
+    expected_logprobs,
+    policies,
+)
+
+from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.settings import WorkerSettings
+from rlbuffer.weights.adapters import base_of, rank_and_scale, require_base, state_of
+from rlbuffer.weights.files import open_weights
+from rlbuffer.weights.shapes import names_and_shapes
+from rlbuffer.worker.samplers import make_sampler
+from rlbuffer.worker.samplers.endpoint import NAME_ADAPTER, Endpoint
+from rlbuffer.worker.samplers.vllm_extension import WeightsExtension
+from rlbuffer.worker.selfcheck import bytes_to_check, check_sampler, logprobs_of
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """A tiny model on several threads spends its time waiting for them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=check_name)
+def test_the_transformers_sampler_with_adapters(check: Check, tmp_path: Path) -> None:
+    async def run() -> None:
+        models, published = adapters(tmp_path)
+        sampler = make_sampler(WorkerSettings(env="vcopy"))
+        try:
+            await sampler.load(published[0])
+            await check(Stage(sampler, models, published, tmp_path))
+        finally:
+            await sampler.close()
+
+    asyncio.run(run())
+
+
+def test_the_self_check_merges_an_adapter_too(tmp_path: Path) -> None:
+    models, published = adapters(tmp_path, 2)
+    tokens = np.array([3, 4, 12], np.int32)
+    for model, version in zip(models, published, strict=True):
+        told = logprobs_of(Path(version.location), PROMPTS[0], tokens, PLAIN)
+        assert np.abs(told - expected_logprobs(model, PROMPTS[0], tokens, PLAIN)).max() < TOLERANCE
+    base = base_of(Path(published[0].location))
+    assert bytes_to_check(published[0]) == published[0].size + base.size
+    assert bytes_to_check(base) == base.size
+
+    async def run() -> float:
+        sampler = make_sampler(WorkerSettings(env="vcopy"))
+        await sampler.load(published[1])
+        try:
+            return await check_sampler(sampler, published[1], PROMPTS[0], PLAIN)
+        finally:
+            await sampler.close()
+
+    assert asyncio.run(run()) < TOLERANCE
+
+
+def test_the_base_is_left_as_it_is_by_a_merge(tmp_path: Path) -> None:
+    models, published = adapters(tmp_path, 2)
+    base = state_of(Path(base_of(Path(published[0].location)).location))
+    before = {name: tensor.clone() for name, tensor in base.items()}
+    merged = state_of(Path(published[1].location), base=base)
+    assert all(torch.equal(base[name], before[name]) for name in before)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(merged[name], models[1].state_dict()[name])
+    assert not torch.equal(merged[name], base[name])
+
+
+def test_rank_stabilised_scaling_is_known(tmp_path: Path) -> None:
+    _, (version,) = adapters(tmp_path, 1)
+    assert rank_and_scale(Path(version.location)) == (4, 2.0)
+    assert rank_and_scale(Path(changed(version, tmp_path / "rs", use_rslora=True).location)) == (4, 4.0)
+
+
+def test_an_adapter_is_checked_like_whole_weights(tmp_path: Path) -> None:
+    _, (version,) = adapters(tmp_path, 1)
+    with pytest.raises(WeightsError, match=rf"adapter_model\.safetensors has {version.size} bytes, announced were 1"):
+        open_weights(replace(version, size=1))
+    with pytest.raises(WeightsError, match=r"adapter_model\.safetensors has sha256 "):
+        open_weights(replace(version, checksum="0" * 64))
+
+
+def said(directory: Path) -> str:
+    with pytest.raises(WeightsError) as caught:
+        state_of(directory)
+    return str(caught.value)
+
+
+def test_an_adapter_that_is_more_than_lora_is_refused(tmp_path: Path) -> None:
+    _, (version,) = adapters(tmp_path, 1)
+    folder = tmp_path / "dora"
+    changed(version, folder, use_dora=True)
+    text = f"{folder}/adapter_config.json: use_dora = True is more than LoRA, which is all that is served"
+    assert said(folder) == text
+    folder = tmp_path / "patterns"
+    changed(version, folder, rank_pattern={"q_proj": 8})
+    assert said(folder).endswith("rank_pattern = {'q_proj': 8} is more than LoRA, which is all that is served")
+
+
+def test_an_adapter_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    _, (version,) = adapters(tmp_path, 1)
+    whole = Path(version.location)
+
+    folder = shutil.copytree(whole, tmp_path / "config")
+    (folder / "adapter_config.json").write_text("{}")
+    assert said(folder) == f"{folder}/adapter_config.json cannot be read: KeyError('r')"
+
+    folder = shutil.copytree(whole, tmp_path / "file")
+    (folder / "adapter_model.safetensors").write_bytes(b"short")
+    assert said(folder).startswith(f"{folder}/adapter_model.safetensors cannot be loaded: Error while deserializing")
+
+    folder = shutil.copytree(whole, tmp_path / "base")
+    (folder / "base.json").write_text("{}")
+    text = f"{folder}/base.json does not say which model the adapter is for: KeyError('location')"
+    assert said(folder) == text
+
+    told = json.loads((whole / "base.json").read_text()) | {"size": 7}
+    (folder / "base.json").write_text(json.dumps(told))
+    assert said(folder).startswith(f"the base model of the adapter at {folder}: version 0: ")
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    model, base = published_base(tmp_path)
+    factors = drawn_factors(model, 0)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    wrong = {**factors, name: factors[name][:, :-1].contiguous()}
+    folder = tmp_path / "shape"
+    write_adapter(folder, 0, base, wrong)
+    assert said(folder) == f"the weights do not fit the model: {name} of the adapter at {folder}"
+    folder = tmp_path / "name"
+    write_adapter(folder, 0, base, {"base_model.model.elsewhere.lora_B.weight": torch.zeros(2, 4)})
+    assert said(folder).startswith("the weights do not fit the model: base_model.model.elsewhere.lora_B.weight")
+
+
+def test_an_engine_takes_adapters_of_the_model_that_it_runs(tmp_path: Path) -> None:
+    _, (version,) = adapters(tmp_path, 1)
+    _, (whole,) = policies(tmp_path / "whole", 1)
+    directory = Path(version.location)
+    base = base_of(directory).checksum
+    require_base(directory, base)
+    require_base(Path(whole.location), "")
+    with pytest.raises(WeightsError) as caught:
+        require_base(directory, "f" * 64)
+    assert str(caught.value) == (
+        f"the adapter at {directory} is for the base model with sha256 {base[:12]}, "
+        "the engine runs the one with ffffffffffff"
+    )
+
+
+def test_a_server_that_was_not_started_for_adapters_says_how_to(tmp_path: Path) -> None:
+    _, (version,) = adapters(tmp_path, 1)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return (
+            httpx.Response(404, text="Not Found") if request.url.path == NAME_ADAPTER else httpx.Response(200, json={})
+        )
+
+    async def ask() -> None:
+        client = httpx.AsyncClient(base_url="http://vllm:8000", transport=httpx.MockTransport(answer))
+        endpoint = Endpoint("http://vllm:8000", timeout_seconds=3.0, client=client)
+        try:
+            await endpoint.load(Path(version.location), {}, 0)
+        finally:
+            await endpoint.close()
+
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(ask())
+    assert str(caught.value) == (
+        "http://vllm:8000 takes no LoRA adapter (404: Not Found): start vLLM's server with "
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora, --max-loras 1 and a --max-lora-rank that is large enough, "
+        "on the adapter's base model"
+    )
+
+
+class WorkerOfVllm(WeightsExtension):
+    """What the extension needs of vLLM's worker."""
+
+    def list_loras(self) -> set[int]:
+        return set()
+
+
+def test_the_extension_looks_at_an_adapter_before_it_touches_the_engine(tmp_path: Path) -> None:
+    _, (version,) = adapters(tmp_path, 1)
+    directory = version.location
+    shapes = names_and_shapes(directory)
+    worker = WorkerOfVllm()
+    assert worker.rlbuffer_load_adapter(directory, {"q": [1]}).startswith(
+        "the weights do not fit the model: base_model."
+    )
+    assert worker.rlbuffer_load_adapter(directory, shapes) == (
+        "the engine has 0 LoRA adapters; one is what rlbuffer loads in place of another"
+    )
+    model, base = published_base(tmp_path)
+    broken = {name: torch.full_like(factor, torch.nan) for name, factor in drawn_factors(model, 0).items()}
+    write_adapter(tmp_path / "nan", 1, base, broken)
+    assert worker.rlbuffer_load_adapter(str(tmp_path / "nan"), shapes).startswith(
+        "the weights are not finite: base_model"
+    )

@@ -1,0 +1,127 @@
+"""A LoRA adapter trains alone, is published alone beside a base that is written once, and loads with PEFT."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from test_model_families import published, run, settings
+from test_packed_forward import GEMMA2, GPT2, QWEN3, made, row
+from transformers import AutoModelForCausalLM
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.settings import LoraSettings
+from rlbuffer.trainer.checkpoint import load_parameters, path_of, restore
+from rlbuffer.trainer.lora import add_adapter
+from rlbuffer.trainer.model import PackedPolicy, packed_forward, prepare
+from rlbuffer.trainer.selftest import separate_logprobs
+from rlbuffer.trainer.update import make_optimizer
+from rlbuffer.weights.disk import sha256_of
+from rlbuffer.weights.model import build_model
+
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+def policy_of(output: Path, config: Any, step: int) -> PackedPolicy:
+    """The policy in a run's checkpoint, made anew."""
+    wanted = settings(output, config, lora=LORA)
+    policy = prepare(build_model(wanted.model, seed=wanted.trainer.seed))
+    add_adapter(policy.model, wanted.trainer.lora, seed=9)
+    restore(path_of(output / "checkpoints", step), policy, make_optimizer(policy, wanted.trainer))
+    return policy
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("config", [QWEN3, GPT2, GEMMA2], ids=lambda c: c["model_type"])
+def test_an_adapter_is_published_in_pefts_layout_and_gives_the_trainers_logprobs(tmp_path: Path, config: Any) -> None:
+    records = run(settings(tmp_path, config, lora=LORA))
+    assert all(record["grad_norm"] > 0 for record in records)
+    assert len({record["grad_norm"] for record in records}) == 3
+
+    directory = published(tmp_path, 3)
+    names = {"adapter_config.json", "adapter_model.safetensors", "base.json", "files.json"}
+    assert {path.name for path in directory.iterdir()} == names
+    base = json.loads((directory / "base.json").read_text())
+    assert base.keys() == {"location", "size", "checksum"}
+    weights = Path(base["location"]) / "model.safetensors"
+    assert (weights.stat().st_size, sha256_of(weights)) == (base["size"], base["checksum"])
+    assert [path.name for path in (tmp_path / "weights").glob("base-*")] == [f"base-{base['checksum'][:12]}"]
+    described = json.loads((directory / "adapter_config.json").read_text())
+    assert (described["peft_type"], described["r"], described["lora_alpha"]) == ("LORA", 4, 8.0)
+    assert described["base_model_name_or_path"] == base["location"]
+
+    ids, positions, cu_seqlens = row(lengths=(40, 9, 33))
+    plain = AutoModelForCausalLM.from_pretrained(base["location"], local_files_only=True).eval()
+    with torch.no_grad():
+        untrained = torch.cat([separate_logprobs(plain, piece) for piece in ids.split([40, 9, 33])])
+        loaded: Any = peft.PeftModel.from_pretrained(plain, directory).eval()
+        theirs = torch.cat([separate_logprobs(loaded.base_model.model, piece) for piece in ids.split([40, 9, 33])])
+        trained = packed_forward(policy_of(tmp_path, config, 3))(ids, positions, cu_seqlens)
+    torch.testing.assert_close(theirs, trained, rtol=0, atol=1e-5)
+    assert float((theirs - untrained).abs().max()) > 1e-4
+
+
+def test_a_checkpoint_holds_the_adapter_alone_and_a_run_goes_on_from_it_exactly(tmp_path: Path) -> None:
+    whole = run(settings(tmp_path / "whole", QWEN3, lora=LORA))
+    run(settings(tmp_path / "halves", QWEN3, lora=LORA, steps=2))
+    halves = run(settings(tmp_path / "halves", QWEN3, lora=LORA))
+    assert [record["resumed_from"] for record in halves] == [0, 0, 2]
+    assert [record["loss"] for record in halves] == [record["loss"] for record in whole]
+    for of in ("policy", "optimizer"):
+        ours, theirs = (load_parameters(tmp_path / name, 3, of=of) for name in ("halves", "whole"))
+        assert ours
+        assert ours.keys() == theirs.keys()
+        assert all(".lora_" in name for name in ours)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    bases = [next((tmp_path / name / "weights").glob("base-*")).name for name in ("halves", "whole")]
+    assert bases[0] == bases[1]
+
+
+def test_the_own_weights_stay_as_they_are_and_the_random_state_too() -> None:
+    model = made(QWEN3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    add_adapter(model, LoraSettings(**LORA), seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    after = {name.replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name in model.state_dict() if ".lora_" in name}
+
+
+def test_targets_choose_the_modules() -> None:
+    model = made(QWEN3)
+    add_adapter(model, LoraSettings(rank=2, targets=("q_proj", "v_proj")), seed=0)
+    trained = {name.split(".")[4] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_adapters_of_the_head_or_the_embeddings_are_refused(target: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        add_adapter(made(QWEN3), LoraSettings(rank=2, targets=("q_proj", target)), seed=0)
+    assert str(caught.value) == (
+        f"trainer.lora.targets = ['q_proj', '{target}'] names the embeddings or the head: the head is computed in "
+        "chunks of its own matrix, which an adapter there would not reach. Leave them out"
+    )
+
+
+def test_targets_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        add_adapter(made(QWEN3), LoraSettings(rank=2, targets=("nothing",)), seed=0)
+    assert str(caught.value).startswith("trainer.lora.targets = ['nothing']: Target modules {'nothing'} not found")
+
+
+def test_without_peft_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError) as caught:
+        add_adapter(made(QWEN3), LoraSettings(rank=2), seed=0)
+    assert str(caught.value) == (
+        "trainer.lora.rank = 2 needs PEFT (import of peft halted; None in sys.modules): pip install 'rlbuffer[lora]'"
+    )

@@ -1,0 +1,122 @@
+"""Every kind of model trains three steps or is refused with the reason; what is published is what was trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_packed_forward import GEMMA2, GPT2, GRANITE, HYBRIDS, LLAMA, MISTRAL, QWEN3, QWEN3_MOE, row
+from transformers import AutoModelForCausalLM
+
+from rlbuffer.errors import PackedForwardError
+from rlbuffer.settings import RunSettings
+from rlbuffer.trainer.checkpoint import path_of, restore
+from rlbuffer.trainer.loop import train
+from rlbuffer.trainer.model import packed_forward, prepare
+from rlbuffer.trainer.selftest import separate_logprobs
+from rlbuffer.trainer.update import make_optimizer
+from rlbuffer.weights.layout import versions
+from rlbuffer.weights.model import build_model, model_from_config
+
+QWEN2 = dict(LLAMA) | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+
+
+def settings(output: Path, config: Mapping[str, Any], *, dtype: str = "float32", **trainer: Any) -> RunSettings:
+    values = {"steps": 3, "checkpoint_every": 3, "output": output, "device": "cpu"} | trainer
+    return RunSettings(
+        home=output, batcher={"row_tokens": 128}, model={"config": dict(config), "dtype": dtype}, trainer=values
+    )
+
+
+def run(wanted: RunSettings) -> list[dict[str, Any]]:
+    """Trains; -> a record per step."""
+    assert train(wanted, rank=0, world_size=1, fake_data=True)
+    lines = (wanted.output_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def published(output: Path, version: int) -> Path:
+    (directory,) = versions(output / "weights")[version]
+    return directory
+
+
+@pytest.mark.parametrize(
+    "config", [LLAMA, QWEN3, GEMMA2, GPT2, MISTRAL, QWEN2, QWEN3_MOE, GRANITE], ids=lambda c: c["model_type"]
+)
+def test_a_model_trains_three_steps_and_its_published_version_gives_the_trainers_logprobs(
+    tmp_path: Path, config: Mapping[str, Any]
+) -> None:
+    wanted = settings(tmp_path, config)
+    records = run(wanted)
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert all(record["grad_norm"] > 0 for record in records)
+
+    policy = prepare(build_model(wanted.model, seed=1))
+    restore(path_of(tmp_path / "checkpoints", 3), policy, make_optimizer(policy, wanted.trainer))
+    ids, positions, cu_seqlens = row(lengths=(40, 9, 33))
+    with torch.no_grad():
+        trained = packed_forward(policy)(ids, positions, cu_seqlens)
+        loaded = AutoModelForCausalLM.from_pretrained(published(tmp_path, 3), local_files_only=True).eval()
+        theirs = torch.cat([separate_logprobs(loaded, piece) for piece in ids.split([40, 9, 33])])
+    torch.testing.assert_close(theirs, trained, rtol=0, atol=1e-5)
+    fresh = AutoModelForCausalLM.from_pretrained(published(tmp_path, 0), local_files_only=True).eval()
+    with torch.no_grad():
+        assert float((separate_logprobs(fresh, ids[:40]) - trained[:40]).abs().max()) > 1e-3
+
+
+def test_tied_embeddings_are_published_once(tmp_path: Path) -> None:
+    run(settings(tmp_path, QWEN3, steps=1))
+    assert "lm_head.weight" not in load_file(published(tmp_path, 1) / "model.safetensors")
+    run(settings(tmp_path / "untied", LLAMA, steps=1))
+    assert "lm_head.weight" in load_file(published(tmp_path / "untied", 1) / "model.safetensors")
+
+
+@pytest.mark.parametrize("config", HYBRIDS, ids=lambda c: c["model_type"])
+def test_a_model_with_state_across_tokens_trains_on_padded_rows_only(tmp_path: Path, config: Mapping[str, Any]) -> None:
+    with pytest.raises(PackedForwardError, match=r'need trainer\.layout = "padded"$'):
+        train(settings(tmp_path, config), rank=0, world_size=1, fake_data=True)
+    records = run(settings(tmp_path, config, layout="padded"))
+    assert [record["step"] for record in records] == [1, 2, 3]
+
+
+def test_padded_rows_and_recomputed_activations_train_what_packed_rows_do(tmp_path: Path) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "packed": {},
+        "padded": {"layout": "padded"},
+        "again": {"gradient_checkpointing": True},
+    }
+    records = {name: run(settings(tmp_path / name, QWEN3, dtype="float64", **way)) for name, way in ways.items()}
+    for name in ("padded", "again"):
+        for ours, theirs in zip(records[name], records["packed"], strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-6)
+
+
+def test_bfloat16_keeps_small_updates_and_publishes_what_samplers_compute_in(tmp_path: Path) -> None:
+    """A learning rate whose updates are below what bfloat16 can add to a weight."""
+    wanted = settings(tmp_path, QWEN3, dtype="bfloat16", learning_rate=1e-6)
+    run(wanted)
+    state = load_file(published(tmp_path, 3) / "model.safetensors")
+    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+    assert json.loads((published(tmp_path, 3) / "config.json").read_text())["dtype"] == "bfloat16"
+    fresh = build_model(wanted.model, seed=0)
+    policy = prepare(build_model(wanted.model, seed=0), compute=torch.bfloat16)
+    restore(path_of(tmp_path / "checkpoints", 3), policy, make_optimizer(policy, wanted.trainer))
+    moved = [
+        float((ours - theirs).abs().max().detach())
+        for ours, theirs in zip(policy.model.parameters(), fresh.parameters(), strict=True)
+    ]
+    assert all(0 < value < 1e-5 for value in moved)
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+    loaded = AutoModelForCausalLM.from_pretrained(published(tmp_path, 3), local_files_only=True)
+    assert loaded.dtype == torch.bfloat16
+
+
+def test_a_fresh_model_gets_the_attention_that_its_library_has_for_it() -> None:
+    assert model_from_config(GEMMA2).config._attn_implementation == "eager"
+    assert model_from_config(QWEN3).config._attn_implementation == "sdpa"

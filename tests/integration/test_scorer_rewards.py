@@ -1,0 +1,173 @@
+"""Slow rewards: a function of the user's own adds them, and what it does wrong costs its group only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from scorer_stage import Stage, eventually
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.scorer import beat, loop
+from rlbuffer.testing import make_group
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(loop, "AGAIN_SECONDS", 0.02)
+    made: list[Stage] = []
+
+    def make(function: str, **options: Any) -> Stage:
+        made.append(Stage(score={"one": {"reward": f"scorer_stage:{function}", **options}}))
+        return made[-1]
+
+    yield make
+    for stage in made:
+        stage.finish()
+        stage.buffer.close()
+
+
+def unscored(seed: int, *, rewards: Any = (None, None), needs: Any = ("reward",), answer: Any = None):
+    return make_group(env="a", seed=seed, rewards=list(rewards), lengths=[8, 9], needs=needs, answer=answer)
+
+
+def test_a_plain_function_scores_rollouts_and_leaves_a_reward_that_is_there(stages: Any):
+    stage = stages("share_of_zeros")
+    group = unscored(1, rewards=[None, 0.25], answer=3)
+    stage.writer.push(group)
+    stage.start()
+    eventually(lambda: not stage.waiting_groups())
+    first, second = stage.pool()["a.1"][1]
+    assert first.reward == pytest.approx(3 + (group.rollouts[0].tokens == 0).mean())
+    assert second.reward == 0.25
+    (entry,) = stage.buffer.store.read_pool()
+    assert [r.reward for r in entry.info.rollouts] == [first.reward, 0.25]
+    stage.finish()
+    assert stage.buffer.verify().findings == ()
+
+
+def test_an_async_function_may_give_named_rewards_whose_sum_is_the_reward(stages: Any):
+    stage = stages("three_numbers", gives=["reward", "rewards.truth"])
+    stage.writer.push(unscored(1, needs=("reward", "rewards.truth")))
+    stage.start()
+    eventually(lambda: not stage.waiting_groups())
+    first, second = stage.pool()["a.1"][1]
+    assert (first.reward, second.reward) == (9.25, 10.25)
+    assert first.rewards == {"style": 0.25, "truth": 8.0, "length": 1.0}
+
+
+def test_a_named_reward_leaves_the_reward_as_it_is(stages: Any):
+    stage = stages("judged", gives=["rewards.judge"])
+    stage.writer.push(unscored(1, rewards=[0.0, 1.0], needs=("rewards.judge",)))
+    stage.start()
+    eventually(lambda: not stage.waiting_groups())
+    assert [(r.reward, dict(r.rewards)) for r in stage.pool()["a.1"][1]] == [
+        (0.0, {"judge": 0.5}),
+        (1.0, {"judge": 0.5}),
+    ]
+
+
+def test_what_the_function_does_wrong_is_said_and_tried_three_times_and_costs_no_other_group(stages: Any):
+    stage = stages("broken", timeout_seconds=1.0)
+    answers = ["raise", "hang", "nan", "words", "fine"]
+    for seed, answer in enumerate(answers):
+        stage.writer.push(unscored(seed, answer=answer))
+    stage.start()
+    eventually(lambda: len(stage.told("trouble")) >= 12)
+    said = {event["error"] for event in stage.told("trouble")}
+    for start, reason in (
+        ("a.0", "a.0/0: KeyError: 'no judge'"),
+        ("a.1", "a.1/0: no reward within timeout_seconds = 1"),
+        ("a.2", "a.2/0: nan is not finite"),
+        ("a.3", "a.3/0: 'good' is no reward"),
+    ):
+        sentence = f"group {start} cannot be scored: rollout {reason}"
+        assert {s for s in said if s.startswith(f"group {start} ")} == {
+            sentence,
+            f"{sentence} (3 times: it is left alone)",
+        }
+    assert stage.waiting_groups() == ["a.0", "a.1", "a.2", "a.3"]
+    began = time.monotonic()
+    stage.finish()  # threads that hang hold nobody
+    assert time.monotonic() - began < 20
+    assert stage.raised is None
+    record = stage.buffer.store.heartbeats("scorer")["s"]
+    assert (record["gives"], record["groups"], record["failed_groups"]) == (["reward"], 1, 4)
+
+
+def test_a_named_reward_that_the_function_does_not_give_is_said(stages: Any):
+    stage = stages("judged", gives=["rewards.taste"])
+    stage.writer.push(unscored(1, rewards=[0.0, 1.0], needs=("rewards.taste",)))
+    stage.start()
+    assert eventually(lambda: stage.told("trouble"))[0]["error"] == (
+        "group a.1 cannot be scored: rollout a.1/0: the function gave no reward named taste"
+    )
+
+
+def test_a_payload_that_is_gone_is_said(stages: Any):
+    stage = stages("judged")
+    stage.writer.push(unscored(1))
+    (entry,) = stage.buffer.store.read_pool()
+    stage.buffer.store.connection.client.delete(entry.payload_key)
+    stage.start()
+    assert eventually(lambda: stage.told("trouble"))[0]["error"] == (
+        "group a.1 cannot be scored: the payload of rollout a.1/0 is missing"
+    )
+
+
+def test_an_answer_that_comes_after_another_scorers_is_a_duplicate(stages: Any, monkeypatch: pytest.MonkeyPatch):
+    """The claim of a scorer that hung lapses, another is faster, and the first one's answer changes nothing."""
+    monkeypatch.setattr(beat, "BEAT_SECONDS", 3600.0)
+    monkeypatch.setattr(loop, "CLAIM_SECONDS", 0.1)
+    stage = stages("judged")
+    stage.writer.push(unscored(1))
+    (entry,) = stage.buffer.store.read_pool()
+    real, seen = stage.buffer.store.read_payloads, []
+
+    def slow(refs: Any) -> Any:
+        seen.append(refs)
+        if len(seen) == 1:  # the first scorer waits until the other is done
+            eventually(lambda: not stage.waiting_groups())
+        return real(refs)
+
+    stage.buffer.store.read_payloads = slow
+    stage.start("first")
+    eventually(lambda: seen)
+    stage.start("second")
+    assert eventually(lambda: stage.told("late")) == [{"event": "late", "group_id": "a.1"}]
+    stage.finish()
+    del stage.buffer.store.read_payloads
+    assert stage.raised is None
+    assert len(stage.told("scored")) == 1
+    (scored,) = stage.buffer.store.read_pool()
+    assert scored.replaces == entry.entry_id
+    account = stage.buffer.ledger().total()
+    assert account.pushed == account.pending == (2, 17)
+    assert stage.buffer.verify().findings == ()
+
+
+def test_a_function_that_cannot_be_imported_is_refused(stages: Any):
+    stage = stages("not_there")
+    stage.start()
+    stage.finish()
+    assert isinstance(stage.raised, ConfigError)
+    assert str(stage.raised).startswith(
+        "score.one.reward = 'scorer_stage:not_there' cannot be imported: AttributeError"
+    )
+
+
+def test_a_run_that_was_rewound_is_served_on_in_its_new_epoch(stages: Any):
+    stage = stages("judged")
+    stage.start()
+    eventually(lambda: stage.told("ready"))
+    stage.writer.push(unscored(1))
+    eventually(lambda: stage.told("scored"))
+    stage.buffer.store.rewind(0)
+    writer = stage.buffer.writer("w2")
+    writer.push(unscored(2))
+    eventually(lambda: len(stage.told("scored")) == 2)
+    stage.finish()
+    assert stage.raised is None
+    assert len(stage.told("restart")) == 1
