@@ -44,9 +44,7 @@ class RunViews(Session):
             SchemaMismatch: the run was written by an incompatible version.
         """
 
-        # Looked at first, because a server that is full refuses the script even where it has nothing to do.
-        if not self.look(lambda client: client.hexists(self.keys.meta, "schema")):
-            self.move("open", (self.keys.meta,), (SCHEMA,))
+        self.move("open", (self.keys.meta,), (SCHEMA,))
         meta = self.meta()
         now = self.now()
         # At the memory limit the list keeps the older time: a takeover must not fail for it.

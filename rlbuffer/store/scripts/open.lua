@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- OPEN: a run's meta, if there is none. Its first epoch is the server's clock at this moment, so that a run that was
 -- deleted and made anew is in a later epoch than any that the deleted one began: whoever still works for that one is told.
 --
