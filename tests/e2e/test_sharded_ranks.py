@@ -38,7 +38,9 @@ def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(tmp_path:
         "fsdp": {"parallel": "fsdp"},
         "padded": {"parallel": "fsdp", "layout": "padded", "gradient_checkpointing": True},
     }
-    finish([start(tmp_path / name, 2, dtype="float64", **way) for name, way in ways.items()])
+    # Two updates a step: those after the first look at the policy as it was before, in further forward passes.
+    many = {"passes": 2, "old_logprobs": "recomputed"}
+    finish([start(tmp_path / name, 2, dtype="float64", **many, **way) for name, way in ways.items()])
     expected = load_parameters(tmp_path / "ddp", 3)
     for name in ("fsdp", "padded"):
         assert relative(load_parameters(tmp_path / name, 3), expected) < 1e-9
@@ -56,8 +58,8 @@ def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(tmp_path:
     (tmp_path / "ddp").rename(tmp_path / "was-ddp")
     finish(
         [
-            start(tmp_path / "was-ddp", 2, dtype="float64", steps=5, parallel="fsdp"),
-            start(tmp_path / "was-fsdp", 3, dtype="float64", steps=5),
+            start(tmp_path / "was-ddp", 2, dtype="float64", steps=5, parallel="fsdp", **many),
+            start(tmp_path / "was-fsdp", 3, dtype="float64", steps=5, **many),
         ]
     )
     assert records(tmp_path / "was-ddp")[-1]["resumed_from"] == records(tmp_path / "was-fsdp")[-1]["resumed_from"] == 3
@@ -65,3 +67,20 @@ def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(tmp_path:
     parts = load_parameters(tmp_path / "was-ddp", 5), load_parameters(tmp_path / "was-ddp", 5, of="optimizer")
     assert relative(parts[0], whole[0]) < 1e-9
     assert relative(parts[1], whole[1]) < 1e-9
+
+
+def test_sharded_ranks_train_an_adapter_as_whole_ones_do(tmp_path: Path) -> None:
+    ways = {"ddp": {}, "fsdp": {"parallel": "fsdp"}}
+    lora = {"rank": 4, "targets": ["q_proj", "down_proj"]}
+    finish([start(tmp_path / name, 2, dtype="float64", lora=lora, **way) for name, way in ways.items()])
+    for of in ("policy", "optimizer"):
+        ours, theirs = (load_parameters(tmp_path / name, 3, of=of) for name in ("fsdp", "ddp"))
+        assert all(".lora_" in name for name in ours)
+        assert relative(ours, theirs) < 1e-9
+    (directory,) = versions(tmp_path / "fsdp" / "weights")[3]
+    (other,) = versions(tmp_path / "ddp" / "weights")[3]
+    adapters = [load_file(folder / "adapter_model.safetensors") for folder in (directory, other)]
+    assert relative(adapters[0], adapters[1]) < 1e-9
+    bases = [[path.name for path in (tmp_path / name / "weights").glob("base-*")] for name in ways]
+    assert len(bases[0]) == 1
+    assert bases[0] == bases[1]
