@@ -305,6 +305,7 @@ class _Trainer:
                     gradient_clip=settings.gradient_clip,
                     place=f"step {step.number}",
                 )
+        sums[SUMS.index("loss")] /= max(1, len(updates.parts))  # each update has a loss of its own: their mean
         return sums, norm, rate
 
     def _proofs(self, step: Step) -> dict[str, Any]:

@@ -110,7 +110,8 @@ def test_an_error_of_our_own_ends_the_job_with_one_message_and_its_exit_code(tmp
     process = start(tmp_path, 2, loss="ppo")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 3
-    assert errors == "Error: trainer.loss = 'ppo' is not a loss: clip, dapo, dr_grpo, ratio\n"
+    known = "cispo, clip, clip_cov, dapo, decoupled, dppo_tv, dr_grpo, gspo, icepop, kl_cov, masked_ratio, ratio, tis"
+    assert errors == f"Error: trainer.loss = 'ppo' is not a loss: {known}. Did you mean dppo_tv?\n"
 
 
 def test_a_rank_that_keeps_failing_ends_the_job_after_its_restarts_with_its_traceback(tmp_path: Path) -> None:

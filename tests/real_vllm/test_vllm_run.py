@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 from vllm_server import FEW_PROCESSES
 
 if TYPE_CHECKING:
@@ -76,7 +75,6 @@ def write_config(folder: Path, *, steps: int) -> Path:
     return path
 
 
-@pytest.mark.timeout(600)
 def test_a_run_that_samples_with_vllm_learns_to_copy(home: Home) -> None:
     run = home.start("run", write_config(home.path, steps=400), "--display", "plain", log="run")
 
