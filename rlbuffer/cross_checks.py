@@ -27,7 +27,6 @@ def check_together(settings: RunSettings, places: Places) -> tuple[str, ...]:
     _publishing(settings, places)
     _group_sizes(settings, places)
     _rows(settings, places)
-    _adapters(settings, places)
     _schedule(settings)
     return tuple(_doubts(settings, places))
 
@@ -83,15 +82,6 @@ def _gpus(settings: RunSettings, places: Places) -> None:
             f"trainer.gpus = {list(trainer.gpus)}: trainer.world_size = {trainer.world_size} ranks need one each "
             f"({places('trainer.gpus', 'trainer.world_size')}).",
             setting="trainer.gpus",
-        )
-
-
-def _adapters(settings: RunSettings, places: Places) -> None:
-    if settings.trainer.lora.rank and settings.weights.url:
-        raise ConfigError(
-            f"trainer.lora.rank = {settings.trainer.lora.rank} with weights.url: adapters reach workers through a "
-            f"shared directory only ({places('trainer.lora.rank', 'weights.url')}).",
-            setting="trainer.lora.rank",
         )
 
 

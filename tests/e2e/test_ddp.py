@@ -28,14 +28,18 @@ sys.exit(launch(from_json(sys.argv[1]), world_size=int(sys.argv[2]), fake_data=T
 """
 
 
-def start(output: Path, world_size: int, *, dtype: str = "float32", **trainer: Any) -> subprocess.Popen[str]:
+def settings_of(output: Path, *, dtype: str = "float32", **trainer: Any) -> RunSettings:
     values = {"steps": 3, "output": output, "device": "cpu", "check_parameters": True, "entropy_bonus": 0.01}
-    settings = RunSettings(
+    return RunSettings(
         home=output,
         batcher={"row_tokens": 128, "micro_batches_per_rank": 2},
         model={"config": dict(TINY_QWEN3), "dtype": dtype},
         trainer=values | trainer,
     )
+
+
+def start(output: Path, world_size: int, *, dtype: str = "float32", **trainer: Any) -> subprocess.Popen[str]:
+    settings = settings_of(output, dtype=dtype, **trainer)
     return subprocess.Popen(
         [sys.executable, "-c", LAUNCH, to_json(settings), str(world_size)],
         stdout=subprocess.DEVNULL,
