@@ -201,6 +201,7 @@ class Sample:
     length: int
     adapter: str = ""
     """LoRA adapter that it trains; "" is all weights."""
+    is_truncated: bool = False
 
 
 def _on_host(array: Any) -> NDArray[Any]:
