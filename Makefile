@@ -64,7 +64,8 @@ vllm-test:
 	RLBUFFER_VLLM=1 HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 VLLM_NO_USAGE_STATS=1 \
 	  TORCH_COMPILE_DISABLE=1 VLLM_LOGGING_LEVEL=ERROR \
 	  VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
-	  $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -W default -p no:cacheprovider tests/real_vllm $(VLLM_TEST)
+	  $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -W default -p no:cacheprovider --timeout 900 \
+	    tests/real_vllm $(VLLM_TEST)
 
 $(ADAPTERS)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(ADAPTERS)

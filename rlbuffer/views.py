@@ -17,6 +17,8 @@ from rlbuffer.errors import NotFound, PayloadError, StepRetired
 from rlbuffer.records import RolloutInfo
 from rlbuffer.store.base import PartRollout, PoolEntry, StepHeader, Store
 
+VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")
+"""What the record of a void step or a rewind says of each group."""
 PAGE = 1000
 """Pool entries per read."""
 
@@ -133,6 +135,9 @@ def _all_groups(store: Store, wanted: Callable[[str], bool] = lambda state: True
         for record in store.history():
             if record.get("event") == "drop":
                 yield _dropped(record)
+            elif record.get("event") in ("void", "rewind"):
+                for row in reversed(record.get("groups", ())):
+                    yield _dropped({**dict(zip(VOID_FIELDS, row, strict=True)), "reason": "void"})
 
 
 # -- pending -----------------------------------------------------------------------------------------------------------

@@ -118,16 +118,6 @@ def hset(server: Server, args: Args) -> Any:
     return len(fields) - before
 
 
-@command("HSETNX", grows=True)
-def hsetnx(server: Server, args: Args) -> Any:
-    fields = server.make(args[1], dict)
-    if args[2] in fields:
-        return 0
-    fields[args[2]] = args[3]
-    server.changes.append(("hash", args[1], args[2]))
-    return 1
-
-
 @command("HINCRBY", grows=True)
 def hincrby(server: Server, args: Args) -> Any:
     fields = server.make(args[1], dict)

@@ -5,36 +5,32 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from samplers_conformance import CONFIG
 from transformers import PreTrainedModel
 
 from rlbuffer.records import PolicyVersion
 from rlbuffer.settings import ModelSettings
-from rlbuffer.weights.disk import sha256_of
-from rlbuffer.weights.files import publish
+from rlbuffer.weights.files import Written, publish_adapter, publish_base
 from rlbuffer.weights.model import build_model, config_of
 
 RANK, ALPHA = 4, 8
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def published_base(directory: Path, *, seed: int = 0) -> tuple[PreTrainedModel, PolicyVersion]:
+def published_base(directory: Path) -> tuple[PreTrainedModel, Written]:
     """A model and where it lies: what adapters are for."""
-    model = build_model(ModelSettings(config=dict(CONFIG)), seed=seed).eval()
-    return model, publish(directory / f"base-{seed}", 0, state=model.state_dict(), config=config_of(model), keep=1)
+    model = build_model(ModelSettings(config=dict(CONFIG)), seed=0).eval()
+    return model, publish_base(directory, state=model.state_dict(), config=config_of(model))
 
 
 def write_adapter(
-    directory: Path, version: int, base: PolicyVersion, factors: dict[str, torch.Tensor]
+    directory: Path, version: int, base: Written, factors: dict[str, torch.Tensor], *, keep: int = 10
 ) -> PolicyVersion:
-    """Writes an adapter's directory and says what a trainer would announce."""
-    directory.mkdir(parents=True)
-    file = directory / "adapter_model.safetensors"
-    save_file(factors, file, metadata={"format": "pt"})
+    """Writes an adapter of these factors and says what a trainer would announce."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -51,10 +47,7 @@ def write_adapter(
         "alpha_pattern": {},
         "inference_mode": True,
     }
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    told = {"location": base.location, "size": base.size, "checksum": base.checksum}
-    (directory / "base.json").write_text(json.dumps(told))
-    return PolicyVersion(version=version, location=str(directory), size=file.stat().st_size, checksum=sha256_of(file))
+    return publish_adapter(directory, version, state=factors, config=config, base=base, keep=keep)
 
 
 def drawn_factors(model: PreTrainedModel, seed: int) -> dict[str, torch.Tensor]:
@@ -75,7 +68,7 @@ def adapters(directory: Path, count: int = 4) -> tuple[list[PreTrainedModel], li
     models, versions = [], []
     for version in range(count):
         factors = drawn_factors(base, version)
-        versions.append(write_adapter(directory / f"v{version:08d}", version, where, factors))
+        versions.append(write_adapter(directory, version, where, factors))
         model = copy.deepcopy(base)
         for name, module in model.named_modules():
             if name.rpartition(".")[2] in TARGETS:
@@ -90,4 +83,4 @@ def changed(version: PolicyVersion, to: Path, **config: object) -> PolicyVersion
     shutil.copytree(version.location, to)
     path = to / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
-    return PolicyVersion(version=version.version, location=str(to), size=version.size, checksum=version.checksum)
+    return replace(version, location=str(to))

@@ -76,6 +76,15 @@ def _readable(buffer: Buffer) -> Buffer:
     return buffer
 
 
+def at_work(buffer: Buffer) -> list[str]:
+    """Processes of the run that live, or ended a few seconds ago: a goodbye is a heartbeat, too."""
+    from rlbuffer_cli.render.pool import FRESH_SECONDS, last_seen
+
+    seen = {who: ago for who, ago in last_seen(buffer.store).items() if who != "batcher"}
+    leader = ["batcher"] if buffer.store.is_led() else []
+    return leader + sorted(who for who, ago in seen.items() if ago <= FRESH_SECONDS)
+
+
 def resume_hint(settings: RunSettings, run: str, step: int) -> str:
     """How the trainer goes on from `step`: it takes its newest checkpoint, which must be of no later step."""
     folder = settings.model_copy(update={"run": run}).output_dir / "checkpoints"

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from rlbuffer.errors import ConfigError, InvalidRollout
 from rlbuffer.packing import pack, plan
 from rlbuffer.records import Rollout
-from rlbuffer.settings import INITIAL_MODEL, ModelSettings, RunSettings, ScoreSettings
+from rlbuffer.settings import INITIAL_MODEL, RunSettings, ScoreSettings
 from rlbuffer.trainer.model import PackedPolicy, prepare, vocabulary_of
 from rlbuffer.trainer.update import trained_tokens
-from rlbuffer.weights.model import build_model
+from rlbuffer.weights.model import build_model, narrow_dtype
 
 
 class Reference:
@@ -83,11 +83,18 @@ def make_reference(settings: RunSettings, options: ScoreSettings) -> Reference:
     is_on_gpu = options.device != "cpu" and torch.cuda.is_available()
     model_settings = settings.model
     if options.model != INITIAL_MODEL:
-        model_settings = ModelSettings(path=options.model, dtype=settings.model.dtype)
+        model_settings = settings.model.model_copy(update={"path": options.model, "config": {}})
     model = build_model(model_settings, seed=settings.trainer.seed)
     torch.nn.Module.to(model, torch.device("cuda" if is_on_gpu else "cpu"))
+    # As the trainer makes its policy: layout and dtypes are part of what is compared.
+    policy = prepare(
+        model,
+        layout=settings.trainer.layout,
+        compute=narrow_dtype(model_settings),
+        longest=settings.batcher.row_tokens,
+    )
     return Reference(
-        prepare(model),
+        policy,
         row_tokens=options.row_tokens or settings.batcher.row_tokens,
         temperature=settings.trainer.temperature,
     )

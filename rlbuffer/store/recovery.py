@@ -6,22 +6,25 @@ back a *claim*, the last steps that it has trained; the leader lets the run go o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from rlbuffer import wire
 from rlbuffer.errors import EpochChanged, NotFound, PayloadError, RlbufferError, RunGone, StepRetired
-from rlbuffer.store.base import Attempt, Claim, PoolEntry, TrainedStep
+from rlbuffer.infos import RolloutInfo
+from rlbuffer.store.base import Attempt, Claim, PartRollout, PoolEntry, TrainedStep
 from rlbuffer.store.keys import RUNS
-from rlbuffer.store.pool import HISTORY_ENTRIES
+from rlbuffer.store.pool import HISTORY_ENTRIES, pool_entries
 from rlbuffer.store.run import RunViews
 from rlbuffer.store.session import text
 from rlbuffer.store.steps import StepMoves
 
 ATTEMPT_SECONDS = 6.0
 """A trainer that is silent for this long counts as gone: it says something every second, and I12 allows 10 s."""
+LISTED = 5000
+"""Groups that the record of a void step or a rewind names: about half a MiB."""
 MAX_CLAIM_BYTES = 16 * 2**20
 """Largest claim that is decoded: eight steps of thousands of groups."""
 
@@ -153,9 +156,37 @@ class RecoveryMoves(StepMoves, RunViews):
             raise NotFound(f"a run can be taken back to step 0 at most, not to {to}")
         return self._void(to, f"step {to}", with_pool=True, force=force)
 
+    def _leaving(self, keep: int, *, with_pool: bool) -> list[list[Any]]:
+        """What people will look for: id, env, rollouts, tokens, reward, oldest version and why, of each group that
+        leaves. What the account says is the script's doing; this is a list of what is there just before."""
+        out: dict[str, list[Any]] = {}
+
+        def add(group_id: str, env: str, infos: Sequence[RolloutInfo], why: str) -> None:
+            rewards = [info.reward for info in infos if info.reward is not None]
+            reward = sum(rewards) / len(rewards) if rewards else None
+            tokens, oldest = sum(info.length for info in infos), min((info.min_version for info in infos), default=0)
+            out.setdefault(group_id, [group_id, env, len(infos), tokens, reward, oldest, why])
+
+        for header in self.headers(keep + 1):
+            members: dict[str, list[PartRollout]] = {}
+            for part in self.read_parts(header.step):
+                for member in part.rollouts:
+                    members.setdefault(member.group_id, []).append(member)
+            for group_id, found in members.items():
+                if not header.uses.get(group_id):  # of one that was trained before, only a use is void
+                    infos = [member.info for member in found]
+                    add(group_id, found[0].env, infos, f"step {header.step} was taken back")
+        pool = self.stream(self.keys.pool, "0-0", count=LISTED, block_seconds=0.0) if with_pool else []
+        for entry in pool_entries(self.keys, pool):
+            infos = list(entry.info.rollouts) if entry.info is not None else []
+            add(entry.group_id, entry.env, infos, f"pending when the run was taken back to step {keep}")
+        return list(out.values())
+
     def _void(self, keep: int, what: str, *, with_pool: bool, force: bool) -> Mapping[str, Any]:
         keys = self.keys
-        record = wire.dumps({"event": "rewind" if with_pool else "void", "step": keep})
+        groups = self._leaving(keep, with_pool=with_pool)
+        event = "rewind" if with_pool else "void"
+        record = wire.dumps({"event": event, "step": keep, "groups": groups[:LISTED], "unlisted": len(groups[LISTED:])})
         where = (keys.lease, keys.meta, keys.pool, keys.steps, keys.ledger, keys.closed, keys.garbage, keys.trainer)
         flags = (int(with_pool), int(force))
         age = round(1000 * ATTEMPT_SECONDS)

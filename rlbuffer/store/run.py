@@ -35,7 +35,7 @@ class RunViews(Session):
         return int(seconds) + int(micros) / 1e6
 
     def open_run(self) -> Meta:
-        """Creates the run's meta if there is none, and notes that the run was opened. Safe to repeat.
+        """OPEN: creates the run's meta if there is none, and notes that the run was opened. Safe to repeat.
 
         The first epoch is the server's clock in milliseconds, so that a run that was deleted and made anew is in
         another epoch: whoever still works for the old one is told (RunGone).
@@ -44,25 +44,7 @@ class RunViews(Session):
             SchemaMismatch: the run was written by an incompatible version.
         """
 
-        def create(client: Any) -> None:
-            seconds, micros = client.time()
-            now = int(seconds) * 1000 + int(micros) // 1000
-            first = {
-                "schema": SCHEMA,
-                "epoch": now,
-                "since": now,
-                "step": 0,
-                "digest": "",
-                "retired": 0,
-                "created": now,
-            }
-            with client.pipeline(transaction=True) as pipe:
-                for name, value in first.items():
-                    pipe.hsetnx(self.keys.meta, name, value)
-                pipe.execute()
-
-        if not self.look(lambda client: client.hexists(self.keys.meta, "schema")):
-            self.look(create)
+        self.move("open", (self.keys.meta,), (SCHEMA,))
         meta = self.meta()
         now = self.now()
         # At the memory limit the list keeps the older time: a takeover must not fail for it.

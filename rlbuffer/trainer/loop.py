@@ -88,6 +88,7 @@ def train(
                     longest=settings.batcher.row_tokens,
                     ratios=tally.ratios,
                 )
+            tally.updates = len(updates.parts)
             for part in updates.parts:
                 with watch.measure("train"):
                     tally.sums += updates.accumulate(part)

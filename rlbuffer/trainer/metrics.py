@@ -53,6 +53,8 @@ class Tally:
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64)
         """[len(SUMS)] over this rank's micro-batches and all updates."""
         self.ratios = Ratios()
+        self.updates = 1
+        """Optimizer updates of the step. Each has a loss of its own; what is reported is their mean."""
         self.gradient_norm = 0.0
         """Of the last update, before clipping; equal on all ranks."""
         self.learning_rate = 0.0
@@ -66,7 +68,7 @@ class Tally:
         envs = _added(part["envs"] for part in parts)
         rollouts = sum(env["rollouts"] for env in envs.values())
         return {
-            "loss": totals["loss"],
+            "loss": totals["loss"] / max(1, self.updates),
             "entropy": totals["entropy"] / trained,
             "kl": totals["kl"] / trained,
             "ratio": ratios_of([part["ratios"] for part in parts]),

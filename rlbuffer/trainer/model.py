@@ -64,15 +64,15 @@ class PackedPolicy(nn.Module):
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """[T, D] last hidden states of a packed row; every segment sees only itself."""
-        needs_plan = self.layout == "padded" or self.attention == NAME
-        plan = SegmentPlan(cu_seqlens.cpu().numpy(), input_ids.device, in_one_batch=self.in_one_batch)
+        together = self.in_one_batch and self.layout == "padded"
+        plan = SegmentPlan(cu_seqlens.cpu().numpy(), input_ids.device, in_one_batch=together)
         if self.layout == "padded":
             return plan.map(self._padded, input_ids.long())
         output = backbone_of(self.model)(
             input_ids=input_ids[None].long(),
             position_ids=position_ids[None].long(),
             use_cache=False,
-            **({"segments": plan} if needs_plan else {}),
+            **({"segments": plan} if self.attention == NAME else {}),
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
@@ -162,7 +162,7 @@ def prepare(
                     compute=policy.compute,
                     keeps_rows=layout == "padded",
                 )
-        except (PackedForwardError, ValueError, KeyError, TypeError, NotImplementedError) as error:
+        except (PackedForwardError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reasons.append(f"{attention}: {str(error).partition('. ')[0]}")
             continue
         return policy

@@ -83,7 +83,9 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def model_state(policy: PackedPolicy, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def model_state(
+    policy: PackedPolicy, *, dtype: torch.dtype | None = None, only_trained: bool = False
+) -> dict[str, Tensor]:
     """name -> whole tensor of the language model, by the library's own names. Sharded: all ranks must call it.
 
     A tied tensor stands under its first name only: gathered or converted, nobody could tell any more that it is one.
@@ -91,9 +93,10 @@ def model_state(policy: PackedPolicy, *, dtype: torch.dtype | None = None) -> di
 
     Args:
         dtype: floating-point tensors are given in this one.
+        only_trained: a sharded model's frozen parameters are neither gathered nor given.
     """
     if is_sharded(policy):
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only_trained)
         named: dict[str, Any] = get_model_state_dict(policy, options=options)
         state: dict[str, Tensor] = {name.removeprefix("model."): tensor for name, tensor in named.items()}
     else:

@@ -34,7 +34,7 @@ def write_version(
         base: what :func:`write_base` wrote, when only an adapter is trained; None on other ranks than the first.
     """
     lora = settings.trainer.lora.rank > 0
-    state = model_state(policy, dtype=None if lora else narrow_dtype(settings.model))
+    state = model_state(policy, dtype=None if lora else narrow_dtype(settings.model), only_trained=lora)
     if ranks.rank != 0:
         return None
     folder, keep = weights_folder(settings), settings.trainer.keep_versions

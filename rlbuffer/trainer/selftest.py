@@ -169,9 +169,8 @@ def acting_window(model: PreTrainedModel, longest: int | None) -> int | None:
         acts = kinds is None or any(kind in str(k) for k in kinds)
         if isinstance(value, int) and acts and getattr(config, "use_sliding_window", True):
             windows.append(value)
-    limits = [limit for limit in (longest, getattr(config, "max_position_embeddings", None)) if limit]
     shortest = min(windows, default=0)
-    return shortest if shortest and all(shortest < limit for limit in limits) else None
+    return shortest if shortest and all(shortest < limit for limit in _limits(config, longest)) else None
 
 
 WINDOWS = {"sliding_window": "sliding", "attention_chunk_size": "chunked", "window_size": "local"}
@@ -180,9 +179,12 @@ WINDOWS = {"sliding_window": "sliding", "attention_chunk_size": "chunked", "wind
 
 def tested_tokens(model: PreTrainedModel, window: int, longest: int | None) -> int:
     """Tokens of the self-test's segment that exceeds the window, as far as rollouts and the model allow."""
-    config: Any = model.config.get_text_config()
-    limits = [limit for limit in (longest, getattr(config, "max_position_embeddings", None)) if limit]
-    return int(min([window + BEYOND_WINDOW, *limits]))
+    return min([window + BEYOND_WINDOW, *_limits(model.config.get_text_config(), longest)])
+
+
+def _limits(config: Any, longest: int | None) -> list[int]:
+    """Tokens that no rollout exceeds: the longest that will come, and what the model has positions for."""
+    return [int(limit) for limit in (longest, getattr(config, "max_position_embeddings", None)) if limit]
 
 
 @contextmanager

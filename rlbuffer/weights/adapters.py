@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from rlbuffer.errors import WeightsError
-from rlbuffer.records import PolicyVersion
 from rlbuffer.weights.files import load_state, open_weights
-from rlbuffer.weights.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BASE_FILE, is_adapter
+from rlbuffer.weights.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, base_of, is_adapter, is_url
 
 _PREFIX = "base_model.model."
 """What PEFT puts before the names of a model's modules."""
@@ -36,22 +36,6 @@ _PLAIN: Mapping[str, Any] = {
     "alpha_pattern": {},
 }
 """Options of PEFT at the values that mean LoRA and nothing else."""
-
-
-def base_of(directory: Path) -> PolicyVersion:
-    """Where the model is that an adapter is for, with size and checksum; its version number means nothing.
-
-    Raises:
-        WeightsError: ``base.json`` is missing or does not say it.
-    """
-    path = directory / BASE_FILE
-    try:
-        told = json.loads(path.read_text("utf-8"))
-        return PolicyVersion(
-            version=0, location=str(told["location"]), size=int(told["size"]), checksum=str(told["checksum"])
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"{path} does not say which model the adapter is for: {error!r}") from error
 
 
 def require_base(directory: Path, checksum: str) -> None:
@@ -71,12 +55,17 @@ def require_base(directory: Path, checksum: str) -> None:
 def model_directory(directory: Path) -> Path:
     """A directory with config and weights of a whole model: `directory`, or that of its base, verified.
 
+    The base of an adapter that was downloaded lies beside it.
+
     Raises:
         WeightsError: the base is not there, or not the one that the adapter is for.
     """
     if not is_adapter(directory):
         return directory
     base = base_of(directory)
+    if is_url(base.location):
+        beside = directory.parent / base.location.rstrip("/").rpartition("/")[2]
+        base = replace(base, location=str(beside)) if beside.is_dir() else base
     try:
         return open_weights(base)
     except WeightsError as error:
@@ -132,5 +121,7 @@ def _merged(directory: Path, base: Mapping[str, torch.Tensor]) -> dict[str, torc
         weight = merged.get(target)
         if up is None or weight is None or weight.shape != (up.shape[0], down.shape[1]):
             raise WeightsError(f"the weights do not fit the model: {name} of the adapter at {directory}")
-        merged[target] = (weight.float() + scale * (up.float() @ down.float())).to(weight.dtype)
+        # In float32 at least, and left there: bfloat16 has no room for what an adapter adds to its base.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        merged[target] = weight.to(wide) + scale * (up.to(wide) @ down.to(wide))
     return merged

@@ -1,6 +1,7 @@
 """Policy versions of other hosts in a local folder: downloaded once per host, whole or not there, old ones removed.
 
     <cache>/v00000012-9f86d081884c/    a complete version, as the trainer has it
+            base-1f2e3d4c5b6a/         the model that adapters are for; it stays
             .tmp-v00000013-.../        one that is being downloaded; continued after an interruption
             .lock                      held by the process that downloads or removes; the others wait and find it done
 
@@ -29,14 +30,17 @@ from rlbuffer.store.locks import try_lock
 from rlbuffer.weights.disk import flush
 from rlbuffer.weights.layout import (
     LIST_FILE,
+    NAME,
     TEMPORARY,
     VERSION,
-    WEIGHTS_FILE,
     ListedFile,
+    base_of,
     check,
+    is_adapter,
     is_url,
     parse_list,
     remove,
+    weights_among,
     write_list,
 )
 
@@ -97,8 +101,9 @@ class VersionCache:
     def localized(self, policy: PolicyVersion) -> PolicyVersion:
         """The same version with a location on this host's disk; downloads it unless it is there.
 
-        A location that is no URL is left as it is. The content of an earlier download is not read again here:
-        :func:`rlbuffer.weights.files.open_weights` does that.
+        The model that an adapter is for comes with it, and lies beside it. A location that is no URL is left as it is.
+        The content of an earlier download is not read again here: :func:`rlbuffer.weights.files.open_weights` does
+        that.
 
         Raises:
             WeightsError: no place has it, or has it right; with every place and its reason.
@@ -106,22 +111,23 @@ class VersionCache:
         if not is_url(policy.location):
             return policy
         origin, _, name = policy.location.rstrip("/").rpartition("/")
-        match = VERSION.match(name)
-        if match is None or match[2] != policy.checksum[:12]:
+        match = NAME.match(name)
+        if match is None or match[1] != policy.checksum[:12]:
             raise WeightsError(
                 f"version {policy.version} was announced at {policy.location}, which does not end in the name of its "
                 f"directory (v{policy.version:08d}-{policy.checksum[:12]})"
             )
-        if self._beside is not None and (self._beside / name / WEIGHTS_FILE).is_file():
+        if self._beside is not None and (self._beside / name / LIST_FILE).is_file():
             return replace(policy, location=str((self._beside / name).absolute()))
-        weights = ListedFile(name=WEIGHTS_FILE, size=policy.size, sha256=policy.checksum)
-        directory = self.fetch(name, [*spread(self._relays, name), origin], weights)
+        directory = self.fetch(name, [*spread(self._relays, name), origin], policy)
+        if is_adapter(directory):
+            self.localized(base_of(directory))
         return replace(policy, location=str(directory.absolute()))
 
     def complete(self, name: str) -> Path | None:
         """The directory of a version that is here, or None."""
         directory = self.directory / name
-        return directory if VERSION.match(name) and directory.is_dir() else None
+        return directory if NAME.match(name) and directory.is_dir() else None
 
     def progress(self, name: str) -> int:
         """Bytes of a version that are here already."""
@@ -131,11 +137,11 @@ class VersionCache:
         except FileNotFoundError:
             return 0  # not begun, or just finished
 
-    def fetch(self, name: str, places: Sequence[str], weights: ListedFile | None = None) -> Path:
+    def fetch(self, name: str, places: Sequence[str], weights: PolicyVersion | None = None) -> Path:
         """The directory of version `name`, downloaded from the first of `places` (base URLs) that has it right.
 
         Args:
-            weights: what the weights must be; None: what the list says, whose sha256 must fit the name.
+            weights: as they were announced; None: what the list says, whose sha256 must fit the name.
 
         Raises:
             WeightsError: none has; with every place and its reason.
@@ -167,6 +173,9 @@ class VersionCache:
         except WeightsError:
             with self._lock():
                 remove(directory)
+            return
+        if is_adapter(directory):
+            self.recheck(base_of(directory))
 
     # -- under the lock ------------------------------------------------------------------------------------------------
     @contextmanager
@@ -180,7 +189,7 @@ class VersionCache:
         finally:
             os.close(descriptor)
 
-    def _download(self, name: str, places: Sequence[str], weights: ListedFile | None) -> Path:
+    def _download(self, name: str, places: Sequence[str], weights: PolicyVersion | None) -> Path:
         try:
             from rlbuffer.weights.download import make_client
         except ImportError as error:
@@ -211,16 +220,24 @@ class VersionCache:
         )
 
     def _download_from(
-        self, client: httpx.Client, url: str, name: str, weights: ListedFile | None, folder: Path
+        self, client: httpx.Client, url: str, name: str, weights: PolicyVersion | None, folder: Path
     ) -> None:
         from rlbuffer.weights.download import PART, fetch_file, fetch_list
 
         files = fetch_list(client, url, name=name, stopped=self._stop.is_set)
-        listed = next(file for file in files if file.name == WEIGHTS_FILE)
-        if weights is not None and listed != weights:
+        listed = weights_among(files)
+        if (
+            weights is not None
+            and listed is not None
+            and (listed.size, listed.sha256)
+            != (
+                weights.size,
+                weights.checksum,
+            )
+        ):
             raise WeightsError(
                 f"it has other weights under this name: {listed.size} bytes, sha256 {listed.sha256}; "
-                f"announced were {weights.size} bytes, {weights.sha256}"
+                f"announced were {weights.size} bytes, {weights.checksum}"
             )
         self._need(sum(file.size for file in files) - self.progress(name))
         known = _known(folder, name)

@@ -39,6 +39,8 @@ MAX_FILES = 4096
 
 VERSION = re.compile(r"v(\d{8,20})-([0-9a-f]{12})\Z")
 """Name of a version's directory: version and the first digits of the weights' sha256."""
+NAME = re.compile(r"(?:v\d{8,20}|base)-([0-9a-f]{12})\Z")
+"""Name of a directory that may be handed to other hosts: a version's, or that of the model that adapters are for."""
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 """Names that a version's files may have: no path, nothing hidden."""
 TEMPORARY = ".tmp-"
@@ -102,11 +104,16 @@ def parse_list(text: str | bytes, *, name: str) -> tuple[ListedFile, ...]:
     for file in files:
         if not FILE.match(file.name) or file.name == LIST_FILE or file.size < 0 or not _SHA256.match(file.sha256):
             raise WeightsError(f"{LIST_FILE} of {name} has an entry that cannot be: {file.name!r}")
-    weights = [file for file in files if file.name == WEIGHTS_FILE]
-    match = VERSION.match(name)
-    if len(files) > MAX_FILES or not weights or match is None or not weights[0].sha256.startswith(match[2]):
+    weights = weights_among(files)
+    match = NAME.match(name)
+    if len(files) > MAX_FILES or weights is None or match is None or not weights.sha256.startswith(match[1]):
         raise WeightsError(f"{LIST_FILE} of {name} is of other weights")
     return files
+
+
+def weights_among(files: Iterable[ListedFile]) -> ListedFile | None:
+    """The one that a version is named and announced by; None when there is none."""
+    return next((file for file in files if file.name in (WEIGHTS_FILE, ADAPTER_FILE)), None)
 
 
 def versions(directory: Path) -> dict[int, list[Path]]:
@@ -123,6 +130,22 @@ def versions(directory: Path) -> dict[int, list[Path]]:
 def is_adapter(directory: Path) -> bool:
     """A version's directory holds a LoRA adapter, not a whole model."""
     return (directory / ADAPTER_CONFIG_FILE).is_file()
+
+
+def base_of(directory: Path) -> PolicyVersion:
+    """Where the model is that an adapter is for, with size and checksum; its version number means nothing.
+
+    Raises:
+        WeightsError: ``base.json`` is missing or does not say it.
+    """
+    path = directory / BASE_FILE
+    try:
+        told = json.loads(path.read_text("utf-8"))
+        return PolicyVersion(
+            version=0, location=str(told["location"]), size=int(told["size"]), checksum=str(told["checksum"])
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{path} does not say which model the adapter is for: {error!r}") from error
 
 
 def check(directory: Path, policy: PolicyVersion) -> None:

@@ -28,7 +28,7 @@ from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.settings import RunSettings
 from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
 from rlbuffer.weights.download import HAVE_HEADER
-from rlbuffer.weights.layout import FILE, VERSION, versions
+from rlbuffer.weights.layout import FILE, NAME, versions
 
 MAX_FETCHES = 4
 """Versions that a relay fetches, or waits to fetch, at once; more are answered 503."""
@@ -73,7 +73,7 @@ class _Server:
 
     async def file(self, request: web.Request) -> web.StreamResponse:
         version, name = request.match_info["version"], request.match_info["file"]
-        if not VERSION.match(version) or not FILE.match(name):
+        if not NAME.match(version) or not FILE.match(name):
             raise web.HTTPNotFound(text="no such file\n")
         directory = self._directory / version
         if self._cache is not None and not directory.is_dir():

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import WrongLogprobs
 from rlbuffer.records import PolicyVersion
-from rlbuffer.weights.adapters import base_of, model_directory, state_of
+from rlbuffer.weights.adapters import model_directory, state_of
 from rlbuffer.weights.files import open_weights, read_config
-from rlbuffer.weights.layout import is_adapter
+from rlbuffer.weights.layout import base_of, is_adapter
 from rlbuffer.weights.model import load_into, model_from_config
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
 

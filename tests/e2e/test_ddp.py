@@ -28,14 +28,18 @@ sys.exit(launch(from_json(sys.argv[1]), world_size=int(sys.argv[2]), fake_data=T
 """
 
 
-def start(output: Path, world_size: int, *, dtype: str = "float32", **trainer: Any) -> subprocess.Popen[str]:
+def settings_of(output: Path, *, dtype: str = "float32", **trainer: Any) -> RunSettings:
     values = {"steps": 3, "output": output, "device": "cpu", "check_parameters": True, "entropy_bonus": 0.01}
-    settings = RunSettings(
+    return RunSettings(
         home=output,
         batcher={"row_tokens": 128, "micro_batches_per_rank": 2},
         model={"config": dict(TINY_QWEN3), "dtype": dtype},
         trainer=values | trainer,
     )
+
+
+def start(output: Path, world_size: int, *, dtype: str = "float32", **trainer: Any) -> subprocess.Popen[str]:
+    settings = settings_of(output, dtype=dtype, **trainer)
     return subprocess.Popen(
         [sys.executable, "-c", LAUNCH, to_json(settings), str(world_size)],
         stdout=subprocess.DEVNULL,
@@ -106,7 +110,8 @@ def test_an_error_of_our_own_ends_the_job_with_one_message_and_its_exit_code(tmp
     process = start(tmp_path, 2, loss="ppo")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 3
-    assert errors == "Error: trainer.loss = 'ppo' is not a loss: clip, dapo, dr_grpo, ratio\n"
+    known = "cispo, clip, clip_cov, dapo, decoupled, dppo_tv, dr_grpo, gspo, icepop, kl_cov, masked_ratio, ratio, tis"
+    assert errors == f"Error: trainer.loss = 'ppo' is not a loss: {known}. Did you mean dppo_tv?\n"
 
 
 def test_a_rank_that_keeps_failing_ends_the_job_after_its_restarts_with_its_traceback(tmp_path: Path) -> None:

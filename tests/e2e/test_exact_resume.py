@@ -7,11 +7,15 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 from homes import Home
 from test_replay import start_sources
 
 from rlbuffer.trainer.checkpoint import load_parameters
+
+pytestmark = pytest.mark.timeout(900)
+"""A machine may be many times as slow as this one."""
 
 HALF, LAST = 10, 20
 COMPARED = ("loss", "grad_norm", "learning_rate", "entropy", "kl", "clip_fraction", "parameters_sha256", "batch_sha256")

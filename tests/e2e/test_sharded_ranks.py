@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_ddp import records, start
+from test_ddp import records, settings_of, start
 
 from rlbuffer.trainer.checkpoint import load_parameters
+from rlbuffer.trainer.loop import train
 from rlbuffer.weights.layout import versions
+
+pytestmark = pytest.mark.timeout(900)
+"""A machine may be many times as slow as this one."""
 
 
 def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
@@ -23,7 +27,7 @@ def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 
 def finish(processes: list[Any]) -> None:
     for process in processes:
-        _, errors = process.communicate(timeout=200)
+        _, errors = process.communicate(timeout=400)
         assert (process.returncode, errors) == (0, "")
 
 
@@ -38,7 +42,9 @@ def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(tmp_path:
         "fsdp": {"parallel": "fsdp"},
         "padded": {"parallel": "fsdp", "layout": "padded", "gradient_checkpointing": True},
     }
-    finish([start(tmp_path / name, 2, dtype="float64", **way) for name, way in ways.items()])
+    # Two updates a step: those after the first look at the policy as it was before, in further forward passes.
+    many = {"passes": 2, "old_logprobs": "recomputed"}
+    finish([start(tmp_path / name, 2, dtype="float64", **many, **way) for name, way in ways.items()])
     expected = load_parameters(tmp_path / "ddp", 3)
     for name in ("fsdp", "padded"):
         assert relative(load_parameters(tmp_path / name, 3), expected) < 1e-9
@@ -51,17 +57,30 @@ def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(tmp_path:
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
             assert len(set(ours["parameters_sha256"])) == 1
 
-    # Each way goes on from the other's checkpoint.
-    (tmp_path / "fsdp").rename(tmp_path / "was-fsdp")
-    (tmp_path / "ddp").rename(tmp_path / "was-ddp")
-    finish(
-        [
-            start(tmp_path / "was-ddp", 2, dtype="float64", steps=5, parallel="fsdp"),
-            start(tmp_path / "was-fsdp", 3, dtype="float64", steps=5),
-        ]
-    )
-    assert records(tmp_path / "was-ddp")[-1]["resumed_from"] == records(tmp_path / "was-fsdp")[-1]["resumed_from"] == 3
-    whole = load_parameters(tmp_path / "was-fsdp", 5), load_parameters(tmp_path / "was-fsdp", 5, of="optimizer")
-    parts = load_parameters(tmp_path / "was-ddp", 5), load_parameters(tmp_path / "was-ddp", 5, of="optimizer")
-    assert relative(parts[0], whole[0]) < 1e-9
-    assert relative(parts[1], whole[1]) < 1e-9
+    # Either way goes on from the other's checkpoint, also with another number of ranks.
+    goes_on = start(tmp_path / "ddp", 2, dtype="float64", steps=5, parallel="fsdp", **many)
+    alone = settings_of(tmp_path / "fsdp", dtype="float64", steps=5, **many)
+    assert train(alone, rank=0, world_size=1, fake_data=True)
+    finish([goes_on])
+    for name in ("ddp", "fsdp"):
+        assert [r["resumed_from"] for r in records(tmp_path / name)] == [0, 0, 0, 3, 3]
+    for of in ("policy", "optimizer"):
+        ours, theirs = (load_parameters(tmp_path / name, 5, of=of) for name in ("ddp", "fsdp"))
+        assert relative(ours, theirs) < 1e-9
+
+
+def test_sharded_ranks_train_an_adapter_as_whole_ones_do(tmp_path: Path) -> None:
+    ways = {"ddp": {}, "fsdp": {"parallel": "fsdp"}}
+    lora = {"rank": 4, "targets": ["q_proj", "down_proj"]}
+    finish([start(tmp_path / name, 2, dtype="float64", lora=lora, **way) for name, way in ways.items()])
+    for of in ("policy", "optimizer"):
+        ours, theirs = (load_parameters(tmp_path / name, 3, of=of) for name in ("fsdp", "ddp"))
+        assert all(".lora_" in name for name in ours)
+        assert relative(ours, theirs) < 1e-9
+    (directory,) = versions(tmp_path / "fsdp" / "weights")[3]
+    (other,) = versions(tmp_path / "ddp" / "weights")[3]
+    adapters = [load_file(folder / "adapter_model.safetensors") for folder in (directory, other)]
+    assert relative(adapters[0], adapters[1]) < 1e-9
+    bases = [[path.name for path in (tmp_path / name / "weights").glob("base-*")] for name in ways]
+    assert len(bases[0]) == 1
+    assert bases[0] == bases[1]

@@ -28,8 +28,9 @@ from samplers_conformance import (
 
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.settings import WorkerSettings
-from rlbuffer.weights.adapters import base_of, rank_and_scale, require_base, state_of
+from rlbuffer.weights.adapters import rank_and_scale, require_base, state_of
 from rlbuffer.weights.files import open_weights
+from rlbuffer.weights.layout import base_of
 from rlbuffer.weights.shapes import names_and_shapes
 from rlbuffer.worker.samplers import make_sampler
 from rlbuffer.worker.samplers.endpoint import NAME_ADAPTER, Endpoint
@@ -92,6 +93,18 @@ def test_the_base_is_left_as_it_is_by_a_merge(tmp_path: Path) -> None:
     assert not torch.equal(merged[name], base[name])
 
 
+def test_a_small_adapter_is_not_rounded_away_in_a_narrow_base(tmp_path: Path) -> None:
+    model, base = published_base(tmp_path)
+    factors = {name: 1e-3 * factor for name, factor in drawn_factors(model, 0).items()}
+    directory = Path(write_adapter(tmp_path, 0, base, factors).location)
+    narrow = {name: tensor.bfloat16() for name, tensor in state_of(Path(base.location)).items()}
+    merged = state_of(directory, base=narrow)
+    name = "model.layers.0.self_attn.q_proj"
+    down, up = (factors[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+    added = merged[f"{name}.weight"] - narrow[f"{name}.weight"].float()
+    torch.testing.assert_close(added, 2.0 * (up @ down), rtol=0, atol=1e-7)
+
+
 def test_rank_stabilised_scaling_is_known(tmp_path: Path) -> None:
     _, (version,) = adapters(tmp_path, 1)
     assert rank_and_scale(Path(version.location)) == (4, 2.0)
@@ -150,11 +163,10 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     factors = drawn_factors(model, 0)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     wrong = {**factors, name: factors[name][:, :-1].contiguous()}
-    folder = tmp_path / "shape"
-    write_adapter(folder, 0, base, wrong)
+    folder = Path(write_adapter(tmp_path, 0, base, wrong).location)
     assert said(folder) == f"the weights do not fit the model: {name} of the adapter at {folder}"
-    folder = tmp_path / "name"
-    write_adapter(folder, 0, base, {"base_model.model.elsewhere.lora_B.weight": torch.zeros(2, 4)})
+    elsewhere = {"base_model.model.elsewhere.lora_B.weight": torch.zeros(2, 4)}
+    folder = Path(write_adapter(tmp_path, 1, base, elsewhere).location)
     assert said(folder).startswith("the weights do not fit the model: base_model.model.elsewhere.lora_B.weight")
 
 
@@ -218,7 +230,5 @@ def test_the_extension_looks_at_an_adapter_before_it_touches_the_engine(tmp_path
     )
     model, base = published_base(tmp_path)
     broken = {name: torch.full_like(factor, torch.nan) for name, factor in drawn_factors(model, 0).items()}
-    write_adapter(tmp_path / "nan", 1, base, broken)
-    assert worker.rlbuffer_load_adapter(str(tmp_path / "nan"), shapes).startswith(
-        "the weights are not finite: base_model"
-    )
+    directory = write_adapter(tmp_path, 1, base, broken).location
+    assert worker.rlbuffer_load_adapter(directory, shapes).startswith("the weights are not finite: base_model")

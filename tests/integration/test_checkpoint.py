@@ -233,6 +233,27 @@ def test_a_run_that_has_made_its_steps_makes_no_more(tmp_path: Path) -> None:
     assert [r["step"] for r in records(tmp_path)] == [1]
 
 
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_with_a_sentence(tmp_path: Path) -> None:
+    wanted = settings(tmp_path)
+    assert train(wanted, rank=0, world_size=1, fake_data=True)
+    expected = load_parameters(tmp_path, 6)
+    damaged = path_of(tmp_path / "checkpoints", 6) / "__0_0.distcp"
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    said: list[str] = []
+
+    def listen(event: dict[str, Any]) -> None:
+        if event["event"] == "warning":
+            said.append(event["message"])
+
+    assert train(wanted, rank=0, world_size=1, fake_data=True, on_event=listen)
+    assert said == [f"{damaged} is damaged: its sha256 is not the one in meta.json; an older checkpoint is used"]
+    assert [r["resumed_from"] for r in records(tmp_path)][-3:] == [3, 3, 3]
+    ours = load_parameters(tmp_path, 6)
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
 def test_with_no_whole_checkpoint_left_training_begins_again_and_says_so(tmp_path: Path) -> None:
     once = settings(tmp_path, steps=1)
     assert train(once, rank=0, world_size=1, fake_data=True)

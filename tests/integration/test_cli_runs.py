@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_runs import Run
 
+from rlbuffer.client import Buffer
+from rlbuffer.errors import ServerFull
+from rlbuffer.store.redis_store import RedisStore
 from rlbuffer_cli.main import main
 
 Call = Callable[..., tuple[int, str, str]]
@@ -89,8 +94,79 @@ def test_a_trainer_at_work_is_ended_only_by_force(made: Run, call: Call) -> None
     assert call("rewind", "1", "--force", "--run", made.store.run)[0] == 0
 
 
+def test_reset_is_refused_while_processes_are_at_work_unless_it_is_forced(made: Run, call: Call) -> None:
+    name = made.store.run
+    made.store.heartbeat("worker", "math-0", {})
+    made.store.heartbeat("scorer", "ref", {})
+    code, _, err = call("reset", name, "--yes")
+    text = (
+        f"Error: processes of run {name!r} are at work, or were a few seconds ago: batcher, scorer ref, worker math-0. "
+        "Stop them first: what is still there begins the run anew. --force removes it all the same\n"
+    )
+    assert (code, err) == (1, text)
+    assert made.store.meta().step == 3
+    assert call("reset", name, "--yes", "--force")[0] == 0
+    assert made.control_keys() == {}
+
+
+def test_groups_of_void_steps_are_listed_as_dropped(made: Run, call: Call) -> None:
+    name = made.store.run
+
+    def void() -> list[dict[str, Any]]:
+        out = call("inspect", "--run", name, "--where", "reason:void", "--json")[1]
+        return [json.loads(line) for line in out.splitlines()]
+
+    assert call("step", "void", "2", "--run", name)[0] == 0
+    assert [(r["group_id"], r["state"], r["rollouts"], r["detail"]) for r in void()] == [
+        ("a.2", "dropped", 2, "step 3 was taken back"),
+        ("a.1", "dropped", 2, "step 2 was taken back"),
+    ]
+    assert call("rewind", "1", "--run", name)[0] == 0
+    listed = void()
+    assert (listed[0]["group_id"], listed[0]["detail"]) == ("a.3", "pending when the run was taken back to step 1")
+    account = made.store.ledger().total()
+    assert sum(r["rollouts"] for r in listed) == account.dropped["void"][0] == 6
+    assert sum(r["tokens"] for r in listed) == account.dropped["void"][1]
+
+
+def test_a_file_that_a_full_server_takes_in_part_is_said_to_be_so_and_goes_on_from_there(
+    made: Run, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rollout = {
+        "tokens": [1, 2],
+        "loss_mask": [False, True],
+        "logprobs": [0.0, -0.5],
+        "reward": 1.0,
+        "version_spans": [[0, 1, 2]],
+    }
+    path = tmp_path / "groups.jsonl"
+    groups = [{"group_id": f"g{n}", "env": "b", "prompt_id": "p", "planned_size": 1} for n in range(3)]
+    path.write_text("".join(json.dumps(group | {"rollouts": [rollout]}) + "\n" for group in groups))
+    push, is_full = RedisStore.push, True
+
+    def limited(store: RedisStore, group: Any, **values: Any) -> Any:
+        if is_full and values["sequence"] > 1:
+            raise ServerFull("the server at memory:// refused: it is full")
+        return push(store, group, **values)
+
+    monkeypatch.setattr(RedisStore, "push", limited)
+    monkeypatch.setattr(Buffer, "writer", partialmethod(Buffer.writer, patience_seconds=0.2))
+    code, _, err = call("push", str(path), "--run", made.store.run)
+    assert code == 4
+    waiting, *rest = err.splitlines()
+    assert waiting == "waiting: the server at memory:// refused: it is full"
+    assert rest == [
+        "Error: the server at memory:// refused: it is full",
+        "  1 of 3 groups are stored; pushing the file again goes on from there",
+    ]
+    is_full = False
+    code, out, _ = call("push", str(path), "--run", made.store.run)
+    assert (code, out) == (0, f'{path}: 3 groups into run "{made.store.run}": 2 stored, 1 duplicate\n')
+
+
 def test_reset_asks_for_yes_and_then_removes_everything(made: Run, call: Call) -> None:
     name = made.store.run
+    made.store.release_lease("leader")
     code, _, err = call("reset", name)
     assert code == 2
     message = f'Error: this removes run "{name}" (3 steps, 2 pending rollouts) for good: say so with --yes\n'

@@ -22,7 +22,7 @@ from rlbuffer.weights.model import TINY_QWEN3, build_model, model_from_config
 from rlbuffer.weights.shapes import names_and_shapes
 from rlbuffer.worker.samplers import Sampling, make_sampler
 from rlbuffer.worker.samplers.base import Completion
-from rlbuffer.worker.samplers.endpoint import Endpoint
+from rlbuffer.worker.samplers.endpoint import GENERATE, Endpoint
 from rlbuffer.worker.samplers.openai import OpenAISampler
 from rlbuffer.worker.samplers.transformers import TransformersSampler
 from rlbuffer.worker.selfcheck import check
@@ -167,8 +167,10 @@ def test_a_server_that_tells_no_versions_is_not_shared(tmp_path: Path) -> None:
     policy = publish(tmp_path, 0, state={"weight": torch.zeros(2)}, config={}, keep=1)
 
     def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == GENERATE:
+            return httpx.Response(404)
         choice = {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}
-        return httpx.Response(200, json={"choices": [choice], "paths": {}})
+        return httpx.Response(200, json={"choices": [choice]})
 
     async def ask() -> None:
         sampler = OpenAISampler({"servers": URL, "updates_weights": False})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_agreement import step
-from test_checkpoint import made
+from test_checkpoint import made, trained
 from torch import nn
 
 from rlbuffer.errors import CheckpointError, ConfigError, PackedForwardError, RlbufferError, WeightsError
@@ -28,7 +27,15 @@ from rlbuffer.trainer.pulls import Pulls
 from rlbuffer.trainer.setup import Session, device_of
 from rlbuffer.trainer.stopping import StopRequest
 from rlbuffer.trainer.update import take_step, trained_tokens
-from rlbuffer.weights.files import CONFIG_FILE, WEIGHTS_FILE, load_state, open_weights, publish, read_config
+from rlbuffer.weights.files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    load_state,
+    open_weights,
+    publish,
+    publish_base,
+    read_config,
+)
 from rlbuffer.weights.model import build_model
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -61,14 +68,14 @@ def step_with_infinite_gradient() -> None:
         (lambda: SegmentPlan([1, 4]), ValueError, "cu_seqlens must ascend from 0, got [1, 4]"),
         (lambda: SegmentPlan([0]), ValueError, "cu_seqlens must ascend from 0, got [0]"),
         (
-            lambda: attend(segments=SegmentPlan([0, 4]), sliding_window=2),
+            lambda: attend(segments=SegmentPlan([0, 4]), s_aux=torch.zeros(2)),
             PackedForwardError,
-            "Identity wants a sliding window, which the segment attention does not do",
+            "Identity wants attention sinks, which the segment attention does not do",
         ),
         (
-            lambda: attend(segments=SegmentPlan([0, 4]), softcap=30.0),
+            lambda: attend(segments=SegmentPlan([0, 4]), position_bias=torch.zeros(2)),
             PackedForwardError,
-            "Identity wants a soft cap, which the segment attention does not do",
+            "Identity wants a position bias, which the segment attention does not do",
         ),
         (attend, PackedForwardError, "the model does not pass its keyword arguments on to Identity"),
         (
@@ -175,7 +182,7 @@ def test_checkpoints_that_cannot_be_written_or_read_name_the_file(tmp_path: Path
     (tmp_path / "file").write_text("")
     place = tmp_path / "file" / "step-00000001"
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.save(tmp_path / "file", made(1), keep=1)
+        checkpoint.save(tmp_path / "file", made(1), *trained(), keep=1)
     head = f"the checkpoint of step 1 cannot be written to {place}: [Errno 20] Not a directory: "
     assert str(caught.value).startswith(head)
 
@@ -187,18 +194,38 @@ def test_checkpoints_that_cannot_be_written_or_read_name_the_file(tmp_path: Path
     )
 
     missing.mkdir()
-    (missing / "state.pt").write_bytes(b"not a checkpoint")
-    sha256 = hashlib.sha256(b"not a checkpoint").hexdigest()
-    (missing / "meta.json").write_text(json.dumps({"format": 1, "size": 16, "sha256": sha256}))
+    (missing / "meta.json").write_text(json.dumps({"format": 2, "files": {}, "step": 4}))
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(tmp_path, 4, run="r")
-    assert str(caught.value).startswith(f"{missing / 'state.pt'} cannot be loaded: ")
+    assert str(caught.value).startswith(f"{missing / 'meta.json'} cannot be loaded: ")
+
+
+def test_a_checkpoint_that_one_rank_cannot_write_fails_on_all(tmp_path: Path) -> None:
+    """A rank of two whose peer says, in the first exchange, that it has failed."""
+    ranks: Any = SimpleNamespace(
+        rank=1,
+        world_size=2,
+        first=lambda value: 7,
+        gather=lambda mine: torch.stack([torch.ones_like(mine), mine]),
+    )
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(tmp_path, made(1), *trained(), keep=1, ranks=ranks)
+    assert str(caught.value) == (
+        f"the checkpoint of step 1 cannot be written to {tmp_path / 'step-00000001'}: rank 0 could not write its part"
+    )
 
 
 def test_weights_that_cannot_be_used_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as refused:
         publish(tmp_path, -1, state={}, config={}, keep=0)
     assert str(refused.value) == "version = -1 must not be negative and keep = 0 must be at least 1"
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightsError) as caught:
+        publish_base(tmp_path / "file", state={}, config={})
+    assert str(caught.value).startswith(
+        f"the adapters' base model cannot be written to {tmp_path / 'file'}: [Errno 20]"
+    )
 
     policy = publish(tmp_path, 0, state={"weight": torch.zeros(2)}, config={}, keep=1)
     directory = Path(policy.location)

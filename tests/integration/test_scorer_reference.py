@@ -19,10 +19,10 @@ CONFIG = {**TINY_QWEN3, "vocab_size": 1024, "initializer_range": 0.3}
 
 
 @pytest.fixture
-def stage() -> Iterator[Stage]:
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     stage = Stage(
         model={"config": CONFIG},
-        trainer={"seed": SEED},
+        trainer={"seed": SEED, "layout": getattr(request, "param", "packed")},
         batcher={"row_tokens": 64},
         score={"one": {"model": "initial", "device": "cpu", "groups_per_batch": 4}},
     )
@@ -41,6 +41,7 @@ def expected(stage: Stage, rollout: Rollout, temperature: float = 1.0) -> np.nda
     return np.where(rollout.loss_mask, np.concatenate([[0.0], found]), 0.0)
 
 
+@pytest.mark.parametrize("stage", ["packed", "padded"], indirect=True)
 def test_packed_reference_logprobs_are_those_of_separate_forward_passes(stage: Stage):
     groups = [make_group(env="a", seed=n, needs=["ref_logprobs"], answer=n, metadata={"k": n}) for n in range(6)]
     for group in groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -60,6 +61,24 @@ def test_a_worker_waits_for_a_full_server_and_says_so(stage: Stage, monkeypatch:
     stage.finish()
     assert stage.raised is None
     assert "memory limit" not in stage.heartbeat()["waiting"]
+
+
+def test_a_score_that_hangs_does_not_keep_a_worker_from_ending(stage: Stage) -> None:
+    hanging = threading.Event()
+
+    def score(*args: Any, **values: Any) -> Score:
+        hanging.set()
+        time.sleep(3600)
+        raise AssertionError
+
+    stage.env.score = score  # type: ignore[method-assign]
+    stage.allow(1)
+    stage.announce(0)
+    stage.start()
+    assert hanging.wait(PATIENCE_SECONDS)
+    stage.finish()
+    assert stage.raised is None
+    assert stage.groups() == []
 
 
 def test_a_worker_that_waits_for_a_full_server_can_be_stopped(stage: Stage) -> None:

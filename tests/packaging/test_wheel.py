@@ -31,6 +31,7 @@ def test_the_wheel_has_two_packages_and_no_generic_name(names: list[str]) -> Non
 def test_the_wheel_carries_the_scripts_and_the_demo(names: list[str]) -> None:
     scripts = {Path(name).stem for name in names if name.startswith("rlbuffer/store/scripts/")}
     assert {
+        "open",
         "push",
         "ticket",
         "keep",

@@ -14,7 +14,7 @@ from vllm_server import ENGINE, VllmServer, with_tokenizer
 from worker_run import VERSIONS, WorkerRun, versions_change_under_running_rollouts
 
 from rlbuffer.settings import WorkerSettings
-from rlbuffer.weights.adapters import base_of
+from rlbuffer.weights.layout import base_of
 from rlbuffer.worker.samplers import make_sampler
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 from vllm_server import FEW_PROCESSES
 
 if TYPE_CHECKING:
@@ -76,7 +76,6 @@ def write_config(folder: Path, *, steps: int) -> Path:
     return path
 
 
-@pytest.mark.timeout(600)
 def test_a_run_that_samples_with_vllm_learns_to_copy(home: Home) -> None:
     run = home.start("run", write_config(home.path, steps=400), "--display", "plain", log="run")
 
@@ -93,6 +92,6 @@ def test_a_run_that_samples_with_vllm_learns_to_copy(home: Home) -> None:
     run.send_signal(signal.SIGTERM)
     assert run.wait(timeout=120) == 130
     log = (home.path / "run.log").read_text()
-    assert "Traceback" not in log, home.logs()
+    assert re.search("worker vcopy .*stopped after", log), home.logs()
     checked = home.call("verify", "--run", "learns")
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -58,7 +58,6 @@ def random_command(dice: random.Random, tag: str) -> list[Any]:
     low, high = dice.choice(("-inf", "0", "(1", "1")), dice.choice(("+inf", "2", "(3.5", "3.5"))
     makers: list[Callable[[], list[Any]]] = [
         lambda: ["HSET", key, field, number, dice.choice("abc"), "x"],
-        lambda: ["HSETNX", key, field, number],
         lambda: ["HINCRBY", key, field, number],
         lambda: ["HDEL", key, field, dice.choice("abc")],
         lambda: ["HGET", key, field],

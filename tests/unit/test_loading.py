@@ -191,6 +191,10 @@ def test_a_wrong_variable_is_refused_by_its_name(file: Path, variable: str, valu
     assert refusal(environ={variable: value}) == text
 
 
+def test_variables_reach_into_a_section_of_a_section(file: Path) -> None:
+    assert load(environ={"RLBUFFER_TRAINER__LORA__RANK": "8"}).settings.trainer.lora.rank == 8
+
+
 @pytest.mark.parametrize(("env", "shortest"), [("vcopy", 6), ("repeat", 4)])
 def test_a_row_shorter_than_the_shortest_rollout_is_refused(file: Path, env: str, shortest: int) -> None:
     rows = "[batcher]\nrow_tokens = {}\n[worker.w]\nenv = '{}'\n"
@@ -243,6 +247,24 @@ def test_more_uses_than_the_age_allows_are_doubtful(file: Path, uses: int, age: 
         "(rlbuffer.toml:2, :3)."
     )
     assert load(environ={}).warnings == ((sentence,) if steps else ())
+
+
+@pytest.mark.parametrize("closing", ["", "step_groups = 8"])
+def test_more_updates_than_micro_batches_are_doubtful(file: Path, closing: str) -> None:
+    file.write_text(f"[batcher]\nmicro_batches_per_rank = 2\n{closing}\n[trainer]\nupdates_per_pass = 3\n")
+    sentence = (
+        "trainer.updates_per_pass = 3, but a step has 2 micro-batches on a rank, and an update has at least one "
+        "(rlbuffer.toml:5, :2)."
+    )
+    assert load(environ={}).warnings == (() if closing else (sentence,))
+
+
+def test_a_schedule_that_cannot_be_meant_is_refused_with_the_file(file: Path) -> None:
+    file.write_text('[trainer]\nschedule = "wsd_sqrt"\nsteps = 10\nstable = 10\n')
+    assert refusal() == (
+        "trainer.stable = 10: with schedule = wsd_sqrt the rate falls from that update on, so it must be at least "
+        "trainer.warmup_updates = 0 and less than the 10 planned updates"
+    )
 
 
 def test_lines_are_found_through_every_form_of_toml() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from rlbuffer_cli import options
 if TYPE_CHECKING:
     from rlbuffer.records import Group
 
+SAY_SECONDS = 5.0
+"""Between two words about what is waited for."""
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line that is parsed: what one rollout may weigh on the wire; more would only cost memory to refuse."""
 _KEY = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
@@ -46,6 +49,7 @@ def command(
       rlbuffer push groups.jsonl --run math
     """
     from rlbuffer.client import connect
+    from rlbuffer.errors import ServerRefused, ServerUnreachable
 
     loaded = options.load(config, redis, run, home)
     settings = loaded.settings
@@ -56,12 +60,17 @@ def command(
         with connect(
             settings.redis_url, run=settings.run, config=settings, name="push", origin=options.redis_origin(loaded)
         ) as buffer:
-            writer = buffer.writer(worker, incarnation=checksum)
+            writer = buffer.writer(worker, incarnation=checksum, on_retry=_Waiting())
             for sequence, group in enumerate(read_groups(stream, file), start=1):
-                if writer.push(group, sequence=sequence).status == "duplicate":
-                    duplicate += 1
-                else:
-                    stored += 1
+                try:
+                    status = writer.push(group, sequence=sequence).status
+                except (ServerRefused, ServerUnreachable) as error:
+                    raise type(error)(
+                        f"{error}\n  {stored + duplicate} of {count} groups are stored; pushing the file again goes on "
+                        "from there"
+                    ) from error
+                duplicate += status == "duplicate"
+                stored += status != "duplicate"
     if as_json:
         record = {"schema": "rlbuffer.push/1", "run": settings.run, "stored": stored, "duplicate": duplicate}
         click.echo(json.dumps(record))
@@ -69,6 +78,19 @@ def command(
         what = f"{count} group{'s' * (count != 1)}"
         click.echo(f'{file}: {what} into run "{settings.run}": {stored} stored, {duplicate} duplicate')
     return 0
+
+
+class _Waiting:
+    """Says now and then what the push waits for: it may be for minutes."""
+
+    def __init__(self) -> None:
+        self._said = float("-inf")
+
+    def __call__(self, error: Exception) -> None:
+        now = time.monotonic()
+        if now - self._said >= SAY_SECONDS:
+            self._said = now
+            click.echo(f"waiting: {str(error).splitlines()[0]}", err=True)
 
 
 def check_all(stream: IO[bytes], file: str) -> tuple[int, str]:

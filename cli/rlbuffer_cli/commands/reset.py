@@ -11,11 +11,20 @@ from rlbuffer_cli import options
 @click.argument("name", metavar="RUN")
 @options.common
 @click.option("--yes", is_flag=True, help="Do it; without, it is only said what would go.")
-def command(name: str, yes: bool, config: str | None, redis: str | None, run: str | None, home: str | None) -> int:
+@click.option("--force", is_flag=True, help="Although processes of the run are at work.")
+def command(
+    name: str,
+    yes: bool,
+    force: bool,
+    config: str | None,
+    redis: str | None,
+    run: str | None,
+    home: str | None,
+) -> int:
     """Remove a run from the server, with everything in it.
 
-    Pool, steps, payloads, ledger and history; checkpoints and weights on the disk stay. Stop its processes first: a
-    batcher or worker that is still there begins the run anew.
+    Pool, steps, payloads, ledger and history; checkpoints and weights on the disk stay. Refused while processes of the
+    run are at work, unless --force: a batcher or worker that is still there begins the run anew.
 
     \b
     Example:
@@ -23,13 +32,20 @@ def command(name: str, yes: bool, config: str | None, redis: str | None, run: st
     """
     if run is not None and run != name:
         raise click.UsageError(f"the run is named twice: {name!r} and --run {run!r}")
-    from rlbuffer_cli.session import open_existing
+    from rlbuffer.errors import RlbufferError
+    from rlbuffer_cli.session import at_work, open_existing
 
     with open_existing(options.load(config, redis, name, home), run_given=True) as buffer:
         ledger, step = buffer.ledger().total(), buffer.store.meta().step
         content = f"{step} steps, {ledger.pending[0]} pending rollouts"
         if not yes:
             raise click.UsageError(f'this removes run "{name}" ({content}) for good: say so with --yes')
+        found = [] if force else at_work(buffer)
+        if found:
+            raise RlbufferError(
+                f"processes of run {name!r} are at work, or were a few seconds ago: {', '.join(found)}. Stop them "
+                "first: what is still there begins the run anew. --force removes it all the same"
+            )
         keys = buffer.store.delete_run()
     click.echo(f'run "{name}" ({content}) is gone: {keys} keys removed')
     return 0

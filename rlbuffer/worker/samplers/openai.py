@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError
 from rlbuffer.records import PolicyVersion
-from rlbuffer.weights.adapters import base_of, model_directory, require_base
+from rlbuffer.weights.adapters import model_directory, require_base
 from rlbuffer.weights.files import open_weights, read_config
-from rlbuffer.weights.layout import is_adapter
+from rlbuffer.weights.layout import base_of, is_adapter
 from rlbuffer.weights.shapes import differing, names_and_shapes
 from rlbuffer.worker.samplers.base import Completion, Sampling
 from rlbuffer.worker.samplers.endpoint import Endpoint

@@ -23,9 +23,9 @@ from transformers import DynamicCache, PreTrainedModel
 from rlbuffer.errors import ConfigError
 from rlbuffer.records import PolicyVersion
 from rlbuffer.spans import VersionSpan
-from rlbuffer.weights.adapters import base_of, model_directory, state_of
+from rlbuffer.weights.adapters import model_directory, state_of
 from rlbuffer.weights.files import load_state, open_weights, read_config
-from rlbuffer.weights.layout import is_adapter
+from rlbuffer.weights.layout import base_of, is_adapter
 from rlbuffer.weights.model import load_into, model_from_config
 from rlbuffer.worker.samplers.base import Completion, Sampling
 

@@ -31,9 +31,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rlbuffer.errors import ConfigError, PromptTooLong, SamplerUnavailable, WeightsError
 from rlbuffer.records import PolicyVersion
 from rlbuffer.spans import VersionSpan
-from rlbuffer.weights.adapters import base_of, model_directory, rank_and_scale, require_base
+from rlbuffer.weights.adapters import model_directory, rank_and_scale, require_base
 from rlbuffer.weights.files import open_weights, read_config
-from rlbuffer.weights.layout import is_adapter
+from rlbuffer.weights.layout import base_of, is_adapter
 from rlbuffer.weights.shapes import differing, names_and_shapes
 from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling
 

@@ -1,0 +1,91 @@
+"""Steps of several updates through the whole trainer: what they count, what they compare with, and resuming."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlbuffer.settings import RunSettings
+from rlbuffer.trainer.checkpoint import load, load_parameters
+from rlbuffer.trainer.loop import train
+from rlbuffer.trainer.schedules import learning_rate_at
+from rlbuffer.weights.model import TINY_QWEN3
+
+SMALL = dict(TINY_QWEN3, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Several threads only wait for each other in a model this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def settings(output: Path, **trainer: Any) -> RunSettings:
+    values = {"steps": 2, "checkpoint_every": 1, "keep_checkpoints": 9, "output": output, "device": "cpu"}
+    return RunSettings(
+        home=output,
+        batcher={"row_tokens": 64, "rows_per_micro_batch": 2},
+        model={"config": SMALL},
+        trainer=values | {"passes": 2, "updates_per_pass": 2, "schedule": "linear"} | trainer,
+    )
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def trained(output: Path, **trainer: Any) -> list[dict[str, Any]]:
+    assert train(settings(output, **trainer), rank=0, world_size=1, fake_data=True)
+    return records(output)
+
+
+def test_schedules_count_updates_and_a_checkpoint_knows_how_many_there_were(tmp_path: Path) -> None:
+    made = trained(tmp_path)
+    told = settings(tmp_path).trainer
+    assert [r["learning_rate"] for r in made] == [learning_rate_at(4 * step, told) for step in (1, 2)]
+    assert made[-1]["learning_rate"] == 0.0
+    assert load(tmp_path / "checkpoints", 2, run="default").updates == 8
+
+
+def test_a_resumed_run_of_several_updates_is_the_undisturbed_one(tmp_path: Path) -> None:
+    loss = {"loss": "decoupled", "top_entropy": 0.5}
+    expected = trained(tmp_path / "whole", **loss)
+    trained(tmp_path / "halves", **loss)
+    (tmp_path / "halves" / "checkpoints" / "step-00000002" / "meta.json").unlink()
+    (tmp_path / "halves" / "metrics.jsonl").unlink()
+    again = trained(tmp_path / "halves", **loss)
+    assert [r["step"] for r in again] == [2]
+    for ours, theirs in zip(again, expected[1:], strict=True):
+        assert [ours[f] for f in ("loss", "grad_norm", "learning_rate")] == [
+            theirs[f] for f in ("loss", "grad_norm", "learning_rate")
+        ]
+    whole, halves = load_parameters(tmp_path / "whole", 2), load_parameters(tmp_path / "halves", 2)
+    assert all(torch.equal(halves[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("old", "is_still"), [("recomputed", True), ("inference", False)])
+def test_the_first_update_is_at_ratio_one_to_the_recomputed_policy(tmp_path: Path, old: str, is_still: bool) -> None:
+    """With a rate of nearly 0 the policy stays where it was, so against itself no ratio ever leaves the clip."""
+    few = trained(tmp_path, steps=1, old_logprobs=old, learning_rate=1e-12, clip_low=1e-4, clip_high=1e-4)
+    assert (few[0]["clip_fraction"] == 0.0) is is_still
+
+
+def test_one_update_needs_no_pass_of_its_own_to_know_the_old_policy(tmp_path: Path, monkeypatch: Any) -> None:
+    from rlbuffer.trainer import update
+
+    def never(*arguments: Any) -> None:
+        raise AssertionError("a pass that is not needed")
+
+    monkeypatch.setattr(update, "old_logprobs", never)
+    once = trained(tmp_path / "one", steps=1, passes=1, updates_per_pass=1, loss="tis")
+    assert once[0]["clip_fraction"] == 0.0
+    with pytest.raises(AssertionError, match="not needed"):
+        trained(tmp_path / "two", steps=1, passes=2, updates_per_pass=1, loss="tis")
