@@ -5,7 +5,7 @@ float64 is there to show that sums over ranks agree; a norm that rounds turns di
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,12 +23,9 @@ def norms_in_float64(model: PreTrainedModel) -> None:
         weight = getattr(module, "weight", None)
         is_plain = type(module).__name__ in PLAIN_NORMS
         if is_plain and isinstance(epsilon, float) and isinstance(weight, nn.Parameter):
-            module.forward = _exact_norm(module, epsilon)
+            module.forward = MethodType(_exact_norm, module)  # bound: a copy of the model asks its own weights
 
 
-def _exact_norm(module: Any, epsilon: float) -> Callable[[Tensor], Tensor]:
-    def forward(hidden_states: Tensor) -> Tensor:
-        weight = module.weight  # asked for each time: sharding puts another tensor there
-        return torch.nn.functional.rms_norm(hidden_states, (len(weight),), weight, epsilon)
-
-    return forward
+def _exact_norm(module: Any, hidden_states: Tensor) -> Tensor:
+    weight = module.weight  # asked for each time: sharding puts another tensor there
+    return torch.nn.functional.rms_norm(hidden_states, (len(weight),), weight, module.variance_epsilon)
