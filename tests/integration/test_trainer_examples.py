@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 import threading
@@ -19,6 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 import rlbuffer
 from rlbuffer.daemon import Daemon
 from rlbuffer.testing import make_group
+from rlbuffer.trainer.losses import TrainedTokens
+from rlbuffer.trainer.losses.tokens import LossSettings
 from rlbuffer.weights.model import TINY_QWEN3
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -115,3 +118,23 @@ def test_trainer_and_accelerate_make_the_same_updates_of_the_same_steps(
     ours, theirs = change(by_trainer), change(by_accelerate)
     assert float(ours.abs().max()) > 1e-4
     assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_the_pages_loss_can_be_called_and_its_links_lead_somewhere() -> None:
+    page = (EXAMPLES.parent / "trainers.md").read_text()
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "trainers.md", "exec"), names)
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    tokens = TrainedTokens(
+        logprobs=logprobs,
+        entropy=torch.zeros(2),
+        inference_logprobs=torch.tensor([-1.0, -2.0]),
+        advantages=torch.tensor([1.0, -2.0]),
+        rollout=torch.tensor([0, 0]),
+    )
+    names["loss"](tokens, LossSettings()).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-1.0, 2.0]
+    links = re.findall(r"\]\((examples/[a-z_]+\.py)\)", page)
+    assert sorted(links) == sorted(f"examples/{path.name}" for path in EXAMPLES.glob("*.py"))
