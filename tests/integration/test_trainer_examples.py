@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import uuid
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +75,19 @@ def test_the_plain_loop_trains_and_announces_under_torchrun(run: tuple[str, str]
     tiny().save_pretrained(tmp_path / "model")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [EXAMPLES / "plain_loop.py", *run, tmp_path / "model", tmp_path / "weights", STEPS]
-    ended = subprocess.run([*command, *map(str, script)], capture_output=True, text=True, timeout=240, check=False)
-    assert ended.returncode == 0, ended.stderr
+    started = subprocess.Popen(
+        [*command, *map(str, script)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, errors = started.communicate(timeout=240)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)  # ranks that hang outlive their launcher
+    assert started.returncode == 0, errors
     with rlbuffer.connect(run[0], run=run[1]) as buffer:
         assert buffer.store.trainer().trained == STEPS
         version = buffer.policy().current()
