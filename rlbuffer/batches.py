@@ -201,6 +201,7 @@ class Sample:
     length: int
     adapter: str = ""
     """LoRA adapter that it trains; "" is all weights."""
+    is_truncated: bool = False
 
 
 def _on_host(array: Any) -> NDArray[Any]:
@@ -274,11 +275,19 @@ class MicroBatch:
         return np.tril(same)
 
     def to(self, device: str | torch.device, *, non_blocking: bool = False) -> MicroBatch:
-        """The same micro-batch with torch tensors on `device` in place of the arrays; imports torch when called."""
+        """The same micro-batch with torch tensors on `device` in place of the arrays; imports torch when called.
+
+        Host memory is pinned on its way to a GPU, and the copy does not hold up the caller: torch keeps the pinned
+        block until the copy is done.
+        """
         import torch
+
+        is_cuda = torch.device(device).type == "cuda"
 
         def move(array: Any) -> Any:
             tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array, copy=True))
+            if is_cuda and tensor.device.type == "cpu":
+                return tensor.pin_memory().to(device, non_blocking=True)
             return tensor.to(device, non_blocking=non_blocking)
 
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 WAITING_SECONDS = 5.0
 """Sentences about waiting come at most this often."""
@@ -41,6 +41,38 @@ def duration(seconds: float | None) -> str:
 def percent(fraction: float) -> str:
     """A fraction as whole percent."""
     return f"{100 * fraction:.0f}%"
+
+
+RECENT_STEPS = 20
+"""Trained steps that sentences about waiting, and rates, are means of."""
+LONG_WAIT = 0.2
+"""Share of the trainer's time from which waiting for data is worth a sentence."""
+
+
+class Waited(NamedTuple):
+    """How long a trainer waited for data, and which side that makes the slow one."""
+
+    share: float
+    """0-1."""
+    text: str
+    is_long: bool
+    """A person should know."""
+
+
+def waited(wait: Sequence[float], total: Sequence[float]) -> Waited:
+    """Of the last steps: seconds waited for data, and seconds in all, one each per step.
+
+    Example:
+        >>> waited([0.5, 0.36], [1.0, 1.0]).text
+        'the trainer waited 43% of the last 2 steps for data: workers are slower than the trainer'
+    """
+    share = sum(wait) / max(sum(total), 1e-9)
+    of = f"the last {len(wait)} steps" if len(wait) != 1 else "the last step"
+    is_long = share >= LONG_WAIT
+    side = ": workers are slower than the trainer" if is_long else ""
+    if share < 0.05:
+        side = ": the trainer is the slow side"
+    return Waited(share=share, text=f"the trainer waited {percent(share)} of {of} for data{side}", is_long=is_long)
 
 
 def shares(envs: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -423,6 +423,7 @@ class Reader:
                     prompt_tokens=info.prompt_tokens,
                     length=info.length,
                     adapter=ref.adapter,
+                    is_truncated=info.is_truncated,
                 )
                 items.append(PackItem(rollout=rollout, length=info.length, sample=sample, adapter=ref.adapter))
         return items, damaged

@@ -174,12 +174,25 @@ class TrainerSettings(_Section):
     publish_every: int = Field(1, ge=1, description="Steps between published policy versions.")
     keep_versions: int = Field(4, ge=2, description="Published versions kept on disk.")
     timeout_seconds: float = Field(300.0, gt=0, description="How long to wait for a step before giving up (exit 5).")
+    stall_seconds: float = Field(
+        15.0,
+        gt=0,
+        description="How long ranks that have a step wait for one that still pulls it: longer, and it hangs (exit 5).",
+    )
     max_damaged: float = Field(0.02, ge=0, le=1, description="Share of a step's loss tokens that may be damaged.")
     pad_to_multiple_of: int = Field(1, ge=1, description="Rows are padded to a multiple of this many tokens.")
     check_parameters: bool = Field(
         False, description="Compare a hash of the parameters over all ranks after each step."
     )
     record_batches: bool = Field(False, description="Write the sha256 of every step's micro-batches to the metrics.")
+    debug_samples: int = Field(
+        0, ge=0, description="Rollouts of the first step that rank 0 prints token by token, with checks."
+    )
+    tensorboard: bool = Field(False, description="Write the metrics for TensorBoard, too: OUTPUT/tensorboard.")
+    wandb_project: str = Field("", description="Weights & Biases project that gets the metrics, too; empty: none.")
+    peak_flops: float = Field(
+        0.0, ge=0, description="FLOP/s of one rank's device, for `mfu`; 0: known for common GPUs, else left out."
+    )
     output: Path | None = Field(
         None, description="Where checkpoints, weights and metrics go; empty: the run's folder under `home`."
     )

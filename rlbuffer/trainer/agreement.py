@@ -71,6 +71,15 @@ class Ranks:
         rows = self.gather(torch.tensor(list(bytes.fromhex(hex_digest)), dtype=torch.uint8))
         return [bytes(row.tolist()).hex() for row in rows]
 
+    def gather_text(self, text: str) -> list[str]:
+        """Everybody's text."""
+        data = text.encode()
+        sizes = self.gather(torch.tensor([len(data)], dtype=torch.int64))[:, 0].tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self.gather(padded)
+        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+
     def sum(self, values: Tensor) -> Tensor:
         """[k] float64 -> [k]: the sum over ranks, added up in the order of ranks: the same bits everywhere."""
         return self.gather(values).sum(0)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,6 +111,7 @@ def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bo
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from rlbuffer.trainer.ending import EndTogether
     from rlbuffer.trainer.rank import rank_main, read_reports
 
     _quieten("torch.distributed.elastic", "torch.multiprocessing")
@@ -129,12 +130,12 @@ def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bo
         shutdown_timeout=LEAVE_SECONDS,
     )
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with tempfile.TemporaryDirectory(prefix="rlbuffer-ranks-") as reports:
+    with tempfile.TemporaryDirectory(prefix="rlbuffer-ranks-") as reports, EndTogether(Path(reports)) as together:
         try:
             elastic_launch(config, rank_main)(to_json(settings), reports, quiet, fake_data)
         except ChildFailedError as error:
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            return _cause(read_reports(Path(reports)), codes, world_size)
+            return _cause(read_reports(Path(reports)), codes, world_size, together.killed)
         except SignalException:
             return _End(130, is_final=True)
         finally:
@@ -143,10 +144,11 @@ def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bo
     return _End(0)
 
 
-def _cause(reports: Sequence[Report], codes: Mapping[int, int], world_size: int) -> _End:
+def _cause(reports: Sequence[Report], codes: Mapping[int, int], world_size: int, ended: Collection[int] = ()) -> _End:
     """What to say and do: the first rank that failed by itself counts, not those that lost it.
 
-    `codes` are the exit codes that the launcher saw before it ended the other ranks.
+    `codes` are the exit codes that the launcher saw before it ended the other ranks; `ended` are ranks that had to be
+    killed, because they did not end by themselves when another one had.
     """
     if any(report.kind == "stopped" for report in reports):
         return _End(130, is_final=True)
@@ -155,6 +157,9 @@ def _cause(reports: Sequence[Report], codes: Mapping[int, int], world_size: int)
         if report.is_final:
             return _End(report.exit_code, f"Error: {report.message}", is_final=True)
         return _End(1, f"Rank {report.rank} failed:\n{report.trace.rstrip()}")
+    if ended and reports and all(report.is_consequence for report in reports):
+        hung = min(ended)
+        return _End(1, f"Rank {hung} did not answer: the others waited for it in an exchange, and it was ended.")
     killed = [rank for rank, code in codes.items() if code < 0]
     silent = sorted(set(range(world_size)) - {report.rank for report in reports})
     for rank in killed or silent[:1]:

@@ -20,7 +20,9 @@ from rlbuffer.errors import RankFailed, RlbufferError
 from rlbuffer.placement import visible
 from rlbuffer.processes import from_json, name_process
 from rlbuffer.settings import RunSettings
+from rlbuffer.trainer.ending import note_end, note_start
 from rlbuffer.trainer.loop import train
+from rlbuffer.trainer.stalls import OnStall
 from rlbuffer.trainer.stopping import StopRequest
 
 INTERRUPTED = 130
@@ -76,22 +78,31 @@ def rank_main(settings_json: str, reports: str, quiet: bool, fake_data: bool) ->
         # All ranks are on this machine: gloo need not find out, and possibly fail to, what the host's name means.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rank = int(os.environ["RANK"])
-    try:
-        finished = run_rank(from_json(settings_json), quiet=quiet, fake_data=fake_data)
-    except Exception as error:
+    note_start(Path(reports), rank)
+
+    def leave(error: Exception) -> None:
         report_of(rank, error).write(Path(reports))
         sys.stdout.flush()
         # The interpreter's own end would wait for threads that wait for a peer that is gone.
         os._exit(error.exit_code if isinstance(error, RlbufferError) else 1)
+
+    try:
+        finished = run_rank(from_json(settings_json), quiet=quiet, fake_data=fake_data, on_stall=leave)
+    except Exception as error:
+        leave(error)
+        return
     if not finished:
         Report(rank=rank, kind="stopped", message="", exit_code=INTERRUPTED, is_final=True, is_consequence=False).write(
             Path(reports)
         )
         sys.stdout.flush()
         os._exit(INTERRUPTED)
+    note_end(Path(reports), rank)
 
 
-def run_rank(settings: RunSettings, *, quiet: bool = False, fake_data: bool = False) -> bool:
+def run_rank(
+    settings: RunSettings, *, quiet: bool = False, fake_data: bool = False, on_stall: OnStall | None = None
+) -> bool:
     """Trains as the rank that the environment names. -> whether the planned steps were made."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
@@ -105,6 +116,7 @@ def run_rank(settings: RunSettings, *, quiet: bool = False, fake_data: bool = Fa
         rank=rank,
         world_size=world_size,
         on_event=None if quiet else _print_event,
+        on_stall=on_stall,
         stop=stop,
         fake_data=fake_data,
     )
@@ -124,7 +136,7 @@ def line_of(event: Mapping[str, Any]) -> str:
             f"step {event['step']}  reward {reward} ({rewards})  loss {event['loss']:+.4f}  "
             f"entropy {event['entropy']:.3f}  kl {event['kl']:.4f}  clipped {event['clip_fraction']:.1%}  "
             f"grad {event['grad_norm']:.2f}  age {event['age'] or 0:.2f}  tokens {event['tokens']}  "
-            f"{event['seconds']['total']:.2f} s (waited {event['seconds'].get('wait', 0.0):.2f})"
+            f"{event['seconds']['total']:.2f} s  wait {event['wait']:.0%}"
         )
     if kind == "start":
         origin = f"from the checkpoint of step {event['step']}" if event["step"] else "from step 0"

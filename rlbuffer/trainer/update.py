@@ -18,6 +18,7 @@ from rlbuffer.settings import TrainerSettings
 from rlbuffer.trainer.agreement import Ranks
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, settings_of, uses_old
 from rlbuffer.trainer.parallel import clip_gradients, exchanging
+from rlbuffer.trainer.ratios import Ratios
 from rlbuffer.trainer.slices import Slice, slices_of
 from rlbuffer.trainer.survey import Known, old_logprobs, survey
 
@@ -59,6 +60,7 @@ def accumulate(
     longest: int,
     device: torch.device,
     known: Sequence[Known] | None = None,
+    ratios: Ratios | None = None,
 ) -> Tensor:
     """Adds the gradients of one update, exchanged and averaged over ranks in the last backward pass. -> sums [SUMS].
 
@@ -66,7 +68,8 @@ def accumulate(
     ranks of terms over global counts. A dummy micro-batch has no trained token, so its loss is an empty sum; that is
     still a function of every parameter (with gradient 0), so every rank makes the same exchanges.
 
-    `known` is what :func:`rlbuffer.trainer.survey.survey` found out before, one per micro-batch.
+    `known` is what :func:`rlbuffer.trainer.survey.survey` found out before, one per micro-batch; `ratios` takes in
+    every trained token's ratio to the inference policy.
     """
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
     for i, host_batch in enumerate(micro_batches):
@@ -78,6 +81,8 @@ def accumulate(
             share = loss_of(tokens, settings, normalizers, longest=longest)
             (share * world_size).backward()  # type: ignore[no-untyped-call]
         sums += _sums(tokens, share, micro_batch, settings)
+        if ratios is not None:
+            ratios.add(tokens.logprobs.detach() - tokens.inference_logprobs)
     return sums
 
 
@@ -87,11 +92,21 @@ class Updates:
     All ranks make the same updates of the same step; making the object may run the policy, and exchange counts.
     """
 
-    def __init__(self, policy: nn.Module, step: Step, settings: TrainerSettings, ranks: Ranks, *, longest: int) -> None:
+    def __init__(
+        self,
+        policy: nn.Module,
+        step: Step,
+        settings: TrainerSettings,
+        ranks: Ranks,
+        *,
+        longest: int,
+        ratios: Ratios | None = None,
+    ) -> None:
         self._policy = policy
         self._settings = settings
         self._ranks = ranks
         self._longest = longest
+        self._ratios = ratios
         self.parts: tuple[Slice, ...] = slices_of(step, ranks, settings.updates_per_pass) * settings.passes
         """One per update."""
         self._old: list[Tensor] | None = None
@@ -119,6 +134,7 @@ class Updates:
             longest=self._longest,
             device=self._ranks.device,
             known=known,
+            ratios=self._ratios,
         )
 
     def _forward(self, policy: nn.Module, micro_batch: MicroBatch) -> TrainedTokens:

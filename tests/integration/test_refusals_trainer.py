@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,10 @@ from rlbuffer.settings import ModelSettings, RunSettings, TrainerSettings
 from rlbuffer.trainer import checkpoint
 from rlbuffer.trainer.agreement import Agreement, Ranks, Verdict
 from rlbuffer.trainer.attention import SegmentPlan, segment_attention
-from rlbuffer.trainer.loop import _Trainer, device_of
 from rlbuffer.trainer.losses import register_loss
 from rlbuffer.trainer.model import PackedPolicy
+from rlbuffer.trainer.pulls import Pulls
+from rlbuffer.trainer.setup import Session, device_of
 from rlbuffer.trainer.stopping import StopRequest
 from rlbuffer.trainer.update import take_step, trained_tokens
 from rlbuffer.weights.files import (
@@ -134,13 +136,24 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
-def trainer(**values: Any) -> Any:
-    """A trainer with nothing but what is given: the loop's own refusals need no model."""
-    bare: Any = object.__new__(_Trainer)
-    given = {"trained": 3, "ranks": ALONE, "stop": StopRequest(), "settings": RunSettings()} | values
+class Noting:
+    """In place of the watch over other ranks: there are none."""
+
+    def pulling(self, step: int) -> None:
+        pass
+
+    def holding(self, step: int) -> Any:
+        return nullcontext()
+
+
+def pulls(steps: list[Any], ranks: Any = ALONE) -> Pulls:
+    """Pulls from a reader that gives `steps`: the refusals need no model."""
+    bare: Any = object.__new__(Session)
+    reader = SimpleNamespace(steps=lambda start, until: iter(steps))
+    given = {"ranks": ranks, "stop": StopRequest(), "settings": RunSettings(), "reader": reader, "stalls": Noting()}
     for name, value in given.items():
-        setattr(bare, name, value)
-    return bare
+        object.__setattr__(bare, name, value)
+    return Pulls(bare)
 
 
 @pytest.mark.parametrize(
@@ -149,16 +162,15 @@ def trainer(**values: Any) -> Any:
 )
 def test_a_reader_that_does_not_give_the_next_step_ends_the_trainer(steps: list[Any], text: str) -> None:
     with pytest.raises(RlbufferError) as caught:
-        trainer()._next(iter(steps))
+        pulls(steps).next(4)
     assert str(caught.value) == text
 
 
 def test_ranks_that_never_agree_end_with_what_each_holds() -> None:
     held = ("rank 0: step 4 of epoch 1, digest aa", "rank 1: step 4 of epoch 1, digest bb")
-    disagreeing = trainer(reader=SimpleNamespace(steps=lambda start, until: iter(())))
-    disagreeing._next = lambda steps: (None, Agreement(verdict=Verdict.PULL_AGAIN, held=held))
+    disagreeing = SimpleNamespace(agree=lambda step, **kw: Agreement(verdict=Verdict.PULL_AGAIN, held=held))
     with pytest.raises(RlbufferError) as caught:
-        disagreeing._loop(9)
+        pulls([step(4)], disagreeing).next(4)
     assert str(caught.value) == (
         "the ranks pulled different steps 3 times: rank 0: step 4 of epoch 1, digest aa; rank 1: step 4 of epoch 1, "
         "digest bb. `rlbuffer verify` checks the steps; are all ranks on the same run and server?"

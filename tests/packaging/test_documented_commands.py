@@ -12,7 +12,14 @@ import pytest
 from rlbuffer_cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "docs/operations.md", "docs/deploy.md", "docs/concepts.md", "docs/protocol.md"]
+PAGES = [
+    "README.md",
+    "docs/operations.md",
+    "docs/deploy.md",
+    "docs/trainers.md",
+    "docs/concepts.md",
+    "docs/protocol.md",
+]
 CALL = re.compile(r"(?:^|`|\$ |bin/)rlbuffer ([a-z]+)((?: [^\n`#]*)?)", re.MULTILINE)
 
 

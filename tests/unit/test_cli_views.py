@@ -43,10 +43,10 @@ def test_the_trainers_view_fits_its_width(width: int) -> None:
 @pytest.mark.parametrize(
     ("wait", "sentence"),
     [
-        (0.04, "waiting for data 4% of the time: training is the slow side"),
-        (0.05, "waiting for data 5% of the time"),
-        (0.5, "waiting for data 50% of the time"),
-        (0.51, "waiting for data 51% of the time: sampling is the slow side"),
+        (0.04, "the trainer waited 4% of the last step for data: the trainer is the slow side"),
+        (0.05, "the trainer waited 5% of the last step for data"),
+        (0.19, "the trainer waited 19% of the last step for data"),
+        (0.2, "the trainer waited 20% of the last step for data: workers are slower than the trainer"),
     ],
 )
 def test_the_trainers_view_says_which_side_is_slow(wait: float, sentence: str) -> None:

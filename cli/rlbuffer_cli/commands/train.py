@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 @click.option("--world-size", type=int, metavar="W", help="Data-parallel ranks. [default: trainer.world_size, 1]")
 @click.option("--steps", type=int, metavar="N", help="Stop after this many steps. [default: trainer.steps]")
 @click.option("--output", metavar="DIR", help="Checkpoints, weights and metrics go here. [default: HOME/runs/RUN]")
+@click.option("--fake-data", is_flag=True, help="Train on made-up steps: no server, no workers.")
+@click.option(
+    "--debug-samples", type=int, metavar="N", help="Print N rollouts of the first step token by token, with checks."
+)
 @options.display
 def command(
     config: str | None,
@@ -27,6 +31,8 @@ def command(
     world_size: int | None,
     steps: int | None,
     output: str | None,
+    fake_data: bool,
+    debug_samples: int | None,
     display: str,
 ) -> int:
     """Train on the batches, with one or more data-parallel ranks.
@@ -43,6 +49,7 @@ def command(
         "trainer.world_size": ("--world-size", world_size),
         "trainer.steps": ("--steps", steps),
         "trainer.output": ("--output", output),
+        "trainer.debug_samples": ("--debug-samples", debug_samples),
     }
     loaded = options.load(config, redis, run, home, flags)
     settings = loaded.settings
@@ -51,11 +58,12 @@ def command(
     from rlbuffer.trainer.launch import launch
 
     name_process("train")
-    shown = options.choose_display(display)
+    # A live view would draw over the tables.
+    shown = "plain" if display == "auto" and settings.trainer.debug_samples else options.choose_display(display)
     done = threading.Event()
-    follower = _follow(settings, shown, done)
+    follower = _follow(settings, shown, done, fake_data=fake_data)
     try:
-        code = launch(settings, world_size=settings.trainer.world_size, quiet=shown != "plain")
+        code = launch(settings, world_size=settings.trainer.world_size, quiet=shown != "plain", fake_data=fake_data)
     finally:
         done.set()
         if follower is not None:
@@ -67,12 +75,12 @@ def command(
     return code
 
 
-def _follow(settings: RunSettings, shown: str, done: threading.Event) -> threading.Thread | None:
+def _follow(settings: RunSettings, shown: str, done: threading.Event, *, fake_data: bool) -> threading.Thread | None:
     """rich and json show what rank 0 writes to the metrics; plain lines come from rank 0 itself."""
     if shown not in ("rich", "json"):
         return None
     from rlbuffer_cli.render.metrics import follow_train
 
-    thread = threading.Thread(target=follow_train, args=(settings, shown, done), daemon=True)
+    thread = threading.Thread(target=follow_train, args=(settings, shown, done, not fake_data), daemon=True)
     thread.start()
     return thread

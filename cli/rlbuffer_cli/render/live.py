@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from rlbuffer.config import budgets_at
-from rlbuffer.lines import amount, duration, percent
+from rlbuffer.lines import RECENT_STEPS, amount, duration, percent, waited
 from rlbuffer.settings import RunSettings
 from rlbuffer_cli.render.text import BLOCKS, bar, printable, sparkline, table
 from rlbuffer_cli.render.watch import Watch
@@ -28,8 +28,6 @@ ENV_COLUMNS = 50
 """Characters of an env's line beside its name, strip and bar."""
 PATIENCE_SECONDS = 3.0
 """Without a step for longer, the trainer's view says what is waited for."""
-RECENT_STEPS = 20
-"""Steps that rates and waiting are means of."""
 
 
 def plot(values: Sequence[float], *, width: int, height: int = PLOT_HEIGHT) -> list[str]:
@@ -229,8 +227,13 @@ def train_lines(records: Sequence[Mapping[str, Any]], planned: int, elapsed: flo
         number("kl", ".4f"),
         number("entropy", ".3f"),
         number("grad_norm", ".2f"),
+        f"ratio p99 {last['ratio']['p99']:.2f}" if last.get("ratio") else "",
+        f"clipped {percent(last['clip_fraction'])}" if last.get("clip_fraction") else "",
+        f"truncated {percent(last['truncated'])}" if last.get("truncated") else "",
         f"age {last['age']:.1f} max {last['max_age']}" if last.get("age") is not None else "",
         f"{amount(tokens)} tok/s",
+        f"mfu {percent(last['mfu'])}" if last.get("mfu") else "",
+        f"{last['memory_bytes'] / 2**30:.1f} GiB" if last.get("memory_bytes") else "",
         f"{last['world_size']} rank{'s' * (last['world_size'] != 1)}" if last.get("world_size") else "",
     ]
     return [*flow(progress, width), *flow(learned, width), slow_side(recent)]
@@ -238,13 +241,8 @@ def train_lines(records: Sequence[Mapping[str, Any]], planned: int, elapsed: flo
 
 def slow_side(records: Sequence[Mapping[str, Any]]) -> str:
     """Which side holds up the other, from the time that the trainer waited."""
-    total = sum(r.get("seconds", {}).get("total", 0.0) for r in records)
-    share = sum(r.get("seconds", {}).get("wait", 0.0) for r in records) / max(total, 1e-9)
-    if share > 0.5:
-        return f"waiting for data {percent(share)} of the time: sampling is the slow side"
-    if share < 0.05:
-        return f"waiting for data {percent(share)} of the time: training is the slow side"
-    return f"waiting for data {percent(share)} of the time"
+    seconds = [r.get("seconds", {}) for r in records]
+    return waited([s.get("wait", 0.0) for s in seconds], [s.get("total", 0.0) for s in seconds]).text
 
 
 def flow(parts: Sequence[str], width: int) -> list[str]:

@@ -71,7 +71,7 @@ def train_line(record: Mapping[str, Any], planned: int) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def follow_train(settings: RunSettings, shown: str, done: threading.Event) -> None:
+def follow_train(settings: RunSettings, shown: str, done: threading.Event, has_server: bool = True) -> None:
     """Shows new steps until `done`: one object per line, or a live view."""
     tail = MetricsTail(settings.output_dir / "metrics.jsonl", from_end=True)
     if shown == "json":
@@ -85,7 +85,8 @@ def follow_train(settings: RunSettings, shown: str, done: threading.Event) -> No
 
     with TrainView(settings.trainer.steps) as view:
         asking = threading.Thread(target=_ask, args=(settings, done, view.wait_for), name="ask", daemon=True)
-        asking.start()
+        if has_server:
+            asking.start()
         while True:
             is_last = done.wait(POLL_SECONDS)
             view.add(tail.new())

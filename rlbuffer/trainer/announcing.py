@@ -1,0 +1,43 @@
+"""When a policy version is written and announced.
+
+The trainer only announces. Whether a version is any good is the workers' business: they evaluate announced versions
+(``[eval.NAME]``), so that no rank ever waits for an evaluation.
+"""
+
+from __future__ import annotations
+
+from rlbuffer.batches import Step
+from rlbuffer.trainer.parallel import is_sharded
+from rlbuffer.trainer.publishing import write_version
+from rlbuffer.trainer.setup import Session
+from rlbuffer.weights.cache import announced
+
+
+class Announcer:
+    """Publishes versions for the samplers."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def publish_if_due(self, step: Step) -> None:
+        """After `step` was trained: publishes at every ``publish_every``, at the end, and where it is waited for."""
+        settings = self._session.settings.trainer
+        if step.number % settings.publish_every == 0 or step.number == settings.steps:
+            self.publish(step.number)
+        elif step.header.get("waiting_for_version") is not None:
+            # Nothing that could be sampled with an older one would still be young enough for the next step.
+            self.publish(step.number, unless=int(step.header["waiting_for_version"]))
+
+    def publish(self, version: int, *, unless: int | None = None) -> None:
+        """Rank 0 writes and announces a version, unless samplers have it (or version `unless`), or a newer one."""
+        session = self._session
+        policy = session.buffer.policy()
+        wanted = session.is_first and policy.current().version < (version if unless is None else unless)
+        if is_sharded(session.policy):
+            wanted = bool(session.ranks.first(int(wanted)))  # every rank has a part of what rank 0 writes
+        if not wanted:
+            return
+        written = write_version(session.settings, session.policy, version, ranks=session.ranks, base=session.base)
+        if written is not None:
+            location = announced(session.settings, written.location)
+            policy.announce(version, location=location, size=written.size, checksum=written.checksum)

@@ -1,0 +1,54 @@
+"""`rlbuffer train --fake-data`: what it prints, what it shows of its samples, what it records; two ranks, no server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from homes import Home
+
+FIELDS = {
+    "reward",
+    "rewards",
+    "reward_parts",
+    "loss",
+    "ratio",
+    "clip_fraction",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "ages",
+    "truncated",
+    "tokens_per_second",
+    "memory_bytes",
+    "mfu",
+    "wait",
+    "slow_side",
+    "seconds",
+}
+
+
+def test_two_ranks_show_a_sample_and_record_every_step(home: Home) -> None:
+    config = home.config(run="fake")
+    home.environment["RLBUFFER_TRAINER__PEAK_FLOPS"] = "1e12"  # so that a CPU has an mfu, too
+    ended = home.call(
+        "train", "--config", config, "--fake-data", "--steps", "2", "--debug-samples", "1", "--display", "plain"
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.startswith("rollout fake.1.")
+    assert ended.stderr.count("token text") == 1
+    assert "\n  ok 0 of " in ended.stderr
+    first, *lines = ended.stdout.splitlines()
+    assert first.startswith("training ")
+    assert "on 2 ranks (cpu, " in first
+    assert [line.partition("  ")[0] for line in lines[:2]] == ["step 1", "step 2"]
+    assert all("  wait " in line for line in lines[:2])
+    assert lines[-1] == "finished at step 2"
+    records = [json.loads(line) for line in (home.path / "runs" / "fake" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        assert record.keys() >= FIELDS
+        assert record["ratio"]["min"] <= record["ratio"]["mean"] <= record["ratio"]["max"]
+        assert record["tokens_per_second"] == pytest.approx(record["tokens"] / record["seconds"]["total"], rel=1e-3)
+        assert 0 < record["mfu"] < 1
+        assert record["memory_bytes"] > 50 * 2**20

@@ -1,0 +1,154 @@
+"""The examples of docs/trainers.md, as a reader would run them: on a real server, under torchrun, in Trainer."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
+
+import rlbuffer
+from rlbuffer.daemon import Daemon
+from rlbuffer.testing import make_group
+from rlbuffer.trainer.losses import TrainedTokens
+from rlbuffer.trainer.losses.tokens import LossSettings
+from rlbuffer.weights.model import TINY_QWEN3
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)
+STEPS = 2
+
+
+@pytest.fixture
+def run(redis_url: str) -> Iterator[tuple[str, str]]:
+    """(url, name) of a run with a batcher, and groups for STEPS steps."""
+    name = f"examples-{uuid.uuid4().hex[:8]}"
+    stop = threading.Event()
+    with rlbuffer.connect(redis_url, run=name) as writing, rlbuffer.connect(redis_url, run=name) as leading:
+        thread = threading.Thread(target=Daemon(leading, CONFIG, on_event=lambda event: None).run, args=(stop,))
+        thread.start()
+        writer = writing.writer("w")
+        for seed in range(2 * STEPS):
+            writer.push(make_group(seed=seed, size=2, rewards=[0.0, 1.0]))
+        yield redis_url, name
+        stop.set()
+        thread.join(timeout=20)
+
+
+def tiny() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**TINY_QWEN3, "vocab_size": 256})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model
+
+
+def trained(run: tuple[str, str]) -> int:
+    with rlbuffer.connect(run[0], run=run[1]) as buffer:
+        return buffer.store.trainer().trained
+
+
+def example(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module(name)
+
+
+def change(model: torch.nn.Module) -> torch.Tensor:
+    """How the parameters moved from the fresh model's."""
+    pairs = zip(model.parameters(), tiny().parameters(), strict=True)
+    return torch.cat([(ours - fresh).detach().reshape(-1) for ours, fresh in pairs])
+
+
+def test_the_plain_loop_trains_and_announces_under_torchrun(run: tuple[str, str], tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [EXAMPLES / "plain_loop.py", *run, tmp_path / "model", tmp_path / "weights", STEPS]
+    started = subprocess.Popen(
+        [*command, *map(str, script)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, errors = started.communicate(timeout=240)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)  # ranks that hang outlive their launcher
+    assert started.returncode == 0, errors
+    with rlbuffer.connect(run[0], run=run[1]) as buffer:
+        assert buffer.store.trainer().trained == STEPS
+        version = buffer.policy().current()
+    assert version.version == STEPS
+    moved = change(AutoModelForCausalLM.from_pretrained(version.location))
+    assert 0 < float(moved.abs().max()) < 0.01
+
+
+def test_the_plain_loop_is_about_forty_lines() -> None:
+    lines = (EXAMPLES / "plain_loop.py").read_text().split('"""\n', 1)[1].splitlines()
+    assert sum(bool(line.strip()) for line in lines) <= 50
+
+
+def test_trainer_and_accelerate_make_the_same_updates_of_the_same_steps(
+    run: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate", reason="accelerate comes with PEFT")
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=STEPS,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        max_grad_norm=1e9,
+        optim="adamw_torch",
+        weight_decay=0.0,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    by_trainer, by_accelerate = tiny(), tiny()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' own, about pinned memory and the like
+        with rlbuffer.connect(run[0], run=run[1]) as buffer:
+            example(monkeypatch, "accelerate_loop").train(by_accelerate, buffer, STEPS)
+        assert trained(run) == STEPS
+        with rlbuffer.connect(run[0], run=run[1]) as buffer:
+            reader = buffer.reader()
+            reader.start(0)  # the same steps again
+            example(monkeypatch, "hf_trainer").train(by_trainer, reader, arguments)
+    assert trained(run) == STEPS
+    ours, theirs = change(by_trainer), change(by_accelerate)
+    assert float(ours.abs().max()) > 1e-4
+    assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_the_pages_loss_can_be_called_and_its_links_lead_somewhere() -> None:
+    page = (EXAMPLES.parent / "trainers.md").read_text()
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "trainers.md", "exec"), names)
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    tokens = TrainedTokens(
+        logprobs=logprobs,
+        entropy=torch.zeros(2),
+        inference_logprobs=torch.tensor([-1.0, -2.0]),
+        advantages=torch.tensor([1.0, -2.0]),
+        rollout=torch.tensor([0, 0]),
+    )
+    names["loss"](tokens, LossSettings()).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-1.0, 2.0]
+    links = re.findall(r"\]\((examples/[a-z_]+\.py)\)", page)
+    assert sorted(links) == sorted(f"examples/{path.name}" for path in EXAMPLES.glob("*.py"))

@@ -1,0 +1,58 @@
+"""A rank that hangs in its data is told from one that is busy, by the notes that ranks leave each other."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from rlbuffer.errors import BatchTimeout, RlbufferError
+from rlbuffer.trainer.agreement import Ranks
+from rlbuffer.trainer.stalls import StallWatch
+
+CPU = torch.device("cpu")
+
+
+def watch(store: HashStore, rank: int, heard: list[RlbufferError], told: threading.Event) -> StallWatch:
+    def on_stall(error: RlbufferError) -> None:
+        heard.append(error)
+        told.set()
+
+    return StallWatch(Ranks(rank, 3, CPU), store, seconds=0.2, on_stall=on_stall)
+
+
+def test_a_rank_that_still_pulls_what_another_has_hangs() -> None:
+    store, heard, told = HashStore(), list[RlbufferError](), threading.Event()
+    with watch(store, 0, heard, told) as first, watch(store, 1, [], told) as second, watch(store, 2, [], told):
+        first.pulling(4)
+        second.pulling(4)
+        with first.holding(4):
+            assert told.wait(30)
+    (error,) = heard
+    assert isinstance(error, BatchTimeout)
+    assert error.exit_code == 5
+    assert str(error) == (
+        "rank 0 has step 4, and rank 1 has been pulling it for 0.2 s more: rank 1 hangs in its data. Look at its host "
+        "and its connection to the server; trainer.stall_seconds is how long the others wait"
+    )
+
+
+@pytest.mark.parametrize("note", ["has the step", "is busy with the one before", "pulls the one before"])
+def test_a_rank_that_is_busy_does_not_hang(note: str) -> None:
+    store, heard, told = HashStore(), list[RlbufferError](), threading.Event()
+    with watch(store, 0, heard, told) as first, watch(store, 1, [], told) as second, watch(store, 2, [], told):
+        if note == "has the step":
+            with second.holding(4):
+                pass
+        elif note == "pulls the one before":
+            second.pulling(3)
+        with first.holding(4):
+            assert not told.wait(1.5)
+    assert heard == []
+
+
+def test_a_rank_alone_watches_nobody() -> None:
+    with StallWatch(Ranks(0, 1, CPU), None, seconds=0.1, on_stall=None) as alone, alone.holding(1):
+        alone.pulling(2)

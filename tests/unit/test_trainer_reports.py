@@ -1,0 +1,185 @@
+"""What a step's record says, computed by hand: ratios, waiting, FLOPs, scalars for other tools; and who is missing."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.lines import waited
+from rlbuffer.packing import pack
+from rlbuffer.records import Rollout
+from rlbuffer.settings import RunSettings, TrainerSettings
+from rlbuffer.trainer.agreement import Ranks
+from rlbuffer.trainer.metrics import finite
+from rlbuffer.trainer.ratios import Ratios, ratios_of
+from rlbuffer.trainer.samples import tables
+from rlbuffer.trainer.sinks import scalars, sinks_of
+from rlbuffer.trainer.speed import Work, peak_of
+
+
+def test_ratios_of_ranks_are_those_of_all_their_tokens() -> None:
+    torch.manual_seed(0)
+    drifts = torch.randn(5000).double() * 0.1
+    parts = [Ratios(), Ratios(), Ratios()]
+    parts[0].add(drifts[:1000].float().double())
+    parts[1].add(drifts[1000:])
+    parts[2].add(drifts[:0])  # a rank of dummies
+    told = ratios_of([part.counts() for part in parts])
+    assert told["mean"] == pytest.approx(float(drifts.exp().mean()), rel=1e-6)
+    assert told["max"] == pytest.approx(math.exp(drifts.max()), rel=1e-6)
+    assert told["min"] == pytest.approx(math.exp(drifts.min()), rel=1e-6)
+    exact = float(drifts.abs().quantile(0.99))
+    assert exact <= math.log(told["p99"]) * (1 + 1e-9) <= exact * 10 ** (1 / 16) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("drift", "p99"), [(0.0, 1.0), (1.0, math.e), (-50.0, math.exp(50.0)), (800.0, math.exp(700))])
+def test_ratios_at_the_ends_of_the_scale(drift: float, p99: float) -> None:
+    ratios = Ratios()
+    ratios.add(torch.tensor([drift]))
+    assert ratios_of([ratios.counts()])["p99"] == pytest.approx(p99, rel=1e-6)
+    assert ratios_of([Ratios().counts()]) == {}
+
+
+def test_waiting_for_data_is_said_with_its_share_and_the_slow_side() -> None:
+    slow = waited([0.43] * 20, [1.0] * 20)
+    assert slow.text == "the trainer waited 43% of the last 20 steps for data: workers are slower than the trainer"
+    assert slow.is_long
+    assert not waited([0.1], [1.0]).is_long
+    assert waited([], []).share == 0.0
+
+
+def test_flops_are_six_per_parameter_and_token_and_attention_by_the_square() -> None:
+    config = SimpleNamespace(num_attention_heads=4, hidden_size=64, head_dim=32, num_hidden_layers=2)
+    embedding = SimpleNamespace(weight=torch.zeros(10, 64))
+    tied = SimpleNamespace(
+        config=config, get_input_embeddings=lambda: embedding, get_output_embeddings=lambda: embedding
+    )
+    untied = SimpleNamespace(
+        config=config,
+        get_input_embeddings=lambda: embedding,
+        get_output_embeddings=lambda: SimpleNamespace(weight=torch.zeros(10, 64)),
+    )
+    assert Work(tied, 5000).flops(100, 2000) == 6 * 5000 * 100 + 6 * 2 * 128 * 2000
+    assert Work(untied, 5000).flops(100, 0) == 6 * (5000 - 640) * 100
+    assert peak_of(torch.device("cpu"), 0.0) == 0.0
+    assert peak_of(torch.device("cpu"), 1e12) == 1e12
+
+
+def test_other_tools_get_the_numbers_by_their_path() -> None:
+    record = {"step": 3, "rewards": {"math": 0.5, "code": None}, "ratio": {"p99": 1.2}, "digest": "ab", "list": [1]}
+    assert scalars(record) == {"step": 3.0, "rewards/math": 0.5, "ratio/p99": 1.2}
+
+
+def test_what_is_not_finite_is_null_at_any_depth() -> None:
+    assert finite({"ratio": {"max": math.inf}, "list": [math.nan, 1.0], "text": "nan", "n": 1}) == {
+        "ratio": {"max": None},
+        "list": [None, 1.0],
+        "text": "nan",
+        "n": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "values", "text"),
+    [
+        (
+            "torch.utils.tensorboard",
+            {"tensorboard": True},
+            "trainer.tensorboard = true, but tensorboard is not installed: pip install 'rlbuffer[tensorboard]'",
+        ),
+        (
+            "wandb",
+            {"wandb_project": "p"},
+            "trainer.wandb_project = 'p', but wandb is not installed: pip install 'rlbuffer[wandb]'",
+        ),
+    ],
+)
+def test_a_package_that_is_missing_is_said_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, values: dict[str, Any], text: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError) as caught:
+        sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path, **values)))
+    assert str(caught.value) == text
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is an extra")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (sink,) = sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path, tensorboard=True)))
+    for step in (1, 2):
+        sink.write({"step": step, "time": 1e9 + step, "rewards": {"math": 0.25 * step}})
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("rewards/math")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_nothing_more_is_imported_where_nothing_more_is_asked_for(tmp_path: Path) -> None:
+    assert sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path))) == []
+
+
+def test_texts_of_one_rank_are_gathered_as_they_are() -> None:
+    assert Ranks(0, 1, torch.device("cpu")).gather_text("größe {}") == ["größe {}"]
+
+
+def made(**changes: Any) -> Rollout:
+    values: dict[str, Any] = {
+        "prompt_ids": [5, 6],
+        "token_ids": [7, 8],
+        "logprobs": [-0.5, -1.0],
+        "reward": 1.0,
+        "policy_version": 3,
+    }
+    return Rollout.from_completion(**(values | changes))
+
+
+def test_a_rollout_is_shown_token_by_token_with_its_checks() -> None:
+    batch = pack([made()], [0.25], row_tokens=8)
+    (table,) = tables(batch, torch.tensor([-0.5, -1.08]), step=4, decode=lambda token: f"<{token}>")
+    lines = table.splitlines()
+    assert (
+        "reward 1, advantage +0.25, 4 tokens, 2 of them prompt, policy versions 3 to 3, trained in step 4" in lines[0]
+    )
+    assert lines[1].split() == ["token", "text", "mask", "inference", "trainer", "reference", "ratio", "adv"]
+    assert [line.split() for line in lines[2:6]] == [
+        ["5", "<5>", "."],
+        ["6", "<6>", "."],
+        ["7", "<7>", "x", "-0.5000", "-0.5000", "1.000", "+0.250"],
+        ["8", "<8>", "x", "-1.0000", "-1.0800", "0.923", "+0.250"],
+    ]
+    assert lines[6:] == [
+        "  ok its span holds 4 tokens, 4 were pushed",
+        "  ok 0 of 2 prompt tokens are trained",
+        "  ok 2 tokens are trained",
+        "  ok 0 tokens that are not trained carry an advantage",
+        "  ok inference logprobs are from -1.0000 to -0.5000, none above 0",
+        "  ok 0 of 2 inference logprobs are exactly 0",
+        "  ok at age 0 trainer and inference differ by 0.0400 nats a token, near 0",
+    ]
+
+
+def test_what_is_wrong_with_a_rollout_is_marked() -> None:
+    batch = pack([made(logprobs=[0.0, 0.0])], [0.25], row_tokens=8)
+    (table,) = tables(batch, torch.tensor([-0.5, -1.1]), step=4)
+    assert [line for line in table.splitlines() if line.startswith("  ! ")] == [
+        "  !  2 of 2 inference logprobs are exactly 0",
+        "  !  at age 0 trainer and inference differ by 0.8000 nats a token, near 0",
+    ]
+    (older,) = tables(batch, torch.tensor([-0.5, -1.1]), step=9)
+    assert older.splitlines()[-1] == "  ok at age 5 trainer and inference differ by 0.8000 nats a token"
+
+
+def test_a_long_rollout_is_cut_in_the_middle() -> None:
+    batch = pack([made(token_ids=[1] * 98, logprobs=[-0.1] * 98)], [0.25], row_tokens=128)
+    (table,) = tables(batch, torch.full((98,), -0.1), step=4)
+    assert sum(line.startswith("      1 ") for line in table.splitlines()) == 62
+    assert "    ... 36 more" in table.splitlines()
