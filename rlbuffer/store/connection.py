@@ -19,6 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -237,8 +238,10 @@ class Connection:
         with self._lock:
             self._is_closed = True
             for client in (self._client, self._blocking):
-                client.close()
-                client.connection_pool.disconnect()
+                # In memory a thread that is in the middle of a call keeps its connection busy; it goes with the thread.
+                with suppress(ValueError):
+                    client.close()
+                    client.connection_pool.disconnect()
             if self.embedded is not None:
                 self.embedded.release()
 

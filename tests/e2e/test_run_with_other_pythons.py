@@ -33,7 +33,7 @@ def test_a_worker_with_a_python_of_its_own_is_supervised_as_the_others(home: Hom
 
     os.kill(first, signal.SIGKILL)
     home.wait_until(lambda: pid() not in (0, first), seconds=120, why="another worker in place of the killed one")
-    assert len(started.read_text().splitlines()) == 3
+    home.wait_until(lambda: len(started.read_text().splitlines()) == 3, seconds=60, why="its Python's first word")
     before = steps()
     home.wait_until(lambda: steps() > before + 2, seconds=180, why="steps after that")
     assert "worker vcopy was killed by SIGKILL; starting it again" in (home.path / "run.log").read_text()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlbuffer.batches import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.reader import Reader
 from rlbuffer.records import Group
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store.base import Lease, PoolEntry, StepHeader
@@ -25,7 +26,7 @@ class Run:
     def __init__(self, url: str, home: Path) -> None:
         self.url, self.home = url, home
         self.store = open_store(url, run=f"t{uuid.uuid4().hex[:12]}", home=home, server=ServerSettings())
-        self._others: list[RedisStore] = []
+        self._opened: list[RedisStore | Reader] = [self.store]
         self.meta = self.store.open_run()
         self.sequence = 0
         self.token = 0
@@ -36,13 +37,19 @@ class Run:
 
     def again(self) -> RedisStore:
         """Another process's store of the same run."""
-        self._others.append(open_store(self.url, run=self.store.run, home=self.home, server=ServerSettings()))
-        return self._others[-1]
+        store = open_store(self.url, run=self.store.run, home=self.home, server=ServerSettings())
+        self._opened.append(store)
+        return store
+
+    def closes(self, reader: Reader) -> Reader:
+        """Closes `reader` before the stores that its threads use."""
+        self._opened.append(reader)
+        return reader
 
     def close(self) -> None:
-        """Closes every store that was made here; collecting an open one is a warning, in whichever test comes next."""
-        for store in (*self._others, self.store):
-            store.close()
+        """Closes everything that was opened here; collecting an open one is a warning, in whichever test comes next."""
+        for opened in reversed(self._opened):
+            opened.close()
 
     def lead(self, owner: str = "leader", *, ttl_seconds: float = LEASE_SECONDS) -> Lease:
         lease = self.store.lease(owner, ttl_seconds=ttl_seconds)

@@ -38,7 +38,7 @@ class Trainer:
 
     def __init__(self, run: Run) -> None:
         self.buffer = Buffer(run.again(), settings=RunSettings())
-        self.reader = self.buffer.reader(timeout_seconds=20.0)
+        self.reader = run.closes(self.buffer.reader(timeout_seconds=20.0))
         self.reader.start(run.store.trainer().trained)
         self.optimizer_steps = Counter[str]()
 
