@@ -334,6 +334,7 @@ class _Worker:
         self._failures.pop(ticket.number, None)
         self._pulse.groups += 1
         self._pulse.rollouts += len(group.rollouts)
+        self._pulse.tokens += sum(rollout.length for rollout in group.rollouts)
         self._tell(group, time.monotonic() - start)
         if not self._failures and self._versions.is_current:
             self._pulse.error = ""

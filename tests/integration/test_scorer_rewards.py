@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from scorer_stage import Stage, eventually
 
+from rlbuffer import heartbeats
 from rlbuffer.errors import ConfigError
-from rlbuffer.scorer import beat, loop
+from rlbuffer.scorer import loop
 from rlbuffer.testing import make_group
 
 
@@ -119,7 +120,7 @@ def test_a_payload_that_is_gone_is_said(stages: Any):
 
 def test_an_answer_that_comes_after_another_scorers_is_a_duplicate(stages: Any, monkeypatch: pytest.MonkeyPatch):
     """The claim of a scorer that hung lapses, another is faster, and the first one's answer changes nothing."""
-    monkeypatch.setattr(beat, "BEAT_SECONDS", 3600.0)
+    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 3600.0)
     monkeypatch.setattr(loop, "CLAIM_SECONDS", 0.1)
     stage = stages("judged")
     stage.writer.push(unscored(1))

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from rlbuffer import heartbeats
 from rlbuffer.client import Buffer, connect
 from rlbuffer.errors import WeightsError
 from rlbuffer.records import PolicyVersion, Rollout
 from rlbuffer.settings import WorkerSettings
 from rlbuffer.spans import VersionSpan
 from rlbuffer.wire import decode_rollout
-from rlbuffer.worker import loop, pulse, versions
+from rlbuffer.worker import loop, versions
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Completion
@@ -177,4 +178,4 @@ def hurry(monkeypatch: Any) -> None:
     monkeypatch.setattr(loop, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(loop, "SAY_WAITING_SECONDS", 0.1)
     monkeypatch.setattr(versions, "RELOAD_SECONDS", 0.1)
-    monkeypatch.setattr(pulse, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.02)

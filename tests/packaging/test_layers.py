@@ -41,7 +41,7 @@ FLOORS = [
     ("client",),
     ("daemon",),
     ("weights",),
-    ("processes", "forkserver", "preload"),
+    ("processes", "forkserver", "preload", "heartbeats"),
     ("worker", "trainer"),
     ("scorer",),
     ("supervise",),

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from rlbuffer import heartbeats
 from rlbuffer.errors import ServerUnreachable
 from rlbuffer.records import Ticket
-from rlbuffer.worker import pulse as module
 from rlbuffer.worker.pulse import Pulse
 
 TICKET = Ticket(env="a", number=3, group_id="a.3")
@@ -37,7 +37,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.01)
     return Server()
 
 

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from datetime import datetime
-from typing import TYPE_CHECKING, Any
-
 import click
 
-from rlbuffer_cli import options
-
-if TYPE_CHECKING:
-    from rlbuffer.settings import RunSettings
-
-SHARING = 2
-"""Processes that share this machine's cores, the scorer included; a set OMP_NUM_THREADS counts instead."""
+from rlbuffer_cli import options, sections
 
 
 @click.command("score")
@@ -63,50 +52,32 @@ def command(
         "device": ("--device", device),
     }
     loaded = options.load(config, redis, run, home, {f"score.{key}.{k}": v for k, v in flags.items()})
-    settings = _known(loaded.settings, key)
+    settings = loaded.settings
+    sections.check("score", key, settings.score, "Give --model or --reward, or add the section.")
 
     from rlbuffer import processes
     from rlbuffer.lines import ScoreNarrator
 
-    title = f"{key}-{replica}" if replica or settings.score[key].replicas > 1 else key
-    processes.name_process(f"score {title}")
-    processes.share_cores(SHARING)
-    stop = threading.Event()
-    processes.stop_on_signals(stop)
-    narrator = ScoreNarrator(lambda line: click.echo(f"{datetime.now():%H:%M:%S} {line}"))
-
-    def on_event(event: dict[str, Any]) -> None:
-        if display == "json":
-            click.echo(json.dumps(event, default=str))
-        elif display != "none":
-            narrator(event)
-
-    return processes.score(settings, key, replica, title, stop, on_event)
+    return sections.run_alone(
+        "score",
+        key,
+        replica,
+        settings.score[key].replicas,
+        display,
+        ScoreNarrator,
+        lambda title, stop, on_event: processes.score(settings, key, replica, title, stop, on_event),
+    )
 
 
 def _only_scorer(config: str | None, model: str | None, reward: str | None) -> str:
     """Which section is meant when no NAME is given: one of the flags alone, or the only one there is."""
-    from rlbuffer.errors import ConfigError
-
     if model is not None or reward is not None:
         return "ref" if model is not None else "reward"
     from rlbuffer.loading import load
 
-    known = list(load(config).settings.score)
-    if len(known) == 1:
-        return known[0]
-    if known:
-        raise click.UsageError(f"which scorer? The config has {', '.join(known)}: rlbuffer score {known[0]}")
-    raise ConfigError(
-        "what shall be added? Give --model PATH, --reward package.module:function, or a [score.NAME] section."
+    return sections.only(
+        "score",
+        "scorer",
+        list(load(config).settings.score),
+        "what shall be added? Give --model PATH, --reward package.module:function, or a [score.NAME] section.",
     )
-
-
-def _known(settings: RunSettings, key: str) -> RunSettings:
-    from rlbuffer.errors import ConfigError
-    from rlbuffer.filters import nearest
-
-    if key not in settings.score:
-        hint = nearest(key, list(settings.score)) or " Give --model or --reward, or add the section."
-        raise ConfigError(f"the config has no [score.{key}] section.{hint}", setting=f"score.{key}")
-    return settings

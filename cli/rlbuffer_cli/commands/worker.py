@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from datetime import datetime
-from typing import TYPE_CHECKING, Any
-
 import click
 
-from rlbuffer_cli import options
-
-if TYPE_CHECKING:
-    from rlbuffer.settings import RunSettings
-
-SHARING = 2
-"""Processes that share this machine's cores, the worker included; a set OMP_NUM_THREADS counts instead."""
+from rlbuffer_cli import options, sections
 
 
 @click.command("worker")
@@ -59,49 +48,31 @@ def command(
     }
     key = name or _only_worker(config, redis, run, home, env)
     loaded = options.load(config, redis, run, home, {f"worker.{key}.{k}": v for k, v in flags.items()})
-    settings = _known(loaded.settings, key)
+    settings = loaded.settings
+    sections.check("worker", key, settings.worker, "Give --env, or add the section.")
 
     from rlbuffer import processes
 
-    title = f"{key}-{replica}" if replica or settings.worker[key].replicas > 1 else key
-    processes.name_process(f"worker {title}")
-    processes.share_cores(SHARING)
-    stop = threading.Event()
-    processes.stop_on_signals(stop)
-    narrator = processes.WorkerNarrator(lambda line: click.echo(f"{datetime.now():%H:%M:%S} {line}"))
-
-    def on_event(event: dict[str, Any]) -> None:
-        if display == "json":
-            click.echo(json.dumps(event, default=str))
-        elif display != "none":
-            narrator(event)
-
-    return processes.sample(settings, key, replica, title, stop, on_event)
+    return sections.run_alone(
+        "worker",
+        key,
+        replica,
+        settings.worker[key].replicas,
+        display,
+        processes.WorkerNarrator,
+        lambda title, stop, on_event: processes.sample(settings, key, replica, title, stop, on_event),
+    )
 
 
 def _only_worker(config: str | None, redis: str | None, run: str | None, home: str | None, env: str | None) -> str:
     """Which section is meant when no NAME is given: one named like the env, or the only one there is."""
-    from rlbuffer.errors import ConfigError
-
     if env is not None:
         return env.rpartition(":")[2].lower()
     from rlbuffer.loading import load
 
-    known = list(load(config).settings.worker)
-    if len(known) == 1:
-        return known[0]
-    if known:
-        raise click.UsageError(f"which worker? The config has {', '.join(known)}: rlbuffer worker {known[0]}")
-    raise ConfigError(
-        "which env? Give --env (vcopy, repeat, arithmetic, package.module:factory), or a [worker.NAME] section."
+    return sections.only(
+        "worker",
+        "worker",
+        list(load(config).settings.worker),
+        "which env? Give --env (vcopy, repeat, arithmetic, package.module:factory), or a [worker.NAME] section.",
     )
-
-
-def _known(settings: RunSettings, key: str) -> RunSettings:
-    from rlbuffer.errors import ConfigError
-    from rlbuffer.filters import nearest
-
-    if key not in settings.worker:
-        hint = nearest(key, list(settings.worker)) or " Give --env, or add the section."
-        raise ConfigError(f"the config has no [worker.{key}] section.{hint}", setting=f"worker.{key}")
-    return settings

@@ -1,0 +1,66 @@
+"""What the commands share that run one process of a `[KIND.NAME]` section: `worker` and `score`."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import click
+
+SHARING = 2
+"""Processes that share this machine's cores, this one included; a set OMP_NUM_THREADS counts instead."""
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+def only(kind: str, what: str, known: Sequence[str], none: str) -> str:
+    """Which section is meant when no NAME is given: the only one there is. ConfigError with `none` without any."""
+    from rlbuffer.errors import ConfigError
+
+    if len(known) == 1:
+        return known[0]
+    if known:
+        raise click.UsageError(f"which {what}? The config has {', '.join(known)}: rlbuffer {kind} {known[0]}")
+    raise ConfigError(none)
+
+
+def check(kind: str, key: str, known: Iterable[str], otherwise: str) -> None:
+    """ConfigError unless there is a section `key`, with the name that may have been meant or else `otherwise`."""
+    from rlbuffer.errors import ConfigError
+    from rlbuffer.filters import nearest
+
+    names = list(known)
+    if key not in names:
+        hint = nearest(key, names) or f" {otherwise}"
+        raise ConfigError(f"the config has no [{kind}.{key}] section.{hint}", setting=f"{kind}.{key}")
+
+
+def run_alone(
+    kind: str,
+    key: str,
+    replica: int,
+    replicas: int,
+    display: str,
+    narrator: Callable[[Callable[[str], None]], Callable[[Mapping[str, Any]], None]],
+    work: Callable[[str, threading.Event, OnEvent], int],
+) -> int:
+    """Runs `work` (process name, stop, on_event) until a signal sets `stop`. -> its exit code."""
+    from rlbuffer import processes
+
+    title = f"{key}-{replica}" if replica or replicas > 1 else key
+    processes.name_process(f"{kind} {title}")
+    processes.share_cores(SHARING)
+    stop = threading.Event()
+    processes.stop_on_signals(stop)
+    narrate = narrator(lambda line: click.echo(f"{datetime.now():%H:%M:%S} {line}"))
+
+    def on_event(event: dict[str, Any]) -> None:
+        if display == "json":
+            click.echo(json.dumps(event, default=str))
+        elif display != "none":
+            narrate(event)
+
+    return work(title, stop, on_event)

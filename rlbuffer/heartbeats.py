@@ -1,0 +1,97 @@
+"""Heartbeats of a process that samples or scores: a thread says that it lives and renews what it holds, however long
+its work takes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import Any
+
+from rlbuffer.errors import RlbufferError
+
+BEAT_SECONDS = 2.0
+"""Between two heartbeats, and between two renewals: a small part of the life of a ticket or a claim."""
+CLOSE_SECONDS = 5.0
+"""How long closing waits for a beat that is under way."""
+RATE_BEATS = 10
+"""Beats that rates are averaged over: long enough to hold several batches, short enough to follow a change."""
+
+
+class Heartbeats(ABC):
+    """Beats from `start` until `close`. The loop writes its state into the attributes; the thread only reads them.
+
+    A beat that fails decides nothing and stops nothing: the loop meets the same trouble by itself.
+    """
+
+    def __init__(self, thread: str) -> None:
+        self.groups = self.rollouts = self.tokens = 0
+        """Done and stored."""
+        self.failed_groups = 0
+        """Groups given up because they could not be prepared, scored or stored."""
+        self.error = ""
+        """The last trouble, "" when the last batch had none."""
+        self.waiting = ""
+        """What the loop waits for, "" while it works."""
+        self._holding = threading.Lock()
+        self._seen: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)], maxlen=RATE_BEATS)
+        self._started = time.time()
+        self._is_heard = True
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
+
+    def start(self) -> None:
+        """The first beat comes at once."""
+        self._thread.start()
+
+    def record(self) -> dict[str, Any]:
+        """What a heartbeat says; msgpack types."""
+        since, rollouts, tokens = self._seen[0]
+        elapsed = max(time.monotonic() - since, 1e-9)
+        return {
+            "groups": self.groups,
+            "rollouts": self.rollouts,
+            "rollouts_per_second": (self.rollouts - rollouts) / elapsed,
+            "tokens_per_second": (self.tokens - tokens) / elapsed,
+            "failed_groups": self.failed_groups,
+            "error": self.error,
+            "waiting": self.waiting,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": self._started,
+        }
+
+    def close(self) -> None:
+        """Stops the thread and says goodbye with a last heartbeat, unless the server is away: leaving must not wait."""
+        self._closed.set()
+        self._thread.join(CLOSE_SECONDS)
+        if not self._thread.is_alive() and self._is_heard:
+            self._beat()
+
+    @abstractmethod
+    def _renew(self) -> None:
+        """Renews what is held. Called with the lock `_holding`."""
+
+    @abstractmethod
+    def _tell(self, record: dict[str, Any]) -> None:
+        """Sends a heartbeat."""
+
+    def _run(self) -> None:
+        while True:
+            self._beat()
+            if self._closed.wait(BEAT_SECONDS):
+                return
+
+    def _beat(self) -> None:
+        try:
+            with self._holding:
+                self._renew()
+            self._tell(self.record())
+            self._is_heard = True
+        except RlbufferError as error:
+            self._is_heard = False
+            self.error = str(error)
+        self._seen.append((time.monotonic(), self.rollouts, self.tokens))
