@@ -105,14 +105,6 @@ def end_with_supervisor() -> None:
 
 
 # -- worker ----------------------------------------------------------------------------------------------------------
-def worker_main(settings_json: str, key: str, replica: int, name: str, log: Connection) -> None:
-    """One worker of ``[worker.KEY]``."""
-    _enter(log, f"worker {name}")
-    stop = threading.Event()
-    stop_on_signals(stop)
-    _leave_with(lambda: sample(from_json(settings_json), key, replica, name, stop))
-
-
 def sample(
     settings: RunSettings,
     key: str,
@@ -133,14 +125,6 @@ def sample(
             buffer, name, options, stop=stop, on_event=on_event or WorkerNarrator(say), evaluations=settings.eval
         )
     return 0
-
-
-def worker_apart_main(key: str, replica: int, name: str) -> None:
-    """A worker with an interpreter of its own, as :func:`serve_main` is the batcher's."""
-    settings, stop = _begin(f"worker {name}")
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the supervisor's: it drains in order
-    _leave_with(lambda: sample(settings, key, replica, name, stop))
 
 
 class WorkerNarrator:
@@ -196,14 +180,6 @@ class WorkerNarrator:
 
 
 # -- scorer ----------------------------------------------------------------------------------------------------------
-def scorer_main(settings_json: str, key: str, replica: int, name: str, log: Connection) -> None:
-    """One scorer of ``[score.KEY]``."""
-    _enter(log, f"score {name}")
-    stop = threading.Event()
-    stop_on_signals(stop)
-    _leave_with(lambda: score(from_json(settings_json), key, replica, name, stop))
-
-
 def score(
     settings: RunSettings,
     key: str,
@@ -222,12 +198,25 @@ def score(
     return 0
 
 
-def scorer_apart_main(key: str, replica: int, name: str) -> None:
-    """A scorer with an interpreter of its own."""
-    settings, stop = _begin(f"score {name}")
+# -- either ----------------------------------------------------------------------------------------------------------
+MEMBERS: Mapping[str, Callable[..., int]] = {"worker": sample, "score": score}
+"""What one process of a section does, by the section's kind: ``[worker.KEY]``, ``[score.KEY]``."""
+
+
+def member_main(settings_json: str, kind: str, key: str, replica: int, name: str, log: Connection) -> None:
+    """One process of ``[KIND.KEY]``."""
+    _enter(log, f"{kind} {name}")
+    stop = threading.Event()
+    stop_on_signals(stop)
+    _leave_with(lambda: MEMBERS[kind](from_json(settings_json), key, replica, name, stop))
+
+
+def member_apart_main(kind: str, key: str, replica: int, name: str) -> None:
+    """The same with an interpreter of its own, as :func:`serve_main` is the batcher's."""
+    settings, stop = _begin(f"{kind} {name}")
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _leave_with(lambda: score(settings, key, replica, name, stop))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the supervisor's: it drains in order
+    _leave_with(lambda: MEMBERS[kind](settings, key, replica, name, stop))
 
 
 # -- trainer ---------------------------------------------------------------------------------------------------------
@@ -295,9 +284,9 @@ def main() -> None:
     """``python -m rlbuffer.processes WHAT``: ``serve [--again]``, or ``worker`` or ``score KEY REPLICA NAME``. Stdin as
     `_begin` says."""
     what, *rest = sys.argv[1:]
-    if what in ("worker", "score"):
+    if what in MEMBERS:
         key, replica, name = rest
-        (worker_apart_main if what == "worker" else scorer_apart_main)(key, int(replica), name)
+        member_apart_main(what, key, int(replica), name)
     else:
         serve_main()
 

@@ -203,7 +203,7 @@ class Supervisor:
     def _start_worker(self, key: str, replica: int, title: str) -> Any:
         name, options = f"worker {title}", self.settings.worker[key]
         if not placement.is_apart(options):
-            return self._fork(name, processes.worker_main, (self._json, key, replica, title))
+            return self._fork(name, processes.member_main, (self._json, "worker", key, replica, title))
         python = placement.python_of(key, options, sys.executable)
         environment = placement.environment_of(options, replica, python)
         return self._start_apart(name, python, ["worker", key, str(replica), title], environment)
@@ -211,7 +211,7 @@ class Supervisor:
     def _start_scorer(self, key: str, replica: int, title: str) -> Any:
         name, options = f"score {title}", self.settings.score[key]
         if not options.gpus:
-            return self._fork(name, processes.scorer_main, (self._json, key, replica, title))
+            return self._fork(name, processes.member_main, (self._json, "score", key, replica, title))
         environment = {**os.environ, **placement.visible(placement.gpus_of(options, replica))}
         return self._start_apart(name, sys.executable, ["score", key, str(replica), title], environment)
 

@@ -361,6 +361,19 @@ def test_a_deleted_run_leaves_nothing(run: Run) -> None:
     assert run.store.run not in run.store.runs()
 
 
+def test_a_run_made_anew_is_in_a_later_epoch_whenever_its_maker_read_the_clock(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batcher that is held up between its look at the clock and its opening must not bring an old epoch back."""
+    late, writer = run.again(), Writer(run.again(), "v", epoch=run.meta.epoch)
+    run.store.delete_run()
+    monkeypatch.setattr(late, "now", lambda: run.meta.epoch / 1000)
+    time.sleep(0.005)
+    assert late.open_run().epoch > run.meta.epoch
+    with pytest.raises(rlbuffer.errors.RunGone):
+        writer.push(make_group(env="a", size=2, group_id="a.0"))
+
+
 def test_a_void_that_comes_late_takes_nothing_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.step("a.0")
     run.step("a.1")
