@@ -75,6 +75,25 @@ def waited(wait: Sequence[float], total: Sequence[float]) -> Waited:
     return Waited(share=share, text=f"the trainer waited {percent(share)} of {of} for data{side}", is_long=is_long)
 
 
+def example_lines(examples: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each of a step's examples. Rollouts are untrusted: what is not printable is shown escaped.
+
+    Example:
+        >>> example_lines([{"name": "best", "rollout_id": "a.3/0", "env": "a", "reward": 1.0, "advantage": 0.5,
+        ...     "token_ids": [7, 9], "text": ""}])
+        ['best a.3/0 of a, reward 1 (advantage +0.50): 7 9']
+    """
+    lines = []
+    for example in examples:
+        shown = example["text"] or " ".join(map(str, example["token_ids"]))
+        shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
+        lines.append(
+            f"{example['name']} {example['rollout_id']} of {example['env']}, reward {example['reward']:.4g} "
+            f"(advantage {example['advantage']:+.2f}): {shown}"
+        )
+    return lines
+
+
 def shares(envs: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """env -> its fraction of the tokens."""
     total = sum(e["tokens"] for e in envs.values()) or 1

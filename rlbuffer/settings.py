@@ -188,6 +188,9 @@ class TrainerSettings(_Section):
     debug_samples: int = Field(
         0, ge=0, description="Rollouts of the first step that rank 0 prints token by token, with checks."
     )
+    example_every: int = Field(
+        10, ge=0, description="Steps between shown examples: the best and the worst rollout of a group; 0: none."
+    )
     tensorboard: bool = Field(False, description="Write the metrics for TensorBoard, too: OUTPUT/tensorboard.")
     wandb_project: str = Field("", description="Weights & Biases project that gets the metrics, too; empty: none.")
     peak_flops: float = Field(

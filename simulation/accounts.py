@@ -18,6 +18,8 @@ class Pending:
     """Rollouts, tokens."""
     metadata: bytes
     pushed_ms: int
+    """When its rollouts came first."""
+    entry_id: tuple[int, int]
 
     def ids(self) -> set[str]:
         """Its rollouts."""

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 AWAY = (ServerUnreachable, ServerRefused)
+NEED = "rewards.judge"
+"""What some groups need from a scorer,"""
+NEEDY = 0.5
+"""and how many of them, in runs that have one."""
 KEPT = 2
 """Checkpoints that the trainer keeps."""
 
@@ -141,7 +145,10 @@ class Worker:
             version = max(0, store.policy().version)
             world.scheduler.wait(dice.expovariate(1 / plan.sample_seconds))
             for name in names:
-                self._push(writer, made_group(dice, name, env, version), process)
+                group = made_group(dice, name, env, version)
+                if plan.scorers and dice.random() < NEEDY:
+                    group = replace(group, needs=(NEED,))
+                self._push(writer, group, process)
 
     def _push(self, writer: Writer, group: Group, process: Process) -> None:
         plan, dice = self.world.plan, self.world.dice
@@ -290,6 +297,8 @@ class Trainer:
         reader.start()
         if rank == 0:
             job.is_started = True
+            # Samplers have this version, or a newer one, unless the server lost what was newer.
+            reader.announce(PolicyVersion(version=job.at))
         while not job.is_started:  # a barrier: rank 0 has registered the attempt
             world.scheduler.wait(0.01)
         steps, pulls = reader.steps(), 0

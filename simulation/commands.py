@@ -92,6 +92,11 @@ def get(server: Server, args: Args) -> Any:
     return server.find(args[1], bytes)
 
 
+@command("MGET")
+def mget(server: Server, args: Args) -> Any:
+    return [server.find(key, bytes) for key in args[1:]]
+
+
 @command("SET", grows=True)
 def set_(server: Server, args: Args) -> Any:
     options = [a.upper() for a in args[3:]]

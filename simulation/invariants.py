@@ -23,7 +23,7 @@ from simulation.fences import Fences
 from simulation.network import Network
 from simulation.rewinds import Rewinds
 from simulation.server import Command, Server
-from simulation.values import StreamId
+from simulation.values import StreamId, stream_id
 
 UNITS = ("rollouts", "tokens")
 FATES = ("pushed", "packed", "trained", "dropped")
@@ -48,6 +48,8 @@ class Invariants(Fences, Rewinds):
         self.events = 0
         self.incarnations: dict[str, int] = {}
         """Producer -> the epoch that its writer works in."""
+        self.damaged: set[tuple[bytes, bytes]] = set()
+        """Payload key and field, of what chance has changed. A server that loses a reset has them back."""
         self._names: dict[bytes, str] = {}
         self._before: Any = None
         keys = self.keys
@@ -68,6 +70,8 @@ class Invariants(Fences, Rewinds):
         """Payload key -> the entry, of everything that was ever pending."""
         self.parts: dict[str, list[Pending]] = {}
         """Group -> the same entries."""
+        self.scored: set[StreamId] = set()
+        """Entries whose place a scored push has taken."""
         self.steps: dict[int, Live] = {}
         self.digests: dict[int, str] = {}
         self.trained_content: dict[tuple[int, int, int], str] = {}
@@ -83,8 +87,6 @@ class Invariants(Fences, Rewinds):
         """(env, fate) -> rollouts, tokens, as they should be."""
         self._highest: dict[str, int] = {}
         self._holder = self._leader = (b"", 0)
-        self.damaged: set[tuple[bytes, bytes]] = set()
-        """Payload key and field, of what chance has changed."""
         self._normalizers: dict[str, Normalizers] = {}
         """Digest of a step -> what its losses are divided by."""
         self._rearmed: set[bytes] = set()
@@ -177,7 +179,8 @@ class Invariants(Fences, Rewinds):
                 fields[b"env"].decode(),
                 (int(fields[b"rollouts"]), int(fields[b"tokens"])),
                 fields[b"metadata"],
-                entry_id[0],
+                int(fields.get(b"pushed", entry_id[0])),
+                entry_id,
             )
             if any(known.endswith(suffix.encode()) for known in (payload,) if known in self.pushed):
                 self.fail("I1", f"push {suffix} of group {group} became pending twice")
@@ -188,7 +191,10 @@ class Invariants(Fences, Rewinds):
                 self.fail("I4", f"push {suffix} of epoch {self.incarnations[incarnation]} became pending in {epoch}")
             self.pool[entry_id] = self.pushed[payload] = entry
             self.parts.setdefault(group, []).append(entry)
-            self._move(entry.env, "pushed", entry.amounts)
+            if b"replaces" in fields:
+                self._check_replaced(entry, stream_id(fields[b"replaces"]))
+            else:
+                self._move(entry.env, "pushed", entry.amounts)
             self._move(entry.env, "pending", entry.amounts)
         else:
             gone = self.pool.pop(entry_id, None)
@@ -196,6 +202,22 @@ class Invariants(Fences, Rewinds):
                 self._left[gone.payload] = gone
                 self._move(gone.env, "pending", (-gone.amounts[0], -gone.amounts[1]))
                 self._suspects.add(gone.payload)
+
+    def _check_replaced(self, entry: Pending, old_id: StreamId) -> None:
+        """A scored push takes the place of one that was pending until this moment, and of no other."""
+        old = next((gone for gone in self._left.values() if gone.entry_id == old_id), None)
+        if old is None:
+            self.fail("I10", f"a scored push of group {entry.group} replaces {old_id}, which was not pending")
+        elif (old.group, old.env, old.amounts, old.ids()) != (entry.group, entry.env, entry.amounts, entry.ids()):
+            self.fail("I10", f"a scored push of group {entry.group} is not what it replaces ({old_id})")
+        elif old.pushed_ms != entry.pushed_ms:
+            self.fail("I6", f"group {entry.group} grew {entry.pushed_ms - old.pushed_ms} ms younger by being scored")
+        self.scored.add(old_id)
+
+    def expect_scored(self, group: str, entry_id: str) -> None:
+        """A scorer was told that its push took this entry's place."""
+        if not self.was_rolled_back and stream_id(entry_id.encode()) not in self.scored:
+            self.fail("I10", f"a scored push of group {group} was acknowledged, but {entry_id} was not replaced")
 
     def _steps_changed(self, kind: str, entry_id: StreamId) -> None:
         if kind == "gone":
@@ -237,9 +259,11 @@ class Invariants(Fences, Rewinds):
 
     def _policy_changed(self, kind: str, adapter: bytes) -> None:
         record = (self.server.data.get(self.keys.policy.encode()) or {}).get(adapter) if kind == "hash" else None
-        if record is not None:  # else it was taken back
+        if record is not None:
             epoch, version, _ = record.split(b" ", 2)
             self._grows(f"policy version in epoch {epoch.decode()}", int(version))
+        elif self.was_rolled_back:  # a version of steps that the server has lost is taken back
+            self._highest.pop(f"policy version in epoch {self._field(self.keys.meta, b'epoch')}", None)
 
     def _lease_changed(self, kind: str, field: bytes) -> None:
         if kind != "hash":
@@ -404,6 +428,8 @@ class Invariants(Fences, Rewinds):
         if not sources:
             return
         info: GroupInfo = wire.decode_info(sources[0].metadata)
+        if any(wire.decode_info(source.metadata).needs for source in sources):
+            self.fail("I6", f"step {step} trains group {group}, which needs a scorer yet")
         waited = now - min(source.pushed_ms for source in sources)
         if len({m.info.rollout_id for m in held}) != len(held) or len(held) > info.planned_size:
             self.fail("I6", f"step {step}: group {group} has {len(held)} rollouts, some twice or too many")

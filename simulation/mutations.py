@@ -168,6 +168,25 @@ MUTATIONS: tuple[Mutation, ...] = (
         reuse=True,
         releaser=True,
     ),
+    # An answer that comes after another scorer's, or after the group was dropped, must find nothing to replace.
+    _of(
+        "scored-though-gone",
+        "push",
+        "  if #found == 0 then\n",
+        "  if #found == 0 then\n"
+        "    found = {{0, {'env', ARGV[4], 'group', ARGV[5], 'rollouts', ARGV[7], 'tokens', ARGV[8]}}}\n"
+        "  end\n  if false then\n",
+        scorers=2,
+    ),
+    _of("scored-beside-the-old", "push", "redis.call('XDEL', KEYS[2], ARGV[10])", "local _ = 0", scorers=1),
+    _of(
+        "scored-counts-as-pushed",
+        "push",
+        "else\n  redis.call('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:rollouts'",
+        "end\ndo\n  redis.call('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:rollouts'",
+        scorers=1,
+    ),
+    _of("scored-grows-younger", "push", "old.pushed or string.match(ARGV[10], '^%d+')", "ARGV[2]", scorers=1),
     _of("commit-refused-for-memory", "commit", "#!lua flags=allow-oom", "#!lua", full=True),
     _of("void-in-the-same-epoch", "void", "tonumber(meta[1]) + 1", "tonumber(meta[1])", taken_back=0.7),
     _of("void-leaves-the-leader", "void", "if token then", "if false then", taken_back=0.7),

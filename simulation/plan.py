@@ -40,6 +40,9 @@ REFUSALS = (
     "CLUSTERDOWN The cluster is down",
 )
 
+ROLLBACKS = 0.1
+"""Share of seeds in which the server forgets what came after its last fsync."""
+
 CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.daemon.leadership", "POLL_SECONDS"): 0.15,
     ("rlbuffer.daemon.leadership", "TELEMETRY_SECONDS"): 3.0,
@@ -49,6 +52,11 @@ CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.writer", "TICKET_SECONDS"): 3.0,
     ("rlbuffer.reader", "BLOCK_SECONDS"): 1.0,
     ("rlbuffer.reader", "HEARTBEAT_SECONDS"): 0.8,
+    ("rlbuffer.heartbeats", "BEAT_SECONDS"): 0.4,
+    ("rlbuffer.scorer.beat", "CLAIM_SECONDS"): 1.2,
+    ("rlbuffer.scorer.loop", "CLAIM_SECONDS"): 1.2,
+    ("rlbuffer.scorer.loop", "AGAIN_SECONDS"): 0.3,
+    ("rlbuffer.scorer.loop", "PAGE"): 5,
     ("rlbuffer.store.pool", "DROP_ENTRIES"): 5,
     ("rlbuffer.store.steps", "SWEEP"): 4,
 }
@@ -100,6 +108,8 @@ class Plan:
     refusal: str
     """The error with which the server refuses writes for a while (LOADING: everything); "" for none."""
     tombstone_seconds: float
+    scorers: int
+    """Processes that add what some of the groups need before they can train; 0: no group needs anything."""
     mutation: Mutation | None = field(default=None)
 
     def constants(self) -> dict[tuple[str, str], float]:
@@ -111,7 +121,7 @@ class Plan:
         }
 
     def may_die(self, name: str) -> bool:
-        return name.split(" ")[0] in ("batcher", "writer", "rank")
+        return name.split(" ")[0] in ("batcher", "writer", "scorer", "rank")
 
     def stop_seconds(self, dice: random.Random) -> float:
         """Mostly longer than a lease."""
@@ -127,7 +137,7 @@ class Plan:
         on = [name for name in names if getattr(self, name)]
         closed = self.config.step_groups or self.config.step_rollouts or "capacity"
         return (
-            f"profile {self.profile}, {self.batchers} batchers, {self.writers} writers, "
+            f"profile {self.profile}, {self.batchers} batchers, {self.writers} writers, {self.scorers} scorers, "
             f"world sizes {self.world_sizes}, step {closed}, "
             f"lookahead {self.config.lookahead}, max_age {self.config.max_age}, max_uses {self.config.max_uses}"
             f"{', ' if on else ''}{', '.join(on)}"
@@ -157,6 +167,9 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     asks = dict(mutation.asks) if mutation is not None else {}
     if asks.pop("reuse", False) | (reuse.random() < 0.3):
         config = replace(config, max_uses=reuse.choice((2, 3)), replay_fraction=reuse.choice((0.5, 1.0)))
+    if mutation is None and random.Random(f"rollback {seed}").random() < ROLLBACKS:
+        rollback = True
+    scoring = random.Random(f"scoring {seed}")
     people = random.Random(f"people {seed}")
     draws = [people.random() for _ in range(4)]
     rest: dict[str, Any] = {
@@ -165,6 +178,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
         "damages": tuple(people.uniform(0.2, 1.0) for _ in range(3)) if draws[2] < 0.1 else (),
         "refusal": people.choice(REFUSALS) if draws[3] < 0.1 else "",
     }
+    rest["scorers"] = scoring.choice((1, 2, 2)) if scoring.random() < 0.2 else 0
     values: dict[str, Any] = {
         "batchers": dice.choice((1, 2, 2)),
         "writers": dice.choice((1, 2, 3)),
@@ -174,6 +188,8 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
         "reset": dice.random() < 0.1,
         "full": dice.random() < 0.15,
     }
+    # A server that has lost a reset has the old run again: a person must reset it again.
+    values["reset"] = values["reset"] and not rollback
     if mutation is not None:
         profile = mutation.profile or profile
     plan = Plan(

@@ -16,6 +16,7 @@ _KNOWLEDGE = (
     "pool",
     "pushed",
     "parts",
+    "scored",
     "steps",
     "digests",
     "outlived",

@@ -22,6 +22,7 @@ from simulation.network import LATEST_SECONDS, Network, SimulatedConnection
 from simulation.people import damage, operator, releaser, take_back
 from simulation.plan import Plan
 from simulation.scheduler import BEGINNING, Process, Scheduler
+from simulation.scorers import scorer
 from simulation.server import Command, Server
 from simulation.stand_ins import installed
 
@@ -122,6 +123,8 @@ class World:
         for index in range(plan.writers):
             worker = Worker(host, index)
             later(0.1, partial(host.keep, worker.name, worker.run))
+        for index in range(plan.scorers):
+            later(0.1, partial(host.keep, f"scorer {index}", partial(scorer, host, index)))
         later(0.2, self.trainer.begin)
         if plan.operator:
             later(1.0, partial(host.keep, "operator", partial(operator, host)))

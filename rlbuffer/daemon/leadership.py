@@ -185,7 +185,7 @@ class Leadership:
         self.has_heard = True  # the claim is the trainer's own word
         found = self._store.recover(self._token, trainer, self._held.entries())
         if found is not None:
-            self._store.retire(self._token, int(found["step"]))
+            self._store.retire(self._token, int(found["step"]), since=self._losses)
             self._teller.emit({"event": "recovery", **found})
 
     def _trainer_sentence(self, trainer: Attempt) -> str:
@@ -218,20 +218,20 @@ class Leadership:
     def _retire(self, trainer: Attempt) -> None:
         up_to = min(trainer.oldest_kept, trainer.trained, self._meta.step)
         if up_to > self._meta.retired:
-            self._store.retire(self._token, up_to)
+            self._store.retire(self._token, up_to, since=self._losses)
             self._memory.retired(up_to)
             self._meta = self._store.meta()
         if self._held.replaced and time.monotonic() - self._swept > SWEEP_SECONDS:
             # Scored groups have left payloads behind; they must not wait for a checkpoint.
             self._swept, self._held.replaced = time.monotonic(), 0
-            self._store.retire(self._token, self._meta.retired)
+            self._store.retire(self._token, self._meta.retired, since=self._losses)
         if self._memory.relieve(self._token, trainer, self._meta):
             self._meta = self._store.meta()
 
     def _commit(self, decision: Decision, plan: StepPlan, trainer: Attempt, started: float) -> None:
         used = self._held.of(plan)
         reason = "a payload is missing or of another size than its metadata says"
-        broken = dict.fromkeys(self._store.pin(plan.rollouts, used), reason)
+        broken = dict.fromkeys(self._store.pin(plan.rollouts, used, since=self._losses), reason)
         if not broken:
             _, broken = agree(plan, {key: entry.info for key, entry in used.items() if entry.info is not None})
         if broken:
@@ -244,6 +244,7 @@ class Leadership:
             meta=self._memory.marked(self._meta, trainer),
             state=decision.state,
             waiting_for_version=decision.waiting_for_version,
+            since=self._losses,
         )
         if status == "gone":
             self._held.refused(plan, detail)

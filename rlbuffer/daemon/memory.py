@@ -77,6 +77,7 @@ class MemoryWatch:
         self, store: Store, config: BatcherConfig, emit: Emit, *, world_size: int, checkpoint_every: int
     ) -> None:
         self._store = store
+        self._losses = store.losses()
         self._config = config
         self._emit = emit
         self._world_size = world_size
@@ -116,7 +117,7 @@ class MemoryWatch:
         if meta.step == 0 or meta.config != self._config.as_dict():
             self._refuse(forecast, self._world_size)
         if meta.retired:
-            self._store.retire(token, meta.retired)
+            self._store.retire(token, meta.retired, since=self._losses)
         if forecast is None:
             return {}
         return {
@@ -201,7 +202,7 @@ class MemoryWatch:
         is_fresh = self._look()
         done = min(trainer.at, trainer.trained, meta.step)
         if self._unswept_since is not None and time.monotonic() - self._unswept_since < HOLD_SECONDS:
-            if is_fresh and self._store.retire(token, meta.retired):
+            if is_fresh and self._store.retire(token, meta.retired, since=self._losses):
                 self._unswept_since = None
                 self._pressure.freed()
             return False
@@ -212,7 +213,7 @@ class MemoryWatch:
             return False
         used, limit = self._pressure.used or 0, self._pressure.limit
         first = meta.retired + 1
-        swept = self._store.retire(token, up_to, early={"used": used, "limit": limit})
+        swept = self._store.retire(token, up_to, early={"used": used, "limit": limit}, since=self._losses)
         self.retired(up_to)
         self._unswept_since = None if swept else time.monotonic()
         if up_to > trainer.checkpoint:

@@ -132,8 +132,13 @@ class Store(Protocol):
     def drop(self, token: int, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> None:
         """DROP, in calls of at most 500 entries. Raises LeaseLost."""
 
-    def pin(self, refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry]) -> list[str]:
-        """PIN: payload keys made persistent, sizes compared. -> entry ids that are missing or of another size."""
+    def pin(
+        self, refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry], *, since: int | None = None
+    ) -> list[str]:
+        """PIN: payload keys made persistent, sizes compared. -> entry ids that are missing or of another size.
+
+        `since`: losses when the entries were read. Raises LeaseLost when there were more: they may not hold there.
+        """
 
     def commit(
         self,
@@ -144,8 +149,9 @@ class Store(Protocol):
         meta: Meta,
         state: Mapping[str, Any],
         waiting_for_version: int | None = None,
+        since: int | None = None,
     ) -> tuple[str, Any]:
-        """COMMIT. -> ("ok" | "duplicate", digest) or ("gone", [entry ids]). Raises LeaseLost."""
+        """COMMIT. -> ("ok" | "duplicate", digest) or ("gone", [entry ids]). `since`: as for PIN. Raises LeaseLost."""
 
     def load_state(self) -> Mapping[str, Any] | None:
         """The batcher's state as after the last step."""
@@ -153,8 +159,13 @@ class Store(Protocol):
     def closed_groups(self) -> list[str]:
         """Tombstones: ids of closed groups."""
 
-    def retire(self, token: int, up_to: int, *, early: Mapping[str, int] | None = None) -> int:
-        """RETIRE and sweep. -> payload keys unlinked. `early`: memory is short; what the history says of it."""
+    def retire(
+        self, token: int, up_to: int, *, early: Mapping[str, int] | None = None, since: int | None = None
+    ) -> int:
+        """RETIRE and sweep. -> payload keys unlinked.
+
+        `early`: memory is short; what the history says of it. `since`: as for PIN.
+        """
 
     def recover(self, token: int, trainer: Attempt, entries: Iterable[PoolEntry]) -> Mapping[str, Any] | None:
         """RECOVER: the run goes on after the trainer's step, in a new epoch. -> what was found, None when no claim is

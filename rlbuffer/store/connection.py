@@ -18,6 +18,7 @@ import random
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -89,6 +90,10 @@ act (spool, throttle), so it is told at once."""
 _URL_OPTIONS = re.compile(r"connection_class|path|host|port|db|username|password|ssl_\w+")
 
 
+class _BrokenUnused(redis.ConnectionError):
+    """A connection of the pool was closed between two commands."""
+
+
 class Connection:
     """The clients of one process for one server. Thread-safe; usable after a fork.
 
@@ -126,6 +131,8 @@ class Connection:
         """The in-process model instead of a server."""
         self.losses = 0
         """Times that the connection was lost. What the server had acknowledged before may be gone with it."""
+        self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """The losses when a connection of the pool was last made."""
         if not url:
             self.embedded = ensure(home, server)
             self._url = self.embedded.address
@@ -190,6 +197,9 @@ class Connection:
             failure: RlbufferError
             try:
                 return fn()
+            except _BrokenUnused:
+                self.losses += 1
+                continue  # nothing was sent
             except redis.RedisError as error:
                 failure, may_pass = self._translated(error)
                 cause = error
@@ -262,11 +272,23 @@ class Connection:
             socket_connect_timeout=CONNECT_TIMEOUT_SECONDS,
             socket_read_size=SOCKET_READ_BYTES,
             maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            redis_connect_func=self._made_anew,
             max_connections=1000,
         )
         packer = PythonRespSerializer(PACK_CUTOFF_BYTES, pool.get_encoder().encode)
         pool.connection_kwargs = {**pool.connection_kwargs, "command_packer": packer}
         return redis.Redis(connection_pool=pool)
+
+    def _made_anew(self, connection: Any) -> None:
+        """The pool has made one of its connections, and sends nothing on it before this.
+
+        One that broke while nobody used it would be made again without a word, and what is about to be sent would go
+        to a server that may be back without its newest writes. Unless it broke before the last loss that was counted.
+        """
+        if self._made.pop(connection, None) == self.losses:
+            raise _BrokenUnused("the connection was closed while nobody used it")
+        self._made[connection] = self.losses
+        connection.on_connect()
 
     def _url_options(self) -> dict[str, Any]:
         try:

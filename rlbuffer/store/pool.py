@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlbuffer import wire
-from rlbuffer.batches import Drop, RolloutRef
+from rlbuffer.batches import Drop
 from rlbuffer.errors import EpochChanged, InvalidRollout, PayloadError, ProducerGap, RunGone, ServerRefused
 from rlbuffer.infos import GroupInfo, unfrozen
 from rlbuffer.records import Group
@@ -150,30 +150,6 @@ class PoolMoves(Session):
                 raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
             dropped += int(reply[1])
         return dropped
-
-    def pin(self, refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry]) -> list[str]:
-        """PIN: what a step is about to use stays until the step is retired. -> entries that cannot be used."""
-        used = list(dict.fromkeys(ref.entry_id for ref in refs))
-
-        def ask(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                for entry_id in used:
-                    pipe.persist(entries[entry_id].payload_key)
-                for ref in refs:
-                    pipe.hstrlen(entries[ref.entry_id].payload_key, str(ref.index))
-                return list(pipe.execute())
-
-        sizes = self.look(ask)[len(used) :]
-        broken = {
-            ref.entry_id
-            for ref, size in zip(refs, sizes, strict=True)
-            if size != _expected_size(entries[ref.entry_id], ref.index)
-        }
-        return [entry_id for entry_id in used if entry_id in broken]
-
-
-def _expected_size(entry: PoolEntry, index: int) -> int:
-    return -1 if entry.info is None or index >= entry.info.totals.rollouts else entry.info.rollouts[index].size
 
 
 def pool_entries(keys: Keys, found: Sequence[Entry]) -> list[PoolEntry]:

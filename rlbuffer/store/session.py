@@ -60,15 +60,25 @@ class Session:
             lambda: command(self.connection.client), patience_seconds=self.patience_seconds, repeat=True
         )
 
-    def move(self, script: str, keys: Sequence[str], args: Sequence[Any], *, repeat: bool = True) -> list[Any]:
-        """Runs one Lua file. -> its reply, status first."""
+    def move(
+        self,
+        script: str,
+        keys: Sequence[str],
+        args: Sequence[Any],
+        *,
+        repeat: bool = True,
+        since: int | None = None,
+    ) -> list[Any]:
+        """Runs one Lua file. -> its reply, status first. `since`: as in :meth:`stay`, asked before every sending."""
         if script not in self._scripts:
             self._scripts[script] = self.connection.script(script_text(script))
         run = self._scripts[script]
-        reply = self.connection.call(
-            lambda: run(keys=list(keys), args=list(args)), patience_seconds=self.patience_seconds, repeat=repeat
-        )
-        return list(reply)
+
+        def send() -> Any:
+            self.stay(since)
+            return run(keys=list(keys), args=list(args))
+
+        return list(self.connection.call(send, patience_seconds=self.patience_seconds, repeat=repeat))
 
     def stream(self, key: str, after: str, *, count: int | None = None, block_seconds: float = 0.0) -> list[Entry]:
         """Entries after the id `after`; waits at most `block_seconds` for the first, on a connection of its own."""
@@ -91,6 +101,14 @@ class Session:
             f"the server's memory was {EARLY_PERCENT} % full, so steps up to {early} went before the oldest checkpoint "
             "held them"
         )
+
+    def stay(self, since: int | None) -> None:
+        """Raises LeaseLost when the connection was lost more often than `since` times; None: never mind.
+
+        A server that was away may be back without its newest writes, and what was decided before need not hold there.
+        """
+        if since is not None and self.connection.losses != since:
+            raise LeaseLost(f"the server of run {self.run!r} was away: everything is read from it again")
 
     def lost(self, owner: object) -> LeaseLost:
         """The error of a leader that does not lead any more."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from rlbuffer import wire
-from rlbuffer.batches import StepPlan
+from rlbuffer.batches import RolloutRef, StepPlan
 from rlbuffer.errors import LeaseLost, NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.store.base import Meta, PartRollout, PoolEntry, StepHeader, StepPart
 from rlbuffer.store.keys import Keys
@@ -24,10 +24,41 @@ PAGE = 64
 """Headers per read."""
 SWEEP = 500
 """Payload keys unlinked per round trip."""
+T = TypeVar("T")
 
 
 class StepMoves(Session):
     """The steps stream: ``<s>-0`` is the header of step s, ``<s>-<r+1>`` the part of planned rank r."""
+
+    def pin(
+        self, refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry], *, since: int | None = None
+    ) -> list[str]:
+        """PIN: what a step is about to use stays until the step is retired. -> entries that cannot be used.
+
+        With `since`, the connection's losses when the entries were read, it is never sent to a server that was away
+        meanwhile: that may have lost an entry, and its payload must go on to lapse.
+
+        Raises:
+            LeaseLost: it was away.
+        """
+        used = list(dict.fromkeys(ref.entry_id for ref in refs))
+
+        def ask(client: Any) -> list[Any]:
+            self.stay(since)
+            with client.pipeline(transaction=False) as pipe:
+                for entry_id in used:
+                    pipe.persist(entries[entry_id].payload_key)
+                for ref in refs:
+                    pipe.hstrlen(entries[ref.entry_id].payload_key, str(ref.index))
+                return list(pipe.execute())
+
+        sizes = self.look(ask)[len(used) :]
+        broken = {
+            ref.entry_id
+            for ref, size in zip(refs, sizes, strict=True)
+            if size != _expected_size(entries[ref.entry_id], ref.index)
+        }
+        return [entry_id for entry_id in used if entry_id in broken]
 
     def commit(
         self,
@@ -38,14 +69,15 @@ class StepMoves(Session):
         meta: Meta,
         state: Mapping[str, Any],
         waiting_for_version: int | None = None,
+        since: int | None = None,
     ) -> tuple[str, Any]:
         """COMMIT. -> ("ok" | "duplicate", digest) or ("gone", [entry ids]).
 
-        A lost reply is followed by the same bytes again, which the script knows: nothing is planned anew before the
-        answer is there.
+        A lost reply is followed by the same bytes again, which the script knows; but not with `since`, the connection's
+        losses when the plan's payloads were pinned: a server that was away may have lost the pins.
 
         Raises:
-            LeaseLost: another leads, or the run is not where `meta` says: everything must be read again.
+            LeaseLost: another leads, the server was away, or the run is not where `meta` says: all must be read again.
             PayloadError: the plan names a rollout that its entry does not hold.
             RlbufferError: the plan does not account for whole entries.
         """
@@ -85,6 +117,7 @@ class StepMoves(Session):
                 int(sample is not None and sample.is_kept),
             ]
         keys = self.keys
+
         reply = self.move(
             "commit",
             (
@@ -101,6 +134,7 @@ class StepMoves(Session):
                 keys.reuse,
             ),
             args,
+            since=since,
         )
         return self._committed(reply, plan, meta, digest)
 
@@ -140,29 +174,42 @@ class StepMoves(Session):
         """Tombstones: ids of closed groups, the oldest first."""
         return [text(group_id) for group_id in self.look(lambda client: client.zrange(self.keys.closed, 0, -1))]
 
-    def retire(self, token: int, up_to: int, *, early: Mapping[str, int] | None = None) -> int:
+    def retire(
+        self, token: int, up_to: int, *, early: Mapping[str, int] | None = None, since: int | None = None
+    ) -> int:
         """RETIRE steps up to `up_to`, then sweep the payloads that nothing needs any more. -> payload keys unlinked.
 
-        `early`: no checkpoint need hold them, because memory is short; what the history says of it.
+        `early`: no checkpoint need hold them, because memory is short; what the history says of it. With `since`, the
+        connection's losses when this was decided, nothing goes on a server that was away meanwhile: it may need again
+        what was to go.
+
+        Raises:
+            LeaseLost: another leads, or the server was away.
         """
         keys = self.keys
         record = b"" if early is None else wire.dumps({"event": "retired early", "step": up_to, **early})
         where = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history, keys.holds)
-        reply = self.move("retire", where, (token, up_to, record, HISTORY_ENTRIES))
+        reply = self.move("retire", where, (token, up_to, record, HISTORY_ENTRIES), since=since)
         if text(reply[0]) == "FENCED":
             raise self.lost(reply[1])
         retired = int(reply[1])
         if text(reply[2]) == "1":
             return 0  # a backup copies payloads: the next retirement sweeps these, too
+
+        def here(command: Callable[[Any], T]) -> T:
+            def ask(client: Any) -> T:
+                self.stay(since)
+                return command(client)
+
+            return self.look(ask)
+
         swept = 0
-        while True:
-            members = self.look(lambda client: client.zrangebyscore(keys.garbage, "-inf", retired, start=0, num=SWEEP))
-            if not members:
-                return swept
+        while members := here(lambda client: client.zrangebyscore(keys.garbage, "-inf", retired, start=0, num=SWEEP)):
             # UNLINK before ZREM: a crash in between leaves a name to be swept again, never a payload without one.
-            self.look(partial(_unlink, keys=members))
-            self.look(partial(_forget, garbage=keys.garbage, keys=members))
+            here(partial(_unlink, keys=members))
+            here(partial(_forget, garbage=keys.garbage, keys=members))
             swept += len(members)
+        return swept
 
     # -- pull ------------------------------------------------------------------------------------------------------
     def wait_step(self, step: int, *, block_seconds: float) -> StepHeader | None:
@@ -318,3 +365,7 @@ def _unlink(client: Any, keys: Sequence[bytes]) -> None:
         for key in keys:
             pipe.unlink(key)
         pipe.execute()
+
+
+def _expected_size(entry: PoolEntry, index: int) -> int:
+    return -1 if entry.info is None or index >= entry.info.totals.rollouts else entry.info.rollouts[index].size

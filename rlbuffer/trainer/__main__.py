@@ -7,6 +7,7 @@ import sys
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.loading import load
+from rlbuffer.processes import yield_cores
 
 
 def main(arguments: list[str]) -> int:
@@ -20,6 +21,7 @@ def main(arguments: list[str]) -> int:
             from rlbuffer.trainer.launch import launch
 
             return launch(settings, world_size=settings.trainer.world_size)
+        yield_cores()
         from rlbuffer.trainer.rank import INTERRUPTED, run_rank
 
         code = 0 if run_rank(settings) else INTERRUPTED

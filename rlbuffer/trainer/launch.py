@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from rlbuffer import forkserver
 from rlbuffer.client import URL_VARIABLE
 from rlbuffer.placement import visible
-from rlbuffer.processes import to_json
+from rlbuffer.processes import to_json, yield_cores
 from rlbuffer.settings import RunSettings
 from rlbuffer.weights.cache import load_serving
 
@@ -66,6 +66,7 @@ def launch(
     url = os.environ.get(URL_VARIABLE) or settings.redis_url
     settings = settings.model_copy(update={"trainer": trainer, "redis_url": url})
     os.environ.update(visible(trainer.gpus))  # before anything looks for GPUs; inherited by the ranks
+    yield_cores()  # before anything imports torch
     forkserver.start(_model_modules(settings))
     with contextlib.ExitStack() as stack:
         if settings.weights.listen and not fake_data:

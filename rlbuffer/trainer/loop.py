@@ -87,6 +87,7 @@ def train(
                     session.ranks,
                     longest=settings.batcher.row_tokens,
                     ratios=tally.ratios,
+                    pace=tally.pace,
                 )
             tally.updates = len(updates.parts)
             for part in updates.parts:

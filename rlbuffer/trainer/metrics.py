@@ -16,6 +16,7 @@ import torch
 
 from rlbuffer.batches import Step
 from rlbuffer.trainer.agreement import Ranks
+from rlbuffer.trainer.pace import Pace
 from rlbuffer.trainer.ratios import Ratios, ratios_of
 from rlbuffer.trainer.update import SUMS
 
@@ -53,6 +54,7 @@ class Tally:
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64)
         """[len(SUMS)] over this rank's micro-batches and all updates."""
         self.ratios = Ratios()
+        self.pace = Pace(ranks.device)
         self.updates = 1
         """Optimizer updates of the step. Each has a loss of its own; what is reported is their mean."""
         self.gradient_norm = 0.0
@@ -60,10 +62,10 @@ class Tally:
         self.learning_rate = 0.0
         """Of the last update."""
 
-    def over_ranks(self) -> dict[str, Any]:
-        """The parts of a step's record that ranks must add up. All ranks call it."""
+    def over_ranks(self, watch: Stopwatch) -> dict[str, Any]:
+        """The parts of a step's record that ranks must add up. All ranks call it, each with its own watch."""
         totals = dict(zip(SUMS, self._ranks.sum(self.sums).tolist(), strict=True))
-        parts = [json.loads(text) for text in self._ranks.gather_text(json.dumps(self._part()))]
+        parts = [json.loads(text) for text in self._ranks.gather_text(json.dumps(self._part(watch)))]
         trained = max(1.0, totals["loss_tokens"])
         envs = _added(part["envs"] for part in parts)
         rollouts = sum(env["rollouts"] for env in envs.values())
@@ -83,14 +85,16 @@ class Tally:
             "trained_tokens": int(totals["tokens"]),
             "length_squares": sum(part["length_squares"] for part in parts),
             "memory_bytes": max(part["memory_bytes"] for part in parts),
+            "ranks": [part["rank"] for part in parts],
         }
 
-    def _part(self) -> dict[str, Any]:
+    def _part(self, watch: Stopwatch) -> dict[str, Any]:
         """This rank's own, JSON types. Rewards are of the rollouts that it holds: no rollout is on two ranks."""
         envs: dict[str, dict[str, Any]] = {}
-        squares = 0
+        squares = tokens = 0
         for sample in (s for micro_batch in self._step for s in micro_batch.samples):
             squares += sample.length**2
+            tokens += sample.length
             env = envs.setdefault(sample.env, {"rollouts": 0, "truncated": 0, "rewards": {}})
             env["rollouts"] += 1
             env["truncated"] += int(sample.is_truncated)
@@ -98,7 +102,15 @@ class Tally:
                 total, n = env["rewards"].get(name, (0.0, 0))
                 env["rewards"][name] = (total + value, n + 1)
         memory = memory_bytes(self._ranks.device)
-        return {"envs": envs, "length_squares": squares, "ratios": self.ratios.counts(), "memory_bytes": memory}
+        wait = watch.seconds.get("wait", 0.0)
+        seconds = {part: round(value, 6) for part, value in {"wait": wait, **self.pace.seconds()}.items()}
+        return {
+            "envs": envs,
+            "length_squares": squares,
+            "ratios": self.ratios.counts(),
+            "memory_bytes": memory,
+            "rank": {"tokens": tokens, **seconds},
+        }
 
 
 def _added(parts: Iterator[Mapping[str, Any]] | Any) -> dict[str, dict[str, Any]]:

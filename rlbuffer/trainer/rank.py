@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rlbuffer.errors import RankFailed, RlbufferError
+from rlbuffer.lines import example_lines
 from rlbuffer.placement import visible
 from rlbuffer.processes import from_json, name_process
 from rlbuffer.settings import RunSettings
@@ -137,6 +138,7 @@ def line_of(event: Mapping[str, Any]) -> str:
             f"entropy {event['entropy']:.3f}  kl {event['kl']:.4f}  clipped {event['clip_fraction']:.1%}  "
             f"grad {event['grad_norm']:.2f}  age {event['age'] or 0:.2f}  tokens {event['tokens']}  "
             f"{event['seconds']['total']:.2f} s  wait {event['wait']:.0%}"
+            + "".join(f"\n  {line}" for line in example_lines(event.get("examples", ())))
         )
     if kind == "start":
         origin = f"from the checkpoint of step {event['step']}" if event["step"] else "from step 0"

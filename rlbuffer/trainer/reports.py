@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,8 +12,10 @@ from rlbuffer.batches import Step, digest_step
 from rlbuffer.errors import RlbufferError
 from rlbuffer.lines import RECENT_STEPS, waited
 from rlbuffer.trainer.digests import digest_parameters
+from rlbuffer.trainer.examples import examples_of
 from rlbuffer.trainer.metrics import MetricsFile, Stopwatch, Tally, step_record
 from rlbuffer.trainer.resuming import Place
+from rlbuffer.trainer.samples import text_decoder
 from rlbuffer.trainer.setup import Session
 from rlbuffer.trainer.sinks import Sink, sinks_of
 from rlbuffer.trainer.speed import Work, peak_of
@@ -29,6 +31,7 @@ class Reports:
         self._on_event = on_event if session.is_first else None
         self._metrics = MetricsFile(session.settings.output_dir) if session.is_first else None
         self._sinks: list[Sink] = sinks_of(session.settings) if session.is_first else []
+        self._decode: Callable[[Sequence[int]], str] | None = None
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._parameters = sum(p.numel() for p in session.policy.parameters())
         self._work = Work(session.policy.model, self._parameters)
@@ -70,7 +73,7 @@ class Reports:
             RlbufferError: the ranks' parameters differ (only where ``check_parameters`` is set).
         """
         session = self._session
-        counted = tally.over_ranks()
+        counted = tally.over_ranks(watch)
         record = step_record(
             step,
             counted,
@@ -89,6 +92,10 @@ class Reports:
         slow = waited([w for w, _ in self._recent], [t for _, t in self._recent])
         record |= {"slow_side": slow.text if slow.is_long else "", "resumed_from": place.resumed_from}
         record |= self._proofs(step)
+        every = session.settings.trainer.example_every
+        if session.is_first and every and step.number % every == 0:
+            self._decode = self._decode or text_decoder(session.settings)
+            record["examples"] = examples_of(step, self._decode)
         if self._metrics is not None:
             self._metrics.write(record)
         for sink in self._sinks:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -137,6 +137,12 @@ def _range(values: Tensor) -> str:
 
 def decoder(settings: RunSettings) -> Callable[[int], str]:
     """Token id -> its text, with the tokenizer in the model's folder; "" where there is none."""
+    decode = text_decoder(settings)
+    return lambda token: _visible(decode([token]))
+
+
+def text_decoder(settings: RunSettings) -> Callable[[Sequence[int]], str]:
+    """Token ids -> their text, as :func:`decoder`."""
     tokenizer: Any = None
     if settings.model.path:
         from transformers import AutoTokenizer
@@ -145,9 +151,7 @@ def decoder(settings: RunSettings) -> Callable[[int], str]:
             tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
         except (OSError, ValueError):
             tokenizer = None
-    if tokenizer is None:
-        return lambda token: ""
-    return lambda token: _visible(tokenizer.decode([token]))
+    return (lambda tokens: "") if tokenizer is None else lambda tokens: str(tokenizer.decode(tokens))
 
 
 def _visible(text: str) -> str:

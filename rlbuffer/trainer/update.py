@@ -17,6 +17,7 @@ from rlbuffer.errors import RlbufferError
 from rlbuffer.settings import TrainerSettings
 from rlbuffer.trainer.agreement import Ranks
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, settings_of, uses_old
+from rlbuffer.trainer.pace import Pace
 from rlbuffer.trainer.parallel import clip_gradients, exchanging
 from rlbuffer.trainer.ratios import Ratios
 from rlbuffer.trainer.slices import Slice, slices_of
@@ -61,6 +62,7 @@ def accumulate(
     device: torch.device,
     known: Sequence[Known] | None = None,
     ratios: Ratios | None = None,
+    pace: Pace | None = None,
 ) -> Tensor:
     """Adds the gradients of one update, exchanged and averaged over ranks in the last backward pass. -> sums [SUMS].
 
@@ -69,17 +71,22 @@ def accumulate(
     still a function of every parameter (with gradient 0), so every rank makes the same exchanges.
 
     `known` is what :func:`rlbuffer.trainer.survey.survey` found out before, one per micro-batch; `ratios` takes in
-    every trained token's ratio to the inference policy.
+    every trained token's ratio to the inference policy, `pace` the time of the passes: ``forward``, ``backward``, and
+    the last backward pass, in which the ranks wait for each other, as ``exchange``.
     """
+    pace = pace or Pace(device)
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
     for i, host_batch in enumerate(micro_batches):
         micro_batch = host_batch.to(device)
-        with exchanging(policy, i == len(micro_batches) - 1):
-            tokens = trained_tokens(policy, micro_batch, temperature=settings.temperature)
-            if known is not None:
-                tokens = known[i].add_to(tokens)
-            share = loss_of(tokens, settings, normalizers, longest=longest)
-            (share * world_size).backward()  # type: ignore[no-untyped-call]
+        is_last = i == len(micro_batches) - 1
+        with exchanging(policy, is_last):
+            with pace.measure("forward"):
+                tokens = trained_tokens(policy, micro_batch, temperature=settings.temperature)
+                if known is not None:
+                    tokens = known[i].add_to(tokens)
+                share = loss_of(tokens, settings, normalizers, longest=longest)
+            with pace.measure("exchange" if is_last and world_size > 1 else "backward"):
+                (share * world_size).backward()  # type: ignore[no-untyped-call]
         sums += _sums(tokens, share, micro_batch, settings)
         if ratios is not None:
             ratios.add(tokens.logprobs.detach() - tokens.inference_logprobs)
@@ -101,12 +108,14 @@ class Updates:
         *,
         longest: int,
         ratios: Ratios | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._policy = policy
         self._settings = settings
         self._ranks = ranks
         self._longest = longest
         self._ratios = ratios
+        self._pace = pace
         self.parts: tuple[Slice, ...] = slices_of(step, ranks, settings.updates_per_pass) * settings.passes
         """One per update."""
         self._old: list[Tensor] | None = None
@@ -135,6 +144,7 @@ class Updates:
             device=self._ranks.device,
             known=known,
             ratios=self._ratios,
+            pace=self._pace,
         )
 
     def _forward(self, policy: nn.Module, micro_batch: MicroBatch) -> TrainedTokens:

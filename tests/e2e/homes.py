@@ -161,6 +161,14 @@ class Home:
             time.sleep(0.1)
         pytest.fail(f"{why} did not happen within {seconds:g} s\n{self.logs()}")
 
+    def ended(self, process: subprocess.Popen[str], seconds: float) -> int:
+        """Its exit code; fails with what its processes are doing, and every log, when it does not end in time."""
+        try:
+            return process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            doing = "\n".join(map(_doing, _tree(process.pid)))
+            pytest.fail(f"{process.args} did not end within {seconds:g} s\n{doing}\n{self.logs()}")
+
     def stop(self) -> None:
         for process in self.processes:
             for child in _tree(process.pid):
@@ -182,6 +190,20 @@ def _tree(pid: int) -> Sequence[int]:
         return [*(c.pid for c in psutil.Process(pid).children(recursive=True)), pid]
     except psutil.NoSuchProcess:
         return []
+
+
+def _doing(pid: int) -> str:
+    """A process in a few lines: its state, its CPU seconds and, where py-spy can tell, the stacks of its threads."""
+    try:
+        process = psutil.Process(pid)
+        used = process.cpu_times()
+        head = f"{pid} {process.status()}, {used.user + used.system:.1f} s of CPU: {' '.join(process.cmdline())[:200]}"
+    except psutil.NoSuchProcess:
+        return f"{pid} is gone"
+    spy = Path(sys.executable).with_name("py-spy")
+    if not spy.exists():
+        return head
+    return f"{head}\n{subprocess.run([spy, 'dump', '--pid', str(pid)], capture_output=True, text=True).stdout}"
 
 
 def _signal(pid: int, number: int) -> None:

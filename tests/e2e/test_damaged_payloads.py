@@ -46,7 +46,7 @@ def prepare(home: Home, *, every: int, world_size: int = 2) -> tuple[Path, list[
 def test_a_rollout_with_a_flipped_byte_is_masked_on_all_ranks_and_counted_once(home: Home) -> None:
     config, (spoiled,) = prepare(home, every=10**6)
     trainer = home.start("train", "--config", config, log="train")
-    assert trainer.wait(timeout=240) == 0, home.logs()
+    assert home.ended(trainer, 240) == 0, home.logs()
     first, second = home.metrics()
     with home.connect() as buffer:
         (victim,) = [r for _, r in buffer.step(1).rollouts if r.info.rollout_id == spoiled]
@@ -56,7 +56,7 @@ def test_a_rollout_with_a_flipped_byte_is_masked_on_all_ranks_and_counted_once(h
         assert buffer.ledger().damaged == 1
         # Trained again from the start, by another trainer: the same bytes, and still one damaged rollout.
         again = home.start("train", "--config", config, "--output", home.path / "again", log="again")
-        assert again.wait(timeout=240) == 0, home.logs()
+        assert home.ended(again, 240) == 0, home.logs()
         assert [r["batch_sha256"] for r in home.metrics(folder=home.path / "again")] == [
             first["batch_sha256"],
             second["batch_sha256"],

@@ -34,7 +34,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_stopped(home: Hom
     config = home.config(steps=LAST, world_size=2, checkpoint_every=HALF, keep_checkpoints=50)
     start_sources(home, config)
     straight = home.start("train", "--config", config, "--world-size", "2", log="train")
-    assert straight.wait(timeout=200) == 0, home.logs()
+    assert home.ended(straight, 200) == 0, home.logs()
     for worker in home.processes[1:3]:
         worker.send_signal(signal.SIGKILL)
 
@@ -46,7 +46,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_stopped(home: Hom
     killed.wait(timeout=30)
     folder = f"checkpoints/step-{HALF:08d}"
     shutil.copytree(again / folder, elsewhere / folder)
-    assert home.start(*arguments, log="resumed").wait(timeout=200) == 0, home.logs()
+    assert home.ended(home.start(*arguments, log="resumed"), 200) == 0, home.logs()
 
     expected, ours = tensors(home.path / "runs" / "tiny"), tensors(again)
     assert ours.keys() == expected.keys()
@@ -60,7 +60,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_stopped(home: Hom
 
     # With three ranks sums are made in another order: float32 rounds them otherwise.
     other = home.start("train", "--config", config, "--output", elsewhere, "--world-size", "3", log="three")
-    assert other.wait(timeout=200) == 0, home.logs()
+    assert home.ended(other, 200) == 0, home.logs()
     theirs = load_parameters(elsewhere, LAST)
     mine = load_parameters(again, LAST)
     difference = torch.cat([(theirs[name] - mine[name]).reshape(-1) for name in mine]).norm()

@@ -27,7 +27,7 @@ def test_a_run_survives_kill_9_of_each_process(home: Home) -> None:
     for victim in ("serve", "worker", "rank", "server"):
         kill(victim)
 
-    assert supervisor.wait(timeout=240) == 0, home.logs()
+    assert home.ended(supervisor, 240) == 0, home.logs()
     assert last_step(home) == 60
     verified = home.call("verify", "--run", "tiny")
     assert verified.returncode == 0, verified.stdout + verified.stderr

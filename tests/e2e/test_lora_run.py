@@ -13,7 +13,7 @@ def test_a_run_that_trains_an_adapter_samples_with_its_versions(home: Home) -> N
     config.write_text(f"{text}\n[trainer.lora]\nrank = 4\nalpha = 8.0\n")
 
     run = home.start("run", config, "--display", "plain", log="run")
-    assert run.wait(timeout=240) == 0, home.logs()
+    assert home.ended(run, 240) == 0, home.logs()
     log = (home.path / "run.log").read_text()
     differences = re.findall(r"worker vcopy .*logprobs are those of the published weights \(to (\S+)\)", log)
     assert len(differences) == 1

@@ -50,7 +50,7 @@ def test_hangup_gives_the_run_what_the_file_says_and_a_bad_file_changes_nothing(
         assert (meta.revision, meta.config["max_age"]) == (2, 2)
     assert serve.poll() is None
     serve.send_signal(signal.SIGTERM)
-    assert serve.wait(timeout=60) == 0
+    assert home.ended(serve, 60) == 0, home.logs()
 
 
 def test_settings_applied_again_and_again_come_one_after_the_other(home: Home) -> None:
@@ -88,5 +88,5 @@ def test_a_serve_whose_terminal_is_gone_stops_instead_of_reading_its_file_again(
     )
     os.close(master)
     process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=60) == 0
+    assert home.ended(process, 60) == 0, home.logs()
     assert "stopped; groups and steps stay on the server." in (home.path / "serve.log").read_text()

@@ -35,7 +35,7 @@ def test_after_a_kill_any_world_size_trains_the_same_rollouts(home: Home) -> Non
         shutil.copytree(home.path / "runs" / "tiny" / "checkpoints" / folder, output / "checkpoints" / folder)
         arguments = ("train", "--config", config, "--world-size", str(world_size), "--output", output)
         again = home.start(*arguments, log=f"again-{world_size}")
-        assert again.wait(timeout=280) == 0, home.logs()
+        assert home.ended(again, 280) == 0, home.logs()
         records = home.metrics(folder=output)
         assert [r["step"] for r in records] == list(range(CHECKPOINT + 1, LAST + 1))
         assert {r["resumed_from"] for r in records} == {CHECKPOINT}

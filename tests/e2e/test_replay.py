@@ -28,7 +28,7 @@ def test_a_killed_trainer_reads_the_same_micro_batches_again(home: Home) -> None
     home.wait_until(lambda: trainer.poll() is not None, seconds=10, why="the trainer's death")
     before = {r["step"]: r["batch_sha256"] for r in home.metrics() if r["step"] <= 13}
     again = home.start("train", "--config", config, log="train-again")
-    assert again.wait(timeout=180) == 0, home.logs()
+    assert home.ended(again, 180) == 0, home.logs()
     records = home.metrics()
     replayed = [r for r in records if r.get("resumed_from") == 10 and r["step"] in (11, 12, 13)]
     assert {r["step"] for r in replayed} >= {11, 12, 13}

@@ -47,7 +47,7 @@ def test_a_run_goes_on_after_the_trainers_step_though_the_server_forgot_three(ho
             shutil.copytree(home.path / "copy", server / "appendonlydir")
         for pid in ranks.values():
             os.kill(pid, signal.SIGCONT)
-    assert trainer.wait(timeout=240) == 0, home.logs()
+    assert home.ended(trainer, 240) == 0, home.logs()
 
     records = home.metrics()
     assert [r["step"] for r in records] == list(range(1, PLANNED + 1))  # none twice: nobody resumed

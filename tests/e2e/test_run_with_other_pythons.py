@@ -46,7 +46,7 @@ def test_a_worker_with_a_python_of_its_own_is_supervised_as_the_others(home: Hom
     again = home.start("run", config, "--display", "plain", log="again")
     home.wait_until(lambda: "step " in (home.path / "again.log").read_text(), seconds=180, why="a step, again")
     again.send_signal(signal.SIGTERM)
-    assert again.wait(timeout=120) == 130
+    assert home.ended(again, 120) == 130, home.logs()
     last = [line for line in (home.path / "again.log").read_text().splitlines() if "worker vcopy" in line][-1]
     assert "stopped after" in last
 

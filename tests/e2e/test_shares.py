@@ -118,7 +118,7 @@ def test_shares_hold_and_an_env_whose_worker_was_killed_is_named_by_everyone(hom
     plain = home.call("inspect", "--run", "shares", "--limit", "1").stdout
     assert "batcher: slow is " in " ".join(plain.split()), plain
 
-    assert train.wait(timeout=240) == 5, home.logs()
+    assert home.ended(train, 240) == 5, home.logs()
     said = (home.path / "train.log").read_text().splitlines()[-1]
     say(f"train ended with exit code 5 after {time.monotonic() - killed:.1f} s: {said}")
     assert said.startswith("Error: no batch for step ")
@@ -144,7 +144,7 @@ def test_shares_hold_and_an_env_whose_worker_was_killed_is_named_by_everyone(hom
     )
     assert again.poll() is None, home.logs()
     again.terminate()
-    assert again.wait(timeout=120) == 130
+    assert home.ended(again, 120) == 130, home.logs()
     verified = home.call("verify", "--run", "shares")
     assert verified.returncode == 0, verified.stdout
 
@@ -170,7 +170,7 @@ def test_what_a_step_does_without_an_env_is_what_the_settings_say(
     killed, before = time.monotonic(), len(events(home, "serve", "step"))
 
     if not goes_on:
-        assert trainer.wait(timeout=120) == 5
+        assert home.ended(trainer, 120) == 5, home.logs()
         error = events(home, "trainer", "error")[-1]
         dead = next(e for e in events(home, "serve", "env") if e["state"] == "dead")
         assert dead["sentence"].startswith("slow has sent nothing for 2 s: start a worker for it, or go on without it")
@@ -198,8 +198,8 @@ def test_on_dead_env_stop_ends_the_batcher_and_tells_the_trainer_why(home: Home)
     home.wait_until(lambda: len(events(home, "serve", "step")) >= 5, seconds=120, why="the fifth step")
     kill(workers["slow"])
     killed = time.monotonic()
-    assert serve.wait(timeout=120) == 1, home.logs()
-    assert trainer.wait(timeout=120) == 1, home.logs()
+    assert home.ended(serve, 120) == 1, home.logs()
+    assert home.ended(trainer, 120) == 1, home.logs()
     error = events(home, "trainer", "error")[-1]
     say(f"stopped {time.monotonic() - killed:.1f} s after kill -9: {error['text']}")
     reason = (home.path / "serve.log").read_text().splitlines()[-1].removeprefix("Error: ")

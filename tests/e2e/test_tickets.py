@@ -61,7 +61,7 @@ def test_numbers_of_a_killed_worker_are_taken_again_and_no_prompt_is_skipped_or_
             f"  {sorted(groups)} were held by a worker that was killed; they are trained "
             f"{time.monotonic() - killed:.1f} s later (a ticket lives {TICKET_SECONDS:g} s without renewal)"
         )
-        assert trainer.wait(timeout=240) == 0, home.logs()
+        assert home.ended(trainer, 240) == 0, home.logs()
         steps = events(home, "serve", "step")
         trained = sorted(int(g.removeprefix("math.")) for s in steps for g in s["group_ids"])
         assert len(trained) == len(set(trained)) >= 6 * STEPS

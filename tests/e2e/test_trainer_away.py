@@ -63,7 +63,7 @@ def test_while_the_trainer_is_away_workers_pause_and_little_is_stale_when_it_is_
         held = away.pending[0] // 8 + out
         assert held <= window
         assert "no ticket for math" in store.heartbeats("worker")["math"]["waiting"]
-        assert trainer.wait(timeout=240) == 0, home.logs()
+        assert home.ended(trainer, 240) == 0, home.logs()
         steps = events(home, "serve", "step")
         assert [step["step"] for step in steps][:STEPS] == list(range(1, STEPS + 1))
         assert max(step["max_age"] for step in steps) <= max_age

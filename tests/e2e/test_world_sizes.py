@@ -18,7 +18,7 @@ def test_eight_ranks_train_what_one_rank_trains(home: Home, dtype: str, toleranc
     config = home.config(steps=STEPS, world_size=8, dtype=dtype, checkpoint_every=STEPS, keep_checkpoints=50)
     start_sources(home, config)
     eight = home.start("train", "--config", config, "--world-size", "8", log="train-8")
-    assert eight.wait(timeout=240) == 0, home.logs()
+    assert home.ended(eight, 240) == 0, home.logs()
     records = home.metrics()
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
     for record in records:
@@ -27,7 +27,7 @@ def test_eight_ranks_train_what_one_rank_trains(home: Home, dtype: str, toleranc
 
     alone = home.path / "alone"
     one = home.start("train", "--config", config, "--world-size", "1", "--output", alone, log="train-1")
-    assert one.wait(timeout=240) == 0, home.logs()
+    assert home.ended(one, 240) == 0, home.logs()
     assert [r["step"] for r in home.metrics(folder=alone)] == list(range(1, STEPS + 1))
     many = load_parameters(home.path / "runs" / "tiny", STEPS)
     single = load_parameters(alone, STEPS)

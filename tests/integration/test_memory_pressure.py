@@ -119,7 +119,7 @@ def test_a_run_without_any_checkpoint_goes_on_because_trained_steps_retire_early
     assert early
     assert meta.retired == meta.early == early[-1]["last"]
     assert run.store.server()["maxmemory"] > early[-1]["used"] >= 0.75 * run.store.server()["maxmemory"]
-    assert trainer.asked == [e["step"] for e in served.said("memory", state="checkpoint")]
+    served.wait_for(lambda: trainer.asked == [e["step"] for e in served.said("memory", state="checkpoint")])
     assert next(r for r in run.store.history() if r["event"] == "retired early")["step"] == meta.early
     assert [h.step for h in run.store.headers()] == list(range(meta.retired + 1, 61))
     assert run.store.verify().findings == ()

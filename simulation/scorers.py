@@ -1,0 +1,69 @@
+"""Scorers: the real search, claims, heartbeats and pushes of rlbuffer.scorer, with a judge that only takes time.
+
+The order of `_serve_run` (look, claim, score, release) is written out here without its event loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from rlbuffer.records import Group
+from rlbuffer.scorer.loop import POLL_SECONDS, _Found, _Scorer
+from rlbuffer.settings import ScoreSettings
+from rlbuffer.writer import Writer
+from simulation.actors import AWAY, NEED, Host
+from simulation.scheduler import Process
+
+
+def scorer(host: Host, index: int, process: Process) -> None:
+    """`rlbuffer score`"""
+    world, plan = host.world, host.world.plan
+    store = host.store(process)
+    epoch = store.open_run().epoch
+    writer = Writer(store, f"s{index}", epoch=epoch, patience_seconds=2 * plan.patience_seconds)
+    world.invariants.incarnations[writer.incarnation] = epoch
+    buffer: Any = SimpleNamespace(store=store)
+    options = ScoreSettings(reward="judge:of", gives=(NEED,), groups_per_batch=world.dice.choice((1, 2, 4)))
+    real = _Scorer(buffer, process.name, options, (NEED,), None, None, threading.Event(), lambda event: None)
+    real._beat.start()
+    while True:
+        if store.losses() != real._losses:
+            real._forget()
+        real._look()
+        claimed = real._claim()
+        if not claimed:
+            world.scheduler.wait(POLL_SECONDS)
+            continue
+        ids = [found.entry.entry_id for found in claimed]
+        real._beat.hold(ids)
+        try:
+            _score(host, real, writer, claimed)
+        finally:
+            if not process.is_dead:
+                real._beat.hold([])
+                store.release_scoring(ids, owner=real._owner)
+
+
+def _score(host: Host, real: _Scorer, writer: Writer, claimed: Sequence[_Found]) -> None:
+    world = host.world
+    for found, group in [(found, real._read(found)) for found in claimed]:
+        if group is None:
+            continue  # damaged or gone: tried again later
+        world.scheduler.wait(world.dice.expovariate(1 / world.plan.sample_seconds))
+        try:
+            pushed = writer.replace(judged(group), found.entry.entry_id)
+        except AWAY:
+            continue  # it may be there; the writer settles that before its next push
+        real._found.pop(found.entry.entry_id, None)
+        if pushed.status == "stored":
+            world.invariants.expect_scored(group.group_id, found.entry.entry_id)
+
+
+def judged(group: Group) -> Group:
+    """With what it needed."""
+    rollouts = tuple(replace(rollout, rewards={**rollout.rewards, "judge": 0.5}) for rollout in group.rollouts)
+    return replace(group, rollouts=rollouts, needs=tuple(need for need in group.needs if need != NEED))

@@ -1,0 +1,120 @@
+"""A leader decides on what it has read. A server that was away since may have lost that: nothing is carried out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from store_runs import Run, plan_of
+
+import rlbuffer
+from rlbuffer.client import Buffer
+from rlbuffer.daemon import Daemon
+from rlbuffer.errors import LeaseLost
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import RunSettings
+from rlbuffer.store.redis_store import RedisStore
+
+pytest_plugins = ("store_fixtures",)
+
+CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8, lookahead=1)
+
+
+def test_payloads_that_may_have_lost_their_push_go_on_to_lapse(run: Run) -> None:
+    run.push("a.0")
+    (entry,) = run.pool()
+    before = run.store.losses()
+    run.store.connection.losses += 1
+    with pytest.raises(LeaseLost) as error:
+        run.store.pin(plan_of([entry], 1).rollouts, {entry.entry_id: entry}, since=before)
+    assert str(error.value) == f"the server of run {run.store.run!r} was away: everything is read from it again"
+    assert run.client.pttl(entry.payload_key) > 0
+    assert run.store.pin(plan_of([entry], 1).rollouts, {entry.entry_id: entry}, since=before + 1) == []
+    assert run.client.pttl(entry.payload_key) == -1
+
+
+def test_no_step_is_committed_whose_pins_may_be_lost(run: Run) -> None:
+    run.push("a.0")
+    run.lead()
+    used, meta, before = run.pool(), run.store.meta(), run.store.losses()
+    entries = {entry.entry_id: entry for entry in used}
+    plan = plan_of(used, 1)
+    run.store.pin(plan.rollouts, entries, since=before)
+    run.store.connection.losses += 1
+    with pytest.raises(LeaseLost, match="was away"):
+        run.store.commit(run.token, plan, entries, meta=meta, state={}, since=before)
+    assert run.store.meta().step == 0
+    assert run.store.commit(run.token, plan, entries, meta=meta, state={}, since=before + 1)[0] == "ok"
+
+
+def test_no_step_is_retired_and_nothing_swept_that_may_be_needed_again(run: Run) -> None:
+    run.step("a.0")
+    run.train(1, oldest_kept=1)
+    before = run.store.losses()
+    run.store.connection.losses += 1
+    with pytest.raises(LeaseLost, match="was away"):
+        run.store.retire(run.token, 1, since=before)
+    assert (run.store.meta().retired, len(run.payload_keys())) == (0, 1)
+    assert run.store.retire(run.token, 1, since=before + 1) == 1
+
+
+def test_a_sweep_ends_where_the_server_was_away(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.step("a.0", "a.1")
+    run.train(1, oldest_kept=1)
+    monkeypatch.setattr("rlbuffer.store.steps.SWEEP", 1)
+    look, asked = run.store.look, []
+
+    def away_after_the_first_page(command: Any) -> Any:
+        asked.append(command)
+        if len(asked) == 4:  # page, unlink, forget; and now
+            run.store.connection.losses += 1
+        return look(command)
+
+    monkeypatch.setattr(run.store, "look", away_after_the_first_page)
+    with pytest.raises(LeaseLost, match="was away"):
+        run.store.retire(run.token, 1, since=run.store.losses())
+    assert len(run.payload_keys()) == 1
+    monkeypatch.setattr(run.store, "look", look)
+    assert run.store.retire(run.token, 1, since=run.store.losses()) == 1
+    assert run.store.verify().findings == ()
+
+
+def test_a_leader_that_was_cut_off_between_pin_and_commit_reads_again_and_goes_on(
+    redis_url: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(redis_url, tmp_path)
+    attempt = run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
+    run.store.announce(attempt.number, PolicyVersion(version=0))
+    store, pins = run.again(), []
+
+    def cut_off_once(self: RedisStore, *args: Any, **options: Any) -> list[str]:
+        pins.append(pin(self, *args, **options))
+        if len(pins) == 1:
+            for client in run.client.client_list():
+                if int(client["id"]) != int(run.client.client_id()):
+                    run.client.client_kill_filter(_id=client["id"])
+        return pins[-1]
+
+    pin = RedisStore.pin
+    monkeypatch.setattr(RedisStore, "pin", cut_off_once)
+    events: list[dict[str, Any]] = []
+    stop = threading.Event()
+    daemon = Daemon(Buffer(store, settings=RunSettings()), CONFIG, on_event=events.append, lease_seconds=1.0)
+    thread = threading.Thread(target=daemon.run, args=(stop,))
+    thread.start()
+    for i in range(2):
+        run.push(f"a.{i}")
+    deadline = time.monotonic() + 30
+    while run.store.meta().step < 1:
+        run.store.report(attempt.number, epoch=run.meta.epoch, trained=0, digest="", oldest_kept=0)
+        assert time.monotonic() < deadline, events
+        time.sleep(0.05)
+    stop.set()
+    thread.join(timeout=20)
+    kinds = [event["event"] for event in events]
+    assert kinds[: kinds.index("step")].count("ready") >= 2, kinds
+    assert len(pins) >= 2
+    assert run.store.verify().findings == ()
+    run.close()
