@@ -130,7 +130,7 @@ class Worker:
         writer = Writer(
             store, f"w{self._index}", epoch=store.open_run().epoch, patience_seconds=2 * plan.patience_seconds
         )
-        world.invariants.incarnations[writer.incarnation] = writer._epoch
+        world.invariants.joined(writer.incarnation, writer._epoch)
         while True:
             env = dice.choice("ab")
             if plan.tickets:

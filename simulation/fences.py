@@ -73,14 +73,15 @@ class Fences(ABC):
             self._check_take(args, reply, keys, now)
 
     def _check_drop(self, args: Sequence[bytes]) -> None:
-        at, left = 5, {entry.group for entry in self._left.values()}
+        at, left = 5, {b"%d-%d" % entry.entry_id for entry in self._left.values()}
         tombstones = self.server.data.get(self.keys.closed.encode())
         for _ in range(int(args[4])):
             group, reason, closes = args[at].decode(), args[at + 2].decode(), args[at + 3] == b"1"
-            at += 6 + int(args[at + 5])
+            own = args[at + 6 : at + 6 + int(args[at + 5])]
+            at += 6 + len(own)
             if closes != (reason in CLOSING_REASONS) and closes:
                 self.fail("I6", f"a drop for {reason} closes group {group}")
-            if closes and group in left:
+            if closes and not left.isdisjoint(own):  # else what it names was replaced meanwhile, and the group goes on
                 if reason not in ("void", "operator"):  # dropped by hand: the leader does not know
                     self._close(group, f"its drop ({reason})")
                 if tombstones is None or group.encode() not in tombstones.scores:

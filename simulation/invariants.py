@@ -89,6 +89,7 @@ class Invariants(Fences, Rewinds):
         self._holder = self._leader = (b"", 0)
         self._normalizers: dict[str, Normalizers] = {}
         """Digest of a step -> what its losses are divided by."""
+        self._continued: dict[int, int] = {}
         self._rearmed: set[bytes] = set()
         self.stuck: set[bytes] = set()
         """Payloads that the network stored again and pinned again, when nobody meant them any more: PIN cannot ask

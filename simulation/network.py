@@ -145,9 +145,11 @@ class Network:
         return replies + self.server.execute(commands[cut:])
 
     def _later(self, process: Process, commands: Sequence[Command], is_transaction: bool) -> None:
-        commands = [list(command) for command in commands]
+        commands, generation = [list(command) for command in commands], self.generation
 
         def arrive() -> None:
+            if generation != self.generation:
+                return  # the server that it was on its way to is gone, and its connection with it
             self.sender = f"{process.name} (late)"
             self.is_repetition = True
             try:

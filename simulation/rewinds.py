@@ -27,6 +27,7 @@ _KNOWLEDGE = (
     "_highest",
     "_holder",
     "_leader",
+    "_continued",
 )
 
 
@@ -44,6 +45,8 @@ class Rewinds(ABC):
     """Payloads may be gone that were stored before their pushes."""
     trained_content: dict[tuple[int, int, int], str]
     incarnations: dict[str, int]
+    _continued: dict[int, int]
+    """First epoch of a run -> the newest that a recovery began in it."""
     _used: dict[str, tuple[int, int]]
     _highest: dict[str, int]
     _leader: tuple[bytes, int]
@@ -113,7 +116,14 @@ class Rewinds(ABC):
         self.digests = {n: digest for n, digest in self.digests.items() if n < step} | {step: args[4].decode()}
         self._highest |= {"trainer trained": step, "meta step": step, "meta retired": step, "trainer oldest_kept": 0}
         self.trained_content = {place: content for place, content in self.trained_content.items() if place[0] <= step}
+        self._continued[self._field(self.keys.meta, b"since")] = epoch
         self.incarnations = dict.fromkeys(self.incarnations, epoch)
+
+    def joined(self, incarnation: str, epoch: int) -> None:
+        """A producer begins in `epoch`. What it read may be of before a recovery: then it goes on in the next one."""
+        self.incarnations[incarnation] = max(
+            (after for since, after in self._continued.items() if since <= epoch <= after), default=epoch
+        )
 
     def _taken_back(self, args: Sequence[bytes]) -> None:
         """VOID: what it may move, before what it changed is looked at."""

@@ -25,7 +25,7 @@ def scorer(host: Host, index: int, process: Process) -> None:
     store = host.store(process)
     epoch = store.open_run().epoch
     writer = Writer(store, f"s{index}", epoch=epoch, patience_seconds=2 * plan.patience_seconds)
-    world.invariants.incarnations[writer.incarnation] = epoch
+    world.invariants.joined(writer.incarnation, epoch)
     buffer: Any = SimpleNamespace(store=store)
     options = ScoreSettings(reward="judge:of", gives=(NEED,), groups_per_batch=world.dice.choice((1, 2, 4)))
     real = _Scorer(buffer, process.name, options, (NEED,), None, None, threading.Event(), lambda event: None)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rlbuffer.store.keys import Keys
 from rlbuffer.store.redis_store import RedisStore
 from simulation.actors import Host, Trainer, Worker, batcher
 from simulation.asking import ask
@@ -233,6 +234,8 @@ class World:
     def _roll_back(self) -> None:
         self.note("the server forgets what came after its last fsync")
         self.was_rolled_back = True
+        if Keys(RUN).meta.encode() not in self._saved[0][0]:
+            self.was_disturbed = True  # the run is lost whole, and begun anew
         self.network.generation += 1
         on_disk, known = self._saved
         self.server.roll_back(on_disk)

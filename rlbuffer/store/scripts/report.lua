@@ -16,7 +16,7 @@
 -- Each step in (trained before, trained now] moves its totals from packed to trained, once.
 local trainer = redis.call('HMGET', KEYS[1], 'number', 'trained', 'oldest_kept', 'digest')
 if trainer[1] ~= ARGV[1] then return {'FENCED', trainer[1] or '0'} end
-local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'since')
+local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'since', 'retired')
 if meta[1] ~= ARGV[2] then return {'EPOCH', meta[1] or '', meta[3] or meta[1] or ''} end
 local time = redis.call('TIME')
 local clock = string.format('%.0f', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))
@@ -57,7 +57,8 @@ for i = 1, #moves do
     end
   end
 end
-redis.call('HDEL', KEYS[1], 'claim')
+-- What an attempt below the retired steps hands back (see ATTEMPT) stays until RECOVER: nothing but that lets it go on.
+if trained >= tonumber(meta[4] or '0') then redis.call('HDEL', KEYS[1], 'claim') end
 if ARGV[7] ~= '0' then redis.call('HSET', KEYS[1], 'checkpoint', ARGV[7]) end
 redis.call('HSET', KEYS[1], 'seen', clock, 'at', ARGV[3],
   'oldest_kept', string.format('%.0f', math.max(tonumber(trainer[3] or '0'), tonumber(ARGV[5]))))
