@@ -408,7 +408,7 @@ class Invariants(Fences, Rewinds):
         """A rollout that was trained before: exactly as often as the step says, and not too often."""
         if self._uses.get(rollout) != again or again >= self.config.max_uses:
             self.fail("I1", f"rollout {rollout} of step {step} was used {self._uses.get(rollout)} times, not {again}")
-        elif self._used[rollout][0] == step:
+        elif self._used[rollout] == (step, self.server.now_ms()):
             self.fail("I1", f"rollout {rollout} is twice in step {step}")
 
     def _kept(self) -> set[bytes]:

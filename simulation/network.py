@@ -138,9 +138,11 @@ class Network:
         if is_transaction or len(commands) == 1 or self.is_healed or self.dice.random() < 0.9:
             return self.server.execute(commands, is_transaction=is_transaction)
         # A pipeline is no transaction: others come in between.
-        cut = self.dice.randrange(1, len(commands))
+        cut, generation = self.dice.randrange(1, len(commands)), self.generation
         replies = self.server.execute(commands[:cut])
         self.scheduler.wait(self.dice.uniform(0, 0.01))
+        if generation != self.generation:
+            raise Reset("simulated: connection closed by server")
         self.sender = process.name
         return replies + self.server.execute(commands[cut:])
 

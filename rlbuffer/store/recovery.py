@@ -105,7 +105,7 @@ class RecoveryMoves(StepMoves, RunViews):
         for use in uses:
             args += use
         where = (keys.lease, keys.meta, keys.pool, keys.steps, keys.ledger, keys.closed, keys.garbage, keys.trainer)
-        reply = self.move("recover", (*where, keys.history), args)
+        reply = self.move("recover", (*where, keys.history, keys.reuse), args)
         status = text(reply[0])
         if status == "OK":
             return {"epoch": int(reply[1]), **found}

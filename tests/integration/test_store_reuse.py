@@ -15,7 +15,7 @@ from rlbuffer.batches import StepPlan
 from rlbuffer.client import Buffer
 from rlbuffer.records import PolicyVersion
 from rlbuffer.settings import RunSettings
-from rlbuffer.store.base import EnvLedger, PoolEntry
+from rlbuffer.store.base import Claim, EnvLedger, PoolEntry, TrainedStep
 
 pytest_plugins = ("store_fixtures",)
 
@@ -200,4 +200,22 @@ def test_a_batcher_with_fewer_uses_releases_what_it_may_not_use_any_more(run: Ru
     served.serve(rlbuffer.BatcherConfig(64))
     served.wait_for(lambda: served.said("ready"))
     assert run.store.reused() == []
+    assert run.store.verify().findings == ()
+
+
+def test_a_use_that_the_server_has_lost_is_no_use_that_is_left(run: Run) -> None:
+    """The trainer used it in a step that is not here: how often is not known here, so it is let go."""
+    entries = led(run)
+    attempt = run.store.attempt(uuid="trainer", world_size=2, resume_step=0)
+    use(run, entries, 0, kept=True)
+    run.push("a.1")
+    use(run, [entry for entry in run.pool() if entry.group_id == "a.1"], 0, kept=True)
+    lost = TrainedStep(
+        step=3, digest="f" * 64, group_ids=("a.0",), envs={"a": (entries[0].rollouts, entries[0].tokens)}
+    )
+    claim = Claim(step=3, epoch=run.meta.epoch, digest=lost.digest, steps=(lost,))
+    run.store.report(attempt.number, epoch=run.meta.epoch, trained=3, digest=lost.digest, oldest_kept=0, claim=claim)
+    assert run.store.recover(run.token, run.store.trainer(), ()) is not None
+    assert [group.group_id for group in run.store.reused()] == ["a.1"]
+    assert run.client.zscore(run.store.keys.garbage, entries[0].payload_key) == 3
     assert run.store.verify().findings == ()

@@ -2,7 +2,7 @@
 -- RECOVER: the server has lost steps that the trainer has trained. The run goes on after the trainer's last step, in a
 -- new epoch, and nothing of what was trained stays pending.
 --
--- KEYS  1 lease   2 meta   3 pool   4 steps   5 ledger   6 closed   7 garbage   8 trainer   9 history
+-- KEYS  1 lease   2 meta   3 pool   4 steps   5 ledger   6 closed   7 garbage   8 trainer   9 history   10 reuse
 -- ARGV  1 token   2 attempt number   3 the claim, as it stands in `trainer`   4 its step   5 its digest   6 its epoch
 --       7 first step that is here with other content than the trainer's ('0': none)   8 payload key prefix
 --       9 age at which tombstones go, ms   10 history entries kept   11 history record
@@ -13,7 +13,8 @@
 --       {'FENCED', owner}   the token is not the current one, or the lease has lapsed
 --       {'UNEQUAL', id, rollouts, tokens}  an entry holds this, not what is given
 -- Steps here that the trainer has, too, count as trained; steps of other content are void (their groups have tombstones
--- since their commit). The stream is deleted, not trimmed: after a deletion a smaller step may come next.
+-- since their commit). A group that waits for another use and was in a lost step has been used more often than is known
+-- here: it is let go. The stream is deleted, not trimmed: after a deletion a smaller step may come next.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local clock = string.format('%.0f', now)
@@ -79,9 +80,21 @@ for i = 1, #entries do
   end
   redis.call('ZADD', KEYS[7], ARGV[4], use.key)
 end
+local lost = {}
 for i = 13, 12 + 2 * tonumber(ARGV[12]), 2 do
+  lost[ARGV[i]] = true
   redis.call('ZADD', KEYS[6], clock, ARGV[i])
   if ARGV[i + 1] ~= '' then redis.call('HINCRBY', KEYS[5], ARGV[i + 1] .. ':trained:groups', 1) end
+end
+local reuse = next(lost) and redis.call('HGETALL', KEYS[10]) or {}
+for i = 1, #reuse, 2 do
+  local group, entry = string.match(reuse[i], '^(%S+) ?(%S*)$')
+  if lost[group] then
+    redis.call('HDEL', KEYS[10], reuse[i])
+    if entry ~= '' then
+      redis.call('ZADD', KEYS[7], ARGV[4], ARGV[8] .. group .. ':' .. string.match(reuse[i + 1], '^%S+ (%S+) '))
+    end
+  end
 end
 redis.call('DEL', KEYS[4])
 local epoch = string.format('%.0f', math.max(tonumber(meta[1]), tonumber(ARGV[6])) + 1)
