@@ -18,8 +18,8 @@ from simulation.world import LAST_EVENTS, Result, World
 SUMMARY_EVERY = 10_000
 """Seeds after which a long run says where it is."""
 SEEDS_PER_PROCESS = 1000
-COLLECT_EVERY = 25
-"""Seeds after which a process collects garbage: about 30 MB of it."""
+COLLECT_EVERY = 200
+"""Seeds after which a process collects garbage: about 250 MB of it."""
 
 
 def run_seed(seed: int, *, broken: str = "", rollback: bool = False, keep_log: int = LAST_EVENTS) -> Result:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlbuffer_cli.render import text
-from rlbuffer_cli.render.live import flow, plot, slow_side, train_lines
+from rlbuffer_cli.render.live import flow, plot, rank_line, slow_side, train_lines
 from rlbuffer_cli.render.pool import age_histogram
 
 
@@ -38,6 +38,29 @@ def test_the_trainers_view_fits_its_width(width: int) -> None:
     for part in ("step 2/500", "17 min left", "reward 0.500 ▅▅", "kl 0.0040", "grad 0.88", "age 1.0 max 2", "2 ranks"):
         assert part in everything
     assert "optimizer" not in everything  # too short to matter
+
+
+def test_the_trainers_view_shows_ranks_and_the_newest_examples() -> None:
+    ranks = [{"tokens": 500, "wait": 0.1, "forward": 0.2, "backward": 0.1, "exchange": 0.3}] * 2
+    example = {"rollout_id": "a.3/0", "env": "a", "reward": 1.0, "advantage": 0.5, "token_ids": [7], "text": "4\x1b[2J"}
+    shown = [
+        {**record(9), "ranks": ranks, "examples": [{**example, "name": "best"}, {**example, "name": "worst"}]},
+        {**record(10), "ranks": ranks},
+    ]
+    lines = train_lines(shown, planned=20, elapsed=10.0, width=120)
+    assert "forward 0.20 s  backward 0.10 s  exchange 0.30 s" in lines[0]
+    assert "train 0" not in lines[0]
+    assert lines[-2:] == [
+        "best a.3/0 of a, reward 1 (advantage +0.50): 4\\x1b[2J",
+        "worst a.3/0 of a, reward 1 (advantage +0.50): 4\\x1b[2J",
+    ]
+
+
+def test_a_rank_that_takes_far_longer_is_called_slow() -> None:
+    own = [0.4, 0.4, 0.8, 0.4]
+    ranks = [{"forward": seconds / 2, "backward": seconds / 2, "exchange": 1.0} for seconds in own]
+    assert rank_line(ranks) == "ranks 0 ▅ 1 ▅ 2 █ slow 3 ▅"
+    assert "slow" not in rank_line([{"forward": 0.001}, {"forward": 0.001}, {"forward": 0.002}])  # chance
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from rlbuffer.config import budgets_at
-from rlbuffer.lines import RECENT_STEPS, amount, duration, percent, waited
+from rlbuffer.lines import RECENT_STEPS, amount, duration, example_lines, percent, waited
 from rlbuffer.settings import RunSettings
 from rlbuffer_cli.render.text import BLOCKS, bar, printable, sparkline, table
 from rlbuffer_cli.render.watch import Watch
@@ -26,6 +26,11 @@ FRAME_LINES = 8
 """Lines that the run's view always has, beside curve, envs and sentences: border, heads, ages, ranks, cursor."""
 ENV_COLUMNS = 50
 """Characters of an env's line beside its name, strip and bar."""
+PASSES = ("forward", "backward", "exchange")
+SLOW = 1.25
+"""A rank is called slow when its passes take this many times as long as the middle one's,"""
+SLOW_SECONDS = 0.01
+"""and longer by this: below it is chance."""
 PATIENCE_SECONDS = 3.0
 """Without a step for longer, the trainer's view says what is waited for."""
 
@@ -203,9 +208,13 @@ class TrainView:
 
 
 def train_lines(records: Sequence[Mapping[str, Any]], planned: int, elapsed: float, width: int) -> list[str]:
-    """The trainer's view: progress and where the time of a step goes, what it learns, which side is slow."""
+    """The trainer's view: progress and where time goes, what it learns, its ranks, which side is slow, examples."""
     last, recent = records[-1], records[-RECENT_STEPS:]
+    ranks = last.get("ranks", ())
     seconds = last.get("seconds", {})
+    if ranks and "forward" in ranks[0]:  # instead of the training's time in all
+        passes = {part: sum(r.get(part, 0.0) for r in ranks) / len(ranks) for part in PASSES}
+        seconds = {"wait": seconds.get("wait", 0.0), **passes, **{k: v for k, v in seconds.items() if k != "train"}}
     step, pace = last["step"], elapsed / len(records)
     left = duration(pace * (planned - step))
     rewards = [r["reward"] for r in records if r.get("reward") is not None]
@@ -236,7 +245,25 @@ def train_lines(records: Sequence[Mapping[str, Any]], planned: int, elapsed: flo
         f"{last['memory_bytes'] / 2**30:.1f} GiB" if last.get("memory_bytes") else "",
         f"{last['world_size']} rank{'s' * (last['world_size'] != 1)}" if last.get("world_size") else "",
     ]
-    return [*flow(progress, width), *flow(learned, width), slow_side(recent)]
+    examples = next((r["examples"] for r in reversed(records) if r.get("examples")), ())
+    return [
+        *flow(progress, width),
+        *flow(learned, width),
+        *([rank_line(ranks)] if len(ranks) > 1 else []),
+        slow_side(recent),
+        *example_lines(examples),
+    ]
+
+
+def rank_line(ranks: Sequence[Mapping[str, float]]) -> str:
+    """A bar for each rank's own seconds: its passes, without what it waits for others. Those far above are `slow`."""
+    own = [rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks]
+    most, usual = max(own) or 1.0, sorted(own)[len(own) // 2]
+    slow = [seconds > SLOW * usual and seconds - usual > SLOW_SECONDS for seconds in own]
+    return "ranks " + " ".join(
+        f"{rank} {sparkline([seconds / most])}{' slow' if is_slow else ''}"
+        for rank, (seconds, is_slow) in enumerate(zip(own, slow, strict=True))
+    )
 
 
 def slow_side(records: Sequence[Mapping[str, Any]]) -> str:
