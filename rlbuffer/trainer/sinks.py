@@ -5,11 +5,13 @@ Both are extras, imported only here and only when a setting asks for them; a pac
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlbuffer.errors import ConfigError
+from rlbuffer.processes import to_json
 from rlbuffer.settings import RunSettings
 
 
@@ -73,13 +75,15 @@ class WeightsAndBiases:
                 "pip install 'rlbuffer[wandb]'",
                 setting="trainer.wandb_project",
             ) from error
+        told = json.loads(to_json(settings))
+        del told["redis_url"]  # it may hold a password
         self._run: Any = wandb.init(
             project=settings.trainer.wandb_project,
             name=settings.run,
             id=settings.run,
             resume="allow",
             dir=str(settings.output_dir),
-            config=settings.model_dump(mode="json", exclude={"redis_url"}),
+            config=told,
         )
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import rlbuffer
 from rlbuffer.errors import ConfigError
 from rlbuffer.lines import waited
 from rlbuffer.packing import pack
@@ -111,7 +115,6 @@ def test_a_package_that_is_missing_is_said_with_the_line_that_installs_it(
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is an extra")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (sink,) = sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path, tensorboard=True)))
@@ -121,6 +124,55 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("rewards/math")] == [(1, 0.25), (2, 0.5)]
+
+
+def log_records(path: Path) -> Iterator[bytes]:
+    """What a LevelDB log holds, behind W&B's seven bytes: blocks of 32 KiB, with records that may go over several."""
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 < len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield whole
+            whole = b""
+
+
+def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By W&B's own file of a run that is never uploaded."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    told = RunSettings(
+        run="learns",
+        redis_url="redis://:secret@host",
+        batcher=rlbuffer.BatcherConfig(1024, budgets={"math": 0.7, "code": 0.3}),
+        trainer=TrainerSettings(output=tmp_path, wandb_project="p"),
+    )
+    (sink,) = sinks_of(told)
+    for step in (1, 2):
+        sink.write({"step": step, "time": 1e9 + step, "rewards": {"math": 0.25 * step}, "examples": [{"text": "no"}]})
+    sink.close()
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-learns.wandb")
+    rows, config = [], {}
+    for data in log_records(path):
+        record = Record()
+        record.ParseFromString(data)
+        if record.HasField("history"):
+            rows.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
+        if record.HasField("run"):
+            config |= {item.key: item.value_json for item in record.run.config.update}
+    assert [(row["rewards/math"], row["step"]) for row in rows] == [("0.25", "1"), ("0.5", "2")]
+    assert not any("examples" in row for row in rows)
+    assert json.loads(config["batcher"])["budgets"] == {"math": 0.7, "code": 0.3}
+    assert "secret" not in str(config)
 
 
 def test_nothing_more_is_imported_where_nothing_more_is_asked_for(tmp_path: Path) -> None:
