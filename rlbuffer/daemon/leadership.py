@@ -185,8 +185,8 @@ class Leadership:
         self.has_heard = True  # the claim is the trainer's own word
         found = self._store.recover(self._token, trainer, self._held.entries())
         if found is not None:
-            self._store.retire(self._token, int(found["step"]), since=self._losses)
             self._teller.emit({"event": "recovery", **found})
+            self._store.retire(self._token, int(found["step"]), since=self._losses)
 
     def _trainer_sentence(self, trainer: Attempt) -> str:
         if not trainer.seen_ms:
