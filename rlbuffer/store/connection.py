@@ -198,7 +198,7 @@ class Connection:
             try:
                 return fn()
             except _BrokenUnused:
-                self.losses += 1
+                self.losses, tries = self.losses + 1, tries - 1
                 continue  # nothing was sent
             except redis.RedisError as error:
                 failure, may_pass = self._translated(error)

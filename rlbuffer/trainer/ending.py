@@ -6,6 +6,7 @@ answers, and has nothing to save: a checkpoint takes all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -67,7 +68,11 @@ class EndTogether:
 
     def _ranks(self) -> dict[int, int]:
         """rank -> pid, of ranks that have begun and not said that they are done."""
-        return {int(path.stem): int(path.read_text(encoding="utf-8")) for path in self._directory.glob("*.pid")}
+        found = {}
+        for path in self._directory.glob("*.pid"):
+            with contextlib.suppress(FileNotFoundError):  # it says so at this moment
+                found[int(path.stem)] = int(path.read_text(encoding="utf-8"))
+        return found
 
     def _living(self) -> dict[int, int]:
         return {rank: pid for rank, pid in self._ranks().items() if _send(pid, 0)}

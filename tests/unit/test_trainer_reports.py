@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import wandb
 
 import rlbuffer
 from rlbuffer.errors import ConfigError
@@ -126,28 +126,10 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("rewards/math")] == [(1, 0.25), (2, 0.5)]
 
 
-def log_records(path: Path) -> Iterator[bytes]:
-    """What a LevelDB log holds, behind W&B's seven bytes: blocks of 32 KiB, with records that may go over several."""
-    data, at, whole = path.read_bytes(), 7, b""
-    while at + 7 < len(data):
-        left = 32768 - at % 32768
-        if left < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
-            yield whole
-            whole = b""
-
-
 def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By W&B's own file of a run that is never uploaded."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    """The real package, with a run that is never uploaded."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     told = RunSettings(
@@ -159,20 +141,41 @@ def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
     (sink,) = sinks_of(told)
     for step in (1, 2):
         sink.write({"step": step, "time": 1e9 + step, "rewards": {"math": 0.25 * step}, "examples": [{"text": "no"}]})
+    run: Any = wandb.run
+    assert (run.id, run.step) == ("learns", 2)
+    config = run.config.as_dict()
+    assert config["batcher"]["budgets"] == {"math": 0.7, "code": 0.3}
+    assert "secret" not in str(config)
     sink.close()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-learns.wandb")
-    rows, config = [], {}
-    for data in log_records(path):
-        record = Record()
-        record.ParseFromString(data)
-        if record.HasField("history"):
-            rows.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
-        if record.HasField("run"):
-            config |= {item.key: item.value_json for item in record.run.config.update}
-    assert [(row["rewards/math"], row["step"]) for row in rows] == [("0.25", "1"), ("0.5", "2")]
-    assert not any("examples" in row for row in rows)
-    assert json.loads(config["batcher"])["budgets"] == {"math": 0.7, "code": 0.3}
-    assert "secret" not in str(config)
+    deadline = time.monotonic() + 60
+    while (rows := history_of(path))[-1:] != [{"rewards/math": 0.5, "step": 2.0, "time": 1e9 + 2}]:  # written beside us
+        assert time.monotonic() < deadline, rows
+        time.sleep(0.1)
+    assert rows[:-1] == [{"rewards/math": 0.25, "step": 1.0, "time": 1e9 + 1}]
+
+
+def history_of(path: Path) -> list[dict[str, float]]:
+    """W&B's rows in its own file, without its own fields: a LevelDB log behind seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole, rows = path.read_bytes(), 7, b"", []
+    while at + 7 < len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            record = Record()
+            record.ParseFromString(whole)
+            whole = b""
+            row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            if row:
+                rows.append({name: float(value) for name, value in row.items() if not name.startswith("_")})
+    return rows
 
 
 def test_nothing_more_is_imported_where_nothing_more_is_asked_for(tmp_path: Path) -> None:
