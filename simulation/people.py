@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from rlbuffer.batches import Drop
 from rlbuffer.errors import EpochChanged, LeaseLost, NotFound, RunGone, StepRetired
 from rlbuffer.store.base import PoolEntry
-from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.session import text
 from simulation.actors import AWAY, Host
 from simulation.scheduler import Process
@@ -19,19 +18,19 @@ if TYPE_CHECKING:
 
 # -- operator ----------------------------------------------------------------------------------------------------------
 def operator(host: Host, process: Process) -> None:
-    """Drops a pending group by hand, every now and then, under the leader's token."""
+    """Drops a pending group by hand, every now and then."""
     store = host.store(process)
     while not host.world.network.is_healed:
         host.world.scheduler.wait(host.world.dice.uniform(0.1, 1.0))
         try:
             store.meta()  # how long tombstones are kept
             pool = store.read_pool(count=50)
-            token = store.look(lambda client: client.hget(store.keys.lease, "token"))
-            if not pool or not token:
+            if not pool:
                 continue
             group = host.world.dice.choice(pool).group_id
-            _drop(store, int(text(token)), [entry for entry in pool if entry.group_id == group])
-        except (LeaseLost, *AWAY):
+            entries = [entry for entry in pool if entry.group_id == group]
+            store.drop_pending([(_drop_of(entries), entries)])
+        except (RunGone, *AWAY):
             continue
 
 
@@ -45,13 +44,14 @@ def releaser(host: Host, process: Process) -> None:
             used = store.reused()
             token = store.look(lambda client: client.hget(store.keys.lease, "token"))
             if used and token:
-                _drop(store, int(text(token)), host.world.dice.choice(used).entries)
+                entries = host.world.dice.choice(used).entries
+                store.drop(int(text(token)), [(_drop_of(entries), entries)])
         except (LeaseLost, *AWAY):
             continue
 
 
-def _drop(store: RedisStore, token: int, entries: Sequence[PoolEntry]) -> None:
-    drop = Drop(
+def _drop_of(entries: Sequence[PoolEntry]) -> Drop:
+    return Drop(
         group_id=entries[0].group_id,
         env=entries[0].env,
         reason="void",
@@ -59,7 +59,6 @@ def _drop(store: RedisStore, token: int, entries: Sequence[PoolEntry]) -> None:
         tokens=sum(e.tokens for e in entries),
         entry_ids=tuple(e.entry_id for e in entries),
     )
-    store.drop(token, [(drop, entries)])
 
 
 def take_back(host: Host, process: Process) -> None:

@@ -11,11 +11,12 @@ from daemon_runs import Served
 from store_runs import Run, changed, plan_of
 
 import rlbuffer
-from rlbuffer.batches import StepPlan
+from rlbuffer.batches import Drop, StepPlan
 from rlbuffer.client import Buffer
 from rlbuffer.records import PolicyVersion
 from rlbuffer.settings import RunSettings
 from rlbuffer.store.base import Claim, EnvLedger, PoolEntry, TrainedStep
+from rlbuffer.testing import make_group
 
 pytest_plugins = ("store_fixtures",)
 
@@ -218,4 +219,28 @@ def test_a_use_that_the_server_has_lost_is_no_use_that_is_left(run: Run) -> None
     assert run.store.recover(run.token, run.store.trainer(), ()) is not None
     assert [group.group_id for group in run.store.reused()] == ["a.1"]
     assert run.client.zscore(run.store.keys.garbage, entries[0].payload_key) == 3
+    assert run.store.verify().findings == ()
+
+
+def test_an_operator_who_has_read_a_part_of_a_group_does_not_take_it_out_of_reuse(run: Run) -> None:
+    """It was pending when the operator looked, and has been trained since: that passes it over, whole."""
+    led(run)
+    rest = make_group(env="a", size=4, group_id="a.0")
+    rest = replace(rest, rollouts=rest.rollouts[2:])
+    run.store.push(rest, producer="w", incarnation="u", sequence=2, epoch=run.meta.epoch)
+    entries = run.pool()
+    assert len(entries) == 2
+    assert use(run, entries, 0, kept=True)[0] == "ok"
+    seen = entries[0]
+    drop = Drop(
+        group_id="a.0",
+        env="a",
+        reason="operator",
+        rollouts=seen.rollouts,
+        tokens=seen.tokens,
+        entry_ids=(seen.entry_id,),
+    )
+    assert run.store.drop_pending([(drop, [seen])]) == 0
+    (group,) = run.store.reused()
+    assert group.entries == tuple(entries)
     assert run.store.verify().findings == ()

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- DROP: pending pushes that will not be trained. What is no longer pending is passed over, so a repeated call changes
--- nothing. What was trained before and waits for another use is released: it has its place in the ledger already.
+-- nothing. What was trained before and waits for another use is released by the leader: it has its place in the ledger
+-- already. An operator drops what is pending.
 --
 -- KEYS  1 lease   2 pool   3 ledger   4 closed   5 garbage   6 history   7 meta   8 reuse
 -- ARGV  1 token; '' for an operator, who needs no lease: the leader is told to read everything again
@@ -42,7 +43,8 @@ for _ = 1, tonumber(ARGV[5]) do
         redis.call('ZADD', KEYS[5], step, ARGV[2] .. entry.group .. ':' .. entry.key)
       end
       dropped = dropped + 1
-    else
+    elseif ARGV[1] ~= '' then
+      -- Only the leader names all that a group holds; what an operator has read may be a part, and trained meanwhile.
       local record = redis.call('HGET', KEYS[8], group .. ' ' .. ARGV[i])
       if record then
         redis.call('HDEL', KEYS[8], group .. ' ' .. ARGV[i], group)
