@@ -63,6 +63,7 @@ class Leadership:
         asked: int = 0,
         has_heard: bool = False,
         since: float | None = None,
+        losses: int | None = None,
     ) -> None:
         self._store = store
         self._config = config
@@ -71,7 +72,8 @@ class Leadership:
         self._token = token
         self._lease_seconds = lease_seconds
         self._renewed = float("-inf")
-        self._losses = store.losses()
+        self.losses = store.losses() if losses is None else losses
+        """The connection's, when this leadership or the one that it goes on with began."""
         self._is_first = since is None
         self.since = store.now() if since is None else since
         self._meta = store.meta()
@@ -121,14 +123,16 @@ class Leadership:
         self._memory.tell()
 
     def turn(self) -> bool:
-        """Reads what is new and makes a step if it can be made. -> False when all must be read again."""
+        """Reads what is new and makes a step if it can be made. -> False: all is to be read again."""
         self._held.ingest(block_seconds=POLL_SECONDS)
         self._renew()
         trainer = self._store.trainer()
         if trainer.claim:
             self._recover(trainer)
+            self._stay()
             return False
         if self._asked.has_more():
+            self._stay()
             return False
         self._retire(trainer)
         self._lead(trainer)
@@ -186,7 +190,7 @@ class Leadership:
         found = self._store.recover(self._token, trainer, self._held.entries())
         if found is not None:
             self._teller.emit({"event": "recovery", **found})
-            self._store.retire(self._token, int(found["step"]), since=self._losses)
+            self._store.retire(self._token, int(found["step"]), since=self.losses)
 
     def _trainer_sentence(self, trainer: Attempt) -> str:
         if not trainer.seen_ms:
@@ -197,15 +201,22 @@ class Leadership:
         return waiting.silent_trainer(self._meta.step, trainer.trained, silent)
 
     def _renew(self, *, at_once: bool = False) -> None:
-        if self._store.losses() != self._losses:
-            # It may be back without its newest writes: a drop, a commit, pushes that were read already.
-            raise LeaseLost(f"the server of run {self._store.run!r} was away: everything is read from it again")
+        self._stay()
         if not at_once and time.monotonic() - self._renewed < self._lease_seconds / 3:
             return
         lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)
         if not lease.held or lease.token != self._token or not lease.renewed:
             raise LeaseLost(f"the lease of run {self._store.run!r} lapsed; {lease.owner} holds it now")
         self._renewed = time.monotonic()
+
+    def _stay(self) -> None:
+        """Raises LeaseLost when the server was away since this leadership began.
+
+        It may be back without its newest writes: a drop, a commit, pushes that were read already. Then the trainer must
+        speak again before anything is committed.
+        """
+        if self._store.losses() != self.losses:
+            raise LeaseLost(f"the server of run {self._store.run!r} was away: everything is read from it again")
 
     def _publish(self, allowances: Mapping[str, int]) -> None:
         """Also when nothing changed: an older one that was delayed on its way may have replaced it."""
@@ -218,20 +229,20 @@ class Leadership:
     def _retire(self, trainer: Attempt) -> None:
         up_to = min(trainer.oldest_kept, trainer.trained, self._meta.step)
         if up_to > self._meta.retired:
-            self._store.retire(self._token, up_to, since=self._losses)
+            self._store.retire(self._token, up_to, since=self.losses)
             self._memory.retired(up_to)
             self._meta = self._store.meta()
         if self._held.replaced and time.monotonic() - self._swept > SWEEP_SECONDS:
             # Scored groups have left payloads behind; they must not wait for a checkpoint.
             self._swept, self._held.replaced = time.monotonic(), 0
-            self._store.retire(self._token, self._meta.retired, since=self._losses)
+            self._store.retire(self._token, self._meta.retired, since=self.losses)
         if self._memory.relieve(self._token, trainer, self._meta):
             self._meta = self._store.meta()
 
     def _commit(self, decision: Decision, plan: StepPlan, trainer: Attempt, started: float) -> None:
         used = self._held.of(plan)
         reason = "a payload is missing or of another size than its metadata says"
-        broken = dict.fromkeys(self._store.pin(plan.rollouts, used, since=self._losses), reason)
+        broken = dict.fromkeys(self._store.pin(plan.rollouts, used, since=self.losses), reason)
         if not broken:
             _, broken = agree(plan, {key: entry.info for key, entry in used.items() if entry.info is not None})
         if broken:
@@ -244,7 +255,7 @@ class Leadership:
             meta=self._memory.marked(self._meta, trainer),
             state=decision.state,
             waiting_for_version=decision.waiting_for_version,
-            since=self._losses,
+            since=self.losses,
         )
         if status == "gone":
             self._held.refused(plan, detail)

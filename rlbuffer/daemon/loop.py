@@ -132,7 +132,7 @@ class Daemon:
 
     def _lead(self, token: int, stop: threading.Event) -> None:
         """Leads until stopped. Whatever ends a leadership (a recovery, an operator) leaves nothing of its memory."""
-        has_heard, since = False, None
+        has_heard, since, losses = False, None, None
         while not stop.is_set():
             self._is_at_work = False
             config = self._revisions.settle(token)
@@ -147,12 +147,13 @@ class Daemon:
                 asked=self._revisions.asked,
                 has_heard=has_heard,
                 since=since,
+                losses=losses,
             )
             leadership.take_over()
             self._is_at_work = True
             while not stop.is_set() and leadership.turn():
                 self._heed_hangup()
-            has_heard, since = leadership.has_heard, leadership.since
+            has_heard, since, losses = leadership.has_heard, leadership.since, leadership.losses
 
     def _check_config(self, config: BatcherConfig) -> None:
         """Before settings take the place of others. Raises ConfigError when this process could not lead with them."""

@@ -12,7 +12,7 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer import fills
-from rlbuffer.batches import digest_step
+from rlbuffer.batches import Drop, digest_step
 from rlbuffer.reader import Reader
 from rlbuffer.records import PolicyVersion
 from rlbuffer.store.redis_store import RedisStore
@@ -57,6 +57,30 @@ def test_a_server_that_was_away_is_read_again_from_the_start(served: Served) -> 
     served.wait_for(lambda: served.said("ready"))
     store.connection.losses += 1
     served.wait_for(lambda: len(served.said("ready")) == 2)
+    assert "was away: everything is read from it again" in served.said("leader", state="lost")[0]["reason"]
+
+
+def test_a_server_that_was_away_while_an_operator_asked_is_a_loss_all_the_same(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading everything again for an operator, a leader goes on with the trainer's word, which may be lost by then."""
+    store = served.serve(CONFIG)
+    served.wait_for(lambda: served.said("ready"))
+    asked, known, away = store.asked, store.asked(), []
+
+    def away_once() -> tuple[int, bool]:
+        found = asked()
+        if found != known and not away:
+            store.connection.losses += 1
+            away.append(True)
+        return found
+
+    monkeypatch.setattr(store, "asked", away_once)
+    served.run.push("a.0")
+    entries = served.run.pool()
+    drop = Drop(group_id="a.0", env="a", reason="operator", rollouts=2, tokens=entries[0].tokens, entry_ids=("x",))
+    served.run.store.drop_pending([(drop, entries)])
+    served.wait_for(lambda: served.said("leader", state="lost"))
     assert "was away: everything is read from it again" in served.said("leader", state="lost")[0]["reason"]
 
 
