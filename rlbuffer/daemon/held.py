@@ -126,13 +126,18 @@ class Held:
             broken: entry id -> what is wrong with it.
         """
         for entry_id, reason in broken.items():
-            entry = self._entries[entry_id]
-            self.batcher.remove(entry_id)
-            drop = _invalid(entry, reason)
-            self._store.drop(self._token, [(drop, [entry])])
-            if entry_id not in self._used:
+            entry = self._entries.get(entry_id)
+            if entry is None:
+                continue  # it went with another part of its group
+            whole, drop = [entry], _invalid(entry, reason)
+            if entry_id in self._used:  # what waits for another use goes whole: its other parts would be nobody's
+                whole = [e for i, e in self._entries.items() if i in self._used and e.group_id == entry.group_id]
+            else:
                 self._teller.dropped([drop])
-            self._forget([entry_id])
+            for part in whole:
+                self.batcher.remove(part.entry_id)
+            self._store.drop(self._token, [(drop, whole)])
+            self._forget([part.entry_id for part in whole])
 
     def refused(self, plan: StepPlan, gone: Iterable[str]) -> None:
         """The server has entries of the plan no more."""
