@@ -16,6 +16,7 @@ from rlbuffer.config import BatcherConfig
 from rlbuffer.daemon.asked import AskWatch
 from rlbuffer.daemon.envs import EnvWatch
 from rlbuffer.daemon.held import Held
+from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory import MemoryWatch, without_garbage_collection
 from rlbuffer.daemon.scorers import ScorerWatch
 from rlbuffer.daemon.telling import TELEMETRY_SECONDS, Teller
@@ -41,9 +42,8 @@ class Leadership:
         store: the run.
         config: what steps are made of.
         teller: says what happens.
-        owner: who holds the lease.
+        lease: is renewed while this leads.
         token: of the lease.
-        lease_seconds: for how long it is renewed.
         asked: what operators had asked for when the config was settled.
         trainer: the trainer's settings, as far as this process knows them.
         has_heard: the trainer has already said to this process what it has trained.
@@ -56,9 +56,8 @@ class Leadership:
         config: BatcherConfig,
         teller: Teller,
         *,
-        owner: str,
+        lease: LeaseKeeper,
         token: int,
-        lease_seconds: float,
         trainer: TrainerSettings,
         asked: int = 0,
         has_heard: bool = False,
@@ -68,10 +67,8 @@ class Leadership:
         self._store = store
         self._config = config
         self._teller = teller
-        self._owner = owner
+        self._lease = lease
         self._token = token
-        self._lease_seconds = lease_seconds
-        self._renewed = float("-inf")
         self.losses = store.losses() if losses is None else losses
         """The connection's, when this leadership or the one that it goes on with began."""
         self._is_first = since is None
@@ -100,14 +97,14 @@ class Leadership:
         """
         self._teller.forget()
         forecast = self._memory.start(self._token, self._meta)
-        self._renew(at_once=True)
+        self._stay()
         if self._meta.error:
             # Not before: ranks that wait must not miss an error that comes again.
             self._store.set_error(self._token, "")
         with without_garbage_collection():
             self._held.restore()
             while self._held.ingest(block_seconds=0.0):
-                self._renew()
+                self._stay()
         self._held.close_tickets()
         self._teller.emit(
             {
@@ -125,7 +122,7 @@ class Leadership:
     def turn(self) -> bool:
         """Reads what is new and makes a step if it can be made. -> False: all is to be read again."""
         self._held.ingest(block_seconds=POLL_SECONDS)
-        self._renew()
+        self._stay()
         trainer = self._store.trainer()
         if trainer.claim:
             self._recover(trainer)
@@ -200,21 +197,13 @@ class Leadership:
             return waiting.for_trainer(self._meta.step, trainer.trained, self._config.lookahead)
         return waiting.silent_trainer(self._meta.step, trainer.trained, silent)
 
-    def _renew(self, *, at_once: bool = False) -> None:
-        self._stay()
-        if not at_once and time.monotonic() - self._renewed < self._lease_seconds / 3:
-            return
-        lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)
-        if not lease.held or lease.token != self._token or not lease.renewed:
-            raise LeaseLost(f"the lease of run {self._store.run!r} lapsed; {lease.owner} holds it now")
-        self._renewed = time.monotonic()
-
     def _stay(self) -> None:
-        """Raises LeaseLost when the server was away since this leadership began.
+        """Raises LeaseLost when the lease lapsed, or the server was away since this leadership began.
 
         It may be back without its newest writes: a drop, a commit, pushes that were read already. Then the trainer must
         speak again before anything is committed.
         """
+        self._lease.check(self._meta.step + 1)
         if self._store.losses() != self.losses:
             raise LeaseLost(f"the server of run {self._store.run!r} was away: everything is read from it again")
 

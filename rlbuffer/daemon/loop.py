@@ -16,6 +16,7 @@ from rlbuffer.batcher import Batcher
 from rlbuffer.client import Buffer
 from rlbuffer.config import BatcherConfig
 from rlbuffer.daemon.leadership import Leadership
+from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory import MemoryWatch
 from rlbuffer.daemon.revisions import Revisions
 from rlbuffer.daemon.telling import Emit, Teller
@@ -95,7 +96,10 @@ class Daemon:
             try:
                 lease = self._acquire(stop)
                 if lease is not None:
-                    self._lead(lease.token, stop)
+                    with LeaseKeeper(
+                        self._store, self._owner, lease.token, lease_seconds=self._lease_seconds
+                    ) as keeper:
+                        self._lead(keeper, lease.token, stop)
             except (ServerUnreachable, ServerRefused, LeaseLost, RunGone) as error:
                 self._teller.emit({"event": "leader", "state": "lost", "reason": str(error)})
                 self._token = 0
@@ -130,7 +134,7 @@ class Daemon:
             stop.wait(min(0.2, max(0.02, lease.remaining_seconds)))
         return None
 
-    def _lead(self, token: int, stop: threading.Event) -> None:
+    def _lead(self, keeper: LeaseKeeper, token: int, stop: threading.Event) -> None:
         """Leads until stopped. Whatever ends a leadership (a recovery, an operator) leaves nothing of its memory."""
         has_heard, since, losses = False, None, None
         while not stop.is_set():
@@ -140,9 +144,8 @@ class Daemon:
                 self._store,
                 config,
                 self._teller,
-                owner=self._owner,
+                lease=keeper,
                 token=token,
-                lease_seconds=self._lease_seconds,
                 trainer=self._trainer,
                 asked=self._revisions.asked,
                 has_heard=has_heard,

@@ -31,14 +31,16 @@ def longest_fit(groups: Sequence[GroupState], planner: Planner, micro_steps: int
         return count, plan
     best, best_plan = 0, plan
     low, high = 1, count - 1
-    middle = high
+    back = 1
     while low <= high:
+        # From the end, in steps that double: rows that fragment a little cost a few groups of many.
+        middle = max(low, count - back) if not best else (low + high) // 2
+        back *= 2
         plan = planner(groups[:middle])
         if plan.micro_steps <= micro_steps:
             best, best_plan, low = middle, plan, middle + 1
         else:
             high = middle - 1
-        middle = (low + high) // 2
     return (best, best_plan) if best else (1, planner(groups[:1]))
 
 

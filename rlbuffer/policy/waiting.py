@@ -110,6 +110,14 @@ def for_step(step: int) -> str:
     return f"Waiting for step {step}."
 
 
+def for_making(step: int, seconds: float) -> str:
+    """The batcher is at work on one step for longer than people expect."""
+    return (
+        f"Step {step} is being made, for {seconds:.0f} s so far: a large step, a slow function of your own, or a "
+        "machine that is busy."
+    )
+
+
 def for_trainer(step: int, trained: int, lookahead: int) -> str:
     """The trainer has enough committed steps before it."""
     return f"Step {step} is committed and waits for the trainer, which is at step {trained} (lookahead {lookahead})."

@@ -166,7 +166,9 @@ def test_a_leader_whose_lease_another_holds_names_it(served: Served) -> None:
     run = served.run
     run.client.delete(run.store.keys.lease)
     assert run.store.lease("somebody", ttl_seconds=60.0).held
-    assert lost(served) == f"the lease of run {run.store.run!r} lapsed; somebody holds it now"
+    assert lost(served) == (
+        f"the lease of run {run.store.run!r} lapsed after 1 s without a renewal; somebody holds it now"
+    )
 
 
 def test_a_leader_whose_step_is_retired_at_once_was_not_the_only_one(

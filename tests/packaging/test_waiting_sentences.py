@@ -24,6 +24,7 @@ ARGUMENTS = {
     "for_scorer": ("math", "ref_logprobs", 12, 0),
     "all_paused": (["math"],),
     "for_word": (7, 6.0),
+    "for_making": (7, 6.0),
     "for_trainer": (7, 6, 1),
     "absent_trainer": (7, 6),
     "silent_trainer": (7, 6, 20.0),

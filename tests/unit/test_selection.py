@@ -130,9 +130,16 @@ def planner_of(steps_of):
 
 @pytest.mark.parametrize(
     ("largest", "fit", "calls"),
-    [(8, 8, [8]), (7, 7, [8, 7]), (6, 6, [8, 7, 3, 5, 6]), (0, 1, [8, 7, 3, 1, 1])],
+    [
+        (8, 8, [8]),
+        (7, 7, [8, 7]),
+        (6, 6, [8, 7, 6]),
+        (3, 3, [8, 7, 6, 4, 1, 2, 3]),
+        (1, 1, [8, 7, 6, 4, 1, 2]),
+        (0, 1, [8, 7, 6, 4, 1, 1]),
+    ],
 )
-def test_one_call_settles_the_step_and_one_group_is_given_back(largest, fit, calls):
+def test_one_call_settles_the_step_and_groups_are_given_back_in_steps_that_double(largest, fit, calls):
     planner, made = planner_of(lambda n: 4 if n <= largest else 5)
     count, plan = longest_fit(groups("a", 8, 5), planner, 4)
     assert (count, made) == (fit, calls)

@@ -1,0 +1,104 @@
+"""The leader's lease is renewed by a thread of its own, so that a step may take longer to make than the lease lasts.
+
+Planning, pinning and committing a large step on a busy machine takes longer than any lease that is short enough for a
+takeover. Renewed between two turns, the lease of such a leader lapses in every turn, and no step is ever made.
+
+The thread renews for a leader that works, not for one that hangs: after :data:`LONGEST_TURN_SECONDS` without a word of
+the leader it lets the lease lapse, and a standby takes over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+
+from rlbuffer.errors import LeaseLost, ServerRefused, ServerUnreachable
+from rlbuffer.policy import waiting
+from rlbuffer.store.base import Store
+
+LONGEST_TURN_SECONDS = 600.0
+"""A leader that has said nothing for this long hangs. The largest step that was tried, 100,000 rollouts for 512 ranks,
+takes 10 s of CPU."""
+RENEWALS = 3
+"""Per time to live: two may fail."""
+SLOW_SECONDS = 5.0
+"""After this long in one turn people are told what takes so long; the waiting ranks would else read an old sentence."""
+CLOSE_SECONDS = 5.0
+"""How long closing waits for a renewal that is under way."""
+
+
+class LeaseKeeper:
+    """Renews a lease from `with` until its end.
+
+    Args:
+        store: the run.
+        owner: who holds the lease.
+        token: of the lease.
+        lease_seconds: for how long it is renewed.
+    """
+
+    def __init__(self, store: Store, owner: str, token: int, *, lease_seconds: float) -> None:
+        self._store = store
+        self._owner = owner
+        self._token = token
+        self._lease_seconds = lease_seconds
+        self._lost: Exception | None = None
+        self._step = 0
+        self._heard = time.monotonic()
+        self._told = float("-inf")
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
+
+    def __enter__(self) -> LeaseKeeper:
+        self._renew()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A renewal after the release would take the lease again, so the thread ends first. One that waits for a
+        # server that is away is left behind: it finds `_closed` set when the server answers, or the lease released.
+        self._closed.set()
+        self._thread.join(CLOSE_SECONDS)
+
+    def check(self, step: int = 0) -> None:
+        """The leader says that it works, and on which step.
+
+        Raises:
+            LeaseLost: the lease lapsed, so another may have led meanwhile.
+        """
+        self._heard, self._step = time.monotonic(), step
+        if self._lost is not None:
+            raise self._lost
+
+    def _run(self) -> None:
+        while self._lost is None and not self._closed.wait(self._lease_seconds / RENEWALS):
+            try:
+                self._look()
+            except (ServerUnreachable, ServerRefused):
+                continue  # the leader meets the same trouble; the next renewal says whether the lease has lapsed
+            except Exception as error:
+                self._lost = error  # the leader raises it: a thread that dies alone would be a silent takeover
+
+    def _look(self) -> None:
+        turn = time.monotonic() - self._heard
+        if turn > LONGEST_TURN_SECONDS:
+            self._lost = LeaseLost(
+                f"the leader of run {self._store.run!r} said nothing for {turn:.0f} s, so its lease was let go"
+            )
+            return
+        self._renew()
+        if turn > SLOW_SECONDS and self._step and time.monotonic() - self._told > SLOW_SECONDS:
+            self._told = time.monotonic()
+            self._store.set_waiting("batcher", waiting.for_making(self._step, turn))
+
+    def _renew(self) -> None:
+        lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)
+        if lease.held and lease.token == self._token and lease.renewed:
+            return
+        holder = "nobody else took it" if lease.held else f"{lease.owner} holds it now"
+        raise LeaseLost(
+            f"the lease of run {self._store.run!r} lapsed after {self._lease_seconds:g} s without a renewal; {holder}"
+        )

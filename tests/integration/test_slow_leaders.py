@@ -1,0 +1,104 @@
+"""A leader whose step takes longer to make than its lease lasts."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from daemon_runs import Served
+from store_runs import Run
+
+from rlbuffer.config import BatcherConfig
+from rlbuffer.daemon import lease_keeper
+from rlbuffer.daemon.lease_keeper import LeaseKeeper
+from rlbuffer.errors import LeaseLost
+from rlbuffer.records import PolicyVersion
+
+pytest_plugins = ("store_fixtures",)
+
+LEASE_SECONDS = 1.0
+"""Of the daemons here (daemon_runs)."""
+SLOW = BatcherConfig(64, step_groups=1, advantage=f"{__name__}:think", lookahead=5)
+
+
+def think(rewards: Any, lengths: Any, group: Any) -> Any:
+    """An estimator that takes two and a half leases."""
+    time.sleep(2.5 * LEASE_SECONDS)
+    return rewards - rewards.mean()
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[Served]:
+    served = Served(run)
+    yield served
+    served.close()
+
+
+def until(what: Callable[[], Any]) -> Any:
+    while not (value := what()):
+        time.sleep(0.01)
+    return value
+
+
+def test_steps_that_take_longer_than_the_lease_are_made_by_one_leader_while_another_stands_by(served: Served) -> None:
+    run = served.run
+    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
+    run.store.announce(number, PolicyVersion(version=0))
+    run.push("a.0")
+    run.push("a.1")
+    for _ in range(2):
+        served.serve(SLOW)
+    run.store.report(number, epoch=run.meta.epoch, trained=0, digest="", oldest_kept=0)
+    served.wait_for(lambda: served.said("step", step=2), 60.0)
+    assert [event["step"] for event in served.said("step")] == [1, 2]
+    assert len(served.said("ready")) == 1
+    assert not served.said("leader", state="lost")
+
+
+def test_whoever_waits_is_told_that_a_step_takes_long_to_make(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_keeper, "SLOW_SECONDS", 0.0)
+    lease = run.lead("leader", ttl_seconds=0.6)
+    with LeaseKeeper(run.store, "leader", lease.token, lease_seconds=0.6) as keeper:
+        keeper.check(7)
+        said = until(lambda: run.store.waiting().get("batcher", ""))
+    assert str(said).startswith("Step 7 is being made, for 0 s so far")
+
+
+def test_a_leader_that_hangs_loses_its_lease_to_the_standby(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_keeper, "LONGEST_TURN_SECONDS", 0.5)
+    lease = run.lead("hangs", ttl_seconds=0.6)
+    other = run.again()
+    with LeaseKeeper(run.store, "hangs", lease.token, lease_seconds=0.6) as keeper:
+        taken = until(lambda: (found := other.lease("standby", ttl_seconds=60)).held and found)
+        assert taken.token > lease.token
+        with pytest.raises(LeaseLost) as caught:
+            keeper.check()
+    whole = rf"the leader of run {run.store.run!r} said nothing for \d+ s, so its lease was let go"
+    assert re.fullmatch(whole, str(caught.value))
+
+
+def test_a_lease_that_lapsed_in_between_is_lost_although_nobody_else_took_it(run: Run) -> None:
+    lease = run.lead("leader", ttl_seconds=60)
+    with LeaseKeeper(run.store, "leader", lease.token, lease_seconds=0.3) as keeper:
+        keeper.check()
+        run.client.hset(run.store.keys.lease, "until", 1)  # as after a halt of the whole process
+
+        def lost() -> str:
+            try:
+                keeper.check()
+            except LeaseLost as error:
+                return str(error)
+            return ""
+
+        assert until(lost).endswith("lapsed after 0.3 s without a renewal; nobody else took it")
+
+
+def test_nothing_renews_the_lease_after_the_end(run: Run) -> None:
+    lease = run.lead("leader", ttl_seconds=60)
+    with LeaseKeeper(run.store, "leader", lease.token, lease_seconds=0.3):
+        pass
+    assert not [thread for thread in threading.enumerate() if thread.name == "lease-keeper"]
