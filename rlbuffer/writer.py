@@ -38,6 +38,7 @@ SPOOL_PUSHES = 64
 """Pushes kept for re-sending; with AOF every second a server loses at most a second of them."""
 FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.05, 2.0
 """Backoff while the server is away, doubled each time, with jitter."""
+_RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
 
 
 class Writer:
@@ -205,7 +206,7 @@ class Writer:
                     raise
                 if self._on_retry is not None:
                     self._on_retry(error)
-                time.sleep(delay * random.uniform(0.5, 1.0))
+                time.sleep(delay * _RANDOM.uniform(0.5, 1.0))
                 delay = min(2 * delay, LAST_DELAY_SECONDS)
 
     def _store_push(self, group: Group, sequence: int, replaces: str) -> tuple[str, str]:

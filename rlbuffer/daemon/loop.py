@@ -36,6 +36,7 @@ LEASE_SECONDS = 5.0
 """A leader that is silent for this long may be replaced."""
 BACKOFF_SECONDS = 0.5
 """Pause before a new takeover after the server went away or the lease was lost."""
+_RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
 
 
 class Daemon:
@@ -103,7 +104,7 @@ class Daemon:
             except (ServerUnreachable, ServerRefused, LeaseLost, RunGone) as error:
                 self._teller.emit({"event": "leader", "state": "lost", "reason": str(error)})
                 self._token = 0
-                stop.wait(BACKOFF_SECONDS * random.uniform(1, 2))
+                stop.wait(BACKOFF_SECONDS * _RANDOM.uniform(1, 2))
             except SchemaMismatch:
                 raise  # nothing may be written there, not even that this failed
             except ConfigError as error:

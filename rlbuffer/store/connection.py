@@ -62,6 +62,7 @@ PACK_CUTOFF_BYTES = 6000
 """Arguments above this are sent uncopied."""
 FIRST_PAUSE_SECONDS = 0.02
 LONGEST_PAUSE_SECONDS = 1.0
+_RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
 
 REFUSALS = {
     "OOM": "it is at its memory limit (maxmemory). It takes pushes again when steps retire; or raise the limit",
@@ -204,7 +205,7 @@ class Connection:
                 failure, may_pass = self._translated(error)
                 cause = error
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-            wait = pause * random.uniform(0.5, 1.0)
+            wait = pause * _RANDOM.uniform(0.5, 1.0)
             elapsed = time.monotonic() - begun
             if isinstance(failure, ServerUnreachable):
                 self.losses += 1

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -23,7 +24,7 @@ LOOK_SECONDS = 0.2
 def note_start(directory: Path, rank: int) -> None:
     """A rank begins."""
     temporary = directory / f"{rank}.tmp"
-    temporary.write_text(str(os.getpid()), encoding="utf-8")
+    temporary.write_text(f"{os.getpid()} {_begin_of(os.getpid())}", encoding="utf-8")
     temporary.replace(directory / f"{rank}.pid")
 
 
@@ -55,41 +56,60 @@ class EndTogether:
     def _watch(self) -> None:
         failed_at: float | None = None
         while not self._over.wait(LOOK_SECONDS):
-            living = self._living()
             if failed_at is None:
-                failed_at = time.monotonic() if self._has_failed(living) else None
+                failed_at = time.monotonic() if self._has_failed() else None
             elif time.monotonic() - failed_at >= END_SECONDS:
-                for rank, pid in living.items():
+                for rank, process in self._ranks().items():
                     if self._over.is_set():
                         return
-                    self.killed.add(rank)
-                    _send(pid, signal.SIGKILL)
+                    if process.is_there():
+                        self.killed.add(rank)
+                        process.kill()
                 return
 
-    def _ranks(self) -> dict[int, int]:
-        """rank -> pid, of ranks that have begun and not said that they are done."""
+    def _ranks(self) -> dict[int, _Process]:
+        """Of ranks that have begun and not said that they are done."""
         found = {}
         for path in self._directory.glob("*.pid"):
             with contextlib.suppress(FileNotFoundError):  # it says so at this moment
-                found[int(path.stem)] = int(path.read_text(encoding="utf-8"))
+                pid, begin = path.read_text(encoding="utf-8").split(" ")
+                found[int(path.stem)] = _Process(int(pid), begin)
         return found
 
-    def _living(self) -> dict[int, int]:
-        return {rank: pid for rank, pid in self._ranks().items() if _send(pid, 0)}
-
-    def _has_failed(self, living: dict[int, int]) -> bool:
+    def _has_failed(self) -> bool:
         """Whether a rank is gone without having finished, or has left a report of an error."""
         reports = self._directory.glob("rank-*.json")
         kinds = [json.loads(path.read_text(encoding="utf-8"))["kind"] for path in reports]
         if kinds:
             return any(kind != "stopped" for kind in kinds)
-        return bool(self._ranks().keys() - living.keys())
+        gone = {rank for rank, process in self._ranks().items() if not process.is_there()}
+        # Looked at once more: one that was done took its note away before it went. One that began since is not gone.
+        return bool(gone & self._ranks().keys())
 
 
-def _send(pid: int, number: int) -> bool:
-    """-> whether there is such a process."""
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A process, by its number and its begin: numbers come again."""
+
+    pid: int
+    begin: str
+
+    def is_there(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return _begin_of(self.pid) == self.begin
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _begin_of(pid: int) -> str:
+    """When a process began, in ticks since the boot; "" where there is no /proc."""
     try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[19]

@@ -113,6 +113,28 @@ def test_decisions_use_no_server_no_clock_and_no_global_randomness(path: Path) -
         assert {name.split(".")[0] for name in imports(path)} & {"redis", "time", "datetime", "random"} == set()
 
 
+GENERATORS = {"Random", "SystemRandom", "default_rng", "Generator", "PCG64", "SeedSequence", "fork_rng"}
+"""What makes a generator of one's own, and types."""
+KEEPS_GLOBAL_STATE = {"rlbuffer/trainer/setup.py", "rlbuffer/trainer/checkpoint.py"}
+"""The trainer seeds the global generators, and a checkpoint keeps their states: a loss may draw from them."""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_draws_from_the_generators_of_the_process(path: Path) -> None:
+    """A thread that draws from them, for a pause say, changes what a seeded trainer, a test or a checkpoint gets."""
+    if str(path.relative_to(ROOT)) in KEEPS_GLOBAL_STATE:
+        return
+    draws = [
+        f"{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) in ("random", "np.random", "numpy.random", "torch.random")
+        and node.attr not in GENERATORS
+    ]
+    assert draws == []
+    assert not any(name.startswith(("random.", "numpy.random.")) for name in imports(path))
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_source_file_passes_500_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 500
