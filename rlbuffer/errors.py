@@ -69,6 +69,10 @@ class ServerFull(ServerRefused):
     """The server is at its memory limit: it takes pushes again when steps retire."""
 
 
+class WrongAnswer(RlbufferError):
+    """The server's answer makes no sense here: a key is of another type, or it does not know the command."""
+
+
 class SchemaMismatch(RlbufferError):
     """The run on the server was written by an incompatible version of rlbuffer."""
 

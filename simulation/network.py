@@ -176,6 +176,9 @@ class SimulatedConnection(Connection):
     def _connect(self) -> None:
         self._client = self._blocking = SimulatedClient(self)  # type: ignore[assignment]
 
+    def _hang_up(self) -> None:
+        """There is one connection per process, and it is broken already."""
+
     def _check(self) -> None:
         """The modelled server is suitable."""
 

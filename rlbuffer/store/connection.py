@@ -32,17 +32,11 @@ from redis.connection import ConnectionPool, PythonRespSerializer, parse_url
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
-from rlbuffer.errors import (
-    ConfigError,
-    RlbufferError,
-    ServerFull,
-    ServerRefused,
-    ServerUnreachable,
-    ServerUnsuitable,
-)
+from rlbuffer.errors import ConfigError, ServerUnreachable, ServerUnsuitable
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store.binary import MINIMUM_VERSION, version_tuple
 from rlbuffer.store.memory import memory_client, memory_name
+from rlbuffer.store.refusals import understand
 from rlbuffer.store.script import Script
 from rlbuffer.store.server import EmbeddedServer, ensure, identity
 
@@ -64,18 +58,6 @@ FIRST_PAUSE_SECONDS = 0.02
 LONGEST_PAUSE_SECONDS = 1.0
 _RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
 
-REFUSALS = {
-    "OOM": "it is at its memory limit (maxmemory). It takes pushes again when steps retire; or raise the limit",
-    "MISCONF": "it cannot write to its disk. Free space where its data are, then look at its log",
-    "LOADING": "it is still loading its data",
-    "READONLY": "it is a replica. Use the address of the primary, or wait for the failover to end",
-    "CLUSTERDOWN": "the cluster has no owner for a part of its slots",
-    "MASTERDOWN": "it is a replica without its primary",
-    "TRYAGAIN": "the cluster is moving the slot",
-    "NOREPLICAS": "it has too few replicas (min-replicas-to-write)",
-    "BUSY": "a script has kept it busy for seconds. See SLOWLOG; SCRIPT KILL ends one that has written nothing",
-}
-"""Code of the server's error -> what it means and what to do."""
 FACTS = {
     "used_memory": "used_memory",
     "maxmemory": "maxmemory",
@@ -84,15 +66,22 @@ FACTS = {
     "policy": "maxmemory_policy",
 }
 """What :meth:`Connection.describe` says -> the field of INFO."""
-WAITED_OUT = frozenset({"LOADING", "READONLY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "BUSY"})
-"""Refusals that pass by themselves, within the patience of a call that may be repeated. For the others the caller must
-act (spool, throttle), so it is told at once."""
-
 _URL_OPTIONS = re.compile(r"connection_class|path|host|port|db|username|password|ssl_\w+")
 
 
 class _BrokenUnused(redis.ConnectionError):
     """A connection of the pool was closed between two commands."""
+
+
+class _Pool(ConnectionPool):
+    """Keeps no connection that was made before a loss: it may lead to a server that is not the primary any more."""
+
+    is_stale: Callable[[Any], bool] = staticmethod(lambda connection: False)
+
+    def release(self, connection: Any) -> None:
+        if self.is_stale(connection):
+            connection.disconnect()
+        super().release(connection)
 
 
 class Connection:
@@ -134,6 +123,8 @@ class Connection:
         """Times that the connection was lost. What the server had acknowledged before may be gone with it."""
         self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """The losses when a connection of the pool was last made."""
+        self._is_known = False
+        """The server has taken this process's login."""
         if not url:
             self.embedded = ensure(home, server)
             self._url = self.embedded.address
@@ -182,11 +173,13 @@ class Connection:
         the caller decides. Either way an embedded server that died is started again. An attempt in progress is not cut
         short, so a server that hangs can take one command timeout more.
 
+        Every error of redis-py comes out as one of ours:
+
         Raises:
             ServerUnreachable: the connection was lost, or could not be made, and patience is over.
-            ServerRefused: one of :data:`REFUSALS`.
+            ServerRefused: the server does not want to, for a reason that passes; :mod:`rlbuffer.store.refusals`.
             ServerUnsuitable: the server refuses the login or denies the command.
-            redis.RedisError: any other answer of the server, as it is.
+            WrongAnswer: the command does not fit what is there, such as a key of another type.
         """
         begun = time.monotonic()
         tries = 0
@@ -195,23 +188,33 @@ class Connection:
             if self._is_closed:
                 raise ServerUnreachable(f"this connection to {self.address} is closed")
             tries += 1
-            failure: RlbufferError
             try:
-                return fn()
+                answer = fn()
+                self._is_known = True
+                return answer
             except _BrokenUnused:
-                self.losses, tries = self.losses + 1, tries - 1
+                self._lose()
+                tries -= 1
                 continue  # nothing was sent
             except redis.RedisError as error:
-                failure, may_pass = self._translated(error)
+                understood = understand(
+                    error,
+                    address=self.address,
+                    source=self._source(),
+                    is_embedded=self.embedded is not None,
+                    is_known=self._is_known,
+                )
                 cause = error
+            failure = understood.failure
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             wait = pause * _RANDOM.uniform(0.5, 1.0)
             elapsed = time.monotonic() - begun
+            if understood.is_loss:
+                self._lose()
             if isinstance(failure, ServerUnreachable):
-                self.losses += 1
                 failure = self._recovered(failure, patience_seconds - elapsed)
                 elapsed = time.monotonic() - begun
-            if not (repeat and may_pass and elapsed + wait <= patience_seconds):
+            if not (repeat and understood.may_pass and elapsed + wait <= patience_seconds):
                 if isinstance(failure, ServerUnreachable):
                     failure = ServerUnreachable(f"{failure}\n{self._advice(tries, elapsed)}")
                 raise failure from cause
@@ -264,7 +267,7 @@ class Connection:
         self._blocking = self._make_client(BLOCKING_TIMEOUT_SECONDS)
 
     def _make_client(self, timeout_seconds: float) -> redis.Redis:
-        pool = ConnectionPool(
+        pool = _Pool(
             **self._url_options(),
             client_name=self._name or None,
             protocol=3,
@@ -276,9 +279,21 @@ class Connection:
             redis_connect_func=self._made_anew,
             max_connections=1000,
         )
+        pool.is_stale = lambda connection: self._made.get(connection) != self.losses
         packer = PythonRespSerializer(PACK_CUTOFF_BYTES, pool.get_encoder().encode)
         pool.connection_kwargs = {**pool.connection_kwargs, "command_packer": packer}
         return redis.Redis(connection_pool=pool)
+
+    def _lose(self) -> None:
+        """Counts a loss. No open connection outlives it: behind one address there may be another primary by now."""
+        self.losses += 1
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Closes the connections that nobody uses at this moment; the others are closed when they come back."""
+        if not self.is_memory:
+            for client in (self._client, self._blocking):
+                client.connection_pool.disconnect(inuse_connections=False)
 
     def _made_anew(self, connection: Any) -> None:
         """The pool has made one of its connections, and sends nothing on it before this.
@@ -334,29 +349,6 @@ class Connection:
                     f"{place} is a cluster of {shards} shards; this version works with one shard.{self._source()}"
                 )
 
-    def _translated(self, error: redis.RedisError) -> tuple[RlbufferError, bool]:
-        """The error as ours, and whether repeating may help. Raises what says nothing about the connection as it is."""
-        code = _code(error)
-        if code == "OOM":
-            return ServerFull(f"the server at {self.address} refused: {REFUSALS[code]}"), False
-        if code in REFUSALS:
-            return ServerRefused(
-                f"the server at {self.address} refused: {REFUSALS[code]} ({_words(error)})"
-            ), code in WAITED_OUT
-        if isinstance(
-            error,
-            redis.AuthenticationError | redis.exceptions.AuthorizationError | redis.exceptions.NoPermissionError,
-        ):
-            return ServerUnsuitable(
-                f"the server at {self.address} does not allow this: {error}.{self._source()}\n"
-                "  Look at the user and password in the address, and at the server's ACL for that user."
-            ), False
-        is_lost = isinstance(error, redis.ConnectionError | redis.TimeoutError)
-        if not is_lost or isinstance(error, redis.exceptions.MaxConnectionsError):
-            raise error
-        what = "the embedded server" if self.embedded is not None else "Redis"
-        return ServerUnreachable(f"cannot reach {what} at {self.address} ({_reason(error)})."), True
-
     def _recovered(self, failure: ServerUnreachable, seconds: float) -> ServerUnreachable:
         """Starts the embedded server again if it died. -> what is wrong now: the failure, or why it does not start."""
         with self._lock:
@@ -396,22 +388,3 @@ def redacted(url: str) -> str:
     if at and colon:
         url = url.replace(f"{user}@{host}", f"{name}:***@{host}", 1)
     return re.sub(r"([?&](?:ssl_)?password)=[^&]*", r"\1=***", url)
-
-
-def _code(error: redis.RedisError) -> str:
-    """The code that a server's error begins with."""
-    return error.status_code or _words(error).partition(" ")[0]
-
-
-def _words(error: redis.RedisError) -> str:
-    """What the server said. A pipeline puts the whole command in front, a payload's bytes with it."""
-    return str(error).rpartition("caused error: ")[2]
-
-
-def _reason(error: redis.RedisError) -> str:
-    below = error.__cause__ or error.__context__
-    if isinstance(below, OSError) and below.strerror:
-        return below.strerror.lower()
-    if isinstance(error, redis.TimeoutError):
-        return "no answer in time"
-    return str(error).rstrip(".").lower()

@@ -176,11 +176,11 @@ def _permanent(store: RedisStore, path: Path) -> Iterator[list[str]]:
 def _put_in_place(store: RedisStore, control: dict[str, tuple[str, int]]) -> None:
     meta = store.keys.meta
 
-    def rename(client: Any) -> None:
+    def rename(client: Any) -> bool:
         with client.pipeline(transaction=True) as pipe:
             pipe.watch(meta)
             if pipe.exists(meta):
-                raise redis.WatchError
+                return False
             pipe.multi()
             for key, (building, ttl) in control.items():
                 pipe.rename(building, key)
@@ -188,14 +188,16 @@ def _put_in_place(store: RedisStore, control: dict[str, tuple[str, int]]) -> Non
                     pipe.pexpire(key, ttl)
                 else:
                     pipe.persist(key)
-            pipe.execute()
+            try:
+                pipe.execute()
+            except redis.WatchError:
+                return False
+            return True
 
-    try:
-        store.connection.call(
-            lambda: rename(store.connection.client), patience_seconds=store.patience_seconds, repeat=False
-        )
-    except redis.WatchError:
+    if not store.connection.call(
+        lambda: rename(store.connection.client), patience_seconds=store.patience_seconds, repeat=False
+    ):
         raise RlbufferError(
             f"run {store.run!r} began while it was being restored: nothing of it was changed. `rlbuffer reset "
             f"{store.run} --yes` removes it, --run gives the restored one another name"
-        ) from None
+        )

@@ -41,6 +41,10 @@ class CuttingProxy:
         self._open: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
 
+    def lead_to(self, target: str) -> None:
+        """New connections go to `target`; those that are open stay where they are, as behind a service's address."""
+        self._target = target
+
     def swallow_replies(self, mark: bytes, times: int) -> None:
         """The next `times` requests that hold `mark` are carried out, and then the connection breaks."""
         with self._lock:
@@ -71,7 +75,11 @@ class CuttingProxy:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            far = self._connected()
+            try:
+                far = self._connected()
+            except OSError:
+                near.close()  # nobody is there now
+                continue
             self._open |= {near, far}
             breaking = _Breaking()
             for work in (self._requests, self._replies):
@@ -122,10 +130,10 @@ class CuttingProxy:
 
 
 class TalkingServer:
-    """Answers HELLO and CLIENT as a server does, and everything else with one fixed reply."""
+    """Answers HELLO and CLIENT as a server does, and everything else with `reply`, which may be changed."""
 
     def __init__(self, reply: bytes) -> None:
-        self._reply = reply
+        self.reply = reply
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -156,7 +164,7 @@ class TalkingServer:
                 elif b"CLIENT" in data:
                     end.sendall(b"+OK\r\n")
                 else:
-                    end.sendall(self._reply)
+                    end.sendall(self.reply)
 
 
 def info_reply(**fields: str) -> bytes:

@@ -17,7 +17,7 @@ import pytest
 import redis
 from faults import CuttingProxy, TalkingServer, info_reply
 
-from rlbuffer.errors import ConfigError, ServerRefused, ServerUnreachable, ServerUnsuitable
+from rlbuffer.errors import ConfigError, ServerRefused, ServerUnreachable, ServerUnsuitable, WrongAnswer
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store.binary import ServerBinary
 from rlbuffer.store.connection import Connection, redacted
@@ -397,7 +397,7 @@ def wait_for_busy(connection: Connection) -> None:
 
 def test_a_replica_is_waited_for_and_then_named(connection: Connection) -> None:
     connection.client.execute_command("REPLICAOF", "127.0.0.1", "1")
-    with pytest.raises(ServerRefused, match=r"it is a replica\. Use the address of the primary") as caught:
+    with pytest.raises(ServerRefused, match=r"it is a replica\. Use an address that follows the primary") as caught:
         connection.call(lambda: connection.client.set("k", 1), patience_seconds=0.2)
     assert isinstance(caught.value.__cause__, redis.exceptions.ReadOnlyError)
     back = threading.Timer(0.3, lambda: connection.client.execute_command("REPLICAOF", "NO", "ONE"))
@@ -406,10 +406,14 @@ def test_a_replica_is_waited_for_and_then_named(connection: Connection) -> None:
     back.join()
 
 
-def test_a_mistake_in_a_command_is_passed_on_as_it_is(connection: Connection) -> None:
+def test_a_key_of_another_type_is_a_wrong_answer(connection: Connection) -> None:
     connection.client.set("string", 1)
-    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+    with pytest.raises(WrongAnswer) as caught:
         connection.call(lambda: connection.client.hset("string", "a", 1))
+    assert str(caught.value) == (
+        f"the server at {connection.address} answered with an error: WRONGTYPE Operation against a key holding the "
+        "wrong kind of value"
+    )
 
 
 # -- how commands are sent ---------------------------------------------------------------------------------------------

@@ -1,0 +1,135 @@
+"""Whatever a server or a proxy answers comes out of a call as an error of rlbuffer, which says what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from faults import TalkingServer, info_reply
+
+from rlbuffer.errors import (
+    RlbufferError,
+    ServerFull,
+    ServerRefused,
+    ServerUnreachable,
+    ServerUnsuitable,
+    WrongAnswer,
+)
+from rlbuffer.settings import ServerSettings
+from rlbuffer.store.connection import Connection
+
+ROWS = [
+    # What another server than the one that was meant answers: a loss, and tried again on a new connection.
+    ("-UNBLOCKED force unblock from blocking operation, instance state changed", ServerRefused, "loss"),
+    ("-MOVED 3999 127.0.0.1:6381", ServerRefused, "loss"),
+    ("-ASK 3999 127.0.0.1:6381", ServerRefused, "loss"),
+    ("-READONLY You can't write against a read only replica.", ServerRefused, "loss"),
+    ("-MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.", ServerRefused, "loss"),
+    ("-LOADING Redis is loading the dataset in memory", ServerRefused, "loss"),
+    ("-CLUSTERDOWN The cluster is down", ServerRefused, "loss"),
+    ("-TRYAGAIN Multiple keys request during rehashing of slot", ServerRefused, "loss"),
+    ("-NOAUTH Authentication required.", ServerRefused, "loss"),
+    ("-WRONGPASS invalid username-password pair or user is disabled.", ServerRefused, "loss"),
+    ("-ERR max number of clients reached", ServerUnreachable, "loss"),
+    ("-ERR max number of clients + cluster connections reached", ServerUnreachable, "loss"),
+    ("HTTP/1.1 400 Bad Request", ServerUnreachable, "loss"),
+    # The right server, which refuses for now.
+    ("-OOM command not allowed when used memory > 'maxmemory'.", ServerFull, "told"),
+    ("-MISCONF Errors writing to the AOF file: No space left on device", ServerRefused, "told"),
+    ("-NOREPLICAS Not enough good replicas to write.", ServerRefused, "told"),
+    ("-BUSY Redis is busy running a script.", ServerRefused, "again"),
+    ("-NOSCRIPT No matching script. Please use EVAL.", ServerRefused, "again"),
+    ("-EXECABORT Transaction discarded because of previous errors.", ServerRefused, "again"),
+    ("-UPSTREAM a proxy's own words", ServerRefused, "again"),
+    # What is wrong stays wrong.
+    ("-NOPERM this user has no permissions to run the 'get' command", ServerUnsuitable, "told"),
+    ("-WRONGTYPE Operation against a key holding the wrong kind of value", WrongAnswer, "told"),
+    ("-ERR unknown command 'GET'", WrongAnswer, "told"),
+    ("-ERR user_script:12: attempt to index a nil value script: 1234", WrongAnswer, "told"),
+    ("-no code at all", WrongAnswer, "told"),
+]
+"""Answer, what becomes of it, and whether it is told at once, tried again, or a loss (and tried again)."""
+
+
+@pytest.fixture
+def talking() -> Iterator[TalkingServer]:
+    with TalkingServer(info_reply(redis_version="7.2.4")) as server:
+        yield server
+
+
+@pytest.fixture
+def connection(talking: TalkingServer, tmp_path: Path) -> Iterator[Connection]:
+    with Connection(talking.url, home=tmp_path, server=ServerSettings(), name="test", patience_seconds=5) as made:
+        yield made
+
+
+def counted(connection: Connection, patience_seconds: float) -> tuple[int, RlbufferError, redis.RedisError]:
+    """-> how often GET was sent, what came out, and what that was made of."""
+    sent = 0
+
+    def get() -> object:
+        nonlocal sent
+        sent += 1
+        return connection.client.get("k")
+
+    with pytest.raises(RlbufferError) as caught:
+        connection.call(get, patience_seconds=patience_seconds)
+    cause = caught.value.__cause__
+    assert isinstance(cause, redis.RedisError)
+    return sent, caught.value, cause
+
+
+@pytest.mark.parametrize(("answer", "kind", "then"), ROWS, ids=[row[0].split(" ")[0] + row[0][-9:] for row in ROWS])
+def test_every_answer_becomes_an_error_of_ours(
+    talking: TalkingServer, connection: Connection, answer: str, kind: type[RlbufferError], then: str
+) -> None:
+    talking.reply = answer.encode() + b"\r\n"
+    before = connection.losses
+    sent, error, _ = counted(connection, patience_seconds=0.2)
+    assert type(error) is kind
+    assert (sent > 1) == (then != "told")
+    assert (connection.losses > before) == (then == "loss")
+    if kind in (ServerRefused, WrongAnswer) and then != "loss":
+        assert answer.removeprefix("-").partition(" ")[2] in str(error), "the server's own words"
+
+
+def test_an_answer_that_passes_is_waited_out(talking: TalkingServer, connection: Connection) -> None:
+    talking.reply = b"-UNBLOCKED force unblock\r\n"
+
+    def get() -> object:
+        try:
+            return connection.client.get("k")
+        finally:
+            talking.reply = b"$5\r\nvalue\r\n"
+
+    assert connection.call(get, patience_seconds=30) == b"value"
+
+
+def test_a_login_that_was_never_taken_is_not_waited_for(tmp_path: Path) -> None:
+    refused = pytest.raises(ServerUnsuitable, match="does not allow this: invalid username-password pair")
+    with TalkingServer(b"-WRONGPASS invalid username-password pair or user is disabled.\r\n") as talking, refused:
+        Connection(talking.url, home=tmp_path, server=ServerSettings(), name="test", patience_seconds=30)
+
+
+def test_a_login_that_is_not_taken_any_more_says_so(talking: TalkingServer, connection: Connection) -> None:
+    talking.reply = b"-NOAUTH Authentication required.\r\n"
+    _, error, _ = counted(connection, patience_seconds=0)
+    assert str(error) == (
+        f"the server at {talking.url} refused: it does not take this process's login any more: Authentication required."
+    )
+
+
+def test_a_value_that_cannot_be_sent_is_no_trouble_of_the_server(connection: Connection) -> None:
+    send: Callable[[], object] = lambda: connection.client.set("k", object())  # type: ignore[arg-type]  # noqa: E731
+    with pytest.raises(WrongAnswer, match=r"the client cannot send this to the server at .*: Invalid input of type"):
+        connection.call(send)
+
+
+def test_what_answers_but_is_no_server_is_named(talking: TalkingServer, connection: Connection) -> None:
+    talking.reply = b"HTTP/1.1 400 Bad Request\r\n\r\n"
+    _, error, _ = counted(connection, patience_seconds=0)
+    assert str(error).startswith(
+        f"cannot reach Redis at {talking.url} (what answers there does not speak the protocol)."
+    )
