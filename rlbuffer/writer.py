@@ -25,6 +25,7 @@ from rlbuffer.errors import (
     ServerRefused,
     ServerUnreachable,
 )
+from rlbuffer.infos import check_producer
 from rlbuffer.records import ENV_NAME, Group, Pushed, Ticket
 from rlbuffer.store.base import Store
 from rlbuffer.truncation import truncated_group
@@ -58,6 +59,7 @@ class Writer:
         self._store = store
         self.worker = worker
         self.incarnation = incarnation or uuid.uuid4().hex
+        check_producer(worker, self.incarnation)
         self._epoch = epoch
         self._patience = patience_seconds
         self._on_retry = on_retry

@@ -11,7 +11,7 @@ from rlbuffer.errors import EpochChanged, InvalidRollout, PayloadError, Producer
 from rlbuffer.infos import GroupInfo, unfrozen
 from rlbuffer.records import Group
 from rlbuffer.store.base import PoolEntry, Reused
-from rlbuffer.store.keys import Keys
+from rlbuffer.store.keys import SUFFIX, Keys
 from rlbuffer.store.session import Entry, Fields, Session, text
 
 WEEK_MS = 7 * 86_400_000
@@ -179,6 +179,8 @@ def _entry(keys: Keys, entry_id: str, fields: Fields, info: GroupInfo | PayloadE
     rollouts, tokens = _count(fields, b"rollouts"), _count(fields, b"tokens")
     if isinstance(info, PayloadError):
         error = f"metadata: {info}"
+    elif SUFFIX.match(fields.get(b"key", b"")) is None:
+        error = f"its payload's key ends with {text(fields.get(b'key', b'')[:64])!r}, not with INCARNATION.SEQUENCE"
     else:
         error = (
             f"metadata of {info.group_id} ({info.env}, {info.totals.rollouts} rollouts, {info.tokens} tokens) "
@@ -199,10 +201,11 @@ def _entry(keys: Keys, entry_id: str, fields: Fields, info: GroupInfo | PayloadE
 
 
 def _agrees(fields: Fields, info: GroupInfo) -> bool:
-    """Whether the entry says of its push what the metadata says."""
+    """Whether the entry says of its push what the metadata says, and names a payload that a push can have."""
     totals = info.totals
     return (
-        fields.get(b"env") == info.env.encode()
+        SUFFIX.match(fields.get(b"key", b"")) is not None
+        and fields.get(b"env") == info.env.encode()
         and fields.get(b"group") == info.group_id.encode()
         and _count(fields, b"rollouts") == totals.rollouts
         and _count(fields, b"tokens") == totals.tokens
