@@ -24,6 +24,10 @@ class InvalidRollout(RlbufferError, ValueError):
     """A rollout or group does not satisfy the rules of its record."""
 
 
+class PushGivenUp(InvalidRollout):
+    """A push broke its connection again and again, at a server that answers others: it is counted as lost."""
+
+
 class PackingError(RlbufferError, ValueError):
     """Rollouts cannot be packed as asked."""
 
@@ -51,6 +55,10 @@ class ServerUnreachable(RlbufferError, ConnectionError):
     """The Redis or Valkey server cannot be reached."""
 
     exit_code = 4
+
+
+class PushBroken(ServerUnreachable):
+    """The connection broke in the middle of a push, and the server answers others: the push itself may be the cause."""
 
 
 class ServerUnsuitable(RlbufferError):

@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from rlbuffer.errors import InvalidRollout
+from rlbuffer.errors import ConfigError, InvalidRollout
 from rlbuffer.values import as_finite, as_integer, as_text, shown
 
 GROUP_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
 ENV_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+WORKER_NAME = re.compile(r"[A-Za-z0-9_.:@/-]{1,128}\Z")
+INCARNATION = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
+"""Without a space, a colon or a dot: it stands between those in keys and records on the server."""
 ColumnKind = tuple[str, str, tuple[int, ...]]
 """Name, dtype (``<f4``) and trailing shape of a further column."""
 MAX_ROLLOUT_ID = 160
@@ -137,6 +140,17 @@ def totals_of(rollouts: Sequence[RolloutInfo]) -> Totals:
         is_flat=len(rewards) <= 1,
         is_distinct=len({r.rollout_id for r in rollouts}) == len(rollouts),
     )
+
+
+def check_producer(worker: str, incarnation: str) -> None:
+    """What a producer is called becomes part of keys, and of records whose fields a space divides.
+
+    Raises:
+        ConfigError: a character that cannot stand there.
+    """
+    for name, value, pattern in (("worker name", worker, WORKER_NAME), ("incarnation", incarnation, INCARNATION)):
+        if not isinstance(value, str) or not pattern.match(value):
+            raise ConfigError(f"the {name} must match {pattern.pattern[:-2]}, got {shown(value)}")
 
 
 def unfrozen(record: type[Any]) -> type[Any]:

@@ -14,17 +14,21 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from rlbuffer.config import BatcherConfig
 from rlbuffer.errors import (
     EpochChanged,
     InvalidRollout,
     ProducerGap,
+    PushBroken,
+    PushGivenUp,
     RlbufferError,
     RunGone,
     ServerRefused,
     ServerUnreachable,
 )
+from rlbuffer.infos import check_producer
 from rlbuffer.records import ENV_NAME, Group, Pushed, Ticket
 from rlbuffer.store.base import Store
 from rlbuffer.truncation import truncated_group
@@ -34,6 +38,10 @@ TICKET_SECONDS = 60.0
 is taken again."""
 CONFIG_SECONDS = 30.0
 """How often a writer looks whether the run cuts rollouts that are longer than a row."""
+MOST_BREAKS = 5
+"""Times that one push may break its connection while the server answers others, before it is given up."""
+LOST = "lost"
+"""Status of a push that was given up."""
 SPOOL_PUSHES = 64
 """Pushes kept for re-sending; with AOF every second a server loses at most a second of them."""
 FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.05, 2.0
@@ -59,6 +67,7 @@ class Writer:
         self._store = store
         self.worker = worker
         self.incarnation = incarnation or uuid.uuid4().hex
+        check_producer(worker, self.incarnation)
         self._epoch = epoch
         self._patience = patience_seconds
         self._on_retry = on_retry
@@ -70,9 +79,12 @@ class Writer:
         self._limit_at = float("-inf")
         self._sequence = 0
         self._unsettled: tuple[int, Group, str] | None = None
-        """A push that was given up after its answer was lost: nobody knows whether it is stored."""
+        """A push that ended without an answer: nobody knows whether it is stored."""
         self._spool: deque[tuple[int, Group, str]] = deque(maxlen=SPOOL_PUSHES)
         """(sequence, what was stored, the entry that it replaced or "")."""
+        self._breaks: dict[int, int] = {}
+        """Sequence of a push that is not settled -> times that it broke its connection, and nothing else did.
+        :data:`MOST_BREAKS` or more: it is given up."""
         self._lock = threading.Lock()  # one push in flight per producer: the sequence is what makes it exactly once
 
     def take(self, env: str, n: int = 1, *, timeout_seconds: float | None = None) -> list[Ticket]:
@@ -133,6 +145,8 @@ class Writer:
             InvalidRollout: it is no group, or too large for the wire. Nothing was stored.
             ServerUnreachable, ServerRefused: the server stayed away, or full, for longer than the writer's patience.
                 The group may be stored or not; pushing it again is safe, and the next push settles it first.
+            PushGivenUp: it broke its connection again and again at a server that answers others. It is counted as lost
+                there, and the next push follows it. An InvalidRollout, too.
             RunGone: the run was reset while this writer was at work.
         """
         if not isinstance(group, Group):
@@ -152,11 +166,17 @@ class Writer:
     def _store_next(self, group: Group, replaces: str = "") -> Pushed:
         if self._unsettled is not None:
             number, left, before = self._unsettled
+            is_same = before == replaces and (left is group or left == group)
             # Its number may be taken on the server: another group under it would be answered as a duplicate, and
             # lost.
-            pushed = self._store_as(left, number, before)
-            if before == replaces and (left is group or left == group):
-                return pushed
+            try:
+                pushed = self._store_as(left, number, before)
+            except PushGivenUp:
+                if is_same:
+                    raise
+            else:
+                if is_same:
+                    return pushed
         return self._store_as(group, self._sequence + 1, replaces)
 
     def _store_as(self, group: Group, number: int, replaces: str = "") -> Pushed:
@@ -169,6 +189,14 @@ class Writer:
         self._unsettled = None
         self._sequence = max(self._sequence, number)
         self._spool.append((number, sent, replaces))
+        if pushed.status == LOST:
+            raise PushGivenUp(
+                f"group {group.group_id} is given up and counted as lost: its push broke the connection again and "
+                "again, to a server that answers others. Push it in smaller parts"
+            )
+        # What was given up stays so as long as it may be sent again from the spool.
+        oldest = self._spool[0][0]
+        self._breaks = {n: breaks for n, breaks in self._breaks.items() if breaks >= MOST_BREAKS and n >= oldest}
         return pushed
 
     def _fitted(self, group: Group) -> Group:
@@ -202,35 +230,52 @@ class Writer:
                     raise
                 self._epoch = change.epoch
             except (ServerUnreachable, ServerRefused) as error:
-                if time.monotonic() + delay > deadline:
+                if time.monotonic() + delay > deadline and not (isinstance(error, PushBroken) and self._give_up()):
                     raise
                 if self._on_retry is not None:
                     self._on_retry(error)
                 time.sleep(delay * _RANDOM.uniform(0.5, 1.0))
                 delay = min(2 * delay, LAST_DELAY_SECONDS)
 
+    def _give_up(self) -> bool:
+        """Patience is over: what broke its connection more than once is given up. -> whether anything is."""
+        broken = [number for number, breaks in self._breaks.items() if 2 <= breaks < MOST_BREAKS]
+        self._breaks.update(dict.fromkeys(broken, MOST_BREAKS))
+        return bool(broken)
+
     def _store_push(self, group: Group, sequence: int, replaces: str) -> tuple[str, str]:
-        return self._store.push(
-            group,
-            producer=self.worker,
-            incarnation=self.incarnation,
-            sequence=sequence,
-            epoch=self._epoch,
-            replaces=replaces,
-        )
+        """-> the status, :data:`LOST` for a push that is given up, and the entry."""
+        names: dict[str, Any] = {
+            "producer": self.worker,
+            "incarnation": self.incarnation,
+            "sequence": sequence,
+            "epoch": self._epoch,
+        }
+        if self._breaks.get(sequence, 0) >= MOST_BREAKS:
+            return self._store.give_up(group, **names)
+        try:
+            return self._store.push(group, replaces=replaces, **names)
+        except PushBroken:
+            self._breaks[sequence] = self._breaks.get(sequence, 0) + 1
+            raise
 
     def _fill(self, last: int, sequence: int) -> int:
         """The server knows pushes up to `last` only: sends the missing ones again. -> the sequence to go on with."""
         missing = [push for push in self._spool if last < push[0] < sequence]
         if len(missing) == sequence - last - 1:
             for number, group, replaces in missing:
-                self._store_push(group, number, replaces)
+                try:
+                    self._store_push(group, number, replaces)
+                except InvalidRollout:  # the server has other limits than when it took it
+                    self._breaks[number] = MOST_BREAKS
+                    self._store_push(group, number, replaces)
             return sequence
         # The spool does not reach back: what is missing cannot be sent any more, so it is counted, and a new
         # incarnation starts a sequence of its own.
         self._store.count_lost(sequence - last - 1)
         self.incarnation, self._sequence = uuid.uuid4().hex, 0
         self._spool.clear()
+        self._breaks.clear()
         return 1
 
 

@@ -28,6 +28,7 @@ from redis.exceptions import TimeoutError as NoAnswer
 
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store.connection import Connection
+from rlbuffer.store.limits import Limits
 from rlbuffer.store.script import Script
 from simulation.client import SimulatedClient
 from simulation.plan import FAULTS, Plan
@@ -181,6 +182,12 @@ class SimulatedConnection(Connection):
 
     def _check(self) -> None:
         """The modelled server is suitable."""
+
+    def sender(self, size: int) -> Any:
+        return self._client
+
+    def limits(self, patience_seconds: float = 0.0) -> Limits:
+        return Limits()
 
     def script(self, text: str) -> Script:
         return Script(lambda: self._client, self._network.plan.broken(text))

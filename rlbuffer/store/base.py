@@ -81,8 +81,15 @@ class Store(Protocol):
 
         `replaces` is a pending entry whose place it takes: the same rollouts, with what that one needed.
 
-        Raises RunGone, ProducerGap (``.last`` holds what the server has), ServerRefused, ServerUnreachable. Never
+        Raises RunGone, ProducerGap (``.last`` holds what the server has), ServerRefused, ServerUnreachable (PushBroken
+        when the server answers others), InvalidRollout when the server can never take it: then nothing was sent. Never
         retried inside: the writer repeats the call with the same sequence.
+        """
+
+    def give_up(self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int) -> tuple[str, str]:
+        """PUSH without the group: its sequence is used up. -> (``lost`` | ``duplicate`` when it is stored, entry id).
+
+        Counted as lost, once. Raises as `push` does.
         """
 
     def take_tickets(self, env: str, n: int, *, ttl_seconds: float) -> list[int]:

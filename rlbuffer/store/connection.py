@@ -35,6 +35,7 @@ from redis.retry import Retry
 from rlbuffer.errors import ConfigError, ServerUnreachable, ServerUnsuitable
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store.binary import MINIMUM_VERSION, version_tuple
+from rlbuffer.store.limits import Limits, read_limits, timeout_seconds
 from rlbuffer.store.memory import memory_client, memory_name
 from rlbuffer.store.refusals import understand
 from rlbuffer.store.script import Script
@@ -45,7 +46,7 @@ T = TypeVar("T")
 PATIENCE_SECONDS = 10.0
 """How long a call is repeated when the caller does not say."""
 COMMAND_TIMEOUT_SECONDS = 20.0
-"""A 64 MiB payload on a server that waits for its disk must fit."""
+"""Of everything but large pushes, whose time grows with their size (:mod:`rlbuffer.store.limits`)."""
 CONNECT_TIMEOUT_SECONDS = 5.0
 BLOCK_SECONDS = 2.0
 """Longest BLOCK of a blocking read."""
@@ -115,6 +116,10 @@ class Connection:
         self._name = re.sub(r"[^!-~]", "-", name)
         self._origin = origin
         self._lock = threading.RLock()
+        self._limits: tuple[int, Limits] | None = None
+        """Losses when they were read, and what the server takes."""
+        self._senders: dict[float, redis.Redis] = {}
+        """Timeout in seconds -> the client for commands that may take so long."""
         self._is_closed = False
         self.embedded: EmbeddedServer | None = None
         self.is_memory = False
@@ -151,6 +156,24 @@ class Connection:
     def client(self) -> redis.Redis:
         """For commands. Ask for it at every call: a reconnect may replace it."""
         return self._client
+
+    def sender(self, size: int) -> redis.Redis:
+        """The client for a command of `size` bytes: its timeout grows with them."""
+        seconds = timeout_seconds(size, COMMAND_TIMEOUT_SECONDS)
+        if seconds == COMMAND_TIMEOUT_SECONDS or self.is_memory:
+            return self._client
+        with self._lock:
+            if seconds not in self._senders:
+                self._senders[seconds] = self._make_client(seconds)
+            return self._senders[seconds]
+
+    def limits(self, patience_seconds: float = PATIENCE_SECONDS) -> Limits:
+        """How large a push may be here; read once, and again after the connection was lost."""
+        if self._limits is None or self._limits[0] != self.losses:
+            losses = self.losses
+            read = Limits if self.is_memory else lambda: read_limits(self._client)
+            self._limits = losses, self.call(read, patience_seconds=patience_seconds, repeat=True)
+        return self._limits[1]
 
     @property
     def blocking(self) -> redis.Redis:
@@ -251,7 +274,7 @@ class Connection:
         """Closes the clients and leaves the embedded server, which the last user stops. Safe to repeat."""
         with self._lock:
             self._is_closed = True
-            for client in (self._client, self._blocking):
+            for client in (self._client, self._blocking, *self._senders.values()):
                 # In memory a thread that is in the middle of a call keeps its connection busy; it goes with the thread.
                 with suppress(ValueError):
                     client.close()
@@ -263,6 +286,7 @@ class Connection:
         if self.is_memory:
             self._client = self._blocking = memory_client(memory_name(self._url) or "")
             return
+        self._senders.clear()
         self._client = self._make_client(COMMAND_TIMEOUT_SECONDS)
         self._blocking = self._make_client(BLOCKING_TIMEOUT_SECONDS)
 

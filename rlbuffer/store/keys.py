@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 
 from rlbuffer.errors import ConfigError
+from rlbuffer.infos import check_producer
 
 SCHEMA = 2
 """Layout of the keys and of what is in them; another number is refused (SchemaMismatch)."""
 RUN_NAME = re.compile(r"[a-z0-9_.-]{1,64}\Z")
+SUFFIX = re.compile(rb"[A-Za-z0-9_-]{1,64}\.[0-9]{1,16}\Z")
+"""``<incarnation>.<sequence>`` in a payload's key."""
 RUNS = "rlb:runs"
 """zset: run -> Unix seconds when it was last opened."""
 HEARTBEATS = {"worker": "workers", "scorer": "scorers", "rank": "ranks", "batcher": "batchers"}
@@ -76,7 +79,8 @@ class Keys:
         self.payload_prefix = f"rlb:{run}:g:"
 
     def producer(self, worker: str, incarnation: str) -> str:
-        """Last push sequence of one process."""
+        """Last push sequence of one process. Raises ConfigError for names that cannot stand in a key."""
+        check_producer(worker, incarnation)
         return f"{self.tag}:producer:{worker}:{incarnation}"
 
     def tickets(self, env: str) -> str:

@@ -7,11 +7,21 @@ from typing import Any
 
 from rlbuffer import wire
 from rlbuffer.batches import Drop
-from rlbuffer.errors import EpochChanged, InvalidRollout, PayloadError, ProducerGap, RunGone, ServerRefused
+from rlbuffer.errors import (
+    EpochChanged,
+    InvalidRollout,
+    PayloadError,
+    ProducerGap,
+    PushBroken,
+    RlbufferError,
+    RunGone,
+    ServerRefused,
+    ServerUnreachable,
+)
 from rlbuffer.infos import GroupInfo, unfrozen
 from rlbuffer.records import Group
 from rlbuffer.store.base import PoolEntry, Reused
-from rlbuffer.store.keys import Keys
+from rlbuffer.store.keys import SUFFIX, Keys
 from rlbuffer.store.session import Entry, Fields, Session, text
 
 WEEK_MS = 7 * 86_400_000
@@ -41,44 +51,38 @@ class PoolMoves(Session):
         """
         push = wire.encode_push(group)
         info = push.info
-        keys = self.keys
-        producer_key = keys.producer(producer, incarnation)
+        producer_key = self.keys.producer(producer, incarnation)
         suffix = f"{incarnation}.{sequence}"
-        # A payload that is pending or committed already must not be written again: that would give its key a time to
-        # live again. So whatever may be a repetition asks first.
-        if self._fresh.pop(incarnation, None) == sequence or sequence > self._sequence_of(producer_key):
-            fields: dict[str, bytes] = {str(i): payload for i, payload in enumerate(push.payloads)}
-            if push.group_payload is not None:
-                fields["group"] = push.group_payload
-            self._store_payload(keys.payload(group.group_id, suffix), fields)
-        reply = self.move(
-            "push",
-            (keys.meta, keys.pool, producer_key, keys.ledger, keys.garbage),
-            (
-                epoch,
-                sequence,
-                WEEK_MS,
-                group.env,
-                group.group_id,
-                suffix,
-                len(info.rollouts),
-                info.tokens,
-                push.metadata,
-                replaces,
-                keys.payload_prefix,
-            ),
-            repeat=False,
-        )
-        status = text(reply[0])
-        if status == "LATE":
-            self._fresh[incarnation] = sequence + 1
-            return "duplicate", ""
-        if status == "UNEQUAL":
+        args: list[Any] = [epoch, sequence, WEEK_MS, group.env, group.group_id, suffix]
+        args += [len(info.rollouts), info.tokens, push.metadata, replaces, self.keys.payload_prefix]
+        try:
+            # A payload that is pending or committed already must not be written again: that would give its key a time
+            # to live again. So whatever may be a repetition asks first.
+            if self._fresh.pop(incarnation, None) == sequence or sequence > self._sequence_of(producer_key):
+                self._store_payload(self.keys.payload(group.group_id, suffix), push)
+            reply = self._move_push(producer_key, args)
+        except ServerUnreachable as error:
+            if not self._answers():
+                raise
+            raise PushBroken(
+                f"the connection to {self.connection.address} broke in the push of group {group.group_id} "
+                f"({sum(_sizes(push).values())} bytes); the server answers others"
+            ) from error
+        if text(reply[0]) == "UNEQUAL":
             env, name, rollouts, tokens = (text(part) for part in reply[1:])
             raise InvalidRollout(
                 f"group {group.group_id} ({group.env}, {len(info.rollouts)} rollouts, {info.tokens} tokens) cannot "
                 f"replace {replaces}, which holds {name} ({env}, {rollouts} rollouts, {tokens} tokens)"
             )
+        return self._pushed(reply, producer, incarnation, sequence, epoch)
+
+    def _pushed(
+        self, reply: Sequence[Any], producer: str, incarnation: str, sequence: int, epoch: int
+    ) -> tuple[str, str]:
+        status = text(reply[0])
+        if status == "LATE" or status == "LOST":
+            self._fresh[incarnation] = sequence + 1
+            return ("duplicate" if status == "LATE" else "lost"), ""
         if status == "OK" or status == "DUP":
             if text(reply[1]):  # else the server has later pushes, too
                 self._fresh[incarnation] = sequence + 1
@@ -86,13 +90,13 @@ class PoolMoves(Session):
         if status == "GAP":
             raise ProducerGap(
                 f"push {sequence} of producer {producer!r} came, but the server's last is {text(reply[1])}: "
-                f"it lost acknowledged writes ({producer_key})",
+                f"it lost acknowledged writes ({self.keys.producer(producer, incarnation)})",
                 last=int(reply[1]),
             )
         if status == "GONE":
             there = text(reply[1])
             if not there:
-                raise RunGone(f"run {self.run!r} is not on the server any more ({keys.meta})")
+                raise RunGone(f"run {self.run!r} is not on the server any more ({self.keys.meta})")
             raise EpochChanged(
                 f"run {self.run!r} is in epoch {there}, this producer works in epoch {epoch}: it was reset or rewound",
                 epoch=int(there),
@@ -100,15 +104,48 @@ class PoolMoves(Session):
             )
         raise self.unexpected("push", reply)
 
+    def give_up(self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int) -> tuple[str, str]:
+        """PUSH without rollouts: the sequence is used up, and counted as lost, unless the push is stored already."""
+        args: list[Any] = [epoch, sequence, WEEK_MS, group.env, group.group_id, f"{incarnation}.{sequence}"]
+        args += [0, 0, b"", "", self.keys.payload_prefix]
+        reply = self._move_push(self.keys.producer(producer, incarnation), args)
+        status, entry_id = self._pushed(reply, producer, incarnation, sequence, epoch)
+        return (status if entry_id else "lost"), entry_id  # a duplicate without an entry: given up before
+
+    def _move_push(self, producer_key: str, args: Sequence[Any]) -> list[Any]:
+        keys = self.keys
+        return self.move("push", (keys.meta, keys.pool, producer_key, keys.ledger, keys.garbage), args, repeat=False)
+
+    def _answers(self) -> bool:
+        """Whether the server answers something small now."""
+        try:
+            self.connection.call(lambda: self.client.exists(self.keys.meta), patience_seconds=0.0, repeat=False)
+        except RlbufferError:
+            return False
+        return True
+
     def _sequence_of(self, producer_key: str) -> int:
         def last() -> Any:
             return self.client.hget(producer_key, "sequence")
 
         return int(self.connection.call(last, patience_seconds=self.patience_seconds, repeat=False) or 0)
 
-    def _store_payload(self, key: str, fields: Mapping[str, bytes]) -> None:
+    def _store_payload(self, key: str, push: wire.EncodedPush) -> None:
+        """Raises InvalidRollout, before anything is sent, when the server can never take it."""
+        fields: dict[Any, Any] = {str(i): payload for i, payload in enumerate(push.payloads)}
+        if push.group_payload is not None:
+            fields["group"] = push.group_payload
+        sizes = _sizes(push)
+        size = sum(sizes.values())
+        refusal = self.connection.limits(self.patience_seconds).refusal(sizes)
+        if refusal:
+            raise InvalidRollout(
+                f"group {push.info.group_id} cannot be pushed to {self.connection.address}: {refusal}. Push it in "
+                "parts, or raise the server's limit"
+            )
+
         def store() -> list[Any]:
-            with self.client.pipeline(transaction=True) as pipe:
+            with self.connection.sender(size).pipeline(transaction=True) as pipe:
                 pipe.hset(key, mapping=fields)
                 pipe.hlen(key)
                 pipe.pexpire(key, WEEK_MS)
@@ -152,6 +189,13 @@ class PoolMoves(Session):
         return dropped
 
 
+def _sizes(push: wire.EncodedPush) -> dict[str, int]:
+    """Bytes of each value of a push's payload, under what it is called in messages."""
+    ids = [f"rollout {rollout.rollout_id}" for rollout in push.info.rollouts]
+    sizes = {name: len(payload) for name, payload in zip(ids, push.payloads, strict=True)}
+    return sizes | {"answer and metadata": len(push.group_payload or b"")}
+
+
 def pool_entries(keys: Keys, found: Sequence[Entry]) -> list[PoolEntry]:
     """Pool entries as the server has them. What cannot be decoded is named in `error`, not raised: it must go."""
     infos = wire.decode_infos([fields.get(b"metadata", b"") for _, fields in found])
@@ -179,6 +223,8 @@ def _entry(keys: Keys, entry_id: str, fields: Fields, info: GroupInfo | PayloadE
     rollouts, tokens = _count(fields, b"rollouts"), _count(fields, b"tokens")
     if isinstance(info, PayloadError):
         error = f"metadata: {info}"
+    elif SUFFIX.match(fields.get(b"key", b"")) is None:
+        error = f"its payload's key ends with {text(fields.get(b'key', b'')[:64])!r}, not with INCARNATION.SEQUENCE"
     else:
         error = (
             f"metadata of {info.group_id} ({info.env}, {info.totals.rollouts} rollouts, {info.tokens} tokens) "
@@ -199,10 +245,11 @@ def _entry(keys: Keys, entry_id: str, fields: Fields, info: GroupInfo | PayloadE
 
 
 def _agrees(fields: Fields, info: GroupInfo) -> bool:
-    """Whether the entry says of its push what the metadata says."""
+    """Whether the entry says of its push what the metadata says, and names a payload that a push can have."""
     totals = info.totals
     return (
-        fields.get(b"env") == info.env.encode()
+        SUFFIX.match(fields.get(b"key", b"")) is not None
+        and fields.get(b"env") == info.env.encode()
         and fields.get(b"group") == info.group_id.encode()
         and _count(fields, b"rollouts") == totals.rollouts
         and _count(fields, b"tokens") == totals.tokens

@@ -171,3 +171,50 @@ def info_reply(**fields: str) -> bytes:
     """INFO's reply with these fields."""
     text = "".join(f"{name}:{value}\r\n" for name, value in fields.items()).encode()
     return b"=%d\r\ntxt:%b\r\n" % (len(text) + 4, text)
+
+
+class SlowProxy:
+    """A TCP proxy that passes so many bytes a second on to the server, and replies at once."""
+
+    def __init__(self, port: int, *, bytes_per_second: int) -> None:
+        self._server, self._rate = port, bytes_per_second
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        self._open: set[socket.socket] = set()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def __enter__(self) -> SlowProxy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each in (self._listener, *self._open):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                # Small buffers: what the client has sent is what the line has taken.
+                near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+                far = socket.create_connection(("127.0.0.1", self._server))
+                self._open |= {near, far}
+                for source, sink, rate in ((near, far, self._rate), (far, near, 0)):
+                    thread = threading.Thread(target=self._pass, args=(source, sink, rate))
+                    self._threads.append(thread)
+                    thread.start()
+
+    @staticmethod
+    def _pass(source: socket.socket, sink: socket.socket, rate: int) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if rate:
+                    time.sleep(len(data) / rate)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)

@@ -113,6 +113,7 @@ class Lossy:
 
 @pytest.mark.parametrize("lost", [1, 2, 3])
 def test_push_with_a_lost_reply_is_repeated_without_doubling(own, monkeypatch, lost):
+    own.store.connection.limits()
     # 1: the question for the last sequence, 2: the payload, 3: the script.
     monkeypatch.setattr(own.store.connection, "call", Lossy(own.store.connection, {lost}))
     group = make_group(env="a", size=2, group_id="a.0")

@@ -9,9 +9,10 @@ import pytest
 from store_runs import Run
 
 from rlbuffer import wire
-from rlbuffer.errors import ProducerGap, RunGone
+from rlbuffer.errors import ConfigError, ProducerGap, RunGone
 from rlbuffer.store.base import PartRollout
 from rlbuffer.testing import make_group
+from rlbuffer.writer import Writer
 
 pytest_plugins = ("store_fixtures",)
 
@@ -53,6 +54,24 @@ def test_same_sequence_again_is_a_duplicate_and_moves_the_ledger_once(run):
     before = run.control_keys()
     assert send(run, 1) == ("duplicate", stored[1])
     assert run.control_keys() == before
+
+
+def test_a_push_that_is_given_up_is_lost_once_and_its_sequence_used_up(run):
+    group = make_group(env="a", size=2, group_id="a.0")
+    names = {"producer": "w", "incarnation": "u", "sequence": 1, "epoch": run.meta.epoch}
+    assert [run.store.give_up(group, **names) for _ in range(3)] == [("lost", "")] * 3
+    assert run.store.ledger().lost == 1
+    assert send(run, 2, group_id="a.1")[0] == "stored"
+    assert [entry.group_id for entry in run.pool()] == ["a.1"]
+    assert run.store.verify().ok
+
+
+def test_a_push_that_is_stored_cannot_be_given_up(run):
+    stored = send(run, 1)
+    group = make_group(env="a", size=2, group_id="a.0")
+    answer = run.store.give_up(group, producer="w", incarnation="u", sequence=1, epoch=run.meta.epoch)
+    assert answer == ("duplicate", stored[1])
+    assert run.store.ledger().lost == 0
 
 
 def test_older_sequence_is_a_duplicate_whose_entry_is_not_known_any_more(run):
@@ -168,3 +187,39 @@ def test_reading_an_empty_pool_ends_after_the_time_allowed(run):
     begun = time.monotonic()
     assert run.store.read_pool(block_seconds=0.05) == []
     assert time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize("character", " :.\n\t\0{}*?[é\u202e")
+def test_a_character_that_divides_keys_and_records_is_refused_in_an_incarnation(run, character):
+    group = make_group(env="a", size=2, group_id="a.0")
+    for make in (
+        lambda: Writer(run.store, "w", epoch=run.meta.epoch, incarnation=f"a{character}b"),
+        lambda: run.store.push(
+            group, producer="w", incarnation=f"a{character}b", sequence=1, epoch=run.meta.epoch, replaces=""
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            make()
+        assert str(caught.value).startswith("the incarnation must match [A-Za-z0-9_-]{1,64}, got ")
+    assert run.pool() == []
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\x1b[2J", "a\u202eb", "w" * 129, "w\n"])
+def test_a_worker_name_that_cannot_stand_in_a_key_is_refused(run, name):
+    with pytest.raises(ConfigError, match=r"the worker name must match \[A-Za-z0-9_\.:@/-\]\{1,128\}, got "):
+        Writer(run.store, name, epoch=run.meta.epoch)
+
+
+@pytest.mark.parametrize("suffix", ["first second.1", "u:1.1", "", "u.1 8 9", "u.x"])
+def test_an_entry_whose_payload_no_writer_can_have_stored_is_invalid(run, suffix):
+    """A push by hand: COMMIT would keep it for another use as a record that a space divides."""
+    group = make_group(env="a", size=2, group_id="a.0")
+    push, keys = wire.encode_push(group), run.store.keys
+    where = (keys.meta, keys.pool, f"{keys.tag}:producer:w:u", keys.ledger, keys.garbage)
+    amounts = (len(push.info.rollouts), push.info.tokens, push.metadata)
+    run.store.move(
+        "push", where, (run.meta.epoch, 1, 60_000, "a", "a.0", suffix, *amounts, "", keys.payload_prefix), repeat=False
+    )
+    (entry,) = run.pool()
+    assert entry.info is None
+    assert "not with INCARNATION.SEQUENCE" in entry.error

@@ -49,14 +49,14 @@ def command(
       rlbuffer push groups.jsonl --run math
     """
     from rlbuffer.client import connect
-    from rlbuffer.errors import ServerRefused, ServerUnreachable
+    from rlbuffer.errors import PushGivenUp, ServerRefused, ServerUnreachable
 
     loaded = options.load(config, redis, run, home)
     settings = loaded.settings
     with Path(file).open("rb") as stream:
         count, checksum = check_all(stream, file)
         stream.seek(0)
-        stored = duplicate = 0
+        stored = duplicate = lost = 0
         with connect(
             settings.redis_url, run=settings.run, config=settings, name="push", origin=options.redis_origin(loaded)
         ) as buffer:
@@ -64,6 +64,10 @@ def command(
             for sequence, group in enumerate(read_groups(stream, file), start=1):
                 try:
                     status = writer.push(group, sequence=sequence).status
+                except PushGivenUp as error:
+                    lost += 1
+                    click.echo(f"{file}:{sequence}  {error}", err=True)
+                    continue
                 except (ServerRefused, ServerUnreachable) as error:
                     raise type(error)(
                         f"{error}\n  {stored + duplicate} of {count} groups are stored; pushing the file again goes on "
@@ -73,11 +77,15 @@ def command(
                 stored += status != "duplicate"
     if as_json:
         record = {"schema": "rlbuffer.push/1", "run": settings.run, "stored": stored, "duplicate": duplicate}
+        record |= {"lost": lost}
         click.echo(json.dumps(record))
     else:
         what = f"{count} group{'s' * (count != 1)}"
-        click.echo(f'{file}: {what} into run "{settings.run}": {stored} stored, {duplicate} duplicate')
-    return 0
+        click.echo(
+            f'{file}: {what} into run "{settings.run}": {stored} stored, {duplicate} duplicate'
+            + f", {lost} lost" * (lost > 0)
+        )
+    return 1 if lost else 0
 
 
 class _Waiting:

@@ -7,11 +7,12 @@
 --
 -- KEYS  1 meta  2 pool  3 producer  4 ledger  5 garbage
 -- ARGV  1 epoch that the producer works in   2 its sequence, from 1   3 how long the producer is remembered, ms
---       4 env   5 group id   6 payload suffix   7 rollouts   8 tokens   9 metadata
+--       4 env   5 group id   6 payload suffix   7 rollouts, 0 when its writer gives it up   8 tokens   9 metadata
 --       10 id of the entry whose place it takes, '' for none   11 payload key prefix
 -- Reply {'OK', entry id}
 --       {'DUP', entry id}   sequence known already; the id is '' unless it was the producer's last
 --       {'LATE'}            what it was to replace is not pending any more
+--       {'LOST'}            it was given up: counted as lost, and its sequence is used up
 --       {'UNEQUAL', env, group, rollouts, tokens}  what it was to replace holds something else: this
 --       {'GAP', last}       pushes between `last` and this one are missing here
 --       {'GONE', epoch, since}  the run is in another epoch ('' when it does not exist), which goes on from `since`
@@ -26,14 +27,23 @@ if sequence == last then return {'DUP', known[2]} end
 if sequence < last then return {'DUP', ''} end
 if sequence > last + 1 then return {'GAP', string.format('%.0f', last)} end
 
+-- The producer's next push follows it, though nothing becomes pending.
+local function use_up()
+  redis.call('HSET', KEYS[3], 'sequence', ARGV[2], 'id', '')
+  redis.call('PEXPIRE', KEYS[3], ARGV[3])
+  redis.call('ZADD', KEYS[5], 0, ARGV[11] .. ARGV[5] .. ':' .. ARGV[6])
+end
+if ARGV[7] == '0' then
+  use_up()
+  redis.call('HINCRBY', KEYS[4], 'lost', 1)
+  return {'LOST'}
+end
+
 local old = nil
 if ARGV[10] ~= '' then
   local found = redis.call('XRANGE', KEYS[2], ARGV[10], ARGV[10])
   if #found == 0 then
-    -- The sequence is used up all the same: the producer's next one follows it.
-    redis.call('HSET', KEYS[3], 'sequence', ARGV[2], 'id', '')
-    redis.call('PEXPIRE', KEYS[3], ARGV[3])
-    redis.call('ZADD', KEYS[5], 0, ARGV[11] .. ARGV[5] .. ':' .. ARGV[6])
+    use_up()
     return {'LATE'}
   end
   old = {}
