@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 
+from simulation.branches import branches
 from simulation.mutations import MUTATIONS, mutation
 from simulation.plan import draw
 from simulation.world import LAST_EVENTS, Result, World
@@ -105,6 +106,7 @@ def _many(args: argparse.Namespace) -> int:
         pool.close()
         pool.join()
     print(tally)
+    print(tally.branches())
     return 1 if tally.failed else 0
 
 
@@ -115,6 +117,7 @@ class Tally:
         self.began = time.monotonic()
         self.seeds = self.events = self.calls = self.steps = 0
         self.failed: list[int] = []
+        self.entered: set[int] = set()
 
     def add(self, result: Result) -> None:
         """Counts a seed."""
@@ -122,8 +125,15 @@ class Tally:
         self.events += result.event
         self.calls += result.calls
         self.steps += result.steps
+        self.entered |= result.branches
         if result.violation:
             self.failed.append(result.seed)
+
+    def branches(self) -> str:
+        """How many branches of the Lua files were entered, and which were not."""
+        missed = [branch for number, branch in enumerate(branches()) if number not in self.entered]
+        lines = [f"{len(branches()) - len(missed)}/{len(branches())} branches of the Lua files entered"]
+        return "\n  ".join(lines + [f"not entered: {branch}" for branch in missed])
 
     def __str__(self) -> str:
         seconds = time.monotonic() - self.began

@@ -50,6 +50,8 @@ class Result:
     """Virtual."""
     steps: int
     plan: str
+    branches: frozenset[int]
+    """Of the Lua files: those that were entered (:mod:`simulation.branches`)."""
     log: tuple[str, ...]
     """The last events before a violation."""
 
@@ -109,6 +111,7 @@ class World:
             seconds=self.scheduler.now - BEGINNING,
             steps=max(self.invariants.digests, default=0),
             plan=self.plan.describe(),
+            branches=_ENGINE[0].entered(),
             log=tuple(self._line(item) for item in self._log) if self.invariants.violation or self._keep_all else (),
         )
 
