@@ -9,8 +9,10 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from simulation.branches import branches
 from simulation.mutations import MUTATIONS, mutation
 from simulation.plan import draw
 from simulation.world import LAST_EVENTS, Result, World
@@ -92,20 +94,29 @@ def main() -> int:
 def _many(args: argparse.Namespace) -> int:
     jobs = [(seed, args.mutation, args.rollback) for seed in range(args.first, args.first + args.seeds)]
     tally = Tally()
-    with multiprocessing.Pool(args.jobs, _ready, maxtasksperchild=SEEDS_PER_PROCESS) as pool:
-        for result in pool.imap_unordered(_job, jobs, chunksize=4):
-            tally.add(result)
-            if result.violation:
-                show(result, replay_command(result.seed, args.mutation, args.rollback))
-                if not args.keep_going:
-                    pool.terminate()
-                    break
-            if tally.seeds % SUMMARY_EVERY == 0 and tally.seeds < args.seeds:
-                print(tally, flush=True)
+    for result in _results(jobs, args.jobs):
+        tally.add(result)
+        if result.violation:
+            show(result, replay_command(result.seed, args.mutation, args.rollback))
+            if not args.keep_going:
+                break
+        if tally.seeds % SUMMARY_EVERY == 0 and tally.seeds < args.seeds:
+            print(tally, flush=True)
+    print(tally)
+    print(tally.branches())
+    return 1 if tally.failed else 0
+
+
+def _results(jobs: Sequence[tuple[int, str, bool]], processes: int) -> Iterator[Result]:
+    """What the seeds come to, as they end; one process is this one."""
+    if processes == 1:
+        _ready()
+        yield from map(_job, jobs)
+        return
+    with multiprocessing.Pool(processes, _ready, maxtasksperchild=SEEDS_PER_PROCESS) as pool:
+        yield from pool.imap_unordered(_job, jobs, chunksize=4)
         pool.close()
         pool.join()
-    print(tally)
-    return 1 if tally.failed else 0
 
 
 class Tally:
@@ -115,6 +126,7 @@ class Tally:
         self.began = time.monotonic()
         self.seeds = self.events = self.calls = self.steps = 0
         self.failed: list[int] = []
+        self.entered: set[int] = set()
 
     def add(self, result: Result) -> None:
         """Counts a seed."""
@@ -122,17 +134,25 @@ class Tally:
         self.events += result.event
         self.calls += result.calls
         self.steps += result.steps
+        self.entered |= result.branches
         if result.violation:
             self.failed.append(result.seed)
+
+    def branches(self) -> str:
+        """How many branches of the Lua files were entered, and which were not."""
+        missed = [branch for number, branch in enumerate(branches()) if number not in self.entered]
+        lines = [f"{len(branches()) - len(missed)}/{len(branches())} branches of the Lua files entered"]
+        return "\n  ".join(lines + [f"not entered: {branch}" for branch in missed])
 
     def __str__(self) -> str:
         seconds = time.monotonic() - self.began
         # Of processes that have ended only: the last thousand seeds may be missing.
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        cpu = sum(its.ru_utime + its.ru_stime for its in used)
         failed = f" {sorted(self.failed)[:20]}" if self.failed else ""
         return (
             f"{self.seeds} seeds, {self.events} events, {self.calls} round trips, {self.steps} steps in "
-            f"{seconds:.1f} s ({self.seeds / seconds:.1f} seeds/s, {used.ru_utime + used.ru_stime:.0f} s of CPU): "
+            f"{seconds:.1f} s ({self.seeds / seconds:.1f} seeds/s, {cpu:.0f} s of CPU): "
             f"{len(self.failed)} violations{failed}"
         )
 

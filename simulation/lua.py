@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from lupa import lua51
 from redis.exceptions import ResponseError
 
+from simulation.branches import MARKS, marked
+
 if TYPE_CHECKING:
     from simulation.server import Server
 
@@ -47,17 +49,26 @@ class Engine:
         self._server: Server | None = None
         self._compile, self._enter = self._lua.execute(_PRELUDE, self._call)
         self._table = self._lua.table_from
+        self._marks = self._lua.globals()[MARKS.encode()] = self._lua.table()
         self._compiled: dict[str, Any] = {}
 
     def compiled(self, text: str) -> Any:
         """The function of a script; a first line ``#!lua`` is for the server only."""
         if text not in self._compiled:
-            source = "--" + text if text.startswith("#!") else text
+            source = marked(text)
+            source = "--" + source if source.startswith("#!") else source
             try:
                 self._compiled[text] = self._compile(source.encode())
             except lua51.LuaError as problem:
                 raise ResponseError(f"Error compiling script: {problem}") from None
         return self._compiled[text]
+
+    def entered(self) -> frozenset[int]:
+        """The branches (:mod:`simulation.branches`) that scripts have entered since this was asked last."""
+        found = frozenset(self._marks)
+        for mark in found:
+            self._marks[mark] = None
+        return found
 
     def run(self, server: Server, function: Any, keys: Sequence[bytes], args: Sequence[bytes]) -> Any:
         """EVALSHA: the script's reply as the client gets it."""

@@ -52,6 +52,8 @@ class Network:
         """Nobody reaches the server."""
         self.cut_until: dict[Process, float] = {}
         self.on_fault: Callable[[Process, str, Sequence[Command]], None] = lambda process, fault, commands: None
+        self.before: Callable[[Sequence[Command]], None] = lambda commands: None
+        """Called before the server carries something out."""
         self.sender = ""
         """Whose request is being carried out."""
         self.is_repetition = False
@@ -136,6 +138,8 @@ class Network:
 
     def _execute(self, process: Process, commands: Sequence[Command], is_transaction: bool) -> list[Any]:
         self.sender = process.name
+        if not self.is_healed:
+            self.before(commands)
         if is_transaction or len(commands) == 1 or self.is_healed or self.dice.random() < 0.9:
             return self.server.execute(commands, is_transaction=is_transaction)
         # A pipeline is no transaction: others come in between.

@@ -15,6 +15,9 @@ import greenlet
 BEGINNING = 1_000_000.0
 """Unix seconds at which every simulation starts."""
 
+BUSY_TURNS = 1_000_000
+"""Turns of a seed above which a task lets no time pass: some hundred times what seeds need."""
+
 
 class Killed(BaseException):
     """Unwinds a task of a killed process; no real code catches it, and its process can do nothing while it unwinds."""
@@ -78,6 +81,7 @@ class Scheduler:
         self._queue: list[tuple[float, int, Callable[[], None] | None, Task | None, int]] = []
         """When, the how-manyth; what to do, or whom to wake from which of its waits."""
         self._order = 0
+        self._turns = 0
 
     # -- for the hub -----------------------------------------------------------------------------------------------
     def at(self, when: float, action: Callable[[], None]) -> None:
@@ -100,6 +104,9 @@ class Scheduler:
                 self.now = max(self.now, deadline)
                 return until()
             self.now, _, action, task, wakeup = heapq.heappop(self._queue)
+            self._turns += 1
+            if self._turns > BUSY_TURNS:
+                raise RuntimeError(f"more than {BUSY_TURNS} turns: {task.process.name if task else action} never waits")
             if task is not None:
                 self._resume(task, wakeup)
             elif action is not None:

@@ -17,6 +17,7 @@ from rlbuffer.store.keys import Keys
 from rlbuffer.store.redis_store import RedisStore
 from simulation.actors import Host, Trainer, Worker, batcher
 from simulation.asking import ask
+from simulation.defects import Defects
 from simulation.invariants import Invariants
 from simulation.lua import Engine
 from simulation.network import LATEST_SECONDS, Network, SimulatedConnection
@@ -29,6 +30,8 @@ from simulation.stand_ins import installed
 
 PROGRESS_SECONDS = 10.0
 """I12: the next step comes within this after the last fault has healed."""
+BUSY_CALLS = 30_000
+"""Round trips of a seed above which somebody asks without ever waiting: twenty times what seeds need."""
 LAST_EVENTS = 30
 RUN = "sim"
 
@@ -50,6 +53,8 @@ class Result:
     """Virtual."""
     steps: int
     plan: str
+    branches: frozenset[int]
+    """Of the Lua files: those that were entered (:mod:`simulation.branches`)."""
     log: tuple[str, ...]
     """The last events before a violation."""
 
@@ -84,11 +89,20 @@ class World:
 
         def logged(commands: Sequence[Command], replies: list[object]) -> None:
             check(commands, replies)
+            if self.network.calls > BUSY_CALLS:
+                self.invariants.fail("end", f"more than {BUSY_CALLS} round trips; the last is {self.network.sender}'s")
             now, number = self.scheduler.now, self.invariants.events
             self._log.append((now, number, self.network.sender, commands, replies[0]))
 
         self.server.on_event = logged
         self.network.on_fault = self._fault
+        defects = Defects(self.server, RUN, plan.seed, self.invariants.fail)
+
+        def before(commands: Sequence[Command]) -> None:
+            if commands[0][0] == b"EVALSHA" and commands[0][1] in self.server.scripts:
+                defects.before(self.invariants._script(commands[0]), commands[0])
+
+        self.network.before = before
 
     def simulate(self) -> Result:
         """Runs the seed."""
@@ -109,6 +123,7 @@ class World:
             seconds=self.scheduler.now - BEGINNING,
             steps=max(self.invariants.digests, default=0),
             plan=self.plan.describe(),
+            branches=_ENGINE[0].entered(),
             log=tuple(self._line(item) for item in self._log) if self.invariants.violation or self._keep_all else (),
         )
 

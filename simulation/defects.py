@@ -1,0 +1,182 @@
+"""Requests that are wrong: what a process with a defect, or somebody who read the run long ago, would send.
+
+Now and then a script's request is sent once more, with one thing wrong, just before it is carried out as it is. The
+script must refuse it and change nothing. A process that asks about a run that was deleted a moment ago is one of these.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlbuffer.store.keys import Keys
+from simulation.server import Command, Server
+
+Fail = Callable[[str, str], None]
+OTHER = b"0" * 32
+"""A digest, or an id, of nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """A request, and the only answer that it may get."""
+
+    answer: bytes
+    args: Sequence[bytes]
+    without: tuple[str, ...] = field(default=())
+    """Keys that are not there at this moment."""
+    earlier: tuple[bytes, ...] = field(default=())
+    """Refusals that may come first, because the right request would get one of them, too."""
+
+
+SHARES = {
+    "VOID": 0.6,
+    "RECOVER": 0.6,
+    "ATTEMPT": 0.3,
+    "ASK": 0.1,
+    "COMMIT": 0.05,
+    "DROP": 0.03,
+    "PUSH": 0.03,
+    "REPORT": 0.02,
+}
+"""Of a script's requests, how many get a wrong one before them."""
+
+
+class Defects:
+    """Sends wrong requests before right ones.
+
+    Args:
+        server: where they go.
+        run: its name.
+        seed: draws which.
+        fail: takes what was not refused.
+    """
+
+    def __init__(self, server: Server, run: str, seed: int, fail: Fail) -> None:
+        self._server, self._keys, self._fail = server, Keys(run), fail
+        self._dice = random.Random(f"defects {seed}")
+
+    def before(self, name: str, command: Command) -> None:
+        """`command` runs the script `name` next."""
+        if self._dice.random() >= SHARES.get(name, 0.0) or self._server.is_full or self._server.refusal:
+            return
+        count = int(command[2])
+        keys, args = list(command[3 : 3 + count]), list(command[3 + count :])
+        wrong = list(_WRONG[name](self, args))
+        if not wrong:
+            return
+        chosen = self._dice.choice(wrong)
+        data, hidden = self._server.data, {}
+        for key in [getattr(self._keys, name).encode() for name in chosen.without]:
+            if key in data:
+                hidden[key] = data.pop(key)
+        told, changed = self._server.on_event, []
+
+        def looked(commands: Sequence[Command], replies: list[Any]) -> None:
+            changed.extend(self._server.changes)
+            if not hidden:
+                told(commands, replies)
+
+        self._server.on_event = looked
+        try:
+            reply = self._server.execute([[*command[:3], *keys, *chosen.args]])[0]
+        finally:
+            self._server.on_event = told
+        status = reply[0] if isinstance(reply, list) and reply else repr(reply).encode()
+        if changed or status not in (chosen.answer, b"FENCED", *chosen.earlier):
+            self._fail(
+                "defect",
+                f"{name} that should be {chosen.answer.decode()} answered {status.decode()}, changed {changed[:3]}",
+            )
+        data.update(hidden)
+
+    def number(self, key: str, name: bytes) -> int:
+        """A field of a hash of the run."""
+        return int((self._server.data.get(key.encode()) or {}).get(name, 0) or 0)
+
+    # -- the scripts -----------------------------------------------------------------------------------------------
+    def _ask(self, args: list[bytes]) -> Iterator[Wrong]:
+        yield Wrong(b"GONE", args, ("meta",))
+
+    def _attempt(self, args: list[bytes]) -> Iterator[Wrong]:
+        """Of another process: the same uuid again is not refused."""
+        meta = self._keys.meta
+        step, retired = self.number(meta, b"step"), self.number(meta, b"retired")
+        yield Wrong(b"GONE", [OTHER, *args[1:]], ("meta",))
+        yield Wrong(b"AHEAD", [OTHER, args[1], b"%d" % (step + 3), b"", OTHER, b""])
+        if step > 0:
+            yield Wrong(b"DIGEST", [OTHER, args[1], b"%d" % step, b"", OTHER, b""])
+        if retired > 0:
+            yield Wrong(b"RETIRED", [OTHER, args[1], b"%d" % (retired - 1), b"", b"", b""])
+        yield Wrong(b"AHEAD", [OTHER, args[1], b"%d" % (step + 3), b"1", OTHER, b"claim"])
+
+    def _report(self, args: list[bytes]) -> Iterator[Wrong]:
+        """Without a claim: what it hands back would be kept."""
+        trainer = self._server.data.get(self._keys.trainer.encode()) or {}
+        step, trained = self.number(self._keys.meta, b"step"), int(trainer.get(b"trained", 0))
+        bare, early = [*args[:5], b"", args[6]], (b"EPOCH",)
+        yield Wrong(b"EPOCH", [args[0], b"1", *bare[2:]])
+        yield Wrong(b"FENCED", [b"1", *bare[1:]])
+        yield Wrong(b"AHEAD", [*bare[:2], b"%d" % (step + 1), *bare[3:]], earlier=early)
+        if trained and trainer.get(b"digest"):
+            yield Wrong(b"DIGEST", [*bare[:2], b"%d" % trained, OTHER, *bare[4:]], earlier=early)
+        if step > trained:
+            yield Wrong(b"DIGEST", [*bare[:2], b"%d" % (trained + 1), OTHER, *bare[4:]], earlier=early)
+            yield Wrong(b"MISSING", [*bare[:2], b"%d" % (trained + 1), *bare[3:]], ("steps",), early)
+
+    def _commit(self, args: list[bytes]) -> Iterator[Wrong]:
+        step, at = int(args[2]), 14 + int(args[13])
+        yield Wrong(b"ORDER", [*args[:2], b"%d" % (step + 2), *args[3:]])
+        yield Wrong(b"ORDER", [args[0], b"1", *args[2:]])
+        meta = self._server.data.get(self._keys.meta.encode()) or {}
+        if (meta.get(b"epoch"), meta.get(b"step"), meta.get(b"digest")) != (args[1], b"%d" % (step - 1), args[3]):
+            return  # a repetition, or too late
+        yield Wrong(b"ORDER", [*args[:3], OTHER, *args[4:]])
+        entry = args[at + 1 : at + 6 + 3 * int(args[at + 5])]
+        count = b"%d" % (int(args[at]) + 1)
+        yield Wrong(b"TWICE", [*args[:at], count, *entry, *args[at + 1 :]])
+        pool = self._server.data.get(self._keys.pool.encode())
+        place = tuple(int(half) for half in entry[0].split(b"-"))
+        if entry[1] == b"" and pool is not None and place in pool.entries:
+            more = b"%d" % (int(entry[2]) + 1)
+            yield Wrong(b"UNEQUAL", [*args[: at + 3], more, *args[at + 4 :]])
+
+    def _drop(self, args: list[bytes]) -> Iterator[Wrong]:
+        yield Wrong(b"GONE", [b"", *args[1:]], ("meta",))
+
+    def _push(self, args: list[bytes]) -> Iterator[Wrong]:
+        pool = self._server.data.get(self._keys.pool.encode())
+        if args[9] and pool is not None and tuple(int(half) for half in args[9].split(b"-")) in pool.entries:
+            more = [*args[:7], b"%d" % (int(args[7]) + 1), *args[8:]]
+            yield Wrong(b"UNEQUAL", more, earlier=(b"DUP", b"GAP", b"GONE"))
+
+    def _recover(self, args: list[bytes]) -> Iterator[Wrong]:
+        yield Wrong(b"NONE", [*args[:2], OTHER, *args[3:]])
+
+    def _void(self, args: list[bytes]) -> Iterator[Wrong]:
+        """Without --force while the trainer is at work, to a step that is not there, to one that is gone."""
+        meta = self._keys.meta
+        step, retired = self.number(meta, b"step"), self.number(meta, b"retired")
+        yield Wrong(b"GONE", args, ("meta",))
+        yield Wrong(b"CHANGED", [*args[:7], b"1"])
+        if args[7] != b"%d" % self.number(meta, b"epoch"):
+            return
+        if self._keys.trainer.encode() in self._server.data:
+            yield Wrong(b"ALIVE", [*args[:2], b"", b"9000000000000", *args[4:]])
+        yield Wrong(b"BEYOND", [b"%d" % (step + 1), args[1], b"1", *args[3:]])
+        if retired > 0:
+            yield Wrong(b"RETIRED", [b"%d" % (retired - 1), args[1], b"", b"0", *args[4:]])
+
+
+_WRONG: dict[str, Callable[[Defects, list[bytes]], Iterator[Wrong]]] = {
+    "ASK": Defects._ask,
+    "ATTEMPT": Defects._attempt,
+    "REPORT": Defects._report,
+    "COMMIT": Defects._commit,
+    "DROP": Defects._drop,
+    "PUSH": Defects._push,
+    "RECOVER": Defects._recover,
+    "VOID": Defects._void,
+}

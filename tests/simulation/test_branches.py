@@ -1,0 +1,67 @@
+"""The branches of the Lua files: found in the text, marked on their lines, told apart when a seed enters them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from simulation import branches
+from simulation.__main__ import Tally, run_seed
+from simulation.branches import Token, sources, tokens
+from simulation.lua import Engine
+
+TEXT = """-- if then else: a comment
+local function twice(x) return 2 * x end
+if ARGV[1] == 'then' then return 1 elseif twice(1) then
+  for i = 1, 2 do local _ = "else" end
+end
+do while false do break end end
+if true then return 2 else return 3 end
+"""
+
+
+def test_every_arm_loop_and_function_is_a_branch() -> None:
+    found = [(branch.line, branch.what) for branch, _, _ in branches._places("x", TEXT)]
+    assert found == [
+        (2, "function"),
+        (3, "then"),
+        (3, "then #2"),
+        (4, "loop"),
+        (3, "no else"),
+        (6, "loop"),
+        (7, "then"),
+        (7, "else"),
+    ]
+
+
+def test_words_in_comments_and_strings_are_no_keywords() -> None:
+    assert list(tokens("-- if\nx = 'then' .. 1")) == [
+        Token("name", "x", 6),
+        Token("operator", "=", 8),
+        Token("string", "'then'", 10),
+        Token("operator", "..", 17),
+        Token("number", "1", 20),
+    ]
+
+
+def test_marked_files_keep_their_lines_and_compile() -> None:
+    engine = Engine()
+    for name, text in sources().items():
+        assert branches.marked(text).count("\n") == text.count("\n"), name
+        engine.compiled(text)
+    assert all(count == 1 for count in Counter(branches.branches()).values())
+
+
+def test_any_other_script_is_left_as_it_is() -> None:
+    assert branches.marked("if x then return 1 end") == "if x then return 1 end"
+
+
+def test_a_seed_says_which_branches_it_entered() -> None:
+    tally = Tally()
+    assert f"0/{len(branches.branches())} branches" in tally.branches()
+    result = run_seed(0)
+    tally.add(result)
+    names = {str(branches.branches()[number]) for number in result.branches}
+    assert any(name.startswith("commit.lua:") for name in names)
+    assert len(result.branches) < len(branches.branches())
+    assert f"{len(result.branches)}/{len(branches.branches())} branches" in tally.branches()
+    assert tally.branches().count("not entered: ") == len(branches.branches()) - len(result.branches)
