@@ -38,6 +38,9 @@ BACKOFF_SECONDS = 0.5
 """Pause before a new takeover after the server went away or the lease was lost."""
 _RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
 
+FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.05, 5.0
+"""Between two looks at whether the server has rewritten its append-only file."""
+
 
 class Daemon:
     """Serves one run until told to stop.
@@ -137,7 +140,9 @@ class Daemon:
 
     def _lead(self, keeper: LeaseKeeper, token: int, stop: threading.Event) -> None:
         """Leads until stopped. Whatever ends a leadership (a recovery, an operator) leaves nothing of its memory."""
-        has_heard, since, losses = False, None, None
+        # Of before the look at the file: a server that starts anew after it is another one.
+        has_heard, since, losses = False, None, self._store.losses()
+        self._await_whole_file(keeper, stop)
         while not stop.is_set():
             self._is_at_work = False
             config = self._revisions.settle(token)
@@ -158,6 +163,15 @@ class Daemon:
             while not stop.is_set() and leadership.turn():
                 self._heed_hangup()
             has_heard, since, losses = leadership.has_heard, leadership.since, leadership.losses
+
+    def _await_whole_file(self, keeper: LeaseKeeper, stop: threading.Event) -> None:
+        """Until the server's append-only file cannot hold half a transaction (:mod:`rlbuffer.store.append_file`)."""
+        pause = FIRST_LOOK_SECONDS
+        while not stop.is_set() and (sentence := self._store.sentence_until_whole()):
+            self._teller.say(sentence, {"idle": False})
+            keeper.check()
+            stop.wait(pause)
+            pause = min(2 * pause, LONGEST_LOOK_SECONDS)
 
     def _check_config(self, config: BatcherConfig) -> None:
         """Before settings take the place of others. Raises ConfigError when this process could not lead with them."""

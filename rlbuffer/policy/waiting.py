@@ -105,6 +105,15 @@ def for_word(step: int, seconds: float) -> str:
     )
 
 
+def for_file(*, failed: int) -> str:
+    """After a start of the server: its append-only file may end in half a transaction."""
+    first = (
+        "The server was started anew: its append-only file is rewritten first, because half a transaction in it would "
+        "come to life at the next start."
+    )
+    return first if not failed else f"{first} It has failed {failed} times so far: the server's log says why."
+
+
 def for_step(step: int) -> str:
     """What a rank waits for; why, the batcher says."""
     return f"Waiting for step {step}."

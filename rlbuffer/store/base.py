@@ -60,6 +60,9 @@ class Store(Protocol):
     def server(self) -> Mapping[str, Any]:
         """name, version, address, embedded, used_memory, maxmemory, unfreed, buffers, policy (Connection.describe)."""
 
+    def sentence_until_whole(self) -> str:
+        """ "" when the server's append-only file can be trusted; else why to wait. Raises ServerUnsuitable."""
+
     def losses(self) -> int:
         """Times that this process lost the server; it may have come back without its newest writes."""
 

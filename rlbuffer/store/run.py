@@ -8,6 +8,7 @@ from typing import Any
 
 from rlbuffer import wire
 from rlbuffer.errors import RunGone, SchemaMismatch, ServerRefused
+from rlbuffer.store.append_file import sentence_until_whole
 from rlbuffer.store.base import Ledger, Meta
 from rlbuffer.store.keys import RUNS, SCHEMA
 from rlbuffer.store.lease import tombstone_ms
@@ -24,6 +25,12 @@ class RunViews(Session):
     def server(self) -> Mapping[str, Any]:
         """What is known of the server; see :meth:`rlbuffer.store.connection.Connection.describe`."""
         return self.connection.describe()
+
+    def sentence_until_whole(self) -> str:
+        """ "" when the server's append-only file can be trusted; else why to wait. Raises ServerUnsuitable."""
+        if self.connection.is_memory:
+            return ""
+        return self.look(lambda client: sentence_until_whole(client, self.connection.address))
 
     def losses(self) -> int:
         """Times that this process lost the server; it may have come back without its newest writes."""

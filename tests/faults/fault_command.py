@@ -6,6 +6,7 @@ import argparse
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from kill_runs import run_kills
 from network_runs import run_network
 from outcome import Outcome, Say
 from takeover_runs import ALLOWED_SECONDS, run_takeovers
+from torn_runs import SERVERS, programs, run_torn
 
-RUNS = ("kills", "network", "takeovers")
+RUNS = ("kills", "network", "takeovers", "torn")
 """In the order in which they run."""
 NOT_COVERED = """What this does not cover: power loss (tests/e2e/test_rolled_back_server.py puts an old append-only file
 back), a full disk and a shifted clock (tests/integration), flipped bytes (tests/e2e/test_damaged_payloads.py), a server
@@ -33,6 +35,7 @@ def main() -> int:
     parser.add_argument("--pauses", type=int, default=12, help="processes halted among them (default 12)")
     parser.add_argument("--network-steps", type=int, default=150, help="steps of that run (default 150)")
     parser.add_argument("--takeovers", type=int, default=4, help="halts of the leading batcher (default 4)")
+    parser.add_argument("--cuts", type=int, default=50, help="cuts of the append-only file per server (default 50)")
     parser.add_argument("--keep", action="store_true", help="leave the homes with their logs")
     args = parser.parse_args()
     unknown = sorted(set(args.runs) - set(RUNS))
@@ -41,9 +44,9 @@ def main() -> int:
     failed = False
     for name in args.runs or RUNS:
         print(f"{name}: again with  {again(name, args)}", flush=True)
-        outcome = run_one(name, args, lambda line: print(line, flush=True))
-        print("\n".join(outcome.lines()), flush=True)
-        failed = failed or bool(outcome.findings)
+        for outcome in run_one(name, args, lambda line: print(line, flush=True)):
+            print("\n".join(outcome.lines()), flush=True)
+            failed = failed or bool(outcome.findings)
     print(NOT_COVERED)
     print("FAILED" if failed else "ok: no finding")
     return int(failed)
@@ -55,28 +58,35 @@ def again(name: str, args: argparse.Namespace) -> str:
         "kills": f"--kills {args.kills} --kill-steps {args.kill_steps}",
         "network": f"--faults {args.faults} --pauses {args.pauses} --network-steps {args.network_steps}",
         "takeovers": f"--takeovers {args.takeovers}",
+        "torn": f"--cuts {args.cuts}  (servers: those on PATH, and what {SERVERS} names)",
     }
     return f"python tests/faults {name} --seed {args.seed} {sizes[name]}"
 
 
-def run_one(name: str, args: argparse.Namespace, say: Say) -> Outcome:
-    """One run in a home of its own."""
+def run_one(name: str, args: argparse.Namespace, say: Say) -> Iterator[Outcome]:
+    """One run in a home of its own; of the append-only file one on each server program."""
     path = Path(tempfile.mkdtemp(prefix="rlb-"))
     home = Home(path)
     try:
         if name == "kills":
-            return run_kills(home, seed=args.seed, kills=args.kills, steps=args.kill_steps, say=say)
+            yield run_kills(home, seed=args.seed, kills=args.kills, steps=args.kill_steps, say=say)
+            return
         if name == "network":
-            return run_network(
+            yield run_network(
                 home, seed=args.seed, faults=args.faults, pauses=args.pauses, steps=args.network_steps, say=say
             )
+            return
+        if name == "torn":
+            for number, program in enumerate(programs()):
+                yield run_torn(path / str(number), program=program, cuts=args.cuts, seed=args.seed, say=say)
+            return
         outcome = run_takeovers(home, rounds=args.takeovers, steps_between=3, say=say)
         late = [n for n in outcome.facts["takeover seconds"] if n > ALLOWED_SECONDS]
         if late:
             outcome.findings.append(f"allowed are {ALLOWED_SECONDS:g} s from halt to commit, it took {late}")
-        return outcome
+        yield outcome
     except pytest.fail.Exception as error:
-        return Outcome(name=name, findings=[str(error)])
+        yield Outcome(name=name, findings=[str(error)])
     finally:
         home.stop()
         if args.keep:

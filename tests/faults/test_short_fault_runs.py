@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from accounts import check_ledger, check_metrics, check_trained
 from aof import commands, read_written
@@ -10,6 +12,7 @@ from kill_runs import draw_victims, run_kills
 from network_runs import run_network
 from processes_under_test import KINDS
 from takeover_runs import run_takeovers
+from torn_runs import programs, run_torn
 from wire_faults import draw_faults
 
 pytestmark = pytest.mark.timeout(900)
@@ -45,6 +48,13 @@ def test_the_other_batcher_goes_on_while_the_leader_is_halted_and_refuses_it_aft
     outcome = run_takeovers(home, rounds=1, steps_between=3, say=say)
     assert outcome.findings == []
     assert len(outcome.facts["takeover seconds"]) == 1
+
+
+@pytest.mark.parametrize("program", programs(), ids=lambda path: Path(path).name)
+def test_half_a_transaction_in_the_file_does_not_come_to_life_at_the_second_start(tmp_path: Path, program: str) -> None:
+    outcome = run_torn(tmp_path, program=program, cuts=6, seed=2, say=say)
+    assert outcome.findings == []
+    assert outcome.facts["refused, with what to do"] == 0
 
 
 def test_thirty_kills_strike_each_kind_at_least_five_times() -> None:

@@ -22,9 +22,15 @@ class OwnServer:
     """A server on a TCP port of this machine with its data under `directory`; ended by leaving the context."""
 
     def __init__(
-        self, directory: Path, *, options: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None
+        self,
+        directory: Path,
+        *,
+        program: str | None = None,
+        options: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.directory = directory
+        self._program = program or find_binary().path
         self._options = {"appendonly": "yes", "appendfsync": "no", "save": '""'} | dict(options or {})
         self._environment = os.environ | dict(environment or {})
         self.port = _free_port()
@@ -44,7 +50,7 @@ class OwnServer:
         config.write_text("".join(f"{name} {value}\n" for name, value in lines.items()))
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [find_binary().path, config],
+                [self._program, config],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

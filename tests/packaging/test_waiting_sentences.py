@@ -33,6 +33,7 @@ ARGUMENTS = {
 }
 NAMED = {
     "full": {"used": 1, "limit": 1, "steps": 1},
+    "for_file": {"failed": 2},
     "for_version": {"step": 7, "needed": 6, "published": 5, "max_age": 1},
     "for_groups": {"step": 7, "done": 0.4, "what": "4 of 10 groups ready", "need": None, "published": 6},
 }
