@@ -55,8 +55,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "no-sequence-check",
         "push",
-        "if sequence == last then return {'DUP', known[2]} end\nif sequence < last then return {'DUP', ''} end\n",
-        "",
+        "if sequence <= last then",
+        "if false then",
         "network",
     ),
     _of("push-in-any-epoch", "push", "if epoch ~= ARGV[1] then", "if not epoch then", "network", reset=True),
@@ -86,6 +86,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "redis.call('ZADD', KEYS[7], 0, use.key)",
     ),
     _of("commit-leaves-the-pool", "commit", "redis.call('XDEL', KEYS[2], entries[i].id)", "local _ = i"),
+    _of("push-lapses", "push", "redis.call('PERSIST', payload)", ""),
+    _of(
+        "push-without-payload",
+        "push",
+        "if redis.call('EXISTS', ARGV[3]) == 0 then return {'MISSING'} end",
+        "",
+        also=(("redis.call('RENAME', ARGV[3], payload)\nredis.call('PERSIST', payload)\n", ""),),
+    ),
     _of("drop-without-tombstone", "drop", "if closes == '1' then", "if closes == '2' then"),
     _of(
         "drop-without-xdel",

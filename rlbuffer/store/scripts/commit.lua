@@ -1,4 +1,4 @@
-#!lua flags=allow-oom
+#!lua flags=allow-oom,allow-cross-slot-keys
 -- COMMIT: a planned step becomes immutable, and everything that it consumes leaves the pool, in one move.
 --
 -- KEYS  1 lease   2 pool   3 steps   4 meta   5 ledger   6 closed   7 garbage   8 history   9 summary   10 state
@@ -87,7 +87,10 @@ if #gone > 0 then
 end
 
 -- From here on only writes. XDEL goes first: it frees memory before anything is added.
-for i = 1, #entries do redis.call('XDEL', KEYS[2], entries[i].id) end
+for i = 1, #entries do
+  redis.call('XDEL', KEYS[2], entries[i].id)
+  redis.call('PERSIST', entries[i].key)  -- it has no time to live since PUSH, unless somebody gave it one
+end
 
 local order, packed = {}, {}
 local function account(env)
