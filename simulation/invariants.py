@@ -58,7 +58,6 @@ class Invariants(Fences, Rewinds):
             for name in ("pool", "steps", "ledger", "trainer", "meta", "policy", "lease", "garbage")
         }
         self._prefix = keys.payload_prefix.encode()
-        self._tombstone_ms = round(1000 * max(network.plan.tombstone_seconds, 2 * self.config.group_timeout_seconds))
         self.forget()
         server.before_event = self._note
         server.on_event = self._check
@@ -79,8 +78,6 @@ class Invariants(Fences, Rewinds):
         """rollout id -> step, when."""
         self._uses: dict[str, int] = {}
         """rollout id -> steps that trained it."""
-        self.outlived: set[str] = set()
-        """Rollouts that were pushed and trained again after their tombstone had gone: allowed."""
         self._closed: dict[str, tuple[int, str]] = {}
         """group -> when it was closed (server ms), by what."""
         self._amounts: dict[tuple[str, str], list[int]] = {}
@@ -348,10 +345,7 @@ class Invariants(Fences, Rewinds):
                 sums = amounts.setdefault(member.env, [0, 0])
                 sums[0], sums[1] = sums[0] + 1, sums[1] + member.info.length
             if rollout in self._used and not again:
-                before, at = self._used[rollout]
-                if now - at < self._tombstone_ms / 2:
-                    self.fail("I1", f"rollout {rollout} of step {step} was in step {before}")
-                self.outlived.add(rollout)
+                self.fail("I1", f"rollout {rollout} of step {step} was in step {self._used[rollout][0]}")
             self._uses[rollout] = again + 1
             self._used[rollout] = step, now
             if key not in self._left and not again:
@@ -411,7 +405,7 @@ class Invariants(Fences, Rewinds):
 
     def _check_group(self, step: int, group: str, held: list[Any], now: int) -> None:
         closed = self._closed.get(group)
-        if closed and now - closed[0] < self._tombstone_ms / 2:
+        if closed:
             self.fail("I6", f"step {step} trains group {group}, which {closed[1]} closed {now - closed[0]} ms before")
         self._close(group, f"step {step}")
         tombstones = self.server.data.get(self.keys.closed.encode())

@@ -86,6 +86,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         "redis.call('ZADD', KEYS[7], 0, use.key)",
     ),
     _of("commit-leaves-the-pool", "commit", "redis.call('XDEL', KEYS[2], entries[i].id)", "local _ = i"),
+    _of(
+        "tombstones-by-time-alone",
+        "commit",
+        "math.min(now - tonumber(age), then_at)",
+        "now - tonumber(age)",
+        "late",
+        careless=0.6,
+        tickets=False,
+        clock_steps=((0.3, 3700.0), (0.5, 3700.0), (0.7, 3700.0)),
+    ),
     _of("push-lapses", "push", "redis.call('PERSIST', payload)", ""),
     _of(
         "push-without-payload",

@@ -180,7 +180,7 @@ class PoolMoves(Session):
         dropped = 0
         where = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
         for chunk in _chunks(drops):
-            args: list[Any] = [token, keys.payload_prefix, self.tombstone_ms, HISTORY_ENTRIES, len(chunk)]
+            args: list[Any] = [token, keys.payload_prefix, HISTORY_ENTRIES, len(chunk)]
             for drop, entry_ids, is_last in chunk:
                 closes = "1" if is_last and drop.reason in CLOSING_REASONS else "0"
                 record = _drop_record(drop) if is_last else b""

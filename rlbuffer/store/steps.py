@@ -86,7 +86,9 @@ class StepMoves(Session):
         summary["envs"] = record["envs"]
         history = {"event": "step", "groups": len(plan.group_ids), "closed_by": plan.closed_by, **summary}
         args: list[Any] = [token, meta.epoch, plan.step, meta.digest, digest, self.keys.payload_prefix]
-        args += [self.tombstone_ms, HISTORY_ENTRIES, SUMMARY_LINES]
+        # An adapter's data ages by its own steps, which may come as late as they like: nothing is forgotten then.
+        remembered = 0 if any(plan.adapters) else self.tombstone_steps
+        args += [f"{self.tombstone_ms} {remembered}", HISTORY_ENTRIES, SUMMARY_LINES]
         args += [header, wire.dumps(dict(state)), wire.dumps(summary), wire.dumps(history), len(parts), *parts]
         args.append(len(plan.entries))
         for use in plan.entries:
