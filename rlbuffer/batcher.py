@@ -199,7 +199,7 @@ class Batcher:
             ConfigError: the user's selector failed.
         """
         pool, patience, known = self._pool, self._patience, self._known
-        pool.advance(now)
+        pool.advance(now, step, forgets=not any(known.adapters.accounts))
         pool.sweep_future(lambda adapter: known.own_step(adapter, step))
         for env in list(pool.envs):
             for adapter in list(pool.envs[env].lanes):

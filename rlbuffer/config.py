@@ -237,6 +237,11 @@ class BatcherConfig:
         value = None if override is None else getattr(override, setting)
         return getattr(self, setting) if value is None else value
 
+    @property
+    def largest_max_age(self) -> int:
+        """Of all envs."""
+        return max((self.max_age, *(env.max_age or 0 for env in self.envs.values())))
+
     def batch_size(self, adapter: str) -> int:
         """Rollouts of one optimizer step of `adapter`, at least."""
         own = self.adapters.get(adapter)

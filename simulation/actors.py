@@ -133,6 +133,7 @@ class Worker:
         world.invariants.joined(writer.incarnation, writer._epoch)
         while True:
             env = dice.choice("ab")
+            version = max(0, store.policy().version)
             if plan.tickets:
                 names = [t.group_id for t in writer.take(env, dice.choice((1, 2)), timeout_seconds=0)]
             else:
@@ -142,7 +143,6 @@ class Worker:
             if not names:
                 world.scheduler.wait(0.15)
                 continue
-            version = max(0, store.policy().version)
             world.scheduler.wait(dice.expovariate(1 / plan.sample_seconds))
             for name in names:
                 group = made_group(dice, name, env, version)

@@ -69,6 +69,21 @@ def persist(server: Server, args: Args) -> Any:
     return 1
 
 
+@command("RENAME")
+def rename(server: Server, args: Args) -> Any:
+    value = server.find(args[1])
+    if value is None:
+        raise ResponseError("no such key")
+    expiry = server.expiry.get(args[1])
+    server.delete(args[1])
+    server.data[args[2]] = value
+    server.expiry.pop(args[2], None)
+    if expiry is not None:
+        server.expiry[args[2]] = expiry
+    server.changes.append(("ttl", args[2], None))
+    return "OK"
+
+
 @command("PTTL")
 def pttl(server: Server, args: Args) -> Any:
     if server.find(args[1]) is None:

@@ -73,9 +73,9 @@ class Fences(ABC):
             self._check_take(args, reply, keys, now)
 
     def _check_drop(self, args: Sequence[bytes]) -> None:
-        at, left = 5, {b"%d-%d" % entry.entry_id for entry in self._left.values()}
+        at, left = 4, {b"%d-%d" % entry.entry_id for entry in self._left.values()}
         tombstones = self.server.data.get(self.keys.closed.encode())
-        for _ in range(int(args[4])):
+        for _ in range(int(args[3])):
             group, reason, closes = args[at].decode(), args[at + 2].decode(), args[at + 3] == b"1"
             own = args[at + 6 : at + 6 + int(args[at + 5])]
             at += 6 + len(own)

@@ -58,7 +58,6 @@ class Invariants(Fences, Rewinds):
             for name in ("pool", "steps", "ledger", "trainer", "meta", "policy", "lease", "garbage")
         }
         self._prefix = keys.payload_prefix.encode()
-        self._tombstone_ms = round(1000 * max(network.plan.tombstone_seconds, 2 * self.config.group_timeout_seconds))
         self.forget()
         server.before_event = self._note
         server.on_event = self._check
@@ -79,8 +78,6 @@ class Invariants(Fences, Rewinds):
         """rollout id -> step, when."""
         self._uses: dict[str, int] = {}
         """rollout id -> steps that trained it."""
-        self.outlived: set[str] = set()
-        """Rollouts that were pushed and trained again after their tombstone had gone: allowed."""
         self._closed: dict[str, tuple[int, str]] = {}
         """group -> when it was closed (server ms), by what."""
         self._amounts: dict[tuple[str, str], list[int]] = {}
@@ -90,10 +87,6 @@ class Invariants(Fences, Rewinds):
         self._normalizers: dict[str, Normalizers] = {}
         """Digest of a step -> what its losses are divided by."""
         self._continued: dict[int, int] = {}
-        self._rearmed: set[bytes] = set()
-        self.stuck: set[bytes] = set()
-        """Payloads that the network stored again and pinned again, when nobody meant them any more: PIN cannot ask
-        whether its leader leads, because payloads live in other slots. `verify` names them."""
         self.was_rolled_back = False
         self.lost_digests: set[str] = set()
         """Steps that the server has lost, and that somebody may be training yet."""
@@ -132,10 +125,6 @@ class Invariants(Fences, Rewinds):
                 handler(kind, detail)
             elif key.startswith(self._prefix):
                 self._suspects.add(key)
-                if self.network.is_repetition and commands[0][0] == b"HSET":
-                    self._rearmed.add(key)
-                elif self.network.is_repetition and commands[0][0] == b"PERSIST" and key in self._rearmed:
-                    self.stuck.add(key)
         if name == "VOID":
             self._check_taken_back(first[3 + int(first[2]) :])
         for step in self._new_steps:
@@ -185,7 +174,7 @@ class Invariants(Fences, Rewinds):
             )
             if any(known.endswith(suffix.encode()) for known in (payload,) if known in self.pushed):
                 self.fail("I1", f"push {suffix} of group {group} became pending twice")
-            if payload not in self.server.data and not self.was_rolled_back:  # else PIN finds it before it is used
+            if self.server.find(payload) is None:
                 self.fail("I11", f"push {suffix} of group {group} became pending without its payload")
             epoch, incarnation = self._field(self.keys.meta, b"epoch"), suffix.rpartition(".")[0]
             if self.incarnations.get(incarnation, epoch) != epoch:
@@ -310,14 +299,14 @@ class Invariants(Fences, Rewinds):
         for key in self._suspects:
             users = [step for step, live in self.steps.items() if key in live.payloads]
             if self.server.find(key) is None:
-                if users or (key in pending and not self.was_rolled_back):
+                if users or key in pending:
                     self.fail("I11", f"{key.decode()} is gone, step {users or 'none'} or the pool names it")
             elif key not in self.server.expiry:
                 is_owned = bool(users) or key in pending or (garbage is not None and key in garbage.scores)
-                if not is_owned and key not in self.stuck:
+                if not is_owned:
                     self.fail("I11", f"{key.decode()} belongs to nothing and stays for ever")
-            elif users and key not in self._rearmed:
-                self.fail("I2", f"{key.decode()} of step {users} has a time to live")
+            elif users or key in pending:
+                self.fail("I2", f"{key.decode()} of {f'step {users}' if users else 'the pool'} has a time to live")
 
     # -- I1 to I6 --------------------------------------------------------------------------------------------------
     def _check_step(self, step: int) -> None:
@@ -356,10 +345,7 @@ class Invariants(Fences, Rewinds):
                 sums = amounts.setdefault(member.env, [0, 0])
                 sums[0], sums[1] = sums[0] + 1, sums[1] + member.info.length
             if rollout in self._used and not again:
-                before, at = self._used[rollout]
-                if now - at < self._tombstone_ms / 2:
-                    self.fail("I1", f"rollout {rollout} of step {step} was in step {before}")
-                self.outlived.add(rollout)
+                self.fail("I1", f"rollout {rollout} of step {step} was in step {self._used[rollout][0]}")
             self._uses[rollout] = again + 1
             self._used[rollout] = step, now
             if key not in self._left and not again:
@@ -419,7 +405,7 @@ class Invariants(Fences, Rewinds):
 
     def _check_group(self, step: int, group: str, held: list[Any], now: int) -> None:
         closed = self._closed.get(group)
-        if closed and now - closed[0] < self._tombstone_ms / 2:
+        if closed:
             self.fail("I6", f"step {step} trains group {group}, which {closed[1]} closed {now - closed[0]} ms before")
         self._close(group, f"step {step}")
         tombstones = self.server.data.get(self.keys.closed.encode())

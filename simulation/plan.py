@@ -43,6 +43,11 @@ REFUSALS = (
 ROLLBACKS = 0.1
 """Share of seeds in which the server forgets what came after its last fsync."""
 
+CLOCK_STEPS = 0.2
+"""Share of seeds in which the server's clock is set forward,"""
+CLOCK_STEP_SECONDS = (1.0, 30.0, 3700.0, 8 * 86_400.0)
+"""and by how much: longer than a lease, a tombstone of this simulation, an hour, a week."""
+
 CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.daemon.leadership", "POLL_SECONDS"): 0.15,
     ("rlbuffer.daemon.leadership", "TELEMETRY_SECONDS"): 3.0,
@@ -108,6 +113,9 @@ class Plan:
     refusal: str
     """The error with which the server refuses writes for a while (LOADING: everything); "" for none."""
     tombstone_seconds: float
+    clock_steps: tuple[tuple[float, float], ...]
+    """When the server's clock is set forward, as a share of the time of faults, and by how many seconds: nobody did
+    anything for so long, or somebody has set the clock."""
     scorers: int
     """Processes that add what some of the groups need before they can train; 0: no group needs anything."""
     mutation: Mutation | None = field(default=None)
@@ -118,6 +126,7 @@ class Plan:
             ("rlbuffer.store.session", "MINIMUM_TOMBSTONE_MS"): round(1000 * self.tombstone_seconds),
             ("rlbuffer.store.lease", "MINIMUM_TOMBSTONE_MS"): round(1000 * self.tombstone_seconds),
             ("rlbuffer.policy.pool", "TOMBSTONE_SECONDS"): self.tombstone_seconds,
+            ("rlbuffer.policy.age", "REMEMBERED_STEPS"): 3,
         }
 
     def may_die(self, name: str) -> bool:
@@ -134,6 +143,7 @@ class Plan:
 
     def describe(self) -> str:
         names = ("tickets", "operator", "releaser", "reset", "full", "rollback", "taken_back", "damages", "refusal")
+        names += ("clock_steps",)
         on = [name for name in names if getattr(self, name)]
         closed = self.config.step_groups or self.config.step_rollouts or "capacity"
         return (
@@ -178,6 +188,9 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
         "damages": tuple(people.uniform(0.2, 1.0) for _ in range(3)) if draws[2] < 0.1 else (),
         "refusal": people.choice(REFUSALS) if draws[3] < 0.1 else "",
     }
+    clock = random.Random(f"clock {seed}")
+    steps = clock.choice((1, 1, 2, 3)) if clock.random() < CLOCK_STEPS else 0
+    rest["clock_steps"] = tuple((clock.uniform(0.1, 1.0), clock.choice(CLOCK_STEP_SECONDS)) for _ in range(steps))
     rest["scorers"] = scoring.choice((1, 2, 2)) if scoring.random() < 0.2 else 0
     values: dict[str, Any] = {
         "batchers": dice.choice((1, 2, 2)),

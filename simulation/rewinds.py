@@ -19,7 +19,6 @@ _KNOWLEDGE = (
     "scored",
     "steps",
     "digests",
-    "outlived",
     "_used",
     "_uses",
     "_closed",
@@ -103,8 +102,8 @@ class Rewinds(ABC):
                 if not fork or number < fork:
                     self._move(env, "trained", (rollouts, tokens))
         self.steps.clear()
-        at = 12 + 2 * int(args[11])
-        for group in args[12:at:2]:
+        at = 11 + 2 * int(args[10])
+        for group in args[11:at:2]:
             self._close(group.decode(), "the recovery")
         count, at = int(args[at]), at + 1
         for _ in range(count):

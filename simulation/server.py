@@ -22,7 +22,8 @@ Command = Sequence[bytes]
 Change = tuple[str, bytes, Any]
 """What kind (``hash``, ``xadd``, ``xdel``, ``zset``, ``string``, ``ttl``, ``gone``), key, and field, id or member."""
 
-WRITES = GROWING | {b"DEL", b"UNLINK", b"PEXPIRE", b"PERSIST", b"HDEL", b"XDEL", b"XTRIM", b"ZREM", b"ZREMRANGEBYSCORE"}
+WRITES = GROWING | {b"DEL", b"UNLINK", b"RENAME", b"PEXPIRE", b"PERSIST", b"HDEL", b"XDEL", b"XTRIM", b"ZREM"}
+WRITES |= {b"ZREMRANGEBYSCORE"}
 OOM = "OOM command not allowed when used memory > 'maxmemory'."
 
 

@@ -14,13 +14,13 @@ import numpy as np
 
 from rlbuffer.batches import Drop
 from rlbuffer.config import BatcherConfig
-from rlbuffer.policy.age import VersionIndex, age_at, is_future, oldest_version
+from rlbuffer.policy.age import VersionIndex, age_at, is_future, oldest_version, remembered_steps
 from rlbuffer.policy.groups import GroupState, Rejected, drop_part
 from rlbuffer.policy.ordering import PriorityIndex, Selector, priority_of
 from rlbuffer.records import GroupInfo
 
 TOMBSTONE_SECONDS = 3600.0
-"""How long a closed group is remembered at least, so that a late part of it is known as late."""
+"""How long a closed group is remembered at least, so that a late part of it is known as late; and for some steps."""
 
 
 class Lane:
@@ -107,7 +107,9 @@ class Pool:
         """entry id -> all entries of its unconfirmed drop, and what it holds."""
         self._groups: dict[str, GroupState] = {}
         self._entries: dict[str, str] = {}
-        self._closed: OrderedDict[str, float] = OrderedDict()
+        self._closed: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """Closed group -> when, and the step that was planned then."""
+        self._step = 0
         self._unjudged: list[GroupState] = []
         """Ready since the last sweep: may be from the future."""
         self._unranked: list[GroupState] = []
@@ -283,7 +285,7 @@ class Pool:
             group = self._groups.get(group_id)
             if group is not None and not group.used:
                 self.drop(group, "late", "the group is closed")
-            self._closed[group_id] = self.now
+            self._closed[group_id] = self.now, self._step
 
     def confirm(self, drops: Iterable[Drop]) -> None:
         """Forgets drops that the store has made."""
@@ -294,9 +296,15 @@ class Pool:
                 self._dropping.pop(entry_id, None)
 
     # -- time and age -------------------------------------------------------------------------------------------------
-    def advance(self, now: float) -> None:
-        """Closes or drops the groups whose time is up, and forgets old tombstones."""
+    def advance(self, now: float, step: int, *, forgets: bool = True) -> None:
+        """Closes or drops the groups whose time is up, and forgets old tombstones unless told otherwise.
+
+        `step` is the one that is planned.
+        """
         self._hear(now)
+        if not self._step:  # what a takeover has closed was closed before this step
+            self._closed = OrderedDict((group_id, (at, step)) for group_id, (at, _) in self._closed.items())
+        self._step = step
         timeout = self.config.group_timeout_seconds
         for env in list(self.envs.values()):
             while env.order:
@@ -311,8 +319,11 @@ class Pool:
                 if self._groups.get(group.group_id) is group:
                     waited = self.now - group.pushed
                     self.drop(group, "stale", f"{waited:.1f} s in the pool > max_age_seconds {limit:g}")
-        keep = max(TOMBSTONE_SECONDS, 2 * timeout)
-        while self._closed and next(iter(self._closed.values())) + keep < self.now:
+        keep, steps = max(TOMBSTONE_SECONDS, 2 * timeout), remembered_steps(self.config.largest_max_age)
+        while forgets and self._closed:
+            at, closed = next(iter(self._closed.values()))
+            if at + keep >= self.now or closed + steps >= step:
+                break
             self._closed.popitem(last=False)
 
     def rank(self, selector: Selector, rng: np.random.Generator) -> None:
@@ -355,7 +366,7 @@ class Pool:
     def _hear(self, now: float) -> None:
         if self.now == float("-inf"):
             # A takeover closes groups before it tells any time: their tombstones age from here.
-            self._closed = OrderedDict.fromkeys(self._closed, now)
+            self._closed = OrderedDict((group_id, (now, step)) for group_id, (_, step) in self._closed.items())
         self.now = max(self.now, now)
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -405,4 +416,4 @@ class Pool:
             self._unform(group)
         self._count_needs(group, -1)
         del self._groups[group.group_id]
-        self._closed[group.group_id] = self.now
+        self._closed[group.group_id] = self.now, self._step

@@ -106,3 +106,7 @@ class Keys:
     def payload(self, group_id: str, suffix: str) -> str:
         """The payload of one push; `suffix` is ``<incarnation>.<sequence>``."""
         return f"{self.payload_prefix}{group_id}:{suffix}"
+
+    def unnamed_payload(self, group_id: str, suffix: str) -> str:
+        """Where the payload waits, with a time to live, until its push is pending: in the slot of its name."""
+        return f"{self.payload_prefix}{{{self.payload(group_id, suffix)}}}"

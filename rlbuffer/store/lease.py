@@ -7,6 +7,7 @@ from typing import Any
 
 from rlbuffer import wire
 from rlbuffer.errors import RunGone
+from rlbuffer.policy.age import remembered_steps
 from rlbuffer.store.base import Lease
 from rlbuffer.store.session import MINIMUM_TOMBSTONE_MS, Session, text
 
@@ -16,6 +17,12 @@ def tombstone_ms(config: Mapping[str, Any]) -> int:
     timeout = config.get("group_timeout_seconds")
     wanted = 2000 * timeout if isinstance(timeout, int | float) else 0
     return max(MINIMUM_TOMBSTONE_MS, round(wanted))
+
+
+def tombstone_steps(config: Mapping[str, Any]) -> int:
+    """For how many steps tombstones are kept: as many as could train what was sampled before."""
+    ages = [config.get("max_age"), *(env.get("max_age") for env in dict(config.get("envs") or {}).values())]
+    return remembered_steps(max((age for age in ages if isinstance(age, int)), default=0))
 
 
 class LeaseMoves(Session):
@@ -48,7 +55,7 @@ class LeaseMoves(Session):
         `settles` is the digest of the wanted config that need not be looked at any more.
         """
         reply = self._as_leader("config", token, wire.dumps(dict(config)), digest, settles)
-        self.tombstone_ms = tombstone_ms(config)
+        self.tombstone_ms, self.tombstone_steps = tombstone_ms(config), tombstone_steps(config)
         return int(reply[1])
 
     def refuse_config(self, token: int, digest: str, reason: str) -> None:

@@ -25,7 +25,7 @@ from rlbuffer.store.keys import SUFFIX, Keys
 from rlbuffer.store.session import Entry, Fields, Session, text
 
 WEEK_MS = 7 * 86_400_000
-"""How long a payload that never became pending is kept, and a silent producer remembered."""
+"""How long a payload that never became pending is kept."""
 DROP_ENTRIES = 500
 """Pool entries per DROP: about 1.5 ms of the server's time."""
 HISTORY_ENTRIES = 10_000
@@ -53,13 +53,13 @@ class PoolMoves(Session):
         info = push.info
         producer_key = self.keys.producer(producer, incarnation)
         suffix = f"{incarnation}.{sequence}"
-        args: list[Any] = [epoch, sequence, WEEK_MS, group.env, group.group_id, suffix]
+        waiting = self.keys.unnamed_payload(group.group_id, suffix)
+        args: list[Any] = [epoch, sequence, waiting, group.env, group.group_id, suffix]
         args += [len(info.rollouts), info.tokens, push.metadata, replaces, self.keys.payload_prefix]
         try:
-            # A payload that is pending or committed already must not be written again: that would give its key a time
-            # to live again. So whatever may be a repetition asks first.
+            # Most repetitions need not carry the payload again: they ask first.
             if self._fresh.pop(incarnation, None) == sequence or sequence > self._sequence_of(producer_key):
-                self._store_payload(self.keys.payload(group.group_id, suffix), push)
+                self._store_payload(waiting, push)
             reply = self._move_push(producer_key, args)
         except ServerUnreachable as error:
             if not self._answers():
@@ -68,6 +68,8 @@ class PoolMoves(Session):
                 f"the connection to {self.connection.address} broke in the push of group {group.group_id} "
                 f"({sum(_sizes(push).values())} bytes); the server answers others"
             ) from error
+        if text(reply[0]) == "MISSING":
+            raise ServerRefused(f"the payload of push {suffix} is not on the server any more ({waiting}): sent again")
         if text(reply[0]) == "UNEQUAL":
             env, name, rollouts, tokens = (text(part) for part in reply[1:])
             raise InvalidRollout(
@@ -106,7 +108,9 @@ class PoolMoves(Session):
 
     def give_up(self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int) -> tuple[str, str]:
         """PUSH without rollouts: the sequence is used up, and counted as lost, unless the push is stored already."""
-        args: list[Any] = [epoch, sequence, WEEK_MS, group.env, group.group_id, f"{incarnation}.{sequence}"]
+        suffix = f"{incarnation}.{sequence}"
+        waiting = self.keys.unnamed_payload(group.group_id, suffix)
+        args: list[Any] = [epoch, sequence, waiting, group.env, group.group_id, suffix]
         args += [0, 0, b"", "", self.keys.payload_prefix]
         reply = self._move_push(self.keys.producer(producer, incarnation), args)
         status, entry_id = self._pushed(reply, producer, incarnation, sequence, epoch)
@@ -146,13 +150,14 @@ class PoolMoves(Session):
 
         def store() -> list[Any]:
             with self.connection.sender(size).pipeline(transaction=True) as pipe:
+                pipe.unlink(key)
                 pipe.hset(key, mapping=fields)
                 pipe.hlen(key)
                 pipe.pexpire(key, WEEK_MS)
                 return list(pipe.execute())
 
         reply = self.connection.call(store, patience_seconds=self.patience_seconds, repeat=False)
-        if reply[1] != len(fields) or not reply[2]:
+        if reply[2] != len(fields) or not reply[3]:
             raise ServerRefused(f"the server answered {reply} when {len(fields)} fields were stored under {key}")
 
     def read_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
@@ -175,7 +180,7 @@ class PoolMoves(Session):
         dropped = 0
         where = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
         for chunk in _chunks(drops):
-            args: list[Any] = [token, keys.payload_prefix, self.tombstone_ms, HISTORY_ENTRIES, len(chunk)]
+            args: list[Any] = [token, keys.payload_prefix, HISTORY_ENTRIES, len(chunk)]
             for drop, entry_ids, is_last in chunk:
                 closes = "1" if is_last and drop.reason in CLOSING_REASONS else "0"
                 record = _drop_record(drop) if is_last else b""

@@ -97,7 +97,7 @@ class RecoveryMoves(StepMoves, RunViews):
         }
         keys = self.keys
         args: list[Any] = [token, trainer.number, trainer.claim, claim.step, claim.digest, claim.epoch, fork]
-        args += [keys.payload_prefix, self.tombstone_ms, HISTORY_ENTRIES, wire.dumps({"event": "recovery", **found})]
+        args += [keys.payload_prefix, HISTORY_ENTRIES, wire.dumps({"event": "recovery", **found})]
         args.append(len(groups))
         for group_id in groups:
             args += [group_id, pending[group_id][0].env if group_id in pending else ""]

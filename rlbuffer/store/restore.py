@@ -88,7 +88,7 @@ def restore_backup(store: RedisStore, path: Path, tell: Callable[[str], None] = 
     header = check_backup(path)
     tell(f"{path} is whole: step {header['step']} of run {header['run']!r}, {header['payload_keys']} payload keys")
     control = _write(store, path)
-    for page in _permanent(store, path):
+    for page in _payload_keys(store, path):
 
         def persist(client: Any, page: list[str] = page) -> None:
             with client.pipeline(transaction=False) as pipe:
@@ -124,13 +124,14 @@ def _write(store: RedisStore, path: Path) -> dict[str, tuple[str, int]]:
     control: dict[str, tuple[str, int]] = {}
     for frame in read_frames(path):
         if "payload" in frame:
-            ttl = frame["ttl"] if frame["ttl"] > 0 else WEEK_MS
-            _put(store, keys.payload_prefix + frame["payload"], "hash", frame, frame["items"], ttl)
+            _put(store, keys.payload_prefix + frame["payload"], "hash", frame, frame["items"], WEEK_MS)
         elif "key" in frame:
             name, items = frame["key"], frame["items"]
             if name == "garbage":
                 items = [[keys.payload_prefix + text(member), score] for member, score in items]
-            control[f"{keys.tag}:{name}"] = (f"{building}:{name}", int(frame["ttl"]))
+            # Of a backup of before, a producer may have a time to live: it is remembered for good.
+            ttl = -1 if name.startswith("producer:") else int(frame["ttl"])
+            control[f"{keys.tag}:{name}"] = (f"{building}:{name}", ttl)
             _put(store, f"{building}:{name}", frame["type"], frame, items, BUILDING_MS)
     return control
 
@@ -160,11 +161,11 @@ def _put(store: RedisStore, key: str, kind: str, frame: dict[str, Any], items: l
     )
 
 
-def _permanent(store: RedisStore, path: Path) -> Iterator[list[str]]:
-    """Pages of payload keys that have no time to live."""
+def _payload_keys(store: RedisStore, path: Path) -> Iterator[list[str]]:
+    """Pages of payload keys: something refers to each of them."""
     page: list[str] = []
     for frame in read_frames(path):
-        if "payload" in frame and frame["first"] and frame["ttl"] < 0:
+        if "payload" in frame and frame["first"]:
             page.append(store.keys.payload_prefix + frame["payload"])
             if len(page) >= PAGE:
                 yield page

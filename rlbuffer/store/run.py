@@ -11,7 +11,7 @@ from rlbuffer.errors import RunGone, SchemaMismatch, ServerRefused
 from rlbuffer.store.append_file import sentence_until_whole
 from rlbuffer.store.base import Ledger, Meta
 from rlbuffer.store.keys import RUNS, SCHEMA
-from rlbuffer.store.lease import tombstone_ms
+from rlbuffer.store.lease import tombstone_ms, tombstone_steps
 from rlbuffer.store.ledger import parse_ledger
 from rlbuffer.store.session import Session, ranged, text
 
@@ -76,7 +76,7 @@ class RunViews(Session):
                 f"{SCHEMA}: use another run name, or the version that wrote it ({self.keys.meta})",
                 schema=meta.schema,
             )
-        self.tombstone_ms = tombstone_ms(meta.config)
+        self.tombstone_ms, self.tombstone_steps = tombstone_ms(meta.config), tombstone_steps(meta.config)
         return meta
 
     def runs(self) -> Mapping[str, float]:

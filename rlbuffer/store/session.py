@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any, TypeVar
 
 from rlbuffer.errors import LeaseLost, RlbufferError
+from rlbuffer.policy.age import remembered_steps
 from rlbuffer.policy.memory import EARLY_SHARE
 from rlbuffer.store.connection import Connection
 from rlbuffer.store.keys import Keys
@@ -29,7 +30,8 @@ LAST_IN_STEP = 2**64 - 1
 """Largest second half of a stream id: ``<s>-<LAST_IN_STEP>`` is the end of step s."""
 EARLY_PERCENT = round(100 * EARLY_SHARE)
 MINIMUM_TOMBSTONE_MS = 3_600_000
-"""Tombstones are kept for 2 x ``group_timeout_seconds``, and at least for one hour."""
+"""Tombstones are kept for 2 x ``group_timeout_seconds``, and at least for one hour; and for some steps, whichever is
+later (:func:`rlbuffer.policy.age.remembered_steps`)."""
 
 
 @cache
@@ -47,6 +49,7 @@ class Session:
         self.run = run
         self.patience_seconds = patience_seconds
         self.tombstone_ms = MINIMUM_TOMBSTONE_MS
+        self.tombstone_steps = remembered_steps(0)
         self._scripts: dict[str, Callable[..., Any]] = {}
 
     @property

@@ -33,26 +33,23 @@ class StepMoves(Session):
     def pin(
         self, refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry], *, since: int | None = None
     ) -> list[str]:
-        """PIN: what a step is about to use stays until the step is retired. -> entries that cannot be used.
+        """PIN: whether the payloads that a step is about to use are there, whole. -> entries that cannot be used.
 
-        With `since`, the connection's losses when the entries were read, it is never sent to a server that was away
-        meanwhile: that may have lost an entry, and its payload must go on to lapse.
+        With `since`, the connection's losses when the entries were read, a server that was away meanwhile is not asked.
 
         Raises:
             LeaseLost: it was away.
         """
-        used = list(dict.fromkeys(ref.entry_id for ref in refs))
+        used = dict.fromkeys(ref.entry_id for ref in refs)
 
         def ask(client: Any) -> list[Any]:
             self.stay(since)
             with client.pipeline(transaction=False) as pipe:
-                for entry_id in used:
-                    pipe.persist(entries[entry_id].payload_key)
                 for ref in refs:
                     pipe.hstrlen(entries[ref.entry_id].payload_key, str(ref.index))
                 return list(pipe.execute())
 
-        sizes = self.look(ask)[len(used) :]
+        sizes = self.look(ask)
         broken = {
             ref.entry_id
             for ref, size in zip(refs, sizes, strict=True)
@@ -89,7 +86,9 @@ class StepMoves(Session):
         summary["envs"] = record["envs"]
         history = {"event": "step", "groups": len(plan.group_ids), "closed_by": plan.closed_by, **summary}
         args: list[Any] = [token, meta.epoch, plan.step, meta.digest, digest, self.keys.payload_prefix]
-        args += [self.tombstone_ms, HISTORY_ENTRIES, SUMMARY_LINES]
+        # An adapter's data ages by its own steps, which may come as late as they like: nothing is forgotten then.
+        remembered = 0 if any(plan.adapters) else self.tombstone_steps
+        args += [f"{self.tombstone_ms} {remembered}", HISTORY_ENTRIES, SUMMARY_LINES]
         args += [header, wire.dumps(dict(state)), wire.dumps(summary), wire.dumps(history), len(parts), *parts]
         args.append(len(plan.entries))
         for use in plan.entries:

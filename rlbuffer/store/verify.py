@@ -30,7 +30,7 @@ def verify(store: RedisStore) -> Report:
         _check_step(step, findings)
     _check_uses(shot, findings)
     _check_counters(shot, findings)
-    _check_tombstones(shot, store.tombstone_ms, findings)
+    _check_tombstones(shot, store.tombstone_ms, store.tombstone_steps, findings)
     _check_garbage(shot, findings)
     payloads = check_payloads(store, shot, findings)
     memory = _check_memory(store, shot, findings)
@@ -261,9 +261,11 @@ def _check_counters(shot: Snapshot, findings: Findings) -> None:
     )
 
 
-def _check_tombstones(shot: Snapshot, tombstone_ms: int, findings: Findings) -> None:
+def _check_tombstones(shot: Snapshot, tombstone_ms: int, steps: int, findings: Findings) -> None:
     for step in shot.steps:
-        if step.header is None or step.header.committed_ms < shot.now_ms - tombstone_ms:
+        if step.header is None:
+            continue
+        if step.header.committed_ms < shot.now_ms - tombstone_ms and step.number <= shot.meta.step - steps:
             continue
         for group_id in step.header.group_ids:
             findings.unless(

@@ -24,6 +24,7 @@ PAYLOAD_BYTES = 32 * 2**20
 def check_payloads(store: RedisStore, shot: Snapshot, findings: Findings) -> Mapping[str, int]:
     """I2 and I11. -> what was looked at."""
     sizes = _check_sizes(store, shot, findings)
+    _check_permanent(store, shot, findings)
     decoded = _check_untrained(store, shot, findings)
     orphans = _check_orphans(store, shot, findings)
     return {"payloads": sizes, "payloads_decoded": decoded, "payload_keys_unreferenced": orphans}
@@ -69,6 +70,37 @@ def _check_sizes(store: RedisStore, shot: Snapshot, findings: Findings) -> int:
                 state = f"has {there} bytes, announced were {size}" if there else "is missing"
                 findings.add("I11", f"{who}: payload {index} of {key} {state}")
     return len(wanted)
+
+
+def _check_permanent(store: RedisStore, shot: Snapshot, findings: Findings) -> None:
+    """Nothing that the pool, a live step, another use or a producer refers to has a time to live."""
+    keys = store.keys
+    names = {key: f"payload {key} is in use, but" for key in _in_use(shot)}
+    control = store.look(lambda client: list(client.scan_iter(match=f"{keys.tag}:*", count=1000)))
+    lapsing = tuple(f"{keys.tag}:{kind}:" for kind in ("scoring", "evaluating", "restoring"))
+    names |= {key: f"{key}" for key in map(text, control) if not key.startswith(lapsing)}
+    expiring = _expiring(store, sorted(names))
+    if expiring:
+        still = _in_use(take_snapshot(store))
+        for key, left in expiring.items():
+            if key in still or key.startswith(keys.tag):
+                findings.add("I11", f"{names[key]} lapses in {left / 1000:.0f} s")
+
+
+def _expiring(store: RedisStore, keys: Sequence[str]) -> dict[str, int]:
+    """Key -> milliseconds that it has yet to live, of those that have such a time."""
+    found: dict[str, int] = {}
+    for start in range(0, len(keys), PAGE):
+        page = keys[start : start + PAGE]
+
+        def read(client: Any, page: Sequence[str] = page) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for key in page:
+                    pipe.pttl(key)
+                return list(pipe.execute())
+
+        found |= {key: left for key, left in zip(page, store.look(read), strict=True) if left >= 0}
+    return found
 
 
 def _check_untrained(store: RedisStore, shot: Snapshot, findings: Findings) -> int:

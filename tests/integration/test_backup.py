@@ -100,27 +100,18 @@ def test_nothing_of_a_process_comes_back_alive(busy: Run, file: Path) -> None:
     copy.close()
 
 
-def test_times_to_live_come_back(busy: Run, file: Path) -> None:
+def test_nothing_that_comes_back_has_a_time_to_live_but_claims(busy: Run, file: Path) -> None:
+    # As in a backup that was written when pending payloads and producers still had one.
+    busy.store.claim_scoring(["1-1"], owner="s", ttl_seconds=60)
+    for key in [*busy.payload_keys(), busy.store.keys.producer("w", "u")]:
+        busy.client.pexpire(key, 60_000)
     write_backup(busy.store, file)
     copy = sibling(busy, f"{busy.store.run}-copy")
     restore_backup(copy, file)
-
-    def lives(store: RedisStore) -> dict[str, bool]:
-        client: Any = store.client
-        keys = [
-            *client.scan_iter(match=f"{store.keys.payload_prefix}*"),
-            *client.scan_iter(match=f"{store.keys.tag}:*"),
-        ]
-        left_out = {b"lease", b"allowance", b"waiting", b"batchers", b"workers", b"ranks", b"holds"}
-        return {
-            key.decode().replace(store.run, "R"): client.pttl(key) > 0
-            for key in keys
-            if key.rsplit(b":", 1)[-1] not in left_out
-        }
-
-    mine = lives(copy)
-    assert mine == lives(busy.store)
-    assert set(mine.values()) == {True, False}
+    client: Any = copy.client
+    keys = [key.decode() for key in client.scan_iter(match=f"*{copy.run}*")]
+    assert copy.keys.producer("w", "u") in keys
+    assert [key for key in keys if client.pttl(key) > 0 and "scoring" not in key] == []
     copy.close()
 
 
@@ -228,13 +219,13 @@ def test_a_run_that_begins_while_it_is_restored_stays_as_it_is(
 
     write_backup(busy.store, file)
     copy = sibling(busy, f"{busy.store.run}-copy")
-    real = restore_module._permanent
+    real = restore_module._payload_keys
 
     def begin_first(store: RedisStore, path: Path) -> Iterator[list[str]]:
         copy.open_run()
         yield from real(store, path)
 
-    monkeypatch.setattr(restore_module, "_permanent", begin_first)
+    monkeypatch.setattr(restore_module, "_payload_keys", begin_first)
     with pytest.raises(RlbufferError, match="began while it was being restored: nothing of it was changed"):
         restore_backup(copy, file)
     assert copy.meta().step == 0

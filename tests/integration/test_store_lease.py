@@ -7,6 +7,7 @@ import time
 import pytest
 from store_runs import Run
 
+from rlbuffer.batches import AdapterProgress
 from rlbuffer.errors import LeaseLost
 
 pytest_plugins = ("store_fixtures",)
@@ -90,12 +91,53 @@ def test_tombstones_outlive_twice_the_group_timeout(run):
         assert other.tombstone_ms == wanted_hours * 3_600_000
 
 
-def test_old_tombstones_go_with_the_next_step(run):
+def test_old_tombstones_go_when_enough_steps_were_made_since_too(run, monkeypatch):
+    monkeypatch.setattr("rlbuffer.policy.age.REMEMBERED_STEPS", 3)
     run.lead()
+    run.store.set_config(run.token, {"max_age": 1}, "d")
     now = run.store.now()
     run.client.zadd(run.store.keys.closed, {"old": 1000 * (now - 3700), "young": 1000 * (now - 3500)})
-    run.step("a.0")
-    assert run.store.closed_groups() == ["young", "a.0"]
+    for i, left in enumerate((["old", "young"], ["old", "young"], ["young"])):
+        run.step(f"a.{i}")
+        assert run.store.closed_groups()[: len(left)] == left
+    assert run.store.closed_groups() == ["young", "a.0", "a.1", "a.2"]
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [({}, 64), ({"max_age": 62}, 64), ({"max_age": 63}, 65), ({"max_age": 1, "envs": {"a": {"max_age": 90}}}, 92)],
+)
+def test_tombstones_outlast_every_step_that_could_train_what_was_sampled_before(run, config, steps):
+    run.lead()
+    run.store.set_config(run.token, config, "d")
+    assert run.store.tombstone_steps == steps
+
+
+def test_tombstones_of_a_run_with_adapters_stay(run, monkeypatch):
+    monkeypatch.setattr("rlbuffer.policy.age.REMEMBERED_STEPS", 1)
+    run.lead()
+    run.store.set_config(run.token, {"max_age": 0}, "d")
+    progress = AdapterProgress(samples=1, tokens=1, step=1, ready_to_update=True, version=0, gathered=0, rollouts=1)
+    for i in range(4):
+        run.client.zadd(run.store.keys.closed, {f"old.{i}": i})
+        run.push(f"a.{i}")
+        run.commit(adapters={"": progress, "coder": progress})
+    assert len(run.store.closed_groups()) == 8
+
+
+@pytest.mark.parametrize("move", ["commit", "drop", "rewind"])
+def test_tombstones_stay_in_order_when_the_clock_is_set_back(run, move):
+    run.lead()
+    ahead = 1000 * round(run.store.now() + 5000)
+    run.client.zadd(run.store.keys.closed, {"before": ahead})
+    run.push("a.0")
+    if move == "commit":
+        run.commit()
+    elif move == "drop":
+        run.drop("stale", run.pool())
+    else:
+        run.store.rewind(0, force=True)
+    assert run.client.zscore(run.store.keys.closed, "a.0") == ahead
 
 
 # -- tickets -----------------------------------------------------------------------------------------------------------

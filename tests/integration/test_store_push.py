@@ -9,7 +9,7 @@ import pytest
 from store_runs import Run
 
 from rlbuffer import wire
-from rlbuffer.errors import ConfigError, ProducerGap, RunGone
+from rlbuffer.errors import ConfigError, ProducerGap, RunGone, ServerRefused
 from rlbuffer.store.base import PartRollout
 from rlbuffer.testing import make_group
 from rlbuffer.writer import Writer
@@ -30,7 +30,7 @@ def test_pushed_group_is_pending_and_counted_as_pushed(run):
     account = run.store.ledger().envs["a"]
     assert account.pushed == account.pending == (2, entry.tokens)
     assert entry.payload_key == f"rlb:{run.store.run}:g:a.0:u.1"
-    assert 0 < run.client.pttl(entry.payload_key) <= 7 * 86_400_000
+    assert run.client.pttl(entry.payload_key) == -1
 
 
 def test_payloads_come_back_as_they_were_pushed(run):
@@ -80,12 +80,77 @@ def test_older_sequence_is_a_duplicate_whose_entry_is_not_known_any_more(run):
     assert send(run, 1) == ("duplicate", "")
 
 
+def test_nothing_that_is_pending_or_remembered_has_a_time_to_live(run):
+    send(run, 1)
+    keys = [entry.payload_key for entry in run.pool()] + [run.store.keys.producer("w", "u")]
+    assert [run.client.pttl(key) for key in keys] == [-1, -1]
+    assert run.store.verify().ok
+
+
+def test_push_is_a_duplicate_however_long_its_producer_was_silent(run):
+    stored = send(run, 1)
+    for key in run.client.scan_iter(match=f"*{run.store.run}*"):
+        run.client.pexpire(key, 1, xx=True)  # a week and more passes: what has a time to live is gone
+    assert send(run, 1, store=run.again()) == ("duplicate", stored[1])
+    assert len(run.pool()) == 1
+
+
+def _phase_1(run: Run, sequence: int, group_id: str) -> None:
+    """The first half of a push that comes when the second half was carried out long ago."""
+    name = run.store.keys.unnamed_payload(group_id, f"u.{sequence}")
+    push = wire.encode_push(make_group(env="a", size=2, group_id=group_id))
+    run.store._store_payload(name, push)
+
+
+def test_first_half_of_a_push_that_comes_late_gives_nothing_in_use_a_time_to_live(run):
+    run.step("a.0")
+    send(run, 2, group_id="a.1")
+    keys = run.payload_keys()
+    _phase_1(run, 1, "a.0")
+    _phase_1(run, 2, "a.1")
+    assert [run.client.pttl(key) for key in keys] == [-1, -1]
+    assert len(run.payload_keys()) == 4  # the late ones lapse
+    assert run.store.verify().ok
+
+
+def test_late_first_half_goes_with_the_next_repetition_of_its_push(run):
+    send(run, 1)
+    _phase_1(run, 1, "a.0")
+    assert send(run, 1)[0] == "duplicate"
+    assert len(run.payload_keys()) == 1
+
+
+def test_push_whose_payload_lapsed_between_its_halves_does_not_become_pending(run, monkeypatch):
+    monkeypatch.setattr(run.store, "_store_payload", lambda key, push: None)
+    with pytest.raises(ServerRefused) as caught:
+        send(run, 1)
+    name = run.store.keys.unnamed_payload("a.0", "u.1")
+    assert str(caught.value) == f"the payload of push u.1 is not on the server any more ({name}): sent again"
+    assert run.pool() == []
+    monkeypatch.undo()
+    assert send(run, 1)[0] == "stored"
+
+
+def test_changed_group_of_fewer_rollouts_may_be_pushed_under_the_sequence_that_was_refused(run):
+    # The refused one has left its payload under the same name.
+    run.client.hset(run.store.keys.unnamed_payload("a.0", "u.1"), "7", b"of another")
+    assert send(run, 1)[0] == "stored"
+    assert run.client.hkeys(run.pool()[0].payload_key) == [b"0", b"1"]
+
+
+def test_commit_keeps_for_good_what_somebody_gave_a_time_to_live(run):
+    run.lead()
+    run.push("a.0")
+    (entry,) = run.pool()
+    run.client.pexpire(entry.payload_key, 60_000)
+    run.commit()
+    assert run.client.pttl(entry.payload_key) == -1
+
+
 def test_payload_in_use_gets_no_time_to_live_when_older_pushes_are_sent_again(run):
     for sequence in (1, 2, 3):
         send(run, sequence, group_id=f"a.{sequence}")
     keys = [entry.payload_key for entry in run.pool()]
-    for key in keys:
-        run.client.persist(key)
     for sequence in (1, 2, 3):
         assert send(run, sequence, group_id=f"a.{sequence}")[0] == "duplicate"
     assert [run.client.pttl(key) for key in keys] == [-1, -1, -1]

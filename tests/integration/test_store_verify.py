@@ -110,7 +110,15 @@ def _garbage(run: Run) -> None:
     run.client.zadd(run.store.keys.garbage, {run.pool()[0].payload_key: 4})
 
 
+def _lapsing(run: Run, key: str) -> None:
+    run.client.pexpire(key, 60_000)
+
+
 CORRUPTIONS: list[tuple[str, Callable[[Run], object], str, str]] = [
+    ("lapsing step", lambda r: _lapsing(r, _payload(r)), "I11", "is in use, but lapses in 60 s"),
+    ("lapsing pool", lambda r: _lapsing(r, r.pool()[0].payload_key), "I11", "is in use, but lapses in 60 s"),
+    ("lapsing producer", lambda r: _lapsing(r, r.store.keys.producer("w", "u")), "I11", ":producer:w:u lapses in 60 s"),
+    ("lapsing key", lambda r: _lapsing(r, r.store.keys.closed), "I11", ":closed lapses in 60 s"),
     (
         "pushed",
         lambda r: r.client.hincrby(r.store.keys.ledger, "a:pushed:rollouts", 1),

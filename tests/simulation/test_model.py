@@ -97,6 +97,9 @@ def random_command(dice: random.Random, tag: str) -> list[Any]:
         lambda: ["UNLINK", key, tag + "z"] if dice.random() < 0.2 else ["EXISTS", key],
         lambda: ["PERSIST", key],
         lambda: ["PEXPIRE", key, 10**9],
+        lambda: ["RENAME", key, key] if dice.random() < 0.5 else ["RENAME", f"{tag}none", key],
+        lambda: ["RENAME", key, f"{tag}renamed"] if dice.random() < 0.5 else ["PTTL", f"{tag}other"],
+        lambda: ["RENAME", f"{tag}renamed", key] if dice.random() < 0.5 else ["EXISTS", f"{tag}renamed"],
     ]
     return dice.choice(makers)()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlbuffer.config import BatcherConfig
+from rlbuffer.policy.age import REMEMBERED_STEPS
 from rlbuffer.policy.pool import TOMBSTONE_SECONDS, Pool
 from rlbuffer.testing import make_group
 
@@ -22,29 +23,33 @@ def reasons(made: Pool) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("timeout", "kept"), [(10.0, TOMBSTONE_SECONDS), (TOMBSTONE_SECONDS, 2 * TOMBSTONE_SECONDS)])
-@pytest.mark.parametrize("is_over", [False, True])
-def test_a_closed_group_is_remembered_for_as_long_as_parts_of_it_can_come(
-    timeout: float, kept: float, is_over: bool
+@pytest.mark.parametrize(
+    ("max_age", "steps"), [(1, REMEMBERED_STEPS), (REMEMBERED_STEPS - 2, REMEMBERED_STEPS), (100, 102)]
+)
+@pytest.mark.parametrize("missing", ["nothing", "time", "steps", "leave"])
+def test_a_closed_group_is_remembered_for_some_time_and_some_steps_whichever_is_later(
+    timeout: float, kept: float, max_age: int, steps: int, missing: str
 ) -> None:
-    made = pool(group_timeout_seconds=timeout)
-    made.advance(100.0)
+    made = pool(group_timeout_seconds=timeout, max_age=max_age)
+    made.advance(100.0, 5)
     made.close(["g"])
-    made.advance(100.0 + kept + (0.1 if is_over else 0.0))
-    add(made, "g", now=made.now)
-    assert reasons(made) == ([] if is_over else [("g", "late")])
+    now = 100.0 + kept + (0.0 if missing == "time" else 0.1)
+    made.advance(now, 5 + steps + (0 if missing == "steps" else 1), forgets=missing != "leave")
+    add(made, "g", now=made.now, version=4)
+    assert reasons(made) == ([] if missing == "nothing" else [("g", "late")])
 
 
 @pytest.mark.parametrize("first", ["advance", "add"])
 def test_groups_closed_before_any_time_was_told_are_remembered_from_the_first_time_on(first: str) -> None:
     made = pool()
     made.close(["g"])
-    if first == "advance":
-        made.advance(1000.0)
-    else:
+    if first == "add":
         add(made, "other", now=1000.0)
-    made.advance(1000.0 + TOMBSTONE_SECONDS)
+    made.advance(1000.0, 500)
+    made.advance(1000.0 + TOMBSTONE_SECONDS, 500 + REMEMBERED_STEPS + 1)
+    made.advance(1000.1 + TOMBSTONE_SECONDS, 500 + REMEMBERED_STEPS)
     add(made, "g", now=made.now)
-    assert reasons(made) == [("g", "late")]
+    assert ("g", "late") in reasons(made)
 
 
 def test_an_entry_that_is_gone_takes_its_own_drop_with_it() -> None:

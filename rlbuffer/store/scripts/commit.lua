@@ -1,10 +1,10 @@
-#!lua flags=allow-oom
+#!lua flags=allow-oom,allow-cross-slot-keys
 -- COMMIT: a planned step becomes immutable, and everything that it consumes leaves the pool, in one move.
 --
 -- KEYS  1 lease   2 pool   3 steps   4 meta   5 ledger   6 closed   7 garbage   8 history   9 summary   10 state
 --       11 reuse
 -- ARGV  1 token   2 epoch   3 step   4 digest of the step before ('' for step 1)   5 digest of this step
---       6 payload key prefix   7 age at which tombstones go, ms   8 history entries kept   9 summary lines kept
+--       6 payload key prefix   7 tombstones: how old, ms, and how many steps   8 history entries kept   9 summary lines kept
 --       10 header   11 the batcher's state   12 summary line   13 history record
 --       14 parts P, then P parts in the order of ranks
 --       then entries E, then E of: id, group ('' while it is pending, else whose reuse record holds it),
@@ -17,6 +17,8 @@
 --       {'GONE', id...}        these entries are not pending any more, or their group was used another number of times
 --       {'TWICE', id}          an entry is named twice
 --       {'UNEQUAL', id, rollouts, tokens}  packed and dropped do not add up to what the entry holds, which is this
+-- Of ARGV 7, "<ms> <steps>": a tombstone goes when it is that old and that many steps were committed since, this one
+-- included; with 0 steps none goes. Their scores never fall, also when the clock is set back, so that they tell the order.
 -- `reuse` has for a group that may be used again a field `<group>`: "<uses> <last step>", and a field `<group> <id>` for
 -- each of its entries: "<env> <payload suffix> <rollouts> <tokens> <metadata>". The first use of a group moves the ledger,
 -- later ones are counted beside it as `reused`.
@@ -87,8 +89,13 @@ if #gone > 0 then
 end
 
 -- From here on only writes. XDEL goes first: it frees memory before anything is added.
-for i = 1, #entries do redis.call('XDEL', KEYS[2], entries[i].id) end
+for i = 1, #entries do
+  redis.call('XDEL', KEYS[2], entries[i].id)
+  redis.call('PERSIST', entries[i].key)  -- it has no time to live since PUSH, unless somebody gave it one
+end
 
+local newest = redis.call('ZREVRANGE', KEYS[6], 0, 0, 'WITHSCORES')
+local closed_at = string.format('%.0f', math.max(now, tonumber(newest[2] or '0')))
 local order, packed = {}, {}
 local function account(env)
   if not packed[env] then
@@ -120,7 +127,7 @@ for i = 1, #entries do
   end
 end
 for i = first, first + 4 * (groups - 1), 4 do
-  redis.call('ZADD', KEYS[6], clock, ARGV[i])
+  redis.call('ZADD', KEYS[6], closed_at, ARGV[i])
   local before = uses_of[ARGV[i]]
   if before == 0 then
     local sums = account(ARGV[i + 1])
@@ -149,5 +156,14 @@ redis.call('XADD', KEYS[9], 'MAXLEN', '~', ARGV[9], '*', 'record', ARGV[12])
 redis.call('SET', KEYS[10], ARGV[11])
 redis.call('HSET', KEYS[4], 'step', ARGV[3], 'digest', ARGV[5])
 redis.call('HDEL', KEYS[4], 'checkpoint_now')  -- this header has asked for it
-redis.call('ZREMRANGEBYSCORE', KEYS[6], '-inf', string.format('%.0f', now - tonumber(ARGV[7])))
+-- The summary has a line per step; ids of a stream never fall either, and a step's is not above its tombstones' score.
+local age, steps = string.match(ARGV[7], '^(%d+) (%d+)$')
+local before = string.format('(%.0f', now - tonumber(age))
+if steps ~= '0' and redis.call('ZCOUNT', KEYS[6], '-inf', before) > 0 then
+  local lines = redis.call('XREVRANGE', KEYS[9], '+', '-', 'COUNT', steps)
+  if #lines == tonumber(steps) then
+    local then_at = tonumber(string.match(lines[#lines][1], '^%d+'))
+    redis.call('ZREMRANGEBYSCORE', KEYS[6], '-inf', string.format('(%.0f', math.min(now - tonumber(age), then_at)))
+  end
+end
 return {'OK', clock}

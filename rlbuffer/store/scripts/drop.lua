@@ -5,7 +5,7 @@
 --
 -- KEYS  1 lease   2 pool   3 ledger   4 closed   5 garbage   6 history   7 meta   8 reuse
 -- ARGV  1 token; '' for an operator, who needs no lease: the leader is told to read everything again
---       2 payload key prefix   3 age at which tombstones go, ms   4 history entries kept   5 drops D, then D of
+--       2 payload key prefix   3 history entries kept   4 drops D, then D of
 --       group id, env, reason, '1' when the whole group closes (tombstone), history record ('' for none), ids N, N ids
 -- Reply {'OK', pushes dropped} | {'FENCED', owner} | {'GONE'} when there is no run that an operator could drop of
 local time = redis.call('TIME')
@@ -23,10 +23,11 @@ local function known(value, pattern, otherwise)
   return otherwise
 end
 
-local clock = string.format('%.0f', now)
 local step = redis.call('HGET', KEYS[7], 'step') or '0'
-local total, p = 0, 6
-for _ = 1, tonumber(ARGV[5]) do
+local newest = redis.call('ZREVRANGE', KEYS[4], 0, 0, 'WITHSCORES')
+local closed_at = string.format('%.0f', math.max(now, tonumber(newest[2] or '0')))
+local total, p = 0, 5
+for _ = 1, tonumber(ARGV[4]) do
   local group, env, reason, closes, record, ids =
     ARGV[p], ARGV[p + 1], ARGV[p + 2], ARGV[p + 3], ARGV[p + 4], tonumber(ARGV[p + 5])
   p = p + 6
@@ -59,12 +60,11 @@ for _ = 1, tonumber(ARGV[5]) do
       if not redis.call('ZSCORE', KEYS[4], group) then
         redis.call('HINCRBY', KEYS[3], env .. ':dropped:' .. reason .. ':groups', 1)
       end
-      redis.call('ZADD', KEYS[4], clock, group)
+      redis.call('ZADD', KEYS[4], closed_at, group)
     end
-    if record ~= '' then redis.call('XADD', KEYS[6], 'MAXLEN', '~', ARGV[4], '*', 'record', record) end
+    if record ~= '' then redis.call('XADD', KEYS[6], 'MAXLEN', '~', ARGV[3], '*', 'record', record) end
   end
   total = total + dropped
 end
-redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', string.format('%.0f', now - tonumber(ARGV[3])))
 if ARGV[1] == '' then redis.call('HINCRBY', KEYS[7], 'asked', 1) end
 return {'OK', total}

@@ -1,18 +1,22 @@
-#!lua
+#!lua flags=allow-cross-slot-keys
 -- PUSH, phase 2: the group whose payload was stored by phase 1 becomes pending. Exactly once per producer sequence.
+-- Phase 1 stored it under a name of its own, where it lapses. Here it gets the name that steps refer to, for good, in the
+-- same move that makes it pending: so nothing pending can lapse, and a phase 1 that is delivered late touches nothing in
+-- use. Payload keys are not declared, because they lie in other slots of a (one-shard) cluster.
 -- A push may take the place of a pending one: the same rollouts, with what that one needed. The ledger does not move
 -- then, and the payload that is replaced becomes garbage. When that one is no longer pending (another scorer was first,
--- or it was dropped), nothing becomes pending: the new payload is the garbage.
+-- or it was dropped), nothing becomes pending, and the new payload goes.
 -- Refused at the memory limit (no allow-oom): a worker can wait.
 --
 -- KEYS  1 meta  2 pool  3 producer  4 ledger  5 garbage
--- ARGV  1 epoch that the producer works in   2 its sequence, from 1   3 how long the producer is remembered, ms
+-- ARGV  1 epoch that the producer works in   2 its sequence, from 1   3 key under which phase 1 stored the payload
 --       4 env   5 group id   6 payload suffix   7 rollouts, 0 when its writer gives it up   8 tokens   9 metadata
 --       10 id of the entry whose place it takes, '' for none   11 payload key prefix
 -- Reply {'OK', entry id}
 --       {'DUP', entry id}   sequence known already; the id is '' unless it was the producer's last
 --       {'LATE'}            what it was to replace is not pending any more
 --       {'LOST'}            it was given up: counted as lost, and its sequence is used up
+--       {'MISSING'}         its payload has lapsed, or the server lost it: phase 1 comes again
 --       {'UNEQUAL', env, group, rollouts, tokens}  what it was to replace holds something else: this
 --       {'GAP', last}       pushes between `last` and this one are missing here
 --       {'GONE', epoch, since}  the run is in another epoch ('' when it does not exist), which goes on from `since`
@@ -23,21 +27,23 @@ if epoch ~= ARGV[1] then return {'GONE', epoch or '', redis.call('HGET', KEYS[1]
 local known = redis.call('HMGET', KEYS[3], 'sequence', 'id')
 local last = tonumber(known[1] or '0')
 local sequence = tonumber(ARGV[2])
-if sequence == last then return {'DUP', known[2]} end
-if sequence < last then return {'DUP', ''} end
+if sequence <= last then
+  redis.call('UNLINK', ARGV[3])
+  return {'DUP', sequence == last and known[2] or ''}
+end
 if sequence > last + 1 then return {'GAP', string.format('%.0f', last)} end
 
 -- The producer's next push follows it, though nothing becomes pending.
 local function use_up()
   redis.call('HSET', KEYS[3], 'sequence', ARGV[2], 'id', '')
-  redis.call('PEXPIRE', KEYS[3], ARGV[3])
-  redis.call('ZADD', KEYS[5], 0, ARGV[11] .. ARGV[5] .. ':' .. ARGV[6])
+  redis.call('UNLINK', ARGV[3])
 end
 if ARGV[7] == '0' then
   use_up()
   redis.call('HINCRBY', KEYS[4], 'lost', 1)
   return {'LOST'}
 end
+if redis.call('EXISTS', ARGV[3]) == 0 then return {'MISSING'} end
 
 local old = nil
 if ARGV[10] ~= '' then
@@ -60,9 +66,11 @@ if old then
     entry[#entry + 1] = field
   end
 end
+local payload = ARGV[11] .. ARGV[5] .. ':' .. ARGV[6]
+redis.call('RENAME', ARGV[3], payload)
+redis.call('PERSIST', payload)
 local id = redis.call('XADD', KEYS[2], '*', unpack(entry))
 redis.call('HSET', KEYS[3], 'sequence', ARGV[2], 'id', id)
-redis.call('PEXPIRE', KEYS[3], ARGV[3])
 if old then
   redis.call('ZADD', KEYS[5], 0, ARGV[11] .. ARGV[5] .. ':' .. old.key)  -- 0: the next sweep may take it
 else

@@ -5,8 +5,8 @@
 -- KEYS  1 lease   2 meta   3 pool   4 steps   5 ledger   6 closed   7 garbage   8 trainer   9 history   10 reuse
 -- ARGV  1 token   2 attempt number   3 the claim, as it stands in `trainer`   4 its step   5 its digest   6 its epoch
 --       7 first step that is here with other content than the trainer's ('0': none)   8 payload key prefix
---       9 age at which tombstones go, ms   10 history entries kept   11 history record
---       12 groups G, then G of: group id, env ('' when nothing of it is pending)
+--       9 history entries kept   10 history record
+--       11 groups G, then G of: group id, env ('' when nothing of it is pending)
 --       then entries E, then E of: id, trained rollouts, trained tokens, reasons D, D of (reason, rollouts, tokens)
 -- Reply {'OK', new epoch}
 --       {'NONE'}            this claim is not there (any more): it was carried out, or replaced by a newer one
@@ -17,7 +17,6 @@
 -- here: it is let go. The stream is deleted, not trimmed: after a deletion a smaller step may come next.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-local clock = string.format('%.0f', now)
 local lease = redis.call('HMGET', KEYS[1], 'owner', 'until', 'token')
 if lease[3] ~= ARGV[1] or tonumber(lease[2] or '0') < now then return {'FENCED', lease[1] or ''} end
 local trainer = redis.call('HMGET', KEYS[8], 'number', 'claim', 'trained')
@@ -30,7 +29,7 @@ local function fields_of(found)
   return fields
 end
 
-local p = 13 + 2 * tonumber(ARGV[12])
+local p = 12 + 2 * tonumber(ARGV[11])
 local entries = {}
 local count = tonumber(ARGV[p])
 p = p + 1
@@ -55,6 +54,8 @@ for _ = 1, count do
 end
 
 -- From here on only writes.
+local newest = redis.call('ZREVRANGE', KEYS[6], 0, 0, 'WITHSCORES')
+local closed_at = string.format('%.0f', math.max(now, tonumber(newest[2] or '0')))
 local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'since')
 local fork = tonumber(ARGV[7])
 for step = tonumber(trainer[3] or '0') + 1, tonumber(meta[2] or '0') do
@@ -81,9 +82,9 @@ for i = 1, #entries do
   redis.call('ZADD', KEYS[7], ARGV[4], use.key)
 end
 local lost = {}
-for i = 13, 12 + 2 * tonumber(ARGV[12]), 2 do
+for i = 12, 11 + 2 * tonumber(ARGV[11]), 2 do
   lost[ARGV[i]] = true
-  redis.call('ZADD', KEYS[6], clock, ARGV[i])
+  redis.call('ZADD', KEYS[6], closed_at, ARGV[i])
   if ARGV[i + 1] ~= '' then redis.call('HINCRBY', KEYS[5], ARGV[i + 1] .. ':trained:groups', 1) end
 end
 local reuse = next(lost) and redis.call('HGETALL', KEYS[10]) or {}
@@ -102,6 +103,5 @@ redis.call('HSET', KEYS[2], 'epoch', epoch, 'since', meta[3] or meta[1], 'step',
   'retired', ARGV[4], 'retired_digest', ARGV[5], 'recovered', ARGV[4], 'checkpoint_now', ARGV[4])
 redis.call('HSET', KEYS[8], 'trained', ARGV[4], 'digest', ARGV[5], 'epoch', epoch)
 redis.call('HDEL', KEYS[8], 'claim')
-redis.call('XADD', KEYS[9], 'MAXLEN', '~', ARGV[10], '*', 'record', ARGV[11])
-redis.call('ZREMRANGEBYSCORE', KEYS[6], '-inf', string.format('%.0f', now - tonumber(ARGV[9])))
+redis.call('XADD', KEYS[9], 'MAXLEN', '~', ARGV[9], '*', 'record', ARGV[10])
 return {'OK', epoch}

@@ -18,7 +18,6 @@
 -- trainer announces the ones that it resumes with.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-local clock = string.format('%.0f', now)
 local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'retired', 'retired_digest', 'digest')
 if not meta[1] then return {'GONE'} end
 if meta[1] ~= ARGV[8] then return {'CHANGED', meta[1]} end
@@ -66,6 +65,8 @@ local payloads = redis.call('ZRANGEBYSCORE', KEYS[7], '(' .. ARGV[1], '+inf')
 for i = 1, #payloads do redis.call('ZADD', KEYS[7], ARGV[1], payloads[i]) end
 
 local dropped = 0
+local newest = redis.call('ZREVRANGE', KEYS[6], 0, 0, 'WITHSCORES')
+local closed_at = string.format('%.0f', math.max(now, tonumber(newest[2] or '0')))
 while ARGV[2] == '1' do
   local page = redis.call('XRANGE', KEYS[3], '-', '+', 'COUNT', 500)
   if #page == 0 then break end
@@ -76,7 +77,7 @@ while ARGV[2] == '1' do
     redis.call('HINCRBY', KEYS[5], (entry.env or '?') .. ':dropped:void:tokens', entry.tokens or '0')
     if entry.group and entry.key then
       redis.call('ZADD', KEYS[7], ARGV[1], ARGV[5] .. entry.group .. ':' .. entry.key)
-      redis.call('ZADD', KEYS[6], clock, entry.group)
+      redis.call('ZADD', KEYS[6], closed_at, entry.group)
     end
     dropped = dropped + 1
   end
