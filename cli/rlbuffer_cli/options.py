@@ -59,8 +59,16 @@ def load(
     flags: Mapping[str, tuple[str, Any]] | None = None,
 ) -> Loaded:
     """Settings from file, environment and the common flags, then `flags` (dotted name -> (flag, value))."""
+    from rlbuffer.errors import ConfigError
     from rlbuffer.loading import load as load_settings
+    from rlbuffer.store.address import has_password, redacted
 
+    if redis and has_password(redis):
+        raise ConfigError(
+            f"--redis {redacted(redis)}: a password on the command line is shown to everybody by `ps`. Leave it out of "
+            "the address and set RLBUFFER_REDIS_PASSWORD, or name a file that holds it (RLBUFFER_REDIS_PASSWORD_FILE); "
+            "or put the whole address into RLBUFFER_REDIS_URL."
+        )
     common_flags = {"redis_url": ("--redis", redis), "run": ("--run", run), "home": ("--home", home)}
     loaded = load_settings(config, flags={**common_flags, **(flags or {})})
     for warning in loaded.warnings:

@@ -54,7 +54,7 @@ def show(config: str | None, redis: str | None, run: str | None, home: str | Non
       RLBUFFER_BATCHER__MAX_AGE=2 rlbuffer config show --sources
     """
     loaded = options.load(config, redis, run, home)
-    rows = [(name, value, loaded.source(name)) for name, value in loaded.values()]
+    rows = [(name, shown(name, value), loaded.source(name)) for name, value in loaded.values()]
     if as_json:
         for name, value, source in rows:
             record = {"schema": "rlbuffer.setting/1", "name": name, "value": value, "source": source}
@@ -148,6 +148,13 @@ def _wait_until_taken(buffer: Buffer, digest: str, seen: Meta, timeout: float) -
                 f"for it (rlbuffer inspect shows when it has)"
             )
         time.sleep(POLL_SECONDS)
+
+
+def shown(name: str, value: Any) -> Any:
+    """The value of a setting as people may see it."""
+    from rlbuffer.store.address import redacted
+
+    return redacted(value) if name == "redis_url" and value else value
 
 
 def _plain(value: Any) -> Any:
