@@ -15,6 +15,13 @@ EXIT_INTERRUPTED = 130
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def echo(text: str = "", *, err: bool = False) -> None:
+    """Prints lines for people; what a server or a file put into them does not control the terminal."""
+    from rlbuffer.lines import printable
+
+    click.echo(printable(text, lines=True), err=err)
+
+
 def _debug(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
     if wanted and isinstance(ctx.obj, dict):
         ctx.obj["debug"] = True
@@ -72,7 +79,7 @@ def load(
     common_flags = {"redis_url": ("--redis", redis), "run": ("--run", run), "home": ("--home", home)}
     loaded = load_settings(config, flags={**common_flags, **(flags or {})})
     for warning in loaded.warnings:
-        click.echo(f"Warning: {warning}", err=True)
+        echo(f"Warning: {warning}", err=True)
     return loaded
 
 
