@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlbuffer.config import BatcherConfig, refusal
-from rlbuffer.errors import BatchTimeout, RlbufferError
+from rlbuffer.errors import BatchTimeout, ConfigError, RlbufferError
 from rlbuffer.reader import Reader
 from rlbuffer.records import PolicyVersion
 from rlbuffer.settings import RunSettings
@@ -31,6 +31,8 @@ from rlbuffer.writer import Writer
 
 URL_VARIABLE = "RLBUFFER_REDIS_URL"
 HOME_VARIABLE = "RLBUFFER_HOME"
+PASSWORD_VARIABLE = "RLBUFFER_REDIS_PASSWORD"
+PASSWORD_FILE_VARIABLE = "RLBUFFER_REDIS_PASSWORD_FILE"
 
 
 class Policy:
@@ -220,6 +222,9 @@ def connect(
     path of an ``rlbuffer.toml``, its content as a mapping, or a settings object; its `run` counts unless `run` is
     given.
 
+    An address without a password gets that of ``RLBUFFER_REDIS_PASSWORD``, else that of the file which the setting
+    `redis_password_file` (or ``RLBUFFER_REDIS_PASSWORD_FILE``) names.
+
     Raises:
         ConfigError: a setting, or the name of the run, is not valid.
         ServerUnreachable: nothing answers there.
@@ -232,8 +237,32 @@ def connect(
         url = os.environ.get(URL_VARIABLE) or settings.redis_url
         origin = origin or (URL_VARIABLE if os.environ.get(URL_VARIABLE) else "")
     settings = settings.model_copy(update={"run": run, "redis_url": url})
-    store = open_store(url, run=run, home=settings.home.expanduser(), server=settings.server, name=name, origin=origin)
+    store = open_store(
+        url,
+        run=run,
+        home=settings.home.expanduser(),
+        server=settings.server,
+        name=name,
+        origin=origin,
+        password=_password(settings) if url else "",
+    )
     return Buffer(store, settings=settings)
+
+
+def _password(settings: RunSettings) -> str:
+    """What the address need not hold: of the environment, else of the file that the settings name; "" for neither."""
+    given = os.environ.get(PASSWORD_VARIABLE, "")
+    if given or settings.redis_password_file is None:
+        return given
+    file = settings.redis_password_file.expanduser()
+    try:
+        password = file.read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the password file {file}: {reason}", setting="redis_password_file") from None
+    if not password:
+        raise ConfigError(f"the password file {file} is empty", setting="redis_password_file")
+    return password
 
 
 def _settings(config: RunSettings | BatcherConfig | Mapping[str, Any] | str | Path | None) -> RunSettings:
@@ -245,6 +274,8 @@ def _settings(config: RunSettings | BatcherConfig | Mapping[str, Any] | str | Pa
         return load(Path(config)).settings
     home = os.environ.get(HOME_VARIABLE)
     given: dict[str, Any] = {"home": Path(home)} if home else {}
+    if os.environ.get(PASSWORD_FILE_VARIABLE):
+        given["redis_password_file"] = Path(os.environ[PASSWORD_FILE_VARIABLE])
     if isinstance(config, BatcherConfig):
         return RunSettings(**given, batcher=config)
     try:

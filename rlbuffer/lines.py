@@ -13,6 +13,21 @@ PATIENCE_SECONDS = 1.0
 """Waiting shorter than this is normal and not worth a line."""
 
 
+def printable(text: str, *, lines: bool = False) -> str:
+    """Text of anybody's for a terminal: what controls it (escapes, bidirectional marks) is shown, not obeyed.
+
+    `lines`: line feeds stay.
+
+    Example:
+        >>> printable("a\x1b[2J\u202eb")
+        'a\\x1b[2J\\u202eb'
+    """
+    if text.isprintable():
+        return text
+    kept = " \n" if lines else " "
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
 def amount(n: float) -> str:
     """A count in at most four digits: 950, 12.3k, 262k, 1.2M.
 

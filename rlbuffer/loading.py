@@ -28,7 +28,15 @@ from rlbuffer.toml_lines import key_lines
 
 PREFIX = "RLBUFFER_"
 DEFAULT_FILE = "rlbuffer.toml"
-OTHER_VARIABLES = frozenset({"RLBUFFER_CONFIG", "RLBUFFER_DEBUG", "RLBUFFER_SERVER_BIN", "RLBUFFER_WEIGHTS_TOKEN"})
+OTHER_VARIABLES = frozenset(
+    {
+        "RLBUFFER_CONFIG",
+        "RLBUFFER_DEBUG",
+        "RLBUFFER_REDIS_PASSWORD",
+        "RLBUFFER_SERVER_BIN",
+        "RLBUFFER_WEIGHTS_TOKEN",
+    }
+)
 """Variables that are not settings; RLBUFFER_TEST_* neither."""
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlbuffer.config import BatcherConfig
 from rlbuffer.errors import RlbufferError
-from rlbuffer.lines import ScoreNarrator, amount
+from rlbuffer.lines import ScoreNarrator, amount, printable
 from rlbuffer.placement import gpus_of, visible
 from rlbuffer.settings import RunSettings
 
@@ -42,7 +42,7 @@ def from_json(text: str) -> RunSettings:
 
 def say(text: str) -> None:
     """One line on stdout, at once: stdout is a pipe to the supervisor."""
-    print(text, flush=True)
+    print(printable(text, lines=True), flush=True)
 
 
 def name_process(title: str) -> None:

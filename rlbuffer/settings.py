@@ -325,7 +325,12 @@ class RunSettings(_Section):
     """Everything that ``rlbuffer.toml`` may say."""
 
     run: str = Field("default", pattern=r"^[a-z0-9_.-]{1,64}$", description="Name of the run on the server.")
-    redis_url: str | None = Field(None, description="redis://, rediss:// or unix://; empty: the embedded server.")
+    redis_url: str | None = Field(
+        None, repr=False, description="redis://, rediss:// or unix://; empty: the embedded server."
+    )
+    redis_password_file: Path | None = Field(
+        None, description="File with the password of redis_url, where that has none; RLBUFFER_REDIS_PASSWORD wins."
+    )
     home: Path = Field(
         Path("~/.rlbuffer"), description="Where the embedded server, weights, checkpoints and metrics are kept."
     )

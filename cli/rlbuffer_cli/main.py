@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from rlbuffer_cli.options import EXIT_INTERRUPTED
+from rlbuffer_cli.options import EXIT_INTERRUPTED, echo
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, click.UsageError) and error.ctx is not None:
             click.echo(error.ctx.get_usage(), err=True)
             click.echo(f"Try `{error.ctx.command_path} --help`.", err=True)
-        click.echo(f"Error: {error.format_message()}", err=True)
+        echo(f"Error: {error.format_message()}", err=True)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         if state["debug"]:
@@ -134,7 +134,7 @@ def _failure(error: Exception) -> int:
     from rlbuffer.errors import RlbufferError
 
     if isinstance(error, RlbufferError):
-        click.echo(f"Error: {error}", err=True)
+        echo(f"Error: {error}", err=True)
         return error.exit_code
-    click.echo(f"Error: {type(error).__name__}: {error}\n  This is a defect: --debug shows where.", err=True)
+    echo(f"Error: {type(error).__name__}: {error}\n  This is a defect: --debug shows where.", err=True)
     return 1

@@ -15,6 +15,13 @@ EXIT_INTERRUPTED = 130
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def echo(text: str = "", *, err: bool = False) -> None:
+    """Prints lines for people; what a server or a file put into them does not control the terminal."""
+    from rlbuffer.lines import printable
+
+    click.echo(printable(text, lines=True), err=err)
+
+
 def _debug(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
     if wanted and isinstance(ctx.obj, dict):
         ctx.obj["debug"] = True
@@ -59,12 +66,20 @@ def load(
     flags: Mapping[str, tuple[str, Any]] | None = None,
 ) -> Loaded:
     """Settings from file, environment and the common flags, then `flags` (dotted name -> (flag, value))."""
+    from rlbuffer.errors import ConfigError
     from rlbuffer.loading import load as load_settings
+    from rlbuffer.store.address import has_password, redacted
 
+    if redis and has_password(redis):
+        raise ConfigError(
+            f"--redis {redacted(redis)}: a password on the command line is shown to everybody by `ps`. Leave it out of "
+            "the address and set RLBUFFER_REDIS_PASSWORD, or name a file that holds it (RLBUFFER_REDIS_PASSWORD_FILE); "
+            "or put the whole address into RLBUFFER_REDIS_URL."
+        )
     common_flags = {"redis_url": ("--redis", redis), "run": ("--run", run), "home": ("--home", home)}
     loaded = load_settings(config, flags={**common_flags, **(flags or {})})
     for warning in loaded.warnings:
-        click.echo(f"Warning: {warning}", err=True)
+        echo(f"Warning: {warning}", err=True)
     return loaded
 
 

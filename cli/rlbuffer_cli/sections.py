@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from rlbuffer_cli.options import echo
+
 SHARING = 2
 """Processes that share this machine's cores, this one included; a set OMP_NUM_THREADS counts instead."""
 
@@ -55,11 +57,11 @@ def run_alone(
     processes.share_cores(SHARING)
     stop = threading.Event()
     processes.stop_on_signals(stop)
-    narrate = narrator(lambda line: click.echo(f"{datetime.now():%H:%M:%S} {line}"))
+    narrate = narrator(lambda line: echo(f"{datetime.now():%H:%M:%S} {line}"))
 
     def on_event(event: dict[str, Any]) -> None:
         if display == "json":
-            click.echo(json.dumps(event, default=str))
+            echo(json.dumps(event, default=str))
         elif display != "none":
             narrate(event)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import click
-
-from rlbuffer_cli.options import EXIT_INTERRUPTED
+from rlbuffer_cli.options import EXIT_INTERRUPTED, echo
 
 if TYPE_CHECKING:
     from rlbuffer.client import Buffer
@@ -48,9 +46,7 @@ def open_existing(loaded: Loaded, *, run_given: bool) -> Buffer:
         latest = max(runs, key=lambda name: runs[name], default="")
         if settings.run in runs and (is_named or source != "default" or settings.run == latest):
             if not is_named and settings.run != latest:
-                click.echo(
-                    f'showing run "{settings.run}" ({source}); "{latest}" was opened later (--run chooses)', err=True
-                )
+                echo(f'showing run "{settings.run}" ({source}); "{latest}" was opened later (--run chooses)', err=True)
             return _readable(buffer)
         if is_named or not runs:
             address = buffer.store.server()["address"]
@@ -60,7 +56,7 @@ def open_existing(loaded: Loaded, *, run_given: bool) -> Buffer:
         buffer.close()
         raise
     buffer.close()
-    click.echo(f'showing run "{latest}", the one opened last (--run chooses another)', err=True)
+    echo(f'showing run "{latest}", the one opened last (--run chooses another)', err=True)
     return _readable(
         connect(settings.redis_url, run=latest, config=settings, name="inspect", origin=redis_origin(loaded))
     )
@@ -111,4 +107,4 @@ def say_ended(buffer: Buffer, settings: RunSettings, code: int) -> None:
             sentence = waiting.failed(trained, code, str(settings.run_dir / "run.log"))
         buffer.store.set_waiting("batcher", sentence)
     except RlbufferError as error:
-        click.echo(f"Warning: could not note that the run ended: {error}", err=True)
+        echo(f"Warning: could not note that the run ended: {error}", err=True)

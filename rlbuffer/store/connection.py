@@ -24,7 +24,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -34,6 +33,7 @@ from redis.retry import Retry
 
 from rlbuffer.errors import ConfigError, ServerUnreachable, ServerUnsuitable
 from rlbuffer.settings import ServerSettings
+from rlbuffer.store.address import check_quoted, redacted
 from rlbuffer.store.binary import MINIMUM_VERSION, version_tuple
 from rlbuffer.store.limits import Limits, read_limits, timeout_seconds
 from rlbuffer.store.memory import memory_client, memory_name
@@ -93,6 +93,7 @@ class Connection:
         home: where the embedded server lives.
         server: settings of the embedded server.
         name: shown by CLIENT LIST.
+        password: of the user in `url`, where that has none.
         origin: where `url` comes from, like ``rlbuffer.toml:1`` or ``RLBUFFER_REDIS_URL``; error messages say it.
 
     Raises:
@@ -109,12 +110,14 @@ class Connection:
         server: ServerSettings,
         name: str,
         origin: str = "",
+        password: str = "",
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         self._home = home
         self._settings = server
         self._name = re.sub(r"[^!-~]", "-", name)
         self._origin = origin
+        self._password = password
         self._lock = threading.RLock()
         self._limits: tuple[int, Limits] | None = None
         """Losses when they were read, and what the server takes."""
@@ -316,7 +319,7 @@ class Connection:
     def _hang_up(self) -> None:
         """Closes the connections that nobody uses at this moment; the others are closed when they come back."""
         if not self.is_memory:
-            for client in (self._client, self._blocking):
+            for client in (self._client, self._blocking, *tuple(self._senders.values())):
                 client.connection_pool.disconnect(inuse_connections=False)
 
     def _made_anew(self, connection: Any) -> None:
@@ -331,20 +334,23 @@ class Connection:
         connection.on_connect()
 
     def _url_options(self) -> dict[str, Any]:
+        check_quoted(self._url, self._source())
         try:
             options: dict[str, Any] = parse_url(self._url)  # type: ignore[no-untyped-call]
-        except ValueError as error:
+        except ValueError:
             raise ConfigError(
                 f"{self.address} is not the address of a server.{self._source()}\n"
                 "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://.",
                 setting="redis_url",
-            ) from error
+            ) from None  # it may quote the password as a port
         for option in options:
             if _URL_OPTIONS.fullmatch(option) is None:
                 raise ConfigError(
                     f"the address {self.address} has an option that cannot be set there: {option}.{self._source()}",
                     setting="redis_url",
                 )
+        if self._password and self.embedded is None:
+            options.setdefault("password", self._password)
         return options
 
     def _check(self) -> None:
@@ -403,12 +409,3 @@ class Connection:
         elif re.fullmatch(r"[A-Z0-9_]+", self._origin):
             instead = f"unset {self._origin}"
         return f"  {spent}{source}\n  Start one:   docker compose up -d redis\n  Or use the embedded one: {instead}."
-
-
-def redacted(url: str) -> str:
-    """`url` without its password."""
-    user, at, host = urlsplit(url).netloc.rpartition("@")
-    name, colon, _ = user.partition(":")
-    if at and colon:
-        url = url.replace(f"{user}@{host}", f"{name}:***@{host}", 1)
-    return re.sub(r"([?&](?:ssl_)?password)=[^&]*", r"\1=***", url)

@@ -58,15 +58,17 @@ def open_store(
     server: ServerSettings,
     name: str = "",
     origin: str = "",
+    password: str = "",
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
 ) -> RedisStore:
     """Connects to the server of a run; creates nothing there.
 
     `url` None: the embedded server under `home`, started when it does not run. ``memory://``: in process. `name` is
     what the server shows for the connection, `origin` says in messages where the url came from.
+    `password` counts where the url has none.
 
     Raises:
         ServerUnreachable, ServerUnsuitable, ConfigError: see :class:`rlbuffer.store.connection.Connection`.
     """
-    connection = Connection(url, home=home, server=server, name=name, origin=origin)
+    connection = Connection(url, home=home, server=server, name=name, origin=origin, password=password)
     return RedisStore(connection, run, patience_seconds=patience_seconds)

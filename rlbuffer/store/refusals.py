@@ -91,7 +91,8 @@ def understand(error: redis.RedisError, *, address: str, source: str, is_embedde
         return Understood(
             ServerUnsuitable(
                 f"the server at {address} does not allow this: {words}.{source}\n"
-                "  Look at the user and password in the address, and at the server's ACL for that user."
+                "  Look at the user in the address, at its password (there, in RLBUFFER_REDIS_PASSWORD or in "
+                "redis_password_file), and at the server's ACL for that user."
             )
         )
     if isinstance(error, _LOST) or TOO_MANY_CLIENTS in words:

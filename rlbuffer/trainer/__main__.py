@@ -6,6 +6,7 @@ import os
 import sys
 
 from rlbuffer.errors import RlbufferError
+from rlbuffer.lines import printable
 from rlbuffer.loading import load
 from rlbuffer.processes import yield_cores
 
@@ -29,7 +30,7 @@ def main(arguments: list[str]) -> int:
         # As every forked rank ends: without destructors, which may hang (see `rlbuffer.trainer.loop`).
         os._exit(code)
     except RlbufferError as error:
-        print(f"Error: {error}", file=sys.stderr, flush=True)
+        print(printable(f"Error: {error}", lines=True), file=sys.stderr, flush=True)
         if "RANK" in os.environ:
             os._exit(error.exit_code)
         return error.exit_code

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from rlbuffer import forkserver
 from rlbuffer.client import URL_VARIABLE
+from rlbuffer.lines import printable
 from rlbuffer.placement import visible
 from rlbuffer.processes import to_json, yield_cores
 from rlbuffer.settings import RunSettings
@@ -188,4 +189,4 @@ def _model_modules(settings: RunSettings) -> list[str]:
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text, lines=True), file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rlbuffer.errors import RankFailed, RlbufferError
-from rlbuffer.lines import example_lines
+from rlbuffer.lines import example_lines, printable
 from rlbuffer.placement import visible
 from rlbuffer.processes import from_json, name_process
 from rlbuffer.settings import RunSettings
@@ -124,7 +124,7 @@ def run_rank(
 
 
 def _print_event(event: Mapping[str, Any]) -> None:
-    print(line_of(event), flush=True)
+    print(printable(line_of(event), lines=True), flush=True)
 
 
 def line_of(event: Mapping[str, Any]) -> str:

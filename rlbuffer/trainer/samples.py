@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlbuffer.batches import MicroBatch, Sample, Step
+from rlbuffer.lines import printable
 from rlbuffer.settings import RunSettings
 from rlbuffer.trainer.setup import Session
 from rlbuffer.trainer.update import trained_tokens
@@ -32,7 +33,7 @@ def show_samples(session: Session, step: Step, count: int, *, write: Callable[[s
 
     `write`: where the text goes; default: stderr, since stdout may be data.
     """
-    say = write or (lambda text: print(text, file=sys.stderr, flush=True))
+    say = write or (lambda text: print(printable(text, lines=True), file=sys.stderr, flush=True))
     decode = decoder(session.settings)
     left = session.ranks.first(min(count, sum(len(m.samples) for m in step)))
     for micro_batch in step:

@@ -19,6 +19,7 @@ from types import TracebackType
 from torch.distributed.distributed_c10d import Store
 
 from rlbuffer.errors import BatchTimeout, RlbufferError
+from rlbuffer.lines import printable
 from rlbuffer.trainer.agreement import Ranks
 
 LOOK_SECONDS = 0.5
@@ -108,5 +109,5 @@ class StallWatch:
 
 def say_and_leave(error: RlbufferError) -> None:
     """Ends this process with the error's exit code."""
-    print(f"Error: {error}", file=sys.stderr, flush=True)
+    print(printable(f"Error: {error}", lines=True), file=sys.stderr, flush=True)
     os._exit(error.exit_code)

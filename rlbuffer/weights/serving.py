@@ -32,6 +32,12 @@ from rlbuffer.weights.layout import FILE, NAME, versions
 
 MAX_FETCHES = 4
 """Versions that a relay fetches, or waits to fetch, at once; more are answered 503."""
+HEAD_SECONDS = 20.0
+"""A connection whose next request has not come by then is closed: whoever means to ask does so at once."""
+MOST_CONNECTIONS = 512
+MOST_OF_A_HOST = 64
+"""Connections at once, all together and of one address (a proxy counts as one). What is above is hung up on; a client
+asks again, and goes on from where it was."""
 CLOSE_SECONDS = 2.0
 """Time that answers under way have when the server closes; the client continues them elsewhere."""
 
@@ -116,6 +122,45 @@ def _authorization(token: str) -> Any:
     return check
 
 
+class _Bounds:
+    """Hangs up on connections above the limits and on those that do not ask, so that slow clients cannot hold every
+    descriptor of the process."""
+
+    def __init__(self, app: web.Application) -> None:
+        self._hosts: dict[Any, str] = {}
+        """Connection -> the address that it came from."""
+        self._timers: dict[Any, asyncio.TimerHandle] = {}
+        """Connection whose first request has not come -> when it is closed."""
+        app.on_response_prepare.append(self._asked)
+
+    def watch(self, server: Any) -> None:
+        """From now on the connections of `server`."""
+        self._take, self._leave = server.connection_made, server.connection_lost
+        server.connection_made, server.connection_lost = self._made, self._lost
+
+    def _made(self, handler: Any, transport: Any) -> None:
+        self._take(handler, transport)
+        host = str((transport.get_extra_info("peername") or ("",))[0])
+        if len(self._hosts) >= MOST_CONNECTIONS or list(self._hosts.values()).count(host) >= MOST_OF_A_HOST:
+            transport.abort()
+            return
+        self._hosts[handler] = host
+        self._timers[handler] = asyncio.get_running_loop().call_later(HEAD_SECONDS, transport.abort)
+
+    def _lost(self, handler: Any, error: BaseException | None = None) -> None:
+        self._leave(handler, error)
+        self._hosts.pop(handler, None)
+        self._stop_timer(handler)
+
+    async def _asked(self, request: web.Request, response: web.StreamResponse) -> None:
+        self._stop_timer(request.protocol)
+
+    def _stop_timer(self, handler: Any) -> None:
+        timer = self._timers.pop(handler, None)
+        if timer is not None:
+            timer.cancel()
+
+
 class FileServer:
     """Serves an application from a thread of its own, beside whatever the process does. A context manager.
 
@@ -177,8 +222,16 @@ class FileServer:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _start(self) -> None:
-        self._runner = web.AppRunner(self._app, handle_signals=False, access_log=None, shutdown_timeout=CLOSE_SECONDS)
+        bounds = _Bounds(self._app)
+        self._runner = web.AppRunner(
+            self._app,
+            handle_signals=False,
+            access_log=None,
+            shutdown_timeout=CLOSE_SECONDS,
+            keepalive_timeout=HEAD_SECONDS,
+        )
         await self._runner.setup()
+        bounds.watch(self._runner.server)
         await web.TCPSite(self._runner, self._host or None, self._port).start()
         self._port = self._runner.addresses[0][1]
 

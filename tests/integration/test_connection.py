@@ -20,7 +20,7 @@ from faults import CuttingProxy, TalkingServer, info_reply
 from rlbuffer.errors import ConfigError, ServerRefused, ServerUnreachable, ServerUnsuitable, WrongAnswer
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store.binary import ServerBinary
-from rlbuffer.store.connection import Connection, redacted
+from rlbuffer.store.connection import Connection
 from rlbuffer.store.server import EmbeddedServer, ensure
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
@@ -213,7 +213,7 @@ def test_patience_bounds_the_tries(home: Path) -> None:
     assert time.monotonic() - begun < 5
 
 
-@pytest.mark.parametrize("url", ["http://localhost", "localhost:6379", "redis://host:port"])
+@pytest.mark.parametrize("url", ["http://localhost", "localhost:6379", "redis://host:99999"])
 def test_what_is_no_address_is_a_config_error(home: Path, url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         connect(url, home, origin="rlbuffer.toml:2")
@@ -229,21 +229,6 @@ def test_what_is_no_address_is_a_config_error(home: Path, url: str) -> None:
 def test_an_address_cannot_undo_how_commands_are_sent(home: Path, option: str) -> None:
     with pytest.raises(ConfigError, match=rf"has an option that cannot be set there: {option.split('=')[0]}\."):
         connect(f"redis://localhost?{option}", home)
-
-
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("redis://u:p%40ss@host:1/0", "redis://u:***@host:1/0"),
-        ("rediss://:secret@host", "rediss://:***@host"),
-        ("redis://user@host", "redis://user@host"),
-        ("unix:///run/s?db=1&password=x", "unix:///run/s?db=1&password=***"),
-        ("redis://host/0?ssl_password=x&ssl_keyfile=k", "redis://host/0?ssl_password=***&ssl_keyfile=k"),
-        ("memory://", "memory://"),
-    ],
-)
-def test_passwords_are_never_shown(url: str, shown: str) -> None:
-    assert redacted(url) == shown
 
 
 # -- servers that will not do ------------------------------------------------------------------------------------------

@@ -71,7 +71,8 @@ def test_a_user_without_the_right_is_told_where_to_look(redis_url: str, tmp_path
     assert str(caught.value) == (
         f"the server at {connection.address} does not allow this: User viewer has no permissions to run the 'xadd' "
         "command.\n  The address comes from --redis.\n"
-        "  Look at the user and password in the address, and at the server's ACL for that user."
+        "  Look at the user in the address, at its password (there, in RLBUFFER_REDIS_PASSWORD or in "
+        "redis_password_file), and at the server's ACL for that user."
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +18,7 @@ from weights_places import content, make_version, place
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.records import PolicyVersion
 from rlbuffer.settings import RunSettings, WeightsSettings
+from rlbuffer.weights import serving
 from rlbuffer.weights.cache import VersionCache, announced
 from rlbuffer.weights.files import load_state, open_weights, publish
 from rlbuffer.weights.serving import FileServer, make_app, serve_beside
@@ -162,3 +165,59 @@ def test_an_address_that_is_taken_is_said_with_its_setting(tmp_path: Path) -> No
         f"weights.listen = '{listen}' cannot be listened on ({reason}address already in use): choose another port, or "
         "stop what has it"
     )
+
+
+def asking(server: FileServer, head: bytes) -> socket.socket:
+    host, _, port = server.url.removeprefix("http://").rpartition(":")
+    end = socket.create_connection((host, int(port)), timeout=30)
+    end.sendall(head)
+    return end
+
+
+def is_hung_up(end: socket.socket) -> bool:
+    try:
+        return end.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("head", [b"", b"G", b"GET / HTTP/1.1\r\nHost: a\r\nX: "])
+def test_a_request_that_does_not_come_is_hung_up_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: bytes
+) -> None:
+    monkeypatch.setattr(serving, "HEAD_SECONDS", 0.2)
+    with FileServer(make_app(tmp_path), ANY) as server, asking(server, head) as end:
+        assert is_hung_up(end)
+
+
+def test_a_connection_is_kept_for_the_next_request_and_then_hung_up_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "HEAD_SECONDS", 0.5)
+    with FileServer(make_app(tmp_path), ANY) as server, asking(server, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n") as end:
+        assert end.recv(4096).startswith(b"HTTP/1.1 200")
+        end.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        answer = end.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 200")
+        while answer:
+            answer = end.recv(4096)
+
+
+@pytest.mark.parametrize("limit", ["MOST_CONNECTIONS", "MOST_OF_A_HOST"])
+def test_slow_clients_hold_a_bounded_number_of_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(serving, "HEAD_SECONDS", 30.0)
+    monkeypatch.setattr(serving, limit, 4)
+    with FileServer(make_app(tmp_path), ANY) as server:
+        slow = [asking(server, b"GET ") for _ in range(20)]
+        assert sum(is_hung_up(end) for end in slow[4:]) == 16
+        for end in slow:
+            end.close()
+        deadline = time.monotonic() + 30
+        while True:  # the server hears that they went
+            try:
+                assert httpx.get(server.url).status_code == 200
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < deadline

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 
 @click.command("backup")
@@ -39,12 +40,12 @@ def command(
     with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
         if not isinstance(buffer.store, RedisStore):
             raise BackupError("only a run on a server can be backed up")
-        report = write_backup(buffer.store, file, lambda line: click.echo(line, err=True))
+        report = write_backup(buffer.store, file, lambda line: echo(line, err=True))
     if as_json:
-        click.echo(json.dumps({"schema": "rlbuffer.backup/1", "file": str(file), **asdict(report)}))
+        echo(json.dumps({"schema": "rlbuffer.backup/1", "file": str(file), **asdict(report)}))
         return 0
     missing = f"; {report.missing} payloads were missing already" if report.missing else ""
-    click.echo(
+    echo(
         f'run "{report.run}" at step {report.step} is in {file}: {report.bytes / 2**20:.1f} MiB, '
         f"{report.payload_keys} payload keys{missing}"
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.client import Buffer
@@ -38,7 +39,7 @@ def check(config: str | None, redis: str | None, run: str | None, home: str | No
     loaded = options.load(config, redis, run, home)
     where = str(loaded.file) if loaded.file else "no config file (all defaults)"
     given, warnings = len(loaded.sources), len(loaded.warnings)
-    click.echo(f"ok: {where}, {given} setting{'s' * (given != 1)} given, {warnings} warning{'s' * (warnings != 1)}")
+    echo(f"ok: {where}, {given} setting{'s' * (given != 1)} given, {warnings} warning{'s' * (warnings != 1)}")
     return 0
 
 
@@ -54,17 +55,17 @@ def show(config: str | None, redis: str | None, run: str | None, home: str | Non
       RLBUFFER_BATCHER__MAX_AGE=2 rlbuffer config show --sources
     """
     loaded = options.load(config, redis, run, home)
-    rows = [(name, value, loaded.source(name)) for name, value in loaded.values()]
+    rows = [(name, shown(name, value), loaded.source(name)) for name, value in loaded.values()]
     if as_json:
         for name, value, source in rows:
             record = {"schema": "rlbuffer.setting/1", "name": name, "value": value, "source": source}
-            click.echo(json.dumps(record, default=_plain))
+            echo(json.dumps(record, default=_plain))
         return 0
     width = max(len(name) for name, _, _ in rows)
     texts = [json.dumps(value, default=_plain) if value is not None else "(not set)" for _, value, _ in rows]
     column = min(max(len(text) for text in texts), 40)
     for (name, _, source), text in zip(rows, texts, strict=True):
-        click.echo(f"{name:<{width}} = {text:<{column}}  {source}" if sources else f"{name:<{width}} = {text}")
+        echo(f"{name:<{width}} = {text:<{column}}  {source}" if sources else f"{name:<{width}} = {text}")
     return 0
 
 
@@ -100,10 +101,10 @@ def apply(
             if as_json:
                 record = {"schema": "rlbuffer.change/1", "setting": change.setting, "old": change.old}
                 more = {"new": change.new, "consequence": change.consequence, "source": loaded.source(change.setting)}
-                click.echo(json.dumps(record | more, default=_plain))
+                echo(json.dumps(record | more, default=_plain))
                 continue
             note = f"   ({change.consequence})" if change.consequence else ""
-            click.echo(f"{change}   {loaded.source(change.setting)}{note}")
+            echo(f"{change}   {loaded.source(change.setting)}{note}")
         answer = buffer.store.ask_config(wanted.as_dict(), config_digest(wanted), seen=seen)
         if answer == "same":
             state, revision = "same", seen.revision
@@ -112,9 +113,9 @@ def apply(
         else:
             state, revision = "taken", _wait_until_taken(buffer, config_digest(wanted), seen, timeout)
     if as_json:
-        click.echo(json.dumps({"schema": "rlbuffer.config/1", "run": name, "state": state, "revision": revision}))
+        echo(json.dumps({"schema": "rlbuffer.config/1", "run": name, "state": state, "revision": revision}))
         return 0
-    click.echo(
+    echo(
         {
             "same": f'run "{name}" has these settings already (revision {revision})',
             "stored": f'stored for run "{name}": no batcher is at work; the next one that starts with them takes them',
@@ -148,6 +149,13 @@ def _wait_until_taken(buffer: Buffer, digest: str, seen: Meta, timeout: float) -
                 f"for it (rlbuffer inspect shows when it has)"
             )
         time.sleep(POLL_SECONDS)
+
+
+def shown(name: str, value: Any) -> Any:
+    """The value of a setting as people may see it."""
+    from rlbuffer.store.address import redacted
+
+    return redacted(value) if name == "redis_url" and value else value
 
 
 def _plain(value: Any) -> Any:

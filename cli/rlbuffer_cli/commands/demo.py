@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.loading import Loaded
@@ -105,9 +106,7 @@ class _Demo:
             if self._is_time_up and watch.records:
                 code = 0
             elif self._is_time_up:
-                click.echo(
-                    f"Error: no step was trained within {self._seconds:g} s. See {supervisor.log_path}", err=True
-                )
+                echo(f"Error: no step was trained within {self._seconds:g} s. See {supervisor.log_path}", err=True)
                 code = 5
             self._summarize(watch, buffer.ledger(), code, supervisor.restarts, supervisor.log_path)
         return code
@@ -127,18 +126,18 @@ class _Demo:
                 watch.log(name, line)
             elif self._shown in ("plain", "json") and name not in ("serve", "train"):
                 # Their step lines would only repeat the steps; everything is in the log.
-                click.echo(f"{name:<14} {line}", err=True)
+                echo(f"{name:<14} {line}", err=True)
 
         return say
 
     def _on_step(self, record: Mapping[str, Any]) -> None:
         if self._shown == "json":
-            click.echo(json.dumps(step_event(record)))
+            echo(json.dumps(step_event(record)))
         elif self._shown == "plain":
             from rlbuffer_cli.render.metrics import train_line
 
             envs = "  ".join(f"{env} {r:.2f}" for env, r in record.get("rewards", {}).items() if r is not None)
-            click.echo(f"{train_line(record, self._settings.trainer.steps)}  {envs}")
+            echo(f"{train_line(record, self._settings.trainer.steps)}  {envs}")
 
     def _summarize(self, watch: Watch, ledger: Ledger, code: int, restarts: int, log: str) -> None:
         from rlbuffer.config import budgets_at
@@ -146,11 +145,11 @@ class _Demo:
         summary = summary_event(watch, ledger, self._settings.run, str(self._settings.output_dir))
         summary |= {"exit_code": code, "restarts": restarts, "seed": self._seed}
         if self._shown == "json":
-            click.echo(json.dumps(summary))
+            echo(json.dumps(summary))
         elif self._shown != "none":
             budgets = budgets_at(self._settings.batcher.budgets, self._settings.trainer.steps)
             for line in summary_lines(summary, budgets, log, str(self._settings.home)):
-                click.echo(line)
+                echo(line)
 
 
 def step_event(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.client import Buffer
@@ -47,11 +48,11 @@ def command(
         if undo:
             was_draining = buffer.store.ask_undrain()
             if as_json:
-                click.echo(json.dumps({"schema": "rlbuffer.undrain/1", "run": buffer.run, "drained": was_draining}))
+                echo(json.dumps({"schema": "rlbuffer.undrain/1", "run": buffer.run, "drained": was_draining}))
             elif was_draining:
-                click.echo(f'run "{buffer.run}" gives tickets again')
+                echo(f'run "{buffer.run}" gives tickets again')
             else:
-                click.echo(f'run "{buffer.run}" was not draining')
+                echo(f'run "{buffer.run}" was not draining')
             return 0
         buffer.store.ask_drain()
         return _wait(buffer, timeout, as_json)
@@ -76,14 +77,14 @@ def _wait(buffer: Buffer, timeout: float | None, as_json: bool) -> int:
             )
         if str(state) != said:
             said = str(state)
-            click.echo(f"draining: {said}", err=True)
+            echo(f"draining: {said}", err=True)
         time.sleep(POLL_SECONDS)
     step, trained = store.meta().step, store.trainer().trained
     groups, rollouts, tokens = pending_amounts(store)
     if as_json:
         record = {"schema": "rlbuffer.drain/1", "run": name, "step": step, "trained": trained, "groups": groups}
-        click.echo(json.dumps(record | {"rollouts": rollouts, "tokens": tokens}))
+        echo(json.dumps(record | {"rollouts": rollouts, "tokens": tokens}))
         return 0
     left = f"{amounts(groups, rollouts, tokens)} stay in the pool" if groups else "the pool is empty"
-    click.echo(f'run "{name}" is drained after step {step} ({trained} trained): {left}. Back: rlbuffer drain --undo')
+    echo(f'run "{name}" is drained after step {step} ({trained} trained): {left}. Back: rlbuffer drain --undo')
     return 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.operations import Chosen
@@ -44,26 +45,26 @@ def command(
         chosen = choose(store, where)
         what = amounts(len(chosen.drops), chosen.rollouts, chosen.tokens)
         if as_json and (not yes or not chosen.drops):
-            click.echo(json.dumps(_record(name, where, chosen, pushes=0)))
+            echo(json.dumps(_record(name, where, chosen, pushes=0)))
             return 0
         if not chosen.drops:
-            click.echo(f'no pending group of run "{name}" matches {where!r}')
+            echo(f'no pending group of run "{name}" matches {where!r}')
             return 0
         question = f'this drops {what} of run "{name}" for good ({_envs(chosen)})'
         if not yes:
             if not sys.stdin.isatty():
                 raise click.UsageError(f"{question}: say so with --yes")
             if not click.confirm(f"{question}: do it?"):
-                click.echo("nothing was dropped")
+                echo("nothing was dropped")
                 return 1
         pushes = store.drop_pending(chosen.drops)
     if as_json:
-        click.echo(json.dumps(_record(name, where, chosen, pushes=pushes)))
+        echo(json.dumps(_record(name, where, chosen, pushes=pushes)))
         return 0
-    click.echo(f'dropped {what} of run "{name}" ({_envs(chosen)})')
+    echo(f'dropped {what} of run "{name}" ({_envs(chosen)})')
     gone = sum(len(entries) for _, entries in chosen.drops) - pushes
     if gone:
-        click.echo(f"{gone} of their pushes had left the pool meanwhile: into a step, or dropped otherwise", err=True)
+        echo(f"{gone} of their pushes had left the pool meanwhile: into a step, or dropped otherwise", err=True)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 
 @click.group("env")
@@ -38,13 +39,13 @@ def pause(env: str, config: str | None, redis: str | None, run: str | None, home
         known = {*buffer.store.ledger().envs, *buffer.store.meta().config.get("budgets", {})}
         is_new = buffer.store.pause(env)
         name = buffer.run
-    click.echo(
+    echo(
         f'{env} is paused in run "{name}": steps go on without it. Back: rlbuffer env resume {env}'
         if is_new
         else f'{env} was paused already in run "{name}"'
     )
     if env not in known:
-        click.echo(f"Warning: run {name!r} knows no env {env!r}: {', '.join(sorted(known)) or 'none yet'}", err=True)
+        echo(f"Warning: run {name!r} knows no env {env!r}: {', '.join(sorted(known)) or 'none yet'}", err=True)
     return 0
 
 
@@ -66,7 +67,7 @@ def resume(env: str, config: str | None, redis: str | None, run: str | None, hom
     with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
         was_paused = buffer.store.resume(env)
         name = buffer.run
-    click.echo(f'{env} takes part again in run "{name}"' if was_paused else f'{env} was not paused in run "{name}"')
+    echo(f'{env} takes part again in run "{name}"' if was_paused else f'{env} was not paused in run "{name}"')
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.client import Buffer
@@ -75,12 +76,12 @@ def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -
 
     if as_json and not totals:
         for view in buffer.groups(where=where, limit=limit):
-            click.echo(json.dumps(pool.group_record(view)))
+            echo(json.dumps(pool.group_record(view)))
         return 0
     summary = pool.summarize(buffer)
     if as_json:
         for record in pool.summary_records(summary):
-            click.echo(json.dumps(record))
+            echo(json.dumps(record))
         return 0
     pool.show(summary, buffer.groups(where=where, limit=limit), where=where, limit=limit)
     return 0
@@ -96,7 +97,7 @@ def _alive(buffer: Buffer, who: str, within: float) -> int:
         known = ", ".join(seen) or "nobody"
         raise NotFound(f"{who!r} has never been heard in run {buffer.run!r}. Heard were: {known}.")
     is_alive = seen[who] <= within
-    click.echo(f"{who} was heard {duration(seen[who])} ago" + ("" if is_alive else f", more than {within:g} s"))
+    echo(f"{who} was heard {duration(seen[who])} ago" + ("" if is_alive else f", more than {within:g} s"))
     return 0 if is_alive else 1
 
 
@@ -107,7 +108,7 @@ def _one(buffer: Buffer, identifier: str, bounds: tuple[int, int], as_json: bool
     detail = buffer.group(identifier)
     if "/" not in identifier:
         if as_json:
-            click.echo(json.dumps(group.detail_record(detail)))
+            echo(json.dumps(group.detail_record(detail)))
         else:
             group.show_group(detail)
         return 0
@@ -118,7 +119,7 @@ def _one(buffer: Buffer, identifier: str, bounds: tuple[int, int], as_json: bool
         known = ", ".join(m.rollout_id for m in detail.members[:8]) or "none that can still be read"
         raise NotFound(f"group {detail.view.group_id!r} has no rollout {tail!r}. Its rollouts: {known}.")
     if as_json:
-        click.echo(json.dumps(group.rollout_record(fitting[0], detail.view)))
+        echo(json.dumps(group.rollout_record(fitting[0], detail.view)))
     else:
         group.show_rollout(detail, fitting[0], bounds)
     return 0

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.records import Group
@@ -66,7 +67,7 @@ def command(
                     status = writer.push(group, sequence=sequence).status
                 except PushGivenUp as error:
                     lost += 1
-                    click.echo(f"{file}:{sequence}  {error}", err=True)
+                    echo(f"{file}:{sequence}  {error}", err=True)
                     continue
                 except (ServerRefused, ServerUnreachable) as error:
                     raise type(error)(
@@ -78,10 +79,10 @@ def command(
     if as_json:
         record = {"schema": "rlbuffer.push/1", "run": settings.run, "stored": stored, "duplicate": duplicate}
         record |= {"lost": lost}
-        click.echo(json.dumps(record))
+        echo(json.dumps(record))
     else:
         what = f"{count} group{'s' * (count != 1)}"
-        click.echo(
+        echo(
             f'{file}: {what} into run "{settings.run}": {stored} stored, {duplicate} duplicate'
             + f", {lost} lost" * (lost > 0)
         )
@@ -98,7 +99,7 @@ class _Waiting:
         now = time.monotonic()
         if now - self._said >= SAY_SECONDS:
             self._said = now
-            click.echo(f"waiting: {str(error).splitlines()[0]}", err=True)
+            echo(f"waiting: {str(error).splitlines()[0]}", err=True)
 
 
 def check_all(stream: IO[bytes], file: str) -> tuple[int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 
 @click.command("reset")
@@ -47,5 +48,5 @@ def command(
                 "first: what is still there begins the run anew. --force removes it all the same"
             )
         keys = buffer.store.delete_run()
-    click.echo(f'run "{name}" ({content}) is gone: {keys} keys removed')
+    echo(f'run "{name}" ({content}) is gone: {keys} keys removed')
     return 0

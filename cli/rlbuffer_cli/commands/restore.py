@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 
 @click.command("restore")
@@ -41,15 +42,15 @@ def command(file: Path, as_json: bool, config: str | None, redis: str | None, ru
     ) as buffer:
         if not isinstance(buffer.store, RedisStore):
             raise BackupError("a run can only be restored onto a server")
-        report = restore_backup(buffer.store, file, lambda line: click.echo(line, err=True))
+        report = restore_backup(buffer.store, file, lambda line: echo(line, err=True))
         address = buffer.store.server()["address"]
     if as_json:
-        click.echo(json.dumps({"schema": "rlbuffer.restore/1", "file": str(file), **asdict(report)}))
+        echo(json.dumps({"schema": "rlbuffer.restore/1", "file": str(file), **asdict(report)}))
         return 0
     # What was typed here must be typed there: without it, verify looks at another server.
     given = {"--redis": redis, "--home": home, "--config": config}
     where = "".join(f" {flag} {shlex.quote(value)}" for flag, value in given.items() if value is not None)
-    click.echo(
+    echo(
         f'run "{report.run}" at step {report.step} is on {address}: {report.control_keys} control keys, '
         f"{report.payload_keys} payload keys. Check it: rlbuffer verify --run {report.run}{where}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 
 @click.command("rewind")
@@ -28,7 +29,7 @@ def command(number: int, force: bool, config: str | None, redis: str | None, run
     with open_existing(loaded, run_given=run is not None) as buffer:
         found = buffer.store.rewind(number, force=force)
         name = buffer.run
-    click.echo(
+    echo(
         f'run "{name}" goes on from step {number} in epoch {found["epoch"]}: {found["steps"]} steps and '
         f"{found['entries']} pending pushes are void. {resume_hint(loaded.settings, name, number)}"
     )

@@ -10,6 +10,7 @@ from datetime import datetime
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 
 @click.command("run")
@@ -61,16 +62,16 @@ def command(
             code = Supervisor(settings, say=_printer(shown), origin=origin).run(stop)
             say_ended(buffer, settings, code)
     name = options.program()
-    click.echo(f"next: {name} inspect --run {settings.run}   {name} verify --run {settings.run}", err=True)
+    echo(f"next: {name} inspect --run {settings.run}   {name} verify --run {settings.run}", err=True)
     return code
 
 
 def _printer(shown: str):  # type: ignore[no-untyped-def]
     def say(name: str, line: str) -> None:
         if shown == "json":
-            click.echo(json.dumps({"event": "log", "process": name, "line": line}))
+            echo(json.dumps({"event": "log", "process": name, "line": line}))
         elif shown == "plain":
-            click.echo(f"{datetime.now():%H:%M:%S} {name:<14} {line}")
+            echo(f"{datetime.now():%H:%M:%S} {name:<14} {line}")
         sys.stdout.flush()
 
     return say

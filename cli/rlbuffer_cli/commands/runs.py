@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.errors import SchemaMismatch
@@ -36,7 +37,7 @@ def command(config: str | None, redis: str | None, run: str | None, home: str | 
         now = buffer.store.now()
         address = buffer.store.server()["address"]
     if not found and not as_json:
-        click.echo(f"no runs on {address}")
+        echo(f"no runs on {address}")
     for name, opened in found.items():
         with connect(url, run=name, config=loaded.settings, name="runs") as other:
             try:
@@ -57,10 +58,10 @@ def command(config: str | None, redis: str | None, run: str | None, home: str | 
             "opened_seconds_ago": round(max(0.0, now - opened), 1),
         }
         if as_json:
-            click.echo(json.dumps(record))
+            echo(json.dumps(record))
             continue
         opened_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(opened))
-        click.echo(
+        echo(
             f"{name:<24} step {meta.step:>6}  trained {trainer.trained:>6}  "
             f"{total.pending[0]:>8,} rollouts pending  opened {opened_at}"
         )
@@ -70,6 +71,6 @@ def command(config: str | None, redis: str | None, run: str | None, home: str | 
 def _tell_unreadable(name: str, error: SchemaMismatch, as_json: bool) -> None:
     """A run that another version wrote is named, and keeps nobody from seeing the others."""
     if as_json:
-        click.echo(json.dumps({"schema": "rlbuffer.run/1", "run": name, "schema_of_run": error.schema}))
+        echo(json.dumps({"schema": "rlbuffer.run/1", "run": name, "schema_of_run": error.schema}))
         return
-    click.echo(f"{name:<24} ! {str(error).partition(' was ')[2]}")
+    echo(f"{name:<24} ! {str(error).partition(' was ')[2]}")

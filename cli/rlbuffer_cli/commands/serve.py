@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.loading import Loaded
@@ -62,15 +63,15 @@ def command(
     processes.stop_on_signals(stop)
     processes.set_on_hangup(hangup, stop)
     started = time.monotonic()
-    narrator = ServeNarrator(lambda line: click.echo(f"{datetime.now():%H:%M:%S} {line}"))
+    narrator = ServeNarrator(lambda line: echo(f"{datetime.now():%H:%M:%S} {line}"))
 
     def on_event(event: dict[str, Any]) -> None:
         if display == "json":
-            click.echo(json.dumps(event, default=str))
+            echo(json.dumps(event, default=str))
         elif display != "none":
             if event["event"] == "ready":
                 for line in banner(loaded, event, time.monotonic() - started):
-                    click.echo(line)
+                    echo(line)
             narrator(event)
 
     processes.serve(
@@ -84,7 +85,7 @@ def command(
     )
     narrator.close()
     if display not in ("json", "none"):
-        click.echo("stopped; groups and steps stay on the server.")
+        echo("stopped; groups and steps stay on the server.")
     return 0
 
 

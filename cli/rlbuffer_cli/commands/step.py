@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 
 @click.group("step")
@@ -37,7 +38,7 @@ def void(number: int, force: bool, config: str | None, redis: str | None, run: s
     with open_existing(loaded, run_given=run is not None) as buffer:
         found = buffer.store.void_from(number, force=force)
         name = buffer.run
-    click.echo(
+    echo(
         f'run "{name}" goes on from step {number - 1} in epoch {found["epoch"]}: {found["steps"]} steps are void. '
         f"{resume_hint(loaded.settings, name, number - 1)}"
     )

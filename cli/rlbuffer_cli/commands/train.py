@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.settings import RunSettings
@@ -69,9 +70,7 @@ def command(
         if follower is not None:
             follower.join(timeout=2.0)
     if code == options.EXIT_INTERRUPTED:
-        click.echo(
-            f"Interrupted. Started again, it goes on from its last checkpoint in {settings.output_dir}.", err=True
-        )
+        echo(f"Interrupted. Started again, it goes on from its last checkpoint in {settings.output_dir}.", err=True)
     return code
 
 

@@ -7,6 +7,7 @@ import json
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 
 @click.command("verify")
@@ -30,13 +31,13 @@ def command(config: str | None, redis: str | None, run: str | None, home: str | 
     if as_json:
         for finding in report.findings:
             record = {"schema": "rlbuffer.finding/1", "invariant": finding.invariant, "message": finding.message}
-            click.echo(json.dumps(record))
+            echo(json.dumps(record))
         summary = {"schema": "rlbuffer.report/1", "run": name, "ok": report.ok, "checked": dict(report.checked)}
-        click.echo(json.dumps(summary))
+        echo(json.dumps(summary))
         return 0 if report.ok else 1
     checked = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in report.checked.items())
-    click.echo(f'run "{name}": checked {checked}')
+    echo(f'run "{name}": checked {checked}')
     for finding in report.findings:
-        click.echo(f"  {finding.invariant:<4} {finding.message}")
-    click.echo("ok: everything adds up" if report.ok else f"FAILED: {len(report.findings)} findings")
+        echo(f"  {finding.invariant:<4} {finding.message}")
+    echo("ok: everything adds up" if report.ok else f"FAILED: {len(report.findings)} findings")
     return 0 if report.ok else 1

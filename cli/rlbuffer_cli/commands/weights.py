@@ -8,6 +8,7 @@ import threading
 import click
 
 from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
 
 
 @click.group("weights")
@@ -65,8 +66,6 @@ def serve(
     folder = cache.directory if cache is not None else settings.output_dir / "weights"
     app = serving.make_app(folder, token=os.environ.get(TOKEN_VARIABLE, ""), upstream=upstream or "", cache=cache)
     with serving.FileServer(app, address) as server:
-        click.echo(
-            f"serving {folder} at {address} ({server.url} from here)" + (f", from {upstream}" if upstream else "")
-        )
+        echo(f"serving {folder} at {address} ({server.url} from here)" + (f", from {upstream}" if upstream else ""))
         stop.wait()
     return 0

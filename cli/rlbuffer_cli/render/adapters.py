@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlbuffer.lines import amount
-from rlbuffer_cli.render.text import printable
+from rlbuffer.lines import amount, printable
 
 if TYPE_CHECKING:
     from rlbuffer.store.base import Store

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer_cli.render.text import printable, sparkline
+from rlbuffer.lines import printable
+from rlbuffer_cli.render.text import sparkline
 
 if TYPE_CHECKING:
     from rlbuffer.store.base import Store

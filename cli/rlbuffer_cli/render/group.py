@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlbuffer.lines import amount, duration
+from rlbuffer.lines import amount, duration, printable
+from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.pool import group_record
-from rlbuffer_cli.render.text import bar, printable, show_table, sparkline, wrapped
+from rlbuffer_cli.render.text import bar, show_table, sparkline, wrapped
 
 if TYPE_CHECKING:
     from rlbuffer.records import Rollout
@@ -87,25 +88,25 @@ def show_group(detail: GroupDetail) -> None:
     """Prints a group: what it is, then one row per rollout."""
     prompt = _prompt(detail)
     for line in _headline(detail.view):
-        click.echo(line)
+        echo(line)
     if prompt:
-        click.echo(f"  prompt    {printable(prompt)[: 2 * MAX_TEXT]}")
+        echo(f"  prompt    {printable(prompt)[: 2 * MAX_TEXT]}")
     if detail.answer is not None:
-        click.echo(f"  answer    {_short(detail.answer)}")
+        echo(f"  answer    {_short(detail.answer)}")
     if detail.metadata:
-        click.echo(f"  metadata  {_short(dict(detail.metadata))}")
+        echo(f"  metadata  {_short(dict(detail.metadata))}")
     if not detail.members:
-        click.echo("  its rollouts are no longer kept")
+        echo("  its rollouts are no longer kept")
         return
     best = max((abs(m.reward) for m in detail.members if m.reward is not None), default=1.0) or 1.0
-    click.echo("")
+    echo("")
     show_table(
         ["rollout", "reward", "", "advantage", "tokens", "trained", "version", "stop", "logprob", "text"],
         [_member_row(member, best, len(prompt)) for member in detail.members],
         right=frozenset({"reward", "advantage", "tokens", "trained", "version", "logprob"}),
         optional=["trained", "version", "logprob"],
     )
-    click.echo(f"\none rollout: rlbuffer inspect {detail.members[0].rollout_id}")
+    echo(f"\none rollout: rlbuffer inspect {detail.members[0].rollout_id}")
 
 
 def _headline(view: GroupView) -> list[str]:
@@ -171,19 +172,19 @@ def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, in
     if bounds[0] >= member.length:
         raise click.UsageError(f"--tokens {bounds[0]}:{bounds[1]} lies behind its {member.length} tokens")
     for line in _headline(detail.view):
-        click.echo(line)
+        echo(line)
     reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
     parts = " ".join(f"{name} {value:.3f}" for name, value in member.rewards.items())
     advantage = "" if member.advantage is None else f" · advantage {member.advantage:+.4f}"
-    click.echo(f"rollout {member.rollout_id}   {reward}{f' ({parts})' if parts else ''}{advantage}")
+    echo(f"rollout {member.rollout_id}   {reward}{f' ({parts})' if parts else ''}{advantage}")
     rollout: Rollout | None = member.rollout
     for line in wrapped(_life(detail.view, member), indent="    "):
-        click.echo(line)
+        echo(line)
     if rollout is None:
-        click.echo("  its payload is no longer kept")
+        echo("  its payload is no longer kept")
         return
     if rollout.text is not None:
-        click.echo(f"  text {printable(rollout.text)}")
+        echo(f"  text {printable(rollout.text)}")
     start, end = bounds[0], min(bounds[1], rollout.length)
     characters = rollout.text if rollout.text is not None and len(rollout.text) == rollout.length else None
     own = rollout.columns.get("advantages")
@@ -201,14 +202,14 @@ def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, in
                 f"{value:+.3f}" if trained and value is not None else "",
             ]
         )
-    click.echo("")
+    echo("")
     show_table(
         ["token", "id", "text", "mask", "logprob", "advantage"],
         rows,
         right=frozenset({"token", "id", "logprob", "advantage"}),
     )
     if end < rollout.length:
-        click.echo(f"tokens {start} to {end} of {rollout.length}: --tokens {end}:{min(end + 200, rollout.length)}")
+        echo(f"tokens {start} to {end} of {rollout.length}: --tokens {end}:{min(end + 200, rollout.length)}")
 
 
 def _life(view: GroupView, member: RolloutView) -> str:

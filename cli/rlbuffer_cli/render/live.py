@@ -15,9 +15,9 @@ from rich.panel import Panel
 from rich.text import Text
 
 from rlbuffer.config import budgets_at
-from rlbuffer.lines import RECENT_STEPS, amount, duration, example_lines, percent, waited
+from rlbuffer.lines import RECENT_STEPS, amount, duration, example_lines, percent, printable, waited
 from rlbuffer.settings import RunSettings
-from rlbuffer_cli.render.text import BLOCKS, bar, printable, sparkline, table
+from rlbuffer_cli.render.text import BLOCKS, bar, sparkline, table
 from rlbuffer_cli.render.watch import Watch
 
 PLOT_HEIGHT = 8
@@ -114,7 +114,7 @@ class RunView:
             _line(self._ages()),
             _line(self._ranks(width)),
             *([_line(row, "dim") for row in waiting] if watch.glance.waiting else []),
-            *[_line(printable(row), "dim") for row in logged],
+            *[_line(row, "dim") for row in logged],
         ]
         return Group(*lines)
 
@@ -162,7 +162,7 @@ class RunView:
 
 def _line(text: str, style: str = "") -> Text:
     """One line that is cut, never wrapped."""
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
 class TrainView:
@@ -203,7 +203,7 @@ class TrainView:
             lines = train_lines(self._records, self._planned, self._changed - self._started, width)
         if self._waiting and now - self._changed > PATIENCE_SECONDS:
             quiet = f"no step for {duration(now - self._changed)}. batcher: {self._waiting}"
-            lines += wrap(printable(quiet), width, max_lines=3, placeholder=" …")
+            lines += wrap(quiet, width, max_lines=3, placeholder=" …")
         return Group(*map(_line, lines))
 
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import click
-
 from rlbuffer.lines import amount, percent
 from rlbuffer.settings import RunSettings
+from rlbuffer_cli.options import echo
 
 POLL_SECONDS = 0.2
 ASK_SECONDS = 1.0
@@ -78,7 +77,7 @@ def follow_train(settings: RunSettings, shown: str, done: threading.Event, has_s
         while True:
             is_last = done.wait(POLL_SECONDS)
             for record in tail.new():
-                click.echo(json.dumps(record))
+                echo(json.dumps(record))
             if is_last:
                 return
     from rlbuffer_cli.render.live import TrainView

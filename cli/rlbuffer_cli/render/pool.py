@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from rlbuffer.lines import amount, duration, percent
+from rlbuffer.lines import amount, duration, percent, printable
+from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.adapters import AdapterSummary, adapter_line, summarize_adapters
 from rlbuffer_cli.render.evaluations import evaluation_lines, summarize_evaluations
-from rlbuffer_cli.render.text import bar, printable, show_table, sparkline, utc, wrapped
+from rlbuffer_cli.render.text import bar, show_table, sparkline, utc, wrapped
 
 if TYPE_CHECKING:
     from rlbuffer.client import Buffer
@@ -198,8 +197,8 @@ def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit:
     """Prints header, envs and groups."""
     for line in header_lines(summary):
         for row in wrapped(line, indent="    "):
-            click.echo(row)
-    click.echo("")
+            echo(row)
+    echo("")
     if summary.envs:
         show_table(
             ["env", "ready", "forming", "age", "share of tokens", "packed", "trained", "dropped"],
@@ -207,11 +206,11 @@ def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit:
             right=frozenset({"ready", "forming", "packed", "trained"}),
             optional=["forming", "packed"],
         )
-        click.echo("ready, forming, age (policy versions): groups   packed, trained, dropped: rollouts")
-        click.echo("")
+        echo("ready, forming, age (policy versions): groups   packed, trained, dropped: rollouts")
+        echo("")
     if not groups:
         envs = ", ".join(env.env for env in summary.envs)
-        click.echo(f"no group matches {where!r}   (envs: {envs})" if where else "no groups yet")
+        echo(f"no group matches {where!r}   (envs: {envs})" if where else "no groups yet")
         return
     header = ["id", "env", "rollouts", "reward", "spread", "age", "tokens", "state", "waited", "worker"]
     rows = [_group_row(view) for view in groups]
@@ -222,8 +221,8 @@ def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit:
         optional=["worker", "env", "waited", "rollouts"],
     )
     if len(groups) == limit:
-        click.echo(f"the first {limit}: --limit shows more, --where chooses")
-    click.echo(f"one group: rlbuffer inspect {groups[0].group_id}")
+        echo(f"the first {limit}: --limit shows more, --where chooses")
+    echo(f"one group: rlbuffer inspect {groups[0].group_id}")
 
 
 def header_lines(summary: RunSummary) -> list[str]:

@@ -12,6 +12,8 @@ from itertools import pairwise
 
 import click
 
+from rlbuffer.lines import printable
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_STRIP = 16
 """Characters of a strip; more values are averaged into that many."""
@@ -53,6 +55,7 @@ def bar(fraction: float, *, width: int = 20, mark: float | None = None) -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: frozenset[str] = frozenset()) -> list[str]:
     """Aligned columns; names in `right` are numbers."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = _widths(header, rows)
     return [_joined(_cells(header, row, widths, right)) for row in [header, *rows]]
 
@@ -70,6 +73,7 @@ def show_table(
     a wrapped table cannot be read. Off a terminal everything is printed.
     """
     width = terminal_width()
+    rows = [[printable(cell) for cell in row] for row in rows]
     if width is not None:
         header, rows = _fitted(header, rows, optional, width)
     widths = _widths(header, rows)
@@ -136,8 +140,3 @@ _COLOURS = {"ready": "green", "forming": "yellow", "packed": "cyan", "trained": 
 def utc(seconds: float | None) -> str | None:
     """Unix seconds as ISO 8601 in UTC."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
-
-
-def printable(text: str) -> str:
-    """Untrusted text for a terminal: control characters are shown, not obeyed."""
-    return "".join(c if c.isprintable() or c == " " else c.encode("unicode_escape").decode() for c in text)

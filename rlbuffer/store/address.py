@@ -1,0 +1,56 @@
+"""The address of a server, and how it is shown: never with its password."""
+
+from __future__ import annotations
+
+import re
+
+from rlbuffer.errors import ConfigError
+
+HIDDEN = "***"
+_SCHEME = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*://)?")
+_NAMES = "connection_class|path|host|port|db|username|password|ssl_[A-Za-z0-9_]*"
+_SECRET = re.compile(rf"([?&][^=&?]*pass[^=&?]*=)(?:(?!&(?:{_NAMES})=).)*", re.DOTALL | re.IGNORECASE)
+"""A password among the options. It ends where an option follows of an address: any other ``&`` is its own."""
+
+
+def redacted(url: str) -> str:
+    """`url` without its password.
+
+    The password may be written as it should not be: with ``@``, ``#``, ``/`` or ``&`` unquoted, or without a scheme or
+    a host. Where it is not certain what belongs to it, more is hidden.
+    """
+    scheme = _SCHEME.match(url)[0]  # type: ignore[index]
+    rest = url[len(scheme) :]
+    option = _SECRET.search(rest)
+    if option is not None and "@" in rest[option.start() :] and not rest.startswith("/"):
+        return f"{scheme}{HIDDEN}"  # which @ ends the user's password, if any does?
+    rest = _SECRET.sub(rf"\g<1>{HIDDEN}", rest)
+    if rest.startswith("/"):  # a socket has no user before it
+        return scheme + rest
+    user, at, host = rest.rpartition("@")
+    if at:
+        name, colon, _ = user.partition(":")
+        return f"{scheme}{name}:{HIDDEN}@{host}" if colon else scheme + rest
+    place = re.split(r"[/?]", rest, maxsplit=1)[0]
+    name, colon, port = place.rpartition(":") if place.startswith("[") else place.partition(":")
+    if colon and re.fullmatch(r"[0-9]{0,5}", port) is None:
+        return f"{scheme}{name}:{HIDDEN}"  # no port: a password whose host is missing
+    return scheme + rest
+
+
+def has_password(url: str) -> bool:
+    """Whether `url` holds what :func:`redacted` hides."""
+    return redacted(url) != url
+
+
+def check_quoted(url: str, source: str) -> None:
+    """Raises ConfigError for a password that ends the address too early: the rest would be taken for something else."""
+    scheme, _, rest = url.partition("://")
+    if scheme in ("redis", "rediss") and "@" in rest and "@" not in re.split(r"[/?#]", rest, maxsplit=1)[0]:
+        user = rest.rpartition("@")[0]
+        if ":" in user and "?" not in user.partition("/")[2]:
+            raise ConfigError(
+                f"the password in {redacted(url)} has a character that ends an address.{source}\n"
+                "  Write %2F for /, %3F for ? and %23 for #, or leave it out and set RLBUFFER_REDIS_PASSWORD.",
+                setting="redis_url",
+            )
