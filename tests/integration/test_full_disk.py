@@ -110,10 +110,13 @@ def test_a_run_waits_out_a_full_disk(server: OwnServer, tmp_path: Path) -> None:
     pushing = threading.Thread(target=push)
     pushing.start()
     steps = reader.steps()
-    seen = [sample.rollout_id for mb in next(steps) for sample in mb.samples if sample.rollout_id]
+    step = next(steps)
+    seen = [sample.rollout_id for mb in step for sample in mb.samples if sample.rollout_id]
     disk.fill(room_bytes=ROOM_BYTES)
     served.wait_for(lambda: said and any("MISCONF" in e.get("reason", "") for e in served.events), seconds=60)
     assert "it cannot write to its disk" in str(said[0])
+    reader.trained(step)  # no error: the heartbeat says it when there is room
+    assert reader.announce(PolicyVersion(version=1))
     disk.clear()
     for _ in range(3):
         step = next(steps)  # acknowledges the one before
