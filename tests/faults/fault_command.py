@@ -9,17 +9,19 @@ import time
 from pathlib import Path
 
 import pytest
+from disk_runs import run_full_disks
+from failover_runs import run_failovers
 from homes import Home
 from kill_runs import run_kills
 from network_runs import run_network
 from outcome import Outcome, Say
 from takeover_runs import ALLOWED_SECONDS, run_takeovers
 
-RUNS = ("kills", "network", "takeovers")
+RUNS = ("kills", "network", "takeovers", "failovers", "disks")
 """In the order in which they run."""
 NOT_COVERED = """What this does not cover: power loss (tests/e2e/test_rolled_back_server.py puts an old append-only file
-back), a full disk and a shifted clock (tests/integration), flipped bytes (tests/e2e/test_damaged_payloads.py), a server
-in replication or cluster mode, more than one machine, faults of the ranks' own exchanges (gloo), `max_uses` above 1."""
+back), a shifted clock (tests/integration), flipped bytes (tests/e2e/test_damaged_payloads.py), a server in cluster
+mode, more than one machine, faults of the ranks' own exchanges (gloo), `max_uses` above 1."""
 
 
 def main() -> int:
@@ -33,6 +35,11 @@ def main() -> int:
     parser.add_argument("--pauses", type=int, default=12, help="processes halted among them (default 12)")
     parser.add_argument("--network-steps", type=int, default=150, help="steps of that run (default 150)")
     parser.add_argument("--takeovers", type=int, default=4, help="halts of the leading batcher (default 4)")
+    parser.add_argument("--failovers", type=int, default=20, help="planned failovers (default 20)")
+    parser.add_argument("--primary-kills", type=int, default=20, help="kills of the primary (default 20)")
+    parser.add_argument("--failover-steps", type=int, default=200, help="steps of that run (default 200)")
+    parser.add_argument("--disks", type=int, default=3, help="times that the disk is full (default 3)")
+    parser.add_argument("--full-seconds", type=float, default=120.0, help="how long it stays so (default 120)")
     parser.add_argument("--keep", action="store_true", help="leave the homes with their logs")
     args = parser.parse_args()
     unknown = sorted(set(args.runs) - set(RUNS))
@@ -55,7 +62,11 @@ def again(name: str, args: argparse.Namespace) -> str:
         "kills": f"--kills {args.kills} --kill-steps {args.kill_steps}",
         "network": f"--faults {args.faults} --pauses {args.pauses} --network-steps {args.network_steps}",
         "takeovers": f"--takeovers {args.takeovers}",
+        "failovers": (
+            f"--failovers {args.failovers} --primary-kills {args.primary_kills} --failover-steps {args.failover_steps}"
+        ),
     }
+    sizes["disks"] = f"--disks {args.disks} --full-seconds {args.full_seconds:g}"
     return f"python tests/faults {name} --seed {args.seed} {sizes[name]}"
 
 
@@ -70,6 +81,17 @@ def run_one(name: str, args: argparse.Namespace, say: Say) -> Outcome:
             return run_network(
                 home, seed=args.seed, faults=args.faults, pauses=args.pauses, steps=args.network_steps, say=say
             )
+        if name == "failovers":
+            return run_failovers(
+                home,
+                seed=args.seed,
+                failovers=args.failovers,
+                kills=args.primary_kills,
+                steps=args.failover_steps,
+                say=say,
+            )
+        if name == "disks":
+            return run_full_disks(home, rounds=args.disks, full_seconds=args.full_seconds, say=say)
         outcome = run_takeovers(home, rounds=args.takeovers, steps_between=3, say=say)
         late = [n for n in outcome.facts["takeover seconds"] if n > ALLOWED_SECONDS]
         if late:
