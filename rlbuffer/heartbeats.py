@@ -3,6 +3,7 @@ its work takes."""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 from rlbuffer.errors import RlbufferError
 
+_log = logging.getLogger(__name__)
 BEAT_SECONDS = 2.0
 """Between two heartbeats, and between two renewals: a small part of the life of a ticket or a claim."""
 CLOSE_SECONDS = 5.0
@@ -24,7 +26,8 @@ RATE_BEATS = 10
 class Heartbeats(ABC):
     """Beats from `start` until `close`. The loop writes its state into the attributes; the thread only reads them.
 
-    A beat that fails decides nothing and stops nothing: the loop meets the same trouble by itself.
+    A beat that fails, for whatever reason, decides nothing and stops nothing: the next one tries again, and the loop
+    meets the same trouble by itself.
     """
 
     def __init__(self, thread: str) -> None:
@@ -91,7 +94,10 @@ class Heartbeats(ABC):
                 self._renew()
             self._tell(self.record())
             self._is_heard = True
-        except RlbufferError as error:
+        except Exception as error:
             self._is_heard = False
-            self.error = str(error)
+            told = str(error) if isinstance(error, RlbufferError) else f"{type(error).__name__}: {error}"
+            if told != self.error and not isinstance(error, RlbufferError):
+                _log.warning("a heartbeat failed, and the next one tries again", exc_info=error)
+            self.error = told
         self._seen.append((time.monotonic(), self.rollouts, self.tokens))

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlbuffer.errors import AttemptForgotten, EpochChanged, RunGone, TrainerAhead
+from rlbuffer.errors import AttemptForgotten, EpochChanged, RunGone, ServerRefused, TrainerAhead
 from rlbuffer.records import PolicyVersion
 from rlbuffer.store.base import Claim, Meta, Store, TrainedStep
 from rlbuffer.store.recovery import pack_step, unpack_step
@@ -100,15 +100,23 @@ class Progress:
                     return
 
     def announce(self, version: PolicyVersion) -> bool:
-        """Announces a version, and remembers it for a server that forgets. -> False when a newer one is there."""
+        """Announces a version, and remembers it for a server that forgets. -> False when a newer one is there.
+
+        A server that takes no writes for now is told with the next report that it takes.
+        """
         known = self._announced.get(version.adapter)
         if known is None or version.version >= known.version:
             self._announced[version.adapter] = version
         try:
-            return self._store.announce(self.attempt, version)
-        except AttemptForgotten:
-            self.report()
-            return self._store.announce(self.attempt, version)
+            try:
+                return self._store.announce(self.attempt, version)
+            except AttemptForgotten:
+                self.report()
+                return self._store.announce(self.attempt, version)
+        except ServerRefused:
+            with self._lock:
+                self._losses = -1
+            return True
 
     def check_run(self) -> str:
         """-> the batcher's fatal error, or ""; for a rank that waits. Raises RunGone when no step can come any more."""

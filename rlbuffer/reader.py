@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ from rlbuffer.packing import PackItem, assemble, redeal
 from rlbuffer.policy.waiting import SILENT_BATCHER, for_step
 from rlbuffer.progress import Progress, remembered
 from rlbuffer.records import PolicyVersion
+from rlbuffer.refusals import Refusals
 from rlbuffer.store.base import PartRollout, StepHeader, Store
 
 BLOCK_SECONDS = 1.0
@@ -100,6 +102,7 @@ class Reader:
         self._progress = Progress(store, world_size=world_size, reports=rank == 0)
         self._fault: RlbufferError | None = None
         self._stop = threading.Event()
+        self._refusals = Refusals(f"rank {rank}", self._stop)
         self._pool: ThreadPoolExecutor | None = None
         self._heart: threading.Thread | None = None
         self._fetches: set[Future[Step]] = set()
@@ -116,7 +119,9 @@ class Reader:
         """
         if self._pool is not None:
             return
-        self._progress.begin(resume_step)
+        self._refusals.waited_out(lambda: self._progress.begin(resume_step))
+        # A write on every rank: where the server takes none, all of them wait here, and none in an exchange.
+        self._refusals.waited_out(self._say_alive)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rlbuffer-prefetch")
         self._heart = threading.Thread(target=self._beat, name="rlbuffer-heartbeat", daemon=True)
         self._heart.start()
@@ -170,7 +175,7 @@ class Reader:
         """Acknowledges `step` (or the step of that number) as trained.
 
         Its rollouts move from packed to trained, and the next may be committed. :meth:`steps` does it when the next
-        step is asked for.
+        step is asked for. A server that takes no writes for now (a full disk, a failover) is told as soon as it does.
 
         Raises:
             AttemptFenced: a newer attempt has taken over.
@@ -180,14 +185,14 @@ class Reader:
         self._raise_fault()
         if isinstance(step, Step):
             place = remembered(step.number, step.digest, tuple(step.header["group_ids"]), step.header["envs"])
-            self._progress.trained(place, epoch=step.epoch)
+            self._refusals.told_later(lambda: self._progress.trained(place, epoch=step.epoch))
         else:
             header = self._store.wait_step(step, block_seconds=0.0)
             if header is None:
                 last = self._store.meta().step
                 raise NotFound(f"run {self._store.run!r} has no step {step}: the last committed one is {last}.")
             place = remembered(header.step, header.digest, header.group_ids, header.envs)
-            self._progress.trained(place, epoch=header.epoch)
+            self._refusals.told_later(lambda: self._progress.trained(place, epoch=header.epoch))
 
     def checkpointed(self, step: Step | int, *, oldest_kept: int | None = None) -> None:
         """Says that a checkpoint of `step` exists; steps up to `oldest_kept` (default `step`) may be retired.
@@ -199,7 +204,7 @@ class Reader:
         number = step.number if isinstance(step, Step) else step
         self._progress.oldest_kept = max(self._progress.oldest_kept, number if oldest_kept is None else oldest_kept)
         self._progress.checkpoint = number
-        self._progress.report()
+        self._refusals.told_later(self._progress.report)
 
     def announce(self, version: PolicyVersion) -> bool:
         """As :meth:`rlbuffer.client.Policy.announce`; a server that loses its newest writes is told again."""
@@ -244,17 +249,20 @@ class Reader:
                 if until is not None and until():
                     raise _Ended
                 self._check_run()
+                if self._refusals.current:
+                    # Nothing can be committed: the time allowed begins anew when the server takes writes again.
+                    deadline = time.monotonic() + self.timeout_seconds
                 if time.monotonic() >= deadline:
                     raise BatchTimeout(self._timeout_message(number))
                 waiting = True
-                self._store.set_waiting(f"rank {self.rank}", for_step(number))
+                self._say_waiting(for_step(number))
             self._raise_fault()
             return future.result()
         except CancelledError:
             raise RlbufferError(f"{CLOSED} while it waited for step {number}") from None
         finally:
             if waiting and not self._stop.is_set():
-                self._store.set_waiting(f"rank {self.rank}", "")
+                self._say_waiting("")
 
     def _check_run(self) -> None:
         """Every rank looks for itself: rank 0 would say it only in an exchange that the others do not come to."""
@@ -282,15 +290,31 @@ class Reader:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             try:
                 self._progress.report()
-                record = {"step": self._progress.place.step, "world_size": self.world_size, "pid": os.getpid()}
-                self._store.heartbeat("rank", str(self.rank), record)
-            except (ServerUnreachable, ServerRefused):
+                self._say_alive()
+                self._refusals.are_over()
+            except ServerUnreachable:
                 # The server is away: the next beat tries again, and whoever needs it waits with a message of its own.
                 continue
+            except ServerRefused as error:
+                self._refusals.note(error)
             except RlbufferError as error:
                 # A newer attempt, or a run that is gone or was rewound: no step can come any more.
                 self._fault = error
                 return
+            except Exception as error:  # without its heartbeat the rank must not go on, and whoever waits must hear why
+                self._fault = RlbufferError(
+                    f"the heartbeat of rank {self.rank} failed: {type(error).__name__}: {error}"
+                )
+                self._fault.__cause__ = error
+                return
+
+    def _say_alive(self) -> None:
+        record = {"step": self._progress.place.step, "world_size": self.world_size, "pid": os.getpid()}
+        self._refusals.shown(lambda: self._store.heartbeat("rank", str(self.rank), record))
+
+    def _say_waiting(self, sentence: str) -> None:
+        with suppress(ServerRefused):
+            self._refusals.shown(lambda: self._store.set_waiting(f"rank {self.rank}", sentence))
 
     def _raise_fault(self) -> None:
         if self._fault is not None:
@@ -339,7 +363,7 @@ class Reader:
                 schema=schema,
             )
         if damaged:
-            self._store.count_damaged(number, damaged)
+            self._refusals.waited_out(lambda: self._store.count_damaged(number, damaged))
         return Step(
             number=header.step,
             epoch=header.epoch,

@@ -276,12 +276,18 @@ class Supervisor:
 
     def _observe(self, buffer: Buffer, ended: threading.Event) -> None:
         """Looks up who the server and the ranks are; in a thread, because it waits while the server is away."""
+        said = ""
         while not ended.wait(OBSERVE_SECONDS):
             try:
                 ranks = buffer.store.heartbeats("rank")
+                seen = {f"rank {name}": int(r["pid"]) for name, r in ranks.items() if _is_there(r)}
             except RlbufferError:
                 continue  # the server is being restarted by whoever needs it; who it is then is seen next time
-            seen = {f"rank {name}": int(r["pid"]) for name, r in ranks.items() if _is_there(r)}
+            except Exception as error:  # anybody may write there, and pids are for people
+                if str(error) != said:
+                    said = str(error)
+                    self.say("run", f"the ranks' heartbeats cannot be read: {type(error).__name__}: {error}")
+                continue
             embedded = getattr(getattr(buffer.store, "connection", None), "embedded", None)
             if embedded is not None:
                 seen["server"] = int(embedded.pid)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 import uuid
 from collections.abc import Callable
 
@@ -85,6 +86,7 @@ class Daemon:
         self._token = 0
         self._is_at_work = False
         """It leads, with settings that the run has taken."""
+        self._lost = waiting.Lasting()
 
     def run(self, stop: threading.Event) -> None:
         """Leads until `stop` is set; stands by while another leads, and takes over when the server comes back.
@@ -105,7 +107,8 @@ class Daemon:
                     ) as keeper:
                         self._lead(keeper, lease.token, stop)
             except (ServerUnreachable, ServerRefused, LeaseLost, RunGone) as error:
-                self._teller.emit({"event": "leader", "state": "lost", "reason": str(error)})
+                if self._lost.is_due(str(error), time.monotonic()):
+                    self._teller.emit({"event": "leader", "state": "lost", "reason": str(error)})
                 self._token = 0
                 stop.wait(BACKOFF_SECONDS * _RANDOM.uniform(1, 2))
             except SchemaMismatch:
@@ -160,6 +163,7 @@ class Daemon:
             )
             leadership.take_over()
             self._is_at_work = True
+            self._lost.is_over()
             while not stop.is_set() and leadership.turn():
                 self._heed_hangup()
             has_heard, since, losses = leadership.has_heard, leadership.since, leadership.losses

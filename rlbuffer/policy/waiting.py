@@ -10,7 +10,28 @@ from rlbuffer.policy.selection import Limits, Trial
 NO_TRAINER = "No trainer has joined yet: start one with `rlbuffer train`."
 NO_VERSION = "The trainer has not announced a policy version yet; it does when its model is loaded."
 STOPPED = "The batcher was stopped: start `rlbuffer serve` again."
+AGAIN_SECONDS = 60.0
+"""A trouble that lasts is said once, and again after so long."""
 SILENT_BATCHER = "No batcher has said anything: is `rlbuffer serve` running?"
+
+
+class Lasting:
+    """Says of a trouble that is met again and again when it is to be told: at once, then every minute."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, float] = {}
+
+    def is_due(self, sentence: str, now: float) -> bool:
+        """Whether `sentence` is to be told now. Its first line counts: what follows may differ each time."""
+        head = sentence.partition("\n")[0]
+        if now < self._told.get(head, float("-inf")) + AGAIN_SECONDS:
+            return False
+        self._told[head] = now
+        return True
+
+    def is_over(self) -> None:
+        """The trouble has passed: another one is told at once."""
+        self._told.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlbuffer import wire
-from rlbuffer.errors import ConfigError, InvalidRollout, PayloadError, RlbufferError, RunGone, ServerFull
+from rlbuffer.errors import ConfigError, InvalidRollout, PayloadError, RlbufferError, RunGone, ServerRefused
 from rlbuffer.records import Group, Rollout
 from rlbuffer.scorer.beat import CLAIM_SECONDS, Beat
 from rlbuffer.scorer.rewards import RewardFailed, Rewards, make_rewards
@@ -135,6 +135,9 @@ class _Scorer:
                 except RunGone as error:
                     self._beat.error = str(error)
                     self._on_event({"event": "restart", "error": str(error)})
+                except ServerRefused as error:
+                    self._beat.waiting = str(error)
+                    await asyncio.sleep(AGAIN_SECONDS)
         finally:
             self._beat.hold([])
             self._beat.close()
@@ -311,11 +314,11 @@ class _Scorer:
         )
 
     def _stored(self, writer: Writer, group: Group, entry_id: str) -> str:
-        """-> the entry that it became; "" when another was first. Waits as long as the server is full."""
+        """-> the entry that it became; "" when another was first. Waits as long as the server refuses."""
         while True:
             try:
                 return writer.replace(group, entry_id).entry_id
-            except ServerFull as error:
+            except ServerRefused as error:
                 self._held_up(error)
 
     def _held_up(self, error: RlbufferError) -> None:

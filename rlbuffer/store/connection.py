@@ -34,10 +34,10 @@ from redis.retry import Retry
 from rlbuffer.errors import ConfigError, ServerUnreachable, ServerUnsuitable
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store.address import check_quoted, redacted
+from rlbuffer.store.answers import understand
 from rlbuffer.store.binary import MINIMUM_VERSION, version_tuple
 from rlbuffer.store.limits import Limits, read_limits, timeout_seconds
 from rlbuffer.store.memory import memory_client, memory_name
-from rlbuffer.store.refusals import understand
 from rlbuffer.store.script import Script
 from rlbuffer.store.server import EmbeddedServer, ensure, identity
 
@@ -203,7 +203,7 @@ class Connection:
 
         Raises:
             ServerUnreachable: the connection was lost, or could not be made, and patience is over.
-            ServerRefused: the server does not want to, for a reason that passes; :mod:`rlbuffer.store.refusals`.
+            ServerRefused: the server does not want to, for a reason that passes; :mod:`rlbuffer.store.answers`.
             ServerUnsuitable: the server refuses the login or denies the command.
             WrongAnswer: the command does not fit what is there, such as a key of another type.
         """

@@ -26,7 +26,6 @@ from rlbuffer.errors import (
     RlbufferError,
     RunGone,
     SamplerUnavailable,
-    ServerFull,
     ServerRefused,
     ServerUnreachable,
 )
@@ -59,7 +58,7 @@ LAND_SECONDS = 2.0
 CHECKED_PROMPTS = 64
 """Prompts that are looked at for one to check the sampler with."""
 AWAY_SECONDS = 1.0
-"""Before a sampler that was away is asked again."""
+"""Before a sampler that was away, or a server that refused, is asked again."""
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ def run_worker(
     Raises:
         ConfigError: the env or sampler cannot be made, or the env does not fit the model.
         SchemaMismatch: the run was written by an incompatible version; nothing is written there.
-        ServerUnreachable, ServerRefused: for longer than the writer's patience.
+        ServerUnreachable: for longer than the writer's patience.
     """
     buffer.store.open_run()
     worker = _Worker(
@@ -169,6 +168,10 @@ class _Worker:
                     self._versions.forget()
                     self._failures.clear()
                     self._on_event({"event": "restart", "error": str(error)})
+                except ServerRefused as error:
+                    # It takes no writes for now. Tickets lapse, groups are pushed as soon as it does.
+                    self._wait(str(error))
+                    await asyncio.sleep(AWAY_SECONDS)
         finally:
             await self._sampler.close()
             await close_env(self._env)
@@ -257,7 +260,7 @@ class _Worker:
         outcomes = await asyncio.gather(*flights, watch, *self._pushes, return_exceptions=True)
         held = self._pulse.let_go()
         if held and not any(isinstance(o, RunGone | ServerUnreachable | ServerRefused) for o in outcomes):
-            with suppress(ServerFull):  # not given back, they lapse
+            with suppress(ServerRefused):  # not given back, they lapse
                 await asyncio.to_thread(writer.release, held)
 
     async def _watch(self) -> None:
@@ -340,11 +343,11 @@ class _Worker:
             self._pulse.error = ""
 
     def _store(self, writer: Writer, group: Group) -> None:
-        """Waits as long as the server is full: that passes when steps retire, or a person makes room."""
+        """Waits as long as the server refuses: that passes when steps retire, or a person makes room."""
         while True:
             try:
                 writer.push(group)
-            except ServerFull as error:
+            except ServerRefused as error:
                 self._held_up(error)
                 continue
             if self._refusal:
@@ -377,7 +380,7 @@ class _Worker:
     async def _release(self, writer: Writer, tickets: list[Ticket]) -> None:
         for ticket in tickets:
             self._pulse.remove(ticket)
-        with suppress(ServerFull):  # not given back, they lapse
+        with suppress(ServerRefused):  # not given back, they lapse
             await asyncio.to_thread(writer.release, tickets)
 
     async def _check(self, policy: PolicyVersion) -> None:

@@ -71,6 +71,31 @@ def read_written(server_directory: Path, run: str) -> Written:
     return written
 
 
+def read_steps(server_directory: Path, run: str) -> dict[tuple[int, str], list[str]]:
+    """(step, digest) -> its rollouts, for every step that was committed since the file was last begun anew.
+
+    For servers that load what another one has, which begins the file anew: ask before that.
+    """
+    steps_key, prefix = Keys(run).steps.encode(), Keys(run).payload_prefix
+    found: dict[tuple[int, str], list[str]] = {}
+    digests: dict[int, str] = {}
+    for path in sorted(
+        (server_directory / "appendonlydir").glob("*.incr.aof"), key=lambda p: int(p.name.split(".")[-3])
+    ):
+        for command in commands(path.read_bytes()):
+            if command[0].upper() != b"XADD" or command[1] != steps_key:
+                continue
+            number, rank = map(int, command[2].decode().split("-"))
+            values = dict(zip(command[3::2], command[4::2], strict=True))
+            if rank == 0:
+                digests[number] = values[b"digest"].decode()
+                found[number, digests[number]] = []
+            else:
+                part = decode_part(values[b"part"], prefix)
+                found[number, digests[number]] += [member.info.rollout_id for member in part.rollouts]
+    return found
+
+
 def commands(data: bytes) -> Iterator[list[bytes]]:
     """The commands of an append-only file; what a kill cut short at its end is left out, as the server does."""
     place = 0

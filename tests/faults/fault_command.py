@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from disk_runs import run_full_disks
+from failover_runs import run_failovers
 from homes import Home
 from kill_runs import run_kills
 from network_runs import run_network
@@ -17,11 +19,11 @@ from outcome import Outcome, Say
 from takeover_runs import ALLOWED_SECONDS, run_takeovers
 from torn_runs import SERVERS, programs, run_torn
 
-RUNS = ("kills", "network", "takeovers", "torn")
+RUNS = ("kills", "network", "takeovers", "failovers", "disks", "torn")
 """In the order in which they run."""
 NOT_COVERED = """What this does not cover: power loss (tests/e2e/test_rolled_back_server.py puts an old append-only file
-back), a full disk and a shifted clock (tests/integration), flipped bytes (tests/e2e/test_damaged_payloads.py), a server
-in replication or cluster mode, more than one machine, faults of the ranks' own exchanges (gloo), `max_uses` above 1."""
+back), a shifted clock (tests/integration), flipped bytes (tests/e2e/test_damaged_payloads.py), a server in cluster
+mode, more than one machine, faults of the ranks' own exchanges (gloo), `max_uses` above 1."""
 
 
 def main() -> int:
@@ -36,6 +38,11 @@ def main() -> int:
     parser.add_argument("--network-steps", type=int, default=150, help="steps of that run (default 150)")
     parser.add_argument("--takeovers", type=int, default=4, help="halts of the leading batcher (default 4)")
     parser.add_argument("--cuts", type=int, default=50, help="cuts of the append-only file per server (default 50)")
+    parser.add_argument("--failovers", type=int, default=20, help="planned failovers (default 20)")
+    parser.add_argument("--primary-kills", type=int, default=20, help="kills of the primary (default 20)")
+    parser.add_argument("--failover-steps", type=int, default=200, help="steps of that run (default 200)")
+    parser.add_argument("--disks", type=int, default=3, help="times that the disk is full (default 3)")
+    parser.add_argument("--full-seconds", type=float, default=120.0, help="how long it stays so (default 120)")
     parser.add_argument("--keep", action="store_true", help="leave the homes with their logs")
     args = parser.parse_args()
     unknown = sorted(set(args.runs) - set(RUNS))
@@ -59,7 +66,11 @@ def again(name: str, args: argparse.Namespace) -> str:
         "network": f"--faults {args.faults} --pauses {args.pauses} --network-steps {args.network_steps}",
         "takeovers": f"--takeovers {args.takeovers}",
         "torn": f"--cuts {args.cuts}  (servers: those on PATH, and what {SERVERS} names)",
+        "failovers": (
+            f"--failovers {args.failovers} --primary-kills {args.primary_kills} --failover-steps {args.failover_steps}"
+        ),
     }
+    sizes["disks"] = f"--disks {args.disks} --full-seconds {args.full_seconds:g}"
     return f"python tests/faults {name} --seed {args.seed} {sizes[name]}"
 
 
@@ -79,6 +90,19 @@ def run_one(name: str, args: argparse.Namespace, say: Say) -> Iterator[Outcome]:
         if name == "torn":
             for number, program in enumerate(programs()):
                 yield run_torn(path / str(number), program=program, cuts=args.cuts, seed=args.seed, say=say)
+            return
+        if name == "failovers":
+            yield run_failovers(
+                home,
+                seed=args.seed,
+                failovers=args.failovers,
+                kills=args.primary_kills,
+                steps=args.failover_steps,
+                say=say,
+            )
+            return
+        if name == "disks":
+            yield run_full_disks(home, rounds=args.disks, full_seconds=args.full_seconds, say=say)
             return
         outcome = run_takeovers(home, rounds=args.takeovers, steps_between=3, say=say)
         late = [n for n in outcome.facts["takeover seconds"] if n > ALLOWED_SECONDS]

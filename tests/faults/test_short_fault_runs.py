@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from accounts import check_ledger, check_metrics, check_trained
 from aof import commands, read_written
+from disk_runs import run_full_disks
+from failover_runs import FAILOVER, KILL, check_uses, run_failovers
 from homes import Home
 from kill_runs import draw_victims, run_kills
 from network_runs import run_network
@@ -55,6 +57,27 @@ def test_half_a_transaction_in_the_file_does_not_come_to_life_at_the_second_star
     outcome = run_torn(tmp_path, program=program, cuts=6, seed=2, say=say)
     assert outcome.findings == []
     assert outcome.facts["refused, with what to do"] == 0
+
+
+def test_a_run_survives_failovers_and_the_death_of_the_primary(home: Home) -> None:
+    outcome = run_failovers(home, seed=3, failovers=2, kills=2, steps=20, say=say)
+    assert outcome.findings == []
+    assert dict(outcome.faults) == {FAILOVER: 2, KILL: 2}
+
+
+def test_no_process_of_a_run_ends_while_the_disk_is_full(home: Home) -> None:
+    outcome = run_full_disks(home, rounds=1, full_seconds=0, say=say)
+    assert outcome.findings == []
+    assert dict(outcome.faults) == {"full disk": 1}
+
+
+def test_a_rollout_in_two_trained_steps_is_found() -> None:
+    metrics = [{"step": 1, "digest": "d1"}, {"step": 2, "digest": "d2"}, {"step": 1, "digest": "d1"}]
+    assert check_uses({(1, "d1"): ["a.0/0"], (2, "d2"): ["a.1/0"]}, metrics) == []
+    assert check_uses({(1, "d1"): ["a.0/0"], (2, "d2"): ["a.0/0"]}, metrics) == ["rollout a.0/0 was trained 2 times"]
+    assert check_uses({(1, "d1"): ["a.0/0"], (2, "x"): []}, metrics) == [
+        "step 2 was trained with digest d2, which was never committed"
+    ]
 
 
 def test_thirty_kills_strike_each_kind_at_least_five_times() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -82,6 +83,27 @@ class OwnServer:
     ) -> None:
         self._process.send_signal(signal.SIGCONT)
         self.kill()
+
+
+class Disk:
+    """The room that a server has left: a limit on the size of its files."""
+
+    def __init__(self, server: OwnServer) -> None:
+        self._server = server
+        _, self._most = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
+
+    def fill(self, *, room_bytes: int) -> None:
+        (file,) = (self._server.directory / "appendonlydir").glob("*.incr.aof")
+        limit = file.stat().st_size + room_bytes
+        resource.prlimit(self._server.pid, resource.RLIMIT_FSIZE, (limit, self._most))
+
+    def clear(self) -> None:
+        resource.prlimit(self._server.pid, resource.RLIMIT_FSIZE, (self._most, self._most))
+        with redis.Redis(port=self._server.port) as client:
+            deadline = time.monotonic() + 60
+            while client.info("persistence")["aof_last_write_status"] != "ok":
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
 
 
 def _free_port() -> int:

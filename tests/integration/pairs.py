@@ -61,6 +61,10 @@ class Pair:
         self._lead_to(after, before)
         before.wait_for(lambda ask: ask("INFO", "replication")["master_link_status"] == "up")
 
+    def cut(self) -> None:
+        """The replica hears nothing of the primary any more; what that acknowledges from now on dies with it."""
+        self.replica.ask("REPLICAOF", "NO", "ONE")
+
     def promote(self) -> None:
         """The replica becomes the primary with what it has. The old primary is no part of the pair until `mend`."""
         self.replica.ask("REPLICAOF", "NO", "ONE")

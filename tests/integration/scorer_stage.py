@@ -44,11 +44,11 @@ def broken(rollout: Rollout, group: Group) -> Any:
 
 
 class Stage:
-    """A run in memory and one scorer in a thread."""
+    """A run, in memory unless told otherwise, and one scorer in a thread."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, url: str = "memory://", **settings: Any) -> None:
         self.settings = RunSettings(**settings)
-        self.buffer: Buffer = connect("memory://", config=self.settings)
+        self.buffer: Buffer = connect(url, config=self.settings)
         self.writer = self.buffer.writer("w")
         self.stop = threading.Event()
         self.events: list[dict[str, Any]] = []

@@ -6,16 +6,13 @@ server where a full disk's does, in the write to its append-only file.
 
 from __future__ import annotations
 
-import resource
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import redis
 from daemon_runs import Served
-from own_server import OwnServer
+from own_server import Disk, OwnServer
 from store_runs import Run
 
 import rlbuffer
@@ -27,27 +24,6 @@ from rlbuffer.writer import Writer
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=1000)
 ROOM_BYTES = 40_000
-
-
-class Disk:
-    """The room that a server has left."""
-
-    def __init__(self, server: OwnServer) -> None:
-        self._server = server
-        _, self._most = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
-
-    def fill(self, *, room_bytes: int) -> None:
-        (file,) = (self._server.directory / "appendonlydir").glob("*.incr.aof")
-        limit = file.stat().st_size + room_bytes
-        resource.prlimit(self._server.pid, resource.RLIMIT_FSIZE, (limit, self._most))
-
-    def clear(self) -> None:
-        resource.prlimit(self._server.pid, resource.RLIMIT_FSIZE, (self._most, self._most))
-        with redis.Redis(port=self._server.port) as client:
-            deadline = time.monotonic() + 60
-            while client.info("persistence")["aof_last_write_status"] != "ok":
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
 
 
 @pytest.fixture
@@ -110,10 +86,13 @@ def test_a_run_waits_out_a_full_disk(server: OwnServer, tmp_path: Path) -> None:
     pushing = threading.Thread(target=push)
     pushing.start()
     steps = reader.steps()
-    seen = [sample.rollout_id for mb in next(steps) for sample in mb.samples if sample.rollout_id]
+    step = next(steps)
+    seen = [sample.rollout_id for mb in step for sample in mb.samples if sample.rollout_id]
     disk.fill(room_bytes=ROOM_BYTES)
     served.wait_for(lambda: said and any("MISCONF" in e.get("reason", "") for e in served.events), seconds=60)
     assert "it cannot write to its disk" in str(said[0])
+    reader.trained(step)  # no error: the heartbeat says it when there is room
+    assert reader.announce(PolicyVersion(version=1))
     disk.clear()
     for _ in range(3):
         step = next(steps)  # acknowledges the one before

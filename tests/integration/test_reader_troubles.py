@@ -149,3 +149,34 @@ def test_a_version_that_the_run_has_reached_stays_over_attempts(run: Run) -> Non
         attempt = run.store.attempt(uuid=uuid, world_size=1, resume_step=0)
         run.store.announce(attempt.number, PolicyVersion(version=1, location=f"/{uuid}"))
     assert run.store.policy().location == "/old"
+
+
+def test_a_rank_whose_heartbeat_fails_for_any_reason_ends_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.step("a.0", world_size=1)
+    reader = make_reader(run)
+    reader.start()
+    begun = threading.Event()
+
+    def fail() -> None:
+        begun.set()
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(reader, "_say_alive", fail)
+    assert begun.wait(30)
+    with pytest.raises(RlbufferError, match=r"the heartbeat of rank 0 failed: ZeroDivisionError: a defect"):
+        reader.pull(2)
+    reader.close()
+
+
+def test_a_rank_that_may_not_say_that_it_lives_trains_all_the_same(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.step("a.0", world_size=1)
+    reader = make_reader(run)
+    run.client.delete(run.store.keys.heartbeats("rank"))
+    run.client.set(run.store.keys.heartbeats("rank"), "no hash")  # and no right to write it ends the same way
+    step = reader.pull(1)
+    reader.trained(step)
+    assert run.store.trainer().trained == 1
+    assert any("rank 0 cannot show what it does" in record.getMessage() for record in caplog.records)
+    reader.close()

@@ -97,10 +97,10 @@ class Counting:
 
 
 class Stage:
-    """A run in memory with a batcher's and a trainer's hand on it, and one worker in a thread."""
+    """A run, in memory unless told otherwise, with a batcher's and a trainer's hand on it; one worker in a thread."""
 
-    def __init__(self) -> None:
-        self.buffer: Buffer = connect("memory://")
+    def __init__(self, url: str = "memory://") -> None:
+        self.buffer: Buffer = connect(url, run=f"t{uuid.uuid4().hex[:12]}")
         self.store: Any = self.buffer.store
         self.store.open_run()
         self.token = self.store.lease("batcher", ttl_seconds=600).token

@@ -37,7 +37,7 @@ FLOORS = [
     ("batcher",),
     ("filters", "toml_lines", "schema", "placement", "cross_checks", "loading", "testing"),
     ("store",),
-    ("views", "writer", "progress", "reader", "operations"),
+    ("views", "writer", "refusals", "progress", "reader", "operations"),
     ("client",),
     ("daemon",),
     ("weights",),

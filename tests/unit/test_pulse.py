@@ -21,6 +21,8 @@ class Server:
 
     def __init__(self) -> None:
         self.is_there = True
+        self.breaks: list[Exception] = []
+        """What the next heartbeats raise."""
         self.heard: list[Mapping[str, Any]] = []
         self.refused = 0
         self.renewed: list[tuple[Ticket, ...]] = []
@@ -29,6 +31,8 @@ class Server:
         if not self.is_there:
             self.refused += 1
             raise ServerUnreachable("the server is away")
+        if self.breaks:
+            raise self.breaks.pop(0)
         self.heard.append({"kind": kind, "name": name} | dict(record))
 
     def renew(self, tickets: Iterable[Ticket], /) -> None:
@@ -88,3 +92,13 @@ def test_tickets_are_renewed_while_they_are_held_and_not_after(server: Server, p
     assert len(server.renewed) == before
     assert set(server.renewed) <= {(TICKET,), (TICKET, other)}
     assert server.renewed[-1] == (TICKET,)
+
+
+def test_a_beat_that_fails_in_any_way_is_told_and_the_next_one_tries_again(
+    server: Server, pulse: Pulse, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.breaks = [ZeroDivisionError("not of ours"), ZeroDivisionError("not of ours"), KeyError("nor this")]
+    eventually(lambda: not server.breaks)
+    eventually(lambda: server.heard and server.heard[-1]["error"] == "KeyError: 'nor this'")
+    told = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    assert told == [ZeroDivisionError, KeyError], "each once"

@@ -1,0 +1,133 @@
+"""A primary and a replica behind one address; roles are exchanged as planned, and the primary is killed, in turns.
+
+A planned failover loses nothing. A primary that is killed takes with it what it had acknowledged and not sent on: in
+every other kill the replica hears nothing of its last steps. That is counted, and allowed; training a rollout twice is
+not. Two batchers serve the run, and none of its processes may end.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from accounts import check_metrics
+from aof import read_steps
+from homes import Home
+from kill_runs import TAIL_STEPS, WORLD_SIZE, Watch, finish, home_step, write_config
+from outcome import Outcome, Say
+from pairs import Pair
+
+LOST_STEPS, LOST_SECONDS = 4, 5.0
+"""How much of what is acknowledged a kill takes at most: a trainer hands back the last eight steps, not more."""
+LONGEST_AWAY_SECONDS = 2.0
+"""From the death of a primary until the replica takes its place."""
+FAILOVER, KILL = "planned failover", "kill -9 of the primary"
+OPTIONS = {"appendfsync": "everysec", "auto-aof-rewrite-percentage": "0"}
+
+Steps = dict[tuple[int, str], list[str]]
+"""(step, digest) -> its rollouts."""
+
+
+def run_failovers(home: Home, *, seed: int, failovers: int, kills: int, steps: int, say: Say) -> Outcome:
+    """`failovers` planned ones and `kills` of the primary, in a drawn order, spread over a run of `steps` steps."""
+    outcome = Outcome(name=f"failovers (seed {seed})")
+    draw = random.Random(f"failovers {seed}")
+    began = time.monotonic()
+    faults = [FAILOVER] * failovers + [KILL] * kills
+    draw.shuffle(faults)
+    committed: Steps = {}
+    with Pair(home.path / "pair", options=OPTIONS) as pair:
+        home.url = pair.url
+        home.environment["RLBUFFER_REDIS_URL"] = pair.url
+        config = write_config(home, steps=steps, keep_checkpoints=3)
+        others = {name: home.start("serve", "--config", config, "--run", "tiny", log=name) for name in ("one", "two")}
+        for env in ("vcopy", "repeat"):
+            others[env] = home.start("worker", env, "--config", config, log=f"worker-{env}")
+        trainer = home.start("train", "--config", config, log="train")
+        progress = Watch(home, trainer)
+        for i, fault in enumerate(faults):
+            due = max(progress.last + 1, 2 + i * (steps - TAIL_STEPS) // len(faults))
+            if not progress.reaches(due, outcome):
+                break
+            time.sleep(draw.uniform(0, 0.3))
+            said = _fail_over(pair) if fault == FAILOVER else _kill(home, pair, committed, draw)
+            say(f"  {time.monotonic() - began:5.0f} s  step {progress.last}: {fault}{said}")
+            outcome.faults[fault] += 1
+            progress.last = home_step(home)
+        progress.reaches(steps, outcome)
+        _end(others, outcome)
+        finish(home, outcome, trainer, steps)
+        for server in (pair.primary, pair.replica):
+            committed |= read_steps(server.directory, "tiny")
+        outcome.findings += check_metrics(home.metrics(), steps)
+        outcome.findings += check_uses(committed, home.metrics())
+        with home.connect() as buffer:
+            total, ledger = buffer.ledger().total(), buffer.ledger()
+        outcome.facts["rollouts, tokens"] = (
+            f"pushed {total.pushed}, trained {total.trained}, packed {total.packed}, pending {total.pending}, "
+            f"dropped {dict(total.dropped)}; {ledger.lost} pushes lost"
+        )
+    outcome.facts["steps"] = f"{home_step(home)} trained on {WORLD_SIZE} ranks, {len(committed)} committed"
+    outcome.facts["times that trained steps were handed back"] = sum(
+        _count(home, name, "the server had lost") for name in ("one", "two")
+    )
+    outcome.facts["takeovers"] = sum(_count(home, name, "serving run") for name in ("one", "two"))
+    outcome.facts["starts of the ranks"] = 1 + _count(home, "train", "Starting all")
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+def check_uses(committed: Mapping[tuple[int, str], list[str]], metrics: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What was trained had been committed, and no rollout was in two trained steps."""
+    findings = []
+    uses: Counter[str] = Counter()
+    for number, digest in sorted({(record["step"], record["digest"]) for record in metrics}):
+        rollouts = committed.get((number, digest))
+        if rollouts is None:
+            findings.append(f"step {number} was trained with digest {digest[:12]}, which was never committed")
+            continue
+        uses.update(rollouts)
+    findings += [f"rollout {rollout} was trained {n} times" for rollout, n in uses.items() if n > 1]
+    return findings or ([] if uses else ["nothing was trained"])
+
+
+def _fail_over(pair: Pair) -> str:
+    pair.fail_over()
+    return f", to port {pair.primary.port}"
+
+
+def _kill(home: Home, pair: Pair, committed: Steps, draw: random.Random) -> str:
+    """-> what is to be told of it."""
+    before, lost = home_step(home), draw.choice((0, draw.randint(1, LOST_STEPS)))
+    if lost:
+        pair.cut()
+        deadline = time.monotonic() + LOST_SECONDS
+        while home_step(home) < before + lost and time.monotonic() < deadline:
+            time.sleep(0.02)
+    pair.primary.kill()
+    away = draw.uniform(0, LONGEST_AWAY_SECONDS)
+    time.sleep(away)
+    pair.promote()
+    committed |= read_steps(pair.replica.directory, "tiny")  # the dead one's, before it loads what the other has
+    pair.mend()
+    taken = f"with what it did since step {before}, " if lost else ""
+    return f", {taken}nobody there for {away:.1f} s"
+
+
+def _end(others: Mapping[str, subprocess.Popen[str]], outcome: Outcome) -> None:
+    """Nobody has ended by itself; then all are told to."""
+    for name, process in others.items():
+        if process.poll() is not None:
+            outcome.findings.append(f"{name} ended with exit code {process.returncode} during the run")
+        process.send_signal(signal.SIGTERM)
+    for process in others.values():
+        process.wait(timeout=60)
+
+
+def _count(home: Home, name: str, words: str) -> int:
+    return sum(words in line for line in (home.path / f"{name}.log").read_text().splitlines())
