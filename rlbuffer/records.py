@@ -28,12 +28,16 @@ from rlbuffer.columns import COLUMN_NAME, MAX_ARRAYS, REQUIRED_COLUMNS, as_colum
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.infos import ENV_NAME, GROUP_ID, MAX_ROLLOUT_ID, GroupInfo, RolloutInfo, group_fields
 from rlbuffer.spans import Turn, VersionSpan, as_spans, as_turns
-from rlbuffer.values import as_flag, as_mapping, as_number, as_text, plain, same, shown
+from rlbuffer.values import as_flag, as_integer, as_mapping, as_number, as_text, plain, same, shown
 
 _T = TypeVar("_T")
 
 REASONS = ("stale", "future", "small", "flat", "oversized", "invalid", "late", "duplicate", "void", "operator")
 """Why rollouts are dropped; the order is the order of tables and metrics."""
+
+
+MAX_LOCATION = 2**13
+"""Characters of the place of a policy version: every worker reads all of them, all the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -377,7 +381,11 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyVersion:
-    """Weights that can be sampled from."""
+    """Weights that can be sampled from.
+
+    Raises:
+        InvalidRollout: a number is no integer up to 2**53 - 1, or a text is too long.
+    """
 
     version: int
     """Number of trained steps in the weights; -1 when nothing was announced yet."""
@@ -389,6 +397,14 @@ class PolicyVersion:
     """Of the weights, as the publisher computed it."""
     adapter: str = ""
     """"" is all weights."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "version", as_integer("policy version", self.version, low=-1))
+        put(self, "location", as_text("policy location", self.location, limit=MAX_LOCATION))
+        put(self, "size", as_integer("policy size", self.size))
+        put(self, "checksum", as_text("policy checksum", self.checksum, limit=256))
+        put(self, "adapter", as_text("policy adapter", self.adapter, limit=128))
 
 
 FIELD_NAMES = {cls.__name__: frozenset(f.name for f in fields(cls)) for cls in (Rollout, Group)}
