@@ -30,8 +30,9 @@ arguments first)::
 It gets copies of the rewards and of the sampled tokens, [n] float64 both, and what the batcher knows of the group (see
 `rlbuffer.policy.composing.facts`), and gives [n] finite numbers. It must be deterministic: the same group must get the
 same advantages wherever the batcher runs, or a standby that takes over would plan another step. It runs in the batcher
-and sees no payloads. Nothing is dropped because of it: an answer that cannot be used is a ConfigError, which stops the
-batcher, and every rank is told.
+and sees no payloads. One that fails, or gives another number of numbers, is a ConfigError, which stops the batcher, and
+every rank is told. Where a number is not finite or beyond :data:`MAX_ADVANTAGE`, whoever computed it, the group cannot
+be trained: it is dropped, and the others go on.
 """
 
 from __future__ import annotations
@@ -45,9 +46,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from rlbuffer.dotted import load, refused
 from rlbuffer.errors import ConfigError, InvalidRollout
+from rlbuffer.values import MAX_NUMBER
 
 GRPO_EPSILON = 1e-6
 """Added to the standard deviation, so that a nearly flat group does not explode."""
+MAX_ADVANTAGE = 10 * MAX_NUMBER
+"""Largest advantage, either sign: the difference of any two rewards is far below it."""
 LENGTH_ALPHA = 0.1
 """Share of a reward that an answer of endless length loses; the source tries 0.05 to 0.4."""
 
@@ -151,9 +155,6 @@ def load_estimator(name: str, *, setting: str = "batcher.advantage") -> Loaded:
         if values.shape != rewards.shape:
             what = f"numbers of shape {list(values.shape)}"
             raise refused(setting, name, f"gave {what}{for_whom}: it must be one for each of {len(rewards)} rollouts")
-        if not np.isfinite(values).all():
-            odd = next(float(value) for value in values if not np.isfinite(value))
-            raise refused(setting, name, f"gave {odd}{for_whom}: it must give finite numbers")
         return values
 
     return checked
@@ -168,7 +169,8 @@ def advantage(name: str, rewards: ArrayLike, *, lengths: ArrayLike | None = None
 
     Raises:
         ConfigError: no estimator has this name, or the user's own cannot be imported or failed.
-        InvalidRollout: a reward is not finite, shapes differ, or an estimator that needs lengths got none.
+        InvalidRollout: a reward is not finite, shapes differ, an estimator that needs lengths got none, or an advantage
+            is not finite or beyond 1e13, either sign.
 
     Example:
         >>> advantage("rloo", [0.0, 0.5, 1.0]).tolist()
@@ -189,4 +191,12 @@ def estimate(
         raise InvalidRollout(f"advantage {name}: {weights.size} lengths do not match {len(values)} rewards")
     if len(values) <= 1:
         return np.zeros_like(values)
-    return estimator(values, weights, group)
+    with np.errstate(all="ignore"):  # what comes of it is looked at below
+        found = estimator(values, weights, group)
+    usable = np.abs(found) <= MAX_ADVANTAGE
+    if not usable.all():
+        odd = float(found[~usable][0])
+        raise InvalidRollout(
+            f"advantage {name} is {odd!r}: it must be finite and at most {MAX_ADVANTAGE:g}, either sign"
+        )
+    return found

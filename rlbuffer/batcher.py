@@ -196,7 +196,7 @@ class Batcher:
             rng: for selectors that draw; the built-in orders do not.
 
         Raises:
-            ConfigError: the user's selector failed.
+            ConfigError: the user's selector or estimator failed.
         """
         pool, patience, known = self._pool, self._patience, self._known
         pool.advance(now, step, forgets=not any(known.adapters.accounts))
@@ -210,17 +210,25 @@ class Batcher:
         limits = known.limits(world_size)
         fractions = known.fractions(step)
         patience.judge(pool.now, [env for env in fractions if budget.has_budget(self._config, env)])
-        trial = self._select(step, limits, fractions)
-        for group in trial.surplus:
-            pool.drop_flat(group)
-        known.short = frozenset(trial.short)
-        wanted = supply.wanted(known, trial, step)
-        patience.looked(
-            pool.now,
-            short=[env for env in trial.short + trial.lent if not known.env_lags(env, step)],
-            wanted=[env for env in wanted if not known.env_lags(env, step)],
-        )
-        found = self._close(trial, limits, world_size)
+        while True:
+            trial = self._select(step, limits, fractions)
+            for group in trial.surplus:
+                pool.drop_flat(group)
+            known.short = frozenset(trial.short)
+            wanted = supply.wanted(known, trial, step)
+            patience.looked(
+                pool.now,
+                short=[env for env in trial.short + trial.lent if not known.env_lags(env, step)],
+                wanted=[env for env in wanted if not known.env_lags(env, step)],
+            )
+            found = self._close(trial, limits, world_size)
+            if found is None:
+                break
+            advantages, untrainable = composing.advantages_of(found[0], self._config, self._estimators)
+            if not untrainable:
+                break
+            for group, why in untrainable:  # nobody can train them: the step is made of others
+                pool.drop(group, "invalid", why)
         drops = tuple(pool.drops.values())
         if found is None:
             self._decided = None
@@ -237,7 +245,7 @@ class Batcher:
         accounts = budget.settle(known.accounts, sizes, fractions, self._config.unit)
         accounted, progress = known.adapters.settle(step, groups, self._config, known.published)
         progress, asked = adapters.asking(progress, known.published, known.youngest_limit, step)
-        step_plan = composing.step_plan(step, groups, plan, closed_by, self._config, self._estimators, progress)
+        step_plan = composing.step_plan(step, groups, advantages, plan, closed_by, self._config, progress)
         self._decided = _Decided(step, step_plan.group_ids, accounts, accounted)
         known.short = frozenset()
         after = replace(known, accounts=accounts, adapters=accounted)

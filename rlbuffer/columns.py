@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlbuffer.errors import InvalidRollout
+from rlbuffer.values import MAX_NUMBER
 
 COLUMN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}\Z")
 MAX_DIMENSIONS = 8
@@ -52,6 +53,8 @@ def as_column(
         raise InvalidRollout(f"{kind} {name}: {array.ndim} dimensions, at most {MAX_DIMENSIONS} are supported")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise InvalidRollout(f"{kind} {name}: not finite at position {_first(~np.isfinite(array))}")
+    if kind == "column" and (array.dtype.kind == "f" or name == "advantages"):
+        _refuse_untrainable(name, array)
     if array.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
         # A byte above 1 under a bool view counts differently in every operation.
         raise InvalidRollout(f"{kind} {name}: not a boolean at position {_first(array.view(np.uint8) > 1)}")
@@ -75,6 +78,14 @@ def _cast(label: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]
             raise InvalidRollout(f"{label}: {low}..{high} does not fit {dtype}")
     with np.errstate(over="ignore"):
         return array.astype(dtype)
+
+
+def _refuse_untrainable(name: str, array: NDArray[Any]) -> None:
+    if array.size and max(float(array.max()), -float(array.min())) > MAX_NUMBER:
+        place = _first(np.abs(array.astype(np.float64)) > MAX_NUMBER)
+        raise InvalidRollout(
+            f"column {name}: the number at position {place} is beyond the limit of {MAX_NUMBER:g}, either sign"
+        )
 
 
 def _first(bad: NDArray[np.bool_]) -> int:

@@ -183,8 +183,8 @@ class BatcherConfig:
     group_timeout_seconds: float = 300.0
     """Seconds after which a group that is not full closes with what it has, or is dropped as small."""
     flat: Annotated[str | float, PlainValidator(_read_flat)] = "keep"
-    """Groups without variance in reward: keep (dropping can starve an env that is solved), drop, or the share of a
-    step, 0-1, up to which they are kept; what exceeds it is dropped."""
+    """Groups whose rewards are all within 1e-6: keep (dropping can starve an env that is solved), drop, or the share
+    of a step, 0-1, up to which they are kept; what exceeds it is dropped."""
     oversized: Literal["drop", "truncate"] = "drop"
     """Rollouts longer than a row: dropped by the batcher, or cut by the writer at push and flagged is_truncated."""
     advantage: str = "rloo"

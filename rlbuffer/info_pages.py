@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.infos import ENV_NAME, GROUP_ID, ColumnKind, GroupInfo, Totals, unfrozen
+from rlbuffer.infos import ENV_NAME, FLAT_WITHIN, GROUP_ID, ColumnKind, GroupInfo, Totals, unfrozen
 from rlbuffer.messages import without_duplicates
-from rlbuffer.values import MAX_COUNT
+from rlbuffer.values import MAX_COUNT, MAX_NUMBER
 from rlbuffer.wire_info import (
     FORMAT,
     HAS_REWARD,
@@ -125,7 +125,7 @@ def _plain(data: bytes, envs: dict[Any, str]) -> Any:
         and 0 < len(rows) <= planned * ROW.size
         and len(rows) % ROW.size == 0
         and planned < 2**31
-        and (created is None or (type(created) is float and math.isfinite(created)))
+        and (created is None or (type(created) is float and abs(created) <= MAX_NUMBER))
         and ids is None
         and type(needs) is list
         and all(type(name) is str and len(name) <= 64 for name in needs)
@@ -154,7 +154,7 @@ def _plain(data: bytes, envs: dict[Any, str]) -> Any:
 
 
 def _are_named(rewards: dict[Any, Any], count: int) -> bool:
-    """Whether these are named rewards of `count` rollouts. False also for sums that are not finite, which may be."""
+    """Whether these are named rewards of `count` rollouts."""
     for name, item in rewards.items():
         if type(name) is not str or len(name) > 64 or type(item) is not list or len(item) != 2:
             return False
@@ -164,7 +164,9 @@ def _are_named(rewards: dict[Any, Any], count: int) -> bool:
         owners = present.count(1)
         if len(present) != count or owners + present.count(0) != count or len(values) != 8 * owners:
             return False
-        if not math.isfinite(sum(struct.unpack(f"<{owners}d", values))):
+        numbers = struct.unpack(f"<{owners}d", values)
+        # A NaN makes the sum one, whatever the comparisons say of it.
+        if numbers and not (math.isfinite(sum(numbers)) and max(numbers) <= MAX_NUMBER and min(numbers) >= -MAX_NUMBER):
             return False
     return True
 
@@ -182,11 +184,11 @@ def _totals(packed: Sequence[bytes]) -> list[Totals | None]:
     reward, low, high = (np.ascontiguousarray(rows[name]) for name in ("reward", "min_version", "max_version"))
     flags = rows["flags"]
     scored = (flags & HAS_REWARD) != 0
-    with np.errstate(invalid="ignore"):  # a reward may be any bytes
+    with np.errstate(invalid="ignore", over="ignore"):  # a reward may be any bytes
         is_right: NDArray[np.bool_] = (
             (flags <= HAS_REWARD | IS_TRUNCATED)
             & (scored | (reward == 0.0))
-            & np.isfinite(reward)
+            & (np.abs(reward) <= MAX_NUMBER)
             & (prompt >= 1)
             & (prompt <= length)
             & (length <= MAX_PAYLOAD_BYTES)
@@ -197,7 +199,7 @@ def _totals(packed: Sequence[bytes]) -> list[Totals | None]:
             & (rows["size"] <= MAX_PAYLOAD_BYTES)
         )
         all_scored = np.logical_and.reduceat(scored, starts)
-        has_one_reward = np.minimum.reduceat(reward, starts) == np.maximum.reduceat(reward, starts)
+        apart = np.maximum.reduceat(reward, starts) - np.minimum.reduceat(reward, starts)
     sums = zip(
         counts.tolist(),
         np.add.reduceat(length, starts).tolist(),
@@ -205,7 +207,7 @@ def _totals(packed: Sequence[bytes]) -> list[Totals | None]:
         np.minimum.reduceat(low, starts).tolist(),
         np.maximum.reduceat(high, starts).tolist(),
         all_scored.tolist(),
-        (has_one_reward & (all_scored == np.logical_or.reduceat(scored, starts))).tolist(),
+        ((apart <= FLAT_WITHIN) & (all_scored == np.logical_or.reduceat(scored, starts))).tolist(),
         (True for _ in packed),  # ids that follow from the group's
         strict=True,
     )

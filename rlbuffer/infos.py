@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rlbuffer.errors import ConfigError, InvalidRollout
-from rlbuffer.values import as_finite, as_integer, as_text, shown
+from rlbuffer.values import as_integer, as_number, as_text, shown
 
 GROUP_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
 ENV_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
@@ -19,6 +19,8 @@ ColumnKind = tuple[str, str, tuple[int, ...]]
 """Name, dtype (``<f4``) and trailing shape of a further column."""
 MAX_ROLLOUT_ID = 160
 """Characters: a group id, a slash and an index fit."""
+FLAT_WITHIN = 1e-6
+"""Rewards of a group that lie within this of each other count as equal: sums of the same parts differ by less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,7 @@ class RolloutInfo:
     """What the batcher sees of one rollout."""
 
     rollout_id: str
-    """Unique in the run."""
+    """Unique in its group."""
     length: int
     """Tokens."""
     prompt_tokens: int
@@ -34,7 +36,7 @@ class RolloutInfo:
     loss_tokens: int
     """Trained tokens."""
     reward: float | None
-    """Finite scalar, or None until scored."""
+    """Scalar of at most 1e12, either sign, or None until scored."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Named components of the reward."""
     min_version: int
@@ -65,7 +67,7 @@ class Totals(NamedTuple):
     is_scored: bool
     """Every rollout has a reward."""
     is_flat: bool
-    """All rewards are equal, or all are missing."""
+    """As :func:`are_flat` says of the rewards."""
     is_distinct: bool
     """No id occurs twice."""
 
@@ -127,6 +129,12 @@ class GroupInfo(_Unpacked):
         return self.totals.tokens
 
 
+def are_flat(rewards: Collection[float | None]) -> bool:
+    """Whether rewards tell nothing apart: all lie within :data:`FLAT_WITHIN`, or all are missing."""
+    scored = [reward for reward in rewards if reward is not None]
+    return not scored or (len(scored) == len(rewards) and max(scored) - min(scored) <= FLAT_WITHIN)
+
+
 def totals_of(rollouts: Sequence[RolloutInfo]) -> Totals:
     """What the rollouts of one push amount to; all zero when there are none."""
     rewards = {r.reward for r in rollouts}
@@ -137,7 +145,7 @@ def totals_of(rollouts: Sequence[RolloutInfo]) -> Totals:
         oldest=min((r.min_version for r in rollouts), default=0),
         newest=max((r.max_version for r in rollouts), default=0),
         is_scored=None not in rewards,
-        is_flat=len(rewards) <= 1,
+        is_flat=are_flat(rewards),
         is_distinct=len({r.rollout_id for r in rollouts}) == len(rollouts),
     )
 
@@ -202,5 +210,5 @@ def group_fields(record: GroupFields) -> dict[str, Any]:
         "worker": as_text("worker", record.worker, limit=128),
         "planned_size": as_integer("planned_size", record.planned_size, low=1, high=2**31 - 1),
         "needs": tuple(as_text(f"needs[{i}]", n, limit=64) for i, n in enumerate(needs)),
-        "created": None if record.created is None else as_finite("created", record.created),
+        "created": None if record.created is None else as_number("created", record.created),
     }

@@ -57,8 +57,17 @@ def loads(data: bytes | memoryview, *, limit: int, max_items: int = MAX_MESSAGE_
         )
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise PayloadError(f"malformed msgpack: {str(error) or type(error).__name__}") from None
-    _check([value], -1)
+    check(value)
     return value
+
+
+def check(value: Any) -> None:
+    """Refuses what msgpack itself lets through, and what would therefore be written and never read.
+
+    Raises:
+        PayloadError: a number that is not finite, a key that is no string, too many levels.
+    """
+    _check([value], -1)
 
 
 def without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
@@ -74,7 +83,7 @@ def _no_extension(code: int, data: bytes) -> Any:
 
 
 def _check(container: list[Any] | dict[Any, Any], level: int) -> None:
-    """Refuses what msgpack lets through; leaves are looked at in place, because a step has a million of them."""
+    """Leaves are looked at in place, because a step has a million of them."""
     if level >= MAX_LEVELS:
         raise PayloadError(f"malformed msgpack: nested more than {MAX_LEVELS} levels deep")
     if isinstance(container, dict):

@@ -363,7 +363,8 @@ class Reader:
                 schema=schema,
             )
         if damaged:
-            self._refusals.waited_out(lambda: self._store.count_damaged(number, damaged))
+            names = [f"{ref.group_id} {ref.info.rollout_id}" for ref in damaged]
+            self._refusals.waited_out(lambda: self._store.count_damaged(number, names))
         return Step(
             number=header.step,
             epoch=header.epoch,
@@ -373,7 +374,7 @@ class Reader:
             normalizers=normalizers,
             rollouts=header.rollouts,
             groups=len(header.group_ids),
-            damaged=tuple(damaged),
+            damaged=tuple(ref.info.rollout_id for ref in damaged),
             header={
                 "tokens": header.tokens,
                 "reward": header.reward,
@@ -418,10 +419,13 @@ class Reader:
             plan,
         )
 
-    def _items(self, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec]) -> tuple[list[PackItem], list[str]]:
+    def _items(
+        self, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec]
+    ) -> tuple[list[PackItem], list[PartRollout]]:
         """Every rollout decoded and verified; what is missing, damaged or of other columns becomes masked padding."""
         answers = self._answers(refs)
-        items, damaged = [], []
+        items: list[PackItem] = []
+        damaged: list[PartRollout] = []
         for chunk in _chunks(refs):
             for ref, data in zip(chunk, self._store.read_payloads(chunk), strict=True):
                 info = ref.info
@@ -434,7 +438,7 @@ class Reader:
                 if rollout is not None and not fits(rollout, schema):
                     rollout = None
                 if rollout is None:
-                    damaged.append(info.rollout_id)
+                    damaged.append(ref)
                 sample = Sample(
                     rollout_id=info.rollout_id,
                     group_id=ref.group_id,

@@ -28,12 +28,16 @@ from rlbuffer.columns import COLUMN_NAME, MAX_ARRAYS, REQUIRED_COLUMNS, as_colum
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.infos import ENV_NAME, GROUP_ID, MAX_ROLLOUT_ID, GroupInfo, RolloutInfo, group_fields
 from rlbuffer.spans import Turn, VersionSpan, as_spans, as_turns
-from rlbuffer.values import as_finite, as_flag, as_mapping, as_text, plain, same, shown
+from rlbuffer.values import as_flag, as_integer, as_mapping, as_number, as_text, plain, same, shown
 
 _T = TypeVar("_T")
 
 REASONS = ("stale", "future", "small", "flat", "oversized", "invalid", "late", "duplicate", "void", "operator")
 """Why rollouts are dropped; the order is the order of tables and metrics."""
+
+
+MAX_LOCATION = 2**13
+"""Characters of the place of a policy version: every worker reads all of them, all the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,12 +47,13 @@ class Rollout:
     There is no prompt/completion split beyond the mask: an agentic rollout interleaves context and sampled spans.
 
     Raises:
-        InvalidRollout: a column has another length, a wrong dtype or a value that is not finite; the first token is
-            trained; spans overlap or do not cover the trained tokens; a version is negative.
+        InvalidRollout: a column has another length, a wrong dtype or a value that is not finite; a reward or a float of
+            a column is beyond 1e12, either sign, so that it cannot be trained; the first token is trained; spans
+            overlap or do not cover the trained tokens; a version is negative.
     """
 
     rollout_id: str = ""
-    """Unique in the run; empty until pushed (then ``<group_id>/<index>``)."""
+    """Unique in its group; empty until pushed (then ``<group_id>/<index>``)."""
     tokens: NDArray[np.int32]
     """[T] int32; token ids, context and sampled tokens interleaved."""
     loss_mask: NDArray[np.bool_]
@@ -56,7 +61,7 @@ class Rollout:
     logprobs: NDArray[np.float32]
     """[T] float32; inference logprob of each sampled token under the version that sampled it, 0 elsewhere."""
     reward: float | None = None
-    """Finite scalar, or None until scored."""
+    """Scalar of at most 1e12, either sign, or None until scored."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Named components of the reward."""
     successes: Mapping[str, bool] = field(default_factory=dict)
@@ -101,8 +106,8 @@ class Rollout:
         put(self, "columns", MappingProxyType(columns))
         put(self, "attachments", MappingProxyType(_arrays("attachment", self.attachments)))
         if self.reward is not None:
-            put(self, "reward", as_finite("reward", self.reward))
-        put(self, "rewards", _named_values("rewards", self.rewards, as_finite))
+            put(self, "reward", as_number("reward", self.reward))
+        put(self, "rewards", _named_values("rewards", self.rewards, as_number))
         put(self, "successes", _named_values("successes", self.successes, as_flag))
         put(self, "version_spans", as_spans(self.version_spans, length, self.loss_mask))
         put(self, "turns", as_turns(self.turns, length))
@@ -376,7 +381,11 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyVersion:
-    """Weights that can be sampled from."""
+    """Weights that can be sampled from.
+
+    Raises:
+        InvalidRollout: a number is no integer up to 2**53 - 1, or a text is too long.
+    """
 
     version: int
     """Number of trained steps in the weights; -1 when nothing was announced yet."""
@@ -388,6 +397,14 @@ class PolicyVersion:
     """Of the weights, as the publisher computed it."""
     adapter: str = ""
     """"" is all weights."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "version", as_integer("policy version", self.version, low=-1))
+        put(self, "location", as_text("policy location", self.location, limit=MAX_LOCATION))
+        put(self, "size", as_integer("policy size", self.size))
+        put(self, "checksum", as_text("policy checksum", self.checksum, limit=256))
+        put(self, "adapter", as_text("policy adapter", self.adapter, limit=128))
 
 
 FIELD_NAMES = {cls.__name__: frozenset(f.name for f in fields(cls)) for cls in (Rollout, Group)}

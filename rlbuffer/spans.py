@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.values import MAX_COUNT, as_finite, as_integer, as_text, plain, shown
+from rlbuffer.values import MAX_COUNT, as_integer, as_number, as_text, plain, shown
 
 MAX_SPANS = 2**14
 """Version spans, and turns, of one rollout."""
@@ -73,7 +73,7 @@ def as_turns(turns: Any, length: int) -> tuple[Turn, ...]:
             raise InvalidRollout(f"turns: expected (role, start, end, reward?, metadata?), got {shown(item)}") from None
         start, position = _bounds("turns", turn.start, turn.end, position, length)
         role = as_text(f"turns[{i}].role", turn.role, limit=64)
-        reward = None if turn.reward is None else as_finite(f"turns[{i}].reward", turn.reward)
+        reward = None if turn.reward is None else as_number(f"turns[{i}].reward", turn.reward)
         metadata = None
         if turn.metadata is not None:
             if not isinstance(turn.metadata, Mapping):

@@ -22,6 +22,9 @@ MAX_ITEMS = 2**16
 """Items of one list or map in metadata and answers; more than that is an array."""
 MAX_COUNT = 2**53 - 1
 """Largest version or count: the last integer that a Lua number holds exactly."""
+MAX_NUMBER = 1e12
+"""Largest number that can be trained, either sign: a reward, or a float of a column. Training computes in float32, to
+3.4e38, and the norm of a gradient sums squares: those of this number over a billion parameters still fit."""
 
 
 def as_finite(name: str, value: Any) -> float:
@@ -34,6 +37,14 @@ def as_finite(name: str, value: Any) -> float:
         raise InvalidRollout(f"{name}: expected a number, got {shown(value)}") from None
     if not math.isfinite(number):
         raise InvalidRollout(f"{name}: expected a finite number, got {number!r}")
+    return number
+
+
+def as_number(name: str, value: Any) -> float:
+    """`value` as a float of at most :data:`MAX_NUMBER`, either sign."""
+    number = as_finite(name, value)
+    if abs(number) > MAX_NUMBER:
+        raise InvalidRollout(f"{name}: {number!r} is beyond the limit of {MAX_NUMBER:g}, either sign")
     return number
 
 

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from rlbuffer.columns import COLUMN_DTYPES, MAX_ARRAYS, MAX_DIMENSIONS, REQUIRED_COLUMNS
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.info_pages import decode_infos as decode_infos
+from rlbuffer.messages import check as check
 from rlbuffer.messages import dumps as dumps
 from rlbuffer.messages import loads as loads
 from rlbuffer.records import Group, GroupInfo, Rollout, RolloutInfo, Turn

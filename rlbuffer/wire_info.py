@@ -18,7 +18,7 @@ from rlbuffer.columns import COLUMN_DTYPES, COLUMN_NAME, MAX_DIMENSIONS, REQUIRE
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.infos import MAX_ROLLOUT_ID, ColumnKind, GroupInfo, RolloutInfo, group_fields, unfrozen
 from rlbuffer.messages import dumps, loads
-from rlbuffer.values import MAX_COUNT, as_text
+from rlbuffer.values import MAX_COUNT, MAX_NUMBER, as_text
 
 MAX_PAYLOAD_BYTES = 64 * 2**20
 """Bytes of one rollout's payload."""
@@ -217,6 +217,10 @@ def _check_rollout(r: RolloutInfo) -> None:
     for name, value in (("reward", r.reward), *r.rewards.items()):
         if value is not None and not math.isfinite(value):
             raise InvalidRollout(f"rollout {r.rollout_id}: {name} is not finite")
+        if value is not None and abs(value) > MAX_NUMBER:
+            raise InvalidRollout(
+                f"rollout {r.rollout_id}: {name} {value!r} is beyond the limit of {MAX_NUMBER:g}, either sign"
+            )
 
 
 def _default_ids(group_id: str, count: int) -> list[str]:

@@ -32,6 +32,7 @@ from rlbuffer.infos import check_producer
 from rlbuffer.records import ENV_NAME, Group, Pushed, Ticket
 from rlbuffer.store.base import Store
 from rlbuffer.truncation import truncated_group
+from rlbuffer.values import as_integer
 
 TICKET_SECONDS = 60.0
 """How long a ticket stays out without renewal, unless the writer is told otherwise: after that a dead worker's prompt
@@ -142,7 +143,8 @@ class Writer:
         `sequence` is for producers that number their own pushes (``rlbuffer push`` uses the line of the file).
 
         Raises:
-            InvalidRollout: it is no group, or too large for the wire. Nothing was stored.
+            InvalidRollout: it is no group, or too large for the wire; `sequence` is no integer from 1 to 2**53 - 1.
+                Nothing was stored.
             ServerUnreachable, ServerRefused: the server stayed away, or full, for longer than the writer's patience.
                 The group may be stored or not; pushing it again is safe, and the next push settles it first.
             PushGivenUp: it broke its connection again and again at a server that answers others. It is counted as lost
@@ -151,6 +153,8 @@ class Writer:
         """
         if not isinstance(group, Group):
             raise InvalidRollout(f"push: expected a Group, got {type(group).__name__}")
+        if sequence is not None:
+            sequence = as_integer("push: sequence", sequence, low=1)
         with self._lock:
             return self._store_as(group, sequence) if sequence is not None else self._store_next(group)
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlbuffer.advantages import Loaded, estimate, load_estimator
 from rlbuffer.batches import AdapterProgress, Normalizers, Plan, RolloutRef, StepPlan
 from rlbuffer.config import BatcherConfig
+from rlbuffer.errors import InvalidRollout
 from rlbuffer.planning import plan
 from rlbuffer.policy.groups import GroupState
 
@@ -60,20 +62,37 @@ def facts(group: GroupState) -> dict[str, Any]:
     }
 
 
-def step_plan(
-    step: int,
-    groups: Sequence[GroupState],
-    rows: Plan,
-    closed_by: str,
-    config: BatcherConfig,
-    estimators: Mapping[str, Loaded],
-    progress: Mapping[str, AdapterProgress],
-) -> StepPlan:
-    """The step that trains `groups`, laid out as `rows`: advantages by each env's estimator, every entry accounted.
+def advantages_of(
+    groups: Sequence[GroupState], config: BatcherConfig, estimators: Mapping[str, Loaded]
+) -> tuple[NDArray[np.float32], list[tuple[GroupState, str]]]:
+    """-> [rollouts] float32, group by group, by each env's estimator; and the groups that have none that can be
+    trained, with the reason. When there are any, the advantages are those of the others.
 
     Raises:
         ConfigError: an estimator of the user's own failed.
     """
+    found, untrainable = [], []
+    for group in groups:
+        name = config.for_env(group.env, "advantage")
+        lengths = [member.info.loss_tokens for member in group.members]
+        told = facts(group) if ":" in name else {}
+        try:
+            found.append(estimate(estimators[name], name, group.rewards, lengths, told))
+        except InvalidRollout as error:
+            untrainable.append((group, str(error)))
+    return np.concatenate([np.zeros(0), *found]).astype(np.float32), untrainable
+
+
+def step_plan(
+    step: int,
+    groups: Sequence[GroupState],
+    advantages: NDArray[np.float32],
+    rows: Plan,
+    closed_by: str,
+    config: BatcherConfig,
+    progress: Mapping[str, AdapterProgress],
+) -> StepPlan:
+    """The step that trains `groups` with these `advantages`, laid out as `rows`; every entry accounted."""
     refs = [
         RolloutRef(
             entry_id=member.entry_id,
@@ -89,17 +108,11 @@ def step_plan(
         for group in groups
         for member in group.members
     ]
-    advantages = []
-    for group in groups:
-        name = config.for_env(group.env, "advantage")
-        lengths = [member.info.loss_tokens for member in group.members]
-        told = facts(group) if ":" in name else {}
-        advantages.append(estimate(estimators[name], name, group.rewards, lengths, told))
     return StepPlan(
         step=step,
         group_ids=tuple(group.group_id for group in groups),
         rollouts=tuple(refs),
-        advantages=np.concatenate(advantages).astype(np.float32),
+        advantages=advantages,
         plan=rows,
         normalizers=Normalizers(
             loss_tokens=sum(ref.loss_tokens for ref in refs), rollouts=len(refs), groups=len(groups)

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from rlbuffer.batches import Drop, EntryUse
+from rlbuffer.infos import are_flat
 from rlbuffer.records import REASONS, GroupInfo, RolloutInfo
 
 REWARD = "reward"
@@ -115,10 +116,10 @@ class GroupState:
 
     @property
     def is_flat(self) -> bool:
-        """True when all valid rollouts have the same reward."""
+        """True when the rewards of the valid rollouts tell nothing apart."""
         if self._members is None and self._whole is not None:
             return self._whole[1].totals.is_flat
-        return len({m.info.reward for m in self.members}) <= 1
+        return are_flat([m.info.reward for m in self.members])
 
     @property
     def reward(self) -> float | None:

@@ -24,6 +24,7 @@ import numpy as np
 
 from rlbuffer.config import BatcherConfig
 from rlbuffer.dotted import load, refused
+from rlbuffer.errors import InvalidRollout
 from rlbuffer.policy.groups import GroupState
 
 _SLACK = 64
@@ -75,7 +76,8 @@ def priority_of(group: GroupState, selector: Selector, rng: np.random.Generator,
     """The selector's answer, checked.
 
     Raises:
-        ConfigError: it raised, or gave something else than a finite number.
+        ConfigError: it raised, or gave something else than a number.
+        InvalidRollout: it gave a number that is not finite, so there is no place for this group.
     """
     candidate = Candidate(
         group_id=group.group_id,
@@ -89,13 +91,17 @@ def priority_of(group: GroupState, selector: Selector, rng: np.random.Generator,
         uses=group.used,
     )
     try:
-        value = float(selector(candidate, rng))
+        answer = selector(candidate, rng)
+        try:
+            value = float(answer)
+        except OverflowError:  # an integer beyond every float
+            value = math.inf if answer > 0 else -math.inf
     except Exception as error:  # as above: it is not our code
         raise refused(
             "batcher.order", order, f"failed for group {group.group_id}: {type(error).__name__}: {error}"
         ) from error
     if not math.isfinite(value):
-        raise refused("batcher.order", order, f"gave {value} for group {group.group_id}: it must be a finite number")
+        raise InvalidRollout(f"batcher.order = {order!r} gave {value} for this group: it must be a finite number")
     return value
 
 

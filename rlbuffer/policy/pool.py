@@ -14,6 +14,7 @@ import numpy as np
 
 from rlbuffer.batches import Drop
 from rlbuffer.config import BatcherConfig
+from rlbuffer.errors import InvalidRollout
 from rlbuffer.policy.age import VersionIndex, age_at, is_future, oldest_version, remembered_steps
 from rlbuffer.policy.groups import GroupState, Rejected, drop_part
 from rlbuffer.policy.ordering import PriorityIndex, Selector, priority_of
@@ -249,7 +250,7 @@ class Pool:
     def drop_flat(self, group: GroupState) -> None:
         """Drops a group without variance in reward: it, or more of its kind, is not wanted."""
         rest = "" if self.config.flat == "drop" else f", and a step holds at most {self.config.flat:g} of flat groups"
-        self.drop(group, "flat", f"all {group.rollouts} rollouts have reward {group.members[0].info.reward:g}{rest}")
+        self.drop(group, "flat", f"all {group.rollouts} rollouts have reward {group.reward:g}{rest}")
 
     def consume(self, group_ids: Iterable[str]) -> None:
         """A commit consumed these groups: forgets them, or keeps them for another use.
@@ -327,12 +328,21 @@ class Pool:
             self._closed.popitem(last=False)
 
     def rank(self, selector: Selector, rng: np.random.Generator) -> None:
-        """Gives the groups that became ready their priority."""
+        """Gives the groups that became ready their priority; one that gets none is dropped.
+
+        Raises:
+            ConfigError: the selector failed.
+        """
         unranked, self._unranked = self._unranked, []
         for group in unranked:
-            if self._groups.get(group.group_id) is group:
-                lane = self._env(group.env).lane(group.adapter)
-                lane.ranked.add(group, priority_of(group, selector, rng, self.config.order))
+            if self._groups.get(group.group_id) is not group:
+                continue
+            try:
+                priority = priority_of(group, selector, rng, self.config.order)
+            except InvalidRollout as error:
+                self.drop(group, "invalid", str(error))
+                continue
+            self._env(group.env).lane(group.adapter).ranked.add(group, priority)
 
     def sweep_stale(self, env: str, step: int, adapter: str = "") -> None:
         """Drops an env's groups of one adapter that are too old for `step`, in the adapter's count, and every later

@@ -246,22 +246,22 @@ class _Scorer:
                     self._reference.check(rollouts[-1])
             rest = self._store.read_group_payloads([entry.payload_key])[0]
             answer, metadata = (None, {}) if rest is None else wire.decode_group_payload(rest)
+            return Group(
+                group_id=info.group_id,
+                env=info.env,
+                prompt_id=info.prompt_id,
+                rollouts=tuple(rollouts),
+                planned_size=info.planned_size,
+                adapter=info.adapter,
+                answer=answer,
+                metadata=metadata,
+                needs=info.needs,
+                worker=info.worker,
+                created=info.created,
+            )
         except (PayloadError, InvalidRollout) as error:
             self._fail(found, str(error))
             return None
-        return Group(
-            group_id=info.group_id,
-            env=info.env,
-            prompt_id=info.prompt_id,
-            rollouts=tuple(rollouts),
-            planned_size=info.planned_size,
-            adapter=info.adapter,
-            answer=answer,
-            metadata=metadata,
-            needs=info.needs,
-            worker=info.worker,
-            created=info.created,
-        )
 
     async def _columns(self, work: Sequence[tuple[_Found, Group]]) -> dict[str, Sequence[Rollout]]:
         """entry id -> its rollouts, with the column where it is needed; all groups packed together."""
@@ -281,10 +281,14 @@ class _Scorer:
             return out
         for found, group in wanting:
             own, values = values[: len(group.rollouts)], values[len(group.rollouts) :]
-            out[found.entry.entry_id] = tuple(
-                replace(rollout, columns={**rollout.columns, column: value})
-                for rollout, value in zip(group.rollouts, own, strict=True)
-            )
+            try:
+                out[found.entry.entry_id] = tuple(
+                    replace(rollout, columns={**rollout.columns, column: value})
+                    for rollout, value in zip(group.rollouts, own, strict=True)
+                )
+            except InvalidRollout as error:  # logprobs that are not finite: of a model that is broken
+                self._fail(found, str(error))
+                del out[found.entry.entry_id]
         return out
 
     async def _push(self, writer: Writer, found: _Found, group: Group, seconds: float) -> None:

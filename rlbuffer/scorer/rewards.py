@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from rlbuffer.dotted import load
-from rlbuffer.errors import RlbufferError
+from rlbuffer.errors import InvalidRollout, RlbufferError
 from rlbuffer.policy.groups import REWARD
 from rlbuffer.records import Group, Rollout
 from rlbuffer.settings import ScoreSettings
+from rlbuffer.values import shown
 from rlbuffer.worker.threads import in_thread
 
 NAMED = "rewards."
@@ -66,7 +67,10 @@ class Rewards:
         if missing:
             raise RewardFailed(f"rollout {rollout.rollout_id}: the function gave no reward named {', '.join(missing)}")
         kept = rollout.reward if is_scored else reward
-        return replace(rollout, reward=kept, rewards={**named, **rollout.rewards})
+        try:
+            return replace(rollout, reward=kept, rewards={**named, **rollout.rewards})
+        except InvalidRollout as error:
+            raise RewardFailed(f"rollout {rollout.rollout_id}: {error}") from None
 
     async def _asked(self, rollout: Rollout, group: Group) -> tuple[float, dict[str, float]]:
         try:
@@ -84,8 +88,8 @@ class Rewards:
         try:
             named = {str(name): float(value) for name, value in answer.items()} if isinstance(answer, Mapping) else {}
             reward = named.pop(REWARD, sum(named.values())) if isinstance(answer, Mapping) else float(answer)
-        except (TypeError, ValueError):
-            raise RewardFailed(f"rollout {rollout.rollout_id}: {answer!r} is no reward") from None
+        except (TypeError, ValueError, OverflowError):
+            raise RewardFailed(f"rollout {rollout.rollout_id}: {shown(answer)} is no reward") from None
         if not all(map(math.isfinite, [reward, *named.values()])):
             raise RewardFailed(f"rollout {rollout.rollout_id}: {answer!r} is not finite")
         return reward, named

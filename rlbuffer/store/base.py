@@ -254,7 +254,7 @@ class Store(Protocol):
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
         """The encoded group part (answer, metadata) of each push, None where there is none."""
 
-    def count_damaged(self, step: int, rollout_ids: Sequence[str]) -> None: ...
+    def count_damaged(self, step: int, rollouts: Sequence[str]) -> None: ...
     def count_lost(self, pushes: int) -> None:
         """Pushes that a producer knows are missing on the server and cannot send again."""
 

@@ -6,6 +6,7 @@ back a *claim*, the last steps that it has trained; the leader lets the run go o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -158,24 +159,33 @@ class RecoveryMoves(StepMoves, RunViews):
 
     def _leaving(self, keep: int, *, with_pool: bool) -> list[list[Any]]:
         """What people will look for: id, env, rollouts, tokens, reward, oldest version and why, of each group that
-        leaves. What the account says is the script's doing; this is a list of what is there just before."""
+        leaves. What the account says is the script's doing; this is a list of what is there just before, as far as it
+        can be read: a step that cannot be is the first that somebody wants to take back."""
         out: dict[str, list[Any]] = {}
 
         def add(group_id: str, env: str, infos: Sequence[RolloutInfo], why: str) -> None:
             rewards = [info.reward for info in infos if info.reward is not None]
             reward = sum(rewards) / len(rewards) if rewards else None
+            if reward is not None and not math.isfinite(reward):
+                reward = None  # of a step from before there was a limit
             tokens, oldest = sum(info.length for info in infos), min((info.min_version for info in infos), default=0)
             out.setdefault(group_id, [group_id, env, len(infos), tokens, reward, oldest, why])
 
-        for header in self.headers(keep + 1):
+        retired, last = self._bounds()
+        for step in range(max(keep, retired) + 1, last + 1):
+            try:
+                header = self.wait_step(step, block_seconds=0.0)
+                parts = self.read_parts(step)
+            except (PayloadError, NotFound, StepRetired):
+                continue
             members: dict[str, list[PartRollout]] = {}
-            for part in self.read_parts(header.step):
-                for member in part.rollouts:
-                    members.setdefault(member.group_id, []).append(member)
+            for member in (member for part in parts for member in part.rollouts):
+                members.setdefault(member.group_id, []).append(member)
             for group_id, found in members.items():
-                if not header.uses.get(group_id):  # of one that was trained before, only a use is void
+                # Of one that was trained before, only a use is void.
+                if header is not None and not header.uses.get(group_id):
                     infos = [member.info for member in found]
-                    add(group_id, found[0].env, infos, f"step {header.step} was taken back")
+                    add(group_id, found[0].env, infos, f"step {step} was taken back")
         pool = self.stream(self.keys.pool, "0-0", count=LISTED, block_seconds=0.0) if with_pool else []
         for entry in pool_entries(self.keys, pool):
             infos = list(entry.info.rollouts) if entry.info is not None else []

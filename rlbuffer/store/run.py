@@ -15,8 +15,8 @@ from rlbuffer.store.lease import tombstone_ms, tombstone_steps
 from rlbuffer.store.ledger import parse_ledger
 from rlbuffer.store.session import Session, ranged, text
 
-MAX_RECORD_BYTES = 2**20
-"""Largest history record or config that is decoded."""
+MAX_RECORD_BYTES = 4 * 2**20
+"""Largest history record or config that is decoded: a rewind names 5,000 groups, of up to 300 bytes each."""
 
 
 class RunViews(Session):

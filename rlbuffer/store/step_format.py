@@ -37,9 +37,23 @@ def step_digest(previous: str, header: bytes, parts: Sequence[bytes]) -> str:
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """The bytes of a header or part. Its values were checked when they came in, so they are not looked at again here:
-    that would be two thirds of the cost of a commit."""
+    """The bytes of a header or part. Its values were checked when they came in, or by `check_numbers`, so they are not
+    looked at again here: that would be two thirds of the cost of a commit."""
     return cast(bytes, msgpack.packb(record))
+
+
+def check_numbers(header: Mapping[str, Any], plan: StepPlan) -> None:
+    """What is computed for a step, and did not come in with its rollouts, can be read again: nobody can train a step
+    that cannot, and it stays for ever.
+
+    Raises:
+        PayloadError: a number is not finite.
+    """
+    try:
+        wire.check(dict(header))
+        wire.check([float(np.sum(np.abs(plan.advantages, dtype=np.float64)))])
+    except PayloadError as error:
+        raise PayloadError(f"step {plan.step} is not committed, because it could never be read: {error}") from None
 
 
 def header_record(

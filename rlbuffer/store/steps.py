@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,7 +15,15 @@ from rlbuffer.store.base import Meta, PartRollout, PoolEntry, StepHeader, StepPa
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.pool import HISTORY_ENTRIES
 from rlbuffer.store.session import BLOCK_SECONDS, LAST_IN_STEP, Fields, Session, ranged, text
-from rlbuffer.store.step_format import decode_header, decode_part, encode, header_record, part_records, step_digest
+from rlbuffer.store.step_format import (
+    check_numbers,
+    decode_header,
+    decode_part,
+    encode,
+    header_record,
+    part_records,
+    step_digest,
+)
 
 SUMMARY_LINES = 20_000
 """Lines of the summary stream that are kept, one per step, about 200 bytes each."""
@@ -75,10 +84,11 @@ class StepMoves(Session):
 
         Raises:
             LeaseLost: another leads, the server was away, or the run is not where `meta` says: all must be read again.
-            PayloadError: the plan names a rollout that its entry does not hold.
+            PayloadError: the plan names a rollout that its entry does not hold, or has a number that is not finite.
             RlbufferError: the plan does not account for whole entries.
         """
         record = header_record(plan, entries, meta, waiting_for_version)
+        check_numbers(record, plan)
         header = encode(record)
         parts = [encode(part) for part in part_records(plan, entries, self.keys.payload_prefix)]
         digest = step_digest(meta.digest, header, parts)
@@ -212,7 +222,7 @@ class StepMoves(Session):
 
     # -- pull ------------------------------------------------------------------------------------------------------
     def wait_step(self, step: int, *, block_seconds: float) -> StepHeader | None:
-        """Header of `step`, or None after blocking. Raises StepRetired."""
+        """Header of `step`, or None after blocking. Raises StepRetired; PayloadError when it cannot be read."""
         if step < 1:
             raise NotFound(f"steps start at 1, there is no step {step}")
         deadline = time.monotonic() + block_seconds
@@ -223,7 +233,8 @@ class StepMoves(Session):
             if found:
                 entry_id, fields = found[0]
                 if entry_id == f"{step}-0":
-                    return header_of(fields)[0]
+                    with self._reading(step):
+                        return header_of(fields)[0]
                 raise self._retired(step)
             if left == 0.0 and step <= self._retired_step():
                 raise self._retired(step)
@@ -237,6 +248,7 @@ class StepMoves(Session):
         Raises:
             StepRetired: the step was trained, checkpointed and removed.
             NotFound: the step was not committed yet, or has no such rank.
+            PayloadError: a part cannot be read.
         """
 
         def read(client: Any) -> list[Any]:
@@ -255,7 +267,8 @@ class StepMoves(Session):
                 raise self._retired(step)
             which = f"step {step}" if ranks is None else f"one of the ranks {list(ranks)} in step {step}"
             raise NotFound(f"run {self.run!r} has no {which}")
-        return [part_of(entry_id, fields, self.keys) for entries in found for entry_id, fields in entries]
+        with self._reading(step):
+            return [part_of(entry_id, fields, self.keys) for entries in found for entry_id, fields in entries]
 
     def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
         """The encoded rollouts, None where missing; one HMGET per payload key, all in one round trip."""
@@ -305,8 +318,10 @@ class StepMoves(Session):
                     return list(pipe.execute())
 
             for reply in self.look(read):
-                for _, fields in ranged(reply):
-                    yield header_of(fields)[0]
+                for entry_id, fields in ranged(reply):
+                    with self._reading(int(entry_id.split("-")[0])):
+                        header = header_of(fields)[0]
+                    yield header
 
     def find_in_steps(self, group_id: str) -> list[tuple[int, PartRollout, int]]:
         """(step, rollout, planned rank) of a group's rollouts in the live steps."""
@@ -321,6 +336,17 @@ class StepMoves(Session):
             for part in parts:
                 found += [(header.step, member, part.rank) for member in part.rollouts if member.group_id == group_id]
         return found
+
+    @contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Says of a step that cannot be read what to do: nobody can train it, now or later."""
+        try:
+            yield
+        except PayloadError as error:
+            raise PayloadError(
+                f"step {step} of run {self.run!r} cannot be read: {error}. Take it back, and what follows it, "
+                f"with `rlbuffer step void {step}`"
+            ) from None
 
     def _bounds(self) -> tuple[int, int]:
         retired, step = self.look(lambda client: client.hmget(self.keys.meta, ["retired", "step"]))

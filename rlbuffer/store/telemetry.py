@@ -54,14 +54,14 @@ class Telemetry(Session):
         fields = self.look(lambda client: client.hgetall(self.keys.waiting))
         return {text(who): text(value.partition(b" ")[2]) for who, value in sorted(fields.items())}
 
-    def count_damaged(self, step: int, rollout_ids: Sequence[str]) -> None:
-        """Rollouts of `step` found missing or damaged when they were pulled.
+    def count_damaged(self, step: int, rollouts: Sequence[str]) -> None:
+        """Rollouts of `step`, each as ``<group> <rollout>``, found missing or damaged when they were pulled.
 
         Each counts once: a replay, a second reader or a repeated call finds it noted already.
         """
-        if rollout_ids:
+        if rollouts:
             keys = self.keys
-            self.move("telemetry", (keys.ledger, keys.damaged, keys.meta), ("damaged", step, *rollout_ids))
+            self.move("telemetry", (keys.ledger, keys.damaged, keys.meta), ("damaged", step, *rollouts))
 
     def count_lost(self, pushes: int) -> None:
         """Pushes that a producer knows are missing on the server and cannot send again."""

@@ -218,7 +218,8 @@ def _check_step(step: LiveStep, findings: Findings) -> None:
 
 
 def _check_uses(shot: Snapshot, findings: Findings) -> None:
-    seen: dict[str, list[int]] = {}
+    seen: dict[tuple[str, str], list[int]] = {}
+    """Group and rollout -> steps that train it: rollouts of different groups may have the same id."""
     pending = {entry.payload_key: entry.entry_id for entry in shot.pool}
     for step in shot.steps:
         keys = set()
@@ -228,11 +229,13 @@ def _check_uses(shot: Snapshot, findings: Findings) -> None:
         for part in step.parts:
             for member in part.rollouts:
                 rollout_id = member.info.rollout_id
-                steps = seen.setdefault(rollout_id, [])
+                steps = seen.setdefault((member.group_id, rollout_id), [])
                 before = max(len(steps), uses.get(member.group_id, 0))  # earlier steps may be retired
                 if step.number in steps or before >= limit:
                     where = f"is in step {steps[-1]}" if steps else f"was trained {before} times, of {limit} allowed,"
-                    findings.add("I1", f"rollout {rollout_id} {where} and in step {step.number}")
+                    findings.add(
+                        "I1", f"rollout {rollout_id} of group {member.group_id} {where} and in step {step.number}"
+                    )
                 steps.append(step.number)
                 keys.add(member.payload_key)
         for key in sorted(keys & pending.keys()):

@@ -40,7 +40,8 @@ def broken(rollout: Rollout, group: Group) -> Any:
         raise KeyError("no judge")
     if group.answer == "hang":
         time.sleep(3600)
-    return {"nan": float("nan"), "words": "good"}.get(str(group.answer), 1.0)
+    answers = {"nan": float("nan"), "words": "good", "endless": 10**5000, "too much": 1e39, "name": {"n" * 65: 1.0}}
+    return answers.get(str(group.answer), 1.0)
 
 
 class Stage:

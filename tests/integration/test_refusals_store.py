@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_runs import Run, changed, plan_of
@@ -14,6 +16,7 @@ from rlbuffer.batches import EntryUse, RolloutRef
 from rlbuffer.errors import (
     AttemptForgotten,
     EpochChanged,
+    InvalidRollout,
     LeaseLost,
     NotFound,
     ProducerGap,
@@ -25,6 +28,7 @@ from rlbuffer.errors import (
 from rlbuffer.records import PolicyVersion
 from rlbuffer.store.base import Claim, TrainedStep
 from rlbuffer.testing import make_group
+from rlbuffer.writer import Writer
 
 pytest_plugins = ("store_fixtures",)
 
@@ -367,6 +371,29 @@ def test_a_version_below_zero_cannot_be_announced(bare: Run) -> None:
     with pytest.raises(ValueError) as caught:
         bare.store.announce(attempt(bare), PolicyVersion(version=-1))
     assert str(caught.value) == "policy version -1 must not be negative"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"version": 2**53}, "policy version: 9007199254740992 is outside -1..9007199254740991"),
+        ({"version": 0, "size": 2**64}, "policy size: 18446744073709551616 is outside 0..9007199254740991"),
+        ({"version": 0, "location": "x" * 8193}, "policy location: expected a string of at most 8192 characters"),
+        ({"version": 0, "adapter": "x" * 129}, "policy adapter: expected a string of at most 128 characters"),
+    ],
+)
+def test_a_version_that_nobody_could_read_is_not_made(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRollout, match=f"^{re.escape(message)}"):
+        PolicyVersion(**fields)
+
+
+@pytest.mark.parametrize("sequence", [0, -1, 2**53, True])
+def test_a_push_whose_sequence_the_server_could_not_count_is_refused(bare: Run, sequence: int) -> None:
+    writer = Writer(bare.store, "w", epoch=bare.meta.epoch)
+    with pytest.raises(InvalidRollout, match=r"^push: sequence: "):
+        writer.push(make_group(), sequence=sequence)
+    assert bare.pool() == []
+    assert writer.push(make_group()).status == "stored"
 
 
 def test_a_script_that_answers_something_else_is_named(bare: Run) -> None:

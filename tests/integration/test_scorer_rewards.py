@@ -72,30 +72,33 @@ def test_a_named_reward_leaves_the_reward_as_it_is(stages: Any):
 
 def test_what_the_function_does_wrong_is_said_and_tried_three_times_and_costs_no_other_group(stages: Any):
     stage = stages("broken", timeout_seconds=1.0)
-    answers = ["raise", "hang", "nan", "words", "fine"]
+    answers = ["raise", "hang", "nan", "words", "endless", "too much", "name", "fine"]
     for seed, answer in enumerate(answers):
         stage.writer.push(unscored(seed, answer=answer))
     stage.start()
-    eventually(lambda: len(stage.told("trouble")) >= 12)
+    eventually(lambda: len(stage.told("trouble")) >= 21)
     said = {event["error"] for event in stage.told("trouble")}
     for start, reason in (
         ("a.0", "a.0/0: KeyError: 'no judge'"),
         ("a.1", "a.1/0: no reward within timeout_seconds = 1"),
         ("a.2", "a.2/0: nan is not finite"),
         ("a.3", "a.3/0: 'good' is no reward"),
+        ("a.4", "a.4/0: a value of type int is no reward"),
+        ("a.5", "a.5/0: reward: 1e+39 is beyond the limit of 1e+12, either sign"),
+        ("a.6", f"a.6/0: rewards name: expected a string of at most 64 characters, got '{'n' * 65}'"),
     ):
         sentence = f"group {start} cannot be scored: rollout {reason}"
         assert {s for s in said if s.startswith(f"group {start} ")} == {
             sentence,
             f"{sentence} (3 times: it is left alone)",
         }
-    assert stage.waiting_groups() == ["a.0", "a.1", "a.2", "a.3"]
+    assert stage.waiting_groups() == [f"a.{i}" for i in range(7)]
     began = time.monotonic()
     stage.finish()  # threads that hang hold nobody
     assert time.monotonic() - began < 20
     assert stage.raised is None
     record = stage.buffer.store.heartbeats("scorer")["s"]
-    assert (record["gives"], record["groups"], record["failed_groups"]) == (["reward"], 1, 4)
+    assert (record["gives"], record["groups"], record["failed_groups"]) == (["reward"], 1, 7)
 
 
 def test_a_named_reward_that_the_function_does_not_give_is_said(stages: Any):

@@ -14,6 +14,7 @@ from rlbuffer.columns import COLUMN_DTYPES
 from rlbuffer.errors import PayloadError
 from rlbuffer.messages import dumps, loads
 from rlbuffer.records import Group, Rollout, Turn, VersionSpan
+from rlbuffer.values import MAX_NUMBER
 from rlbuffer.wire import (
     decode_group_payload,
     decode_info,
@@ -27,6 +28,7 @@ names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True).filter(
 )
 texts = st.text(max_size=12)
 finite = st.floats(allow_nan=False, allow_infinity=False)
+trainable = st.floats(-MAX_NUMBER, MAX_NUMBER)
 plain_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | finite | texts | st.binary(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
@@ -37,7 +39,8 @@ plain_maps = st.dictionaries(texts, plain_values, max_size=3)
 
 def arrays(shape: Any) -> st.SearchStrategy[np.ndarray]:
     def of(dtype: np.dtype) -> st.SearchStrategy[np.ndarray]:
-        elements = {"allow_nan": False, "allow_infinity": False} if dtype.kind == "f" else {}
+        limit = float(dtype.type(min(MAX_NUMBER, np.finfo(dtype).max))) if dtype.kind == "f" else 0.0
+        elements = {"min_value": -limit, "max_value": limit} if dtype.kind == "f" else {}
         return hnp.arrays(dtype, shape, elements=hnp.from_dtype(dtype, **elements))
 
     return st.sampled_from(sorted(COLUMN_DTYPES, key=str)).flatmap(of)
@@ -54,7 +57,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         start = cut
     turns, start = [], 0
     for cut in cuts:
-        reward, metadata = draw(st.none() | finite), draw(st.none() | plain_maps)
+        reward, metadata = draw(st.none() | trainable), draw(st.none() | plain_maps)
         turns.append(Turn(draw(texts), start, cut, reward, metadata))
         start = cut
     trailing = draw(st.lists(st.integers(0, 3), max_size=2))
@@ -63,8 +66,8 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         tokens=draw(hnp.arrays(np.int32, length, elements=st.integers(0, 2**31 - 1))),
         loss_mask=mask,
         logprobs=draw(hnp.arrays(np.float32, length, elements=st.floats(-50, 0, width=32))),
-        reward=draw(st.none() | finite),
-        rewards=draw(st.dictionaries(texts, finite, max_size=3)),
+        reward=draw(st.none() | trainable),
+        rewards=draw(st.dictionaries(texts, trainable, max_size=3)),
         successes=draw(st.dictionaries(texts, st.booleans(), max_size=3)),
         version_spans=tuple(spans),
         turns=tuple(turns) if draw(st.booleans()) else (),

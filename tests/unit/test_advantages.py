@@ -3,7 +3,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from batcher_calls import ask, batcher, put
+from batcher_calls import ask, batcher, drops_of, put
 
 from rlbuffer.advantages import ESTIMATORS, advantage
 from rlbuffer.config import EnvConfig
@@ -133,15 +133,12 @@ def test_a_class_is_an_estimator_and_a_group_of_one_is_not_asked_about(mine):
             "gave numbers of shape [3] for group g of env a: it must be one for each of 4 rollouts",
         ),
         (lambda r, n, g: 1.0, "gave numbers of shape [] for group g of env a: it must be one for each of 4 rollouts"),
-        (lambda r, n, g: r / 0 * 0, "gave nan for group g of env a: it must give finite numbers"),
-        (lambda r, n, g: r + float("inf"), "gave inf for group g of env a: it must give finite numbers"),
         (lambda r, n, g: g["score"], "failed for group g of env a: KeyError: 'score'"),
         (lambda r, n: r, "failed for group g of env a: TypeError: "),
         (lambda r, n, g: ["a"] * 4, "failed for group g of env a: ValueError: could not convert string to float: 'a'"),
         (lambda r, n, g: None, "gave numbers of shape [] for group g of env a: it must be one for each of 4 rollouts"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 def test_an_estimator_whose_answer_cannot_be_used_is_named_with_env_and_group(mine, answer, why):
     mine.answer = answer
     made = batcher(step_groups=1, envs={"a": EnvConfig(advantage="estimators_of_a_test:answer")})
@@ -151,6 +148,51 @@ def test_an_estimator_whose_answer_cannot_be_used_is_named_with_env_and_group(mi
     assert str(error.value).startswith(f"batcher.envs.a.advantage = 'estimators_of_a_test:answer' {why}")
     assert error.value.setting == "batcher.envs.a.advantage"
     assert made.pending_tokens("a") == 100  # nothing is dropped because of it
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        (lambda r, n, g: r / 0 * 0, "nan"),
+        (lambda r, n, g: r + float("inf"), "inf"),
+        (lambda r, n, g: r - 1e39, "-1e+39"),
+        (lambda r, n, g: [10**300, 0, 0, 0], "1e+300"),
+    ],
+)
+def test_a_group_whose_advantages_cannot_be_trained_is_dropped_and_others_take_its_place(mine, answer, number):
+    mine.answer = lambda r, n, g: answer(r, n, g) if g["group_id"] == "bad" else r
+    made = batcher(step_groups=2, advantage="estimators_of_a_test:answer")
+    for name in ("good", "bad", "better"):
+        put(made, name)
+    decision = ask(made)
+    assert decision.plan.group_ids == ("good", "better")
+    assert drops_of(decision) == [
+        (
+            "bad",
+            "invalid",
+            f"advantage estimators_of_a_test:answer is {number}: it must be finite and at most 1e+13, either sign",
+            4,
+            100,
+        )
+    ]
+
+
+def test_a_quotient_by_a_mean_of_almost_nothing_drops_its_group():
+    made = batcher(step_groups=1, advantage="max_rl")
+    put(made, "bad", lengths=(25,) * 2, rewards=[1.0, np.nextafter(-1.0, 0.0)])
+    decision = ask(made)
+    assert decision.plan is None
+    assert [drop[:2] for drop in drops_of(decision)] == [("bad", "invalid")]
+    with pytest.raises(
+        InvalidRollout, match=r"^advantage max_rl is 1\.8\d+e\+16: it must be finite and at most 1e\+13"
+    ):
+        advantage("max_rl", [1.0, np.nextafter(-1.0, 0.0)])
+
+
+@pytest.mark.parametrize("name", [*ESTIMATORS])
+def test_rewards_at_the_limit_have_advantages_that_can_be_trained(name):
+    found = advantage(name, [1e12, -1e12, 1e12], lengths=[1, 2**26, 3])
+    assert np.isfinite(found.astype(np.float32)).all()
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,19 @@ def with_a_long_checksum():
 DAMAGED = {
     "a reward that is no number": (with_reward(math.nan), "rollout g/0: reward is not finite"),
     "an infinite reward": (with_reward(-math.inf), "rollout g/0: reward is not finite"),
+    "a reward that float32 does not hold": (
+        with_reward(1e39),
+        "rollout g/0: reward 1e+39 is beyond the limit of 1e+12, either sign",
+    ),
+    "a negative reward just beyond the limit": (with_reward(math.nextafter(-1e12, -math.inf)), "is beyond the limit"),
+    "a named reward that float32 does not hold": (
+        with_named([b"\x00\x01", struct.pack("<d", 1.7e308)]),
+        "rollout g/1: a 1.7e+308 is beyond the limit of 1e+12",
+    ),
+    "a named reward that is no number": (
+        with_named([b"\x01\x01", struct.pack("<dd", 1.0, math.nan)]),
+        "rollout g/1: a is not finite",
+    ),
     "a named reward that is infinite": (
         with_named([b"\x00\x01", struct.pack("<d", math.inf)]),
         "rollout g/1: a is not finite",
@@ -108,6 +121,10 @@ def test_a_damaged_push_is_named_and_its_neighbours_are_read(name):
         ((None, None), False, True),
         ((None, 0.0), False, False),
         ((0.5,), True, True),
+        ((0.1 + 0.2, 0.3, 0.3 - 9e-7), True, True),
+        ((0.0, 1.1e-6), True, False),
+        ((-1e12, 1e12), True, False),
+        ((None, 0.0, 1e-7), False, False),
     ],
 )
 def test_what_rollouts_amount_to_is_the_same_packed_and_unpacked(rewards, is_scored, is_flat):
@@ -133,8 +150,8 @@ def test_a_field_that_does_not_exist_is_no_attribute_of_a_packed_push():
         _ = found.rolouts
 
 
-def test_infinite_sums_of_finite_rewards_and_an_empty_page_are_right():
-    made = info(1.0, 0.0)
-    made = replace(made, rollouts=tuple(replace(r, rewards={"a": 1.7e308}) for r in made.rollouts))
+def test_the_largest_rewards_and_an_empty_page_are_right():
+    made = info(1e12, -1e12, created=1e12)
+    made = replace(made, rollouts=tuple(replace(r, rewards={"a": 1e12, "b": -1e12}) for r in made.rollouts))
     assert decode_infos([encode_info(made)]) == [made]
     assert decode_infos([]) == []

@@ -123,7 +123,6 @@ def test_a_selector_that_cannot_be_used_is_refused_at_start(selectors, order, wh
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (lambda g, rng: float("nan"), "gave nan for group g: it must be a finite number"),
         (lambda g, rng: 1 / 0, "failed for group g: ZeroDivisionError: division by zero"),
         (lambda g, rng: "high", "failed for group g: ValueError: could not convert string to float: 'high'"),
     ],
@@ -134,6 +133,20 @@ def test_a_selector_that_fails_stops_the_batcher_with_its_name(selectors, answer
     put(made, "g")
     with pytest.raises(ConfigError, match=f"^batcher.order = 'selectors_of_a_test:bad' {re.escape(why)}$"):
         ask(made)
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"), [(float("nan"), "nan"), (float("-inf"), "-inf"), (10**400, "inf"), (-(10**400), "-inf")]
+)
+def test_a_group_without_a_place_in_the_order_is_dropped_and_others_train(selectors, answer, number):
+    selectors.odd = lambda g, rng: answer if g.group_id == "bad" else 1e300
+    made = batcher(step_groups=1, order="selectors_of_a_test:odd")
+    put(made, "bad")
+    put(made, "good")
+    decision = ask(made)
+    assert decision.plan.group_ids == ("good",)
+    why = f"batcher.order = 'selectors_of_a_test:odd' gave {number} for this group: it must be a finite number"
+    assert drops_of(decision) == [("bad", "invalid", why, 4, 100)]
 
 
 def state(name: str, version: int = 0) -> GroupState:

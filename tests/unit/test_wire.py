@@ -342,6 +342,8 @@ INFO = make_group(size=2, lengths=[8, 8]).info()
         ({"turns": -1}, "-1 turns, 0 bytes, checksum 0"),
         ({"reward": float("nan")}, "reward is not finite"),
         ({"rewards": {"x": float("inf")}}, "x is not finite"),
+        ({"reward": 1e39}, "reward 1e+39 is beyond the limit of 1e+12, either sign"),
+        ({"rewards": {"x": -1.7e308}}, "x -1.7e+308 is beyond the limit of 1e+12, either sign"),
     ],
 )
 def test_numbers_of_a_rollout_outside_their_range_are_refused_in_metadata(

@@ -3,12 +3,12 @@
 -- from the server's clock, and the sentence that says that the memory is full must not be refused for memory.
 --
 -- KEYS  1 the hash: workers, scorers, ranks, batchers or waiting for `note`, the ledger for `count` and `damaged`
---       2 (damaged) the damaged rollouts that are counted: `<step> <rollout>` -> step   3 (damaged) meta
+--       2 (damaged) the damaged rollouts that are counted: `<step> <group> <rollout>` -> step   3 (damaged) meta
 -- ARGV  1 action, then
 --       note   2 name   3 record ('' removes it)   4 age at which others are forgotten, ms
 --              stored as "<server ms> <record>"; the old ones are pruned when a new name appears
 --       count  2 field   3 how many more
---       damaged  2 step   3... rollouts of it; each is counted once, and forgotten when its step is retired
+--       damaged  2 step   3... `<group> <rollout>` of it; each is counted once, and forgotten when its step is retired
 -- Reply {'OK'}
 if ARGV[1] == 'count' then
   redis.call('HINCRBY', KEYS[1], ARGV[2], ARGV[3])
