@@ -19,6 +19,7 @@ Cost: a step touches the groups that it selects or drops, and running sums of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,6 +47,7 @@ class _Decided:
     group_ids: tuple[str, ...]
     accounts: dict[str, budget.EnvAccount]
     adapters: adapters.AdapterAccounts
+    at: float
 
 
 class Batcher:
@@ -73,6 +75,9 @@ class Batcher:
         )
         self._step = int((state or {}).get("step", 0))
         """The last committed one, as far as the state tells."""
+        self._at = float((state or {}).get("at", "-inf"))
+        """When it was decided: over a takeover, too, so that a step does not wait anew."""
+        self._waits_since = self._at
         self._decided: _Decided | None = None
         self._selector = load_selector(config)
         self._estimators = composing.load_estimators(config)
@@ -145,6 +150,14 @@ class Batcher:
         """`env` takes part again; what it missed while it was paused is not owed to it."""
         self._known.paused.discard(env)
 
+    def set_sources(self, *, done: Collection[str], others: Collection[str] = ()) -> None:
+        """Takes in of which envs nothing more comes, and who else may still send something.
+
+        What forms of envs that are done closes with the next decision; no step waits for them. Once there are no others
+        but paused envs, the steps take what there is; the last decision is `is_over`.
+        """
+        self._known.done, self._known.others = frozenset(done), frozenset(others)
+
     @property
     def needs(self) -> dict[tuple[str, str], int]:
         """(env, what is missing) -> forming groups that wait for a scorer to add it."""
@@ -165,8 +178,9 @@ class Batcher:
         if decided is None or (decided.step, decided.group_ids) != (plan.step, plan.group_ids):
             raise RlbufferError(f"step {plan.step} was committed, but it is not the plan that was decided last")
         self._known.accounts, self._known.adapters = decided.accounts, decided.adapters
-        self._step, self._decided = decided.step, None
-        self._patience.committed()
+        self._step, self._at, self._decided = decided.step, decided.at, None
+        self._waits_since = self._at
+        self._patience.committed(is_full=plan.closed_by != "timeout")
         self._pool.consume(plan.group_ids)
 
     def refused(self, plan: StepPlan, gone: Iterable[str]) -> None:
@@ -199,7 +213,8 @@ class Batcher:
             ConfigError: the user's selector or estimator failed.
         """
         pool, patience, known = self._pool, self._patience, self._known
-        pool.advance(now, step, forgets=not any(known.adapters.accounts))
+        pool.advance(now, step, forgets=not any(known.adapters.accounts), done=known.done)
+        self._waits_since = min(self._waits_since, pool.now)  # no step waits for a clock that was set back
         pool.sweep_future(lambda adapter: known.own_step(adapter, step))
         for env in list(pool.envs):
             for adapter in list(pool.envs[env].lanes):
@@ -221,24 +236,34 @@ class Batcher:
                 short=[env for env in trial.short + trial.lent if not known.env_lags(env, step)],
                 wanted=[env for env in wanted if not known.env_lags(env, step)],
             )
-            found = self._close(trial, limits, world_size)
+            found = self._close(trial, limits, world_size) or self._close_rest(step, limits, fractions, world_size)
             if found is None:
                 break
             advantages, untrainable = composing.advantages_of(found[0], self._config, self._estimators)
-            if not untrainable:
-                break
             for group, why in untrainable:  # nobody can train them: the step is made of others
                 pool.drop(group, "invalid", why)
+            if untrainable:
+                continue
+            if found[2] not in ("timeout", "end") or composing.teaches(found[0], advantages):
+                break
+            # It would only move the learning rate: it waits on, or goes when there is nothing to wait for.
+            if found[2] == "timeout":
+                found = None
+                break
+            for group in found[0]:
+                if not group.used:
+                    pool.drop(group, "flat", "nothing more comes, and no rollout of what is left has an advantage")
         drops = tuple(pool.drops.values())
         if found is None:
             self._decided = None
             return Decision(
                 plan=None,
-                state=self._state(self._step, known.accounts, known.adapters),
+                state=self._state(self._step, self._at, known.accounts, known.adapters),
                 drops=drops,
                 waiting=explaining.sentence(known, step, trial, limits, fractions),
                 allowances=supply.allow(known, step, limits, wanted=wanted),
                 dead=patience.dead(pool.now),
+                is_over=known.is_over,
             )
         groups, plan, closed_by = found
         sizes = [(g.env, g.tokens, g.rollouts) for g in groups]
@@ -246,12 +271,12 @@ class Batcher:
         accounted, progress = known.adapters.settle(step, groups, self._config, known.published)
         progress, asked = adapters.asking(progress, known.published, known.youngest_limit, step)
         step_plan = composing.step_plan(step, groups, advantages, plan, closed_by, self._config, progress)
-        self._decided = _Decided(step, step_plan.group_ids, accounts, accounted)
+        self._decided = _Decided(step, step_plan.group_ids, accounts, accounted, pool.now)
         known.short = frozenset()
         after = replace(known, accounts=accounts, adapters=accounted)
         return Decision(
             plan=step_plan,
-            state=self._state(step, accounts, accounted),
+            state=self._state(step, pool.now, accounts, accounted),
             drops=drops,
             allowances=supply.allow(after, step + 1, limits, taken=groups),
             waiting_for_version=asked,
@@ -278,18 +303,24 @@ class Batcher:
     # -- inside -------------------------------------------------------------------------------------------------------
     @staticmethod
     def _state(
-        step: int, accounts: Mapping[str, budget.EnvAccount], adapted: adapters.AdapterAccounts
+        step: int, at: float, accounts: Mapping[str, budget.EnvAccount], adapted: adapters.AdapterAccounts
     ) -> dict[str, Any]:
-        return budget.dump(accounts) | adapted.dump() | {"step": step}
+        state = budget.dump(accounts) | adapted.dump() | {"step": step}
+        return state | {"at": at} if math.isfinite(at) else state
 
-    def _select(self, step: int, limits: Limits, fractions: Mapping[str, float]) -> Trial:
+    def _select(self, step: int, limits: Limits, fractions: Mapping[str, float], *, waits: bool = True) -> Trial:
+        """One trial; unless it `waits`, no env is waited for, and the others fill its place."""
         config, known = self._config, self._known
         return select(
             candidates={env: known.queue(env, pool, step) for env, pool in self._pool.envs.items()},
             deficits={env: account.deficit for env, account in known.accounts.items()},
             fractions=fractions,
             means={env: mean[0] for env, mean in known.means(fractions).items()},
-            budgeted=[env for env in fractions if fractions[env] > 0 and budget.has_budget(config, env)],
+            budgeted=[
+                env
+                for env in fractions
+                if waits and fractions[env] > 0 and env not in known.done and budget.has_budget(config, env)
+            ],
             limits=limits,
             unit=config.unit,
             close_fill=config.close_fill,
@@ -308,10 +339,7 @@ class Batcher:
         if trial.ended == "count":
             return groups, planner(groups), "groups" if limits.groups is not None else "rollouts"
         if groups and trial.ended == "short" and self._patience.may_close(self._pool.now, trial.short):
-            if not limits.by_rows:
-                return groups, planner(groups), "partial"
-            count, plan = closing.longest_fit(groups, planner, micro_steps)
-            return groups[:count], plan, "partial"
+            return *self._as_it_is(groups, limits, world_size), "partial"
         if not limits.by_rows:
             return None
         is_full = trial.ended == "full"
@@ -328,3 +356,33 @@ class Batcher:
             return None
         count, plan = closing.longest_fit(groups, planner, micro_steps)
         return groups[:count], plan, "capacity"
+
+    def _as_it_is(
+        self, groups: Sequence[GroupState], limits: Limits, world_size: int
+    ) -> tuple[Sequence[GroupState], Plan]:
+        """As many of these groups as the step holds, and their plan."""
+
+        def planner(some: Sequence[GroupState]) -> Plan:
+            return composing.plan_groups(some, self._config, world_size)
+
+        if not limits.by_rows:
+            return groups, planner(groups)
+        count, plan = closing.longest_fit(groups, planner, self._config.micro_batches_per_rank)
+        return groups[:count], plan
+
+    def _close_rest(
+        self, step: int, limits: Limits, fractions: Mapping[str, float], world_size: int
+    ) -> tuple[Sequence[GroupState], Plan, str] | None:
+        """What is ready, of a step that is not waited for any longer: it has waited for `fill_timeout_seconds`, or
+        nothing more comes."""
+        known, timeout, now = self._known, self._config.fill_timeout_seconds, self._pool.now
+        is_last = known.is_last
+        if not is_last and (timeout is None or now - self._waits_since < timeout):
+            return None
+        groups = self._select(step, limits, fractions, waits=False).groups
+        fresh = [group.pushed for group in groups if not group.used]
+        if fresh and (is_last or (timeout is not None and now - min(fresh) >= timeout)):
+            return *self._as_it_is(groups, limits, world_size), "end" if is_last else "timeout"
+        if is_last:
+            self._pool.let_go(paused=known.paused)
+        return None

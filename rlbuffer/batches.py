@@ -182,6 +182,8 @@ class Decision:
     """The plan's header asks for this version: what is published is too old for the step after it."""
     dead: Mapping[str, float] = field(default_factory=dict)
     """env of which steps need something -> seconds that it has been silent, when that is too long."""
+    is_over: bool = False
+    """Nothing is pending, and nothing more comes of any env."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ class Buffer:
         patience_seconds: float = 300.0,
         on_retry: Callable[[RlbufferError], None] | None = None,
         ticket_seconds: float | None = None,
+        section: str = "",
     ) -> Writer:
         """A writer for `worker`. `incarnation` names the producer itself where it must survive a restart.
 
@@ -126,7 +127,8 @@ class Buffer:
 
         `on_retry` hears what the writer waits for, each time before it tries again; what it raises ends the waiting.
         `ticket_seconds` is how long a ticket stays out without `renew` (60 s): who renews in the background may take
-        less, so that the prompts of a worker that dies are taken up sooner.
+        less, so that the prompts of a worker that dies are taken up sooner. `section` is the ``[worker.NAME]`` that it
+        was started for: a run whose supervisor waits for it does not end before it has taken tickets.
         """
         epoch = self.store.open_run().epoch
         return Writer(
@@ -138,6 +140,7 @@ class Buffer:
             on_retry=on_retry,
             config=self.settings.batcher,
             ticket_seconds=ticket_seconds,
+            section=section,
         )
 
     def reader(

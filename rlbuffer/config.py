@@ -222,6 +222,9 @@ class BatcherConfig:
     """LoRA adapter -> its batch size, where it differs."""
     adapter_batch_size: int = field(default=64, kw_only=True)
     """Rollouts of one optimizer step of an adapter that `adapters` does not name, at least."""
+    fill_timeout_seconds: float | None = field(default=None, kw_only=True)
+    """Seconds that a step waits to fill, since the one before was committed and the first group came that could train;
+    then what is ready trains, and what an env was short of it gets later. None: it waits until it is full."""
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -282,7 +285,13 @@ def _check_ranges(config: BatcherConfig) -> None:
         value = getattr(config, name)
         if not 0 <= value <= 1:
             _refuse(name, f"= {value} must lie between 0 and 1")
-    for name in ("group_timeout_seconds", "spill_after_seconds", "env_dead_after_seconds", "max_age_seconds"):
+    for name in (
+        "group_timeout_seconds",
+        "spill_after_seconds",
+        "env_dead_after_seconds",
+        "fill_timeout_seconds",
+        "max_age_seconds",
+    ):
         _check_seconds(name, getattr(config, name))
     if config.order not in ORDERS and not DOTTED.match(config.order):
         _refuse(

@@ -144,6 +144,10 @@ class BatchTimeout(RlbufferError, TimeoutError):
     exit_code = 5
 
 
+class EnvDone(RlbufferError):
+    """The env has given all its tickets, and none is out: there is nothing more to sample."""
+
+
 class StepRetired(RlbufferError):
     """The step was trained, checkpointed and retired: its payloads are gone."""
 

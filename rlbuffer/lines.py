@@ -162,6 +162,9 @@ class ServeNarrator:
         elif kind == "recovery":
             self._waiting("")
             self._say(_recovery(event))
+        elif kind == "ended":
+            self._waiting("")
+            self._say(str(event["sentence"]))
         elif kind == "memory":
             self._say(f"! {event['sentence']}")
         elif kind == "env":

@@ -25,6 +25,8 @@ from rlbuffer.lines import ScoreNarrator, amount, printable
 from rlbuffer.placement import gpus_of, visible
 from rlbuffer.settings import RunSettings
 
+DONE = 10
+"""What the supervisor hears from a worker whose env is done: it is not to be started again."""
 GRACE_SECONDS = 10.0
 """Time between being asked to stop and leaving anyway, once the supervisor is gone."""
 
@@ -122,7 +124,7 @@ def sample(
     stop: threading.Event,
     on_event: Callable[[dict[str, Any]], None] | None = None,
 ) -> int:
-    """Runs one worker until `stop` is set. -> exit code."""
+    """Runs one worker until `stop` is set. -> exit code, or DONE when its env is done."""
     from rlbuffer.client import connect
     from rlbuffer.worker.loop import run_worker
 
@@ -130,10 +132,16 @@ def sample(
     os.environ.update(visible(gpus_of(options, replica)))
     options = options.model_copy(update={"seed": options.seed + replica})
     with connect(settings.redis_url, run=settings.run, config=settings, name=f"worker-{name}") as buffer:
-        run_worker(
-            buffer, name, options, stop=stop, on_event=on_event or WorkerNarrator(say), evaluations=settings.eval
+        is_done = run_worker(
+            buffer,
+            name,
+            options,
+            stop=stop,
+            on_event=on_event or WorkerNarrator(say),
+            evaluations=settings.eval,
+            section=key,
         )
-    return 0
+    return DONE if is_done else 0
 
 
 class WorkerNarrator:
@@ -168,6 +176,8 @@ class WorkerNarrator:
             self._rewards += float(event["reward"]) * int(event["rollouts"])
             if not self._has_pushed or time.monotonic() - self._since >= self._every:
                 self._tell_groups()
+        elif kind == "done":
+            self._tell(str(event["sentence"]))
         elif kind == "stopped":
             self._tell_groups()
             failed = f", {event['failed_groups']} given up" if event["failed_groups"] else ""

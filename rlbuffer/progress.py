@@ -118,12 +118,12 @@ class Progress:
                 self._losses = -1
             return True
 
-    def check_run(self) -> str:
-        """-> the batcher's fatal error, or ""; for a rank that waits. Raises RunGone when no step can come any more."""
+    def check_run(self) -> Meta:
+        """-> the run as it is, for a rank that waits. Raises RunGone when no step can come any more."""
         meta = self._store.meta()
         if meta.step < self.place.step:
             self._check_epoch(meta)
-        return meta.error
+        return meta
 
     def is_going_back(self, step: int) -> bool:
         """Whether the run is about to go on from before `step`, although the step is retired: what the trainer handed

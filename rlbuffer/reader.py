@@ -50,7 +50,7 @@ CLOSED = "the reader was closed"
 
 
 class _Ended(Exception):
-    """The caller of :meth:`Reader.steps` does not wait any longer."""
+    """The caller of :meth:`Reader.steps` does not wait any longer, or the run has ended."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +100,8 @@ class Reader:
         self._arena = Arena()
         self._assembling = threading.Lock()  # an arena serves one caller at a time; `pull` may run beside a prefetch
         self._progress = Progress(store, world_size=world_size, reports=rank == 0)
+        self.has_ended = False
+        """The run has ended: every env was done, and the last step was trained. :meth:`steps` stops then."""
         self._fault: RlbufferError | None = None
         self._stop = threading.Event()
         self._refusals = Refusals(f"rank {rank}", self._stop)
@@ -131,7 +133,8 @@ class Reader:
 
         Asking for the next step acknowledges the last one as trained. Whoever stops earlier calls :meth:`trained`.
         While it waits for a step it asks `until` about once a second, and ends when that says True: so a signal
-        handler need only leave a note.
+        handler need only leave a note. It ends as well when the run has ended (`has_ended`): every env is done, and
+        everything is trained.
 
         Raises:
             BatchTimeout: no step came within `timeout_seconds`; the message says what the batcher waits for.
@@ -163,11 +166,17 @@ class Reader:
             fetch.abandon()
 
     def pull(self, number: int) -> Step:
-        """Pulls one step, waiting for it as :meth:`steps` does; acknowledges nothing."""
+        """Pulls one step, waiting for it as :meth:`steps` does; acknowledges nothing.
+
+        Raises:
+            NotFound: the run has ended before this step.
+        """
         self.start()
         fetch = self._fetch(number)
         try:
             return self._await(number, fetch.future)
+        except _Ended:
+            raise NotFound(f"run {self._store.run!r} has ended: there will be no step {number}.") from None
         finally:
             fetch.abandon()
 
@@ -248,7 +257,7 @@ class Reader:
                     raise RlbufferError(f"{CLOSED} while it waited for step {number}")
                 if until is not None and until():
                     raise _Ended
-                self._check_run()
+                self._check_run(number)
                 if self._refusals.current:
                     # Nothing can be committed: the time allowed begins anew when the server takes writes again.
                     deadline = time.monotonic() + self.timeout_seconds
@@ -264,11 +273,14 @@ class Reader:
             if waiting and not self._stop.is_set():
                 self._say_waiting("")
 
-    def _check_run(self) -> None:
+    def _check_run(self, number: int) -> None:
         """Every rank looks for itself: rank 0 would say it only in an exchange that the others do not come to."""
-        error = self._progress.check_run()
-        if error:
-            raise BatcherFailed(f"the batcher of run {self._store.run!r} failed: {error}")
+        meta = self._progress.check_run()
+        if meta.error:
+            raise BatcherFailed(f"the batcher of run {self._store.run!r} failed: {meta.error}")
+        self.has_ended = meta.ended is not None and number > meta.step and self._store.has_ended()
+        if self.has_ended:
+            raise _Ended
 
     def _is_current(self, step: Step) -> bool:
         """Whether the server still has this step: it may have lost it since it was pulled ahead of time."""

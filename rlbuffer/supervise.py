@@ -28,6 +28,7 @@ from typing import IO, Any
 from rlbuffer import forkserver, placement, processes
 from rlbuffer.client import Buffer, connect
 from rlbuffer.errors import ConfigError, RlbufferError
+from rlbuffer.policy.waiting import at_end
 from rlbuffer.settings import RunSettings
 
 POLL_SECONDS = 0.1
@@ -59,6 +60,8 @@ class Child:
     failures: int = 0
     restart_at: float = 0.0
     restarts: int = field(default=0)
+    is_finished: bool = False
+    """It has done all that it had to do."""
 
     @property
     def pid(self) -> int:
@@ -115,6 +118,7 @@ class Supervisor:
                 settings.redis_url, run=settings.run, config=settings, name="supervisor", origin=self._origin
             ) as buffer:
                 buffer.store.open_run()
+                buffer.store.expect(settings.worker)
                 server = buffer.store.server()
                 self.say("run", f"run {settings.run!r} on {server['name']} {server['version']} at {server['address']}")
                 ended = threading.Event()
@@ -122,7 +126,7 @@ class Supervisor:
                 observer.start()
                 children = self._children()
                 try:
-                    return self._watch(children, stop, tick)
+                    return self._watch(children, buffer, stop, tick)
                 finally:
                     self._drain(children)
                     ended.set()
@@ -261,12 +265,18 @@ class Supervisor:
         self._readers.append(thread)
 
     # -- watching --------------------------------------------------------------------------------------------------
-    def _watch(self, children: list[Child], stop: threading.Event, tick: Callable[[], None]) -> int:
+    def _watch(self, children: list[Child], buffer: Buffer, stop: threading.Event, tick: Callable[[], None]) -> int:
+        losses = buffer.store.losses()
         while not stop.is_set():
+            if buffer.store.losses() != losses:
+                # The server may be back without what a worker pushed last: whoever is done looks again.
+                losses = buffer.store.losses()
+                for child in children:
+                    child.is_finished = False
             for child in children:
                 if stop.is_set():
                     break
-                code = self._look_after(child)
+                code = None if child.is_finished else self._look_after(child, buffer)
                 if code is not None:
                     return code
             self._write_pids({child.name: child.pid for child in children if child.pid})
@@ -295,7 +305,7 @@ class Supervisor:
                 self.say("run", f"{name} has pid {seen[name]}")
             self._seen = seen
 
-    def _look_after(self, child: Child) -> int | None:
+    def _look_after(self, child: Child, buffer: Buffer) -> int | None:
         """Starts or restarts one process. -> the run's exit code when it is over."""
         now = time.monotonic()
         if child.process is None:
@@ -310,8 +320,13 @@ class Supervisor:
         child.process = None
         if child.name == "train" and code == 0:
             self.trainer_done = True
-            self.say("run", f"the trainer has made its {self.settings.trainer.steps} steps")
+            self.say(
+                "run", self._how_it_ended(buffer) or f"the trainer has made its {self.settings.trainer.steps} steps"
+            )
             return 0
+        if code == processes.DONE or (child.name == "serve" and code == 0 and self._how_it_ended(buffer)):
+            child.is_finished = True
+            return None
         child.failures = 1 if now - child.started > STEADY_SECONDS else child.failures + 1
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         if code == ConfigError.exit_code or child.failures >= MAX_FAILURES:
@@ -323,6 +338,14 @@ class Supervisor:
         self.restarts += 1
         self.say("run", f"{child.name} {how}; starting it again in {pause:.1f} s")
         return None
+
+    def _how_it_ended(self, buffer: Buffer) -> str:
+        """ "" while the run has something to do, or nobody can tell."""
+        try:
+            ended = buffer.store.meta().ended if buffer.store.has_ended() else None
+        except RlbufferError:
+            return ""
+        return "" if ended is None else at_end(ended)
 
     @property
     def log_path(self) -> str:

@@ -64,6 +64,7 @@ class Writer:
         on_retry: Callable[[RlbufferError], None] | None = None,
         config: BatcherConfig | None = None,
         ticket_seconds: float | None = None,
+        section: str = "",
     ) -> None:
         self._store = store
         self.worker = worker
@@ -75,6 +76,7 @@ class Writer:
         self._config = config
         self.ticket_seconds = TICKET_SECONDS if ticket_seconds is None else ticket_seconds
         """How long tickets stay out without renewal."""
+        self._section = section
         self._limit: int | None = None
         """Tokens that a longer rollout is cut to; None: it is left to the batcher."""
         self._limit_at = float("-inf")
@@ -88,23 +90,31 @@ class Writer:
         :data:`MOST_BREAKS` or more: it is given up."""
         self._lock = threading.Lock()  # one push in flight per producer: the sequence is what makes it exactly once
 
-    def take(self, env: str, n: int = 1, *, timeout_seconds: float | None = None) -> list[Ticket]:
+    def take(
+        self, env: str, n: int = 1, *, timeout_seconds: float | None = None, size: int | None = None
+    ) -> list[Ticket]:
         """Waits for leave to sample, and takes up to `n` tickets of `env`; none when the timeout passes.
 
         The batcher sets how many may be out, so that what is sampled now can still be trained in time. A ticket stays
         out for `ticket_seconds`; its group is pushed under its ``group_id``.
 
+        `size` is how many tickets the env has in all (prompts x passes), for data that ends: no number from `size` on
+        is ever given, and what another worker leaves unfinished is given again. None: it has no end.
+
         Raises:
+            EnvDone: the env has an end, all its tickets were given, and none is out: leave the loop.
             ValueError: `env` is not an env name, or `n` is below 1.
         """
         if not isinstance(env, str) or not ENV_NAME.match(env):
             raise ValueError(f"take: env must be {ENV_NAME.pattern[:-2]}, got {env!r}")
         if n < 1:
             raise ValueError(f"take: n = {n} must be at least 1")
+        if size is not None and size < 0:
+            raise ValueError(f"take: size = {size} must not be negative")
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         delay = 0.01
         while True:
-            numbers = self._take(env, n)
+            numbers = self._take(env, n, size)
             if numbers:
                 return [Ticket(env=env, number=i, group_id=f"{env}.{i}") for i in numbers]
             left = delay if deadline is None else min(delay, deadline - time.monotonic())
@@ -113,10 +123,10 @@ class Writer:
             time.sleep(left)
             delay = min(delay * 1.5, 0.1)
 
-    def _take(self, env: str, n: int) -> list[int]:
+    def _take(self, env: str, n: int, size: int | None) -> list[int]:
         """A server at its memory limit gives no tickets: no new groups are wanted until steps retire."""
         try:
-            return self._store.take_tickets(env, n, ttl_seconds=self.ticket_seconds)
+            return self._store.take_tickets(env, n, ttl_seconds=self.ticket_seconds, size=size, section=self._section)
         except ServerRefused as error:
             if self._on_retry is not None:
                 self._on_retry(error)
@@ -157,6 +167,38 @@ class Writer:
             sequence = as_integer("push: sequence", sequence, low=1)
         with self._lock:
             return self._store_as(group, sequence) if sequence is not None else self._store_next(group)
+
+    def done(self, env: str) -> None:
+        """Says that nothing more comes of `env` but what was pushed, and the tickets that are out: no further ticket
+        is given. When every env of the run is done, its steps take what is left, and it ends with success.
+
+        Say it once, after the last push of all producers of the env. What is pushed later trains all the same, as long
+        as the run has not ended or is started again; ``rlbuffer env resume`` takes it back.
+
+        Raises:
+            ServerUnreachable, ServerRefused: as :meth:`push`, which settles a push that was given up first.
+            RunGone: the run was reset while this writer was at work.
+        """
+        if not isinstance(env, str) or not ENV_NAME.match(env):
+            raise ValueError(f"done: env must be {ENV_NAME.pattern[:-2]}, got {env!r}")
+        with self._lock:
+            if self._unsettled is not None:
+                number, group, replaces = self._unsettled
+                self._store_as(group, number, replaces)
+            deadline = time.monotonic() + self._patience
+            while True:
+                try:
+                    return self._store.say_done(env, epoch=self._epoch)
+                except EpochChanged as change:
+                    if not change.follows(self._epoch):
+                        raise
+                    self._epoch = change.epoch
+                except ServerUnreachable as error:
+                    if time.monotonic() > deadline:
+                        raise
+                    if self._on_retry is not None:
+                        self._on_retry(error)
+                    time.sleep(LAST_DELAY_SECONDS * _RANDOM.uniform(0.5, 1.0))
 
     def replace(self, group: Group, entry_id: str) -> Pushed:
         """Puts a group in the place of a pending push of the same rollouts, which lacked what this one has.

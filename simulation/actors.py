@@ -18,6 +18,7 @@ from rlbuffer.errors import (
     AttemptFenced,
     BatcherFailed,
     BatchTimeout,
+    EnvDone,
     EpochChanged,
     RlbufferError,
     ServerRefused,
@@ -131,11 +132,17 @@ class Worker:
             store, f"w{self._index}", epoch=store.open_run().epoch, patience_seconds=2 * plan.patience_seconds
         )
         world.invariants.joined(writer.incarnation, writer._epoch)
-        while True:
-            env = dice.choice("ab")
+        envs = ["a", "b"]
+        while envs:
+            env = dice.choice(envs)
             version = max(0, store.policy().version)
             if plan.tickets:
-                names = [t.group_id for t in writer.take(env, dice.choice((1, 2)), timeout_seconds=0)]
+                try:
+                    tickets = writer.take(env, dice.choice((1, 2)), timeout_seconds=0, size=plan.ends or None)
+                except EnvDone:
+                    envs.remove(env)
+                    continue
+                names = [ticket.group_id for ticket in tickets]
             else:
                 self._numbers += 1
                 names = [f"{env}-{self._index}.{self._numbers}"]
@@ -303,7 +310,9 @@ class Trainer:
             world.scheduler.wait(0.01)
         steps, pulls = reader.steps(), 0
         while True:
-            step = next(steps)
+            step = next(steps, None)
+            if step is None:
+                return  # the run has ended
             digests = job.exchange(rank, step, f"digest {pulls}")
             if len(set(digests)) > 1:
                 if not world.was_rolled_back:

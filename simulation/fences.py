@@ -88,6 +88,14 @@ class Fences(ABC):
                     self.fail("I6", f"group {group} was dropped ({reason}) without a tombstone")
 
     def _check_take(self, args: Sequence[bytes], reply: Any, keys: Sequence[bytes], now: int) -> None:
+        ends, numbers = (self.server.data.get(key) or {} for key in (keys[3], keys[2]))
+        end = ends.get(args[1], b"")
+        if reply == [b"DONE"]:
+            if self._before or int(numbers.get(args[1], 0)) < int(end.removeprefix(b"=")):
+                self.fail("tickets", f"env {args[1].decode()} is done, but {sorted(self._before)} are out")
+            return
+        if end and any(number >= int(end.removeprefix(b"=")) for number in reply):
+            self.fail("tickets", f"{reply} of {args[1].decode()} were given, which ends at {end.decode()}")
         allowed = self.server.data.get(keys[1]) or {}
         limit = int(allowed.get(args[1], allowed.get(b"*", 0)))
         out = {number for number, expiry in self._before.items() if expiry > now}

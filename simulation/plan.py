@@ -116,6 +116,8 @@ class Plan:
     clock_steps: tuple[tuple[float, float], ...]
     """When the server's clock is set forward, as a share of the time of faults, and by how many seconds: nobody did
     anything for so long, or somebody has set the clock."""
+    ends: int
+    """Tickets that each env has in all, after which the run must end; 0: there is no end."""
     scorers: int
     """Processes that add what some of the groups need before they can train; 0: no group needs anything."""
     mutation: Mutation | None = field(default=None)
@@ -143,7 +145,7 @@ class Plan:
 
     def describe(self) -> str:
         names = ("tickets", "operator", "releaser", "reset", "full", "rollback", "taken_back", "damages", "refusal")
-        names += ("clock_steps",)
+        names += ("clock_steps", "ends")
         on = [name for name in names if getattr(self, name)]
         closed = self.config.step_groups or self.config.step_rollouts or "capacity"
         return (
@@ -179,6 +181,10 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
         config = replace(config, max_uses=reuse.choice((2, 3)), replay_fraction=reuse.choice((0.5, 1.0)))
     if mutation is None and random.Random(f"rollback {seed}").random() < ROLLBACKS:
         rollback = True
+    tail = random.Random(f"tail {seed}")
+    ends = tail.choice((2, 5, 9)) if tail.random() < 0.15 else 0
+    if tail.random() < 0.3:
+        config = replace(config, fill_timeout_seconds=tail.choice((0.3, 1.5)))
     scoring = random.Random(f"scoring {seed}")
     people = random.Random(f"people {seed}")
     draws = [people.random() for _ in range(4)]
@@ -201,6 +207,9 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
         "reset": dice.random() < 0.1,
         "full": dice.random() < 0.15,
     }
+    # Prompts of groups that a person throws away are not given again, and who numbers groups alone has no end.
+    is_spoilt = not values["tickets"] or values["reset"] or rest["taken_back"]
+    values["ends"] = 0 if is_spoilt or mutation is not None else ends
     # A server that has lost a reset has the old run again: a person must reset it again.
     values["reset"] = values["reset"] and not rollback
     if mutation is not None:

@@ -30,6 +30,8 @@ from simulation.stand_ins import installed
 
 PROGRESS_SECONDS = 10.0
 """I12: the next step comes within this after the last fault has healed."""
+END_SECONDS = 30.0
+"""The same for the end of a run whose data ends: all that is left, step by step."""
 BUSY_CALLS = 30_000
 """Round trips of a seed above which somebody asks without ever waiting: twenty times what seeds need."""
 LAST_EVENTS = 30
@@ -182,7 +184,11 @@ class World:
         self.server.refusal = ""
 
     def _progress(self) -> None:
-        """Two more steps, each within the time allowed; what stands still meanwhile wakes up in it."""
+        """Two more steps, each within the time allowed; what stands still meanwhile wakes up in it. Where the data ends
+        the run does, too."""
+        if self.plan.ends:
+            self._to_the_end()
+            return
         for _ in range(2):
             target = self.trainer.trained + 1
             done = self.scheduler.run(
@@ -193,6 +199,23 @@ class World:
                 self.invariants.fail(
                     "I12", f"step {target} is not trained after {PROGRESS_SECONDS:g} s: {self.sentence}"
                 )
+
+    def _to_the_end(self) -> None:
+        store = RedisStore(SimulatedConnection(self.network, Process("looks")), RUN)
+        meta, pool = Keys(RUN).meta.encode(), Keys(RUN).pool.encode()
+
+        def has_ended() -> bool:
+            pushes = self.server.data.get(pool)
+            return b"ended" in (self.server.data.get(meta) or {}) and not (pushes and pushes.entries)
+
+        if not self.scheduler.run(
+            lambda: bool(self.invariants.violation) or has_ended(), self.scheduler.now + END_SECONDS
+        ):
+            self.invariants.fail("I12", f"the run has not ended after {END_SECONDS:g} s: {self.sentence}")
+        elif not self.invariants.violation:
+            sources = store.sources()
+            if sources.done != {"a", "b"} or sources.open or store.trainer().trained < store.meta().step:
+                self.invariants.fail("end", f"the run has ended, and {sources} is not")
 
     def _verify(self) -> None:
         if self.invariants.violation:

@@ -30,7 +30,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "push": "Push groups from a JSON Lines file.",
         "inspect": "Look at the pool, a group or a rollout. Changes nothing.",
         "weights": "Serve policy versions to other hosts, or relay them.",
-        "env": "Pause an env, so that steps go on without it, or let it take part again.",
+        "env": "Pause an env, say that nothing more comes of it, or let it take part again.",
         "drop": "Drop pending groups that match a filter.",
         "drain": "Let a run come to rest: no more tickets, until nothing is out and no further step can be made.",
         "verify": "Recompute the ledger and check every invariant. Changes nothing.",

@@ -99,7 +99,9 @@ def say_ended(buffer: Buffer, settings: RunSettings, code: int) -> None:
 
     try:
         trained = buffer.store.trainer().trained
-        if code == 0:
+        if code == 0 and buffer.store.has_ended():
+            sentence = waiting.at_end(trained)
+        elif code == 0:
             sentence = waiting.ended(settings.trainer.steps)
         elif code == EXIT_INTERRUPTED:
             sentence = waiting.interrupted(trained)

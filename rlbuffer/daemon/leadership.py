@@ -19,6 +19,7 @@ from rlbuffer.daemon.held import Held
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory import MemoryWatch, without_garbage_collection
 from rlbuffer.daemon.scorers import ScorerWatch
+from rlbuffer.daemon.sources import SourceWatch
 from rlbuffer.daemon.telling import TELEMETRY_SECONDS, Teller
 from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.policy import waiting
@@ -79,6 +80,7 @@ class Leadership:
         self._scorers = ScorerWatch(store, self._held.batcher)
         self._swept = float("-inf")
         self._envs = EnvWatch(store, config, self._held.batcher, teller.emit)
+        self._sources = SourceWatch(store, self._held.batcher)
         self._memory = MemoryWatch(
             store, config, teller.emit, world_size=trainer.world_size, checkpoint_every=trainer.checkpoint_every
         )
@@ -88,6 +90,8 @@ class Leadership:
         """No step can be made of what is here; nor will one be when the trainer goes on."""
         self.has_heard = has_heard
         """The trainer has reported since this process leads, or is silent: the server's steps are its steps."""
+        self.ended: int | None = None
+        """The step after which the run has ended, once it has."""
 
     def take_over(self) -> None:
         """Everything comes from the server.
@@ -120,8 +124,11 @@ class Leadership:
         self._memory.tell()
 
     def turn(self) -> bool:
-        """Reads what is new and makes a step if it can be made. -> False: all is to be read again."""
-        self._held.ingest(block_seconds=POLL_SECONDS)
+        """Reads what is new and makes a step if it can be made. -> False: all is to be read again, or the run has
+        ended."""
+        self._sources.look()
+        if not self._held.ingest(block_seconds=POLL_SECONDS):
+            self._sources.obey()
         self._stay()
         trainer = self._store.trainer()
         if trainer.claim:
@@ -134,7 +141,7 @@ class Leadership:
         self._retire(trainer)
         self._lead(trainer)
         self._held.close_tickets()
-        return True
+        return self.ended is None
 
     def _lead(self, trainer: Attempt) -> None:
         meta, batcher = self._meta, self._held.batcher
@@ -162,6 +169,8 @@ class Leadership:
         decision = batcher.next(
             step, world_size=trainer.world_size, now=self._store.now(), rng=np.random.default_rng(step)
         )
+        if self._ends(decision, trainer):
+            return
         self._held.drop(decision.drops)
         self._publish(decision.allowances)
         # While no tickets are given, silence is what was asked for.
@@ -171,6 +180,20 @@ class Leadership:
             self._say(self._memory.sentence() + decision.waiting + self._scorers.sentence())
             return
         self._commit(decision, decision.plan, trainer, started)
+
+    def _ends(self, decision: Decision, trainer: Attempt) -> bool:
+        """Whether the run has ended: nothing more comes, and what came is trained. One that had ended may go on."""
+        step, known = self._meta.step, self._meta.ended
+        if not decision.is_over or trainer.trained < step:
+            if known is not None:
+                self._store.set_ended(self._token, None)
+                self._meta = self._store.meta()
+            return False
+        if known != step and not self._store.set_ended(self._token, step):
+            return False
+        self.ended = step
+        self._teller.emit({"event": "ended", "step": step, "sentence": waiting.at_end(step)})
+        return True
 
     def _hears(self, trainer: Attempt) -> bool:
         """Whether the trainer has reported since the takeover, or has been silent for so long that it counts as gone.

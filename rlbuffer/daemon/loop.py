@@ -87,9 +87,12 @@ class Daemon:
         self._is_at_work = False
         """It leads, with settings that the run has taken."""
         self._lost = waiting.Lasting()
+        self._ended: int | None = None
+        """The step after which the run has ended."""
 
     def run(self, stop: threading.Event) -> None:
-        """Leads until `stop` is set; stands by while another leads, and takes over when the server comes back.
+        """Leads until `stop` is set or the run has ended; stands by while another leads, and takes over when the server
+        comes back.
 
         Raises:
             ConfigError: the run was started with other settings and `replace_config` is not set; it does not fit the
@@ -98,7 +101,7 @@ class Daemon:
             SchemaMismatch: the run was written by an incompatible version.
             RlbufferError: a fatal error; every waiting rank is told before it is raised.
         """
-        while not stop.is_set():
+        while not stop.is_set() and self._ended is None:
             try:
                 lease = self._acquire(stop)
                 if lease is not None:
@@ -146,7 +149,7 @@ class Daemon:
         # Of before the look at the file: a server that starts anew after it is another one.
         has_heard, since, losses = False, None, self._store.losses()
         self._await_whole_file(keeper, stop)
-        while not stop.is_set():
+        while not stop.is_set() and self._ended is None:
             self._is_at_work = False
             config = self._revisions.settle(token)
             leadership = Leadership(
@@ -166,6 +169,7 @@ class Daemon:
             self._lost.is_over()
             while not stop.is_set() and leadership.turn():
                 self._heed_hangup()
+            self._ended = leadership.ended
             has_heard, since, losses = leadership.has_heard, leadership.since, leadership.losses
 
     def _await_whole_file(self, keeper: LeaseKeeper, stop: threading.Event) -> None:
@@ -198,7 +202,7 @@ class Daemon:
         if not self._token:
             return  # stood by: what is waited for is the leader's to say
         try:
-            self._store.set_waiting("batcher", waiting.STOPPED)
+            self._store.set_waiting("batcher", waiting.STOPPED if self._ended is None else waiting.at_end(self._ended))
             self._store.release_lease(self._owner)
         except RlbufferError as error:
             # Leaving without the server is fine: the lease runs out by itself.

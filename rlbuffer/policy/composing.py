@@ -83,6 +83,12 @@ def advantages_of(
     return np.concatenate([np.zeros(0), *found]).astype(np.float32), untrainable
 
 
+def teaches(groups: Sequence[GroupState], advantages: NDArray[np.float32]) -> bool:
+    """True when at least one rollout of these groups has an advantage, and tokens to train."""
+    tokens = np.array([member.info.loss_tokens for group in groups for member in group.members])
+    return bool(np.any(advantages * tokens))
+
+
 def step_plan(
     step: int,
     groups: Sequence[GroupState],

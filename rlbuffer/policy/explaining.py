@@ -12,6 +12,9 @@ from rlbuffer.policy.situation import Mean, Situation
 
 def sentence(known: Situation, step: int, trial: Trial, limits: Limits, fractions: Mapping[str, float]) -> str:
     """Why `step` is not made: the pauses, a version, the env that is short, or whose turn it is."""
+    if known.is_last:
+        held = sorted(env for env in known.paused if not known.is_finished(env))
+        return waiting.for_paused(held) if held else waiting.for_end(step - 1)
     if not fractions and known.paused:
         return waiting.all_paused(sorted(known.paused))
     envs = known.known()
@@ -26,8 +29,9 @@ def sentence(known: Situation, step: int, trial: Trial, limits: Limits, fraction
         env = trial.short[0]
         return waiting.for_share(_need(known, env, trial, limits, fractions, means), published)
     # Where nothing is ready at all, `proportional` gives nobody a share: then it is any env that sent something.
-    there = [e for e in known.pool.envs if e not in known.paused]
-    env = max(trial.exhausted or there, key=lambda e: (trial.deficits.get(e, 0.0), e), default="")
+    there = [e for e in known.pool.envs if e not in known.absent]
+    exhausted = [e for e in trial.exhausted if e not in known.done]
+    env = max(exhausted or there, key=lambda e: (trial.deficits.get(e, 0.0), e), default="")
     need = _need(known, env, trial, limits, fractions, means) if env and there else None
     done, what = waiting.progress(trial, limits)
     return waiting.for_groups(step, done=done, what=what, need=need, published=published)

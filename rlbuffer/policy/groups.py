@@ -250,11 +250,18 @@ class GroupState:
         """True when as many rollouts as planned have come, valid or not: waiting longer brings nothing."""
         return self.arrived >= self.planned_size
 
-    def too_small(self, min_group_size: int, *, is_over: bool, timeout_seconds: float) -> Rejected | None:
-        """Why the group can no longer become ready, or None. `is_over`: its time is up."""
+    def too_small(self, min_group_size: int, *, is_over: bool, timeout_seconds: float | None) -> Rejected | None:
+        """Why the group can no longer become ready, or None. `is_over`: its time is up, or, where `timeout_seconds` is
+        None, nothing more comes of its env."""
         if not is_over and (self.needs or not self.has_all):
             return None
-        when = f" after {timeout_seconds:g} s" if is_over else ""
+        when = (
+            ""
+            if not is_over
+            else ", and its env is done"
+            if timeout_seconds is None
+            else f" after {timeout_seconds:g} s"
+        )
         if self.needs:
             return Rejected("small", f"still needs {', '.join(sorted(self.needs))}{when}")
         least = max(1, min_group_size)

@@ -43,9 +43,13 @@ class Patience:
         self._short = {env: self._short.get(env, now) for env in short}
         self._wanted = {env: self._wanted.get(env, now) for env in wanted}
 
-    def committed(self) -> None:
-        """A step went out: what the next one waits for is counted anew, but who borrows goes on."""
-        self._wanted = {}
+    def committed(self, *, is_full: bool = True) -> None:
+        """A step went out: what the next one waits for is counted anew, but who borrows goes on.
+
+        One that went out because it had waited for long enough lacked what it had waited for: silence goes on.
+        """
+        if is_full:
+            self._wanted = {}
         if self._config.spillover != "borrow":
             self._short = {}
 

@@ -7,7 +7,7 @@ kept as running sums.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -218,9 +218,10 @@ class Pool:
         elif env.max_age_seconds is not None:
             env.expiring.append(group)
 
-    def _settle(self, group: GroupState, env: EnvPool, *, is_over: bool) -> None:
-        """Moves a forming group on if it is whole, too small for ever, or its time is up."""
-        why = group.too_small(env.least, is_over=is_over, timeout_seconds=self.config.group_timeout_seconds)
+    def _settle(self, group: GroupState, env: EnvPool, *, is_over: bool, is_done: bool = False) -> None:
+        """Moves a forming group on if it is whole, too small for ever, or its time is up (or its env `is_done`)."""
+        timeout = None if is_done else self.config.group_timeout_seconds
+        why = group.too_small(env.least, is_over=is_over, timeout_seconds=timeout)
         if why is not None:
             self.drop(group, why.reason, why.detail)
         elif is_over or group.is_whole(env.least):
@@ -246,6 +247,15 @@ class Pool:
         self._forget(group)
         if group.parts:
             self._queue(group.drop(reason, detail), group.parts)
+
+    def let_go(self, *, paused: Collection[str]) -> None:
+        """Drops what is left when no further step can be made."""
+        for name in sorted(self.envs.keys() - set(paused)):
+            for lane in self.envs[name].lanes.values():
+                for group in [*lane.ready.walk(newest_first=False, oldest=0)]:
+                    self.drop(group, "stale", "nothing more comes, and no step can hold it")
+                for group in [*lane.used.walk(newest_first=False, oldest=0)]:
+                    self.drop(group, "void", "nothing more comes that it could be trained again with")
 
     def drop_flat(self, group: GroupState) -> None:
         """Drops a group without variance in reward: it, or more of its kind, is not wanted."""
@@ -297,8 +307,14 @@ class Pool:
                 self._dropping.pop(entry_id, None)
 
     # -- time and age -------------------------------------------------------------------------------------------------
-    def advance(self, now: float, step: int, *, forgets: bool = True) -> None:
-        """Closes or drops the groups whose time is up, and forgets old tombstones unless told otherwise.
+    @property
+    def is_empty(self) -> bool:
+        """No group is here, and every drop is confirmed."""
+        return not self._groups and not self.drops
+
+    def advance(self, now: float, step: int, *, forgets: bool = True, done: Collection[str] = ()) -> None:
+        """Closes or drops the groups whose time is up, and those of envs that are `done`, unless a scorer may still
+        complete them; forgets old tombstones unless told otherwise.
 
         `step` is the one that is planned.
         """
@@ -306,6 +322,10 @@ class Pool:
         if not self._step:  # what a takeover has closed was closed before this step
             self._closed = OrderedDict((group_id, (at, step)) for group_id, (at, _) in self._closed.items())
         self._step = step
+        for name in sorted(done):
+            for group in list(self.envs[name].order.values()) if name in self.envs else ():
+                if not group.needs:
+                    self._settle(group, self.envs[name], is_over=True, is_done=True)
         timeout = self.config.group_timeout_seconds
         for env in list(self.envs.values()):
             while env.order:

@@ -34,6 +34,10 @@ class Situation:
     published: dict[str, int] = field(default_factory=dict)
     """adapter -> version that workers can sample from; -1 when none was announced."""
     paused: set[str] = field(default_factory=set)
+    done: frozenset[str] = frozenset()
+    """Envs of which nothing more comes but what is pending."""
+    others: frozenset[str] = frozenset()
+    """Whoever else may still send something."""
     short: frozenset[str] = frozenset()
     """Envs that the open step waits for."""
 
@@ -41,6 +45,32 @@ class Situation:
     def known(self) -> list[str]:
         """Envs that have a budget or have sent a group, sorted."""
         return budget.known_envs(self.config, [*self.accounts, *self.pool.envs])
+
+    def is_finished(self, env: str) -> bool:
+        """True when nothing more comes of it, and all that came is gone from the pool."""
+        pool = self.env(env)
+        return env in self.done and not pool.order and not any(len(lane.ready) for lane in pool.lanes.values())
+
+    @property
+    def absent(self) -> set[str]:
+        """Envs that take no part in a step: those that are paused, and those that are done and used up."""
+        return self.paused | {env for env in self.done if self.is_finished(env)}
+
+    @property
+    def is_closing(self) -> bool:
+        """True when nothing more comes at all: what is ready is what there is. Paused envs do not count."""
+        return bool(self.done) and self.done.union(self.paused).issuperset(self.others.union(self.known()))
+
+    @property
+    def is_last(self) -> bool:
+        """True when nothing more becomes ready either: no group waits for a scorer."""
+        return self.is_closing and not any(p.order for e, p in self.pool.envs.items() if e not in self.paused)
+
+    @property
+    def is_over(self) -> bool:
+        """True when the run has nothing more to do."""
+        everybody = self.others.union(self.known())
+        return bool(self.done) and self.done.issuperset(everybody) and self.pool.is_empty
 
     def env(self, env: str) -> EnvPool:
         """What is pending of it."""
@@ -55,7 +85,7 @@ class Situation:
             else budget.size_of(unit, tokens=pool.ready_tokens, rollouts=pool.ready_rollouts)
             for env, pool in self.pool.envs.items()
         }
-        return budget.shares(self.config, self.known(), ready, step=step, paused=self.paused)
+        return budget.shares(self.config, self.known(), ready, step=step, paused=self.absent)
 
     def mean(self, env: str) -> Mean | None:
         """The env's mean group: of those trained, else of those ready; None when there are none."""

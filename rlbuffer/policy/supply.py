@@ -17,9 +17,11 @@ def wanted(known: Situation, trial: Trial, step: int) -> list[str]:
     if trial.short:
         return trial.short + trial.lent
     selected = {g.env for g in trial.groups}
-    envs = [e for e in known.known() if e not in known.paused and not budget.is_off(known.config, e, step)]
-    unheard = [e for e in envs if e not in selected and e not in trial.exhausted]
-    return trial.exhausted + [e for e in unheard if not known.env(e).ready_groups]
+    exhausted = [e for e in trial.exhausted if e not in known.done]
+    idle = known.paused | known.done
+    envs = [e for e in known.known() if e not in idle and not budget.is_off(known.config, e, step)]
+    unheard = [e for e in envs if e not in selected and e not in exhausted]
+    return exhausted + [e for e in unheard if not known.env(e).ready_groups]
 
 
 def allow(
@@ -45,7 +47,7 @@ def allow(
     """
     config = known.config
     envs = known.known()
-    fractions = budget.shares(config, envs, None, step=step, paused=known.paused)
+    fractions = budget.shares(config, envs, None, step=step, paused=known.absent)
     used = Counter(group.env for group in taken)
     supply = {}
     for env in fractions:

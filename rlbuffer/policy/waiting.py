@@ -118,6 +118,25 @@ def all_paused(envs: list[str]) -> str:
     return f"Every env is paused ({', '.join(envs)}): `rlbuffer env resume {envs[0]}` lets it take part again."
 
 
+def for_paused(envs: list[str]) -> str:
+    """Every other env is done."""
+    return (
+        f"The run could end but for what is paused ({', '.join(envs)}): `rlbuffer env resume {envs[0]}` lets it take "
+        f"part again, `rlbuffer env done {envs[0]}` says that nothing more comes of it, and `rlbuffer drop --where "
+        f"env:{envs[0]}` drops what it has."
+    )
+
+
+def for_end(step: int) -> str:
+    """Nothing is pending, and nothing more comes; the trainer may still be at work."""
+    return f"Every env is done and nothing is left to train: the run ends when step {step} is trained."
+
+
+def at_end(step: int) -> str:
+    """All of it is trained. Whoever waits leaves with success."""
+    return f"The run has ended after step {step}: every env is done, and nothing is left to train."
+
+
 def for_word(step: int, seconds: float) -> str:
     """After a takeover: the trainer may have trained steps that the server has lost."""
     return (

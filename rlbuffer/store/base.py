@@ -26,6 +26,7 @@ from rlbuffer.store.facts import (
     PoolEntry,
     Report,
     Reused,
+    Sources,
     StepHeader,
     StepPart,
     TrainedStep,
@@ -43,6 +44,7 @@ __all__ = [
     "PoolEntry",
     "Report",
     "Reused",
+    "Sources",
     "StepHeader",
     "StepPart",
     "Store",
@@ -73,6 +75,9 @@ class Store(Protocol):
     def open_run(self) -> Meta:
         """Creates the run's meta if there is none; refuses another schema (SchemaMismatch). Safe to repeat."""
 
+    def has_ended(self) -> bool:
+        """Whether every env is done, everything is trained, and nothing was pushed since."""
+
     def runs(self) -> Mapping[str, float]:
         """run -> Unix seconds when it was last opened."""
 
@@ -95,8 +100,16 @@ class Store(Protocol):
         Counted as lost, once. Raises as `push` does.
         """
 
-    def take_tickets(self, env: str, n: int, *, ttl_seconds: float) -> list[int]:
-        """TICKET take: up to `n` numbers, fewer (or none) while the allowance is out."""
+    def take_tickets(
+        self, env: str, n: int, *, ttl_seconds: float, size: int | None = None, section: str = ""
+    ) -> list[int]:
+        """TICKET take: up to `n` numbers, fewer (or none) while the allowance is out. Raises EnvDone.
+
+        `size` is how many tickets the env has in all; `section` the worker's, which is not expected any more.
+        """
+
+    def say_done(self, env: str, *, epoch: int) -> None:
+        """DONE: no number is given beyond those that were. Raises RunGone."""
 
     def renew_tickets(self, env: str, numbers: Sequence[int], *, ttl_seconds: float) -> None: ...
     def release_tickets(self, env: str, numbers: Sequence[int]) -> None: ...
@@ -122,6 +135,12 @@ class Store(Protocol):
 
     def refuse_config(self, token: int, digest: str, reason: str) -> None:
         """The wanted config of this digest cannot be used. Raises LeaseLost."""
+
+    def sources(self) -> Sources:
+        """Who may still send something."""
+
+    def set_ended(self, token: int, step: int | None) -> bool:
+        """The run has ended after `step`; None takes that back. -> False: it has more to do. Raises LeaseLost."""
 
     def set_error(self, token: int, message: str) -> None:
         """The batcher's fatal error, shown to every waiting rank; "" clears it."""
@@ -208,6 +227,12 @@ class Store(Protocol):
 
     def resume(self, env: str) -> bool:
         """-> False when it was not paused."""
+
+    def forget_end(self, env: str) -> bool:
+        """DONE resume: the env's end is what its workers say. -> False when it had none."""
+
+    def expect(self, sections: Iterable[str]) -> None:
+        """DONE expect: worker sections that are about to start; a run that had ended goes on."""
 
     # -- trainer ---------------------------------------------------------------------------------------------------
     def attempt(self, *, uuid: str, world_size: int, resume_step: int, claim: Claim | None = None) -> Attempt:

@@ -97,10 +97,26 @@ class Meta:
     """Why the leader did not take the last wanted config: its digest, a blank, the reason."""
     draining_ms: int = 0
     """Server time since when no tickets are given, in milliseconds; 0 while they are."""
+    ended: int | None = None
+    """The step after which the run has ended: every env was done then, and nothing was pending."""
     early: int = 0
     """Last step that retired early, because the server's memory was short; 0: none did."""
     early_ms: int = 0
     """Server time of it, in milliseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Who may still send something."""
+
+    done: frozenset[str] = frozenset()
+    """Envs with an end of which every ticket was given, and none is out."""
+    open: frozenset[str] = frozenset()
+    """Other envs that were sampled, or whose workers have come."""
+    expected: frozenset[str] = frozenset()
+    """Worker sections whose workers have not come yet, and so which envs they sample is not known."""
+    ends: Mapping[str, int] = field(default_factory=dict)
+    """env -> how many tickets it has; only envs with an end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

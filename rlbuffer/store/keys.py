@@ -29,6 +29,7 @@ class Keys:
         "allowance",
         "closed",
         "damaged",
+        "ends",
         "eval",
         "garbage",
         "history",
@@ -67,6 +68,7 @@ class Keys:
         self.damaged = f"{self.tag}:damaged"
         self.allowance = f"{self.tag}:allowance"
         self.numbers = f"{self.tag}:numbers"
+        self.ends = f"{self.tag}:ends"
         self.paused = f"{self.tag}:paused"
         self.policy = f"{self.tag}:policy"
         self.trainer = f"{self.tag}:trainer"

@@ -8,7 +8,6 @@ from typing import Any
 from rlbuffer import wire
 from rlbuffer.batches import Drop
 from rlbuffer.errors import (
-    EpochChanged,
     InvalidRollout,
     PayloadError,
     ProducerGap,
@@ -96,14 +95,7 @@ class PoolMoves(Session):
                 last=int(reply[1]),
             )
         if status == "GONE":
-            there = text(reply[1])
-            if not there:
-                raise RunGone(f"run {self.run!r} is not on the server any more ({self.keys.meta})")
-            raise EpochChanged(
-                f"run {self.run!r} is in epoch {there}, this producer works in epoch {epoch}: it was reset or rewound",
-                epoch=int(there),
-                since=int(text(reply[2]) or there),
-            )
+            raise self.gone(reply, epoch)
         raise self.unexpected("push", reply)
 
     def give_up(self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int) -> tuple[str, str]:

@@ -82,6 +82,18 @@ class RunViews(Session):
         self.tombstone_ms, self.tombstone_steps = tombstone_ms(meta.config), tombstone_steps(meta.config)
         return meta
 
+    def has_ended(self) -> bool:
+        """Whether the run has ended, and nothing was pushed since: a cheap look."""
+
+        def look(client: Any) -> list[Any]:
+            with client.pipeline(transaction=True) as pipe:
+                pipe.hexists(self.keys.meta, "ended")
+                pipe.xlen(self.keys.pool)
+                return list(pipe.execute())
+
+        ended, pending = self.look(look)
+        return bool(ended) and not pending
+
     def runs(self) -> Mapping[str, float]:
         """run -> Unix seconds when it was last opened; the most recent first."""
         reply = self.look(lambda client: client.zrange(RUNS, 0, -1, desc=True, withscores=True))
@@ -127,6 +139,7 @@ def parse_meta(fields: Mapping[bytes, bytes]) -> Meta:
         wanted_digest=text(fields.get(b"wanted_digest", b"")),
         refused=text(fields.get(b"refused", b"")),
         draining_ms=number(b"draining"),
+        ended=number(b"ended") if b"ended" in fields else None,
         early=number(b"early"),
         early_ms=number(b"early_at"),
     )

@@ -11,7 +11,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 
-from rlbuffer.errors import LeaseLost, RlbufferError
+from rlbuffer.errors import EpochChanged, LeaseLost, RlbufferError, RunGone
 from rlbuffer.policy.age import remembered_steps
 from rlbuffer.policy.memory import EARLY_SHARE
 from rlbuffer.store.connection import Connection
@@ -118,6 +118,17 @@ class Session:
         holder = text(owner)
         now = f"{holder} holds it" if holder else "nobody holds it"
         return LeaseLost(f"the lease of run {self.run!r} is not this batcher's any more: {now} ({self.keys.lease})")
+
+    def gone(self, reply: Sequence[Any], epoch: int) -> RunGone:
+        """The error of a producer whose epoch is not the run's: `reply` is ('GONE', epoch, since)."""
+        there = text(reply[1])
+        if not there:
+            return RunGone(f"run {self.run!r} is not on the server any more ({self.keys.meta})")
+        return EpochChanged(
+            f"run {self.run!r} is in epoch {there}, this producer works in epoch {epoch}: it was reset or rewound",
+            epoch=int(there),
+            since=int(text(reply[2]) or there),
+        )
 
     def unexpected(self, script: str, reply: Sequence[Any]) -> RlbufferError:
         """A reply that the script's header does not know: the run and this version of rlbuffer do not fit."""

@@ -36,6 +36,8 @@ class Verdict(enum.Enum):
     PULL_AGAIN = "pull again"
     """The ranks hold different steps: everybody discards theirs."""
     STOP = "stop"
+    END = "end"
+    """The run has ended: no step comes any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +100,13 @@ class Ranks:
         *,
         failure: RlbufferError | None = None,
         is_stopping: bool = False,
+        has_ended: bool = False,
         max_damaged: float = 1.0,
     ) -> Agreement:
         """Compares what each rank holds: digest, outcome, readable tokens.
 
         Args:
-            step: what this rank would train; None when it failed or stops.
+            step: what this rank would train; None when it failed or stops, or the run has ended.
             max_damaged: share of the step's trained tokens that may be missing over all ranks.
 
         Raises:
@@ -111,7 +114,7 @@ class Ranks:
             RankFailed: another rank has one; with that rank's exit code.
             StepDamaged: too many trained tokens are missing, on all ranks alike.
         """
-        rows = self.gather(_encode(step, failure, is_stopping))
+        rows = self.gather(_encode(step, failure, is_stopping, has_ended))
         if failure is not None:
             raise failure
         failed = [r for r in range(len(rows)) if rows[r, 0] == _FAILED]
@@ -121,6 +124,10 @@ class Ranks:
             raise error
         if (rows[:, 0] == _STOPPING).any():
             return Agreement(verdict=Verdict.STOP)
+        if (rows[:, 0] == _ENDED).all():
+            return Agreement(verdict=Verdict.END)
+        if (rows[:, 0] == _ENDED).any():  # it goes on: more was pushed at this very moment
+            return Agreement(verdict=Verdict.PULL_AGAIN, held=tuple(_OUTCOMES[int(row[0])] for row in rows))
         if step is None:
             raise RlbufferError("agree() was called with neither a step nor a reason for having none")
         if not (rows[:, 2:_LOSS_TOKENS] == rows[0, 2:_LOSS_TOKENS]).all():
@@ -140,15 +147,16 @@ class Ranks:
         return Agreement(verdict=Verdict.TRAIN, damaged_tokens=damaged)
 
 
-_READY, _STOPPING, _FAILED = 0, 1, 2
+_READY, _STOPPING, _FAILED, _ENDED = 0, 1, 2, 3
+_OUTCOMES = ("a step", "stopping", "failed", "the end of the run")
 _LOSS_TOKENS = 9
 """Place of the rank's readable trained tokens: everything from place 2 up to it must be equal on all ranks."""
 
 
-def _encode(step: Step | None, failure: RlbufferError | None, is_stopping: bool) -> Tensor:
+def _encode(step: Step | None, failure: RlbufferError | None, is_stopping: bool, has_ended: bool) -> Tensor:
     """[10] int64: outcome, exit code, step, epoch, four words of its digest, micro-batches, readable trained tokens."""
     if failure is not None or step is None:
-        outcome = _FAILED if failure is not None else _STOPPING
+        outcome = _FAILED if failure is not None else _ENDED if has_ended and not is_stopping else _STOPPING
         return torch.tensor([outcome, getattr(failure, "exit_code", 0)] + [0] * 8, dtype=torch.int64)
     words = bytes.fromhex(step.digest).ljust(32, b"\0")[:32]
     digest = [int.from_bytes(words[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]

@@ -85,6 +85,8 @@ class FakeReader:
         self._pad_to_multiple_of = pad_to_multiple_of
         self._trained = 0
 
+    has_ended = False
+
     def start(self, resume_step: int | None = None) -> None:
         """Continues after `resume_step`."""
         if resume_step is not None:

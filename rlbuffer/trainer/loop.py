@@ -35,14 +35,15 @@ def train(
     stop: StopRequest | None = None,
     fake_data: bool = False,
 ) -> bool:
-    """Trains until ``settings.trainer.steps``, from the newest checkpoint if there is one.
+    """Trains until ``settings.trainer.steps`` or the end of the run, from the newest checkpoint if there is one.
 
     With a world size above 1 the process group is joined from the environment (MASTER_ADDR and so on, as torchrun
     sets it). `on_event` is called on rank 0 with ``start``, ``step``, ``checkpoint`` and ``end`` objects; `on_stall`
     in a thread, when another rank hangs (default: says so and ends the process).
 
     Returns:
-        True when the planned steps are trained, False when it was asked to stop before (with a checkpoint written).
+        True when the planned steps are trained, or the run has ended; False when it was asked to stop before (with a
+        checkpoint written).
 
     Raises:
         BatchTimeout: no step came in time. RankFailed: another rank could not go on. Further rlbuffer errors: see
@@ -118,6 +119,6 @@ def train(
         pulls.close()
         if place.step > place.checkpointed:
             reports.checkpoint(place, checkpoint(session, place))
-        finished = place.step >= told.steps
-        reports.end(place, finished=finished)
+        finished = place.step >= told.steps or pulls.has_ended
+        reports.end(place, finished=finished, has_ended=pulls.has_ended)
         return finished

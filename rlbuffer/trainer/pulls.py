@@ -30,9 +30,12 @@ class Pulls:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._steps: Iterator[Step] | None = None
+        self.has_ended = False
+        """All ranks have seen that the run has ended."""
 
     def next(self, number: int) -> Pulled | None:
-        """Step `number`, as all ranks agreed on it; None: one of them was asked to stop.
+        """Step `number`, as all ranks agreed on it; None: one of them was asked to stop, or the run has
+        ended (`has_ended`).
 
         Raises:
             RlbufferError: this rank got none, or the ranks never hold the same. RankFailed: another rank got none.
@@ -40,7 +43,8 @@ class Pulls:
         """
         for _ in range(MAX_PULLS):
             step, agreement = self._pull(number)
-            if agreement.verdict is Verdict.STOP:
+            if agreement.verdict in (Verdict.STOP, Verdict.END):
+                self.has_ended = agreement.verdict is Verdict.END
                 return None
             if agreement.verdict is Verdict.TRAIN and step is not None:
                 return Pulled(step=step, damaged_tokens=agreement.damaged_tokens)
@@ -66,7 +70,7 @@ class Pulls:
             if self._steps is None:
                 self._steps = session.reader.steps(number, until=lambda: session.stop.is_set)
             step = None if session.stop.is_set else next(self._steps, None)
-            if step is None and not session.stop.is_set:
+            if step is None and not session.stop.is_set and not session.reader.has_ended:
                 failure = RlbufferError("the reader ended without a step")
         except RlbufferError as error:
             failure = error
@@ -79,5 +83,6 @@ class Pulls:
                 step,
                 failure=failure,
                 is_stopping=session.stop.is_set,
+                has_ended=session.reader.has_ended,
                 max_damaged=session.settings.trainer.max_damaged,
             )

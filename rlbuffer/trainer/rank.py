@@ -150,7 +150,8 @@ def line_of(event: Mapping[str, Any]) -> str:
     if kind == "checkpoint":
         return f"checkpoint of step {event['step']} in {event['path']}"
     if kind == "end":
-        return f"{'finished' if event['finished'] else 'stopped'} at step {event['step']}"
+        why = f": {reason[:1].lower()}{reason[1:]}" if (reason := event.get("reason")) else ""
+        return f"{'finished' if event['finished'] else 'stopped'} at step {event['step']}{why}"
     return str(event.get("message", kind))
 
 

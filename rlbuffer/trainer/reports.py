@@ -11,6 +11,7 @@ from typing import Any
 from rlbuffer.batches import Step, digest_step
 from rlbuffer.errors import RlbufferError
 from rlbuffer.lines import RECENT_STEPS, waited
+from rlbuffer.policy.waiting import at_end
 from rlbuffer.trainer.digests import digest_parameters
 from rlbuffer.trainer.examples import examples_of
 from rlbuffer.trainer.metrics import MetricsFile, Stopwatch, Tally, step_record
@@ -111,9 +112,9 @@ class Reports:
         """A checkpoint was written."""
         self._event("checkpoint", step=place.step, path=str(path))
 
-    def end(self, place: Place, *, finished: bool) -> None:
-        """Training is over."""
-        self._event("end", step=place.step, finished=finished)
+    def end(self, place: Place, *, finished: bool, has_ended: bool = False) -> None:
+        """Training is over: the planned steps are made, or (`has_ended`) all that the run had to train is trained."""
+        self._event("end", step=place.step, finished=finished, reason=at_end(place.step) if has_ended else "")
 
     def _event(self, kind: str, **values: Any) -> None:
         if self._on_event is not None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rlbuffer.errors import (
     ConfigError,
+    EnvDone,
     InvalidRollout,
     RlbufferError,
     RunGone,
@@ -57,6 +58,8 @@ LAND_SECONDS = 2.0
 """When the worker is told to stop: how long what is in flight may take to end as a group, or as none."""
 CHECKED_PROMPTS = 64
 """Prompts that are looked at for one to check the sampler with."""
+LAST_FAILURE = 3
+"""Times in a row that a group of an env with an end fails before its prompt is left out."""
 AWAY_SECONDS = 1.0
 """Before a sampler that was away, or a server that refused, is asked again."""
 
@@ -75,17 +78,22 @@ def run_worker(
     env: Env | None = None,
     sampler: Sampler | None = None,
     evaluations: Mapping[str, EvaluationSettings] | None = None,
-) -> None:
-    """Runs one worker until `stop` is set; tickets it still holds then are given back.
+    section: str = "",
+) -> bool:
+    """Runs one worker until `stop` is set, or its env is done; tickets it still holds then are given back.
 
     Events, each a dict with ``event``: ``checked`` (version, difference), ``version`` (version, seconds), ``group``
     (one was pushed: group_id, version, rollouts, tokens, reward, seconds), ``waiting`` (waiting), ``trouble`` (error),
-    ``restart`` (error), ``stopped`` (groups, rollouts, failed_groups).
+    ``restart`` (error), ``done`` (env, sentence), ``stopped`` (groups, rollouts, failed_groups).
 
     Args:
         name: the producer's name; the same after a restart.
         env, sampler: used instead of those that `settings` name.
         evaluations: what this worker measures versions on beside its work, by name.
+        section: the ``[worker.NAME]`` that it was started for, if it was.
+
+    Returns:
+        True when the env is done: all its tickets were given, and their groups made.
 
     Raises:
         ConfigError: the env or sampler cannot be made, or the env does not fit the model.
@@ -102,8 +110,9 @@ def run_worker(
         env or make_env(settings.env, **settings.env_options),
         sampler or make_sampler(settings),
         evaluations or {},
+        section,
     )
-    asyncio.run(worker.run())
+    return asyncio.run(worker.run())
 
 
 class _Stopped(Exception):
@@ -121,9 +130,13 @@ class _Worker:
         env: Env,
         sampler: Sampler,
         evaluations: Mapping[str, EvaluationSettings],
+        section: str,
     ) -> None:
         self._buffer, self._name, self._settings, self._stop = buffer, name, settings, stop
         self._on_event, self._env, self._sampler = on_event, env, sampler
+        self._section = section
+        self._tickets: int | None = getattr(env, "tickets", None)
+        self._is_done = False
         self._maker = GroupMaker(env, sampler, settings, worker=name)
         self._pulse = Pulse(buffer, name, env.name)
         self._versions = Versions(
@@ -152,13 +165,18 @@ class _Worker:
         self._refusal = ""
         """What the writer last waited for."""
 
-    async def run(self) -> None:
+    async def run(self) -> bool:
         self._pulse.start()
         try:
-            while not self._stop.is_set():
+            while not self._stop.is_set() and not self._is_done:
                 try:
                     await self._serve_run(
-                        self._buffer.writer(self._name, on_retry=self._held_up, ticket_seconds=TICKET_SECONDS)
+                        self._buffer.writer(
+                            self._name,
+                            on_retry=self._held_up,
+                            ticket_seconds=TICKET_SECONDS,
+                            section=self._section,
+                        )
                     )
                 except _Stopped:
                     break
@@ -187,6 +205,7 @@ class _Worker:
                     "failed_groups": pulse.failed_groups,
                 }
             )
+        return self._is_done
 
     def _no_ticket(self) -> str:
         """Why there is none."""
@@ -211,7 +230,9 @@ class _Worker:
                     await asyncio.wait({*flights, watch}, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     continue
                 self._refusal = ""
-                tickets = await asyncio.to_thread(writer.take, self._env.name, room, timeout_seconds=TAKE_SECONDS)
+                tickets = await asyncio.to_thread(
+                    writer.take, self._env.name, room, timeout_seconds=TAKE_SECONDS, size=self._tickets
+                )
                 if not tickets:
                     self._wait(self._refusal or await asyncio.to_thread(self._no_ticket))
                     continue
@@ -233,6 +254,10 @@ class _Worker:
                     for t, p in zip(tickets, prompts, strict=True)
                     if not isinstance(p, Skip)
                 }
+        except EnvDone as error:
+            # What is in flight here was made by another worker, whose tickets these were before they lapsed.
+            self._is_done = True
+            self._on_event({"event": "done", "env": self._env.name, "sentence": str(error)})
         except (RunGone, ServerUnreachable, ServerRefused):
             self._pulse.let_go()  # the tickets mean nothing any more, or cannot be given back: they lapse
             raise
@@ -369,7 +394,12 @@ class _Worker:
         self._pulse.failed_groups += 1
         self._failures[ticket.number] += 1
         sentence = f"group {ticket.group_id} given up: {reason}"
-        if self._failures[ticket.number] > 1:
+        if self._tickets is not None and self._failures[ticket.number] >= LAST_FAILURE:
+            # One prompt that can never be sampled must not keep the run from its end.
+            self._pulse.remove(ticket)
+            await asyncio.to_thread(writer.skip, [ticket])
+            sentence += f" ({self._failures[ticket.number]} times; its prompt is left out)"
+        elif self._failures[ticket.number] > 1:
             # Given back, it would be the next one taken, again and again. Not given back, it lapses by its own time.
             self._pulse.remove(ticket)
             sentence += f" ({self._failures[ticket.number]} times; its ticket is left to lapse)"

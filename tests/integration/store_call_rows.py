@@ -128,6 +128,12 @@ def _tickets(run: Run) -> None:
     run.store.take_tickets("a", 2, ttl_seconds=60)
 
 
+def _ended(run: Run) -> None:
+    run.lead()
+    run.store.say_done("a", epoch=run.meta.epoch)
+    assert run.store.set_ended(run.token, 0)
+
+
 def _claims(run: Run) -> list[str]:
     ids = [entry.entry_id for entry in run.pool()]
     run.store.claim_scoring(ids, owner="s", ttl_seconds=60)
@@ -146,6 +152,7 @@ ROWS: dict[str, Row] = {
     "now": Row(call=lambda store, run: store.now() > run.store.now() - 60),
     "meta": Row(call=lambda store, run: store.meta(), prepare=_steps),
     "open_run": Row(call=lambda store, run: store.open_run()),
+    "has_ended": Row(call=lambda store, run: store.has_ended(), prepare=_ended),
     "runs": Row(call=lambda store, run: run.store.run in store.runs()),
     # -- worker
     "push": Row(call=_push, repeats=False, second={LOST: "stored before"}),
@@ -153,6 +160,7 @@ ROWS: dict[str, Row] = {
     "take_tickets": Row(
         call=lambda store, run: len(store.take_tickets("a", 1, ttl_seconds=60)), prepare=_tickets, counts_twice=True
     ),
+    "say_done": Row(call=lambda store, run: store.say_done("a", epoch=run.meta.epoch), prepare=_tickets),
     "renew_tickets": Row(call=lambda store, run: store.renew_tickets("a", [0, 1], ttl_seconds=60), prepare=_tickets),
     "release_tickets": Row(call=lambda store, run: store.release_tickets("a", [0]), prepare=_tickets),
     "visits": Row(call=lambda store, run: store.visits("a", ["p", "q"]), prepare=_visited),
@@ -175,6 +183,8 @@ ROWS: dict[str, Row] = {
     "set_error": Row(call=lambda store, run: store.set_error(run.token, "a plain reason"), prepare=_pool),
     "read_pool": Row(call=lambda store, run: store.read_pool(), prepare=_pool),
     "paused": Row(call=lambda store, run: store.paused(), prepare=lambda run: run.store.pause("b")),
+    "sources": Row(call=lambda store, run: store.sources(), prepare=_ended),
+    "set_ended": Row(call=lambda store, run: store.set_ended(run.token, 0), prepare=lambda run: run.lead()),
     "reused": Row(call=lambda store, run: store.reused(), prepare=_reusable),
     "set_allowances": Row(call=lambda store, run: store.set_allowances(run.token, {"a": 3}), prepare=_pool),
     "close_tickets": Row(call=lambda store, run: store.close_tickets("a", [0]), prepare=_tickets),
@@ -192,6 +202,8 @@ ROWS: dict[str, Row] = {
         second={LOST: False},
     ),
     # -- operator
+    "forget_end": Row(call=lambda store, run: store.forget_end("a"), prepare=_ended, second={LOST: False}),
+    "expect": Row(call=lambda store, run: store.expect(["x", "y"]), prepare=_ended),
     "void_from": Row(
         call=lambda store, run: store.void_from(2)["steps"],
         prepare=_trained,

@@ -10,7 +10,7 @@ from rlbuffer_cli.options import echo
 
 @click.group("env")
 def command() -> None:
-    """Pause an env, so that steps go on without it, or let it take part again.
+    """Pause an env, say that nothing more comes of it, or let it take part again.
 
     \b
     Example:
@@ -49,13 +49,37 @@ def pause(env: str, config: str | None, redis: str | None, run: str | None, home
     return 0
 
 
+@command.command("done")
+@click.argument("env")
+@options.common
+def done(env: str, config: str | None, redis: str | None, run: str | None, home: str | None) -> int:
+    """Say that nothing more comes of an env.
+
+    Its workers get no further ticket and end; what they have begun is finished, and what it has is trained. When all
+    envs of the run are done, the run trains what is left and ends.
+
+    \b
+    Example:
+      rlbuffer env done math
+    """
+    from rlbuffer_cli.session import open_existing
+
+    _check(env)
+    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+        buffer.store.say_done(env, epoch=buffer.store.meta().epoch)
+        name = buffer.run
+    echo(f'{env} is done in run "{name}": no further ticket is given. Back: rlbuffer env resume {env}')
+    return 0
+
+
 @command.command("resume")
 @click.argument("env")
 @options.common
 def resume(env: str, config: str | None, redis: str | None, run: str | None, home: str | None) -> int:
-    """Let a paused env take part again.
+    """Let an env take part again that is paused or done.
 
-    What it missed while it was paused is not made up for.
+    What it missed while it was paused is not made up for. An env that was said to be done has the end, if any, that its
+    workers say; start them again.
 
     \b
     Example:
@@ -65,9 +89,10 @@ def resume(env: str, config: str | None, redis: str | None, run: str | None, hom
 
     _check(env)
     with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
-        was_paused = buffer.store.resume(env)
+        was_paused, was_done = buffer.store.resume(env), buffer.store.forget_end(env)
         name = buffer.run
-    echo(f'{env} takes part again in run "{name}"' if was_paused else f'{env} was not paused in run "{name}"')
+    is_back = was_paused or was_done
+    echo(f'{env} takes part again in run "{name}"' if is_back else f'{env} was not paused in run "{name}"')
     return 0
 
 

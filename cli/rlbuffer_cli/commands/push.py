@@ -29,15 +29,23 @@ _KEY = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 @options.common
 @click.option("--worker", default="push", show_default=True, metavar="NAME", help="Name that the groups come from.")
+@click.option("--done", is_flag=True, help="Nothing more comes of the file's envs: say so after the last group.")
 @click.option("--json", "as_json", is_flag=True, help="The counts as one object.")
 def command(
-    file: str, config: str | None, redis: str | None, run: str | None, home: str | None, worker: str, as_json: bool
+    file: str,
+    config: str | None,
+    redis: str | None,
+    run: str | None,
+    home: str | None,
+    worker: str,
+    done: bool,
+    as_json: bool,
 ) -> int:
     """Push groups from a JSON Lines file.
 
     One group per line, with the field names of Group and Rollout, arrays as lists. The whole file is read and
     checked first: one bad line, and nothing is stored. Pushing the same file again changes nothing: every group is
-    answered as a duplicate.
+    answered as a duplicate. With --done the run trains what is left and ends, once all its envs are done.
 
     \b
     A line (shown wrapped; a group of 2 planned rollouts):
@@ -58,6 +66,7 @@ def command(
         count, checksum = check_all(stream, file)
         stream.seek(0)
         stored = duplicate = lost = 0
+        envs: set[str] = set()
         with connect(
             settings.redis_url, run=settings.run, config=settings, name="push", origin=options.redis_origin(loaded)
         ) as buffer:
@@ -74,11 +83,14 @@ def command(
                         f"{error}\n  {stored + duplicate} of {count} groups are stored; pushing the file again goes on "
                         "from there"
                     ) from error
+                envs.add(group.env)
                 duplicate += status == "duplicate"
                 stored += status != "duplicate"
+            for env in sorted(envs) if done else ():
+                writer.done(env)
     if as_json:
         record = {"schema": "rlbuffer.push/1", "run": settings.run, "stored": stored, "duplicate": duplicate}
-        record |= {"lost": lost}
+        record |= {"lost": lost} | ({"done": sorted(envs)} if done else {})
         echo(json.dumps(record))
     else:
         what = f"{count} group{'s' * (count != 1)}"
@@ -86,6 +98,8 @@ def command(
             f'{file}: {what} into run "{settings.run}": {stored} stored, {duplicate} duplicate'
             + f", {lost} lost" * (lost > 0)
         )
+        if done:
+            echo(f"done: nothing more comes of {', '.join(sorted(envs))}")
     return 1 if lost else 0
 
 

@@ -70,6 +70,10 @@ class RunSummary:
     draining_ms: int
     """Server time since when no tickets are given; 0 while they are."""
     paused: tuple[str, ...] = ()
+    done: tuple[str, ...] = ()
+    """Envs of which nothing more comes."""
+    ended: int | None = None
+    """The step after which the run has ended; None while it goes on."""
     early: int = 0
     """Last step that retired early, because the server's memory was short; 0: none did."""
     early_seconds_ago: float = 0.0
@@ -120,6 +124,8 @@ def summarize(buffer: Buffer) -> RunSummary:
         has_wanted=bool(meta.wanted_digest),
         draining_ms=meta.draining_ms,
         paused=tuple(sorted(store.paused())),
+        done=tuple(sorted(store.sources().done)),
+        ended=meta.ended if store.has_ended() else None,
         early=meta.early,
         early_seconds_ago=max(0.0, store.now() - meta.early_ms / 1000) if meta.early else 0.0,
         envs=tuple(envs),
@@ -170,6 +176,8 @@ def summary_records(summary: RunSummary) -> Iterator[dict[str, Any]]:
         "revision_wanted": summary.has_wanted,
         "draining_since": utc(summary.draining_ms / 1000) if summary.draining_ms else None,
         "paused": list(summary.paused),
+        "done": list(summary.done),
+        "ended": summary.ended,
         "memory": memory_record(summary),
     }
     for env in summary.envs:
@@ -254,6 +262,9 @@ def header_lines(summary: RunSummary) -> list[str]:
         lines.append(f"  settings: revision {summary.revision}{asked}")
     if summary.paused:
         lines.append(f"  paused: {', '.join(summary.paused)}")
+    if summary.done:
+        ended = "" if summary.ended is None else f"; the run has ended after step {summary.ended}"
+        lines.append(f"  done: {', '.join(summary.done)}{ended}")
     if summary.draining_ms:
         lines.append(f"  draining since {utc(summary.draining_ms / 1000)}: no tickets are given")
     lines += [f"  adapter {adapter_line(one)}" for one in summary.adapters]

@@ -101,6 +101,7 @@ redis.call('DEL', KEYS[4])
 local epoch = string.format('%.0f', math.max(tonumber(meta[1]), tonumber(ARGV[6])) + 1)
 redis.call('HSET', KEYS[2], 'epoch', epoch, 'since', meta[3] or meta[1], 'step', ARGV[4], 'digest', ARGV[5],
   'retired', ARGV[4], 'retired_digest', ARGV[5], 'recovered', ARGV[4], 'checkpoint_now', ARGV[4])
+redis.call('HDEL', KEYS[2], 'ended')
 redis.call('HSET', KEYS[8], 'trained', ARGV[4], 'digest', ARGV[5], 'epoch', epoch)
 redis.call('HDEL', KEYS[8], 'claim')
 redis.call('XADD', KEYS[9], 'MAXLEN', '~', ARGV[9], '*', 'record', ARGV[10])

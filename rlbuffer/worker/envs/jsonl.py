@@ -44,6 +44,7 @@ class JsonLines:
         on_error: what an exception in a reward function costs: ``fail`` (the rollout) | ``zero``.
         max_new_tokens: longest completion.
         seed, shuffle: the order of prompts.
+        passes: how often every prompt is sampled before the env is done; 0: it has no end.
         vocab_size, eos_token_ids: of the model; with a tokenizer its own.
 
     Raises:
@@ -64,6 +65,7 @@ class JsonLines:
         max_new_tokens: int = 1024,
         seed: int = 0,
         shuffle: bool = True,
+        passes: int = 0,
         vocab_size: int = 0,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
@@ -80,7 +82,8 @@ class JsonLines:
         self._lines, self.digest = _read(Path(path).expanduser())
         for number, line in self._lines:
             self._check(number, line, path)
-        self._order = PromptOrder(len(self._lines), seed=seed, shuffle=shuffle)
+        self._order = PromptOrder(len(self._lines), seed=seed, shuffle=shuffle, passes=passes)
+        self.tickets = self._order.tickets
 
     def prompt(self, number: int) -> Prompt:
         epoch, index = self._order.place(number)

@@ -12,6 +12,8 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.errors import ConfigError
+
 KEPT_EPOCHS = 3
 """Orders that are kept: tickets of the last epoch come back while the next one has begun."""
 
@@ -23,6 +25,10 @@ class PromptOrder:
         size: prompts, >= 1.
         seed: of the shuffling; the same one in every worker of an env.
         shuffle: False: every epoch goes through the data as it lies.
+        passes: epochs after which there are no more prompts; 0: there is no end.
+
+    Raises:
+        ConfigError: `passes` is negative.
 
     Example:
         >>> order = PromptOrder(3, seed=0)
@@ -30,10 +36,14 @@ class PromptOrder:
         ([0, 1, 2], 1)
     """
 
-    def __init__(self, size: int, *, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(self, size: int, *, seed: int = 0, shuffle: bool = True, passes: int = 0) -> None:
+        if passes < 0:
+            raise ConfigError(f"passes = {passes} must not be negative (0: no end)", setting="env_options.passes")
         if size < 1:
             raise ValueError(f"a data set of {size} prompts has no order")
         self.size, self.seed, self.shuffle = size, seed, shuffle
+        self.tickets = size * passes or None
+        """How many there are in all; None: no end."""
         self._epochs: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
 
     def place(self, number: int) -> tuple[int, int]:

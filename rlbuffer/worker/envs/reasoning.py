@@ -40,6 +40,7 @@ class ReasoningGym:
         name: the env's name; "": the data set's.
         size: different prompts; an epoch.
         seed: of the prompts, and of their order.
+        passes: how often every prompt is sampled before the env is done; 0: it has no end.
         config: the data set's own options.
         chat, system: how text becomes a prompt, see :class:`rlbuffer.worker.envs.text.Text`.
         instruction: follows every question; "": nothing.
@@ -59,6 +60,7 @@ class ReasoningGym:
         name: str = "",
         size: int = 10_000,
         seed: int = 0,
+        passes: int = 0,
         config: Mapping[str, Any] | None = None,
         chat: bool | None = None,
         system: str = "",
@@ -73,7 +75,8 @@ class ReasoningGym:
         self._text = Text(tokenizer, chat=chat, system=system)
         self.vocab_size, self.eos_token_ids = self._text.vocab_size, self._text.eos_token_ids
         self.max_new_tokens = max_new_tokens
-        self._order = PromptOrder(size, seed=seed)
+        self._order = PromptOrder(size, seed=seed, passes=passes)
+        self.tickets = self._order.tickets
         shape: Length | None = make_length(length)
         self._rewards = Rewards(
             {"score": (self._score, 1.0), "format": (_is_tagged, format_weight)},

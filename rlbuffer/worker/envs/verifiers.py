@@ -68,6 +68,7 @@ class Verifiers:
         tasks: int = 0,
         seed: int = 0,
         shuffle: bool = True,
+        passes: int = 0,
         max_new_tokens: int = 1024,
         max_concurrent: int = 64,
     ) -> None:
@@ -91,7 +92,8 @@ class Verifiers:
             self._tasks = tasks_of(self._env.taskset, tasks)
         except (ImportError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f"verifiers: {type(error).__name__}: {error}", setting="env_options") from error
-        self._order = PromptOrder(len(self._tasks), seed=seed, shuffle=shuffle)
+        self._order = PromptOrder(len(self._tasks), seed=seed, shuffle=shuffle, passes=passes)
+        self.tickets = self._order.tickets
         self._gateway = Gateway()
         self._starting: asyncio.Future[None] | None = None
         self._ending = asyncio.Event()

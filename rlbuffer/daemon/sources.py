@@ -1,0 +1,38 @@
+"""What the leader watches of the sources: which envs have said all that they had to say."""
+
+from __future__ import annotations
+
+import time
+
+from rlbuffer.batcher import Batcher
+from rlbuffer.store.base import Sources, Store
+
+SOURCES_SECONDS = 0.5
+"""How often the leader looks."""
+
+
+class SourceWatch:
+    """Tells the batcher which envs are done.
+
+    An env is done for the server before its last groups are read: pushes come first, then the word that it was the last
+    one. So what was seen counts only once the pool has been read to its end after it.
+    """
+
+    def __init__(self, store: Store, batcher: Batcher) -> None:
+        self._store = store
+        self._batcher = batcher
+        self._seen: Sources | None = None
+        self._looked = float("-inf")
+
+    def look(self) -> None:
+        """Asks the server now and then. Before the pool is read."""
+        now = time.monotonic()
+        if now - self._looked >= SOURCES_SECONDS:
+            self._looked, self._seen = now, self._store.sources()
+
+    def obey(self) -> None:
+        """The pool was read to its end since the last look."""
+        seen, self._seen = self._seen, None
+        if seen is not None:
+            expected = {f"[worker.{section}]" for section in seen.expected}
+            self._batcher.set_sources(done=seen.done, others=seen.open | expected)
