@@ -274,8 +274,10 @@ class Invariants(Fences, Rewinds):
             epoch, version, _ = record.split(b" ", 2)
             self._grows(f"policy version of {adapter.decode()!r} in epoch {epoch.decode()}", int(version))
         elif self.was_rolled_back:  # a version of steps that the server has lost is taken back
-            epoch_now = self._field(self.keys.meta, b"epoch")
-            self._highest.pop(f"policy version of {adapter.decode()!r} in epoch {epoch_now}", None)
+            here = f"in epoch {self._field(self.keys.meta, b'epoch')}"
+            for name in [name for name in self._highest if name.startswith("policy version") and name.endswith(here)]:
+                if kind == "gone" or f" {adapter.decode()!r} " in name:
+                    del self._highest[name]
 
     def _lease_changed(self, kind: str, field: bytes) -> None:
         if kind != "hash":
