@@ -2,6 +2,7 @@
 #   make demo    install what the demo needs, run it on the embedded server
 #   make test    install the development set, run every test
 #   make sim     simulate the protocol under faults: make sim SEEDS=2000
+#   make mutations  small defects, one at a time: make mutations MUTATIONS="--count 80 --seed 2"
 #   make faults  kill, halt and cut off the processes of real runs: make faults FAULTS="kills --seed 7"
 #   make check   ruff, mypy --strict, import arrows, file sizes, wheel contents
 #   make vllm-test  samplers and workers with real vLLM on the CPU, in an environment of its own (3.4 GB)
@@ -18,10 +19,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sim faults bench vllm-test adapters-test clean
+.PHONY: help demo test check sim mutations faults bench vllm-test adapters-test clean
 
 help:
-	@sed -n '2,9s/^# //p' Makefile
+	@sed -n '2,10s/^# //p' Makefile
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("rlbuffer needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
@@ -52,6 +53,9 @@ check: $(VENV)/.dev
 
 sim: $(VENV)/.dev
 	$(BIN)/python -m simulation --seeds $(or $(SEEDS),500) $(SIM)
+
+mutations: $(VENV)/.dev
+	$(BIN)/python -m simulation.mutate $(MUTATIONS)
 
 faults: $(VENV)/.dev
 	$(BIN)/python tests/faults $(FAULTS)

@@ -12,9 +12,30 @@ The real code runs here: the Lua files, the store over the real :class:`~rlbuffe
 
 After every event the invariants of docs/protocol.md are checked on the server's data (:mod:`simulation.invariants`).
 
+What lies around it goes wrong in drawn ways: :data:`simulation.network` says which for a round trip,
+:mod:`simulation.circumstances` which for a run (plans longer than a lease, a failover behind the same address,
+memory that is short, adapters, copies, strangers), :mod:`simulation.defects` which requests are wrong in themselves.
+:data:`LEFT_OUT` says what is not modelled; many seeds end with it, and with the branches of the Lua files
+(:mod:`simulation.branches`) that none of them entered.
+
     make sim SEEDS=2000                         # many seeds
     python -m simulation --seed 1234 -v         # one seed again, event by event
     python -m simulation --mutation no-tombstone  # a broken Lua file: how fast is it found?
+    make mutations                              # small defects made by a tool: are they found? (simulation.mutate)
 
 Needs lupa and greenlet; nothing of it is in the wheel.
 """
+
+from __future__ import annotations
+
+LEFT_OUT = (
+    "sockets, TLS, logins and access rights: commands go as lists, and every process may do everything",
+    "several shards, and replicas that are behind by more for one key than for another",
+    "files of the server: what is lost is a second of everything, never half of a script",
+    "memory in bytes: how full the server is, and what is too large for it, is drawn",
+    "weeks and clocks: no time to live runs out but those of seconds, and the server's clock never steps",
+    "numbers beyond what a client lets through, and all bytes of a payload but those that are damaged",
+    "the loops of workers, trainers and scorers themselves, checkpoint files, weights, samplers and evaluation",
+    "more than two ranks, three adapters and a few groups of three rollouts",
+)
+"""What is not modelled; tests on real servers and processes look at it."""

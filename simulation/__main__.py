@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from simulation import LEFT_OUT
 from simulation.branches import branches
 from simulation.mutations import MUTATIONS, mutation
 from simulation.plan import draw
@@ -104,6 +105,7 @@ def _many(args: argparse.Namespace) -> int:
             print(tally, flush=True)
     print(tally)
     print(tally.branches())
+    print("left out:", *LEFT_OUT, sep="\n  ")
     return 1 if tally.failed else 0
 
 

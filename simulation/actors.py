@@ -20,13 +20,14 @@ from rlbuffer.errors import (
     BatchTimeout,
     EnvDone,
     EpochChanged,
+    PushGivenUp,
     RlbufferError,
     ServerRefused,
     ServerUnreachable,
     StepRetired,
 )
 from rlbuffer.reader import Reader
-from rlbuffer.records import Group, PolicyVersion
+from rlbuffer.records import Group, PolicyVersion, Ticket
 from rlbuffer.settings import RunSettings
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.writer import Writer
@@ -110,7 +111,10 @@ def batcher(host: Host, process: Process) -> None:
     plan = host.world.plan
     # Started again, it goes on with what an operator has made of the settings, as a supervisor's does.
     daemon = Daemon(buffer, plan.config, on_event=emit, lease_seconds=plan.lease_seconds, follows=True)
-    daemon.run(Event(host.world.scheduler))  # type: ignore[arg-type]
+    stop, world = Event(host.world.scheduler), host.world
+    if plan.stops and not world.network.is_healed:
+        world.scheduler.after(world.dice.uniform(0.5, 3.0), stop.set)
+    daemon.run(stop)  # type: ignore[arg-type]
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------
@@ -135,13 +139,15 @@ class Worker:
         envs = ["a", "b"]
         while envs:
             env = dice.choice(envs)
-            version = max(0, store.policy().version)
+            adapter = dice.choice(plan.adapters) if plan.adapters else ""
+            version = max(0, store.policy(adapter).version)
             if plan.tickets:
                 try:
-                    tickets = writer.take(env, dice.choice((1, 2)), timeout_seconds=0, size=plan.ends or None)
+                    taken = writer.take(env, dice.choice((1, 2)), timeout_seconds=0, size=plan.ends or None)
                 except EnvDone:
                     envs.remove(env)
                     continue
+                tickets = self._kept(writer, taken)
                 names = [ticket.group_id for ticket in tickets]
             else:
                 self._numbers += 1
@@ -151,18 +157,32 @@ class Worker:
                 world.scheduler.wait(0.15)
                 continue
             world.scheduler.wait(dice.expovariate(1 / plan.sample_seconds))
+            if plan.tickets and dice.random() < 0.1:
+                writer.renew(tickets)
             for name in names:
-                group = made_group(dice, name, env, version)
+                group = made_group(dice, name, env, version, adapter)
                 if plan.scorers and dice.random() < NEEDY:
                     group = replace(group, needs=(NEED,))
                 self._push(writer, group, process)
 
+    def _kept(self, writer: Writer, tickets: list[Ticket]) -> list[Ticket]:
+        """The tickets that it samples for: some it gives back, some it closes without a group."""
+        chance = self.world.dice.random()
+        if not tickets or chance > 0.05:
+            return tickets
+        (writer.release if chance < 0.03 else writer.skip)(tickets[:1])
+        return tickets[1:]
+
     def _push(self, writer: Writer, group: Group, process: Process) -> None:
         plan, dice = self.world.plan, self.world.dice
         parts = [group]
+        if dice.random() < plan.too_large:
+            keys = self.world.invariants.keys
+            self.world.network.too_large.add(f"{keys.payload_prefix}{group.group_id}".encode())
         if dice.random() < plan.parts:
             cut = dice.randrange(1, len(group.rollouts))
-            parts = [replace(group, rollouts=group.rollouts[:cut]), replace(group, rollouts=group.rollouts[cut:])]
+            again = cut - 1 if cut > 1 and dice.random() < 0.3 else cut  # one rollout is in both parts
+            parts = [replace(group, rollouts=group.rollouts[:cut]), replace(group, rollouts=group.rollouts[again:])]
         if dice.random() < plan.small:
             parts = parts[:1]
         elif dice.random() < plan.careless:
@@ -187,6 +207,8 @@ class Worker:
                 if self.world.dice.random() < 0.3:
                     return
                 continue
+            except PushGivenUp:
+                return
             self._expect_stored(group, pushed.status)
             return
 
@@ -212,6 +234,8 @@ class Job:
         self.is_started = False
         self.at = state["step"] if state else 0
         """Last step in its state."""
+        self.adapters: dict[str, int] = dict(state["adapters"]) if state else {}
+        """Adapter -> its version."""
         self._held: dict[tuple[int, str], dict[int, str]] = {}
         self._news = Event(trainer.world.scheduler)
 
@@ -273,6 +297,11 @@ class Trainer:
         for job in self._started:
             self._over(job)
 
+    def die(self, job: Job) -> None:
+        """Kills a rank of a job; the others end with it."""
+        if job is self.job and not job.is_over:
+            self.world.scheduler.kill(job.processes[0])
+
     def _over(self, job: Job) -> None:
         job.is_over = True
         for process in job.processes:
@@ -285,8 +314,12 @@ class Trainer:
             resumed = 0 if job.state is None else job.state["step"]
             if job is not self.job or resumed < max(self.checkpoints, default=0):
                 expected += (StepRetired,)  # another trainer has overtaken it; the next start finds a newer checkpoint
-            if not isinstance(outcome, expected):
+            is_early = world.plan.memory and isinstance(outcome, StepRetired)
+            if not (is_early or isinstance(outcome, expected)):
                 world.invariants.fail("end", f"{process.name} died of {describe(outcome)}")
+            if is_early and job is self.job and not job.is_over and resumed >= max(self.checkpoints, default=0):
+                world.take_back(resumed)  # as the message says: no newer checkpoint will come
+                return
         if job.is_over:
             return
         self._over(job)
@@ -300,12 +333,14 @@ class Trainer:
         store.open_run()
         reader = Reader(store, rank=rank, world_size=job.world_size, timeout_seconds=6.0)
         if job.state is not None:
-            reader.load_state_dict(job.state)
+            reader.load_state_dict({name: value for name, value in job.state.items() if name != "adapters"})
         reader.start()
         if rank == 0:
             job.is_started = True
             # Samplers have this version, or a newer one, unless the server lost what was newer.
             reader.announce(PolicyVersion(version=job.at))
+            for adapter, version in job.adapters.items():
+                reader.announce(PolicyVersion(version=version, adapter=adapter))
         while not job.is_started:  # a barrier: rank 0 has registered the attempt
             world.scheduler.wait(0.01)
         steps, pulls = reader.steps(), 0
@@ -325,6 +360,10 @@ class Trainer:
             job.exchange(rank, step, "update")
             if rank == 0:
                 reader.announce(PolicyVersion(version=step.number))
+                for adapter, progress in step.adapters.items():
+                    if adapter and progress.ready_to_update:
+                        job.adapters[adapter] = progress.step
+                        reader.announce(PolicyVersion(version=progress.step, adapter=adapter))
             reader.trained(step)
             if rank == 0:
                 self.trained = max(self.trained, step.number)
@@ -348,7 +387,8 @@ class Trainer:
             invariants.fail("I3", f"rank {rank} of {job.world_size} replays step {step.number} with other bytes")
 
     def _checkpoint(self, reader: Reader, step: int) -> None:
-        self.checkpoints[step] = reader.state_dict()
+        adapters = self.job.adapters if self.job is not None else {}
+        self.checkpoints[step] = reader.state_dict() | {"adapters": dict(adapters)}
         for old in sorted(self.checkpoints)[:-KEPT]:
             del self.checkpoints[old]
         reader.checkpointed(step, oldest_kept=min(self.checkpoints) if len(self.checkpoints) >= KEPT else 0)

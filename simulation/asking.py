@@ -24,13 +24,14 @@ def ask(host: Host, process: Process) -> None:
     It looks once more when all has healed: a server that was set back may have lost that the run goes on again.
     """
     store, dice = host.store(process), host.world.dice
-    is_draining = False
+    is_draining, before = False, None
     while True:
         host.world.scheduler.wait(dice.uniform(0.1, 1.0))
         try:
             meta = store.meta()  # how long tombstones are kept, too
             if host.world.network.is_healed and not meta.draining_ms:
                 return
+            before = meta if dice.random() < 0.5 else before
             wish = "undrain" if is_draining or host.world.network.is_healed else dice.choice(WISHES)
             if wish == "undrain":
                 store.ask_undrain()
@@ -39,8 +40,11 @@ def ask(host: Host, process: Process) -> None:
                 is_draining = True  # also when the answer is lost
                 store.ask_drain()
             elif wish == "config" and meta.config:
-                config = BatcherConfig(**{**meta.config, "close_fill": dice.choice(FILLS)})
-                store.ask_config(config.as_dict(), config_digest(config), seen=meta)
+                # Settings that no leader can take: there is no such module. Some ask by what they saw a while ago.
+                change = {"close_fill": dice.choice(FILLS)} if dice.random() < 0.8 else {"order": "not.there:order"}
+                config = BatcherConfig(**{**meta.config, **change})
+                seen = before if before is not None and dice.random() < 0.3 else meta
+                store.ask_config(config.as_dict(), config_digest(config), seen=seen)
             elif wish == "drop":
                 chosen = choose(store, "")
                 if chosen.drops:

@@ -60,6 +60,7 @@ class SimulatedPipeline(CoreCommands):
         self._wire = wire
         self._is_transaction = is_transaction
         self._commands: list[tuple[list[bytes], dict[str, Any]]] = []
+        self._is_watching = False
 
     def __enter__(self) -> SimulatedPipeline:
         return self
@@ -69,7 +70,17 @@ class SimulatedPipeline(CoreCommands):
     ) -> None:
         self._commands.clear()
 
-    def execute_command(self, *args: Any, **options: Any) -> SimulatedPipeline:
+    def watch(self, *names: Any) -> None:
+        """Until :meth:`multi` commands are carried out at once. Nobody else writes what is watched here."""
+        self._is_watching = True
+
+    def multi(self) -> None:
+        self._is_watching = False
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        if self._is_watching:
+            command = encoded(args)
+            return shaped(command, self._wire.round_trip((command,), is_transaction=False)[0], options)
         self._commands.append((encoded(args), options))
         return self
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from simulation.server import Server
 
 Args = Sequence[bytes]
+TYPES = {bytes: "string", dict: "hash", SortedSet: "zset", Stream: "stream"}
 COMMANDS: dict[bytes, Callable[[Any, Any], Any]] = {}
 GROWING: set[bytes] = set()
 """Commands that are refused at the memory limit."""
@@ -38,7 +39,10 @@ def time(server: Server, args: Args) -> Any:
 
 @command("INFO")
 def info(server: Server, args: Args) -> Any:
-    return b"redis_version:7.2.4\r\nused_memory:1000000\r\nmaxmemory:0\r\nmaxmemory_policy:noeviction\r\n"
+    return b"redis_version:7.2.4\r\nused_memory:%d\r\nmaxmemory:%d\r\nmaxmemory_policy:noeviction\r\n" % (
+        server.used,
+        server.limit,
+    )
 
 
 @command("EXISTS")
@@ -67,6 +71,12 @@ def persist(server: Server, args: Args) -> Any:
         return 0
     server.changes.append(("ttl", args[1], None))
     return 1
+
+
+@command("TYPE")
+def type_(server: Server, args: Args) -> Any:
+    value = server.find(args[1])
+    return "none" if value is None else TYPES[type(value)]
 
 
 @command("RENAME")
@@ -181,6 +191,11 @@ def hgetall(server: Server, args: Args) -> Any:
 @command("HLEN")
 def hlen(server: Server, args: Args) -> Any:
     return len(server.find(args[1], dict) or {})
+
+
+@command("HKEYS")
+def hkeys(server: Server, args: Args) -> Any:
+    return list(server.find(args[1], dict) or {})
 
 
 @command("HEXISTS")

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlbuffer.store.keys import Keys
 from simulation.server import Command, Server
+from simulation.values import stream_id
 
 Fail = Callable[[str, str], None]
 OTHER = b"0" * 32
@@ -96,6 +97,10 @@ class Defects:
         """A field of a hash of the run."""
         return int((self._server.data.get(key.encode()) or {}).get(name, 0) or 0)
 
+    def _is_pending(self, entry_id: bytes) -> bool:
+        pool = self._server.data.get(self._keys.pool.encode())
+        return pool is not None and stream_id(entry_id) in pool.entries
+
     # -- the scripts -----------------------------------------------------------------------------------------------
     def _ask(self, args: list[bytes]) -> Iterator[Wrong]:
         yield Wrong(b"GONE", args, ("meta",))
@@ -137,9 +142,7 @@ class Defects:
         entry = args[at + 1 : at + 6 + 3 * int(args[at + 5])]
         count = b"%d" % (int(args[at]) + 1)
         yield Wrong(b"TWICE", [*args[:at], count, *entry, *args[at + 1 :]])
-        pool = self._server.data.get(self._keys.pool.encode())
-        place = tuple(int(half) for half in entry[0].split(b"-"))
-        if entry[1] == b"" and pool is not None and place in pool.entries:
+        if entry[1] == b"" and self._is_pending(entry[0]):
             more = b"%d" % (int(entry[2]) + 1)
             yield Wrong(b"UNEQUAL", [*args[: at + 3], more, *args[at + 4 :]])
 
@@ -147,13 +150,16 @@ class Defects:
         yield Wrong(b"GONE", [b"", *args[1:]], ("meta",))
 
     def _push(self, args: list[bytes]) -> Iterator[Wrong]:
-        pool = self._server.data.get(self._keys.pool.encode())
-        if args[9] and pool is not None and tuple(int(half) for half in args[9].split(b"-")) in pool.entries:
+        if args[9] and self._is_pending(args[9]):
             more = [*args[:7], b"%d" % (int(args[7]) + 1), *args[8:]]
             yield Wrong(b"UNEQUAL", more, earlier=(b"DUP", b"GAP", b"GONE"))
 
     def _recover(self, args: list[bytes]) -> Iterator[Wrong]:
         yield Wrong(b"NONE", [*args[:2], OTHER, *args[3:]])
+        at = 12 + 2 * int(args[11])
+        if int(args[at]) and self._is_pending(args[at + 1]):
+            more = [*args[: at + 2], b"%d" % (int(args[at + 2]) + 1), *args[at + 3 :]]
+            yield Wrong(b"UNEQUAL", more, earlier=(b"NONE",))
 
     def _void(self, args: list[bytes]) -> Iterator[Wrong]:
         """Without --force while the trainer is at work, to a step that is not there, to one that is gone."""

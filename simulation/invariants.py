@@ -7,14 +7,14 @@ violation ends the run.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 from rlbuffer import wire
-from rlbuffer.batches import Normalizers, Step
+from rlbuffer.batches import Normalizers, Step, version_trained
 from rlbuffer.errors import PayloadError
-from rlbuffer.infos import GroupInfo
+from rlbuffer.infos import ENV_NAME, GroupInfo
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.pool import reused_groups
 from rlbuffer.store.step_format import decode_header, decode_part, step_digest
@@ -34,6 +34,11 @@ def ledger_place(field: bytes) -> tuple[str, str, str]:
     """Env, fate and unit of a field of the ledger; every reason of a drop is one fate. What is beside it is no fate."""
     env, *fate, unit = field.decode().split(":") if b":" in field else ("", field.decode(), "")
     return env, fate[0], unit
+
+
+def counted(value: bytes) -> int:
+    """An amount, as a drop counts it."""
+    return int(value) if value.isdigit() and len(value) <= 15 else 0
 
 
 class Invariants(Fences, Rewinds):
@@ -58,6 +63,8 @@ class Invariants(Fences, Rewinds):
             for name in ("pool", "steps", "ledger", "trainer", "meta", "policy", "lease", "garbage")
         }
         self._prefix = keys.payload_prefix.encode()
+        self.on_moment: Callable[[str], None] = lambda what: None
+        """Hears of a recovery, and of steps that retire early."""
         self.forget()
         server.before_event = self._note
         server.on_event = self._check
@@ -65,6 +72,8 @@ class Invariants(Fences, Rewinds):
     def forget(self) -> None:
         """The run is begun anew: nothing is known of it."""
         self.pool: dict[StreamId, Pending] = {}
+        self.strange: dict[StreamId, dict[bytes, bytes]] = {}
+        """What somebody else than a client has put there."""
         self.pushed: dict[bytes, Pending] = {}
         """Payload key -> the entry, of everything that was ever pending."""
         self.parts: dict[str, list[Pending]] = {}
@@ -117,6 +126,7 @@ class Invariants(Fences, Rewinds):
         name = self._script(first) if is_done else ""
         if name == "RECOVER":
             self._recovered(first[3 + int(first[2]) :], int(reply[1]))
+            self.on_moment("a recovery")
         elif name == "VOID":
             self._taken_back(first[3 + int(first[2]) :])
         for kind, key, detail in self.server.changes:
@@ -161,6 +171,9 @@ class Invariants(Fences, Rewinds):
         if kind == "xadd":
             raw = self.server.data[self.keys.pool.encode()].entries[entry_id]
             fields = dict(zip(raw[::2], raw[1::2], strict=True))
+            if self.network.sender.startswith("operator without"):
+                self.strange[entry_id] = fields
+                return
             group, suffix = fields[b"group"].decode(), fields[b"key"].decode()
             payload = self.keys.payload(group, suffix).encode()
             entry = Pending(
@@ -187,8 +200,13 @@ class Invariants(Fences, Rewinds):
                 self._move(entry.env, "pushed", entry.amounts)
             self._move(entry.env, "pending", entry.amounts)
         else:
-            gone = self.pool.pop(entry_id, None)
-            if gone is not None:
+            gone, strange = self.pool.pop(entry_id, None), self.strange.pop(entry_id, None)
+            if strange is not None:
+                # Nobody has counted it as pushed; its drop counts what it says.
+                rollouts, tokens = (counted(strange.get(unit.encode(), b"")) for unit in UNITS)
+                env = strange.get(b"env", b"").decode()
+                self._move(env if ENV_NAME.match(env) else "?", "pending", (-rollouts, -tokens))
+            elif gone is not None:
                 self._left[gone.payload] = gone
                 self._move(gone.env, "pending", (-gone.amounts[0], -gone.amounts[1]))
                 self._suspects.add(gone.payload)
@@ -219,7 +237,8 @@ class Invariants(Fences, Rewinds):
             self._new_steps[step] = None
             return
         trained, kept = (self._field(self.keys.trainer, name) for name in (b"trained", b"oldest_kept"))
-        if step > min(trained, kept):
+        early = min(trained, self._field(self.keys.trainer, b"at"), self._field(self.keys.meta, b"early"))
+        if step > max(min(trained, kept), early):
             self.fail("I4", f"step {step} left the stream, {trained} are trained, the oldest checkpoint is {kept}")
         live = self.steps.pop(step, None)
         if live is not None:
@@ -246,14 +265,19 @@ class Invariants(Fences, Rewinds):
     def _meta_changed(self, kind: str, field: bytes) -> None:
         if kind == "hash" and field in (b"step", b"retired", b"epoch"):
             self._grows(f"meta {field.decode()}", self._field(self.keys.meta, field))
+        elif field == b"early":
+            self.on_moment("steps retired early")
 
     def _policy_changed(self, kind: str, adapter: bytes) -> None:
         record = (self.server.data.get(self.keys.policy.encode()) or {}).get(adapter) if kind == "hash" else None
         if record is not None:
             epoch, version, _ = record.split(b" ", 2)
-            self._grows(f"policy version in epoch {epoch.decode()}", int(version))
+            self._grows(f"policy version of {adapter.decode()!r} in epoch {epoch.decode()}", int(version))
         elif self.was_rolled_back:  # a version of steps that the server has lost is taken back
-            self._highest.pop(f"policy version in epoch {self._field(self.keys.meta, b'epoch')}", None)
+            here = f"in epoch {self._field(self.keys.meta, b'epoch')}"
+            for name in [name for name in self._highest if name.startswith("policy version") and name.endswith(here)]:
+                if kind == "gone" or f" {adapter.decode()!r} " in name:
+                    del self._highest[name]
 
     def _lease_changed(self, kind: str, field: bytes) -> None:
         if kind != "hash":
@@ -354,7 +378,8 @@ class Invariants(Fences, Rewinds):
             stored = (self.server.find(key) or {}).get(field, b"")
             if len(stored) != member.info.size and (key, field) not in self.damaged:
                 self.fail("I2", f"step {step}: rollout {rollout} has {len(stored)} of {member.info.size} bytes")
-            age, limit = step - 1 - member.info.min_version, self.config.max_age
+            trains = version_trained(header.adapters, member.adapter, step)
+            age, limit = trains - member.info.min_version, self.config.max_age
             if not 0 <= age <= limit or limits.get(member.env) != limit:
                 self.fail("I5", f"step {step}: rollout {rollout} has age {age}, max_age is {limit}")
         payloads = frozenset(member.payload_key.encode() for member in members)

@@ -71,7 +71,7 @@ def lua_mutants(path: str, text: str) -> list[Mutant]:
         at = [(word.start - starts[number], word.end - starts[number], word) for word in words]
         for operator, begin, end, new in _of_lua(line, at):
             made.append(Mutant(path, number + 1, operator, line, line[:begin] + new + line[end:]))
-    return sorted(set(made))
+    return sorted({mutant for mutant in made if mutant.new != mutant.old})
 
 
 def _of_lua(line: str, words: list[tuple[int, int, Token]]) -> Iterator[tuple[str, int, int, str]]:
@@ -144,7 +144,7 @@ def python_mutants(path: str, text: str, lines: Collection[int]) -> list[Mutant]
                 old = raw[line - 1]
                 changed = old[:begin] + new.encode() + old[end:]
                 made.add(Mutant(path, line, operator, old.decode(), changed.decode()))
-    return sorted(made)
+    return sorted(mutant for mutant in made if mutant.new != mutant.old)
 
 
 def _worth(tree: ast.AST) -> Iterator[ast.AST]:

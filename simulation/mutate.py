@@ -42,6 +42,8 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 RESULTS = ROOT / "build" / "mutants.jsonl"
 CPU_SECONDS = 600
 TEST_SECONDS = 60
+FOUND = ("simulation", "tests")
+"""Who may find a mutant."""
 COVERED_SEEDS = 40
 """Seeds that say which lines of Python the simulation runs."""
 COPIED = ("rlbuffer", "simulation", "tests", "cli", "pyproject.toml")
@@ -141,7 +143,8 @@ def tests_of(path: str) -> list[str]:
 class Tree:
     """A copy of what runs, with one line changed at a time."""
 
-    def __init__(self, seeds: int) -> None:
+    def __init__(self, seeds: int, *, has_tests: bool) -> None:
+        self._has_tests = has_tests
         self._folder = Path(tempfile.mkdtemp(prefix="mutants-"))
         self._seeds = seeds
         skipped = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -174,7 +177,9 @@ class Tree:
         return self.tested(path) if path else ("nobody", "")
 
     def tested(self, path: str) -> tuple[str, str]:
-        """The same, by the tests named for a path alone."""
+        """The same, by the tests named for a path alone; ``unasked`` when there are to be none."""
+        if not self._has_tests:
+            return "unasked", ""
         options = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout", str(TEST_SECONDS))
         code, out = self._run("-m", "pytest", *options, *tests_of(path))
         return ("tests", _first_line(out, code)) if code else ("nobody", "")
@@ -236,6 +241,7 @@ def main() -> int:
     parser.add_argument(
         "--results", type=Path, default=ROOT / "build" / "mutants.jsonl", help="where verdicts are kept"
     )
+    parser.add_argument("--no-tests", action="store_true", help="only the simulation; what it lets pass is tried again")
     parser.add_argument("--list", action="store_true", help="only show them")
     args = parser.parse_args()
     mutants = candidates(args.whole)
@@ -255,12 +261,12 @@ def _judge(mutants: list[Mutant], args: argparse.Namespace) -> int:
         found = known.get(place)
         if place in why:
             verdicts[mutant] = "equivalent", why[place]
-        elif found and (found["by"] != "nobody" or found["tree"] == tree_digest):
+        elif found and (found["by"] in FOUND or (found["by"] == "nobody" and found["tree"] == tree_digest)):
             verdicts[mutant] = found["by"], found["how"]
     left = [mutant for mutant in mutants if mutant not in verdicts]
     print(f"{len(mutants)} mutants, {len(left)} of them to be tried", flush=True)
     trees: SimpleQueue[Tree] = SimpleQueue()
-    made = [Tree(args.seeds) for _ in range(min(args.jobs, len(left)))]
+    made = [Tree(args.seeds, has_tests=not args.no_tests) for _ in range(min(args.jobs, len(left)))]
     for tree in made:
         trees.put(tree)
     args.results.parent.mkdir(parents=True, exist_ok=True)
@@ -275,7 +281,7 @@ def _judge(mutants: list[Mutant], args: argparse.Namespace) -> int:
     try:
         areas = sorted({_area(mutant.path) for mutant in left})
         for by, how in (ask() for ask in [partial(made[0].asked, ""), *(partial(made[0].tested, a) for a in areas)]):
-            if by != "nobody":
+            if by in FOUND:
                 print(f"nothing is changed, and {by} finds: {how}")
                 return 2
         with ThreadPoolExecutor(args.jobs) as pool, args.results.open("a", encoding="utf-8") as file:
@@ -287,8 +293,8 @@ def _judge(mutants: list[Mutant], args: argparse.Namespace) -> int:
     finally:
         for tree in made:
             tree.remove()
-    survivors = [mutant for mutant, (by, _) in verdicts.items() if by == "nobody"]
-    counts = {by: sum(its == by for its, _ in verdicts.values()) for by in ("simulation", "tests", "equivalent")}
+    survivors = [mutant for mutant, (by, _) in verdicts.items() if by in ("nobody", "unasked")]
+    counts = {by: sum(its == by for its, _ in verdicts.values()) for by in (*FOUND, "equivalent")}
     print(
         ", ".join(f"{by} {count}" for by, count in counts.items()) + f", survivors {len(survivors)} of {len(mutants)}"
     )

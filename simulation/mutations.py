@@ -155,8 +155,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "ticket-given-twice",
         "ticket",
-        "redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', clock)",
-        "redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '+inf')",
+        "redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', clock, ",
+        "redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '+inf', ",
         tickets=True,
         writers=3,
     ),

@@ -9,6 +9,8 @@ killed          the process ends before or after the server has carried it out
 stopped         the process stands still (SIGSTOP) before or after, for longer than a lease
 restart         the server comes back without its scripts; everybody's connections break
 cut             nothing of this process gets through for a while
+failover        behind the same address stands another primary; connections of before lead to the demoted one, which
+                refuses writes (READONLY), everything for a while (MASTERDOWN), or as a cluster's node (MOVED)
 ==============  ====================================================================================================
 
 Late requests come within :data:`LATEST_SECONDS`. Above this stands the real :class:`Connection.call`: what is repeated,
@@ -33,9 +35,11 @@ from rlbuffer.store.script import Script
 from simulation.client import SimulatedClient
 from simulation.plan import FAULTS, Plan
 from simulation.scheduler import Killed, Process, Scheduler
-from simulation.server import Command, Server
+from simulation.server import WRITES, Command, Server, error
 
 LATEST_SECONDS = 2.0
+READONLY = "READONLY You can't write against a read only replica."
+UNBLOCKED = "UNBLOCKED force unblock from blocking operation, instance state changed (master -> replica?)"
 
 
 class Network:
@@ -61,7 +65,14 @@ class Network:
         self.calls = 0
         self.generation = 0
         """Grows when the server goes away: connections of before are broken."""
+        self.too_large: set[bytes] = set()
+        """Groups whose payloads the server takes from nobody: it closes the connection in the middle of them."""
         self._connected: dict[Process, int] = {}
+        self.primary = 0
+        """Grows when another server becomes the primary: connections of before stay, and lead to the old one."""
+        self.demoted = ""
+        """What that one answers."""
+        self._leads_to: dict[Process, int] = {}
         self._kinds = [name for name in FAULTS if plan.faults.get(name, 0) > 0]
         self._weights = [plan.faults[name] for name in self._kinds]
         self._rate = sum(self._weights)
@@ -86,6 +97,10 @@ class Network:
             self.on_fault(process, fault, commands)
         slow = not self.is_healed and dice.random() < self.plan.slow
         scheduler.wait(dice.uniform(0.0002, 0.002) if not slow else dice.uniform(0.002, 0.2))
+        if self.plan.planning and len(commands) > 1 and not self.is_healed and process.name.startswith("batcher"):
+            # Looking for the payloads of a large step takes its time, too.
+            looks = dice.random() < self.plan.planning / 4
+            scheduler.wait(self.plan.lease_seconds * dice.uniform(0.1, 1.2) if looks else 0.0)
         is_late = dice.random() < 0.5
         if fault == "killed" and not is_late:
             scheduler.kill(process)
@@ -103,6 +118,10 @@ class Network:
         if max(self.down_until, self.cut_until.get(process, 0.0)) > scheduler.now:
             scheduler.wait(0.01)
             raise Reset("simulated: connection refused")
+        if self._leads_to.setdefault(process, self.primary) != self.primary and (refused := self._demoted(commands)):
+            return [error(refused)] * len(commands)
+        if self.too_large and commands[0][0] == b"HSET" and commands[0][1].rpartition(b":")[0] in self.too_large:
+            raise Reset("simulated: connection closed by server")
         if fault == "lost request":
             raise Reset("simulated: connection reset")
         if fault == "late":
@@ -121,11 +140,34 @@ class Network:
             self._stop(process)
         return replies
 
+    def hang_up(self, process: Process) -> None:
+        """The process keeps no connection that it has: the next one leads to the primary."""
+        self._leads_to.pop(process, None)
+
+    def fail_over(self, answer: str) -> None:
+        """Another server is the primary; whoever blocks at the old one is told so."""
+        self.primary, self.demoted = self.primary + 1, answer
+        for wakes in self.server.waiting.values():
+            for wake in wakes:
+                wake()
+        self.server.waiting.clear()
+
+    def _demoted(self, commands: Sequence[Command]) -> str:
+        """What the demoted server refuses with; it answers reads by what the new primary tells it, mostly."""
+        is_write = any(command[0] == b"EVALSHA" or command[0] in WRITES for command in commands)
+        if self.demoted.startswith("MOVED") or (self.demoted.startswith("MASTERDOWN") and not self.is_healed):
+            return self.demoted
+        return READONLY if is_write else ""
+
     def wait_for_entry(self, process: Process, command: Command, key: bytes, seconds: float) -> Any:
         """A blocking XREAD."""
-        deadline = self.scheduler.now + seconds
+        deadline, primary = self.scheduler.now + seconds, self.primary
         while True:
+            if self.primary != primary:
+                raise error(UNBLOCKED)
             reply = self.carry(process, (command,), is_transaction=False)[0]
+            if isinstance(reply, Exception):
+                raise reply
             if reply is not None or self.scheduler.now >= deadline:
                 return reply
             task = self.scheduler.current
@@ -143,19 +185,19 @@ class Network:
         if is_transaction or len(commands) == 1 or self.is_healed or self.dice.random() < 0.9:
             return self.server.execute(commands, is_transaction=is_transaction)
         # A pipeline is no transaction: others come in between.
-        cut, generation = self.dice.randrange(1, len(commands)), self.generation
+        cut, generation = self.dice.randrange(1, len(commands)), (self.generation, self.primary)
         replies = self.server.execute(commands[:cut])
         self.scheduler.wait(self.dice.uniform(0, 0.01))
-        if generation != self.generation:
+        if generation != (self.generation, self.primary):
             raise Reset("simulated: connection closed by server")
         self.sender = process.name
         return replies + self.server.execute(commands[cut:])
 
     def _later(self, process: Process, commands: Sequence[Command], is_transaction: bool) -> None:
-        commands, generation = [list(command) for command in commands], self.generation
+        commands, generation = [list(command) for command in commands], (self.generation, self.primary)
 
         def arrive() -> None:
-            if generation != self.generation:
+            if generation != (self.generation, self.primary):
                 return  # the server that it was on its way to is gone, and its connection with it
             self.sender = f"{process.name} (late)"
             self.is_repetition = True
@@ -182,7 +224,7 @@ class SimulatedConnection(Connection):
         self._client = self._blocking = SimulatedClient(self)  # type: ignore[assignment]
 
     def _hang_up(self) -> None:
-        """There is one connection per process, and it is broken already."""
+        self._network.hang_up(self._process)
 
     def _check(self) -> None:
         """The modelled server is suitable."""

@@ -61,11 +61,11 @@ def _drop_of(entries: Sequence[PoolEntry]) -> Drop:
     )
 
 
-def take_back(host: Host, process: Process) -> None:
+def take_back(host: Host, keep: int, process: Process) -> None:
     """`rlbuffer rewind` or `rlbuffer step void`, to a checkpoint, the trainer being stopped; then it starts again."""
     world, trainer = host.world, host.world.trainer
     store = host.store(process)
-    keep, with_pool = -1, world.dice.random() < 0.5
+    with_pool = world.dice.random() < 0.5
     while True:
         try:
             meta = store.meta()

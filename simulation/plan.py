@@ -40,6 +40,9 @@ REFUSALS = (
     "CLUSTERDOWN The cluster is down",
 )
 
+DEMOTED = ("READONLY", "MOVED 1234 127.0.0.1:7001", "MASTERDOWN Link with MASTER is down and no primary is known")
+"""How a server that is no primary any more refuses."""
+
 ROLLBACKS = 0.1
 """Share of seeds in which the server forgets what came after its last fsync."""
 
@@ -47,6 +50,35 @@ CLOCK_STEPS = 0.2
 """Share of seeds in which the server's clock is set forward,"""
 CLOCK_STEP_SECONDS = (1.0, 30.0, 3700.0, 8 * 86_400.0)
 """and by how much: longer than a lease, a tombstone of this simulation, an hour, a week."""
+
+ODD = {
+    "memory": 0.1,
+    "planning": 0.12,
+    "adapters": 0.1,
+    "backups": 0.05,
+    "stops": 0.1,
+    "strangers": 0.08,
+    "failover": 0.1,
+    "too_large": 0.08,
+}
+"""What is not in every seed -> its share of them."""
+
+SHOWN = (
+    *("tickets", "operator", "releaser", "reset", "full", "rollback", "taken_back", "damages", "refusal"),
+    *(
+        "memory",
+        "planning",
+        "adapters",
+        "backups",
+        "stops",
+        "strangers",
+        "failover",
+        "too_large",
+        "clock_steps",
+        "ends",
+    ),
+)
+"""What a plan says of itself when it is on."""
 
 CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.daemon.leadership", "POLL_SECONDS"): 0.15,
@@ -62,7 +94,9 @@ CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.scorer.loop", "CLAIM_SECONDS"): 1.2,
     ("rlbuffer.scorer.loop", "AGAIN_SECONDS"): 0.3,
     ("rlbuffer.scorer.loop", "PAGE"): 5,
-    ("rlbuffer.store.pool", "DROP_ENTRIES"): 5,
+    ("rlbuffer.store.pool", "DROP_ENTRIES"): 2,
+    ("rlbuffer.store.telemetry", "FORGOTTEN_AFTER_MS"): 1500,
+    ("rlbuffer.writer", "SPOOL_PUSHES"): 3,
     ("rlbuffer.store.steps", "SWEEP"): 4,
 }
 """Times and sizes that are made smaller, so that what they are for happens within seconds and with few groups."""
@@ -106,6 +140,8 @@ class Plan:
     """The server loses acknowledged writes."""
     releaser: bool
     """Somebody takes groups back that wait for another use."""
+    late: float
+    """Seconds after which batchers begin."""
     taken_back: float
     """When the operator makes steps void, as a share of the time of faults; 0: not at all."""
     damages: tuple[float, ...]
@@ -120,6 +156,22 @@ class Plan:
     """Tickets that each env has in all, after which the run must end; 0: there is no end."""
     scorers: int
     """Processes that add what some of the groups need before they can train; 0: no group needs anything."""
+    memory: bool = field(default=False)
+    """The server's memory is short for a while: trained steps retire before a checkpoint holds them."""
+    planning: float = field(default=0.0)
+    """Share of plans, and of looks at their payloads, that take about as long as a lease."""
+    adapters: tuple[str, ...] = field(default=())
+    """Whose rollouts the writers sample, "" being all weights; () for all weights alone."""
+    backups: bool = field(default=False)
+    """Somebody copies the run while it goes on, and puts the copy beside it under another name."""
+    stops: bool = field(default=False)
+    """An operator stops batchers, and a function of the user's own fails."""
+    failover: str = field(default="")
+    """What a demoted server answers to those who are connected to it; "" for no failover."""
+    too_large: float = field(default=0.0)
+    """Share of groups that are larger than the server takes."""
+    strangers: bool = field(default=False)
+    """Somebody writes into the pool without the client."""
     mutation: Mutation | None = field(default=None)
 
     def constants(self) -> dict[tuple[str, str], float]:
@@ -144,9 +196,7 @@ class Plan:
         return text if self.mutation is None else self.mutation.applied(text)
 
     def describe(self) -> str:
-        names = ("tickets", "operator", "releaser", "reset", "full", "rollback", "taken_back", "damages", "refusal")
-        names += ("clock_steps", "ends")
-        on = [name for name in names if getattr(self, name)]
+        on = [name for name in SHOWN if getattr(self, name)]
         closed = self.config.step_groups or self.config.step_rollouts or "capacity"
         return (
             f"profile {self.profile}, {self.batchers} batchers, {self.writers} writers, {self.scorers} scorers, "
@@ -197,6 +247,24 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     clock = random.Random(f"clock {seed}")
     steps = clock.choice((1, 1, 2, 3)) if clock.random() < CLOCK_STEPS else 0
     rest["clock_steps"] = tuple((clock.uniform(0.1, 1.0), clock.choice(CLOCK_STEP_SECONDS)) for _ in range(steps))
+    odd = random.Random(f"odd {seed}")
+    is_odd = dict(zip(ODD, (odd.random() < share for share in ODD.values()), strict=True))
+    rest |= {
+        "memory": is_odd["memory"],
+        "planning": odd.choice((0.3, 1.0)) if is_odd["planning"] else 0.0,
+        "adapters": odd.choice((("", "a1"), ("a1", "a2"), ("", "a1", "a2"))) if is_odd["adapters"] else (),
+        "backups": is_odd["backups"],
+        "too_large": 0.1 if is_odd["too_large"] else 0.0,
+        "stops": is_odd["stops"],
+        "strangers": is_odd["strangers"] or (rest["taken_back"] > 0.0 and odd.random() < 0.3),
+        "late": 0.0,
+    }
+    quiet = not (rollback or rest["taken_back"])
+    rest["failover"] = odd.choice(DEMOTED) if is_odd["failover"] and quiet else ""
+    if rest["taken_back"] and odd.random() < 0.15:
+        rest |= {"taken_back": 0.01, "late": odd.uniform(0.0, 0.5)}
+    if rest["adapters"]:
+        config = replace(config, adapter_batch_size=odd.choice((2, 5)))
     rest["scorers"] = scoring.choice((1, 2, 2)) if scoring.random() < 0.2 else 0
     values: dict[str, Any] = {
         "batchers": dice.choice((1, 2, 2)),
@@ -211,7 +279,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     is_spoilt = not values["tickets"] or values["reset"] or rest["taken_back"]
     values["ends"] = 0 if is_spoilt or mutation is not None else ends
     # A server that has lost a reset has the old run again: a person must reset it again.
-    values["reset"] = values["reset"] and not rollback
+    values["reset"] = values["reset"] and not (rollback or rest["failover"])
     if mutation is not None:
         profile = mutation.profile or profile
     plan = Plan(

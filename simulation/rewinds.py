@@ -14,6 +14,7 @@ from simulation.values import StreamId
 
 _KNOWLEDGE = (
     "pool",
+    "strange",
     "pushed",
     "parts",
     "scored",

@@ -30,16 +30,16 @@ def _shape(number: int, version: int) -> Group:
     return make_group(seed=number, size=size, rewards=rewards, version=version)
 
 
-def made_group(dice: random.Random, group_id: str, env: str, version: int) -> Group:
-    """A group of two or three rollouts of 8 to 31 tokens, sampled by `version`."""
-    return _named(dice.randrange(SHAPES), version, group_id, env)
+def made_group(dice: random.Random, group_id: str, env: str, version: int, adapter: str = "") -> Group:
+    """A group of two or three rollouts of 8 to 31 tokens, sampled by `version` of an adapter, "" being all weights."""
+    return _named(dice.randrange(SHAPES), version, group_id, env, adapter)
 
 
 @lru_cache(KEPT)
-def _named(number: int, version: int, group_id: str, env: str) -> Group:
+def _named(number: int, version: int, group_id: str, env: str, adapter: str) -> Group:
     shape = _shape(number, version)
     rollouts = tuple(_with(r, rollout_id=f"{group_id}/{i}") for i, r in enumerate(shape.rollouts))
-    return _with(shape, group_id=group_id, env=env, prompt_id=group_id, rollouts=rollouts)
+    return _with(shape, group_id=group_id, env=env, prompt_id=group_id, adapter=adapter, rollouts=rollouts)
 
 
 def _with(record: _T, **values: object) -> _T:

@@ -45,6 +45,8 @@ class Server:
         """At the memory limit."""
         self.refusal = ""
         """The error that every write gets; LOADING and CLUSTERDOWN are for everything."""
+        self.used, self.limit = 1_000_000, 0
+        """Memory, and its limit: 0 for none. Of what is in use only this number is modelled."""
         self.changes: list[Change] = []
         self.waiting: dict[bytes, list[Callable[[], None]]] = {}
         """Stream -> who wants to know of its next entry, once."""

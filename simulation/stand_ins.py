@@ -226,6 +226,10 @@ def installed(scheduler: Scheduler, dice: random.Random, constants: dict[tuple[s
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] != "rlbuffer" or module is None:
                 continue
+            for attribute, value in list(vars(module).items()):
+                if isinstance(value, random.Random):  # a generator of the module's own
+                    before.append((module, attribute, value))
+                    setattr(module, attribute, dice)
             for real, attribute, stand_in in replaced:
                 if vars(module).get(attribute) is real:
                     before.append((module, attribute, real))

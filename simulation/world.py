@@ -17,6 +17,7 @@ from rlbuffer.store.keys import Keys
 from rlbuffer.store.redis_store import RedisStore
 from simulation.actors import Host, Trainer, Worker, batcher
 from simulation.asking import ask
+from simulation.circumstances import OWN_FAULT, copier, fill, planner, stranger
 from simulation.defects import Defects
 from simulation.invariants import Invariants
 from simulation.lua import Engine
@@ -34,6 +35,8 @@ END_SECONDS = 30.0
 """The same for the end of a run whose data ends: all that is left, step by step."""
 BUSY_CALLS = 30_000
 """Round trips of a seed above which somebody asks without ever waiting: twenty times what seeds need."""
+EARLY = 0.15
+"""When a run is taken back before a trainer has joined it; seconds."""
 LAST_EVENTS = 30
 RUN = "sim"
 
@@ -107,10 +110,15 @@ class World:
                 defects.before(self.invariants._script(commands[0]), commands[0])
 
         self.network.before = before
+        self.invariants.on_moment = self._moment
 
     def simulate(self) -> Result:
         """Runs the seed."""
-        with installed(self.scheduler, self.dice, self.plan.constants()):
+        constants: dict[tuple[str, str], Any] = {
+            **self.plan.constants(),
+            ("rlbuffer.daemon.held", "Batcher"): planner(self),
+        }
+        with installed(self.scheduler, self.dice, constants):
             try:
                 self._begin()
                 self._run(self.plan.fault_seconds)
@@ -139,7 +147,7 @@ class World:
     def _begin(self) -> None:
         plan, host, later = self.plan, self.host, self.scheduler.after
         for index in range(plan.batchers):
-            later(0.3 * index, partial(host.keep, f"batcher {index}", partial(batcher, host)))
+            later(plan.late + 0.3 * index, partial(host.keep, f"batcher {index}", partial(batcher, host), (OWN_FAULT,)))
         for index in range(plan.writers):
             worker = Worker(host, index)
             later(0.1, partial(host.keep, worker.name, worker.run))
@@ -149,10 +157,17 @@ class World:
         if plan.operator:
             later(1.0, partial(host.keep, "operator", partial(operator, host)))
             later(1.3, partial(host.keep, "operator who asks", partial(ask, host)))
+            later(1.5, partial(host.keep, "operator who asks, too", partial(ask, host)))
+        if plan.memory:
+            later(0.1, partial(fill, self))
+        if plan.backups:
+            later(0.5, partial(host.keep, "operator who copies", partial(copier, host)))
+        if plan.strangers:
+            later(0.5, partial(host.keep, "operator without the client", partial(stranger, host)))
         if plan.releaser:
             later(1.0, partial(host.keep, "operator 2", partial(releaser, host)))
         if plan.taken_back:
-            later(plan.fault_seconds * plan.taken_back, self._take_back)
+            later(plan.fault_seconds * plan.taken_back if plan.taken_back > EARLY else EARLY, self.take_back)
         for when in plan.damages:
             later(plan.fault_seconds * when, partial(damage, self))
         for when, seconds in plan.clock_steps:
@@ -167,6 +182,10 @@ class World:
             begin = plan.fault_seconds * self.dice.uniform(0.1, 0.8)
             later(begin, partial(self._set_full, True))
             later(begin + self.dice.uniform(0.3, 1.5), partial(self._set_full, False))
+        if plan.failover:
+            later(0.5, self._sync)
+            for _ in range(self.dice.choice((1, 1, 2))):
+                later(plan.fault_seconds * self.dice.uniform(0.2, 0.9), self._fail_over)
         if plan.rollback:
             later(0.5, self._sync)
             later(plan.fault_seconds * self.dice.uniform(0.4, 0.8), self._roll_back)
@@ -182,6 +201,7 @@ class World:
         self.network.cut_until.clear()
         self.server.is_full = False
         self.server.refusal = ""
+        self.server.used = self.server.limit // 3
 
     def _progress(self) -> None:
         """Two more steps, each within the time allowed; what stands still meanwhile wakes up in it. Where the data ends
@@ -231,6 +251,8 @@ class World:
         for finding in store.verify().findings:
             if any(key.decode() in finding.message for key, _ in self.invariants.damaged):
                 continue  # it names what chance has changed, as it must
+            if self.plan.strangers and finding.invariant == "I10":
+                continue  # likewise: what nobody has counted as pushed
             self.invariants.fail(f"verify {finding.invariant}", finding.message)
 
     def _end(self) -> None:
@@ -254,10 +276,11 @@ class World:
         self.note(f"the server's clock is set forward by {seconds:g} s")
         self.clock_ahead += seconds
 
-    def _take_back(self) -> None:
+    def take_back(self, keep: int = -1) -> None:
+        """To a checkpoint, or to step `keep`."""
         self.was_taken_back = self.trainer.is_held = True
         self.trainer.end()
-        self.host.start("operator 3", partial(take_back, self.host), lambda process: None)
+        self.host.start("operator 3", partial(take_back, self.host, keep), lambda process: None)
 
     def _reset(self) -> None:
         self.note("the run is deleted")
@@ -276,19 +299,41 @@ class World:
 
     def _roll_back(self) -> None:
         self.note("the server forgets what came after its last fsync")
+        self.network.generation += 1
+        self._lose()
+        self.network.down_until = self.scheduler.now + 0.2
+        self._moment("a loss")
+
+    def _lose(self) -> None:
+        """What was acknowledged since the last look at the disk, or the last word to the replica, is gone."""
         self.was_rolled_back = True
         if Keys(RUN).meta.encode() not in self._saved[0][0]:
             self.was_disturbed = True  # the run is lost whole, and begun anew
-        self.network.generation += 1
         on_disk, known = self._saved
         self.server.roll_back(on_disk)
         self.invariants.roll_back(known, self.trainer.job.at if self.trainer.job else 0)
-        self.network.down_until = self.scheduler.now + 0.2
+
+    def _fail_over(self) -> None:
+        """Planned, and then nothing is lost; or the replica had not got what came last."""
+        is_behind = self.dice.random() < 0.5 and hasattr(self, "_saved")
+        self.note(f"another server is the primary{', without what came last' * is_behind}")
+        self.network.fail_over(self.plan.failover)
+        if is_behind:
+            self._lose()
+        else:
+            self.server.restart()  # scripts are of one server
 
     def _fault(self, process: Process, fault: str, commands: Sequence[Command]) -> None:
         self._log.append((self.scheduler.now, 0, f"{process.name}: {fault}, at", commands, None))
         if fault == "stopped" and process.name.startswith("rank"):
             self.trainer.stopped(process)
+
+    def _moment(self, what: str) -> None:
+        """Something after which a trainer should write a checkpoint: some end before they do."""
+        job = self.trainer.job
+        if not self.network.is_healed and job is not None and self.dice.random() < 0.4:
+            self.note(f"{what}: the trainer is killed")
+            self.scheduler.after(self.dice.uniform(0.0, 0.3), partial(self.trainer.die, job))
 
     # -- log -------------------------------------------------------------------------------------------------------
     def _line(self, item: Any) -> str:

@@ -332,6 +332,17 @@ def test_a_rewind_drops_what_is_pending_too_and_forced_goes_below_retired_steps(
     assert run.store.verify().findings == ()
 
 
+@pytest.mark.parametrize("amount", ["many", "-3", "1" * 40, ""])
+def test_a_rewind_takes_entries_that_no_client_wrote_and_counts_nothing_of_them(run: Run, amount: str) -> None:
+    run.step("a.0")
+    run.push("a.1", version=1)
+    run.client.xadd(run.store.keys.pool, {"env": "a", "group": "x", "key": "y.1", "rollouts": amount, "tokens": amount})
+    run.client.xadd(run.store.keys.pool, {"nothing": "of this"})
+    assert run.store.rewind(1, force=True)["entries"] == 3
+    total = run.store.ledger().total()
+    assert (run.pool(), total.dropped["void"][0], total.pending) == ([], 2, (0, 0))
+
+
 def test_a_run_taken_back_to_its_last_retired_step_goes_on_with_the_same_chain(run: Run) -> None:
     for i in range(3):
         run.step(f"a.{i}")

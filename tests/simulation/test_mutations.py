@@ -1,4 +1,8 @@
-"""Every check that a Lua file makes is needed: without it the simulation finds a violated invariant."""
+"""Every check that a Lua file makes is needed: without it the simulation finds a violated invariant.
+
+These were chosen by hand, one for each check, and are found within 40 s of CPU in all. ``make mutations`` makes many
+more by a tool, in minutes.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ import pytest
 from simulation.__main__ import run_seed
 from simulation.mutations import MUTATIONS, Mutation, source
 
-SEEDS = 2000
-"""Each must be found within as many; most are in the first few."""
+SEEDS = 200
+"""Each must be found within as many; half are in the first seed, and all were in the first 50 when this was written."""
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)

@@ -36,6 +36,12 @@ local function fields_of(list)
   return fields
 end
 
+-- What a client writes is a plain number; what somebody wrote by hand must not stop this half-way, nor be counted.
+local function known(value, pattern, otherwise)
+  if value and string.match(value, pattern) and (otherwise ~= '0' or #value <= 15) then return value end
+  return otherwise
+end
+
 -- From here on only writes.
 local trained = tonumber(trainer[2] or '0')
 local digest = keep == last and meta[5] or keep == retired and meta[4] or trained == keep and trainer[3] or ''
@@ -73,8 +79,9 @@ while ARGV[2] == '1' do
   for i = 1, #page do
     local entry = fields_of(page[i][2])
     redis.call('XDEL', KEYS[3], page[i][1])
-    redis.call('HINCRBY', KEYS[5], (entry.env or '?') .. ':dropped:void:rollouts', entry.rollouts or '0')
-    redis.call('HINCRBY', KEYS[5], (entry.env or '?') .. ':dropped:void:tokens', entry.tokens or '0')
+    local fate = known(entry.env, '^[%w_.-]+$', '?') .. ':dropped:void'
+    redis.call('HINCRBY', KEYS[5], fate .. ':rollouts', known(entry.rollouts, '^%d+$', '0'))
+    redis.call('HINCRBY', KEYS[5], fate .. ':tokens', known(entry.tokens, '^%d+$', '0'))
     if entry.group and entry.key then
       redis.call('ZADD', KEYS[7], ARGV[1], ARGV[5] .. entry.group .. ':' .. entry.key)
       redis.call('ZADD', KEYS[6], closed_at, entry.group)
