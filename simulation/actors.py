@@ -19,6 +19,7 @@ from rlbuffer.errors import (
     BatcherFailed,
     BatchTimeout,
     EpochChanged,
+    PushGivenUp,
     RlbufferError,
     ServerRefused,
     ServerUnreachable,
@@ -80,7 +81,8 @@ class Host:
 
         def ended(process: Process) -> None:
             outcome = process.outcome
-            allowed = (*AWAY, EpochChanged) if self.world.was_taken_back else AWAY
+            # A writer whose line of versions was given up begins again, as workers and scorers do.
+            allowed = (*AWAY, EpochChanged)
             is_fault = isinstance(outcome, Exception) and not isinstance(outcome, allowed)
             if is_fault and not self.world.was_disturbed and not any(words in str(outcome) for words in expected):
                 self.world.invariants.fail("end", f"{name} died of {describe(outcome)}")
@@ -133,7 +135,8 @@ class Worker:
         world.invariants.joined(writer.incarnation, writer._epoch)
         while True:
             env = dice.choice("ab")
-            version = max(0, store.policy().version)
+            policy = store.policy()
+            version = max(0, policy.version)
             if plan.tickets:
                 names = [t.group_id for t in writer.take(env, dice.choice((1, 2)), timeout_seconds=0)]
             else:
@@ -146,6 +149,7 @@ class Worker:
             world.scheduler.wait(dice.expovariate(1 / plan.sample_seconds))
             for name in names:
                 group = made_group(dice, name, env, version)
+                world.invariants.sampled[writer.incarnation, name] = version, policy.checksum
                 if plan.scorers and dice.random() < NEEDY:
                     group = replace(group, needs=(NEED,))
                 self._push(writer, group, process)
@@ -180,6 +184,8 @@ class Worker:
                 if self.world.dice.random() < 0.3:
                     return
                 continue
+            except PushGivenUp:
+                return
             self._expect_stored(group, pushed.status)
             return
 
@@ -298,7 +304,8 @@ class Trainer:
         if rank == 0:
             job.is_started = True
             # Samplers have this version, or a newer one, unless the server lost what was newer.
-            reader.announce(PolicyVersion(version=job.at))
+            digest = job.state["digest"] if job.state else ""
+            reader.announce(PolicyVersion(version=job.at, checksum=digest))
         while not job.is_started:  # a barrier: rank 0 has registered the attempt
             world.scheduler.wait(0.01)
         steps, pulls = reader.steps(), 0
@@ -315,7 +322,7 @@ class Trainer:
             world.scheduler.wait(plan.train_seconds)
             job.exchange(rank, step, "update")
             if rank == 0:
-                reader.announce(PolicyVersion(version=step.number))
+                reader.announce(PolicyVersion(version=step.number, checksum=step.digest))
             reader.trained(step)
             if rank == 0:
                 self.trained = max(self.trained, step.number)

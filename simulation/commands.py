@@ -38,7 +38,8 @@ def time(server: Server, args: Args) -> Any:
 
 @command("INFO")
 def info(server: Server, args: Args) -> Any:
-    return b"redis_version:7.2.4\r\nused_memory:1000000\r\nmaxmemory:0\r\nmaxmemory_policy:noeviction\r\n"
+    facts = b"redis_version:7.2.4\r\nused_memory:1000000\r\nmaxmemory:0\r\nmaxmemory_policy:noeviction\r\n"
+    return facts + b"run_id:%d\r\n" % server.starts
 
 
 @command("EXISTS")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from rlbuffer.errors import PushGivenUp
 from rlbuffer.records import Group
 from rlbuffer.scorer.loop import POLL_SECONDS, _Found, _Scorer
 from rlbuffer.settings import ScoreSettings
@@ -56,7 +57,7 @@ def _score(host: Host, real: _Scorer, writer: Writer, claimed: Sequence[_Found])
         world.scheduler.wait(world.dice.expovariate(1 / world.plan.sample_seconds))
         try:
             pushed = writer.replace(judged(group), found.entry.entry_id)
-        except AWAY:
+        except (PushGivenUp, *AWAY):
             continue  # it may be there; the writer settles that before its next push
         real._found.pop(found.entry.entry_id, None)
         if pushed.status == "stored" and not world.was_disturbed:
