@@ -56,6 +56,8 @@ class Progress:
         """Newest epoch of the run that is known."""
         self._reported = 0
         """The epoch that the server is in, as it last said."""
+        self._newest = 0
+        """Newest version that earlier attempts have made in this line, as far as the server knew at the beginning."""
         self.oldest_kept = 0
         self.checkpoint = 0
         """The newest that was written; 0 before the first."""
@@ -92,7 +94,7 @@ class Progress:
                     if not change.follows(self.epoch) or tries == TRIES - 1:
                         raise
                     # The server's loss was recovered: the run goes on after what this trainer had.
-                    self._reported, self._losses = change.epoch, -1
+                    self._reported, self._losses, self._newest = change.epoch, -1, self.place.step
                     self.epoch = max(self.epoch, change.epoch)
                 except AttemptForgotten as forgotten:
                     self._again(forgotten)
@@ -149,6 +151,7 @@ class Progress:
             "digest": place.digest,
             "oldest_kept": self.oldest_kept,
             "checkpoint": self.checkpoint,
+            "newest": self._newest,
         }
         try:
             self._store.report(self.attempt, **values)
@@ -173,7 +176,7 @@ class Progress:
         attempt = self._store.attempt(
             uuid=uuid.uuid4().hex, world_size=self._world_size, resume_step=self.place.step, claim=self._claim()
         )
-        self.attempt, self._reported = attempt.number, attempt.epoch
+        self.attempt, self._reported, self._newest = attempt.number, attempt.epoch, attempt.newest
         self.epoch = max(self.epoch, attempt.epoch)
 
     def _again(self, forgotten: AttemptForgotten) -> None:

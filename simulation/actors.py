@@ -82,7 +82,8 @@ class Host:
 
         def ended(process: Process) -> None:
             outcome = process.outcome
-            allowed = (*AWAY, EpochChanged) if self.world.was_taken_back else AWAY
+            # A writer whose line of versions was given up begins again, as workers and scorers do.
+            allowed = (*AWAY, EpochChanged)
             is_fault = isinstance(outcome, Exception) and not isinstance(outcome, allowed)
             if is_fault and not self.world.was_disturbed and not any(words in str(outcome) for words in expected):
                 self.world.invariants.fail("end", f"{name} died of {describe(outcome)}")
@@ -140,7 +141,8 @@ class Worker:
         while envs:
             env = dice.choice(envs)
             adapter = dice.choice(plan.adapters) if plan.adapters else ""
-            version = max(0, store.policy(adapter).version)
+            policy = store.policy(adapter)
+            version = max(0, policy.version)
             if plan.tickets:
                 try:
                     taken = writer.take(env, dice.choice((1, 2)), timeout_seconds=0, size=plan.ends or None)
@@ -161,6 +163,7 @@ class Worker:
                 writer.renew(tickets)
             for name in names:
                 group = made_group(dice, name, env, version, adapter)
+                world.invariants.sampled[writer.incarnation, name] = version, policy.checksum
                 if plan.scorers and dice.random() < NEEDY:
                     group = replace(group, needs=(NEED,))
                 self._push(writer, group, process)
@@ -338,7 +341,8 @@ class Trainer:
         if rank == 0:
             job.is_started = True
             # Samplers have this version, or a newer one, unless the server lost what was newer.
-            reader.announce(PolicyVersion(version=job.at))
+            digest = job.state["digest"] if job.state else ""
+            reader.announce(PolicyVersion(version=job.at, checksum=digest))
             for adapter, version in job.adapters.items():
                 reader.announce(PolicyVersion(version=version, adapter=adapter))
         while not job.is_started:  # a barrier: rank 0 has registered the attempt
@@ -359,7 +363,7 @@ class Trainer:
             world.scheduler.wait(plan.train_seconds)
             job.exchange(rank, step, "update")
             if rank == 0:
-                reader.announce(PolicyVersion(version=step.number))
+                reader.announce(PolicyVersion(version=step.number, checksum=step.digest))
                 for adapter, progress in step.adapters.items():
                     if adapter and progress.ready_to_update:
                         job.adapters[adapter] = progress.step

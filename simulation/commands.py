@@ -39,10 +39,8 @@ def time(server: Server, args: Args) -> Any:
 
 @command("INFO")
 def info(server: Server, args: Args) -> Any:
-    return b"redis_version:7.2.4\r\nused_memory:%d\r\nmaxmemory:%d\r\nmaxmemory_policy:noeviction\r\n" % (
-        server.used,
-        server.limit,
-    )
+    facts = b"redis_version:7.2.4\r\nused_memory:%d\r\nmaxmemory:%d\r\n" % (server.used, server.limit)
+    return facts + b"maxmemory_policy:noeviction\r\nrun_id:%d\r\n" % server.starts
 
 
 @command("EXISTS")

@@ -86,7 +86,7 @@ class Defects:
         finally:
             self._server.on_event = told
         status = reply[0] if isinstance(reply, list) and reply else repr(reply).encode()
-        if changed or status not in (chosen.answer, b"FENCED", *chosen.earlier):
+        if (changed and status != b"DUP") or status not in (chosen.answer, b"FENCED", *chosen.earlier):
             self._fail(
                 "defect",
                 f"{name} that should be {chosen.answer.decode()} answered {status.decode()}, changed {changed[:3]}",
@@ -121,7 +121,7 @@ class Defects:
         """Without a claim: what it hands back would be kept."""
         trainer = self._server.data.get(self._keys.trainer.encode()) or {}
         step, trained = self.number(self._keys.meta, b"step"), int(trainer.get(b"trained", 0))
-        bare, early = [*args[:5], b"", args[6]], (b"EPOCH",)
+        bare, early = [*args[:5], b"", args[6], b"0", args[8]], (b"EPOCH",)
         yield Wrong(b"EPOCH", [args[0], b"1", *bare[2:]])
         yield Wrong(b"FENCED", [b"1", *bare[1:]])
         yield Wrong(b"AHEAD", [*bare[:2], b"%d" % (step + 1), *bare[3:]], earlier=early)
@@ -152,7 +152,7 @@ class Defects:
     def _push(self, args: list[bytes]) -> Iterator[Wrong]:
         if args[9] and self._is_pending(args[9]):
             more = [*args[:7], b"%d" % (int(args[7]) + 1), *args[8:]]
-            yield Wrong(b"UNEQUAL", more, earlier=(b"DUP", b"GAP", b"GONE"))
+            yield Wrong(b"UNEQUAL", more, earlier=(b"DUP", b"GAP", b"GONE", b"MISSING"))
 
     def _recover(self, args: list[bytes]) -> Iterator[Wrong]:
         yield Wrong(b"NONE", [*args[:2], OTHER, *args[3:]])

@@ -41,6 +41,11 @@ def counted(value: bytes) -> int:
     return int(value) if value.isdigit() and len(value) <= 15 else 0
 
 
+def _incarnation(payload: bytes) -> str:
+    """Who pushed it."""
+    return payload.decode().rpartition(":")[2].rpartition(".")[0]
+
+
 class Invariants(Fences, Rewinds):
     """What must always hold."""
 
@@ -96,6 +101,8 @@ class Invariants(Fences, Rewinds):
         self._normalizers: dict[str, Normalizers] = {}
         """Digest of a step -> what its losses are divided by."""
         self._continued: dict[int, int] = {}
+        self.sampled: dict[tuple[str, str], tuple[int, str]] = {}
+        """(incarnation, group) -> the version that its rollouts are of, and the digest of the step that made it."""
         self.was_rolled_back = False
         self.lost_digests: set[str] = set()
         """Steps that the server has lost, and that somebody may be training yet."""
@@ -220,6 +227,8 @@ class Invariants(Fences, Rewinds):
             self.fail("I10", f"a scored push of group {entry.group} is not what it replaces ({old_id})")
         elif old.pushed_ms != entry.pushed_ms:
             self.fail("I6", f"group {entry.group} grew {entry.pushed_ms - old.pushed_ms} ms younger by being scored")
+        if old is not None and (of := self.sampled.get((_incarnation(old.payload), old.group))):
+            self.sampled[_incarnation(entry.payload), entry.group] = of
         self.scored.add(old_id)
 
     def expect_scored(self, group: str, entry_id: str) -> None:
@@ -263,6 +272,8 @@ class Invariants(Fences, Rewinds):
                         self._move(env, "trained", (amounts[0], amounts[1]))
 
     def _meta_changed(self, kind: str, field: bytes) -> None:
+        if kind == "hash" and field == b"line" and self._field(self.keys.meta, b"line"):
+            self._new_line(self._field(self.keys.meta, b"line"))
         if kind == "hash" and field in (b"step", b"retired", b"epoch"):
             self._grows(f"meta {field.decode()}", self._field(self.keys.meta, field))
         elif field == b"early":
@@ -378,6 +389,13 @@ class Invariants(Fences, Rewinds):
             stored = (self.server.find(key) or {}).get(field, b"")
             if len(stored) != member.info.size and (key, field) not in self.damaged:
                 self.fail("I2", f"step {step}: rollout {rollout} has {len(stored)} of {member.info.size} bytes")
+            version, made_by = self.sampled.get((_incarnation(key), member.group_id), (-1, ""))
+            if (
+                not member.adapter
+                and version == member.info.max_version
+                and self.digests.get(version, made_by) != made_by
+            ):
+                self.fail("I5", f"step {step}: rollout {rollout} is of a version {version} that was given up")
             trains = version_trained(header.adapters, member.adapter, step)
             age, limit = trains - member.info.min_version, self.config.max_age
             if not 0 <= age <= limit or limits.get(member.env) != limit:

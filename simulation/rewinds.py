@@ -116,8 +116,15 @@ class Rewinds(ABC):
         self.digests = {n: digest for n, digest in self.digests.items() if n < step} | {step: args[4].decode()}
         self._highest |= {"trainer trained": step, "meta step": step, "meta retired": step, "trainer oldest_kept": 0}
         self.trained_content = {place: content for place, content in self.trained_content.items() if place[0] <= step}
-        self._continued[self._field(self.keys.meta, b"since")] = epoch
-        self.incarnations = dict.fromkeys(self.incarnations, epoch)
+        line = self._field(self.keys.meta, b"line") or self._field(self.keys.meta, b"since")
+        self._continued[line] = epoch
+        self.incarnations = {name: epoch if at >= line else at for name, at in self.incarnations.items()}
+
+    def _new_line(self, epoch: int) -> None:
+        """Who worked in an epoch before this one does not go on in it, nor in any later one."""
+        for adapter, value in (self.server.data.get(self.keys.policy.encode()) or {}).items():
+            if int(value.split(b" ", 2)[1]) > self._field(self.keys.meta, b"step"):
+                self.fail("I5", f"version {value[:40]!r} of {adapter!r} stays in the new line of epoch {epoch}")
 
     def joined(self, incarnation: str, epoch: int) -> None:
         """A producer begins in `epoch`. What it read may be of before a recovery: then it goes on in the next one."""

@@ -41,6 +41,8 @@ class Server:
         """key -> Unix milliseconds."""
         self.scripts: dict[bytes, tuple[str, Any, bool]] = {}
         """sha -> text, compiled function, whether it may run at the memory limit."""
+        self.starts = 1
+        """Times that it was started: who it is."""
         self.is_full = False
         """At the memory limit."""
         self.refusal = ""
@@ -162,6 +164,7 @@ class Server:
     def restart(self) -> None:
         """Comes back with its data, without its scripts."""
         self.scripts.clear()
+        self.starts += 1
 
     def snapshot(self) -> tuple[dict[bytes, Any], dict[bytes, int]]:
         """What is on the disk now."""

@@ -150,7 +150,9 @@ class Leadership:
             self._say(waiting.NO_TRAINER)
             return
         if not self.has_heard and not self._hears(trainer):
-            self._say(waiting.for_word(meta.step, ATTEMPT_SECONDS))
+            is_silent = (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
+            word = waiting.for_word(meta.step, ATTEMPT_SECONDS)
+            self._say(self._trainer_sentence(trainer) if is_silent else word)
             return
         policies = self._store.policies()
         if not policies:
@@ -199,9 +201,12 @@ class Leadership:
         """Whether the trainer has reported since the takeover, or has been silent for so long that it counts as gone.
 
         Until then nothing is committed: after a loss of acknowledged writes the next step here may be one that the
-        trainer has trained already, with other content.
+        trainer has trained already, with other content. On a server that no trainer has spoken to yet, silence is no
+        word: versions may be out there that are not known here, and only the next attempt, or the one that lives, can
+        begin another line of them.
         """
-        self.has_heard = trainer.seen_ms >= 1000 * self.since or self._store.now() > self.since + ATTEMPT_SECONDS
+        has_spoken = trainer.seen_ms >= 1000 * self.since or self._store.now() > self.since + ATTEMPT_SECONDS
+        self.has_heard = has_spoken and trainer.server in ("", self._store.server_id())
         return self.has_heard
 
     def _recover(self, trainer: Attempt) -> None:

@@ -112,7 +112,7 @@ class Pool:
         """Closed group -> when, and the step that was planned then."""
         self._step = 0
         self._unjudged: list[GroupState] = []
-        """Ready since the last sweep: may be from the future."""
+        """Had a part since the last sweep: may be from the future."""
         self._unranked: list[GroupState] = []
 
     # -- arriving -----------------------------------------------------------------------------------------------------
@@ -190,6 +190,7 @@ class Pool:
     def _take(self, group: GroupState, entry_id: str, info: GroupInfo) -> None:
         self._count_needs(group, -1)
         why = group.take(entry_id, info, self.config.row_tokens)
+        self._unjudged.append(group)
         self._count_needs(group, 1)
         if why is not None:
             self._queue(drop_part(entry_id, info, why), {entry_id: info})
@@ -237,7 +238,6 @@ class Pool:
         env.lane(group.adapter).ready.add(group)
         env.count(group, 1)
         env.lost = ""
-        self._unjudged.append(group)
         if self.ranks:
             self._unranked.append(group)
 
@@ -377,8 +377,9 @@ class Pool:
                 self.drop(group, "stale", f"age {age} > max_age {max_age} at step {step}{whose}")
 
     def sweep_future(self, step_of: Callable[[str], int]) -> None:
-        """Drops groups sampled by weights that are not made yet. Only what became ready since is looked at: steps only
-        grow, so a group that is not from the future never will be.
+        """Drops groups sampled by weights that are not made yet. Only what came since is looked at: steps only grow, so
+        a group that is not from the future never will be. One that is must go at once, also while it is forming: the
+        version that it names will be made one day, as another one.
 
         Args:
             step_of: adapter -> the step that is planned, in the adapter's count.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rlbuffer import wire
@@ -38,10 +39,10 @@ class TrainerMoves(Session):
         """
         keys = (self.keys.trainer, self.keys.meta, self.keys.policy, self.keys.steps)
         given = ("", "", b"") if claim is None else (claim.epoch, claim.digest, encode_claim(claim))
-        reply = self.move("attempt", keys, (uuid, world_size, resume_step, *given))
+        reply = self.move("attempt", keys, (uuid, world_size, resume_step, *given, self.server_id()))
         status = text(reply[0])
         if status == "OK":
-            return self.trainer()
+            return replace(self.trainer(), newest=int(reply[2]))
         if status == "GONE":
             raise RunGone(f"run {self.run!r} is not on the server ({self.keys.meta}): open it first")
         if status == "AHEAD":
@@ -96,6 +97,7 @@ class TrainerMoves(Session):
             checkpoint=number(b"checkpoint"),
             seen_ms=number(b"seen"),
             claim=fields.get(b"claim", b""),
+            server=text(fields.get(b"server", b"")),
             seen_seconds_ago=max(0.0, int(seconds) + int(micros) / 1e6 - number(b"seen") / 1000),
         )
 
@@ -108,6 +110,7 @@ class TrainerMoves(Session):
         digest: str,
         oldest_kept: int,
         checkpoint: int = 0,
+        newest: int = 0,
         claim: Claim | None = None,
     ) -> bool:
         """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone.
@@ -124,8 +127,8 @@ class TrainerMoves(Session):
         handed_back = b"" if claim is None else encode_claim(claim)
         reply = self.move(
             "report",
-            (keys.trainer, keys.meta, keys.steps, keys.ledger),
-            (number, epoch, trained, digest, oldest_kept, handed_back, checkpoint),
+            (keys.trainer, keys.meta, keys.steps, keys.ledger, keys.policy),
+            (number, epoch, trained, digest, oldest_kept, handed_back, checkpoint, newest, self.server_id()),
         )
         status = text(reply[0])
         if status == "OK":

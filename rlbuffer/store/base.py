@@ -65,6 +65,9 @@ class Store(Protocol):
     def sentence_until_whole(self) -> str:
         """ "" when the server's append-only file can be trusted; else why to wait. Raises ServerUnsuitable."""
 
+    def server_id(self) -> str:
+        """Which server this is: another one after every restart and failover, when newest writes may be lost."""
+
     def losses(self) -> int:
         """Times that this process lost the server; it may have come back without its newest writes."""
 
@@ -250,6 +253,7 @@ class Store(Protocol):
         digest: str,
         oldest_kept: int,
         checkpoint: int = 0,
+        newest: int = 0,
         claim: Claim | None = None,
     ) -> bool:
         """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone.

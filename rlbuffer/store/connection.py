@@ -246,6 +246,13 @@ class Connection:
                 raise failure from cause
             time.sleep(wait)
 
+    def server_id(self, patience_seconds: float) -> str:
+        """Which server this is: a process, and since when it is a primary."""
+        if self.is_memory:
+            return "memory"
+        info = self.call(lambda: dict(self._client.info()), patience_seconds=patience_seconds, repeat=True)
+        return f"{info.get('run_id', '')} {info.get('master_replid', '')}"
+
     def describe(self) -> dict[str, Any]:
         """name, version, address, embedded, policy; in bytes: maxmemory (0: no limit), used_memory (what counts against
         it), unfreed (objects that are unlinked and not given back yet: a number, not bytes), buffers (of the clients).

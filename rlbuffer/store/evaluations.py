@@ -20,13 +20,18 @@ _DONE = b"done"
 class EvaluationMoves(Session):
     """Who evaluates what, and what came of it."""
 
+    _evaluated: dict[tuple[str, int], int]
+    """(env, version) -> the line of versions in which this process took its evaluation."""
+
     def claim_evaluation(self, env: str, version: int, *, owner: str, ttl_seconds: float) -> bool:
         """Takes the evaluation of a version on an env. -> False when it is done, or another is at it.
 
         A claim lapses after `ttl_seconds`, so that another worker takes over from a dead one. Asked again by the same
         owner, it is prolonged.
         """
-        key, milliseconds = self.keys.evaluating(env, version), max(1, round(1000 * ttl_seconds))
+        line, milliseconds = self._line(), max(1, round(1000 * ttl_seconds))
+        key = self.keys.evaluating(env, version, line)
+        self._evaluated[env, version] = line
 
         def claim(client: Any) -> bool:
             if client.set(key, owner, nx=True, px=milliseconds):
@@ -39,7 +44,7 @@ class EvaluationMoves(Session):
 
     def release_evaluation(self, env: str, version: int, *, owner: str) -> None:
         """Gives a claim back: what was sampled does not count."""
-        key = self.keys.evaluating(env, version)
+        key = self.keys.evaluating(env, version, self._evaluated.get((env, version), 0))
 
         def release(client: Any) -> None:
             if client.get(key) == owner.encode():
@@ -49,27 +54,39 @@ class EvaluationMoves(Session):
 
     def add_evaluation(self, env: str, version: int, record: Mapping[str, Any]) -> None:
         """Keeps a result. Repeated after a lost reply it may be there twice: the first one counts."""
-        fields = {"env": env, "version": version, "record": wire.dumps(dict(record))}
+        line = self._evaluated.get((env, version)) or self._line()
+        fields = {"env": env, "version": version, "line": line, "record": wire.dumps(dict(record))}
 
         def add(client: Any) -> None:
             with client.pipeline(transaction=True) as pipe:
                 pipe.xadd(self.keys.eval, fields, maxlen=KEPT, approximate=True)
-                pipe.set(self.keys.evaluating(env, version), _DONE, px=KNOWN_MS)
+                pipe.set(self.keys.evaluating(env, version, line), _DONE, px=KNOWN_MS)
                 pipe.execute()
 
         self.look(add)
 
+    def _line(self) -> int:
+        """The epoch in which version numbers began to mean what they mean now."""
+        line, since = self.look(lambda client: client.hmget(self.keys.meta, ["line", "since"]))
+        return int(line or since or 0)
+
     def evaluations(self, *, limit: int = 1000) -> list[dict[str, Any]]:
         """Results, the oldest first: ``env``, ``version``, ``at`` (Unix seconds), and what the record holds.
+
+        Of a version that several lines have made, that of the newest one.
 
         Args:
             limit: how many of the newest entries are looked at.
         """
         newest = self.look(lambda client: client.xrevrange(self.keys.eval, count=limit))
         found: dict[tuple[str, int], dict[str, Any]] = {}
+        lines: dict[tuple[str, int], bytes] = {}
         for entry_id, fields in reversed(ranged(newest)):
             env, version = fields[b"env"].decode(), int(fields[b"version"])
             at = int(entry_id.partition("-")[0]) / 1000
             record = wire.loads(fields[b"record"], limit=MAX_RECORD_BYTES)
-            found.setdefault((env, version), {"env": env, "version": version, "at": at, **record})
+            if (env, version) in found and lines[env, version] == fields.get(b"line", b""):
+                continue
+            lines[env, version] = fields.get(b"line", b"")
+            found[env, version] = {"env": env, "version": version, "at": at, **record}
         return list(found.values())

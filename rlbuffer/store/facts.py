@@ -140,6 +140,10 @@ class Attempt:
     seen_seconds_ago: float | None = None
     seen_ms: int = 0
     """Server time of its last accepted word, in milliseconds."""
+    newest: int = 0
+    """No attempt has made a version above this one in this line; known to the attempt's own process."""
+    server: str = ""
+    """Which server the trainer last spoke to (:meth:`Store.server_id`)."""
     claim: bytes = b""
     """Steps that the trainer has and the server has not, handed back by it (:class:`Claim`); empty when there are
     none."""

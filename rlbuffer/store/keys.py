@@ -89,9 +89,9 @@ class Keys:
         """Ticket numbers of an env that are out, with their expiry."""
         return f"{self.tag}:tickets:{env}"
 
-    def evaluating(self, env: str, version: int) -> str:
-        """Who evaluates a version on an env, or that it is done."""
-        return f"{self.tag}:evaluating:{env}:{version}"
+    def evaluating(self, env: str, version: int, line: int) -> str:
+        """Who evaluates a version of a line on an env, or that it is done."""
+        return f"{self.tag}:evaluating:{env}:{version}:{line}"
 
     def scoring(self, entry_id: str) -> str:
         """Who adds what a pending push needs."""

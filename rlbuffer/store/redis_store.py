@@ -39,6 +39,7 @@ class RedisStore(
     def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
         super().__init__(connection, run, patience_seconds=patience_seconds)
         self._fresh = {}
+        self._evaluated = {}
         self._tokens = {}
 
     def verify(self) -> Report:

@@ -51,6 +51,8 @@ class Session:
         self.tombstone_ms = MINIMUM_TOMBSTONE_MS
         self.tombstone_steps = remembered_steps(0)
         self._scripts: dict[str, Callable[..., Any]] = {}
+        self._server = (-1, "")
+        """The connection's losses when the server was asked who it is, and its answer."""
 
     @property
     def client(self) -> Any:
@@ -94,6 +96,14 @@ class Session:
             repeat=True,
         )
         return entries(reply)
+
+    def server_id(self) -> str:
+        """Which server this is: another one after every restart and failover, when newest writes may be lost."""
+        losses, known = self._server
+        if losses != self.connection.losses or not known:
+            losses, known = self.connection.losses, self.connection.server_id(self.patience_seconds)
+            self._server = losses, known
+        return known
 
     def early_reason(self, step: int) -> str:
         """Why `step` is gone, for whoever needs it: "" when a checkpoint held it, as usual."""

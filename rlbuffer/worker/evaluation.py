@@ -79,6 +79,10 @@ class Evaluator:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._is_new.wait(), POLL_SECONDS)
 
+    def forget(self) -> None:
+        """Version numbers mean something else from now on."""
+        self._looked.clear()
+
     def wake(self) -> None:
         """A version has just been loaded. Looked for only now and then, one that does not serve for long is missed."""
         self._is_new.set()

@@ -184,6 +184,7 @@ class _Worker:
                     # Another epoch, or another run under the name: version numbers and tickets mean something else.
                     self._pulse.error = str(error)
                     self._versions.forget()
+                    self._evaluator.forget()
                     self._failures.clear()
                     self._on_event({"event": "restart", "error": str(error)})
                 except ServerRefused as error:

@@ -415,7 +415,7 @@ def test_what_a_trainer_hands_back_below_the_retired_steps_stays_until_it_is_car
     again = Claim(step=0, epoch=epoch, digest="", steps=())
     second = run.store.attempt(uuid="second", world_size=1, resume_step=0, claim=again)
     assert run.store.trainer().claim
-    run.store.report(second.number, epoch=epoch, trained=0, digest="", oldest_kept=0)
+    run.store.report(second.number, epoch=second.epoch, trained=0, digest="", oldest_kept=0)
     assert run.store.trainer().claim
     found = run.store.recover(run.token, run.store.trainer(), ())
     assert found is not None

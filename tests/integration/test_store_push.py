@@ -282,8 +282,10 @@ def test_an_entry_whose_payload_no_writer_can_have_stored_is_invalid(run, suffix
     push, keys = wire.encode_push(group), run.store.keys
     where = (keys.meta, keys.pool, f"{keys.tag}:producer:w:u", keys.ledger, keys.garbage)
     amounts = (len(push.info.rollouts), push.info.tokens, push.metadata)
+    name = keys.unnamed_payload("a.0", suffix)
+    run.store._store_payload(name, push)
     run.store.move(
-        "push", where, (run.meta.epoch, 1, 60_000, "a", "a.0", suffix, *amounts, "", keys.payload_prefix), repeat=False
+        "push", where, (run.meta.epoch, 1, name, "a", "a.0", suffix, *amounts, "", keys.payload_prefix), repeat=False
     )
     (entry,) = run.pool()
     assert entry.info is None

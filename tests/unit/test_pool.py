@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlbuffer.config import BatcherConfig
@@ -70,3 +72,12 @@ def test_a_group_from_the_future_that_is_gone_is_not_dropped_again() -> None:
     made.sweep_future(lambda adapter: 3)
     assert reasons(made) == [("h", "future")]
     assert made.pending_tokens("a") == 0
+
+
+@pytest.mark.parametrize("planned", [2, 4])
+def test_a_group_of_a_version_that_is_not_made_goes_at_once_also_while_it_forms(planned: int) -> None:
+    made = pool()
+    group = make_group(group_id="g", size=2, version=3)
+    made.add(replace(group, planned_size=planned).info(), "g-0", 0.0)
+    made.sweep_future(lambda adapter: 2)
+    assert reasons(made) == [("g", "future")]

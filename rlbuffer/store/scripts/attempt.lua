@@ -5,19 +5,23 @@
 --       4 steps
 -- ARGV  1 uuid of the attempt   2 world size   3 step that the trainer's state contains
 --       4 newest epoch that it knows   5 digest of that step   6 claim (see REPORT); all three '' when unknown
--- Reply {'OK', number}        the same uuid again gives the same number; the claim is kept when the trainer is ahead
+--       7 which server this is ('' when unknown): another one after a restart or a failover
+-- Reply {'OK', number, newest}  the same uuid again gives the same number; the claim is kept when the trainer is ahead.
+--                             `newest`: no attempt has made a version above this one in this line
 --       {'GONE'}              the run does not exist
 --       {'AHEAD', step}       the trainer's state is ahead of the run's last step, and hands nothing back that fits
 --       {'DIGEST', digest}    the run has another step there, and nothing that fits is handed back
 --       {'RETIRED', retired}  the steps after the trainer's state are gone
 -- The number is max(server ms, last + 1): it never goes back, over a loss of the newest writes too.
+-- A new line of versions begins (see docs/protocol.md, Lines) when the trainer hands something back, or when the server is
+-- another one than its trainer last spoke to: there may be versions out there that this attempt will make again otherwise.
 -- A policy version above the run's last step was made from steps that the server has lost: nobody will make it again,
 -- and what it samples would be of the future for ever. It is taken back; the new trainer announces the one it has.
 local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'retired', 'digest', 'since',
   'recovered')
 if not meta[1] then return {'GONE'} end
-local trainer = redis.call('HMGET', KEYS[1], 'number', 'uuid')
-if trainer[2] == ARGV[1] then return {'OK', trainer[1]} end
+local trainer = redis.call('HMGET', KEYS[1], 'number', 'uuid', 'server', 'newest')
+if trainer[2] == ARGV[1] then return {'OK', trainer[1], trainer[4] or '0'} end
 local resume, step = tonumber(ARGV[3]), tonumber(meta[2] or '0')
 local refusal
 if resume > step then
@@ -49,12 +53,21 @@ end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local number = string.format('%.0f', math.max(now, tonumber(trainer[1] or '0') + 1))
+local epoch = meta[1]
+if refusal or (trainer[3] and trainer[3] ~= ARGV[7]) then
+  epoch = string.format('%.0f', tonumber(epoch) + 1)
+  redis.call('HSET', KEYS[2], 'epoch', epoch, 'line', epoch)
+end
+if refusal then
+  newest = resume
+  redis.call('DEL', KEYS[3])  -- what is announced may be of the steps that are given up
+end
 local current = redis.call('HGET', KEYS[3], '')
 if current then
   local version = string.match(current, '^%d+ (%d+) ')
   if tonumber(version) > newest then redis.call('HDEL', KEYS[3], '') end
 end
 redis.call('HSET', KEYS[1], 'number', number, 'uuid', ARGV[1], 'world_size', ARGV[2], 'resume', ARGV[3],
-  'epoch', meta[1], 'seen', string.format('%.0f', now), 'at', ARGV[3], 'checkpoint', ARGV[3])
+  'epoch', epoch, 'server', ARGV[7], 'newest', string.format('%.0f', newest), 'seen', string.format('%.0f', now), 'at', ARGV[3], 'checkpoint', ARGV[3])
 if refusal then redis.call('HSET', KEYS[1], 'claim', ARGV[6]) else redis.call('HDEL', KEYS[1], 'claim') end
-return {'OK', number}
+return {'OK', number, string.format('%.0f', newest)}

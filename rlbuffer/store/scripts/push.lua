@@ -19,10 +19,14 @@
 --       {'MISSING'}         its payload has lapsed, or the server lost it: phase 1 comes again
 --       {'UNEQUAL', env, group, rollouts, tokens}  what it was to replace holds something else: this
 --       {'GAP', last}       pushes between `last` and this one are missing here
---       {'GONE', epoch, since}  the run is in another epoch ('' when it does not exist), which goes on from `since`
+--       {'GONE', epoch, line}  the run is in another epoch ('' when it does not exist); its line of versions began in
+--                           the epoch `line`
 -- A replacing entry has two fields more: `replaces`, that id, and `pushed`, when its rollouts came first (server ms).
 local epoch = redis.call('HGET', KEYS[1], 'epoch')
-if epoch ~= ARGV[1] then return {'GONE', epoch or '', redis.call('HGET', KEYS[1], 'since') or epoch or ''} end
+if epoch ~= ARGV[1] then 
+  local first = redis.call('HMGET', KEYS[1], 'line', 'since')
+  return {'GONE', epoch or '', first[1] or first[2] or epoch or ''}
+end
 
 local known = redis.call('HMGET', KEYS[3], 'sequence', 'id')
 local last = tonumber(known[1] or '0')

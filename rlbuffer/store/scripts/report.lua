@@ -1,20 +1,23 @@
 #!lua flags=allow-oom
 -- REPORT: acknowledgement, checkpoint notice and heartbeat of the trainer in one. Nothing in it ever goes back.
 --
--- KEYS  1 trainer   2 meta   3 steps   4 ledger
+-- KEYS  1 trainer   2 meta   3 steps   4 ledger   5 policy
 -- ARGV  1 attempt number   2 epoch   3 last trained step   4 its digest ('' when unknown)   5 oldest kept checkpoint
 --       6 claim: what the trainer hands back to a server that has lost steps which it has trained ('' at first)
 --       7 newest checkpoint of this attempt ('0' when unknown)
+--       8 newest version that earlier attempts have made (see ATTEMPT)   9 which server this is
 -- Reply {'OK', trained}
 --       {'FENCED', number}   a newer attempt is registered, this one
---       {'EPOCH', epoch, since}  the run is in another epoch, which goes on from the epoch `since`
+--       {'EPOCH', epoch, since}  the run is in another epoch, which goes on from the epoch `since`; or it is from now
+--                            on, in a new line of versions: this attempt trains steps of an earlier one again, and the
+--                            server has lost some of them, or may have
 --       {'AHEAD', step}      the trainer has trained a step that the run does not have; its last is this
 --       {'DIGEST', digest}   the trainer's step is not the one committed here, which has this digest
 --                            After these two the claim, if there is one, is kept for RECOVER.
 --       {'MISSING', step}    a header that must still be here is not
 -- `at` is this attempt's own place: below `trained` while it trains steps of an earlier attempt again.
 -- Each step in (trained before, trained now] moves its totals from packed to trained, once.
-local trainer = redis.call('HMGET', KEYS[1], 'number', 'trained', 'oldest_kept', 'digest')
+local trainer = redis.call('HMGET', KEYS[1], 'number', 'trained', 'oldest_kept', 'digest', 'server')
 if trainer[1] ~= ARGV[1] then return {'FENCED', trainer[1] or '0'} end
 local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'since', 'retired')
 if meta[1] ~= ARGV[2] then return {'EPOCH', meta[1] or '', meta[3] or meta[1] or ''} end
@@ -25,6 +28,18 @@ local function hand_back(reply)
   return reply
 end
 local before, trained = tonumber(trainer[2] or '0'), tonumber(ARGV[3])
+local last, newest = tonumber(meta[2] or '0'), tonumber(ARGV[8])
+if newest > trained and (newest > last or (trainer[5] and trainer[5] ~= ARGV[9])) then
+  local epoch = string.format('%.0f', tonumber(meta[1]) + 1)
+  redis.call('HSET', KEYS[2], 'epoch', epoch, 'line', epoch)
+  redis.call('HSET', KEYS[1], 'epoch', epoch, 'server', ARGV[9])
+  local policies = redis.call('HGETALL', KEYS[5])
+  for i = 1, #policies, 2 do
+    local version = string.match(policies[i + 1], '^%d+ (%d+) ')
+    if policies[i] ~= '' or tonumber(version) > math.min(last, trained) then redis.call('HDEL', KEYS[5], policies[i]) end
+  end
+  return {'EPOCH', epoch, meta[3] or meta[1]}
+end
 if trained > tonumber(meta[2] or '0') then return hand_back({'AHEAD', meta[2] or '0'}) end
 
 local function fields_of(step)
@@ -60,7 +75,7 @@ end
 -- What an attempt below the retired steps hands back (see ATTEMPT) stays until RECOVER: nothing but that lets it go on.
 if trained >= tonumber(meta[4] or '0') then redis.call('HDEL', KEYS[1], 'claim') end
 if ARGV[7] ~= '0' then redis.call('HSET', KEYS[1], 'checkpoint', ARGV[7]) end
-redis.call('HSET', KEYS[1], 'seen', clock, 'at', ARGV[3],
+redis.call('HSET', KEYS[1], 'seen', clock, 'at', ARGV[3], 'server', ARGV[9],
   'oldest_kept', string.format('%.0f', math.max(tonumber(trainer[3] or '0'), tonumber(ARGV[5]))))
 if trained > before then
   redis.call('HSET', KEYS[1], 'trained', ARGV[3], 'digest', ARGV[4])

@@ -99,7 +99,7 @@ local epoch = string.format('%.0f', tonumber(meta[1]) + 1)
 redis.call('HSET', KEYS[2], 'epoch', epoch, 'since', epoch, 'step', ARGV[1], 'digest', digest or '',
   'retired', string.format('%.0f', math.min(retired, keep)))
 if keep < retired then redis.call('HDEL', KEYS[2], 'retired_digest') end
-redis.call('HDEL', KEYS[2], 'checkpoint_now', 'ended')
+redis.call('HDEL', KEYS[2], 'checkpoint_now', 'ended', 'line')
 if trainer[1] then
   redis.call('HSET', KEYS[8], 'number', string.format('%.0f', math.max(now, tonumber(trainer[1]) + 1)), 'uuid', '',
     'trained', string.format('%.0f', math.min(trained, keep)), 'epoch', epoch, 'seen', '0',
