@@ -151,8 +151,12 @@ class Buffer:
         timeout_seconds: float = 300.0,
         pad_token_id: int = 0,
         pad_to_multiple_of: int = 1,
+        vocabulary: int | None = None,
     ) -> Reader:
-        """A reader for one data-parallel rank; rank 0's acknowledges for all."""
+        """A reader for one data-parallel rank; rank 0's acknowledges for all.
+
+        `vocabulary` is how many token ids the model has: a rollout with any other is masked, and counted as damaged.
+        """
         self.store.open_run()
         reader = Reader(
             self.store,
@@ -161,6 +165,7 @@ class Buffer:
             timeout_seconds=timeout_seconds,
             pad_token_id=pad_token_id,
             pad_to_multiple_of=pad_to_multiple_of,
+            vocabulary=vocabulary,
         )
         self._readers.append(reader)
         return reader

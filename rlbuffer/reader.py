@@ -35,7 +35,7 @@ from rlbuffer.fills import ColumnSpec, column_spec
 from rlbuffer.packing import PackItem, assemble, redeal
 from rlbuffer.policy.waiting import SILENT_BATCHER, for_step
 from rlbuffer.progress import Progress, remembered
-from rlbuffer.records import PolicyVersion
+from rlbuffer.records import PolicyVersion, Rollout
 from rlbuffer.refusals import Refusals
 from rlbuffer.store.base import PartRollout, StepHeader, Store
 
@@ -88,6 +88,7 @@ class Reader:
         timeout_seconds: float,
         pad_token_id: int = 0,
         pad_to_multiple_of: int = 1,
+        vocabulary: int | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside world size {world_size}")
@@ -97,6 +98,7 @@ class Reader:
         self.timeout_seconds = timeout_seconds
         self._pad_token_id = pad_token_id
         self._pad_to_multiple_of = pad_to_multiple_of
+        self._vocabulary = vocabulary
         self._arena = Arena()
         self._assembling = threading.Lock()  # an arena serves one caller at a time; `pull` may run beside a prefetch
         self._progress = Progress(store, world_size=world_size, reports=rank == 0)
@@ -434,7 +436,8 @@ class Reader:
     def _items(
         self, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec]
     ) -> tuple[list[PackItem], list[PartRollout]]:
-        """Every rollout decoded and verified; what is missing, damaged or of other columns becomes masked padding."""
+        """Every rollout decoded and verified; what is missing, damaged, of other columns or of tokens outside of the
+        vocabulary becomes masked padding."""
         answers = self._answers(refs)
         items: list[PackItem] = []
         damaged: list[PartRollout] = []
@@ -447,7 +450,7 @@ class Reader:
                         rollout = wire.decode_rollout(data, expected=info)
                     except PayloadError:
                         rollout = None
-                if rollout is not None and not fits(rollout, schema):
+                if rollout is not None and not (fits(rollout, schema) and self._is_spelt(rollout)):
                     rollout = None
                 if rollout is None:
                     damaged.append(ref)
@@ -467,6 +470,10 @@ class Reader:
                 )
                 items.append(PackItem(rollout=rollout, length=info.length, sample=sample, adapter=ref.adapter))
         return items, damaged
+
+    def _is_spelt(self, rollout: Rollout) -> bool:
+        """Whether the model has all of its tokens: it would fail at any other, in every replay of the step."""
+        return self._vocabulary is None or int(rollout.tokens.max()) < self._vocabulary
 
     def _answers(self, refs: Sequence[PartRollout]) -> dict[str, Any]:
         keys = list(dict.fromkeys(ref.payload_key for ref in refs))

@@ -40,8 +40,9 @@ class FakeBuffer:
         timeout_seconds: float = 300.0,
         pad_token_id: int = 0,
         pad_to_multiple_of: int = 1,
+        vocabulary: int | None = None,
     ) -> FakeReader:
-        """A reader for one rank."""
+        """A reader for one rank; its tokens are the model's own."""
         return FakeReader(self._settings, rank, world_size, self._vocabulary, pad_to_multiple_of)
 
     def policy(self) -> FakePolicy:

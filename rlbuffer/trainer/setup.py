@@ -99,9 +99,10 @@ def open_session(
     _seed(settings.trainer.seed)
     model = build_model(settings.model, seed=settings.trainer.seed)
     nn.Module.to(model, device)
+    vocabulary = vocabulary_of(model)
     source: Buffer | FakeBuffer
     if fake_data:
-        source = FakeBuffer(settings, vocabulary=vocabulary_of(model))
+        source = FakeBuffer(settings, vocabulary=vocabulary)
     else:
         source = connect(settings.redis_url, run=settings.run, config=settings, name=f"rank-{rank}")
     with source as buffer:
@@ -130,6 +131,7 @@ def open_session(
                     world_size,
                     timeout_seconds=settings.trainer.timeout_seconds,
                     pad_to_multiple_of=settings.trainer.pad_to_multiple_of,
+                    vocabulary=vocabulary,
                 ),
                 stop=stop or StopRequest(),
                 stalls=stalls,

@@ -214,6 +214,27 @@ def test_the_gradient_is_that_of_finite_differences(name: str) -> None:
         assert float(gradient[i]) == pytest.approx(difference, abs=1e-8)
 
 
+@pytest.mark.parametrize("number", [-1e12, -89.0, 1e12])
+@pytest.mark.parametrize("name", [*BUILT_IN])
+def test_any_logprob_that_a_rollout_may_bring_has_a_finite_gradient(name: str, number: float) -> None:
+    """A rank that ends at a step ends at every replay of it."""
+    leaf = torch.tensor(POLICY).log().requires_grad_()
+    odd = torch.full((4,), number)
+    made = tokens(
+        logprobs=leaf,
+        entropy=-leaf,
+        inference_logprobs=odd,
+        advantages=torch.tensor(ADVANTAGES),
+        old_logprobs=torch.tensor(INFERENCE).log() if number == 1e12 else odd,
+        ref_logprobs=-odd,
+        is_selected=torch.tensor([False, True, False, True]),
+    )
+    chosen = settings(loss=name, kl_beta=0.01)
+    (gradient,) = torch.autograd.grad(loss_of(made, chosen, counts(), longest=4), leaf)
+    assert torch.isfinite(gradient).all()
+    assert torch.isfinite(gradient.square().sum())
+
+
 def test_clip_weighs_rollouts_alike_and_dapo_tokens() -> None:
     rollout = torch.tensor([0, 0, 0, 2])
     assert token_weights("rollouts", rollout, torch.zeros(4)).tolist() == pytest.approx([1 / 3] * 3 + [1.0])

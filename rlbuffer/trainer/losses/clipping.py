@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens
+from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens, ratio_of
 
 
 def clipped(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
@@ -47,6 +47,6 @@ def sequence_clipped(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
     Shapes: -> [N]. Source: GSPO, arXiv 2507.18071, equations 5 to 7; default clip of 3e-4 and 4e-4: section 5.1.
     """
-    ratio = torch.exp(tokens.rollout_means(tokens.logprobs - tokens.old))
+    ratio = ratio_of(tokens.rollout_means(tokens.logprobs - tokens.old))
     within = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return -torch.minimum(ratio * tokens.advantages, within * tokens.advantages)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens
+from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens, ratio_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def truncated(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
     Shapes: -> [N]. Source: truncated importance sampling, Yao et al. 2025, "Your efficient RL framework secretly brings
     you off-policy RL training"; as the behaviour weight of decoupled PPO: AReaL, arXiv 2505.24298, section 5.2.
     """
-    return torch.exp(_log_weight(tokens)).clamp(max=settings.correction_cap)
+    return ratio_of(_log_weight(tokens)).clamp(max=settings.correction_cap)
 
 
 def masked(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
@@ -49,7 +49,7 @@ def masked(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
     Shapes: -> [N]. Source: IcePop, "Small leak can sink a great ship" (Ling team, 2025); bounds 0.5 and 5.
     """
-    weight = torch.exp(_log_weight(tokens))
+    weight = ratio_of(_log_weight(tokens))
     return torch.where(_within(weight, settings.mask_low, settings.mask_high), weight, torch.zeros_like(weight))
 
 
@@ -58,7 +58,7 @@ def sequence_truncated(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
     Shapes: -> [N]. Source: Liu et al. 2025, "When speed kills stability" (sequence-level TIS).
     """
-    return torch.exp(tokens.rollout_sums(_log_weight(tokens))).clamp(max=settings.correction_cap)
+    return ratio_of(tokens.rollout_sums(_log_weight(tokens))).clamp(max=settings.correction_cap)
 
 
 def sequence_masked(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
@@ -66,7 +66,7 @@ def sequence_masked(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
     Shapes: -> [N]. Source: Liu et al. 2025, "When speed kills stability" (sequence-level masked importance sampling).
     """
-    weight = torch.exp(tokens.rollout_sums(_log_weight(tokens)))
+    weight = ratio_of(tokens.rollout_sums(_log_weight(tokens)))
     return torch.where(_within(weight, settings.sequence_low, settings.sequence_high), weight, torch.zeros_like(weight))
 
 
@@ -77,7 +77,7 @@ def geometric_mask(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
     Shapes: -> [N]. Source: Liu et al. 2025, "When speed kills stability" (geometric sequence mask).
     """
-    mean = torch.exp(tokens.rollout_means(_log_weight(tokens)))
+    mean = ratio_of(tokens.rollout_means(_log_weight(tokens)))
     return _within(mean, settings.sequence_low, settings.sequence_high).to(mean.dtype)
 
 

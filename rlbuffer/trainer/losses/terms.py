@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.trainer.losses.tokens import TrainedTokens
+from rlbuffer.trainer.losses.tokens import TrainedTokens, ratio_of
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -32,7 +31,7 @@ def k3(difference: Tensor) -> Tensor:
 
     Shapes: [N] -> [N]. Source: Schulman 2020, "Approximating KL divergence"; in GRPO, arXiv 2402.03300, equation 4.
     """
-    return torch.exp(difference) - difference - 1
+    return ratio_of(difference) - difference - 1
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

@@ -13,6 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+MOST_NATS = 20.0
+"""Difference of logprobs above which a ratio grows no further, 4.9e8, and has no gradient. A sampler may report any
+number for a token that it would hardly give; from 89 nats on its exponential is infinite, and so is every gradient."""
+
+
+def ratio_of(difference: Tensor) -> Tensor:
+    """exp(min(difference, 20)).
+
+    Shapes: [N] -> [N]. Units: nats.
+    """
+    return torch.exp(difference.clamp(max=MOST_NATS))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedTokens:
@@ -49,7 +61,7 @@ class TrainedTokens:
     @property
     def ratio(self) -> Tensor:
         """[N] probability under the policy over probability under the old one."""
-        return torch.exp(self.logprobs - self.old)
+        return ratio_of(self.logprobs - self.old)
 
     def rollout_sums(self, values: Tensor) -> Tensor:
         """[N] -> [N]: each token gets the sum over its rollout's trained tokens."""

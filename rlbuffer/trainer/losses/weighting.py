@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens
+from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens, ratio_of
 
 
 def capped_ratio(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
@@ -65,5 +65,5 @@ def dppo_tv(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
     log_ratio = tokens.logprobs - tokens.old
     moved = torch.exp(tokens.logprobs) - torch.exp(tokens.old)
     is_dropped = torch.where(tokens.advantages > 0, moved > settings.tv_high, moved < -settings.tv_low)
-    gain = torch.where(is_dropped, torch.zeros_like(log_ratio), tokens.advantages * torch.exp(log_ratio))
+    gain = torch.where(is_dropped, torch.zeros_like(log_ratio), tokens.advantages * ratio_of(log_ratio))
     return -gain + settings.tv_penalty * log_ratio.square()
