@@ -250,9 +250,12 @@ class Batcher:
             if found[2] == "timeout":
                 found = None
                 break
-            for group in found[0]:
-                if not group.used:
-                    pool.drop(group, "flat", "nothing more comes, and no rollout of what is left has an advantage")
+            fresh = [group for group in found[0] if not group.used]
+            for group in fresh:
+                pool.drop(group, "flat", "nothing more comes, and no rollout of what is left has an advantage")
+            if not fresh:  # nothing would be left out of the next look
+                found = None
+                break
         drops = tuple(pool.drops.values())
         if found is None:
             self._decided = None

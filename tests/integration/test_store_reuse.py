@@ -137,7 +137,9 @@ def test_verify_finds_a_rollout_in_more_steps_than_allowed(run: Run) -> None:
     for uses in range(4):
         use(run, entries, uses, kept=True)
     messages = {f.message for f in run.store.verify().findings if f.invariant == "I1"}
-    assert messages == {f"rollout {r.rollout_id} is in step 3 and in step 4" for r in entries[0].info.rollouts}
+    assert messages == {
+        f"rollout {r.rollout_id} of group a.0 is in step 3 and in step 4" for r in entries[0].info.rollouts
+    }
 
 
 def test_verify_judges_a_step_by_the_uses_that_its_own_settings_allowed(run: Run) -> None:
@@ -149,12 +151,15 @@ def test_verify_judges_a_step_by_the_uses_that_its_own_settings_allowed(run: Run
     assert run.store.verify().findings == ()  # what was allowed then
     use(run, entries, 2, kept=False)
     messages = {f.message for f in run.store.verify().findings if f.invariant == "I1"}
-    assert messages == {f"rollout {r.rollout_id} is in step 2 and in step 3" for r in entries[0].info.rollouts}
+    assert messages == {
+        f"rollout {r.rollout_id} of group a.0 is in step 2 and in step 3" for r in entries[0].info.rollouts
+    }
     run.train(3, oldest_kept=2)
     run.store.retire(run.token, 2)
     messages = {f.message for f in run.store.verify().findings if f.invariant == "I1"}
     assert messages == {
-        f"rollout {r.rollout_id} was trained 2 times, of 1 allowed, and in step 3" for r in entries[0].info.rollouts
+        f"rollout {r.rollout_id} of group a.0 was trained 2 times, of 1 allowed, and in step 3"
+        for r in entries[0].info.rollouts
     }
 
 

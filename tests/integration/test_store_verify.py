@@ -189,7 +189,7 @@ CORRUPTIONS: list[tuple[str, Callable[[Run], object], str, str]] = [
         "I3",
         "the trainer trained another step 2",
     ),
-    ("used twice", _same_rollouts_again, "I1", "rollout a.3/0 is in step 4 and in step 5"),
+    ("used twice", _same_rollouts_again, "I1", "rollout a.3/0 of group a.3 is in step 4 and in step 5"),
     ("pending and packed", _twice_pending, "I1", "is pending and also in step 4"),
     ("too old", _too_old, "I5", "step 5: rollout b.4/0 has age 1, max_age of b was 0"),
     (
