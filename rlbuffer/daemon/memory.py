@@ -16,16 +16,19 @@ from rlbuffer.config import BatcherConfig
 from rlbuffer.daemon.telling import TELEMETRY_SECONDS, Emit
 from rlbuffer.errors import ConfigError
 from rlbuffer.policy.memory import (
+    EARLY_SHARE,
     FULL_SHARE,
-    NO_LIMIT,
     Forecast,
     Pressure,
+    above_assumed,
+    assumed_limit,
     capacity_bytes,
     checkpoint_asked,
     checkpoints_often,
     does_not_fit,
     full,
     mean_step_bytes,
+    no_limit,
     steps_at_once,
     steps_retired_early,
     stored_bytes,
@@ -83,6 +86,8 @@ class MemoryWatch:
         self._world_size = world_size
         self._checkpoint_every = checkpoint_every
         self._pressure = Pressure()
+        self._is_assumed = False
+        """The server has no maxmemory: the limit is a share of its machine's memory."""
         self._looked = float("-inf")
         self._freed = float("-inf")
         self._unswept_since: float | None = None
@@ -142,7 +147,8 @@ class MemoryWatch:
         """Warns of what the settings and the server's memory mean for each other."""
         limit = self._limit()
         if limit == 0:
-            self._emit({"event": "memory", "state": "unlimited", "sentence": NO_LIMIT})
+            assumed = assumed_limit(0, int(self._store.server()["machine"]))
+            self._emit({"event": "memory", "state": "unlimited", "limit": assumed, "sentence": no_limit(assumed)})
         forecast = self._forecast(self._world_size)
         if forecast is not None and not forecast.fits:
             sentence = does_not_fit(forecast, self._config, world_size=self._world_size)
@@ -261,7 +267,11 @@ class MemoryWatch:
         """What to say when the server takes no pushes for want of memory, else ""."""
         self._look()
         used, limit = self._pressure.used, self._pressure.limit
-        if used is None or not limit or used < FULL_SHARE * limit:
+        if used is None or not limit:
+            return ""
+        if self._is_assumed:  # nothing is refused there
+            return above_assumed(used, limit) if used >= EARLY_SHARE * limit else ""
+        if used < FULL_SHARE * limit:
             return ""
         return full(used, limit, steps=sum(self._sizes.values()))
 
@@ -282,5 +292,7 @@ class MemoryWatch:
         # What was unlinked is given back by a thread of the server's; until then its memory only looks used.
         if int(facts.get("unfreed", 0)) and now - self._freed < LAG_SECONDS:
             return False
-        self._pressure.look(int(facts["used_memory"]), int(facts["maxmemory"]))
+        self._is_assumed = not int(facts["maxmemory"])
+        limit = assumed_limit(int(facts["maxmemory"]), int(facts["machine"]))
+        self._pressure.look(int(facts["used_memory"]), limit)
         return True

@@ -27,6 +27,9 @@ ENOUGH_SHARE = 0.75
 """Of maxmemory: early retirement goes on down to this."""
 FULL_SHARE = 0.97
 """Of maxmemory: from here on pushes may be refused."""
+MACHINE_SHARE = 0.50
+"""Of its machine's memory: what a server without maxmemory is taken to have, so that a trainer that never writes a
+checkpoint does not fill the machine."""
 WORTH_SHARE = 0.10
 """Of maxmemory: a checkpoint is not asked for when less than this could be freed by it."""
 TOKEN_BYTES = 9
@@ -225,9 +228,29 @@ class Pressure:
 
 # -- in words ----------------------------------------------------------------------------------------------------------
 NO_LIMIT = (
-    "The server has no memory limit (maxmemory 0): nothing keeps a run from filling the machine's memory. Set one, "
-    "for example `redis-cli config set maxmemory 8gb`."
+    "The server has no memory limit (maxmemory 0), so it refuses no push: producers without tickets can fill its "
+    "machine's memory. Set one, for example `redis-cli config set maxmemory 8gb`."
 )
+
+
+def assumed_limit(maxmemory: int, machine: int) -> int:
+    """Bytes that the shares are of: maxmemory, else :data:`MACHINE_SHARE` of the machine's memory; 0: not known."""
+    return maxmemory or int(MACHINE_SHARE * machine)
+
+
+def no_limit(limit: int) -> str:
+    """The server has no maxmemory; `limit` is what it is taken to have."""
+    if not limit:
+        return f"{NO_LIMIT} Until then trained steps go with the trainer's checkpoints alone."
+    return f"{NO_LIMIT} Until then trained steps go as if it were {_mib(limit)}, half of that machine's."
+
+
+def above_assumed(used: int, limit: int) -> str:
+    """What a server without maxmemory holds is above what early retirement keeps it at. Another sentence follows."""
+    return (
+        f"The server has no memory limit (maxmemory 0) and uses {_mib(used)}, above {100 * EARLY_SHARE:.0f} % of half "
+        f"its machine's memory ({_mib(limit)}): set one, or take groups away that wait (`rlbuffer inspect`). "
+    )
 
 
 def does_not_fit(forecast: Forecast, config: BatcherConfig, *, world_size: int) -> str:

@@ -25,6 +25,7 @@ from rlbuffer.errors import (
     ServerUnsuitable,
     WrongAnswer,
 )
+from rlbuffer.store import tls
 
 ELSEWHERE = {
     "LOADING": "it is still loading its data",
@@ -95,6 +96,9 @@ def understand(error: redis.RedisError, *, address: str, source: str, is_embedde
                 "redis_password_file), and at the server's ACL for that user."
             )
         )
+    wrong = tls.mistake(error)
+    if wrong and not is_known:
+        return Understood(ServerUnsuitable(f"no TLS connection to the server at {address}: {wrong}.{source}"))
     if isinstance(error, _LOST) or TOO_MANY_CLIENTS in words:
         what = "the embedded server" if is_embedded else "Redis"
         return Understood(

@@ -60,7 +60,10 @@ class Store(Protocol):
     # -- life ------------------------------------------------------------------------------------------------------
     def close(self) -> None: ...
     def server(self) -> Mapping[str, Any]:
-        """name, version, address, embedded, used_memory, maxmemory, unfreed, buffers, policy (Connection.describe)."""
+        """name, version, address, embedded, used_memory, maxmemory, machine, unfreed, buffers, policy.
+
+        As Connection.describe says.
+        """
 
     def sentence_until_whole(self) -> str:
         """ "" when the server's append-only file can be trusted; else why to wait. Raises ServerUnsuitable."""

@@ -14,8 +14,10 @@ Replies have redis-py's RESP3 shapes, the same on a server and in memory: an XRE
 
 from __future__ import annotations
 
+import logging
 import random
 import re
+import socket
 import threading
 import time
 import weakref
@@ -33,6 +35,7 @@ from redis.retry import Retry
 
 from rlbuffer.errors import ConfigError, ServerUnreachable, ServerUnsuitable
 from rlbuffer.settings import ServerSettings
+from rlbuffer.store import tls
 from rlbuffer.store.address import check_quoted, redacted
 from rlbuffer.store.answers import understand
 from rlbuffer.store.binary import MINIMUM_VERSION, version_tuple
@@ -42,6 +45,7 @@ from rlbuffer.store.script import Script
 from rlbuffer.store.server import EmbeddedServer, ensure, identity
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 10.0
 """How long a call is repeated when the caller does not say."""
@@ -62,6 +66,7 @@ _RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps it
 FACTS = {
     "used_memory": "used_memory",
     "maxmemory": "maxmemory",
+    "machine": "total_system_memory",
     "unfreed": "lazyfree_pending_objects",
     "buffers": "mem_clients_normal",
     "policy": "maxmemory_policy",
@@ -118,6 +123,7 @@ class Connection:
         self._name = re.sub(r"[^!-~]", "-", name)
         self._origin = origin
         self._password = password
+        self._warned = ""
         self._lock = threading.RLock()
         self._limits: tuple[int, Limits] | None = None
         """Losses when they were read, and what the server takes."""
@@ -242,7 +248,7 @@ class Connection:
                 elapsed = time.monotonic() - begun
             if not (repeat and understood.may_pass and elapsed + wait <= patience_seconds):
                 if isinstance(failure, ServerUnreachable):
-                    failure = ServerUnreachable(f"{failure}\n{self._advice(tries, elapsed)}")
+                    failure = ServerUnreachable(f"{failure}\n{self._advice(cause, tries, elapsed)}")
                 raise failure from cause
             time.sleep(wait)
 
@@ -254,7 +260,8 @@ class Connection:
         return f"{info.get('run_id', '')} {info.get('master_replid', '')}"
 
     def describe(self) -> dict[str, Any]:
-        """name, version, address, embedded, policy; in bytes: maxmemory (0: no limit), used_memory (what counts against
+        """name, version, address, embedded, policy; in bytes: maxmemory (0: no limit), machine (memory of its
+        machine; 0: not known), used_memory (what counts against
         it), unfreed (objects that are unlinked and not given back yet: a number, not bytes), buffers (of the clients).
         """
         facts: dict[str, Any] = {
@@ -264,6 +271,7 @@ class Connection:
             "embedded": self.embedded is not None,
             "used_memory": 0,
             "maxmemory": 0,
+            "machine": 0,
             "unfreed": 0,
             "buffers": 0,
             "policy": "noeviction",
@@ -356,9 +364,15 @@ class Connection:
                     f"the address {self.address} has an option that cannot be set there: {option}.{self._source()}",
                     setting="redis_url",
                 )
+        self._warn_once(tls.check_options(options, self.address, self._source()))
         if self._password and self.embedded is None:
             options.setdefault("password", self._password)
         return options
+
+    def _warn_once(self, warning: str) -> None:
+        if warning and warning != self._warned:
+            self._warned = warning
+            _log.warning("Warning: %s", warning)
 
     def _check(self) -> None:
         """Raises ServerUnsuitable when a run cannot live here. A user who may not ask (ACL) is trusted."""
@@ -405,14 +419,24 @@ class Connection:
     def _source(self) -> str:
         return f"\n  The address comes from {self._origin}." if self._origin else ""
 
-    def _advice(self, tries: int, seconds: float) -> str:
+    def _advice(self, error: redis.RedisError, tries: int, seconds: float) -> str:
         spent = "Tried once." if tries == 1 else f"Tried {tries} times in {seconds:.{0 if seconds >= 9.95 else 1}f} s."
         if self.embedded is not None:
             return f"  {spent} Its log: {self.embedded.log}"
         source = f" The address comes from {self._origin}." if self._origin else ""
+        if not self._is_known and _refused(error) is None:
+            found = tls.suspicion(error, self._url_options(), is_tls=self._url.startswith("rediss:"))
+            if found:
+                return f"  {spent}{source}\n  {found}"
         instead = "leave redis_url out"
         if self._origin.startswith("--"):
             instead = f"leave {self._origin.split()[0]} out"
         elif re.fullmatch(r"[A-Z0-9_]+", self._origin):
             instead = f"unset {self._origin}"
         return f"  {spent}{source}\n  Start one:   docker compose up -d redis\n  Or use the embedded one: {instead}."
+
+
+def _refused(error: BaseException) -> BaseException | None:
+    """What says that nothing listens there, or that the host does not exist."""
+    below = error.__cause__ or error.__context__
+    return below if isinstance(below, ConnectionRefusedError | socket.gaierror) else None

@@ -18,7 +18,7 @@ import redis
 
 import rlbuffer
 from rlbuffer.daemon import Daemon
-from rlbuffer.errors import ServerUnreachable, ServerUnsuitable
+from rlbuffer.errors import ServerUnsuitable
 from rlbuffer.store.backup import write_backup
 from rlbuffer.store.binary import ServerBinary
 from rlbuffer.store.restore import restore_backup
@@ -296,5 +296,5 @@ def test_a_run_over_tls_checks_the_servers_certificate(
             (trusting.replace("localhost", "127.0.0.1"), "IP address mismatch"),
         ):
             config = rlbuffer.BatcherConfig(256)
-            with pytest.raises(ServerUnreachable, match=f"(?i){why}"):
+            with pytest.raises(ServerUnsuitable, match=f"(?i){why}"):
                 rlbuffer.connect(url, config=config)

@@ -17,12 +17,14 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.errors import ConfigError, RlbufferError, ServerFull, StepRetired
+from rlbuffer.policy import memory
 from rlbuffer.policy.memory import stored_bytes
 from rlbuffer.records import Group, PolicyVersion
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store import server
 from rlbuffer.testing import make_group
 from rlbuffer.writer import Writer
+from rlbuffer_cli.main import main
 
 pytestmark = pytest.mark.server
 
@@ -309,3 +311,28 @@ def test_a_server_without_a_limit_is_warned_of_once(served: Served) -> None:
     (warning,) = served.wait_for(lambda: served.said("memory"))
     assert warning["sentence"].startswith("The server has no memory limit (maxmemory 0)")
     assert served.said("ready")[0]["forecast"] == {}
+
+
+def test_without_maxmemory_trained_steps_go_before_they_fill_the_machine(
+    served: Served, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer that never writes a checkpoint, on a server that refuses nothing; its machine is taken to be small."""
+    run = served.run
+    run.client.config_set("maxmemory", 0)
+    monkeypatch.setattr(memory, "MACHINE_SHARE", (16 << 20) / run.store.server()["machine"])
+    served.serve(CONFIG)
+    writer = writer_of(run, [])
+    for step in range(1, 61):
+        writer.push(heavy(2 * step))
+        writer.push(heavy(2 * step + 1))
+        trainer.train(step)
+    served.wait_for(lambda: bool(served.said("memory", state="retired early")))
+    assert run.store.meta().retired == run.store.meta().early > 0
+    assert served.said("memory", state="unlimited")[0]["sentence"] == (
+        "The server has no memory limit (maxmemory 0), so it refuses no push: producers without tickets can fill its "
+        "machine's memory. Set one, for example `redis-cli config set maxmemory 8gb`. Until then trained steps go as "
+        "if it were 16.0 MiB, half of that machine's."
+    )
+    assert main(["inspect", "--redis", run.url, "--run", run.store.run]) == 0
+    assert "! server memory: no limit (maxmemory 0), " in capsys.readouterr().out
+    assert run.store.verify().findings == ()

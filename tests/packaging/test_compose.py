@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,7 +22,11 @@ def compose() -> dict[str, Any]:
         if shutil.which(program[0]) is None:
             continue
         read = subprocess.run(
-            [*program, "-f", str(ROOT / "compose.yaml"), "config"], capture_output=True, text=True, check=False
+            [*program, "-f", str(ROOT / "compose.yaml"), "config"],
+            env=os.environ | {"RLBUFFER_REDIS_PASSWORD": "secret"},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if read.returncode == 0:
             return _parsed(read.stdout)

@@ -285,6 +285,8 @@ def _memory(summary: RunSummary) -> list[str]:
     """The server's memory once half of it is used, and what retired early."""
     record = memory_record(summary)
     lines = []
+    if not record["limit"] and summary.server["name"] != "memory":
+        lines.append(f"  ! server memory: no limit (maxmemory 0), {record['used'] / 2**20:,.0f} MiB used: set one")
     if record["percent"] is not None and record["percent"] >= 50:
         used, limit = record["used"] / 2**20, record["limit"] / 2**20
         lines.append(f"  server memory: {used:,.0f} of {limit:,.0f} MiB ({record['percent']:.0f} %)")

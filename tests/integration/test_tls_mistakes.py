@@ -1,0 +1,213 @@
+"""TLS set up wrongly: the message says what is wrong and what to write, and never to start a server."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from own_server import OwnServer
+
+from rlbuffer.errors import ConfigError, RlbufferError, ServerUnreachable, ServerUnsuitable
+from rlbuffer.settings import ServerSettings
+from rlbuffer.store import connection
+from rlbuffer.store.connection import Connection
+
+AUTHORITY = """
+[ca]
+default_ca = here
+[here]
+database = index
+serial = serial
+new_certs_dir = .
+default_md = sha256
+policy = any
+x509_extensions = names
+[any]
+commonName = supplied
+[names]
+subjectAltName = {names}
+"""
+
+
+class Authority:
+    """A CA in a folder, made with the openssl program."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+        (folder / "index").touch()
+        (folder / "serial").write_text("01")
+        self._openssl("req", "-x509", *self._new_key("ca"), "-out", "ca.crt", "-subj", "/CN=ca", "-days", "9")
+        self.certificate = folder / "ca.crt"
+
+    def sign(self, name: str, *, names: str, begin: str = "20200101000000Z", end: str) -> tuple[Path, Path]:
+        """A certificate and its key."""
+        (self._folder / "ca.cnf").write_text(AUTHORITY.format(names=names))
+        self._openssl("req", *self._new_key(name), "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        signing = ["ca", "-batch", "-notext", "-config", "ca.cnf", "-cert", "ca.crt", "-keyfile", "ca.key"]
+        self._openssl(*signing, "-in", f"{name}.csr", "-out", f"{name}.crt", "-startdate", begin, "-enddate", end)
+        return self._folder / f"{name}.crt", self._folder / f"{name}.key"
+
+    @staticmethod
+    def _new_key(name: str) -> list[str]:
+        return ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", f"{name}.key"]
+
+    def _openssl(self, *arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=self._folder, check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl program to make certificates")
+    return Authority(tmp_path_factory.mktemp("ca") / "ca")
+
+
+@contextlib.contextmanager
+def endpoint(certificate: tuple[Path, Path], *, asks: Path | None = None) -> Iterator[int]:
+    """Speaks TLS on a port, and hangs up after the handshake. `asks`: for a client's certificate of this CA."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2  # a missing certificate fails the handshake, not the first read
+    if asks is not None:
+        context.load_verify_locations(asks)
+        context.verify_mode = ssl.CERT_REQUIRED
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                end, _ = listener.accept()
+                with contextlib.suppress(OSError), end, context.wrap_socket(end, server_side=True):
+                    pass
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+def refusal(url: str, home: Path) -> RlbufferError:
+    with pytest.raises(RlbufferError) as caught:
+        Connection(url, home=home, server=ServerSettings(), name="test", origin="--redis", patience_seconds=0.0)
+    assert "docker" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("names", "end", "trusted", "said"),
+    [
+        (
+            "IP:127.0.0.1",
+            "20990101000000Z",
+            False,
+            "nobody who is trusted here has signed its certificate (unable",
+        ),
+        ("DNS:other.example", "20990101000000Z", True, "its certificate is for another name (IP address mismatch"),
+        ("IP:127.0.0.1", "20200201000000Z", True, "its certificate has expired. Renew it; or this machine's clock is"),
+    ],
+)
+def test_a_certificate_that_does_not_fit_is_named_at_once(
+    authority: Authority, home: Path, names: str, end: str, trusted: bool, said: str
+) -> None:
+    certificate = authority.sign(f"server-{abs(hash((names, end, trusted)))}", names=names, end=end)
+    with endpoint(certificate) as port:
+        url = f"rediss://127.0.0.1:{port}/0" + (f"?ssl_ca_certs={authority.certificate}" if trusted else "")
+        error = refusal(url, home)
+    assert type(error) is ServerUnsuitable
+    assert str(error).startswith(f"no TLS connection to the server at {url}: {said}")
+    assert str(error).endswith("\n  The address comes from --redis.")
+
+
+def test_a_certificate_of_a_future_day_is_named(authority: Authority, home: Path) -> None:
+    certificate = authority.sign("later", names="IP:127.0.0.1", begin="20980101000000Z", end="20990101000000Z")
+    with endpoint(certificate) as port:
+        error = refusal(f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.certificate}", home)
+    assert "its certificate is not valid yet. Look at this machine's clock" in str(error)
+
+
+def test_an_address_without_tls_for_a_port_with_it_is_named(authority: Authority, home: Path) -> None:
+    with endpoint(authority.sign("a", names="IP:127.0.0.1", end="20990101000000Z")) as port:
+        error = refusal(f"redis://127.0.0.1:{port}", home)
+    assert type(error) is ServerUnreachable
+    assert str(error).endswith("  It speaks TLS: write rediss:// in place of redis://.")
+
+
+def test_an_address_with_tls_for_a_port_without_it_is_named(
+    server_binary: object, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "COMMAND_TIMEOUT_SECONDS", 0.5)  # such a server waits for the rest of a command
+    with OwnServer(tmp_path / "server") as server:
+        error = refusal(f"rediss://127.0.0.1:{server.port}", home)
+    assert str(error).endswith("  It speaks no TLS: write redis:// in place of rediss://, or the port that does.")
+
+
+def test_what_answers_in_another_language_is_named(home: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            end, _ = listener.accept()
+            with end:
+                end.recv(4096)
+                end.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        error = refusal(f"rediss://127.0.0.1:{listener.getsockname()[1]}", home)
+        thread.join()
+    assert "what answers there does not speak TLS. Write redis://, or the port that does" in str(error)
+
+
+def test_a_server_that_asks_for_a_certificate_is_named(authority: Authority, home: Path) -> None:
+    certificate = authority.sign("asking", names="IP:127.0.0.1", end="20990101000000Z")
+    with endpoint(certificate, asks=authority.certificate) as port:
+        error = refusal(f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.certificate}", home)
+    assert isinstance(error, ServerUnreachable | ServerUnsuitable)
+    assert "a certificate of yours (ssl_certfile=, ssl_keyfile=)" in str(error)
+
+
+def test_files_and_checks_that_do_not_exist_are_named(tmp_path: Path, home: Path) -> None:
+    empty = tmp_path / "empty.crt"
+    empty.write_text("nothing")
+    url = "rediss://127.0.0.1:1?ssl_ca_certs=/nowhere/ca.crt"
+    assert str(refusal(url, home)) == (
+        f"ssl_ca_certs in {url}: there is no file /nowhere/ca.crt.\n  The address comes from --redis."
+    )
+    url = "rediss://127.0.0.1:1?ssl_cert_reqs=maybe"
+    error = refusal(url, home)
+    assert isinstance(error, ConfigError)
+    assert str(error) == (
+        f"ssl_cert_reqs=maybe in {url} must be none, optional or required.\n  The address comes from --redis."
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        error = refusal(f"rediss://127.0.0.1:{listener.getsockname()[1]}?ssl_ca_certs={empty}", home)
+    assert "the file of ssl_ca_certs holds no certificate" in str(error)
+
+
+@pytest.mark.parametrize("loose", ["ssl_cert_reqs=none", "ssl_cert_reqs=optional", "ssl_check_hostname=false"])
+def test_a_server_that_is_not_checked_is_warned_of(
+    authority: Authority, home: Path, loose: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with endpoint(authority.sign(loose[-5:], names="IP:127.0.0.1", end="20990101000000Z")) as port:
+        url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.certificate}&{loose}"
+        with caplog.at_level(logging.WARNING), pytest.raises(RlbufferError):  # the endpoint hangs up
+            Connection(url, home=home, server=ServerSettings(), name="test", patience_seconds=0.0)
+    said = [record.getMessage() for record in caplog.records if record.name == "rlbuffer.store.connection"]
+    sentence = (
+        f"Warning: the server at {url} is taken without a check of who it is ({loose}): whoever stands between reads "
+        "the password and writes what is trained. Leave that out, and name a certificate that is its own or its CA's: "
+        "ssl_ca_certs=/path/ca.crt"
+    )
+    assert said == [sentence]
