@@ -58,7 +58,7 @@ for _ = 1, tonumber(ARGV[4]) do
     if closes == '1' then
       -- What is late of a group that was trained, or dropped before, makes no second group of it.
       if not redis.call('ZSCORE', KEYS[4], group) then
-        redis.pcall('HINCRBY', KEYS[3], env .. ':dropped:' .. reason .. ':groups', 1)
+        redis.pcall('HINCRBY', KEYS[3], known(env, '^[%w_.-]+$', '?') .. ':dropped:' .. reason .. ':groups', 1)
       end
       redis.call('ZADD', KEYS[4], closed_at, group)
     end
