@@ -77,8 +77,12 @@ class ServerFull(ServerRefused):
     """The server is at its memory limit: it takes pushes again when steps retire."""
 
 
+class WrongType(ServerRefused):
+    """A key of the run holds another type than rlbuffer puts there: nothing can go on until it is gone."""
+
+
 class WrongAnswer(RlbufferError):
-    """The server's answer makes no sense here: a key is of another type, or it does not know the command."""
+    """The server's answer makes no sense here: it does not know the command, or a script of it failed."""
 
 
 class SchemaMismatch(RlbufferError):
@@ -92,6 +96,10 @@ class SchemaMismatch(RlbufferError):
 
 class RunGone(RlbufferError):
     """The run was reset or rewound while this process was at work: its epoch is another one now."""
+
+
+class RunDamaged(RunGone):
+    """The run's meta is gone from the server and other keys of it are there: nothing begins beside them."""
 
 
 class EpochChanged(RunGone):

@@ -87,15 +87,18 @@ class SimulatedPipeline(CoreCommands):
     def get_connection_kwargs(self) -> dict[str, Any]:
         return {"protocol": 3}
 
-    def execute(self) -> list[Any]:
+    def execute(self, raise_on_error: bool = True) -> list[Any]:
         commands, self._commands = self._commands, []
         if not commands:
             return []
         replies = self._wire.round_trip([c for c, _ in commands], is_transaction=self._is_transaction)
         for reply in replies:
-            if isinstance(reply, Exception):
+            if isinstance(reply, Exception) and raise_on_error:
                 raise reply
-        return [shaped(c, reply, options) for (c, options), reply in zip(commands, replies, strict=True)]
+        return [
+            reply if isinstance(reply, Exception) else shaped(c, reply, options)
+            for (c, options), reply in zip(commands, replies, strict=True)
+        ]
 
 
 def encoded(args: Sequence[Any]) -> list[bytes]:

@@ -268,6 +268,14 @@ def _trim(server: Server, key: bytes, stream: Stream, gone: list[StreamId]) -> N
         server.changes.append(("xdel", key, entry_id))
 
 
+@command("XINFO")
+def xinfo(server: Server, args: Args) -> Any:
+    stream = server.find(args[2], Stream)
+    if stream is None:
+        raise ResponseError("no such key")
+    return [b"length", len(stream.ids), b"last-generated-id", _text(stream.last)]
+
+
 @command("XLEN")
 def xlen(server: Server, args: Args) -> Any:
     stream = server.find(args[1], Stream)

@@ -136,7 +136,8 @@ class Invariants(Fences, Rewinds):
             self.on_moment("a recovery")
         elif name == "VOID":
             self._taken_back(first[3 + int(first[2]) :])
-        for kind, key, detail in self.server.changes:
+        # What leaves a stream first: what takes its place in the same script must find it gone.
+        for kind, key, detail in sorted(self.server.changes, key=lambda change: change[0] != "xdel"):
             handler = self._handlers.get(key)
             if handler is not None:
                 handler(kind, detail)

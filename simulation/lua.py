@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 # Arguments and replies cross the border as they are: bytes are Lua strings, None is false, a status is {ok = ...}.
 _PRELUDE = """
-local call = ...
+local call, pcalled = ...
 redis = {
   call = function(...) return call(...) end,
+  pcall = function(...) return pcalled(...) end,
   status_reply = function(text) return {ok = text} end,
   error_reply = function(text) return {err = text} end,
 }
@@ -47,7 +48,7 @@ class Engine:
     def __init__(self) -> None:
         self._lua = lua51.LuaRuntime(encoding=None, unpack_returned_tuples=True)
         self._server: Server | None = None
-        self._compile, self._enter = self._lua.execute(_PRELUDE, self._call)
+        self._compile, self._enter = self._lua.execute(_PRELUDE, self._call, self._pcall)
         self._table = self._lua.table_from
         self._marks = self._lua.globals()[MARKS.encode()] = self._lua.table()
         self._compiled: dict[str, Any] = {}
@@ -95,6 +96,12 @@ class Engine:
                 command[i] = _number(arg)
         reply = server.call(name, command)
         return reply if type(reply) is bytes or type(reply) is int else self._value(reply)
+
+    def _pcall(self, name: bytes, *args: Any) -> Any:
+        try:
+            return self._call(name, *args)
+        except ResponseError as error:
+            return self._table({b"err": str(error).encode()})
 
     def _value(self, reply: Any) -> Any:
         """A reply of the server, for Lua."""

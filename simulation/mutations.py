@@ -200,8 +200,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "scored-counts-as-pushed",
         "push",
-        "else\n  redis.call('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:rollouts'",
-        "end\ndo\n  redis.call('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:rollouts'",
+        "else\n  redis.pcall('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:rollouts'",
+        "end\ndo\n  redis.pcall('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:rollouts'",
         scorers=1,
     ),
     _of("scored-grows-younger", "push", "old.pushed or string.match(ARGV[10], '^%d+')", "ARGV[2]", scorers=1),

@@ -24,10 +24,11 @@ def check_home(loaded: Loaded) -> None:
         )
 
 
-def open_existing(loaded: Loaded, *, run_given: bool) -> Buffer:
+def open_existing(loaded: Loaded, *, run_given: bool, even_damaged: bool = False) -> Buffer:
     """Connects to an existing run: the one named by flag, variable or file, else the one opened last.
 
-    A file's run that was never opened on this server does not count: the example file has one.
+    A file's run that was never opened on this server does not count: the example file has one. `even_damaged`: also one
+    that has lost its meta.
 
     Raises:
         NotFound: there is no server data, or no such run on the server.
@@ -47,7 +48,7 @@ def open_existing(loaded: Loaded, *, run_given: bool) -> Buffer:
         if settings.run in runs and (is_named or source != "default" or settings.run == latest):
             if not is_named and settings.run != latest:
                 echo(f'showing run "{settings.run}" ({source}); "{latest}" was opened later (--run chooses)', err=True)
-            return _readable(buffer)
+            return _readable(buffer, even_damaged)
         if is_named or not runs:
             address = buffer.store.server()["address"]
             there = f" Runs there: {', '.join(sorted(runs, key=lambda r: -runs[r])[:8])}." if runs else ""
@@ -62,10 +63,16 @@ def open_existing(loaded: Loaded, *, run_given: bool) -> Buffer:
     )
 
 
-def _readable(buffer: Buffer) -> Buffer:
+def _readable(buffer: Buffer, even_damaged: bool = False) -> Buffer:
     """Says that a run was written by an incompatible version (SchemaMismatch) before anything is done to it."""
+    from rlbuffer.errors import RunDamaged
+
     try:
         buffer.store.meta()
+    except RunDamaged:
+        if not even_damaged:
+            buffer.close()
+            raise
     except BaseException:
         buffer.close()
         raise

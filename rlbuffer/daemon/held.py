@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,9 +11,10 @@ from rlbuffer.batcher import Batcher
 from rlbuffer.batches import Drop, StepPlan
 from rlbuffer.config import BatcherConfig
 from rlbuffer.daemon.telling import Teller
-from rlbuffer.errors import StepRetired
+from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.policy.adapters import at_step
 from rlbuffer.store.base import PoolEntry, Store
+from rlbuffer.store.pool import AHEAD_MS
 
 PAGE = 1000
 """Pool entries per read."""
@@ -37,6 +39,7 @@ class Held:
         self._teller = teller
         self._token = token
         self._since = since
+        self._began = time.monotonic()
         self._entries: dict[str, PoolEntry] = {}
         self._used: set[str] = set()
         """Entries of groups that were trained and may be again; they are in `_entries`, but not in the pool."""
@@ -74,11 +77,28 @@ class Held:
                 env, entry_ids = group.entries[0].env, tuple(entry.entry_id for entry in group.entries)
                 self.drop([Drop(group.group_id, env, "void", 0, 0, entry_ids=entry_ids)])
 
+    def renumber(self) -> None:
+        """The pool's ids say when a push came. One that was added by hand with an id far ahead would let the time of
+        every group be up, and no push come after it.
+
+        Raises:
+            LeaseLost: ids were ahead of the server's clock, and are others now.
+        """
+        moved = self._store.renumber(self._token)
+        if moved is not None:
+            raise LeaseLost(
+                f"the pool of run {self._store.run!r} had given ids ahead of the server's clock: {moved} entries have "
+                "others now, and everything is read again"
+            )
+
     def ingest(self, *, block_seconds: float) -> int:
         """Reads one page of the pool. -> entries read; 0 when there is nothing new."""
         entries = self._store.read_pool(self._cursor, count=PAGE, block_seconds=block_seconds)
         if not entries:
             return 0
+        now = self._since + time.monotonic() - self._began
+        if int(entries[-1].entry_id.partition("-")[0]) > 1000 * now + AHEAD_MS:
+            self.renumber()
         undecodable: list[tuple[Drop, list[PoolEntry]]] = []
         for entry in entries:
             self._cursor = entry.entry_id
@@ -86,13 +106,11 @@ class Held:
                 undecodable.append((_invalid(entry, entry.error), [entry]))
                 continue
             self._entries[entry.entry_id] = entry
-            if entry.replaces:
-                self._entries.pop(entry.replaces, None)
-                self.replaced += 1
+            replaces = self._replaced(entry)
             pushed = entry.pushed_ms / 1000
             # Time in which no batcher ran does not count against a group that is not full yet.
             now = max(pushed, self._since)
-            self.batcher.add(entry.info, entry_id=entry.entry_id, now=now, pushed=pushed, replaces=entry.replaces)
+            self.batcher.add(entry.info, entry_id=entry.entry_id, now=now, pushed=pushed, replaces=replaces)
             env, _, number = entry.group_id.rpartition(".")
             if env == entry.env and _NUMBER.match(number):
                 self._tickets.setdefault(env, []).append(int(number))
@@ -100,6 +118,16 @@ class Held:
             self._store.drop(self._token, undecodable)
             self._teller.dropped(drop for drop, _ in undecodable)
         return len(entries)
+
+    def _replaced(self, entry: PoolEntry) -> str:
+        """The entry whose place this one took; "" when it only says so: PUSH lets only the same rollouts do that."""
+        old = self._entries.get(entry.replaces)
+        if old is not None:
+            if _shape(old) != _shape(entry):
+                return ""
+            del self._entries[entry.replaces]
+        self.replaced += bool(entry.replaces)
+        return entry.replaces
 
     def close_tickets(self) -> None:
         """Deletes the tickets of what was read. Only after the new allowances are published: with a ticket less out
@@ -159,6 +187,10 @@ class Held:
         for entry_id in entry_ids:
             self._entries.pop(entry_id, None)
             self._used.discard(entry_id)
+
+
+def _shape(entry: PoolEntry) -> tuple[str, str, int, int]:
+    return entry.env, entry.group_id, entry.rollouts, entry.tokens
 
 
 def _state(store: Store) -> Mapping[str, Any] | None:

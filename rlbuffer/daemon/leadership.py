@@ -105,6 +105,7 @@ class Leadership:
         if self._meta.error:
             # Not before: ranks that wait must not miss an error that comes again.
             self._store.set_error(self._token, "")
+        self._held.renumber()
         with without_garbage_collection():
             self._held.restore()
             while self._held.ingest(block_seconds=0.0):
@@ -238,6 +239,8 @@ class Leadership:
     def _publish(self, allowances: Mapping[str, int]) -> None:
         """Also when nothing changed: an older one that was delayed on its way may have replaced it."""
         now = time.monotonic()
+        if now - self._published > TELEMETRY_SECONDS:
+            self._held.renumber()
         if allowances != self._allowances or now - self._published > TELEMETRY_SECONDS:
             self._store.set_allowances(self._token, allowances)
             self._allowances, self._published = dict(allowances), now

@@ -25,6 +25,7 @@ from rlbuffer.errors import (
     ConfigError,
     LeaseLost,
     RlbufferError,
+    RunDamaged,
     RunGone,
     SchemaMismatch,
     ServerRefused,
@@ -84,6 +85,8 @@ class Daemon:
         self._lease_seconds = lease_seconds
         self._owner = uuid.uuid4().hex  # one per process start: a restarted leader is another leader
         self._token = 0
+        self._has_opened = False
+        """The run was there, or begun, when this process came."""
         self._is_at_work = False
         """It leads, with settings that the run has taken."""
         self._lost = waiting.Lasting()
@@ -99,6 +102,7 @@ class Daemon:
                 server's memory; or a function of the user's own that the settings name failed. Of the last two every
                 waiting rank is told, too.
             SchemaMismatch: the run was written by an incompatible version.
+            RunDamaged: at the start the run has no meta, but other keys.
             RlbufferError: a fatal error; every waiting rank is told before it is raised.
         """
         while not stop.is_set() and self._ended is None:
@@ -110,6 +114,8 @@ class Daemon:
                     ) as keeper:
                         self._lead(keeper, lease.token, stop)
             except (ServerUnreachable, ServerRefused, LeaseLost, RunGone) as error:
+                if isinstance(error, RunDamaged) and not self._has_opened:
+                    raise  # who starts the batcher must hear it; one that is at work waits for a person
                 if self._lost.is_due(str(error), time.monotonic()):
                     self._teller.emit({"event": "leader", "state": "lost", "reason": str(error)})
                 self._token = 0
@@ -130,6 +136,7 @@ class Daemon:
 
     def _acquire(self, stop: threading.Event) -> Lease | None:
         self._store.open_run()
+        self._has_opened = True
         self._revisions.check()
         said = ""
         while not stop.is_set():

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlbuffer import wire
-from rlbuffer.errors import ConfigError, InvalidRollout, PayloadError, RlbufferError, RunGone, ServerRefused
+from rlbuffer.errors import ConfigError, InvalidRollout, PayloadError, RlbufferError, RunDamaged, RunGone, ServerRefused
 from rlbuffer.records import Group, Rollout
 from rlbuffer.scorer.beat import CLAIM_SECONDS, Beat
 from rlbuffer.scorer.rewards import RewardFailed, Rewards, make_rewards
@@ -135,6 +135,8 @@ class _Scorer:
                 except RunGone as error:
                     self._beat.error = str(error)
                     self._on_event({"event": "restart", "error": str(error)})
+                    if isinstance(error, RunDamaged):  # until a person has mended it
+                        await asyncio.sleep(AGAIN_SECONDS)
                 except ServerRefused as error:
                     self._beat.waiting = str(error)
                     await asyncio.sleep(AGAIN_SECONDS)

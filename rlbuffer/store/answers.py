@@ -24,6 +24,7 @@ from rlbuffer.errors import (
     ServerUnreachable,
     ServerUnsuitable,
     WrongAnswer,
+    WrongType,
 )
 from rlbuffer.store import tls
 
@@ -48,7 +49,7 @@ FOR_NOW = {
 }
 ACT = frozenset({"OOM", "MISCONF", "NOREPLICAS"})
 """Refusals on which the caller must act (spool, throttle, wait and say so): it is told at once."""
-WRONG = frozenset({"ERR", "WRONGTYPE", "CROSSSLOT", "BUSYGROUP", "NOGROUP", "NOPROTO", "INVALIDOBJ"})
+WRONG = frozenset({"ERR", "CROSSSLOT", "BUSYGROUP", "NOGROUP", "NOPROTO", "INVALIDOBJ"})
 """Codes that say that the command does not fit the server or the key. A code that stands nowhere here is of a server or
 a proxy that this version does not know, and is taken for a refusal that passes."""
 TOO_MANY_CLIENTS = "max number of clients"
@@ -88,7 +89,11 @@ def understand(error: redis.RedisError, *, address: str, source: str, is_embedde
             may_pass=True,
             is_loss=True,
         )
-    if isinstance(error, _LOGIN):
+    if code == "WRONGTYPE":
+        return Understood(
+            WrongType(f"{told}a key of the run holds another type than rlbuffer puts there. `rlbuffer verify` names it")
+        )
+    if isinstance(error, _LOGIN) or any(denial in words for denial in DENIED_INSIDE):
         return Understood(
             ServerUnsuitable(
                 f"the server at {address} does not allow this: {words}.{source}\n"
@@ -113,6 +118,8 @@ def understand(error: redis.RedisError, *, address: str, source: str, is_embedde
     return Understood(ServerRefused(f"{told}{words}"), may_pass=True)
 
 
+DENIED_INSIDE = ("ACL failure in script", "The user executing the script")
+"""A command that the user's ACL denies inside a script comes as an error of the script."""
 _LOGIN = (
     redis.AuthenticationError,
     redis.exceptions.AuthorizationError,

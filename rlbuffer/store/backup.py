@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rlbuffer.errors import BackupError, RlbufferError, RunGone
 from rlbuffer.store.backup_format import FORMAT, FrameWriter
 from rlbuffer.store.run import parse_meta
-from rlbuffer.store.session import ranged, text
+from rlbuffer.store.session import answers, ranged, text
 
 if TYPE_CHECKING:
     from rlbuffer.store.redis_store import RedisStore
@@ -299,7 +299,7 @@ def _write_payloads(store: RedisStore, frames: FrameWriter, hold: _Hold, names: 
             for key in keys:
                 pipe.pttl(key)
                 pipe.hkeys(key)
-            return list(pipe.execute())
+            return answers(pipe)
 
     replies = store.look(look)
     missing = 0

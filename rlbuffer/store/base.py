@@ -157,6 +157,7 @@ class Store(Protocol):
     def paused(self) -> frozenset[str]:
         """Envs that an operator has paused."""
 
+    def renumber(self, token: int) -> int | None: ...
     def reused(self) -> list[Reused]:
         """Groups that were trained and may be trained again, in the order of their first push."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlbuffer.store.session import Session
+from rlbuffer.store.session import Session, answers
 
 
 class ClaimMoves(Session):
@@ -31,7 +31,7 @@ class ClaimMoves(Session):
                     pipe.xrange(pool, entry_id, entry_id)
                     pipe.set(key, owner, nx=True, px=milliseconds)
                     pipe.get(key)
-                return list(pipe.execute())
+                return answers(pipe)
 
         reply = self.look(claim)
         gone = frozenset(e for e, found in zip(entry_ids, reply[::3], strict=True) if not found)

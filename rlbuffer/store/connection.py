@@ -313,6 +313,7 @@ class Connection:
             **self._url_options(),
             client_name=self._name or None,
             protocol=3,
+            driver_info=None,  # CLIENT SETINFO is of Redis 7.2, and no user of an ACL file for 7.0 may send it
             retry=Retry(NoBackoff(), 0),
             socket_timeout=timeout_seconds,
             socket_connect_timeout=CONNECT_TIMEOUT_SECONDS,

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlbuffer import wire
-from rlbuffer.store.session import Session, ranged
+from rlbuffer.errors import PayloadError
+from rlbuffer.store.session import Fields, Session, number, ranged, text
 
 KEPT = 10_000
 """Results kept, about."""
@@ -78,15 +79,26 @@ class EvaluationMoves(Session):
         Args:
             limit: how many of the newest entries are looked at.
         """
-        newest = self.look(lambda client: client.xrevrange(self.keys.eval, count=limit))
+        newest = self.look_at(lambda client: client.xrevrange(self.keys.eval, count=limit), [])
         found: dict[tuple[str, int], dict[str, Any]] = {}
         lines: dict[tuple[str, int], bytes] = {}
         for entry_id, fields in reversed(ranged(newest)):
-            env, version = fields[b"env"].decode(), int(fields[b"version"])
-            at = int(entry_id.partition("-")[0]) / 1000
-            record = wire.loads(fields[b"record"], limit=MAX_RECORD_BYTES)
-            if (env, version) in found and lines[env, version] == fields.get(b"line", b""):
+            result = evaluation_of(entry_id, fields)
+            if result is None:
                 continue
-            lines[env, version] = fields.get(b"line", b"")
-            found[env, version] = {"env": env, "version": version, "at": at, **record}
+            what, line = (result["env"], result["version"]), fields.get(b"line", b"")
+            if what not in found or lines[what] != line:
+                found[what], lines[what] = result, line
         return list(found.values())
+
+
+def evaluation_of(entry_id: str, fields: Fields) -> dict[str, Any] | None:
+    """A result as it was added; None when it did not come through :meth:`EvaluationMoves.add_evaluation`."""
+    env, version = text(fields.get(b"env", b"")), number(fields.get(b"version"))
+    try:
+        record = wire.loads(fields.get(b"record", b""), limit=MAX_RECORD_BYTES)
+    except PayloadError:
+        return None
+    if not env or version is None or not isinstance(record, dict):
+        return None
+    return {**record, "env": env, "version": version, "at": int(entry_id.partition("-")[0]) / 1000}

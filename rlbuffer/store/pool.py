@@ -21,10 +21,12 @@ from rlbuffer.infos import GroupInfo, unfrozen
 from rlbuffer.records import Group
 from rlbuffer.store.base import PoolEntry, Reused
 from rlbuffer.store.keys import SUFFIX, Keys
-from rlbuffer.store.session import Entry, Fields, Session, text
+from rlbuffer.store.session import Entry, Fields, Session, number, text
 
 WEEK_MS = 7 * 86_400_000
 """How long a payload that never became pending is kept."""
+AHEAD_MS = 3_600_000
+"""An id of the pool this far ahead of the server's clock was not given by it, or the clock was set back since."""
 DROP_ENTRIES = 500
 """Pool entries per DROP: about 1.5 ms of the server's time."""
 HISTORY_ENTRIES = 10_000
@@ -88,6 +90,11 @@ class PoolMoves(Session):
             if text(reply[1]):  # else the server has later pushes, too
                 self._fresh[incarnation] = sequence + 1
             return ("stored" if status == "OK" else "duplicate"), text(reply[1])
+        if status == "JAMMED":
+            raise ServerRefused(
+                f"the pool of run {self.run!r} takes no push ({self.keys.pool}: {text(reply[1])}): an entry did not "
+                "come through rlbuffer. A batcher makes the pool anew when only its last id is wrong"
+            )
         if status == "GAP":
             raise ProducerGap(
                 f"push {sequence} of producer {producer!r} came, but the server's last is {text(reply[1])}: "
@@ -124,7 +131,7 @@ class PoolMoves(Session):
         def last() -> Any:
             return self.client.hget(producer_key, "sequence")
 
-        return int(self.connection.call(last, patience_seconds=self.patience_seconds, repeat=False) or 0)
+        return number(self.connection.call(last, patience_seconds=self.patience_seconds, repeat=False)) or 0
 
     def _store_payload(self, key: str, push: wire.EncodedPush) -> None:
         """Raises InvalidRollout, before anything is sent, when the server can never take it."""
@@ -156,6 +163,17 @@ class PoolMoves(Session):
         """INGEST: entries after the cursor, in the order in which they were pushed."""
         found = self.stream(self.keys.pool, after, count=count, block_seconds=block_seconds)
         return pool_entries(self.keys, found)
+
+    def renumber(self, token: int) -> int | None:
+        """RENUMBER: brings the pool's ids back to the clock. -> entries that have other ids now; None: all was well.
+
+        Raises:
+            LeaseLost: another leads.
+        """
+        reply = self.move("renumber", (self.keys.lease, self.keys.pool), (token, AHEAD_MS))
+        if text(reply[0]) == "FENCED":
+            raise self.lost(reply[1])
+        return int(reply[1]) if text(reply[0]) == "MOVED" else None
 
     def reused(self) -> list[Reused]:
         """Groups that were trained and may be trained again, in the order of their first push."""
@@ -211,7 +229,7 @@ def _entry(keys: Keys, entry_id: str, fields: Fields, info: GroupInfo | PayloadE
         made.tokens = info.totals.tokens
         made.error = ""
         made.replaces = text(fields.get(b"replaces", b""))
-        made.first_ms = _count(fields, b"pushed")
+        made.first_ms = _first_ms(fields, entry_id)
         made.__class__ = PoolEntry
         entry: PoolEntry = made
         return entry
@@ -237,8 +255,13 @@ def _entry(keys: Keys, entry_id: str, fields: Fields, info: GroupInfo | PayloadE
         tokens=tokens,
         error=error,
         replaces=text(fields.get(b"replaces", b"")[:64]),
-        first_ms=_count(fields, b"pushed"),
+        first_ms=_first_ms(fields, entry_id),
     )
+
+
+def _first_ms(fields: Fields, entry_id: str) -> int:
+    """When the rollouts were first pushed; not later than the entry itself says."""
+    return min(_count(fields, b"pushed"), int(entry_id.partition("-")[0]))
 
 
 def _agrees(fields: Fields, info: GroupInfo) -> bool:
@@ -290,8 +313,7 @@ def _place(entry_id: str) -> tuple[int, int]:
 
 def _count(fields: Fields, name: bytes) -> int:
     """As DROP counts it: what is not a plain number of at most 15 digits is 0."""
-    value = fields.get(name, b"0")
-    return int(value) if value.isdigit() and len(value) <= 15 else 0
+    return number(fields.get(name)) or 0
 
 
 def _chunks(

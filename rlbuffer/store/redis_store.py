@@ -41,6 +41,7 @@ class RedisStore(
         self._fresh = {}
         self._evaluated = {}
         self._tokens = {}
+        self._refused = set()
 
     def verify(self) -> Report:
         """Recomputes the ledger and every invariant that can be seen from outside."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from rlbuffer import wire
-from rlbuffer.errors import RunGone, SchemaMismatch, ServerRefused
+from rlbuffer.errors import RunDamaged, RunGone, SchemaMismatch, ServerRefused, ServerUnsuitable
 from rlbuffer.store.append_file import sentence_until_whole
 from rlbuffer.store.base import Ledger, Meta
 from rlbuffer.store.keys import RUNS, SCHEMA
@@ -49,16 +49,20 @@ class RunViews(Session):
 
         Raises:
             SchemaMismatch: the run was written by an incompatible version.
+            RunDamaged: its meta is gone and other keys of it are there.
         """
-
         try:
-            meta = self.meta()  # a server that takes no writes for now still lets a run go on
+            meta = self.meta()  # who may not write, or on a server that takes no writes, goes on with a run
+        except RunDamaged:
+            raise
         except RunGone:
-            self.move("open", (self.keys.meta,), (SCHEMA,))
+            reply = self.move("open", (self.keys.meta, *self._content()), (SCHEMA,))
+            if text(reply[0]) == "LEFT":
+                raise self._damaged([text(key) for key in reply[1:]]) from None
             meta = self.meta()
         now = self.now()
-        # At the memory limit the list keeps the older time: a takeover must not fail for it.
-        with suppress(ServerRefused):
+        # The list is for people: at the memory limit, and for who may not write it, it keeps the older time.
+        with suppress(ServerRefused, ServerUnsuitable):
             self.look(lambda client: client.zadd(RUNS, {self.run: now}))
         return meta
 
@@ -67,9 +71,15 @@ class RunViews(Session):
 
         Raises:
             RunGone: there is no such run on the server.
+            RunDamaged: its meta is gone and other keys of it are there.
             SchemaMismatch: the run was written by an incompatible version.
         """
         fields = self.look(lambda client: client.hgetall(self.keys.meta))
+        if not fields:
+            fields, *there = self.look(self._meta_and_content)  # at one moment: it may just be begun
+            left = [key for key, is_there in zip(self._content(), there, strict=True) if is_there]
+            if not fields and left:
+                raise self._damaged(left)
         if not fields:
             raise RunGone(f"run {self.run!r} is not on the server ({self.keys.meta})")
         meta = parse_meta(fields)
@@ -94,6 +104,25 @@ class RunViews(Session):
         ended, pending = self.look(look)
         return bool(ended) and not pending
 
+    def _content(self) -> tuple[str, ...]:
+        """Keys that are written only while the run has a meta."""
+        keys = self.keys
+        return keys.pool, keys.steps, keys.state, keys.closed, keys.trainer, keys.policy, keys.garbage, keys.reuse
+
+    def _meta_and_content(self, client: Any) -> list[Any]:
+        with client.pipeline(transaction=True) as pipe:
+            pipe.hgetall(self.keys.meta)
+            for key in self._content():
+                pipe.exists(key)
+            return list(pipe.execute())
+
+    def _damaged(self, left: Sequence[str]) -> RunDamaged:
+        return RunDamaged(
+            f"run {self.run!r} has lost its meta ({self.keys.meta}), but {', '.join(left)} is left of it: it would "
+            f"begin anew at step 0 beside that. `rlbuffer reset {self.run} --yes` removes what is left; then `rlbuffer "
+            "restore FILE` brings a backup back, or the run begins anew"
+        )
+
     def runs(self) -> Mapping[str, float]:
         """run -> Unix seconds when it was last opened; the most recent first."""
         reply = self.look(lambda client: client.zrange(RUNS, 0, -1, desc=True, withscores=True))
@@ -101,7 +130,7 @@ class RunViews(Session):
 
     def ledger(self) -> Ledger:
         """The whole account."""
-        return parse_ledger(self.look(lambda client: client.hgetall(self.keys.ledger)))
+        return parse_ledger(self.look_at(lambda client: client.hgetall(self.keys.ledger), {}))
 
     def history(self, count: int = 1000) -> list[Mapping[str, Any]]:
         """Newest first: a record per dropped group (``event: drop``) and per committed step (``event: step``).

@@ -11,7 +11,9 @@ from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 
-from rlbuffer.errors import EpochChanged, LeaseLost, RlbufferError, RunGone
+import redis
+
+from rlbuffer.errors import EpochChanged, LeaseLost, RlbufferError, RunGone, WrongType
 from rlbuffer.policy.age import remembered_steps
 from rlbuffer.policy.memory import EARLY_SHARE
 from rlbuffer.store.connection import Connection
@@ -64,6 +66,13 @@ class Session:
         return self.connection.call(
             lambda: command(self.connection.client), patience_seconds=self.patience_seconds, repeat=True
         )
+
+    def look_at(self, command: Callable[[Any], Any], otherwise: Any) -> Any:
+        """:meth:`look` at what people are shown: `otherwise` when the key is of another type, which `verify` names."""
+        try:
+            return self.look(command)
+        except WrongType:
+            return otherwise
 
     def move(
         self,
@@ -143,6 +152,22 @@ class Session:
     def unexpected(self, script: str, reply: Sequence[Any]) -> RlbufferError:
         """A reply that the script's header does not know: the run and this version of rlbuffer do not fit."""
         return RlbufferError(f"script {script} answered {[text(r) for r in reply]} for run {self.run!r}")
+
+
+def answers(pipe: Any) -> list[Any]:
+    """What a pipeline answers; None for a key of another type than the command is for, as if it were not there."""
+    found: list[Any] = pipe.execute(raise_on_error=False)
+    for i, answer in enumerate(found):
+        if isinstance(answer, redis.ResponseError) and str(answer).startswith("WRONGTYPE"):
+            found[i] = None
+        elif isinstance(answer, Exception):
+            raise answer
+    return found
+
+
+def number(value: bytes | None) -> int | None:
+    """A whole number of the run that anybody may have written: None for what is no number of at most 15 digits."""
+    return int(value) if value is not None and value.isdigit() and len(value) <= 15 else None
 
 
 def text(value: object) -> str:

@@ -12,7 +12,7 @@ from rlbuffer.store.keys import Keys
 from rlbuffer.store.ledger import parse_ledger
 from rlbuffer.store.pool import pool_entries, reused_groups
 from rlbuffer.store.run import parse_meta
-from rlbuffer.store.session import Entry, Session, ranged, text
+from rlbuffer.store.session import Entry, Session, answers, ranged, text
 from rlbuffer.store.steps import header_of, part_of
 
 
@@ -77,9 +77,11 @@ def take_snapshot(store: Session) -> Snapshot:
             pipe.zrange(keys.garbage, 0, -1, withscores=True)
             pipe.zrange(keys.closed, 0, -1)
             pipe.hgetall(keys.reuse)
-            return list(pipe.execute())
+            return answers(pipe)
 
-    (seconds, micros), meta, trainer, ledger, pool, steps, garbage, closed, reuse = store.look(read)
+    (seconds, micros), *found = store.look(read)
+    # What is of another type counts as empty here; `verify` names it.
+    meta, trainer, ledger, pool, steps, garbage, closed, reuse = (part or {} for part in found)
     unreadable = Findings()
     return Snapshot(
         now_ms=int(seconds) * 1000 + int(micros) // 1000,
@@ -90,7 +92,7 @@ def take_snapshot(store: Session) -> Snapshot:
         ledger=parse_ledger(ledger),
         pool=tuple(pool_entries(keys, ranged(pool))),
         steps=_live_steps(ranged(steps), keys, unreadable),
-        garbage={text(key): int(score) for key, score in garbage},
+        garbage={text(key): int(min(max(score, -1), 2**53)) for key, score in garbage},
         closed=frozenset(text(group_id) for group_id in closed),
         reused=tuple(reused_groups(keys, reuse)),
         unreadable=tuple(unreadable.found),

@@ -14,7 +14,7 @@ from rlbuffer.errors import LeaseLost, NotFound, PayloadError, RlbufferError, St
 from rlbuffer.store.base import Meta, PartRollout, PoolEntry, StepHeader, StepPart
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.pool import HISTORY_ENTRIES
-from rlbuffer.store.session import BLOCK_SECONDS, LAST_IN_STEP, Fields, Session, ranged, text
+from rlbuffer.store.session import BLOCK_SECONDS, LAST_IN_STEP, Fields, Session, answers, ranged, text
 from rlbuffer.store.step_format import (
     check_numbers,
     decode_header,
@@ -56,7 +56,7 @@ class StepMoves(Session):
             with client.pipeline(transaction=False) as pipe:
                 for ref in refs:
                     pipe.hstrlen(entries[ref.entry_id].payload_key, str(ref.index))
-                return list(pipe.execute())
+                return answers(pipe)
 
         sizes = self.look(ask)
         broken = {
@@ -145,9 +145,11 @@ class StepMoves(Session):
             args,
             since=since,
         )
-        return self._committed(reply, plan, meta, digest)
+        return self._committed(reply, plan, entries, meta, digest)
 
-    def _committed(self, reply: Sequence[Any], plan: StepPlan, meta: Meta, digest: str) -> tuple[str, Any]:
+    def _committed(
+        self, reply: Sequence[Any], plan: StepPlan, entries: Mapping[str, PoolEntry], meta: Meta, digest: str
+    ) -> tuple[str, Any]:
         status = text(reply[0])
         if status == "OK":
             return "ok", digest
@@ -165,6 +167,10 @@ class StepMoves(Session):
         if status == "TWICE":
             raise RlbufferError(f"the plan of step {plan.step} names pool entry {text(reply[1])} twice")
         if status == "UNEQUAL":
+            entry_id, held = text(reply[1]), tuple(text(count) for count in reply[2:])
+            read = entries[entry_id]
+            if held != (str(read.rollouts), str(read.tokens)):
+                raise LeaseLost(f"pool entry {entry_id} of run {self.run!r} is another one than was read: read again")
             raise RlbufferError(
                 f"the plan of step {plan.step} does not account for all of pool entry {text(reply[1])}, "
                 f"which holds {text(reply[2])} rollouts and {text(reply[3])} tokens"
@@ -214,10 +220,12 @@ class StepMoves(Session):
 
         swept = 0
         while members := here(lambda client: client.zrangebyscore(keys.garbage, "-inf", retired, start=0, num=SWEEP)):
+            # Scorers write this list, too, and the leader may unlink anything: only a payload of this run goes.
+            own = [key for key in members if key.startswith(keys.payload_prefix.encode())]
             # UNLINK before ZREM: a crash in between leaves a name to be swept again, never a payload without one.
-            here(partial(_unlink, keys=members))
+            here(partial(_unlink, keys=own))
             here(partial(_forget, garbage=keys.garbage, keys=members))
-            swept += len(members)
+            swept += len(own)
         return swept
 
     # -- pull ------------------------------------------------------------------------------------------------------
@@ -282,13 +290,13 @@ class StepMoves(Session):
             with client.pipeline(transaction=False) as pipe:
                 for key, indices in wanted.items():
                     pipe.hmget(key, [str(index) for index in indices])
-                return list(pipe.execute())
+                return answers(pipe)
 
         values = self.look(read)
         found = {
             (key, index): value
             for (key, indices), fields in zip(wanted.items(), values, strict=True)
-            for index, value in zip(indices, fields, strict=True)
+            for index, value in zip(indices, fields or [None] * len(indices), strict=True)
         }
         return [found[ref.payload_key, ref.index] for ref in refs]
 
@@ -299,7 +307,7 @@ class StepMoves(Session):
             with client.pipeline(transaction=False) as pipe:
                 for key in payload_keys:
                     pipe.hget(key, "group")
-                return list(pipe.execute())
+                return answers(pipe)
 
         return self.look(read) if payload_keys else []
 

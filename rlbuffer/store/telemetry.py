@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlbuffer import wire
+from rlbuffer.errors import PayloadError, ServerUnsuitable, WrongType
 from rlbuffer.store.keys import HEARTBEATS
-from rlbuffer.store.session import Session, text
+from rlbuffer.store.session import Session, answers, number, text
 
 FORGOTTEN_AFTER_MS = 3_600_000
 """Silence after which a process is no longer shown."""
 MAX_RECORD_BYTES = 2**20
 """Largest heartbeat that is decoded."""
+_log = logging.getLogger(__name__)
 
 
 class Telemetry(Session):
     """What processes say about themselves, stamped with the server's clock."""
+
+    _refused: set[str]
+    """Keys that the server does not let this process write."""
 
     def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
         """Says that `name` lives, with whatever it wants to show. `kind`: a key of HEARTBEATS."""
@@ -25,24 +31,26 @@ class Telemetry(Session):
         self._note(self.keys.heartbeats(kind), name, wire.dumps(dict(record)))
 
     def heartbeats(self, kind: str) -> Mapping[str, Mapping[str, Any]]:
-        """name -> its last record, with ``seconds_ago`` added, by the server's clock."""
+        """name -> its last record, with ``seconds_ago`` added, by the server's clock; what is no heartbeat is left out.
+
+        Any process of the kind writes there: no field of a record is certain to be there, nor of a type.
+        """
         key = self.keys.heartbeats(kind)
 
         def read(client: Any) -> list[Any]:
             with client.pipeline(transaction=False) as pipe:
                 pipe.hgetall(key)
                 pipe.time()
-                return list(pipe.execute())
+                return answers(pipe)
 
         fields, (seconds, micros) = self.look(read)
         now = int(seconds) + int(micros) / 1e6
         out = {}
-        for name, value in sorted(fields.items()):
-            at, _, record = value.partition(b" ")
-            out[text(name)] = {
-                **wire.loads(record, limit=MAX_RECORD_BYTES),
-                "seconds_ago": max(0.0, now - int(at) / 1000),
-            }
+        for name, value in sorted((fields or {}).items()):
+            beat = heartbeat_of(value)
+            if beat is not None:
+                at, record = beat
+                out[text(name)] = {**record, "seconds_ago": max(0.0, now - at / 1000)}
         return out
 
     def set_waiting(self, who: str, sentence: str) -> None:
@@ -51,7 +59,7 @@ class Telemetry(Session):
 
     def waiting(self) -> Mapping[str, str]:
         """who -> the sentence that it last said."""
-        fields = self.look(lambda client: client.hgetall(self.keys.waiting))
+        fields = self.look_at(lambda client: client.hgetall(self.keys.waiting), {})
         return {text(who): text(value.partition(b" ")[2]) for who, value in sorted(fields.items())}
 
     def count_damaged(self, step: int, rollouts: Sequence[str]) -> None:
@@ -61,12 +69,34 @@ class Telemetry(Session):
         """
         if rollouts:
             keys = self.keys
-            self.move("telemetry", (keys.ledger, keys.damaged, keys.meta), ("damaged", step, *rollouts))
+            self._tell((keys.ledger, keys.damaged, keys.meta), ("damaged", step, *rollouts))
 
     def count_lost(self, pushes: int) -> None:
         """Pushes that a producer knows are missing on the server and cannot send again."""
         # A lost reply may count twice. That is better than a writer that fails because it could not count.
-        self.move("telemetry", (self.keys.ledger,), ("count", "lost", pushes))
+        self._tell((self.keys.ledger,), ("count", "lost", pushes))
 
     def _note(self, key: str, name: str, record: str | bytes) -> None:
-        self.move("telemetry", (key,), ("note", name, record, FORGOTTEN_AFTER_MS))
+        self._tell((key,), ("note", name, record, FORGOTTEN_AFTER_MS))
+
+    def _tell(self, keys: Sequence[str], args: Sequence[Any]) -> None:
+        """One move of telemetry. A server that does not allow it is told of once: nobody stops working for it."""
+        try:
+            self.move("telemetry", keys, args)
+        except (ServerUnsuitable, WrongType) as error:
+            if keys[0] not in self._refused:
+                self._refused.add(keys[0])
+                _log.warning("not written to %s, now and later: %s", keys[0], error)
+
+
+def heartbeat_of(value: bytes) -> tuple[int, dict[str, Any]] | None:
+    """Server ms and the record of a heartbeat; None when it is none."""
+    at, _, data = value.partition(b" ")
+    milliseconds = number(at)
+    try:
+        record = wire.loads(data, limit=MAX_RECORD_BYTES)
+    except PayloadError:
+        return None
+    if milliseconds is None or not isinstance(record, dict):
+        return None
+    return milliseconds, record

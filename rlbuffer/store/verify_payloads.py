@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlbuffer import wire
 from rlbuffer.errors import PayloadError
 from rlbuffer.store.base import PartRollout
-from rlbuffer.store.session import text
+from rlbuffer.store.session import answers, text
 from rlbuffer.store.snapshot import Findings, Snapshot, take_snapshot
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _check_sizes(store: RedisStore, shot: Snapshot, findings: Findings) -> int:
             with client.pipeline(transaction=False) as pipe:
                 for key, index, _, _ in page:
                     pipe.hstrlen(key, str(index))
-                return list(pipe.execute())
+                return answers(pipe)
 
         wrong += [(*item, size) for item, size in zip(page, store.look(read), strict=True) if size != item[2]]
     if wrong:

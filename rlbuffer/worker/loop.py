@@ -25,6 +25,7 @@ from rlbuffer.errors import (
     EnvDone,
     InvalidRollout,
     RlbufferError,
+    RunDamaged,
     RunGone,
     SamplerUnavailable,
     ServerRefused,
@@ -187,6 +188,8 @@ class _Worker:
                     self._evaluator.forget()
                     self._failures.clear()
                     self._on_event({"event": "restart", "error": str(error)})
+                    if isinstance(error, RunDamaged):  # until a person has mended it
+                        await asyncio.sleep(AWAY_SECONDS)
                 except ServerRefused as error:
                     # It takes no writes for now. Tickets lapse, groups are pushed as soon as it does.
                     self._wait(str(error))

@@ -65,6 +65,8 @@ class OwnServer:
                 with redis.Redis(port=self.port, socket_timeout=5) as client:
                     client.ping()
                 return
+            except redis.AuthenticationError:
+                return  # users of its own: it answers
             except redis.RedisError as error:
                 if time.monotonic() > deadline or self._process.poll() is not None:
                     raise RuntimeError(f"no server: {error}\n{self.log.read_text()}") from error

@@ -24,7 +24,7 @@ from rlbuffer.store.binary import ServerBinary
 from rlbuffer.store.restore import restore_backup
 
 ROOT = Path(__file__).parents[2]
-ROLES = ("operator", "worker", "trainer", "viewer")
+ROLES = ("operator", "worker", "scorer", "trainer", "viewer")
 CONFIG = rlbuffer.BatcherConfig(256, step_groups=2, max_age=9)
 
 UrlOf = Callable[[str], str]
@@ -32,12 +32,12 @@ UrlOf = Callable[[str], str]
 
 
 @contextlib.contextmanager
-def served(server_binary: ServerBinary, folder: Path, *arguments: str | Path) -> Iterator[Path]:
+def served(program: str | Path, folder: Path, *arguments: str | Path) -> Iterator[Path]:
     """A server of the test's own. -> its unix socket."""
     path = folder / "s.sock"
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(
-            [server_binary.path, "--unixsocket", path, "--save", "", *arguments],
+            [program, "--unixsocket", path, "--save", "", *arguments],
             cwd=folder,
             stdout=log,
             stderr=log,
@@ -54,12 +54,15 @@ def served(server_binary: ServerBinary, folder: Path, *arguments: str | Path) ->
         process.wait()
 
 
-@pytest.fixture
-def secured(home: Path, server_binary: ServerBinary) -> Iterator[UrlOf]:
-    """A server with the project's own file of users."""
+@pytest.fixture(params=["embedded", "redis-server"])
+def secured(request: pytest.FixtureRequest, home: Path, server_binary: ServerBinary) -> Iterator[UrlOf]:
+    """A server with the project's own file of users: the embedded one, and the Redis of this machine (Debian: 7.0)."""
+    program = server_binary.path if request.param == "embedded" else shutil.which(request.param)
+    if program is None:
+        pytest.skip(f"needs {request.param} on PATH")
     users = home / "users.acl"
     shutil.copy(ROOT / "deploy" / "users.acl", users)
-    with served(server_binary, home, "--port", "0", "--aclfile", users) as path:
+    with served(program, home, "--port", "0", "--aclfile", users) as path:
         yield lambda role: f"unix://{role}:CHANGE-{role}@{path}?db=0"
 
 
@@ -96,6 +99,7 @@ def do_everybodys_work(url_of: UrlOf, folder: Path) -> None:
         with (
             rlbuffer.connect(url_of("trainer"), run="math") as trainer,
             rlbuffer.connect(url_of("worker"), run="math") as worker,
+            rlbuffer.connect(url_of("scorer"), run="math") as scorer,
         ):
             reader = trainer.reader(timeout_seconds=60)
             reader.start()
@@ -115,12 +119,12 @@ def do_everybodys_work(url_of: UrlOf, folder: Path) -> None:
             worker.store.add_evaluation("e", 0, {"reward": 1.0})
             worker.store.release_evaluation("e", 0, owner="w")
             worker.store.note_visits("a", "p", "s")
-            worker.heartbeat("scorer", "s", {"gives": ["ref_logprobs"]})
+            scorer.heartbeat("scorer", "s", {"gives": ["ref_logprobs"]})
             waits = writer.push(rlbuffer.make_group(env="a", seed=90, needs=["ref_logprobs"])).entry_id
-            assert worker.store.claim_scoring([waits], owner="s", ttl_seconds=60)[0] == {waits}
-            assert worker.store.read_pool()
-            assert writer.replace(rlbuffer.make_group(env="a", seed=90), waits).entry_id
-            worker.store.release_scoring([waits], owner="s")
+            assert scorer.store.claim_scoring([waits], owner="s", ttl_seconds=60)[0] == {waits}
+            assert scorer.store.read_pool()
+            assert scorer.writer("s").replace(rlbuffer.make_group(env="a", seed=90), waits).entry_id
+            scorer.store.release_scoring([waits], owner="s")
             for step in reader.steps():
                 assert step.rollouts == 8
                 trainer.policy().announce(step.number, location="http://trainer/v", size=1, checksum="c")
@@ -159,10 +163,14 @@ def test_every_role_can_do_its_work_with_the_users_of_the_deploy_folder(secured:
 
 
 FORBIDDEN = [
-    ("viewer", lambda b: b.writer("w")),
+    ("viewer", lambda b: b.writer("w").push(rlbuffer.make_group())),
     ("viewer", lambda b: b.store.pause("a")),
     ("viewer", lambda b: b.store.connection.client.set("rlb:math:g:x", 1)),
     ("viewer", lambda b: b.store.connection.client.evalsha("0" * 40, 0)),
+    ("worker", lambda b: b.store.connection.client.hset(b.store.keys.meta, "step", 0)),
+    ("worker", lambda b: b.store.connection.client.delete(b.store.keys.pool)),
+    ("worker", lambda b: b.store.connection.client.zadd(b.store.keys.garbage, {"x": 0})),
+    ("worker", lambda b: b.store.connection.client.hgetall("rlb:math:g:x")),
     ("worker", lambda b: b.store.pause("a")),
     ("worker", lambda b: b.store.lease("thief", ttl_seconds=1)),
     ("worker", lambda b: b.store.announce(1, rlbuffer.PolicyVersion(version=9))),
@@ -186,7 +194,10 @@ def test_nobody_can_do_what_is_not_its_work(secured: UrlOf) -> None:
         for role, act in FORBIDDEN:
             with (
                 rlbuffer.connect(secured(role), run="math") as buffer,
-                pytest.raises((ServerUnsuitable, redis.exceptions.NoPermissionError), match=r"(?i)no permissions"),
+                pytest.raises(
+                    (ServerUnsuitable, redis.exceptions.NoPermissionError),
+                    match=r"(?i)no permissions|The user executing the script can't",
+                ),
             ):
                 act(buffer)
         assert operator.store.meta() == before
@@ -197,13 +208,33 @@ def test_nobody_can_do_what_is_not_its_work(secured: UrlOf) -> None:
 
 
 @pytest.mark.server
+def test_telemetry_that_a_user_may_not_write_is_a_warning_and_ends_nobody(
+    secured: UrlOf, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rlbuffer.connect(secured("operator"), run="math") as operator:
+        operator.store.open_run()
+        with rlbuffer.connect(secured("viewer"), run="math") as buffer:
+            for _ in range(3):
+                buffer.heartbeat("worker", "w", {})
+                buffer.store.set_waiting("rank 0", "a step")
+                buffer.store.count_damaged(1, ["a/0"])
+                buffer.store.count_lost(1)
+        refused = [record.getMessage().split(",")[0] for record in caplog.records if record.levelname == "WARNING"]
+        assert refused == [f"not written to {{rlb:math}}:{key}" for key in ("workers", "waiting", "ledger")]
+        assert operator.store.heartbeats("worker") == {}
+
+
+@pytest.mark.server
 def test_a_whole_run_lives_on_a_cluster_of_one_shard(home: Path, server_binary: ServerBinary) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     arguments = ["--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes", "--cluster-port"]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         arguments.append(str(probe.getsockname()[1]))
-    with served(server_binary, home, *arguments) as path, redis.Redis(unix_socket_path=str(path), protocol=3) as admin:
+    with (
+        served(server_binary.path, home, *arguments) as path,
+        redis.Redis(unix_socket_path=str(path), protocol=3) as admin,
+    ):
         admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         deadline = time.monotonic() + 30
         while admin.execute_command("CLUSTER INFO")["cluster_state"] != "ok":
@@ -286,7 +317,7 @@ def test_a_run_over_tls_checks_the_servers_certificate(
     home: Path, server_binary: ServerBinary, certificate: tuple[Path, Path]
 ) -> None:
     with (
-        served(server_binary, home, "--port", "0") as path,
+        served(server_binary.path, home, "--port", "0") as path,
         tls_endpoint(path, *certificate) as port,
     ):
         trusting = f"rediss://localhost:{port}/0?ssl_ca_certs={certificate[0]}"

@@ -33,12 +33,15 @@ def command(
     """
     if run is not None and run != name:
         raise click.UsageError(f"the run is named twice: {name!r} and --run {run!r}")
-    from rlbuffer.errors import RlbufferError
+    from rlbuffer.errors import RlbufferError, RunDamaged
     from rlbuffer_cli.session import at_work, open_existing
 
-    with open_existing(options.load(config, redis, name, home), run_given=True) as buffer:
-        ledger, step = buffer.ledger().total(), buffer.store.meta().step
-        content = f"{step} steps, {ledger.pending[0]} pending rollouts"
+    with open_existing(options.load(config, redis, name, home), run_given=True, even_damaged=True) as buffer:
+        try:
+            step = f"{buffer.store.meta().step} steps"
+        except RunDamaged:
+            step = "without its meta"
+        content = f"{step}, {buffer.ledger().total().pending[0]} pending rollouts"
         if not yes:
             raise click.UsageError(f'this removes run "{name}" ({content}) for good: say so with --yes')
         found = [] if force else at_work(buffer)

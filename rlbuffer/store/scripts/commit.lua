@@ -64,7 +64,7 @@ for _ = 1, count do
     local fields, entry = found[1][2], {}
     for k = 1, #fields, 2 do entry[fields[k]] = fields[k + 1] end
     if tonumber(entry.rollouts) ~= rollouts or tonumber(entry.tokens) ~= tokens then
-      return {'UNEQUAL', id, entry.rollouts, entry.tokens}
+      return {'UNEQUAL', id, entry.rollouts or '', entry.tokens or ''}
     end
     use.env, use.group = entry.env, entry.group
     use.record = table.concat({entry.env, entry.key, entry.rollouts, entry.tokens, entry.metadata or ''}, ' ')
@@ -107,16 +107,16 @@ end
 for i = 1, #entries do
   local use = entries[i]
   if use.is_again then
-    redis.call('HINCRBY', KEYS[5], use.env .. ':reused:rollouts', use.packed_rollouts)
-    redis.call('HINCRBY', KEYS[5], use.env .. ':reused:tokens', use.packed_tokens)
+    redis.pcall('HINCRBY', KEYS[5], use.env .. ':reused:rollouts', use.packed_rollouts)
+    redis.pcall('HINCRBY', KEYS[5], use.env .. ':reused:tokens', use.packed_tokens)
   else
     local sums = account(use.env)
     sums[1], sums[2] = sums[1] + use.packed_rollouts, sums[2] + use.packed_tokens
   end
   for k = 1, #use.dropped do
     local fate = use.env .. ':dropped:' .. use.dropped[k][1]
-    redis.call('HINCRBY', KEYS[5], fate .. ':rollouts', use.dropped[k][2])
-    redis.call('HINCRBY', KEYS[5], fate .. ':tokens', use.dropped[k][3])
+    redis.pcall('HINCRBY', KEYS[5], fate .. ':rollouts', use.dropped[k][2])
+    redis.pcall('HINCRBY', KEYS[5], fate .. ':tokens', use.dropped[k][3])
   end
   local field = (use.group or '') .. ' ' .. use.id
   if kept[use.group] then
@@ -143,9 +143,9 @@ end
 local totals = {}
 for i = 1, #order do
   local env, sums = order[i], packed[order[i]]
-  redis.call('HINCRBY', KEYS[5], env .. ':packed:rollouts', string.format('%.0f', sums[1]))
-  redis.call('HINCRBY', KEYS[5], env .. ':packed:tokens', string.format('%.0f', sums[2]))
-  redis.call('HINCRBY', KEYS[5], env .. ':packed:groups', string.format('%.0f', sums[3]))
+  redis.pcall('HINCRBY', KEYS[5], env .. ':packed:rollouts', string.format('%.0f', sums[1]))
+  redis.pcall('HINCRBY', KEYS[5], env .. ':packed:tokens', string.format('%.0f', sums[2]))
+  redis.pcall('HINCRBY', KEYS[5], env .. ':packed:groups', string.format('%.0f', sums[3]))
   totals[i] = string.format('%s %.0f %.0f %.0f', env, sums[1], sums[2], sums[3])
 end
 redis.call('XADD', KEYS[3], ARGV[3] .. '-0', 'header', ARGV[10], 'digest', ARGV[5], 'at', clock,

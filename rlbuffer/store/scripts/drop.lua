@@ -38,8 +38,8 @@ for _ = 1, tonumber(ARGV[4]) do
       local fields, entry = found[1][2], {}
       for k = 1, #fields, 2 do entry[fields[k]] = fields[k + 1] end
       local fate = known(entry.env, '^[%w_.-]+$', '?') .. ':dropped:' .. reason
-      redis.call('HINCRBY', KEYS[3], fate .. ':rollouts', known(entry.rollouts, '^%d+$', '0'))
-      redis.call('HINCRBY', KEYS[3], fate .. ':tokens', known(entry.tokens, '^%d+$', '0'))
+      redis.pcall('HINCRBY', KEYS[3], fate .. ':rollouts', known(entry.rollouts, '^%d+$', '0'))
+      redis.pcall('HINCRBY', KEYS[3], fate .. ':tokens', known(entry.tokens, '^%d+$', '0'))
       if entry.group and entry.key then
         redis.call('ZADD', KEYS[5], step, ARGV[2] .. entry.group .. ':' .. entry.key)
       end
@@ -58,7 +58,7 @@ for _ = 1, tonumber(ARGV[4]) do
     if closes == '1' then
       -- What is late of a group that was trained, or dropped before, makes no second group of it.
       if not redis.call('ZSCORE', KEYS[4], group) then
-        redis.call('HINCRBY', KEYS[3], env .. ':dropped:' .. reason .. ':groups', 1)
+        redis.pcall('HINCRBY', KEYS[3], known(env, '^[%w_.-]+$', '?') .. ':dropped:' .. reason .. ':groups', 1)
       end
       redis.call('ZADD', KEYS[4], closed_at, group)
     end

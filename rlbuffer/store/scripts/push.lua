@@ -18,6 +18,7 @@
 --       {'LOST'}            it was given up: counted as lost, and its sequence is used up
 --       {'MISSING'}         its payload has lapsed, or the server lost it: phase 1 comes again
 --       {'UNEQUAL', env, group, rollouts, tokens}  what it was to replace holds something else: this
+--       {'JAMMED', why}     the pool takes no entry: somebody added one with the largest id, or it is no stream
 --       {'GAP', last}       pushes between `last` and this one are missing here
 --       {'GONE', epoch, line}  the run is in another epoch ('' when it does not exist); its line of versions began in
 --                           the epoch `line`
@@ -29,7 +30,7 @@ if epoch ~= ARGV[1] then
 end
 
 local known = redis.call('HMGET', KEYS[3], 'sequence', 'id')
-local last = tonumber(known[1] or '0')
+local last = tonumber(known[1] or '0') or 0  -- a worker may have written anything there
 local sequence = tonumber(ARGV[2])
 if sequence <= last then
   redis.call('UNLINK', ARGV[3])
@@ -44,7 +45,7 @@ local function use_up()
 end
 if ARGV[7] == '0' then
   use_up()
-  redis.call('HINCRBY', KEYS[4], 'lost', 1)
+  redis.pcall('HINCRBY', KEYS[4], 'lost', 1)
   return {'LOST'}
 end
 if redis.call('EXISTS', ARGV[3]) == 0 then return {'MISSING'} end
@@ -61,7 +62,6 @@ if ARGV[10] ~= '' then
   if old.env ~= ARGV[4] or old.group ~= ARGV[5] or old.rollouts ~= ARGV[7] or old.tokens ~= ARGV[8] then
     return {'UNEQUAL', old.env or '', old.group or '', old.rollouts or '', old.tokens or ''}
   end
-  redis.call('XDEL', KEYS[2], ARGV[10])
 end
 
 local entry = {'env', ARGV[4], 'group', ARGV[5], 'key', ARGV[6], 'rollouts', ARGV[7], 'tokens', ARGV[8], 'metadata', ARGV[9]}
@@ -70,15 +70,18 @@ if old then
     entry[#entry + 1] = field
   end
 end
+-- The account does not decide: what a worker has made unreadable there stops no push and no step, `verify` names it.
+local id = redis.pcall('XADD', KEYS[2], '*', unpack(entry))
+if type(id) == 'table' then return {'JAMMED', id.err} end
 local payload = ARGV[11] .. ARGV[5] .. ':' .. ARGV[6]
 redis.call('RENAME', ARGV[3], payload)
 redis.call('PERSIST', payload)
-local id = redis.call('XADD', KEYS[2], '*', unpack(entry))
+if old then redis.call('XDEL', KEYS[2], ARGV[10]) end
 redis.call('HSET', KEYS[3], 'sequence', ARGV[2], 'id', id)
 if old then
   redis.call('ZADD', KEYS[5], 0, ARGV[11] .. ARGV[5] .. ':' .. old.key)  -- 0: the next sweep may take it
 else
-  redis.call('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:rollouts', ARGV[7])
-  redis.call('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:tokens', ARGV[8])
+  redis.pcall('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:rollouts', ARGV[7])
+  redis.pcall('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:tokens', ARGV[8])
 end
 return {'OK', id}

@@ -45,7 +45,7 @@ for _ = 1, count do
   local entry = fields_of(redis.call('XRANGE', KEYS[3], use.id, use.id))
   if entry then
     if tonumber(entry.rollouts) ~= rollouts or tonumber(entry.tokens) ~= tokens then
-      return {'UNEQUAL', use.id, entry.rollouts, entry.tokens}
+      return {'UNEQUAL', use.id, entry.rollouts or '', entry.tokens or ''}
     end
     use.env = entry.env
     use.key = ARGV[8] .. entry.group .. ':' .. entry.key
@@ -64,20 +64,20 @@ for step = tonumber(trainer[3] or '0') + 1, tonumber(meta[2] or '0') do
   local fate = fork > 0 and step >= fork and 'dropped:void' or 'trained'
   for env, rollouts, tokens, groups in string.gmatch(header and header.packed or '', '(%S+) (%d+) (%d+) (%d+)') do
     for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
-      redis.call('HINCRBY', KEYS[5], env .. ':packed:' .. unit, '-' .. amount)
-      redis.call('HINCRBY', KEYS[5], env .. ':' .. fate .. ':' .. unit, amount)
+      redis.pcall('HINCRBY', KEYS[5], env .. ':packed:' .. unit, '-' .. amount)
+      redis.pcall('HINCRBY', KEYS[5], env .. ':' .. fate .. ':' .. unit, amount)
     end
   end
 end
 for i = 1, #entries do
   local use = entries[i]
   redis.call('XDEL', KEYS[3], use.id)
-  redis.call('HINCRBY', KEYS[5], use.env .. ':trained:rollouts', use.rollouts)
-  redis.call('HINCRBY', KEYS[5], use.env .. ':trained:tokens', use.tokens)
+  redis.pcall('HINCRBY', KEYS[5], use.env .. ':trained:rollouts', use.rollouts)
+  redis.pcall('HINCRBY', KEYS[5], use.env .. ':trained:tokens', use.tokens)
   for k = 1, #use.dropped do
     local fate = use.env .. ':dropped:' .. use.dropped[k][1]
-    redis.call('HINCRBY', KEYS[5], fate .. ':rollouts', use.dropped[k][2])
-    redis.call('HINCRBY', KEYS[5], fate .. ':tokens', use.dropped[k][3])
+    redis.pcall('HINCRBY', KEYS[5], fate .. ':rollouts', use.dropped[k][2])
+    redis.pcall('HINCRBY', KEYS[5], fate .. ':tokens', use.dropped[k][3])
   end
   redis.call('ZADD', KEYS[7], ARGV[4], use.key)
 end
@@ -85,7 +85,7 @@ local lost = {}
 for i = 12, 11 + 2 * tonumber(ARGV[11]), 2 do
   lost[ARGV[i]] = true
   redis.call('ZADD', KEYS[6], closed_at, ARGV[i])
-  if ARGV[i + 1] ~= '' then redis.call('HINCRBY', KEYS[5], ARGV[i + 1] .. ':trained:groups', 1) end
+  if ARGV[i + 1] ~= '' then redis.pcall('HINCRBY', KEYS[5], ARGV[i + 1] .. ':trained:groups', 1) end
 end
 local reuse = next(lost) and redis.call('HGETALL', KEYS[10]) or {}
 for i = 1, #reuse, 2 do

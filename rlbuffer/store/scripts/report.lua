@@ -67,8 +67,8 @@ end
 for i = 1, #moves do
   for env, rollouts, tokens, groups in string.gmatch(moves[i], '(%S+) (%d+) (%d+) (%d+)') do
     for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
-      redis.call('HINCRBY', KEYS[4], env .. ':packed:' .. unit, '-' .. amount)
-      redis.call('HINCRBY', KEYS[4], env .. ':trained:' .. unit, amount)
+      redis.pcall('HINCRBY', KEYS[4], env .. ':packed:' .. unit, '-' .. amount)
+      redis.pcall('HINCRBY', KEYS[4], env .. ':trained:' .. unit, amount)
     end
   end
 end

@@ -11,7 +11,7 @@
 --       damaged  2 step   3... `<group> <rollout>` of it; each is counted once, and forgotten when its step is retired
 -- Reply {'OK'}
 if ARGV[1] == 'count' then
-  redis.call('HINCRBY', KEYS[1], ARGV[2], ARGV[3])
+  redis.pcall('HINCRBY', KEYS[1], ARGV[2], ARGV[3])
   return {'OK'}
 end
 if ARGV[1] == 'damaged' then
@@ -19,7 +19,7 @@ if ARGV[1] == 'damaged' then
   redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', redis.call('HGET', KEYS[3], 'retired') or '0')
   local fresh = 0
   for i = 3, #ARGV do fresh = fresh + redis.call('ZADD', KEYS[2], 'NX', ARGV[2], ARGV[2] .. ' ' .. ARGV[i]) end
-  if fresh > 0 then redis.call('HINCRBY', KEYS[1], 'damaged', fresh) end
+  if fresh > 0 then redis.pcall('HINCRBY', KEYS[1], 'damaged', fresh) end
   return {'OK'}
 end
 if ARGV[3] == '' then

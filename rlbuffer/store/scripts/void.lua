@@ -58,8 +58,8 @@ for i = 1, #found do
     local packed = fields_of(found[i][2]).packed or ''
     for env, rollouts, tokens, groups in string.gmatch(packed, '(%S+) (%d+) (%d+) (%d+)') do
       for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
-        redis.call('HINCRBY', KEYS[5], env .. ':' .. fate .. ':' .. unit, '-' .. amount)
-        redis.call('HINCRBY', KEYS[5], env .. ':dropped:void:' .. unit, amount)
+        redis.pcall('HINCRBY', KEYS[5], env .. ':' .. fate .. ':' .. unit, '-' .. amount)
+        redis.pcall('HINCRBY', KEYS[5], env .. ':dropped:void:' .. unit, amount)
       end
     end
   end
@@ -80,8 +80,8 @@ while ARGV[2] == '1' do
     local entry = fields_of(page[i][2])
     redis.call('XDEL', KEYS[3], page[i][1])
     local fate = known(entry.env, '^[%w_.-]+$', '?') .. ':dropped:void'
-    redis.call('HINCRBY', KEYS[5], fate .. ':rollouts', known(entry.rollouts, '^%d+$', '0'))
-    redis.call('HINCRBY', KEYS[5], fate .. ':tokens', known(entry.tokens, '^%d+$', '0'))
+    redis.pcall('HINCRBY', KEYS[5], fate .. ':rollouts', known(entry.rollouts, '^%d+$', '0'))
+    redis.pcall('HINCRBY', KEYS[5], fate .. ':tokens', known(entry.tokens, '^%d+$', '0'))
     if entry.group and entry.key then
       redis.call('ZADD', KEYS[7], ARGV[1], ARGV[5] .. entry.group .. ':' .. entry.key)
       redis.call('ZADD', KEYS[6], closed_at, entry.group)

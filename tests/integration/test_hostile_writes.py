@@ -1,0 +1,254 @@
+"""What a worker can write by hand ends no batcher, no scorer and no view, and `verify` names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from daemon_runs import Served
+from store_runs import Run
+
+from rlbuffer.config import BatcherConfig
+from rlbuffer.errors import LeaseLost, RunDamaged, ServerRefused, WrongType
+from rlbuffer.records import PolicyVersion
+from rlbuffer.store.pool import AHEAD_MS
+from rlbuffer.store.redis_store import RedisStore
+from rlbuffer.testing import make_group
+from rlbuffer.wire import encode_push
+
+pytest_plugins = ("store_fixtures",)
+CONFIG = BatcherConfig(64, step_groups=1, max_age=9)
+LARGEST = "18446744073709551615-18446744073709551615"
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[Served]:
+    made = Served(run)
+    yield made
+    made.close()
+
+
+def set_string(name: str) -> Callable[[Run], object]:
+    return lambda run: run.client.set(getattr(run.store.keys, name), "x")
+
+
+def entry_with(run: Run, **changed: str | bytes) -> dict[str, str | bytes]:
+    """A pool entry as PUSH makes it, with some fields changed."""
+    group = make_group(env="a", group_id="a.77")
+    push = encode_push(group)
+    fields = {"env": "a", "group": "a.77", "key": "u.77", "rollouts": "2", "tokens": str(push.info.tokens)}
+    return {**fields, "metadata": push.metadata, **changed}
+
+
+MOVES: list[tuple[str, Callable[[Run], object], str]] = [
+    ("ledger value", lambda r: r.client.hset(r.store.keys.ledger, "a:packed:rollouts", "x"), ":ledger holds what"),
+    ("ledger largest", lambda r: r.client.hset(r.store.keys.ledger, "a:packed:tokens", str(2**63 - 1)), "I10"),
+    ("ledger field", lambda r: r.client.hset(r.store.keys.ledger, b"\xff:x", "1"), ":ledger holds what"),
+    ("ledger type", set_string("ledger"), ":ledger holds a string"),
+    ("entry of nothing", lambda r: r.client.xadd(r.store.keys.pool, {"x": "y"}), ""),
+    ("entry of garbage", lambda r: r.client.xadd(r.store.keys.pool, entry_with(r, metadata=b"\x81\xa1")), ""),
+    ("entry of a wrong total", lambda r: r.client.xadd(r.store.keys.pool, entry_with(r, tokens="9" * 30)), ""),
+    ("entry of a spaced key", lambda r: r.client.xadd(r.store.keys.pool, entry_with(r, key="u 77")), ""),
+    ("entry without payload", lambda r: r.client.xadd(r.store.keys.pool, entry_with(r)), ""),
+    ("entry of the future", lambda r: r.client.xadd(r.store.keys.pool, entry_with(r), id="9999999999999-0"), ""),
+    ("largest entry", lambda r: r.client.xadd(r.store.keys.pool, entry_with(r), id=LARGEST), ""),
+    ("heartbeat", lambda r: r.client.hset(r.store.keys.heartbeats("worker"), "w", "x"), ":workers holds what"),
+    ("record", lambda r: r.client.hset(r.store.keys.heartbeats("scorer"), "w", b"5 \x93\x01"), ":scorers holds what"),
+    ("heartbeats type", lambda r: r.client.set(r.store.keys.heartbeats("scorer"), "x"), ":scorers holds a string"),
+    (
+        "ticket",
+        lambda r: r.client.zadd(r.store.keys.tickets("a"), {"x": 0, "5": float("inf")}),
+        ":tickets:a holds what",
+    ),
+    ("number", lambda r: r.client.hset(r.store.keys.numbers, "a", "-1"), ":numbers holds what"),
+    ("producer", lambda r: r.client.hset(r.store.keys.producer("w", "u"), "sequence", "x"), ":producer:w:u holds what"),
+    ("result", lambda r: r.client.xadd(r.store.keys.eval, {"env": b"\xff"}), ":eval holds what"),
+    ("foreign key", lambda r: r.client.set(f"{r.store.keys.tag}:whatever", "x"), "no key of a run"),
+    ("garbage", lambda r: r.client.zadd(r.store.keys.garbage, {"rlb:other:g:x": "inf"}), "garbage names"),
+]
+
+
+@pytest.mark.parametrize(("name", "move", "finding"), MOVES, ids=[name for name, _, _ in MOVES])
+def test_no_value_that_a_worker_writes_ends_a_batcher_or_a_view(
+    run: Run, served: Served, name: str, move: Callable[[Run], object], finding: str
+) -> None:
+    run.push("a.1")
+    served.serve(CONFIG)
+    store = run.again()
+    move(run)
+    served.wait_for(lambda: run.client.hget(run.store.keys.meta, "config"))
+    served.stop()
+    served.serve(CONFIG)  # one that begins with it, too
+
+    found = [f"{f.invariant} {f.message}" for f in store.verify().findings]
+    assert not finding or any(finding in line for line in found), found
+    for kind in ("worker", "scorer"):
+        assert "w" not in store.heartbeats(kind)
+    store.evaluations()
+    store.ledger()
+    if "type" not in name:
+        assert all(0 <= number < 10**15 for number in store.take_tickets("a", 4, ttl_seconds=60))
+
+    trained(store, served)
+    assert served.errors == []
+
+
+def trained(store: RedisStore, served: Served) -> None:
+    """A trainer asks for a step and gets it."""
+    number = store.trainer().number or store.attempt(uuid="t", world_size=1, resume_step=0).number
+    store.announce(number, PolicyVersion(version=0))
+
+    def has_step() -> bool:
+        store.report(number, epoch=store.meta().epoch, trained=0, digest="", oldest_kept=0)
+        return store.meta().step >= 1
+
+    served.wait_for(has_step)
+
+
+def test_a_payload_of_another_type_is_one_that_is_not_there(run: Run, served: Served) -> None:
+    run.push("a.1")
+    run.push("a.2")
+    bad, good = run.pool()
+    run.client.delete(bad.payload_key)
+    run.client.set(bad.payload_key, "x")
+    served.serve(CONFIG)
+    store = run.again()
+    trained(store, served)
+    assert served.said("drop")[0]["detail"] == "a payload is missing or of another size than its metadata says"
+    assert store.ledger().envs["a"].dropped["invalid"][0] == bad.rollouts
+    assert store.wait_step(1, block_seconds=0).group_ids == ("a.2",)
+
+    members = store.read_parts(1)[0].rollouts
+    run.client.delete(good.payload_key)
+    run.client.set(good.payload_key, "x")
+    assert store.read_payloads(members) == [None] * len(members)
+    assert store.read_group_payloads([good.payload_key]) == [None]
+    missing = [f for f in store.verify().findings if f.message.endswith("is missing")]
+    assert len(missing) == len(members)
+
+
+def test_the_sweep_removes_only_payloads_of_its_own_run(run: Run) -> None:
+    run.lead()
+    other = f"{{rlb:other-{run.store.run}}}:meta"
+    own = f"{run.store.keys.payload_prefix}a.1:u.1"
+    run.client.hset(other, "schema", "2")
+    run.client.hset(own, "0", "x")
+    run.client.zadd(run.store.keys.garbage, {other: 0, run.store.keys.meta: 0, own: 0})
+    assert run.store.retire(run.token, 0) == 1
+    assert run.client.exists(other) == 1
+    assert run.store.meta() == run.meta
+    assert run.client.exists(own) == 0
+    assert run.client.zcard(run.store.keys.garbage) == 0
+    run.client.delete(other)
+
+
+def test_a_pool_whose_ids_ran_ahead_is_made_anew_and_takes_pushes_again(run: Run) -> None:
+    run.push("a.1")
+    run.lead()
+    assert run.store.renumber(run.token) is None
+    run.client.xadd(run.store.keys.pool, entry_with(run), id=LARGEST)
+    with pytest.raises(ServerRefused) as caught:
+        run.push("a.2")
+    why = str(caught.value).partition(": ")[2].partition("): ")[0]
+    assert str(caught.value) == (
+        f"the pool of run {run.store.run!r} takes no push ({run.store.keys.pool}: {why}): an entry did not come "
+        "through rlbuffer. A batcher makes the pool anew when only its last id is wrong"
+    )
+    assert run.store.renumber(run.token) == 1
+    run.push("a.3")
+    entries = run.pool()
+    assert [entry.group_id for entry in entries] == ["a.1", "a.77", "a.3"]
+    now = 1000 * run.store.now()
+    assert all(entry.pushed_ms <= now + AHEAD_MS for entry in entries)
+    with pytest.raises(LeaseLost):
+        run.store.renumber(run.token - 1)
+
+
+def test_the_leader_reads_everything_again_after_ids_that_ran_ahead(run: Run, served: Served) -> None:
+    served.serve(CONFIG)
+    served.wait_for(lambda: served.said("ready"))
+    run.client.xadd(run.store.keys.pool, entry_with(run, pushed="999999999999999"), id=LARGEST)
+    lost = served.wait_for(lambda: served.said("leader", state="lost"))
+    assert lost[0]["reason"] == (
+        f"the pool of run {run.store.run!r} had given ids ahead of the server's clock: 1 entries have others now, and "
+        "everything is read again"
+    )
+    served.wait_for(lambda: len(served.said("ready")) == 2)
+
+
+def test_an_entry_can_only_say_that_it_took_the_place_of_the_same_rollouts(run: Run, served: Served) -> None:
+    run.push("a.1")
+    victim = run.pool()[0].entry_id
+    run.client.xadd(run.store.keys.pool, entry_with(run, replaces=victim))
+    served.serve(CONFIG)
+    store = run.again()
+    trained(store, served)
+    assert store.wait_step(1, block_seconds=0).group_ids == ("a.1",)
+
+
+def test_a_key_of_another_type_is_waited_out_and_named(run: Run, served: Served) -> None:
+    if run.store.connection.is_memory:
+        pytest.skip("the model in memory reads a string as a stream")
+    run.client.set(run.store.keys.pool, "x")
+    with pytest.raises(WrongType) as caught:
+        run.pool()
+    assert str(caught.value) == (
+        f"the server at {run.store.connection.address} refused: a key of the run holds another type than rlbuffer puts "
+        "there. `rlbuffer verify` names it"
+    )
+    served.serve(CONFIG)
+    served.wait_for(lambda: served.said("leader", state="lost"))
+    assert f"{run.store.keys.pool} holds a string, not a stream: remove it (DEL)" in {
+        finding.message for finding in run.store.verify().findings
+    }
+    run.client.delete(run.store.keys.pool)
+    served.wait_for(lambda: served.said("ready"))
+
+
+def test_an_entry_that_was_exchanged_behind_the_leader_is_read_again(run: Run) -> None:
+    run.push("a.1")
+    run.lead()
+    read = run.pool()
+    run.client.delete(run.store.keys.pool)
+    run.client.xadd(run.store.keys.pool, entry_with(run, rollouts="7"), id=read[0].entry_id)
+    with pytest.raises(LeaseLost, match=r"^pool entry .* of run .* is another one than was read: read again$"):
+        run.commit(entries=read)
+
+
+# -- a run without its meta --------------------------------------------------------------------------------------------
+def without_meta(run: Run) -> str:
+    """Takes the meta away. -> what whoever opens the run is told."""
+    run.client.delete(run.store.keys.meta)
+    keys, name = run.store.keys, run.store.run
+    return (
+        f"run {name!r} has lost its meta ({keys.meta}), but {keys.pool} is left of it: it would begin anew at step 0 "
+        f"beside that. `rlbuffer reset {name} --yes` removes what is left; then `rlbuffer restore FILE` brings a "
+        "backup back, or the run begins anew"
+    )
+
+
+def test_a_run_without_its_meta_is_not_begun_anew(run: Run, served: Served) -> None:
+    run.push("a.1")
+    told = without_meta(run)
+    for ask in (run.store.open_run, run.store.meta):
+        with pytest.raises(RunDamaged) as caught:
+            ask()
+        assert str(caught.value) == told
+    keys = (run.store.keys.meta, run.store.keys.pool)
+    assert run.store.move("open", keys, (2,)) == [b"LEFT", run.store.keys.pool.encode()]  # where it is decided
+    served.serve(CONFIG)
+    served.wait_for(lambda: served.errors, checks_errors=False)
+    assert [str(error) for error in served.errors] == [told]
+    assert run.client.exists(run.store.keys.meta) == 0
+    run.store.delete_run()
+    assert run.store.open_run().step == 0
+
+
+def test_a_batcher_at_work_waits_for_a_person_when_the_meta_goes(run: Run, served: Served) -> None:
+    run.push("a.1")
+    served.serve(CONFIG)
+    served.wait_for(lambda: served.said("ready"))
+    told = without_meta(run)
+    served.wait_for(lambda: any(event["reason"] == told for event in served.said("leader", state="lost")))
+    run.store.delete_run()
+    served.wait_for(lambda: len(served.said("ready")) == 2)
