@@ -13,6 +13,8 @@ import pytest
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store import server
 
+pytest_plugins = ("leftovers",)
+
 
 def stop_server(home: Path) -> None:
     """Stops the embedded server that a test left running under `home`, if any."""

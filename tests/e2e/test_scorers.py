@@ -82,12 +82,17 @@ def test_a_killed_scorers_groups_are_taken_over_and_every_group_is_scored_once(h
 
         home.environment["JUDGE_SECONDS"] = "0.01"
         home.start("score", "judge", "--replica", "1", "--config", path, log="heir")
-        # Two steps of four groups are committed ahead of a trainer that does not move.
-        home.wait_until(lambda: len(buffer.groups("state:ready")) == 4, seconds=60 + CLAIM_SECONDS, why="scored groups")
+
+        def account() -> tuple[int, int, int, dict[str, tuple[int, int]]]:
+            total = store.ledger().total()
+            return total.pushed[0], total.packed[0], total.pending[0], dict(total.dropped)
+
+        # Two steps of four groups are committed ahead of a trainer that does not move, and four groups are left.
+        home.wait_until(lambda: account() == (48, 32, 16, {}), seconds=60 + CLAIM_SECONDS, why="two steps and a rest")
         print(f"  3 of 12 groups were a killed scorer's; all are scored {time.monotonic() - killed:.1f} s later")
         home.wait_until(lambda: "need" not in batcher_says(), seconds=60, why="the end of the sentence")
-        account = store.ledger().total()
-        assert (account.pushed[0], account.packed[0], account.pending[0], account.dropped) == (48, 32, 16, {})
+        assert len(buffer.groups("state:ready")) == 4
+        assert account() == (48, 32, 16, {})
 
         def heir() -> tuple[int, int, int]:
             record = store.heartbeats("scorer")["judge-1"]

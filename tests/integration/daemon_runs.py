@@ -1,4 +1,7 @@
-"""Daemons in threads, for tests that look at what a batcher does to a run."""
+"""Daemons in threads, for tests that look at what a batcher does to a run. They end with the run, at the latest.
+
+Most trainers of these tests speak only once, before the batcher: it waits `word_seconds` for them to speak again.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,20 @@ from store_runs import Run
 
 from rlbuffer.client import Buffer
 from rlbuffer.config import BatcherConfig
-from rlbuffer.daemon import Daemon
+from rlbuffer.daemon import Daemon, leadership
 from rlbuffer.settings import RunSettings
+
+LEASE_SECONDS = 20.0
+"""One that is stopped gives it back at once; a busy machine must not take it from one that works."""
 
 
 class Served:
     """Daemons over the run's store, and what they said."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, word_seconds: float = 0.1) -> None:
         self.run = run
+        self._usual_seconds = leadership.ATTEMPT_SECONDS
+        self._word_seconds = word_seconds
         self.events: list[dict[str, Any]] = []
         self.errors: list[BaseException] = []
         self._running: list[tuple[threading.Event, threading.Thread]] = []
@@ -27,9 +35,10 @@ class Served:
     def serve(self, config: BatcherConfig, **options: Any) -> Any:
         """Starts a daemon; `options` are the Daemon's. -> its store."""
         store = self.run.again()
-        daemon = Daemon(
-            Buffer(store, settings=RunSettings()), config, on_event=self.events.append, lease_seconds=1.0, **options
-        )
+        self.run.closes(self)
+        leadership.ATTEMPT_SECONDS = self._word_seconds
+        options = {"on_event": self.events.append, "lease_seconds": LEASE_SECONDS} | options
+        daemon = Daemon(Buffer(store, settings=RunSettings()), config, **options)
         stop = threading.Event()
 
         def lead() -> None:
@@ -46,14 +55,16 @@ class Served:
     def stop(self, which: int = 0) -> None:
         stop, thread = self._running.pop(which)
         stop.set()
-        thread.join(timeout=20)
+        thread.join()
 
     def close(self) -> None:
         while self._running:
             self.stop()
+        leadership.ATTEMPT_SECONDS = self._usual_seconds
 
     def wait_for(self, what: Callable[[], Any], seconds: float = 10.0, *, checks_errors: bool = True) -> Any:
-        deadline = time.monotonic() + seconds
+        """The first true answer. `seconds` are an idle machine's: a busy one has ten times as long."""
+        deadline = time.monotonic() + 10 * seconds
         while not (value := what()):
             assert not (checks_errors and self.errors), self.errors
             assert time.monotonic() < deadline, self.events[-5:]

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from urllib.parse import unquote, urlsplit
 
+import hiredis
+
 MOMENTS = ("before send", "sent without reply", "after reply")
 """When a connection breaks."""
-
-
-class _Breaking:
-    """When one connection shall break; "" not yet."""
-
-    def __init__(self) -> None:
-        self.moment = ""
 
 
 class CuttingProxy:
@@ -39,7 +36,8 @@ class CuttingProxy:
         self._moment = MOMENTS[1]
         self._nth = 0
         self._open: set[socket.socket] = set()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._threads: list[threading.Thread] = []
+        self._begin(self._accept)
 
     def lead_to(self, target: str) -> None:
         """New connections go to `target`; those that are open stay where they are, as behind a service's address."""
@@ -64,10 +62,18 @@ class CuttingProxy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for each in (self._listener, *tuple(self._open)):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+        _hang_up(self._listener)
+        self._threads[0].join()  # nobody comes any more
+        for each in tuple(self._open):
+            _hang_up(each)
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    def _begin(self, work: Callable[..., None], *arguments: socket.socket) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _accept(self) -> None:
         while True:
@@ -81,9 +87,7 @@ class CuttingProxy:
                 near.close()  # nobody is there now
                 continue
             self._open |= {near, far}
-            breaking = _Breaking()
-            for work in (self._requests, self._replies):
-                threading.Thread(target=work, args=(near, far, breaking), daemon=True).start()
+            self._begin(self._forward, near, far)
 
     def _connected(self) -> socket.socket:
         if not self._target.startswith("redis://"):
@@ -93,15 +97,33 @@ class CuttingProxy:
         place = urlsplit(self._target)
         return socket.create_connection((place.hostname, place.port or 6379))
 
-    def _requests(self, near: socket.socket, far: socket.socket, breaking: _Breaking) -> None:
-        with contextlib.suppress(OSError):
-            while (data := near.recv(1 << 20)) and not breaking.moment:
-                breaking.moment = self._moment_for(data)
-                if breaking.moment == MOMENTS[0]:
-                    self._hang_up(near)
-                    break
-                far.sendall(data)
-        self._hang_up(far)
+    def _forward(self, near: socket.socket, far: socket.socket) -> None:
+        """One connection, in one thread: a reply goes on its way before the request that follows it is looked at."""
+        with near, far, contextlib.suppress(OSError):
+            moment = ""
+            reply = hiredis.Reader()
+            while True:
+                ready, _, _ = select.select([far] if moment else [near, far], [], [])
+                if far in ready:
+                    data = far.recv(1 << 20)
+                    # The first byte of the reply tells that the server has done the work.
+                    if not data or moment == MOMENTS[1]:
+                        break
+                    near.sendall(data)
+                    reply.feed(data)
+                    while reply.gets() is not False:
+                        pass
+                    if moment == MOMENTS[2] and not reply.has_data():
+                        break  # it is whole
+                else:
+                    data = near.recv(1 << 20)
+                    if not data:
+                        break
+                    moment = self._moment_for(data)
+                    if moment == MOMENTS[0]:
+                        break
+                    far.sendall(data)
+        self._open -= {near, far}
 
     def _moment_for(self, data: bytes) -> str:
         with self._lock:
@@ -113,20 +135,10 @@ class CuttingProxy:
             self._cuts -= 1
             return self._moment
 
-    def _replies(self, near: socket.socket, far: socket.socket, breaking: _Breaking) -> None:
-        with contextlib.suppress(OSError):
-            # The first byte of the reply tells that the server has done the work.
-            while (data := far.recv(1 << 20)) and breaking.moment != MOMENTS[1]:
-                near.sendall(data)
-                if breaking.moment == MOMENTS[2]:
-                    time.sleep(0.01)  # the client has read it
-                    break
-        self._hang_up(near)
 
-    @staticmethod
-    def _hang_up(end: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)
+def _hang_up(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
 
 
 class TalkingServer:

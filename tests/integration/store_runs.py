@@ -5,19 +5,28 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from rlbuffer.batches import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
-from rlbuffer.reader import Reader
 from rlbuffer.records import Group
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store.base import Lease, PoolEntry, StepHeader
 from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.testing import make_group
 
-LEASE_SECONDS = 30.0
+LEASE_SECONDS = 3600.0
+"""No test takes longer: a lease that ends by itself is given another time."""
+
+
+class Closes(Protocol):
+    """A store, a reader, daemons."""
+
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=Closes)
 
 
 class Run:
@@ -26,7 +35,7 @@ class Run:
     def __init__(self, url: str, home: Path) -> None:
         self.url, self.home = url, home
         self.store = open_store(url, run=f"t{uuid.uuid4().hex[:12]}", home=home, server=ServerSettings())
-        self._opened: list[RedisStore | Reader] = [self.store]
+        self._opened: list[Closes] = [self.store]
         self.meta = self.store.open_run()
         self.sequence = 0
         self.token = 0
@@ -41,10 +50,10 @@ class Run:
         self._opened.append(store)
         return store
 
-    def closes(self, reader: Reader) -> Reader:
-        """Closes `reader` before the stores that its threads use."""
-        self._opened.append(reader)
-        return reader
+    def closes(self, opened: T) -> T:
+        """Closes `opened` at the end, before the stores that its threads use."""
+        self._opened.append(opened)
+        return opened
 
     def close(self) -> None:
         """Closes everything that was opened here; collecting an open one is a warning, in whichever test comes next."""

@@ -279,17 +279,21 @@ def test_a_trainer_ahead_of_a_restored_run_hands_back_what_it_trained_since(run:
     """The loss of acknowledged writes, by an operator's hand: nothing that was trained trains again."""
     served = Served(run)
     buffer = Buffer(run.store, settings=RunSettings())
-    reader = buffer.reader(timeout_seconds=60)
+    reader = run.closes(buffer.reader(timeout_seconds=60))
     reader.start()
     buffer.policy().announce(0, location="", size=0, checksum="")
     config = rlbuffer.BatcherConfig(64, step_groups=2, max_age=50)
     served.serve(config)
-    for n in range(8):
+    for n in range(4):
         run.push(f"a.{n}")
     steps = reader.steps()
     trained = [next(steps), next(steps)]
     reader.trained(trained[-1])
-    write_backup(run.store, file)
+    served.stop()
+    for n in range(4, 8):
+        run.push(f"a.{n}", version=2)
+    write_backup(run.store, file)  # step 3 is still to be made
+    served.serve(config)
     trained.append(next(steps))
     reader.trained(trained[-1])
     state = reader.state_dict()
@@ -299,15 +303,16 @@ def test_a_trainer_ahead_of_a_restored_run_hands_back_what_it_trained_since(run:
     run.store.delete_run()
     restore_backup(run.store, file)
     assert run.store.trainer().trained == 2
-    again = Buffer(run.again(), settings=RunSettings()).reader(timeout_seconds=60)
+    again = run.closes(Buffer(run.again(), settings=RunSettings()).reader(timeout_seconds=60))
     again.load_state_dict(state)
-    second = Served(run)
+    second = Served(run, word_seconds=3600)
     second.serve(config)
     for n in range(20, 24):
         run.push(f"a.{n}", version=3)
     step = next(again.steps())
     assert step.number == 4
-    assert second.said("recovery")[0]["step"] == 3
+    # Said when the recovery is done, which the trainer may hear of first.
+    assert second.wait_for(lambda: second.said("recovery"))[0]["step"] == 3
     assert not ids & {sample.rollout_id for mb in step for sample in mb.samples}
     again.close()
     second.close()

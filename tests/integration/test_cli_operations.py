@@ -46,6 +46,8 @@ def served(made: Run) -> Iterator[Served]:
 @pytest.fixture
 def call(made: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     monkeypatch.chdir(tmp_path)
+    for name, value in (("OMP_NUM_THREADS", "1"), ("OMP_WAIT_POLICY", "PASSIVE")):
+        monkeypatch.setenv(name, value)  # what `rlbuffer worker` gives its process
     for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "old.toml").write_text(OLD)

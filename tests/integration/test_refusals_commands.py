@@ -37,6 +37,8 @@ NEVER = "these settings can never make a batch: "
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     monkeypatch.chdir(tmp_path)
+    for name, value in (("OMP_NUM_THREADS", "1"), ("OMP_WAIT_POLICY", "PASSIVE")):
+        monkeypatch.setenv(name, value)  # what `rlbuffer worker` gives its process
     for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG", "RLBUFFER_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path / "home"))

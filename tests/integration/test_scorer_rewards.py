@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from scorer_stage import Stage, eventually
+from scorer_stage import OVER, Stage, eventually
 
 from rlbuffer import heartbeats
 from rlbuffer.errors import ConfigError
@@ -24,7 +23,9 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         made.append(Stage(score={"one": {"reward": f"scorer_stage:{function}", **options}}))
         return made[-1]
 
+    OVER.clear()
     yield make
+    OVER.set()
     for stage in made:
         stage.finish()
         stage.buffer.close()
@@ -93,9 +94,7 @@ def test_what_the_function_does_wrong_is_said_and_tried_three_times_and_costs_no
             f"{sentence} (3 times: it is left alone)",
         }
     assert stage.waiting_groups() == [f"a.{i}" for i in range(7)]
-    began = time.monotonic()
     stage.finish()  # threads that hang hold nobody
-    assert time.monotonic() - began < 20
     assert stage.raised is None
     record = stage.buffer.store.heartbeats("scorer")["s"]
     assert (record["gives"], record["groups"], record["failed_groups"]) == (["reward"], 1, 7)

@@ -11,7 +11,7 @@ from store_runs import Run
 
 from rlbuffer.client import Buffer
 from rlbuffer.config import BatcherConfig
-from rlbuffer.daemon import Daemon
+from rlbuffer.daemon import Daemon, leadership
 from rlbuffer.records import PolicyVersion
 from rlbuffer.settings import RunSettings
 
@@ -40,6 +40,7 @@ def test_the_allowance_goes_out_before_the_ticket_of_a_group_that_was_read(
 
     for name in ("read_pool", "set_allowances", "close_tickets"):
         monkeypatch.setattr(store, name, heard(name, getattr(store, name)))
+    monkeypatch.setattr(leadership, "ATTEMPT_SECONDS", 0.1)  # the trainer has nothing more to say
     daemon = Daemon(Buffer(store, settings=RunSettings()), BatcherConfig(64, step_groups=4, max_age=0, lookahead=0))
     thread = threading.Thread(target=daemon.run, args=(stop,))
     thread.start()

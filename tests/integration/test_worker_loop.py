@@ -64,11 +64,11 @@ def test_a_worker_waits_for_a_full_server_and_says_so(stage: Stage, monkeypatch:
 
 
 def test_a_score_that_hangs_does_not_keep_a_worker_from_ending(stage: Stage) -> None:
-    hanging = threading.Event()
+    hanging, over = threading.Event(), threading.Event()
 
     def score(*args: Any, **values: Any) -> Score:
         hanging.set()
-        time.sleep(3600)
+        over.wait()
         raise AssertionError
 
     stage.env.score = score  # type: ignore[method-assign]
@@ -77,6 +77,7 @@ def test_a_score_that_hangs_does_not_keep_a_worker_from_ending(stage: Stage) -> 
     stage.start()
     assert hanging.wait(PATIENCE_SECONDS)
     stage.finish()
+    over.set()
     assert stage.raised is None
     assert stage.groups() == []
 

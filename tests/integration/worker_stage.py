@@ -23,7 +23,7 @@ from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Completion
 from rlbuffer.worker.samplers.batched import Batched
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 240.0
 
 
 class FakeSampler:
