@@ -33,8 +33,9 @@ LEFT_OUT = (
     "several shards, and replicas that are behind by more for one key than for another",
     "files of the server: what is lost is a second of everything, never half of a script",
     "memory in bytes: how full the server is, and what is too large for it, is drawn",
-    "weeks and clocks: no time to live runs out but those of seconds, and the server's clock never steps",
-    "numbers beyond what a client lets through, and all bytes of a payload but those that are damaged",
+    "a clock that goes back: the server's is set forward, by up to eight days",
+    "all bytes of a payload but those that are damaged",
+    "sources that end, and steps that are closed because no more comes",
     "the loops of workers, trainers and scorers themselves, checkpoint files, weights, samplers and evaluation",
     "more than two ranks, three adapters and a few groups of three rollouts",
 )

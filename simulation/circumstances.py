@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import tempfile
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,8 +16,10 @@ from rlbuffer.errors import BackupError, ConfigError, RunGone
 from rlbuffer.store.backup import write_backup
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.restore import restore_backup
+from rlbuffer.wire import encode_push
 from simulation.actors import AWAY, Host
 from simulation.network import SimulatedConnection
+from simulation.rollouts import made_group
 from simulation.scheduler import Process
 
 if TYPE_CHECKING:
@@ -131,4 +135,16 @@ def _strange(world: World) -> Sequence[Mapping[str, str | bytes]]:
         {**whole, "env": "no env: %", "rollouts": "many", "tokens": "1" * 40},
         {**whole, "rollouts": "-3"},
         {**whole, "group": known},
+        _beyond(world),
     )
+
+
+def _beyond(world: World) -> Mapping[str, str | bytes]:
+    """A push that is whole, but for a reward that no client lets through."""
+    group = made_group(world.dice, f"beyond-{world.dice.randrange(10**6)}", "a", 0)
+    push = encode_push(group)
+    reward = struct.pack("<d", world.dice.choice((1e39, -1.7e308, float("inf"), float("nan"))))
+    body = push.metadata.replace(struct.pack("<d", 1.0), reward)[:-4]
+    metadata = body + struct.pack(">I", zlib.crc32(body))
+    amounts = {"rollouts": str(len(push.info.rollouts)), "tokens": str(push.info.tokens)}
+    return {"env": "a", "group": group.group_id, "key": "z.1", "metadata": metadata, **amounts}

@@ -163,11 +163,17 @@ class Tree:
         """-> who found it (``simulation``, ``tests``, or ``nobody``), and how."""
         file = self._folder / mutant.path
         text = file.read_text(encoding="utf-8")
-        file.write_text(mutant.applied(text), encoding="utf-8")
+        self._write(file, mutant.applied(text))
         try:
             return self.asked(mutant.path)
         finally:
-            file.write_text(text, encoding="utf-8")
+            self._write(file, text)
+
+    def _write(self, file: Path, text: str) -> None:
+        """Compiled files are told apart by second and size alone: that of another text goes."""
+        file.write_text(text, encoding="utf-8")
+        for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+            compiled.unlink()
 
     def asked(self, path: str) -> tuple[str, str]:
         """The same of the tree as it is; without a path no tests are asked."""
@@ -188,7 +194,7 @@ class Tree:
         done = subprocess.run(
             [sys.executable, *command],
             cwd=self._folder,
-            env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
+            env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
