@@ -148,6 +148,7 @@ ROWS: dict[str, Row] = {
     # -- life
     "close": Row(call=lambda store, run: store.close()),
     "server": Row(call=lambda store, run: store.server()["name"]),
+    "server_id": Row(call=lambda store, run: store.server_id() == run.store.server_id()),
     "losses": Row(call=lambda store, run: store.losses() - store.losses()),
     "now": Row(call=lambda store, run: store.now() > run.store.now() - 60),
     "meta": Row(call=lambda store, run: store.meta(), prepare=_steps),
