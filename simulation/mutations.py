@@ -231,6 +231,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tonumber(meta[1]))",
         rollback=True,
     ),
+    _of(
+        "attempt-in-the-same-line",
+        "attempt",
+        "if refusal or (trainer[3] and trainer[3] ~= ARGV[7]) then",
+        "if false then",
+        rollback=True,
+    ),
     _of("recover-without-tombstone", "recover", "redis.call('ZADD', KEYS[6], clock, ARGV[i])", "", rollback=True),
     _of("recover-leaves-the-pool", "recover", "redis.call('XDEL', KEYS[3], use.id)", "", rollback=True),
     _of(

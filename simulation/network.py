@@ -109,6 +109,7 @@ class Network:
             self._stop(process)
         if fault == "restart":
             self.server.restart()
+            self.generation += 1
             self.down_until = scheduler.now + dice.uniform(0.05, 1.0)
         if fault == "cut":
             self.cut_until[process] = scheduler.now + dice.uniform(0.2, 2.5)
