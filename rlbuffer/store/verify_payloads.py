@@ -77,7 +77,8 @@ def _check_permanent(store: RedisStore, shot: Snapshot, findings: Findings) -> N
     keys = store.keys
     names = {key: f"payload {key} is in use, but" for key in _in_use(shot)}
     control = store.look(lambda client: list(client.scan_iter(match=f"{keys.tag}:*", count=1000)))
-    lapsing = (keys.holds, *(f"{keys.tag}:{kind}:" for kind in ("scoring", "evaluating", "restoring")))
+    lapsing = tuple(f"{keys.tag}:{kind}:" for kind in ("scoring", "evaluating", "restoring"))
+    lapsing += (keys.holds,)  # of a backup at work
     names |= {key: f"{key}" for key in map(text, control) if not key.startswith(lapsing)}
     expiring = _expiring(store, sorted(names))
     if expiring:
