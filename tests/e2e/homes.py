@@ -175,8 +175,8 @@ class Home:
     def stop(self) -> None:
         for process in self.processes:
             if process.poll() is None:  # the number of one that has ended may be another process's by now
-                for child in _tree(process.pid):
-                    _signal(child, signal.SIGKILL)
+                for each in reversed(_tree(process.pid)):  # itself first: it would start its server again
+                    _signal(each, signal.SIGKILL)
                 process.wait()
         for record in self.path.glob("server/server.json"):
             pid = int(json.loads(record.read_text())["pid"])
