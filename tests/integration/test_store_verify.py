@@ -8,6 +8,7 @@ import pytest
 from store_runs import Run, plan_of
 
 from rlbuffer import wire
+from rlbuffer.store.backup import _Hold
 from rlbuffer.testing import make_group
 
 pytest_plugins = ("store_fixtures",)
@@ -258,6 +259,12 @@ def test_what_retires_while_verify_looks_is_no_finding(busy, monkeypatch):
 
     monkeypatch.setattr(busy.store, "look", slow)
     assert busy.store.verify().findings == ()
+
+
+def test_hold_of_a_backup_that_runs_may_lapse(busy):
+    with _Hold(busy.store):
+        assert busy.client.pttl(busy.store.keys.holds) > 0
+        assert busy.store.verify().findings == ()
 
 
 def test_entry_with_unreadable_metadata_is_counted_without_being_opened(busy):

@@ -19,7 +19,7 @@ def test_seeds_hold_every_invariant(first: int) -> None:
     for seed in range(first, first + 10):
         result = run_seed(seed)
         assert not result.violation, f"{result.violation}\n{chr(10).join(result.log)}\n{replay_command(seed)}"
-        assert result.steps >= 2, "a seed that trains nothing proves nothing"
+        assert result.steps >= 1, "a seed that trains nothing proves nothing"
 
 
 @pytest.mark.parametrize("seed", [40148, 57663, 97509])
