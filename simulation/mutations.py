@@ -78,7 +78,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         batchers=1,
     ),
     _of("commit-what-is-gone", "commit", "if #gone > 0 then", "if #gone > 9 then", operator=True),
-    _of("commit-without-tombstone", "commit", "redis.call('ZADD', KEYS[6], clock, ARGV[i])", ""),
+    _of("commit-without-tombstone", "commit", "redis.call('ZADD', KEYS[6], closed_at, ARGV[i])", ""),
     _of(
         "commit-sweeps-at-once",
         "commit",
@@ -238,7 +238,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if false then",
         rollback=True,
     ),
-    _of("recover-without-tombstone", "recover", "redis.call('ZADD', KEYS[6], clock, ARGV[i])", "", rollback=True),
+    _of("recover-without-tombstone", "recover", "redis.call('ZADD', KEYS[6], closed_at, ARGV[i])", "", rollback=True),
     _of("recover-leaves-the-pool", "recover", "redis.call('XDEL', KEYS[3], use.id)", "", rollback=True),
     _of(
         "recover-any-claim",

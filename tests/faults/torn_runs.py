@@ -23,7 +23,7 @@ from own_server import OwnServer
 from rlbuffer.client import Buffer
 from rlbuffer.config import BatcherConfig
 from rlbuffer.daemon import Daemon
-from rlbuffer.errors import RlbufferError
+from rlbuffer.errors import EpochChanged, RlbufferError
 from rlbuffer.reader import Reader
 from rlbuffer.records import PolicyVersion
 from rlbuffer.settings import RunSettings, ServerSettings
@@ -129,21 +129,24 @@ class _Story:
                 return made
 
             own = store()
-            writer = Writer(store(), "w", epoch=own.open_run().epoch)
+            self._begin(store())
             reader = Reader(store(), rank=0, world_size=1, timeout_seconds=60)
             with _serving(store()) as errors, closing(reader):
-                self._train(reader, writer, steps)
+                self._train(reader, steps)
             if errors:
                 raise errors[0]
             return [f"{finding.invariant}: {finding.message}" for finding in own.verify().findings]
 
-    def _train(self, reader: Reader, writer: Writer, steps: int) -> None:
+    def _begin(self, store: RedisStore) -> None:
+        self._store, self._writer = store, Writer(store, "w", epoch=store.open_run().epoch)
+
+    def _train(self, reader: Reader, steps: int) -> None:
         last = self.trained[-1][0] if self.trained else 0
         if self.state is not None:
             reader.load_state_dict(self.state)
         reader.start(last)
         reader.announce(PolicyVersion(version=last))
-        self._push(writer)
+        self._push()
         for step in reader.steps():
             rollouts = frozenset(sample.rollout_id for batch in step for sample in batch.samples)
             self.trained.append((step.number, rollouts))
@@ -152,15 +155,20 @@ class _Story:
             if step.number > KEPT:
                 reader.checkpointed(step.number, oldest_kept=step.number - KEPT)
             self.state = reader.state_dict()
-            self._push(writer)
+            self._push()
             steps -= 1
             if not steps:
                 return
 
-    def _push(self, writer: Writer) -> None:
+    def _push(self) -> None:
         for _ in range(3):
             self._groups += 1
-            writer.push(make_group(env="a", size=2, version=0, group_id=f"a.{self._groups}", seed=self._groups))
+            group = make_group(env="a", size=2, version=0, group_id=f"a.{self._groups}", seed=self._groups)
+            try:
+                self._writer.push(group)
+            except EpochChanged:  # a recovery began another line of versions: a worker begins anew, too
+                self._begin(self._store)
+                self._writer.push(group)
 
     def trained_twice(self) -> list[str]:
         """Rollouts in two trained steps."""
