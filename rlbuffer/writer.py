@@ -272,7 +272,8 @@ class Writer:
             except ProducerGap as gap:
                 last = gap.last
             except EpochChanged as change:
-                if not change.follows(self._epoch):
+                # An epoch before the own one: the server has lost that, and whether it began a line of versions.
+                if not change.follows(self._epoch) or change.epoch < self._epoch:
                     raise
                 self._epoch = change.epoch
             except (ServerUnreachable, ServerRefused) as error:

@@ -9,6 +9,7 @@ from rlbuffer.errors import EpochChanged
 from rlbuffer.records import PolicyVersion
 from rlbuffer.store.base import Claim
 from rlbuffer.testing import make_group
+from rlbuffer.writer import Writer
 
 pytest_plugins = ("store_fixtures",)
 
@@ -148,3 +149,13 @@ def test_what_was_evaluated_when_the_line_changed_counts_for_the_old_one(trained
     store.attempt(uuid="second", world_size=2, resume_step=1)
     store.add_evaluation("e", 2, {"loss": 1.0})
     assert trained.again().claim_evaluation("e", 2, owner="v", ttl_seconds=60)
+
+
+def test_a_writer_never_goes_back_to_an_epoch_before_its_own(trained: Run) -> None:
+    restart(trained)
+    epoch = trained.store.attempt(uuid="second", world_size=2, resume_step=1).epoch
+    writer = Writer(trained.store, "w", epoch=epoch)
+    trained.client.hset(trained.store.keys.meta, "epoch", epoch - 1)  # the server has lost the line that began
+    trained.client.hdel(trained.store.keys.meta, "line")
+    with pytest.raises(EpochChanged):
+        writer.push(make_group(env="a", size=2, version=2, group_id="a.9"))
