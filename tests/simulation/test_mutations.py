@@ -28,5 +28,5 @@ def test_broken_lua_file_is_found(mutation: Mutation) -> None:
     results = (run_seed(seed, broken=mutation.name) for seed in range(SEEDS))
     found = next((result for result in results if result.violation), None)
     assert found is not None
-    assert re.match(r"(I\d+|verify I\d+|tickets|end): ", found.violation)
+    assert re.match(r"(I\d+|verify I\d+|tickets|end|defect): ", found.violation)
     assert found.log, "a violation comes with its last events"
