@@ -17,7 +17,7 @@ import pytest
 import redis
 from faults import CuttingProxy, TalkingServer, info_reply
 
-from rlbuffer.errors import ConfigError, ServerRefused, ServerUnreachable, ServerUnsuitable, WrongAnswer
+from rlbuffer.errors import ConfigError, ServerRefused, ServerUnreachable, ServerUnsuitable, WrongType
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store.binary import ServerBinary
 from rlbuffer.store.connection import Connection
@@ -393,11 +393,11 @@ def test_a_replica_is_waited_for_and_then_named(connection: Connection) -> None:
 
 def test_a_key_of_another_type_is_a_wrong_answer(connection: Connection) -> None:
     connection.client.set("string", 1)
-    with pytest.raises(WrongAnswer) as caught:
+    with pytest.raises(WrongType) as caught:
         connection.call(lambda: connection.client.hset("string", "a", 1))
     assert str(caught.value) == (
-        f"the server at {connection.address} answered with an error: WRONGTYPE Operation against a key holding the "
-        "wrong kind of value"
+        f"the server at {connection.address} refused: a key of the run holds another type than rlbuffer puts there. "
+        "`rlbuffer verify` names it"
     )
 
 

@@ -16,6 +16,7 @@ from rlbuffer.errors import (
     ServerUnreachable,
     ServerUnsuitable,
     WrongAnswer,
+    WrongType,
 )
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store.connection import Connection
@@ -45,7 +46,7 @@ ROWS = [
     ("-UPSTREAM a proxy's own words", ServerRefused, "again"),
     # What is wrong stays wrong.
     ("-NOPERM this user has no permissions to run the 'get' command", ServerUnsuitable, "told"),
-    ("-WRONGTYPE Operation against a key holding the wrong kind of value", WrongAnswer, "told"),
+    ("-WRONGTYPE Operation against a key holding the wrong kind of value", WrongType, "told"),
     ("-ERR unknown command 'GET'", WrongAnswer, "told"),
     ("-ERR user_script:12: attempt to index a nil value script: 1234", WrongAnswer, "told"),
     ("-no code at all", WrongAnswer, "told"),

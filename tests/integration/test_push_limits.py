@@ -81,7 +81,7 @@ def test_a_push_above_the_servers_query_buffer_is_refused_before_anything_is_sen
             f"group a.1 cannot be pushed to {server.url}: it takes {size} bytes, above the server's "
             f"client-query-buffer-limit of {MIB}. Push it in parts, or raise the server's limit"
         )
-        assert "cmdstat_multi" not in buffer.store.client.info("commandstats")  # type: ignore[attr-defined]
+        assert "cmdstat_pexpire" not in buffer.store.client.info("commandstats")  # type: ignore[attr-defined]
         assert writer.push(group(2)).status == "stored"
         assert pending(buffer) == ["a.2"]
         assert buffer.ledger().lost == 0

@@ -168,7 +168,7 @@ def test_a_leader_whose_lease_another_holds_names_it(served: Served) -> None:
     run.client.delete(run.store.keys.lease)
     assert run.store.lease("somebody", ttl_seconds=60.0).held
     assert lost(served) == (
-        f"the lease of run {run.store.run!r} lapsed after 1 s without a renewal; somebody holds it now"
+        f"the lease of run {run.store.run!r} lapsed after 20 s without a renewal; somebody holds it now"
     )
 
 

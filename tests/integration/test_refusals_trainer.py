@@ -149,7 +149,7 @@ class Noting:
 def pulls(steps: list[Any], ranks: Any = ALONE) -> Pulls:
     """Pulls from a reader that gives `steps`: the refusals need no model."""
     bare: Any = object.__new__(Session)
-    reader = SimpleNamespace(steps=lambda start, until: iter(steps))
+    reader = SimpleNamespace(steps=lambda start, until: iter(steps), has_ended=False)
     given = {"ranks": ranks, "stop": StopRequest(), "settings": RunSettings(), "reader": reader, "stalls": Noting()}
     for name, value in given.items():
         object.__setattr__(bare, name, value)

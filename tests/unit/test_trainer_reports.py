@@ -153,6 +153,7 @@ def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
         assert time.monotonic() < deadline, rows
         time.sleep(0.1)
     assert rows[:-1] == [{"rewards/math": 0.25, "step": 1.0, "time": 1e9 + 1}]
+    wandb.teardown()  # its service is a process of its own
 
 
 def history_of(path: Path) -> list[dict[str, float]]:
