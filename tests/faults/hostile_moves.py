@@ -11,13 +11,15 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import redis
 
 from rlbuffer import wire
 from rlbuffer.messages import dumps
+from rlbuffer.records import Group
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.session import script_text
 from rlbuffer.testing import make_group
@@ -27,6 +29,10 @@ Command = tuple[Any, ...]
 LARGEST = "18446744073709551615-18446744073709551615"
 NUMBERS: tuple[Any, ...] = (0, 1, -1, -5, 7, 999, 10**6, 10**14, 2**53 + 1, 2**62, 2**63 - 1, -(2**63), 2**64, "9" * 30)
 FLOATS = (0.0, -0.0, 1.0, 1e12, 1.1e12, 1e39, 1.7e308, -1.7e308, 5e-324, float("inf"), float("-inf"), float("nan"))
+LOGPROBS = (0.0, -1.0, -1e3, -1e12, 1.0, 1e3, 1e12, -1e-45)
+REWARDS = (0.0, 1.0, -1.0, 1e12, -1e12, 1e-300)
+VOCABULARY = 13
+"""Of the model that is trained."""
 SCORES = ("0", "-1", "1", "inf", "-inf", "1e300", "-1e300", "9007199254740993", "5e-324", "nan")
 STRANGE: tuple[Any, ...] = (
     *("", "x", " 1", "1.5", "1e309", "nan", "inf", "-inf", "0x10", "=", "=x", "=-1", "\x00", "\x1b[31mred\x1b[0m", "‮"),
@@ -228,6 +234,8 @@ class Attacker:
             version=dice.choice((seen.step, seen.step, max(0, seen.step - 1), seen.step + 1, 0, 10**6)),
             needs=dice.choice(((), (), (), ("ref_logprobs",), ("nobody",))),
         )
+        if dice.random() < 0.5:
+            group = self._extreme(group)
         push = wire.encode_push(group)
         suffix = self._suffix(seen)
         waiting = self.keys.unnamed_payload(group.group_id, suffix)
@@ -252,6 +260,19 @@ class Attacker:
             commands.append(("HSET", waiting, *fields))
             commands.append(("PEXPIRE", waiting, dice.choice((1, 10**4, 10**9))))
         return [*commands, ("EVALSHA", self._shas[1], 5, *keys, *args)]
+
+    def _extreme(self, group: Group) -> Group:
+        """Tokens that the model has, with numbers as large as a rollout may hold: these are trained."""
+        rollouts = [
+            replace(
+                rollout,
+                tokens=rollout.tokens % VOCABULARY,
+                logprobs=np.where(rollout.loss_mask, np.float32(self.dice.choice(LOGPROBS)), np.float32(0)),
+                reward=self.dice.choice(REWARDS),
+            )
+            for rollout in group.rollouts
+        ]
+        return replace(group, rollouts=tuple(rollouts))
 
     def _entry(self, seen: _Seen) -> Command:
         """An entry without a payload, or with that of another one."""

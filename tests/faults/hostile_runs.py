@@ -79,16 +79,14 @@ def run_hostile(
         outcome.facts["taken by the server"] = dict(sorted(attacker.taken.items()))
         outcome.facts["set right at the end"] = stage.set_right()
         wanted = home_step(home) + STEPS_AFTER
-        since = time.monotonic()
-        while home_step(home) < wanted and time.monotonic() - since < PATIENCE_SECONDS and not stage.ended():
-            time.sleep(0.2)
-        if home_step(home) < wanted:
+        if not stage.await_step(wanted, PATIENCE_SECONDS):
             outcome.findings.append(f"no step {wanted} within {PATIENCE_SECONDS:g} s after the attack\n{home.logs()}")
         outcome.findings += stage.ended()
         outcome.findings += stage.stop()
         outcome.findings += _check(home, stage, outcome)
-        if stage.everything_of_other() != other:
-            outcome.findings.append(f"keys of run {OTHER!r} on the same server are others than before")
+        now = stage.everything_of_other()
+        if changed := sorted(key for key in now.keys() | other.keys() if now.get(key) != other.get(key)):
+            outcome.findings.append(f"keys of run {OTHER!r} on the same server are others than before: {changed}")
         outcome.findings += _said_wrong(home)
     outcome.seconds = time.monotonic() - began
     return outcome
@@ -110,7 +108,7 @@ def _config(home: Home, world_size: int) -> Path:
     text = (
         path.read_text()
         .replace("checkpoint_every = 5", "checkpoint_every = 100000")
-        .replace("max_restarts = 1000\n", "kl_beta = 0.1\nmax_damaged = 1.0\n")
+        .replace("max_restarts = 1000\n", "max_damaged = 1.0\n")
         .replace("vocab_size = 16", "vocab_size = 13")
         .replace("world_size = 2", f"world_size = {world_size}")
     )
@@ -157,6 +155,13 @@ class _Stage:
             for name, process in self._roles.items()
             if process.poll() is not None
         ]
+
+    def await_step(self, wanted: int, seconds: float) -> bool:
+        """Whether the step is trained before so long, or a process ends."""
+        since = time.monotonic()
+        while (now := home_step(self._home)) < wanted and time.monotonic() - since < seconds and not self.ended():
+            time.sleep(0.2)
+        return now >= wanted
 
     def keep_workers(self) -> None:
         """A worker is of the attacker's own role: it may end, and comes back as its supervisor would bring it."""
@@ -220,8 +225,9 @@ class _Stage:
         return self.everything_of_other()
 
     def everything_of_other(self) -> dict[bytes, bytes | None]:
+        prefix = f"rlb:{OTHER}".encode()
         with self._admin() as client:
-            keys = sorted(key for key in client.scan_iter(count=1000) if f"rlb:{OTHER}".encode() in key[:20])
+            keys = sorted(key for key in client.scan_iter(count=1000) if key.lstrip(b"{").startswith(prefix))
             return {key: client.dump(key) for key in keys}
 
     def _start_workers(self) -> None:
@@ -267,7 +273,9 @@ def _attack(stage: _Stage, attacker: Attacker, moves: int, pushes: int, outcome:
             last, since = home_step(home), time.monotonic()
         elif time.monotonic() - since > HELD_SECONDS:
             say(f"  held up; set right: {', '.join(stage.set_right()) or 'the workers'}")
-            rescues, since = rescues + 1, time.monotonic()
+            rescues += 1
+            stage.await_step(last + 1, PATIENCE_SECONDS / 3)
+            since = time.monotonic()
         if stage.ended():
             say(f"  a process ended after {kind}")
             return
