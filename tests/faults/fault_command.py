@@ -13,17 +13,19 @@ import pytest
 from disk_runs import run_full_disks
 from failover_runs import run_failovers
 from homes import Home
+from hostile_runs import run_hostile
 from kill_runs import run_kills
 from network_runs import run_network
 from outcome import Outcome, Say
 from takeover_runs import ALLOWED_SECONDS, run_takeovers
 from torn_runs import SERVERS, programs, run_torn
 
-RUNS = ("kills", "network", "takeovers", "failovers", "disks", "torn")
+RUNS = ("kills", "network", "takeovers", "failovers", "disks", "torn", "hostile")
 """In the order in which they run."""
 NOT_COVERED = """What this does not cover: power loss (tests/e2e/test_rolled_back_server.py puts an old append-only file
 back), a shifted clock (tests/integration), flipped bytes (tests/e2e/test_damaged_payloads.py), a server in cluster
-mode, more than one machine, faults of the ranks' own exchanges (gloo), `max_uses` above 1."""
+mode, more than one machine, faults of the ranks' own exchanges (gloo), `max_uses` above 1, a worker's login that fills
+the server's memory or keeps it busy with a script that never ends, a scorer's login in hostile hands."""
 
 
 def main() -> int:
@@ -43,6 +45,8 @@ def main() -> int:
     parser.add_argument("--failover-steps", type=int, default=200, help="steps of that run (default 200)")
     parser.add_argument("--disks", type=int, default=3, help="times that the disk is full (default 3)")
     parser.add_argument("--full-seconds", type=float, default=120.0, help="how long it stays so (default 120)")
+    parser.add_argument("--moves", type=int, default=60, help="hostile moves on control keys (default 60)")
+    parser.add_argument("--pushes", type=int, default=20_000, help="hostile pushes (default 20000)")
     parser.add_argument("--keep", action="store_true", help="leave the homes with their logs")
     args = parser.parse_args()
     unknown = sorted(set(args.runs) - set(RUNS))
@@ -71,6 +75,7 @@ def again(name: str, args: argparse.Namespace) -> str:
         ),
     }
     sizes["disks"] = f"--disks {args.disks} --full-seconds {args.full_seconds:g}"
+    sizes["hostile"] = f"--moves {args.moves} --pushes {args.pushes}"
     return f"python tests/faults {name} --seed {args.seed} {sizes[name]}"
 
 
@@ -103,6 +108,9 @@ def run_one(name: str, args: argparse.Namespace, say: Say) -> Iterator[Outcome]:
             return
         if name == "disks":
             yield run_full_disks(home, rounds=args.disks, full_seconds=args.full_seconds, say=say)
+            return
+        if name == "hostile":
+            yield run_hostile(home, moves=args.moves, pushes=args.pushes, seed=args.seed, say=say)
             return
         outcome = run_takeovers(home, rounds=args.takeovers, steps_between=3, say=say)
         late = [n for n in outcome.facts["takeover seconds"] if n > ALLOWED_SECONDS]

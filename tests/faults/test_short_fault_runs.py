@@ -10,6 +10,7 @@ from aof import commands, read_written
 from disk_runs import run_full_disks
 from failover_runs import FAILOVER, KILL, check_uses, run_failovers
 from homes import Home
+from hostile_runs import run_hostile
 from kill_runs import draw_victims, run_kills
 from network_runs import run_network
 from processes_under_test import KINDS
@@ -69,6 +70,13 @@ def test_no_process_of_a_run_ends_while_the_disk_is_full(home: Home) -> None:
     outcome = run_full_disks(home, rounds=1, full_seconds=0, say=say)
     assert outcome.findings == []
     assert dict(outcome.faults) == {"full disk": 1}
+
+
+def test_no_process_of_another_role_ends_of_what_a_hostile_worker_sends(home: Home) -> None:
+    outcome = run_hostile(home, moves=4, pushes=400, seed=3, world_size=1, say=say)
+    assert outcome.findings == []
+    assert dict(outcome.faults) == {"move": 4, "push": 400}
+    assert outcome.facts["envs whose account is off, all named"] > 0
 
 
 def test_a_rollout_in_two_trained_steps_is_found() -> None:
