@@ -150,13 +150,15 @@ class Batcher:
         """`env` takes part again; what it missed while it was paused is not owed to it."""
         self._known.paused.discard(env)
 
-    def set_sources(self, *, done: Collection[str], others: Collection[str] = ()) -> None:
+    def set_sources(self, *, done: Collection[str], said: Collection[str] = (), others: Collection[str] = ()) -> None:
         """Takes in of which envs nothing more comes, and who else may still send something.
 
-        What forms of envs that are done closes with the next decision; no step waits for them. Once there are no others
-        but paused envs, the steps take what there is; the last decision is `is_over`.
+        No step waits for envs that are done. What forms of them closes with the next decision where that was `said`;
+        else, as ever, when it is whole or its time is up: an env is done by its tickets when a part of each group was
+        read. Once there are no others but paused envs, the steps take what there is; the last decision is `is_over`.
         """
-        self._known.done, self._known.others = frozenset(done), frozenset(others)
+        known = self._known
+        known.done, known.said, known.others = frozenset(done), frozenset(said), frozenset(others)
 
     @property
     def needs(self) -> dict[tuple[str, str], int]:
@@ -213,7 +215,7 @@ class Batcher:
             ConfigError: the user's selector or estimator failed.
         """
         pool, patience, known = self._pool, self._patience, self._known
-        pool.advance(now, step, forgets=not any(known.adapters.accounts), done=known.done)
+        pool.advance(now, step, forgets=not any(known.adapters.accounts), done=known.done & known.said)
         self._waits_since = min(self._waits_since, pool.now)  # no step waits for a clock that was set back
         pool.sweep_future(lambda adapter: known.own_step(adapter, step))
         for env in list(pool.envs):

@@ -35,7 +35,7 @@ LEFT_OUT = (
     "memory in bytes: how full the server is, and what is too large for it, is drawn",
     "a clock that goes back: the server's is set forward, by up to eight days",
     "all bytes of a payload but those that are damaged",
-    "sources that end, and steps that are closed because no more comes",
+    "ends of sources that somebody says: tickets alone say them",
     "the loops of workers, trainers and scorers themselves, checkpoint files, weights, samplers and evaluation",
     "more than two ranks, three adapters and a few groups of three rollouts",
 )

@@ -252,7 +252,9 @@ class World:
             if any(key.decode() in finding.message for key, _ in self.invariants.damaged):
                 continue  # it names what chance has changed, as it must
             if self.plan.strangers and finding.invariant == "I10":
-                continue  # likewise: what nobody has counted as pushed
+                continue  # likewise: what nobody has counted as pushed,
+            if any(f"pending push {ms}-{place}:" in finding.message for ms, place in self.invariants.strange):
+                continue  # and an entry that looks well, but has no payload
             self.invariants.fail(f"verify {finding.invariant}", finding.message)
 
     def _end(self) -> None:

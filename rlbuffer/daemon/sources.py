@@ -35,4 +35,4 @@ class SourceWatch:
         seen, self._seen = self._seen, None
         if seen is not None:
             expected = {f"[worker.{section}]" for section in seen.expected}
-            self._batcher.set_sources(done=seen.done, others=seen.open | expected)
+            self._batcher.set_sources(done=seen.done, said=seen.said, others=seen.open | expected)

@@ -313,8 +313,8 @@ class Pool:
         return not self._groups and not self.drops
 
     def advance(self, now: float, step: int, *, forgets: bool = True, done: Collection[str] = ()) -> None:
-        """Closes or drops the groups whose time is up, and those of envs that are `done`, unless a scorer may still
-        complete them; forgets old tombstones unless told otherwise.
+        """Closes or drops the groups whose time is up, and those of envs that are said to be `done`, unless a scorer
+        may still complete them; forgets old tombstones unless told otherwise.
 
         `step` is the one that is planned.
         """

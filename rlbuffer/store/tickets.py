@@ -78,7 +78,8 @@ class TicketMoves(Session):
         done = frozenset(env for env, out in zip(over, self.look(count) if over else (), strict=True) if not out)
         expected = frozenset(name[8:-1] for name in given if name.startswith("[worker."))
         known = {env for env in (*given, *numbers) if not env.startswith("[")}
-        return Sources(done=done, open=frozenset(known - done), expected=expected, ends=ends)
+        said = frozenset(env for env in done if given[env].startswith("="))
+        return Sources(done=done, said=said, open=frozenset(known - done), expected=expected, ends=ends)
 
     def renew_tickets(self, env: str, numbers: Sequence[int], *, ttl_seconds: float) -> None:
         """Keeps tickets out; one that was closed meanwhile stays closed."""

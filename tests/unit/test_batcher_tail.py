@@ -200,15 +200,28 @@ def test_an_env_that_is_done_and_used_up_keeps_no_step_waiting():
     assert ask(made, 3).allowances["b"] > 0
 
 
-def test_what_forms_of_an_env_that_is_done_closes_at_once_or_drops_as_small():
+def test_what_forms_of_an_env_that_was_said_to_be_done_closes_at_once_or_drops_as_small():
     made = batcher(**FOUR, min_group_size=2)
     put(made, "two", lengths=(25, 25), planned=4)
     put(made, "one", lengths=(25,), planned=4)
-    made.set_sources(done=["a"])
+    made.set_sources(done=["a"], said=["a"])
     steps, drops, last = run_out(made)
     assert steps == [(["two"], "end")]
     assert drops == [("one", "small", "1 valid rollouts < min_group_size 2, and its env is done")]
     assert last.is_over
+
+
+def test_further_parts_of_an_env_that_is_done_by_its_tickets_are_waited_for():
+    made = batcher(**FOUR)
+    put(made, "in_parts", lengths=(25, 25), planned=4)
+    made.set_sources(done=["a"])
+    assert (run_out(made)[0], ask(made).is_over) == ([], False)
+    put(made, "in_parts", lengths=(25, 25), planned=4, first=2, entry="its second part")
+    assert run_out(made)[:2] == ([(["in_parts"], "end")], [])
+    put(made, "never_whole", lengths=(25, 25), planned=4)
+    assert run_out(made, 2, now=299.0)[:2] == ([], [])
+    steps, drops, last = run_out(made, 2, now=300.0)
+    assert (steps, drops, last.is_over) == ([(["never_whole"], "end")], [], True)
 
 
 def test_a_group_that_a_scorer_may_complete_is_waited_for_until_its_time_is_up():
