@@ -7,7 +7,7 @@ import re
 from rlbuffer.errors import ConfigError
 
 HIDDEN = "***"
-_SCHEME = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*://)?")
+_SCHEME = re.compile(r"(?:(?:rediss?|unix|memory)://)?", re.IGNORECASE)
 _NAMES = "connection_class|path|host|port|db|username|password|ssl_[A-Za-z0-9_]*"
 _SECRET = re.compile(rf"([?&][^=&?]*pass[^=&?]*=)(?:(?!&(?:{_NAMES})=).)*", re.DOTALL | re.IGNORECASE)
 """A password among the options. It ends where an option follows of an address: any other ``&`` is its own."""

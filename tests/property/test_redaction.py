@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlbuffer.store.address import has_password, redacted
@@ -35,6 +35,7 @@ def may_stand(password: str) -> bool:
 @pytest.mark.parametrize(("form", "shown"), FORMS)
 @settings(deadline=None)
 @given(password=PASSWORDS.filter(may_stand))
+@example(password="//secret")
 def test_the_password_of_a_user_is_hidden_however_it_is_written(form: str, shown: str, password: str) -> None:
     for written in (password, quote(password, safe="")):
         assert redacted(form.format(written)) == shown

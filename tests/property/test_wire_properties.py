@@ -39,7 +39,7 @@ plain_maps = st.dictionaries(texts, plain_values, max_size=3)
 
 def arrays(shape: Any) -> st.SearchStrategy[np.ndarray]:
     def of(dtype: np.dtype) -> st.SearchStrategy[np.ndarray]:
-        limit = float(dtype.type(min(MAX_NUMBER, np.finfo(dtype).max))) if dtype.kind == "f" else 0.0
+        limit = float(dtype.type(min(MAX_NUMBER, float(np.finfo(dtype).max)))) if dtype.kind == "f" else 0.0
         elements = {"min_value": -limit, "max_value": limit} if dtype.kind == "f" else {}
         return hnp.arrays(dtype, shape, elements=hnp.from_dtype(dtype, **elements))
 
