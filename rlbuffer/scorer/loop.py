@@ -180,12 +180,14 @@ class _Scorer:
     # -- finding -----------------------------------------------------------------------------------------------------
     def _look(self) -> None:
         """Reads what is new in the pool."""
+        if int(self._cursor.partition("-")[0]) > 1000 * self._store.now():
+            self._cursor = "0-0"  # an id ahead of the clock: the pool is made anew (RENUMBER) with lower ones
         while entries := self._store.read_pool(self._cursor, count=PAGE):
             self._cursor = entries[-1].entry_id
             for entry in entries:
                 self._found.pop(entry.replaces, None)
                 if entry.info is not None and self._wanted(entry):
-                    self._found[entry.entry_id] = _Found(entry)
+                    self._found.setdefault(entry.entry_id, _Found(entry))
 
     def _wanted(self, entry: PoolEntry) -> frozenset[str]:
         """What this scorer adds to a push."""

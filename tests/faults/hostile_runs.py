@@ -36,6 +36,7 @@ STEPS_AFTER = 3
 PATIENCE_SECONDS = 180.0
 BREATH_SECONDS = 1.0
 """At most so long the attacker waits for a step after each move, so that moves meet a run at work."""
+GROUP_SECONDS = 20.0
 HELD_SECONDS = 10.0
 """After so long without a step the operator sets right what holds the run up, while the attack goes on."""
 VIEWS = (("inspect",), ("verify",), ("runs",))
@@ -80,7 +81,7 @@ def run_hostile(
         outcome.facts["set right at the end"] = stage.set_right()
         wanted = home_step(home) + STEPS_AFTER
         if not stage.await_step(wanted, PATIENCE_SECONDS):
-            outcome.findings.append(f"no step {wanted} within {PATIENCE_SECONDS:g} s after the attack\n{home.logs()}")
+            outcome.findings.append(f"no step {wanted} within {PATIENCE_SECONDS:g} s after the attack: {stage.waits()}")
         outcome.findings += stage.ended()
         outcome.findings += stage.stop()
         outcome.findings += _check(home, stage, outcome)
@@ -109,6 +110,8 @@ def _config(home: Home, world_size: int) -> Path:
         path.read_text()
         .replace("checkpoint_every = 5", "checkpoint_every = 100000")
         .replace("max_restarts = 1000\n", "max_damaged = 1.0\n")
+        # What no scorer gives holds tickets until then.
+        .replace("[batcher]\n", f"[batcher]\ngroup_timeout_seconds = {GROUP_SECONDS:g}\n")
         .replace("vocab_size = 16", "vocab_size = 13")
         .replace("world_size = 2", f"world_size = {world_size}")
     )
@@ -162,6 +165,11 @@ class _Stage:
         while (now := home_step(self._home)) < wanted and time.monotonic() - since < seconds and not self.ended():
             time.sleep(0.2)
         return now >= wanted
+
+    def waits(self) -> str:
+        """What the batcher waits for, as it says."""
+        said = (self._home.path / "serve.log").read_text(errors="replace").splitlines()
+        return "\n".join([line for line in said if "waiting:" in line][-3:])
 
     def keep_workers(self) -> None:
         """A worker is of the attacker's own role: it may end, and comes back as its supervisor would bring it."""
