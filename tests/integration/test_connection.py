@@ -17,7 +17,7 @@ import pytest
 import redis
 from faults import CuttingProxy, TalkingServer, info_reply
 
-from rlbuffer.errors import ConfigError, ServerRefused, ServerUnreachable, ServerUnsuitable, WrongType
+from rlbuffer.errors import ConfigError, ServerRefused, ServerUnreachable, ServerUnsuitable, WrongAnswer, WrongType
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store.binary import ServerBinary
 from rlbuffer.store.connection import Connection
@@ -391,7 +391,15 @@ def test_a_replica_is_waited_for_and_then_named(connection: Connection) -> None:
     back.join()
 
 
-def test_a_key_of_another_type_is_a_wrong_answer(connection: Connection) -> None:
+def test_a_command_that_the_server_does_not_know_is_a_wrong_answer(connection: Connection) -> None:
+    with pytest.raises(WrongAnswer) as caught:
+        connection.call(lambda: connection.client.execute_command("NOSUCH"))  # type: ignore[no-untyped-call]
+    words = caught.value.__cause__
+    assert str(caught.value) == f"the server at {connection.address} answered with an error: ERR {words}"
+    assert str(words).startswith("unknown command")
+
+
+def test_a_key_of_another_type_is_named_as_such(connection: Connection) -> None:
     connection.client.set("string", 1)
     with pytest.raises(WrongType) as caught:
         connection.call(lambda: connection.client.hset("string", "a", 1))
