@@ -178,9 +178,9 @@ class Home:
                 for each in reversed(_tree(process.pid)):  # itself first: it would start its server again
                     _signal(each, signal.SIGKILL)
                 process.wait()
-        for record in self.path.glob("server/server.json"):
-            pid = int(json.loads(record.read_text())["pid"])
-            if _works_in(pid, record.parent):
+        # Not by its record: whoever started it last may have been killed before it wrote that.
+        for pid in psutil.pids() if (self.path / "server").exists() else ():
+            if _works_in(pid, self.path / "server"):
                 _signal(pid, signal.SIGKILL)
 
 
