@@ -74,7 +74,7 @@ vllm-test:
 $(ADAPTERS)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[envs,verifiers,memory]' \
-	  'pytest>=8.2' 'pytest-timeout>=2.3'
+	  psutil 'pytest>=8.2' 'pytest-timeout>=2.3'
 	@touch $@
 
 adapters-test: $(ADAPTERS)/.installed

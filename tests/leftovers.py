@@ -144,13 +144,16 @@ class Leftovers:
         ours = {process.pid for process in self._processes()} if only_new else set()
         self._seen = {pid: 0.0 for pid in _pids() if pid not in ours}
 
+    def lifelong(self) -> set[int | None]:
+        """This process, and the two that Python starts once for as long as it lives."""
+        return {self._pid, getattr(_FORKSERVER, "_forkserver_pid", None), getattr(_TRACKER, "_pid", None)}
+
     def _processes(self) -> list[psutil.Process]:
         """Of this process, and not seen before."""
         pids = _pids()
         self._seen = {pid: begin for pid, begin in self._seen.items() if pid in pids}
-        own = {self._pid, getattr(_FORKSERVER, "_forkserver_pid", None), getattr(_TRACKER, "_pid", None)}
         found = []
-        for pid in pids - self._seen.keys() - own:
+        for pid in pids - self._seen.keys() - self.lifelong():
             try:
                 process = psutil.Process(pid)
                 if not self._is_ours(process):
@@ -226,8 +229,6 @@ def _restored(variables: Mapping[str, str]) -> list[str]:
 
 _FORKSERVER: Any = getattr(forkserver, "_forkserver")  # noqa: B009 - private
 _TRACKER: Any = getattr(resource_tracker, "_resource_tracker")  # noqa: B009 - private
-"""Python starts each once, for as long as the process lives."""
-
 
 LEFTOVERS = Leftovers()
 
