@@ -10,7 +10,6 @@ A plugin, since hooks of a conftest hear nothing of fixtures of the whole sessio
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import os
@@ -21,6 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ class Leftovers:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         self._folder = tempfile.mkdtemp(prefix="t")
         os.environ["TMPDIR"] = tempfile.tempdir = self._folder
-        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
+        # After multiprocessing's own folder, which lies in this one; never by a forked process.
+        Finalize(None, shutil.rmtree, args=(self._folder,), kwargs={"ignore_errors": True}, exitpriority=-200)
         self._pid = os.getpid()
         self._owner = LASTING
         self._seen: dict[int, float] = {}
