@@ -62,15 +62,12 @@ class EvaluationMoves(Session):
         line = self._evaluated.get((env, version)) or self._line()
         fields = {"env": env, "version": version, "line": line, "record": wire.dumps(dict(record))}
 
-        def add(client: Any) -> None:
-            client.xadd(self.keys.eval, fields, maxlen=KEPT, approximate=True)
-            # Not before: done is what has a result.
-            client.set(self.keys.evaluating(env, version, line), _DONE, px=KNOWN_MS)
-
         try:
-            self.look(add)
+            self.look(lambda client: client.xadd(self.keys.eval, fields, maxlen=KEPT, approximate=True))
         except WrongAnswer as error:
             raise ServerRefused(f"{self.keys.eval} takes no result: {error}") from None
+        # Not before: done is what has a result.
+        self.look(lambda client: client.set(self.keys.evaluating(env, version, line), _DONE, px=KNOWN_MS))
 
     def _line(self) -> int:
         """The epoch in which version numbers began to mean what they mean now."""
