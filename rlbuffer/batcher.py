@@ -182,7 +182,7 @@ class Batcher:
         self._known.accounts, self._known.adapters = decided.accounts, decided.adapters
         self._step, self._at, self._decided = decided.step, decided.at, None
         self._waits_since = self._at
-        self._patience.committed(is_full=plan.closed_by != "timeout")
+        self._patience.committed(is_full=plan.closed_by not in ("timeout", "partial"))
         self._pool.consume(plan.group_ids)
 
     def refused(self, plan: StepPlan, gone: Iterable[str]) -> None:

@@ -25,6 +25,7 @@ from rlbuffer.reader import Reader
 from rlbuffer.records import PolicyVersion
 from rlbuffer.settings import RunSettings
 from rlbuffer.store.base import Ledger, Report, Store
+from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.redis_store import open_store
 from rlbuffer.views import GroupDetail, GroupView, StepView, find_group, list_groups, view_step
 from rlbuffer.writer import Writer
@@ -152,10 +153,12 @@ class Buffer:
         pad_token_id: int = 0,
         pad_to_multiple_of: int = 1,
         vocabulary: int | None = None,
+        adapters: bool = True,
     ) -> Reader:
         """A reader for one data-parallel rank; rank 0's acknowledges for all.
 
-        `vocabulary` is how many token ids the model has: a rollout with any other is masked, and counted as damaged.
+        `vocabulary` is how many token ids the model has, `adapters` whether LoRA adapters are trained: a rollout with
+        any other token, or of an adapter where none is trained, is masked and counted as damaged.
         """
         self.store.open_run()
         reader = Reader(
@@ -165,7 +168,7 @@ class Buffer:
             timeout_seconds=timeout_seconds,
             pad_token_id=pad_token_id,
             pad_to_multiple_of=pad_to_multiple_of,
-            vocabulary=vocabulary,
+            can=Trainable(vocabulary=vocabulary, adapters=adapters),
         )
         self._readers.append(reader)
         return reader

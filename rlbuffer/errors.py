@@ -161,7 +161,7 @@ class StepRetired(RlbufferError):
 
 
 class StepDamaged(RlbufferError):
-    """More of a step's loss tokens are missing or damaged than `max_damaged` allows."""
+    """Of many steps in a row more loss tokens are missing or damaged than `max_damaged` allows."""
 
 
 class AttemptFenced(RlbufferError):

@@ -165,7 +165,7 @@ class ServeNarrator:
         elif kind == "ended":
             self._waiting("")
             self._say(str(event["sentence"]))
-        elif kind == "memory":
+        elif kind in ("memory", "damaged"):
             self._say(f"! {event['sentence']}")
         elif kind == "env":
             self._say(_env(event))

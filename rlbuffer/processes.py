@@ -26,7 +26,8 @@ from rlbuffer.placement import gpus_of, visible
 from rlbuffer.settings import RunSettings
 
 DONE = 10
-"""What the supervisor hears from a worker whose env is done: it is not to be started again."""
+"""What the supervisor hears from a worker whose env is done, or a scorer of a run that has ended: it is not to be
+started again."""
 GRACE_SECONDS = 10.0
 """Time between being asked to stop and leaving anyway, once the supervisor is gone."""
 
@@ -207,14 +208,14 @@ def score(
     stop: threading.Event,
     on_event: Callable[[dict[str, Any]], None] | None = None,
 ) -> int:
-    """Runs one scorer until `stop` is set. -> exit code."""
+    """Runs one scorer until `stop` is set. -> exit code, or DONE when the run has ended."""
     from rlbuffer.client import connect
     from rlbuffer.scorer.loop import run_scorer
 
     os.environ.update(visible(gpus_of(settings.score[key], replica)))
     with connect(settings.redis_url, run=settings.run, config=settings, name=f"score-{name}") as buffer:
-        run_scorer(buffer, name, key, settings, stop=stop, on_event=on_event or ScoreNarrator(say))
-    return 0
+        has_ended = run_scorer(buffer, name, key, settings, stop=stop, on_event=on_event or ScoreNarrator(say))
+    return DONE if has_ended else 0
 
 
 # -- either ----------------------------------------------------------------------------------------------------------

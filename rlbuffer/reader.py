@@ -6,6 +6,7 @@ for, its rows are dealt again; rollouts, advantages and normalisers stay the sam
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -19,7 +20,6 @@ import numpy as np
 
 from rlbuffer import wire
 from rlbuffer.arena import Arena
-from rlbuffer.assembly import fits
 from rlbuffer.batches import Normalizers, Plan, Sample, Step
 from rlbuffer.errors import (
     BatcherFailed,
@@ -35,18 +35,19 @@ from rlbuffer.fills import ColumnSpec, column_spec
 from rlbuffer.packing import PackItem, assemble, redeal
 from rlbuffer.policy.waiting import SILENT_BATCHER, for_step
 from rlbuffer.progress import Progress, remembered
-from rlbuffer.records import PolicyVersion, Rollout
+from rlbuffer.records import PolicyVersion
 from rlbuffer.refusals import Refusals
 from rlbuffer.store.base import PartRollout, StepHeader, Store
+from rlbuffer.store.payloads import Trainable, read_rollouts
 
 BLOCK_SECONDS = 1.0
 """One blocking read; between two the reader looks for a fatal error of the batcher and for its own end."""
 HEARTBEAT_SECONDS = 1.0
 """How often the rank says that it is alive; rank 0's report is the attempt's heartbeat as well. A batcher that has
 taken over waits for it before it commits, and shall commit within a lease and two seconds of the other's last word."""
-FETCH_BYTES = 64 * 2**20
-"""Payload bytes asked for in one call."""
 CLOSED = "the reader was closed"
+ANYTHING = Trainable()
+_log = logging.getLogger(__name__)
 
 
 class _Ended(Exception):
@@ -88,7 +89,7 @@ class Reader:
         timeout_seconds: float,
         pad_token_id: int = 0,
         pad_to_multiple_of: int = 1,
-        vocabulary: int | None = None,
+        can: Trainable = ANYTHING,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside world size {world_size}")
@@ -98,7 +99,7 @@ class Reader:
         self.timeout_seconds = timeout_seconds
         self._pad_token_id = pad_token_id
         self._pad_to_multiple_of = pad_to_multiple_of
-        self._vocabulary = vocabulary
+        self._can = can
         self._arena = Arena()
         self._assembling = threading.Lock()  # an arena serves one caller at a time; `pull` may run beside a prefetch
         self._progress = Progress(store, world_size=world_size, reports=rank == 0)
@@ -324,6 +325,7 @@ class Reader:
 
     def _say_alive(self) -> None:
         record = {"step": self._progress.place.step, "world_size": self.world_size, "pid": os.getpid()}
+        record |= self._can.record()
         self._refusals.shown(lambda: self._store.heartbeat("rank", str(self.rank), record))
 
     def _say_waiting(self, sentence: str) -> None:
@@ -377,7 +379,13 @@ class Reader:
                 schema=schema,
             )
         if damaged:
-            names = [f"{ref.group_id} {ref.info.rollout_id}" for ref in damaged]
+            first, wrong = damaged[0]
+            _log.warning(
+                "rank %d leaves out %d of its rollouts of step %d, whose payloads it cannot train. The first is %s of "
+                "group %s, env %s: %s",
+                *(self.rank, len(damaged), number, first.info.rollout_id, first.group_id, first.env, wrong),
+            )
+            names = [f"{ref.group_id} {ref.info.rollout_id}" for ref, _ in damaged]
             self._refusals.waited_out(lambda: self._store.count_damaged(number, names))
         return Step(
             number=header.step,
@@ -388,7 +396,7 @@ class Reader:
             normalizers=normalizers,
             rollouts=header.rollouts,
             groups=len(header.group_ids),
-            damaged=tuple(ref.info.rollout_id for ref in damaged),
+            damaged=tuple(ref.info.rollout_id for ref, _ in damaged),
             header={
                 "tokens": header.tokens,
                 "reward": header.reward,
@@ -435,45 +443,33 @@ class Reader:
 
     def _items(
         self, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec]
-    ) -> tuple[list[PackItem], list[PartRollout]]:
-        """Every rollout decoded and verified; what is missing, damaged, of other columns or of tokens outside of the
-        vocabulary becomes masked padding."""
+    ) -> tuple[list[PackItem], list[tuple[PartRollout, str]]]:
+        """Every rollout, and those that are missing, damaged or not to be trained here, with what is wrong: they
+        become masked padding."""
         answers = self._answers(refs)
         items: list[PackItem] = []
-        damaged: list[PartRollout] = []
-        for chunk in _chunks(refs):
-            for ref, data in zip(chunk, self._store.read_payloads(chunk), strict=True):
-                info = ref.info
-                rollout = None
-                if data is not None:
-                    try:
-                        rollout = wire.decode_rollout(data, expected=info)
-                    except PayloadError:
-                        rollout = None
-                if rollout is not None and not (fits(rollout, schema) and self._is_spelt(rollout)):
-                    rollout = None
-                if rollout is None:
-                    damaged.append(ref)
-                sample = Sample(
-                    rollout_id=info.rollout_id,
-                    group_id=ref.group_id,
-                    env=ref.env,
-                    reward=info.reward,
-                    rewards=info.rewards,
-                    advantage=ref.advantage,
-                    policy_versions=(info.min_version, info.max_version),
-                    answer=answers.get(ref.payload_key),
-                    prompt_tokens=info.prompt_tokens,
-                    length=info.length,
-                    adapter=ref.adapter,
-                    is_truncated=info.is_truncated,
-                )
-                items.append(PackItem(rollout=rollout, length=info.length, sample=sample, adapter=ref.adapter))
+        damaged: list[tuple[PartRollout, str]] = []
+        for ref, found in read_rollouts(self._store, refs, schema, self._can):
+            info = ref.info
+            if isinstance(found, str):
+                damaged.append((ref, found))
+            sample = Sample(
+                rollout_id=info.rollout_id,
+                group_id=ref.group_id,
+                env=ref.env,
+                reward=info.reward,
+                rewards=info.rewards,
+                advantage=ref.advantage,
+                policy_versions=(info.min_version, info.max_version),
+                answer=answers.get(ref.payload_key),
+                prompt_tokens=info.prompt_tokens,
+                length=info.length,
+                adapter=ref.adapter,
+                is_truncated=info.is_truncated,
+            )
+            rollout = None if isinstance(found, str) else found
+            items.append(PackItem(rollout=rollout, length=info.length, sample=sample, adapter=ref.adapter))
         return items, damaged
-
-    def _is_spelt(self, rollout: Rollout) -> bool:
-        """Whether the model has all of its tokens: it would fail at any other, in every replay of the step."""
-        return self._vocabulary is None or int(rollout.tokens.max()) < self._vocabulary
 
     def _answers(self, refs: Sequence[PartRollout]) -> dict[str, Any]:
         keys = list(dict.fromkeys(ref.payload_key for ref in refs))
@@ -486,15 +482,3 @@ class Reader:
                     # Nothing trains on an answer: a damaged one is shown as missing, as the group's view does.
                     answers[key] = None
         return answers
-
-
-def _chunks(refs: Sequence[PartRollout]) -> Iterator[Sequence[PartRollout]]:
-    """Consecutive runs of at most :data:`FETCH_BYTES`, so that one reply does not hold a whole step in memory twice."""
-    start, size = 0, 0
-    for i, ref in enumerate(refs):
-        if size and size + ref.info.size > FETCH_BYTES:
-            yield refs[start:i]
-            start, size = i, 0
-        size += ref.info.size
-    if start < len(refs):
-        yield refs[start:]

@@ -179,7 +179,9 @@ class TrainerSettings(_Section):
         gt=0,
         description="How long ranks that have a step wait for one that still pulls it: longer, and it hangs (exit 5).",
     )
-    max_damaged: float = Field(0.02, ge=0, le=1, description="Share of a step's loss tokens that may be damaged.")
+    max_damaged: float = Field(
+        0.5, ge=0, le=1, description="Share of loss tokens damaged, in step after step, from which training ends."
+    )
     pad_to_multiple_of: int = Field(1, ge=1, description="Rows are padded to a multiple of this many tokens.")
     check_parameters: bool = Field(
         False, description="Compare a hash of the parameters over all ranks after each step."

@@ -7,7 +7,7 @@ header says it, and pushes that do not fit the others of their step do not get i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,11 +18,11 @@ Columns = dict[str, tuple[str, tuple[int, ...]]]
 """Name -> dtype and trailing shape."""
 
 
-def agree(plan: StepPlan, infos: Mapping[str, GroupInfo]) -> tuple[Columns, dict[str, str]]:
+def agree(plan: StepPlan, infos: Mapping[str, GroupInfo], needed: Sequence[str] = ()) -> tuple[Columns, dict[str, str]]:
     """The columns of a planned step, and which of its pushes do not fit them, with the reason.
 
     A column's trailing shape is the one that most rollouts come with, the earliest selected among equals; its dtype
-    holds the values of all pushes with that shape. `infos` by entry id.
+    holds the values of all pushes with that shape. `infos` by entry id; `needed` are columns that no push may lack.
     """
     sizes: dict[str, int] = {}
     for ref in plan.rollouts:
@@ -42,6 +42,10 @@ def agree(plan: StepPlan, infos: Mapping[str, GroupInfo]) -> tuple[Columns, dict
         misfit = next((kind for kind in kinds if not _fits(kind, shapes)), None)
         if misfit is not None:
             odd[entry_id] = _sentence(misfit, shapes)
+            continue
+        lacking = sorted(set(needed).difference(name for name, _, _ in kinds))
+        if lacking:
+            odd[entry_id] = f"it lacks column {', '.join(lacking)}, without which the trainer cannot train"
             continue
         for name, dtype, _ in kinds:
             dtypes.setdefault(name, []).append(dtype)

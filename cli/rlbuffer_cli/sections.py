@@ -65,4 +65,5 @@ def run_alone(
         elif display != "none":
             narrate(event)
 
-    return work(title, stop, on_event)
+    code = work(title, stop, on_event)
+    return 0 if code == processes.DONE else code

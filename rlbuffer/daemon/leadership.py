@@ -14,6 +14,7 @@ import numpy as np
 from rlbuffer.batches import Decision, StepPlan
 from rlbuffer.config import BatcherConfig
 from rlbuffer.daemon.asked import AskWatch
+from rlbuffer.daemon.doubts import Doubts
 from rlbuffer.daemon.envs import EnvWatch
 from rlbuffer.daemon.held import Held
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
@@ -78,6 +79,9 @@ class Leadership:
         self._asked = AskWatch(store, asked, self._meta)
         self._held = Held(store, config, teller, token=token, since=self.since)
         self._scorers = ScorerWatch(store, self._held.batcher)
+        self._doubts = Doubts(store, teller.emit, self._meta.step)
+        self._needed = ("ref_logprobs",) if trainer.kl_beta else ()
+        """Columns without which the trainer cannot train."""
         self._swept = float("-inf")
         self._envs = EnvWatch(store, config, self._held.batcher, teller.emit)
         self._sources = SourceWatch(store, self._held.batcher)
@@ -180,7 +184,7 @@ class Leadership:
         self._envs.mourn({} if self._asked.is_draining else decision.dead, step)
         if decision.plan is None:
             self._is_idle = True
-            self._say(self._memory.sentence() + decision.waiting + self._scorers.sentence())
+            self._say(self._memory.sentence() + decision.waiting + self._scorers.sentence() + self._doubts.sentence())
             return
         self._commit(decision, decision.plan, trainer, started)
 
@@ -264,7 +268,11 @@ class Leadership:
         reason = "a payload is missing or of another size than its metadata says"
         broken = dict.fromkeys(self._store.pin(plan.rollouts, used, since=self.losses), reason)
         if not broken:
-            _, broken = agree(plan, {key: entry.info for key, entry in used.items() if entry.info is not None})
+            infos = {key: entry.info for key, entry in used.items() if entry.info is not None}
+            columns, broken = agree(plan, infos, self._needed)
+            self._doubts.look(self._meta.step)
+            if not broken and self._doubts.are_any:
+                broken = self._doubts.unsound(plan, used, columns)
         if broken:
             self._held.drop_broken(broken)
             return

@@ -46,10 +46,11 @@ class Patience:
     def committed(self, *, is_full: bool = True) -> None:
         """A step went out: what the next one waits for is counted anew, but who borrows goes on.
 
-        One that went out because it had waited for long enough lacked what it had waited for: silence goes on.
+        One that went out because it had waited for long enough lacked what it had waited for, and so did one in which
+        others filled the place of an env that was short: silence goes on.
         """
         if is_full:
-            self._wanted = {}
+            self._wanted = {env: since for env, since in self._wanted.items() if env in self._short}
         if self._config.spillover != "borrow":
             self._short = {}
 

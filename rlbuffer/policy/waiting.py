@@ -113,6 +113,16 @@ def for_scorer(env: str, need: str, groups: int, scorers: int) -> str:
     return f"{first}: {scorers} scorer gives it." if scorers == 1 else f"{first}: {scorers} scorers give it."
 
 
+def for_damaged(step: int, rollouts: int, whose: str) -> str:
+    """Payloads that the ranks could not read; the trainer leaves them out."""
+    verb = "rollout was" if rollouts == 1 else "rollouts were"
+    named = f" ({whose})" if whose else ""
+    return (
+        f"{rollouts} {verb} missing or damaged when step {step} was pulled{named}: payloads are looked into before "
+        "they are committed."
+    )
+
+
 def all_paused(envs: list[str]) -> str:
     """Nobody may give anything."""
     return f"Every env is paused ({', '.join(envs)}): `rlbuffer env resume {envs[0]}` lets it take part again."

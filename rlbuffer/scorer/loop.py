@@ -68,8 +68,9 @@ def run_scorer(
     *,
     stop: threading.Event,
     on_event: Callable[[dict[str, Any]], None] | None = None,
-) -> None:
-    """Runs one scorer of ``[score.KEY]`` until `stop` is set; what it has not pushed yet is given back then.
+) -> bool:
+    """Runs one scorer of ``[score.KEY]`` until `stop` is set, or the run has ended (-> True); what it has not pushed
+    yet is given back then.
 
     Events, each a dict with ``event``: ``ready`` (gives), ``scored`` (group_id, rollouts, tokens, seconds), ``late``
     (group_id), ``trouble`` (error), ``restart`` (error), ``stopped`` (groups, rollouts, late, failed_groups).
@@ -92,12 +93,12 @@ def run_scorer(
 
         reference = make_reference(settings, options)
 
-    async def work() -> None:
+    async def work() -> bool:
         rewards = make_rewards(key, options) if options.reward else None
         scorer = _Scorer(buffer, name, options, gives, reference, rewards, stop, on_event or (lambda event: None))
-        await scorer.run()
+        return await scorer.run()
 
-    asyncio.run(work())
+    return asyncio.run(work())
 
 
 class _Scorer:
@@ -122,14 +123,16 @@ class _Scorer:
         self._cursor = "0-0"
         self._losses = buffer.store.losses()
 
-    async def run(self) -> None:
+    async def run(self) -> bool:
+        """-> whether the run has ended."""
+        has_ended = False
         self._beat.start()
         self._on_event({"event": "ready", "gives": sorted(self._gives)})
         try:
-            while not self._stop.is_set():
+            while not (self._stop.is_set() or has_ended):
                 self._forget()
                 try:
-                    await self._serve_run(self._buffer.writer(self._name, on_retry=self._held_up))
+                    has_ended = await self._serve_run(self._buffer.writer(self._name, on_retry=self._held_up))
                 except Stopped:
                     break
                 except RunGone as error:
@@ -153,8 +156,11 @@ class _Scorer:
                     "failed_groups": beat.failed_groups,
                 }
             )
+        return has_ended
 
-    async def _serve_run(self, writer: Writer) -> None:
+    async def _serve_run(self, writer: Writer) -> bool:
+        """Until it is stopped, or the run has ended (-> True)."""
+        looked = float("-inf")
         while not self._stop.is_set():
             if self._store.losses() != self._losses:
                 self._forget()  # the server may be back with entries that it had lost the end of
@@ -162,6 +168,10 @@ class _Scorer:
             claimed = await asyncio.to_thread(self._claim)
             if not claimed:
                 self._beat.waiting = "" if self._found else f"no group needs {', '.join(sorted(self._gives))}"
+                if time.monotonic() - looked > AGAIN_SECONDS:
+                    looked = time.monotonic()
+                    if await asyncio.to_thread(self._store.has_ended):
+                        return True
                 await asyncio.sleep(POLL_SECONDS)
                 continue
             self._beat.waiting = ""
@@ -172,6 +182,7 @@ class _Scorer:
             finally:
                 self._beat.hold([])
                 await asyncio.to_thread(self._store.release_scoring, ids, owner=self._owner)
+        return False
 
     def _forget(self) -> None:
         self._losses, self._cursor = self._store.losses(), "0-0"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlbuffer import wire
-from rlbuffer.errors import PayloadError
+from rlbuffer.errors import PayloadError, ServerRefused, WrongAnswer
 from rlbuffer.store.session import Fields, Session, number, ranged, text
 
 KEPT = 10_000
@@ -54,17 +54,20 @@ class EvaluationMoves(Session):
         self.look(release)
 
     def add_evaluation(self, env: str, version: int, record: Mapping[str, Any]) -> None:
-        """Keeps a result. Repeated after a lost reply it may be there twice: the first one counts."""
+        """Keeps a result. Repeated after a lost reply it may be there twice: the first one counts.
+
+        Raises:
+            ServerRefused: an entry that was added by hand has taken the last id; the leader makes the stream anew.
+        """
         line = self._evaluated.get((env, version)) or self._line()
         fields = {"env": env, "version": version, "line": line, "record": wire.dumps(dict(record))}
 
-        def add(client: Any) -> None:
-            with client.pipeline(transaction=True) as pipe:
-                pipe.xadd(self.keys.eval, fields, maxlen=KEPT, approximate=True)
-                pipe.set(self.keys.evaluating(env, version, line), _DONE, px=KNOWN_MS)
-                pipe.execute()
-
-        self.look(add)
+        try:
+            self.look(lambda client: client.xadd(self.keys.eval, fields, maxlen=KEPT, approximate=True))
+        except WrongAnswer as error:
+            raise ServerRefused(f"{self.keys.eval} takes no result: {error}") from None
+        # Not before: done is what has a result.
+        self.look(lambda client: client.set(self.keys.evaluating(env, version, line), _DONE, px=KNOWN_MS))
 
     def _line(self) -> int:
         """The epoch in which version numbers began to mean what they mean now."""

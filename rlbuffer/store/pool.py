@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rlbuffer import wire
@@ -16,6 +17,7 @@ from rlbuffer.errors import (
     RunGone,
     ServerRefused,
     ServerUnreachable,
+    WrongType,
 )
 from rlbuffer.infos import GroupInfo, unfrozen
 from rlbuffer.records import Group
@@ -165,11 +167,15 @@ class PoolMoves(Session):
         return pool_entries(self.keys, found)
 
     def renumber(self, token: int) -> int | None:
-        """RENUMBER: brings the pool's ids back to the clock. -> entries that have other ids now; None: all was well.
+        """RENUMBER: brings the pool's ids back to the clock, and those of the evaluations' results.
+
+        -> entries of the pool that have other ids now; None: all was well.
 
         Raises:
             LeaseLost: another leads.
         """
+        with suppress(WrongType):  # a key that only a user of wider rights can make, and nothing decides by
+            self.move("renumber", (self.keys.lease, self.keys.eval), (token, AHEAD_MS))
         reply = self.move("renumber", (self.keys.lease, self.keys.pool), (token, AHEAD_MS))
         if text(reply[0]) == "FENCED":
             raise self.lost(reply[1])

@@ -317,9 +317,9 @@ def _bury(directory: Path) -> bool:
     recorded = read_record(directory)
     if not _is_dead(recorded):
         return False
-    # No process gets the number of a group that still has members, so this reaches only what the server left.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(int(recorded["pid"]), signal.SIGKILL)
+    for pid in _left_behind(directory, int(recorded["pid"])):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
     patience = time.monotonic() + 1.0
     while is_held(directory / "alive.lock"):
         if time.monotonic() > patience:
@@ -328,6 +328,22 @@ def _bury(directory: Path) -> bool:
             break
         time.sleep(POLL_SECONDS)
     return True
+
+
+def _left_behind(directory: Path, group: int) -> list[int]:
+    """Processes of the dead server's group that have its lock from it. The group's number alone says nothing: once the
+    last of them is gone, it is given out again, to a program of anybody's."""
+    found = []
+    with contextlib.suppress(OSError):
+        lock = (directory / "alive.lock").stat()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if int(fields[2]) == group and any(
+                    os.path.samestat(opened.stat(), lock) for opened in (process / "fd").iterdir()
+                ):
+                    found.append(int(process.name))
+    return found
 
 
 def _is_dead(recorded: Mapping[str, Any]) -> bool:

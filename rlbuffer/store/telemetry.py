@@ -15,6 +15,8 @@ FORGOTTEN_AFTER_MS = 3_600_000
 """Silence after which a process is no longer shown."""
 MAX_RECORD_BYTES = 2**20
 """Largest heartbeat that is decoded."""
+NAMED_DAMAGED = 10_000
+"""Damaged rollouts of a step that are named."""
 _log = logging.getLogger(__name__)
 
 
@@ -70,6 +72,24 @@ class Telemetry(Session):
         if rollouts:
             keys = self.keys
             self._tell((keys.ledger, keys.damaged, keys.meta), ("damaged", step, *rollouts))
+
+    def damaged_in(self, first: int, last: int) -> dict[int, int]:
+        """Step -> its rollouts that are counted as damaged; only steps with some, from `first` to `last`."""
+        steps = range(first, last + 1)
+
+        def count(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for step in steps:
+                    pipe.zcount(self.keys.damaged, step, step)
+                return answers(pipe)
+
+        counts = self.look(count) if steps else []
+        return {step: int(n) for step, n in zip(steps, counts, strict=True) if n}
+
+    def damaged_of(self, step: int) -> list[str]:
+        """Damaged rollouts of a step, each as ``<group> <rollout>``; at most :data:`NAMED_DAMAGED`."""
+        found = self.look(lambda client: client.zrangebyscore(self.keys.damaged, step, step, 0, NAMED_DAMAGED))
+        return [text(name).partition(" ")[2] for name in found]
 
     def count_lost(self, pushes: int) -> None:
         """Pushes that a producer knows are missing on the server and cannot send again."""

@@ -14,19 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlbuffer.batches import Step
-from rlbuffer.errors import ConfigError, RankFailed, RlbufferError, StepDamaged
-
-
-def refuse_adapters(step: Step) -> ConfigError | None:
-    """The error of a rank that got rollouts of a LoRA adapter: trained as all weights they would spoil the policy."""
-    foreign = sorted({name for micro_batch in step for name in micro_batch.adapter_tokens if name})
-    if not foreign:
-        return None
-    return ConfigError(
-        f"step {step.number} holds rollouts of adapter {', '.join(map(repr, foreign))}, but `rlbuffer train` trains "
-        "all weights and no adapters: push groups without one, or train adapters with a trainer of your own "
-        "(Buffer.reader)"
-    )
+from rlbuffer.errors import RankFailed, RlbufferError
 
 
 class Verdict(enum.Enum):
@@ -46,7 +34,7 @@ class Agreement:
 
     verdict: Verdict
     damaged_tokens: int = 0
-    """Trained tokens of the step that no rank could read, over all ranks."""
+    """Trained tokens of the step that no rank could read, over all ranks. The step trains without them."""
     held: tuple[str, ...] = ()
     """What each rank holds, for the message when they differ."""
 
@@ -101,18 +89,15 @@ class Ranks:
         failure: RlbufferError | None = None,
         is_stopping: bool = False,
         has_ended: bool = False,
-        max_damaged: float = 1.0,
     ) -> Agreement:
         """Compares what each rank holds: digest, outcome, readable tokens.
 
         Args:
             step: what this rank would train; None when it failed or stops, or the run has ended.
-            max_damaged: share of the step's trained tokens that may be missing over all ranks.
 
         Raises:
             RlbufferError: `failure`, if this rank has one.
             RankFailed: another rank has one; with that rank's exit code.
-            StepDamaged: too many trained tokens are missing, on all ranks alike.
         """
         rows = self.gather(_encode(step, failure, is_stopping, has_ended))
         if failure is not None:
@@ -136,14 +121,7 @@ class Ranks:
                 for r, row in enumerate(rows)
             )
             return Agreement(verdict=Verdict.PULL_AGAIN, held=held)
-        expected = step.normalizers.loss_tokens
-        damaged = max(0, expected - int(rows[:, _LOSS_TOKENS].sum()))
-        if damaged > max_damaged * expected:
-            raise StepDamaged(
-                f"step {step.number}: {damaged} of {expected} trained tokens ({damaged / expected:.1%}) are missing or "
-                f"damaged, more than trainer.max_damaged = {max_damaged:g} allows. `rlbuffer verify` lists what is "
-                "gone; raise trainer.max_damaged to train the rest"
-            )
+        damaged = max(0, step.normalizers.loss_tokens - int(rows[:, _LOSS_TOKENS].sum()))
         return Agreement(verdict=Verdict.TRAIN, damaged_tokens=damaged)
 
 

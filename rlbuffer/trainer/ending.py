@@ -71,20 +71,28 @@ class EndTogether:
         """Of ranks that have begun and not said that they are done."""
         found = {}
         for path in self._directory.glob("*.pid"):
-            with contextlib.suppress(FileNotFoundError):  # it says so at this moment
+            # It says so at this moment, or the file was not written by a rank: such a one is not watched.
+            with contextlib.suppress(OSError, ValueError):
                 pid, begin = path.read_text(encoding="utf-8").split(" ")
                 found[int(path.stem)] = _Process(int(pid), begin)
         return found
 
     def _has_failed(self) -> bool:
         """Whether a rank is gone without having finished, or has left a report of an error."""
-        reports = self._directory.glob("rank-*.json")
-        kinds = [json.loads(path.read_text(encoding="utf-8"))["kind"] for path in reports]
+        kinds = [_kind_of(path) for path in self._directory.glob("rank-*.json")]
         if kinds:
             return any(kind != "stopped" for kind in kinds)
         gone = {rank for rank, process in self._ranks().items() if not process.is_there()}
         # Looked at once more: one that was done took its note away before it went. One that began since is not gone.
         return bool(gone & self._ranks().keys())
+
+
+def _kind_of(report: Path) -> str:
+    """How a rank ended, as its report says; "" when that cannot be read."""
+    try:
+        return str(json.loads(report.read_text(encoding="utf-8"))["kind"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class FakeBuffer:
         pad_token_id: int = 0,
         pad_to_multiple_of: int = 1,
         vocabulary: int | None = None,
+        adapters: bool = True,
     ) -> FakeReader:
         """A reader for one rank; its tokens are the model's own."""
         return FakeReader(self._settings, rank, world_size, self._vocabulary, pad_to_multiple_of)

@@ -7,12 +7,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from rlbuffer.batches import Step
-from rlbuffer.errors import RlbufferError
-from rlbuffer.trainer.agreement import Agreement, Verdict, refuse_adapters
+from rlbuffer.errors import RlbufferError, StepDamaged
+from rlbuffer.trainer.agreement import Agreement, Verdict
 from rlbuffer.trainer.setup import Session
 
 MAX_PULLS = 3
 """Times that a step is pulled because ranks hold different ones, before giving up."""
+MOST_DAMAGED_STEPS = 8
+"""Steps in a row, beside those that are committed ahead, of which too much may be damaged. The batcher looks into
+payloads from the first damaged one on, so no producer alone gets that far: the server has lost its payloads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,6 +35,8 @@ class Pulls:
         self._steps: Iterator[Step] | None = None
         self.has_ended = False
         """All ranks have seen that the run has ended."""
+        self._damaged = 0
+        """Steps in a row of which more than `max_damaged` could not be read."""
 
     def next(self, number: int) -> Pulled | None:
         """Step `number`, as all ranks agreed on it; None: one of them was asked to stop, or the run has
@@ -39,6 +44,7 @@ class Pulls:
 
         Raises:
             RlbufferError: this rank got none, or the ranks never hold the same. RankFailed: another rank got none.
+            StepDamaged: too much of too many steps in a row is damaged; on all ranks alike.
             Further errors: see `Reader.steps`, `Ranks.agree`.
         """
         for _ in range(MAX_PULLS):
@@ -47,6 +53,7 @@ class Pulls:
                 self.has_ended = agreement.verdict is Verdict.END
                 return None
             if agreement.verdict is Verdict.TRAIN and step is not None:
+                self._count(step, agreement.damaged_tokens)
                 return Pulled(step=step, damaged_tokens=agreement.damaged_tokens)
             self.close()
         raise RlbufferError(
@@ -59,6 +66,20 @@ class Pulls:
         if self._steps is not None and hasattr(self._steps, "close"):
             self._steps.close()
         self._steps = None
+
+    def _count(self, step: Step, damaged: int) -> None:
+        """What cannot be read is left out, in every replay of the step alike. That never ends a run by itself: whoever
+        pushes can make such a step. A run of which nothing sound comes any more does end."""
+        settings, expected = self._session.settings, step.normalizers.loss_tokens
+        limit = settings.trainer.max_damaged
+        self._damaged = self._damaged + 1 if damaged > limit * expected else 0
+        if self._damaged > MOST_DAMAGED_STEPS + settings.batcher.lookahead:
+            raise StepDamaged(
+                f"step {step.number}: {damaged} of {expected} trained tokens ({damaged / expected:.1%}) are missing or "
+                f"damaged, and {self._damaged} steps in a row were more so than trainer.max_damaged = {limit:g}. "
+                "`rlbuffer verify` lists what is gone, and the batcher's output says whose it is; raise "
+                "trainer.max_damaged to train the rest"
+            )
 
     def _pull(self, number: int) -> tuple[Step | None, Agreement]:
         """This rank's step, and what the ranks make of it. This rank's errors reach the others through `agree`."""
@@ -76,13 +97,10 @@ class Pulls:
             failure = error
         if step is not None and step.number != number:
             failure = RlbufferError(f"the reader gave step {step.number}, expected was {number}")
-        elif step is not None:
-            failure = refuse_adapters(step)
         with nullcontext() if step is None else session.stalls.holding(number):
             return step, session.ranks.agree(
                 step,
                 failure=failure,
                 is_stopping=session.stop.is_set,
                 has_ended=session.reader.has_ended,
-                max_damaged=session.settings.trainer.max_damaged,
             )

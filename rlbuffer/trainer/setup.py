@@ -132,6 +132,7 @@ def open_session(
                     timeout_seconds=settings.trainer.timeout_seconds,
                     pad_to_multiple_of=settings.trainer.pad_to_multiple_of,
                     vocabulary=vocabulary,
+                    adapters=False,
                 ),
                 stop=stop or StopRequest(),
                 stalls=stalls,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from rlbuffer.errors import ServerRefused
 from rlbuffer.records import Rollout, Ticket
 from rlbuffer.settings import EvaluationSettings, WorkerSettings
 from rlbuffer.worker.envs import Env, close_env, make_env
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.5
 """Between two looks whether a version is due; one that is loaded is looked at then."""
+TRIES, AGAIN_SECONDS = 10, 1.0
+"""Times that a result is handed to a server that does not take it, and the pause between two."""
 
 
 class Evaluator:
@@ -110,7 +113,16 @@ class Evaluator:
         if record is None:
             return
         record["seconds"] = time.monotonic() - start
-        await asyncio.to_thread(self._store.add_evaluation, name, version, record)
+        for _ in range(TRIES):
+            try:
+                await asyncio.to_thread(self._store.add_evaluation, name, version, record)
+                break
+            except ServerRefused as error:
+                self._trouble(f"the result of eval/{name} of version {version} waits: {error}")
+                await asyncio.sleep(AGAIN_SECONDS)
+        else:
+            await asyncio.to_thread(self._store.release_evaluation, name, version, owner=self._owner)
+            return
         self._on_event({"event": "evaluation", "env": name, "version": version, **record})
 
     async def _measured(self, name: str, settings: EvaluationSettings, version: int) -> dict[str, Any] | None:

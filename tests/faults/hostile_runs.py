@@ -109,7 +109,7 @@ def _config(home: Home, world_size: int) -> Path:
     text = (
         path.read_text()
         .replace("checkpoint_every = 5", "checkpoint_every = 100000")
-        .replace("max_restarts = 1000\n", "max_damaged = 1.0\n")
+        .replace("max_restarts = 1000\n", "")
         # What no scorer gives holds tickets until then.
         .replace("[batcher]\n", f"[batcher]\ngroup_timeout_seconds = {GROUP_SECONDS:g}\n")
         .replace("vocab_size = 16", "vocab_size = 13")

@@ -32,13 +32,13 @@ class Served:
         self.errors: list[BaseException] = []
         self._running: list[tuple[threading.Event, threading.Thread]] = []
 
-    def serve(self, config: BatcherConfig, **options: Any) -> Any:
+    def serve(self, config: BatcherConfig, *, settings: RunSettings | None = None, **options: Any) -> Any:
         """Starts a daemon; `options` are the Daemon's. -> its store."""
         store = self.run.again()
         self.run.closes(self)
         leadership.ATTEMPT_SECONDS = self._word_seconds
         options = {"on_event": self.events.append, "lease_seconds": LEASE_SECONDS} | options
-        daemon = Daemon(Buffer(store, settings=RunSettings()), config, **options)
+        daemon = Daemon(Buffer(store, settings=settings or RunSettings()), config, **options)
         stop = threading.Event()
 
         def lead() -> None:

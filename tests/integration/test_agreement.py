@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import threading
 from collections.abc import Sequence
@@ -12,10 +11,10 @@ import pytest
 import torch
 
 from rlbuffer.batches import Normalizers, Step
-from rlbuffer.errors import BatchTimeout, RankFailed, RlbufferError, StepDamaged
+from rlbuffer.errors import BatchTimeout, RankFailed, RlbufferError
 from rlbuffer.packing import pack
 from rlbuffer.records import Rollout
-from rlbuffer.trainer.agreement import Agreement, Ranks, Verdict, refuse_adapters
+from rlbuffer.trainer.agreement import Agreement, Ranks, Verdict
 
 
 class Table:
@@ -100,39 +99,13 @@ def test_an_error_of_one_rank_ends_all_with_its_exit_code() -> None:
     assert str(first) == "rank 1 could not go on; its own message says why"
 
 
-@pytest.mark.parametrize(("readable", "damaged"), [(10, 0), (9, 1), (8, 2)])
-def test_damage_within_the_limit_is_counted(readable: int, damaged: int) -> None:
-    results = decide([{"step": step(), "max_damaged": 0.1}, {"step": step(trained=readable), "max_damaged": 0.1}])
+@pytest.mark.parametrize(("readable", "damaged"), [(10, 0), (9, 1), (0, 10)])
+def test_damage_over_all_ranks_is_counted(readable: int, damaged: int) -> None:
+    results = decide([{"step": step()}, {"step": step(trained=readable)}])
     assert results == [Agreement(verdict=Verdict.TRAIN, damaged_tokens=damaged)] * 2
-
-
-def test_damage_above_the_limit_is_an_error_on_all_ranks() -> None:
-    results = decide([{"step": step(), "max_damaged": 0.1}, {"step": step(trained=7), "max_damaged": 0.1}])
-    for result in results:
-        assert isinstance(result, StepDamaged)
-        assert str(result) == (
-            "step 4: 3 of 20 trained tokens (15.0%) are missing or damaged, more than trainer.max_damaged = 0.1 "
-            "allows. `rlbuffer verify` lists what is gone; raise trainer.max_damaged to train the rest"
-        )
 
 
 def test_a_single_rank_agrees_with_itself() -> None:
     alone = Ranks(0, 1, torch.device("cpu"))
     assert alone.agree(step(expected=10)).verdict is Verdict.TRAIN
     assert alone.agree(None, is_stopping=True).verdict is Verdict.STOP
-
-
-def test_a_rank_that_gets_rollouts_of_an_adapter_stops_all_ranks_and_says_why() -> None:
-    plain = step()
-    assert refuse_adapters(plain) is None
-    (micro_batch,) = plain.updates[0]
-    lora = dataclasses.replace(plain, updates=((dataclasses.replace(micro_batch, adapter_tokens={"": 3, "l": 8}),),))
-    failure = refuse_adapters(lora)
-    assert str(failure) == (
-        "step 4 holds rollouts of adapter 'l', but `rlbuffer train` trains all weights and no adapters: push groups "
-        "without one, or train adapters with a trainer of your own (Buffer.reader)"
-    )
-    mine, other = decide([{"step": lora, "failure": failure}, {"step": plain}])
-    assert mine is failure
-    assert isinstance(other, RankFailed)
-    assert other.exit_code == 3

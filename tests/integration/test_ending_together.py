@@ -59,3 +59,19 @@ def test_a_rank_whose_number_another_process_has_by_now_is_gone_and_the_other_is
         assert together.killed == {1}
         assert stranger.poll() is None
         stranger.communicate()
+
+
+@pytest.mark.parametrize("content", [b"", b"12", b"x y", b"1 2 3", b"\xff\xfe"])
+def test_a_file_that_no_rank_wrote_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    monkeypatch.setattr(ending, "END_SECONDS", 0.0)
+    monkeypatch.setattr(ending, "LOOK_SECONDS", 0.01)
+    (tmp_path / "0.pid").write_bytes(content)
+    (tmp_path / "1.pid").mkdir()
+    (tmp_path / "rank-0.json").write_bytes(content)  # a rank that left a report has failed, whatever is in it
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as hanging:
+        note(tmp_path, 2, hanging.pid, ending._begin_of(hanging.pid))
+        with EndTogether(tmp_path) as together:
+            assert hanging.wait(60) == -9
+        assert together.killed == {2}

@@ -164,6 +164,21 @@ def test_a_pool_whose_ids_ran_ahead_is_made_anew_and_takes_pushes_again(run: Run
         run.store.renumber(run.token - 1)
 
 
+def test_a_result_with_the_largest_id_does_not_stop_later_ones(run: Run) -> None:
+    run.lead()
+    assert run.store.claim_evaluation("a", 3, owner="w", ttl_seconds=60)
+    run.client.xadd(run.store.keys.eval, {"x": "y"}, id=LARGEST)
+    with pytest.raises(ServerRefused) as caught:
+        run.store.add_evaluation("a", 3, {"reward": 0.5})
+    assert str(caught.value).startswith(f"{run.store.keys.eval} takes no result: the server at ")
+    assert run.client.get(run.store.keys.evaluating("a", 3, run.store.meta().epoch)) == b"w", "it is not done"
+    assert run.store.renumber(run.token) is None
+    run.store.add_evaluation("a", 3, {"reward": 0.5})
+    (result,) = run.store.evaluations()
+    assert (result["env"], result["version"], result["reward"]) == ("a", 3, 0.5)
+    assert not run.store.claim_evaluation("a", 3, owner="other", ttl_seconds=60)
+
+
 def test_the_leader_reads_everything_again_after_ids_that_ran_ahead(run: Run, served: Served) -> None:
     served.serve(CONFIG)
     served.wait_for(lambda: served.said("ready"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from typing import Any
 
 import pytest
 from store_runs import Run
@@ -12,13 +13,14 @@ from store_runs import Run
 from rlbuffer.errors import BatchTimeout, RlbufferError, RunGone
 from rlbuffer.reader import Reader
 from rlbuffer.records import PolicyVersion
+from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.recovery import decode_claim
 
 pytest_plugins = ("store_fixtures",)
 
 
-def make_reader(run: Run, *, timeout_seconds: float = 30.0) -> Reader:
-    return Reader(run.again(), rank=0, world_size=1, timeout_seconds=timeout_seconds)
+def make_reader(run: Run, *, timeout_seconds: float = 30.0, **options: Any) -> Reader:
+    return Reader(run.again(), rank=0, world_size=1, timeout_seconds=timeout_seconds, **options)
 
 
 def test_a_trainer_that_is_ahead_of_the_server_hands_back_what_it_has(run: Run) -> None:
@@ -90,13 +92,17 @@ def test_a_rollout_with_a_token_that_the_model_does_not_have_is_masked_and_count
         for i, whole_sample in enumerate(mb.samples)
     }
     last = max(highest.values())
-    reader = run.closes(Reader(run.again(), rank=0, world_size=1, timeout_seconds=30.0, vocabulary=int(last)))
+    reader = run.closes(
+        Reader(run.again(), rank=0, world_size=1, timeout_seconds=30.0, can=Trainable(vocabulary=int(last)))
+    )
     step = reader.pull(1)
     assert set(step.damaged) == {name for name, token in highest.items() if token == last}
     assert all(mb.input_ids.max() < last for mb in step)
     assert step.normalizers == whole.normalizers
     assert run.store.ledger().damaged == len(step.damaged) < len(used)
-    enough = run.closes(Reader(run.again(), rank=0, world_size=1, timeout_seconds=30.0, vocabulary=int(last) + 1))
+    enough = run.closes(
+        Reader(run.again(), rank=0, world_size=1, timeout_seconds=30.0, can=Trainable(vocabulary=int(last) + 1))
+    )
     assert enough.pull(1).damaged == ()
 
 

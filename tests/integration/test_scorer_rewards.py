@@ -189,3 +189,18 @@ def test_a_scorer_finds_what_comes_after_ids_that_ran_ahead(stages: Any):
     stage.writer.push(unscored(2))
     eventually(lambda: "a.2" not in stage.waiting_groups())
     assert stage.raised is None
+
+
+def test_a_scorer_ends_with_its_run(stages: Any):
+    stage = stages("judged", gives=["rewards.judge"])
+    stage.writer.push(unscored(1, rewards=[0.0, 1.0], needs=("rewards.judge",)))
+    client = stage.buffer.store.connection.client
+    client.hset(stage.buffer.store.keys.meta, "ended", 0)  # but more was pushed since
+    stage.start()
+    eventually(lambda: stage.told("scored"))
+    assert stage.told("stopped") == []
+    client.delete(stage.buffer.store.keys.pool)
+    eventually(lambda: stage.told("stopped"))
+    stage.threads[0].join(60)
+    assert not stage.threads[0].is_alive()
+    assert stage.raised is None

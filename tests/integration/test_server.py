@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -23,7 +24,8 @@ from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store.binary import ServerBinary
 from rlbuffer.store.locks import is_held
-from rlbuffer.store.server import ensure, find
+from rlbuffer.store.server import _bury, ensure, find
+from rlbuffer.store.server_files import write_record
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
 
@@ -377,3 +379,30 @@ def test_a_user_of_a_home_that_was_removed_does_not_stop_the_server_of_the_new_o
     assert found is not None
     assert found.pid == new.pid
     assert new.release()
+
+
+def test_a_program_that_got_a_dead_servers_number_is_left_alone(tmp_path: Path) -> None:
+    """With everything of its group. What the server itself left behind still holds its lock, and goes."""
+    (tmp_path / "alive.lock").touch()
+    lock = os.open(tmp_path / "alive.lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    waits = "import sys; sys.stdin.read()"
+    forks = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {waits!r}], pass_fds=({lock},))"
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen([sys.executable, "-c", waits], **streams) as stranger:
+        write_record(tmp_path, pid=stranger.pid, socket="s", program="valkey-server")
+        assert _bury(tmp_path)
+        assert stranger.poll() is None
+        stranger.communicate()
+    (tmp_path / "alive.lock").touch()
+    os.close(lock)
+    lock = os.open(tmp_path / "alive.lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with subprocess.Popen([sys.executable, "-c", forks], **streams, pass_fds=(lock,)) as dead:
+        dead.wait()
+        os.close(lock)
+        write_record(tmp_path, pid=dead.pid, socket="s", program="valkey-server")
+        assert is_held(tmp_path / "alive.lock")
+        assert _bury(tmp_path)
+        assert (tmp_path / "alive.lock").exists(), "the child was killed, and let go of the lock"
+        assert not is_held(tmp_path / "alive.lock")

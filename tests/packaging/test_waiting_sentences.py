@@ -22,6 +22,7 @@ ARGUMENTS = {
     "for_step": (7,),
     "for_dead": ("math", 9.0),
     "for_scorer": ("math", "ref_logprobs", 12, 0),
+    "for_damaged": (8, 8, "8 of env math by math-0"),
     "all_paused": (["math"],),
     "for_word": (7, 6.0),
     "for_making": (7, 6.0),

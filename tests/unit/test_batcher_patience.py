@@ -261,3 +261,19 @@ def test_an_env_that_its_schedule_leaves_out_is_neither_waited_for_nor_dead():
     decision = ask(made, now=1000.0)
     assert (decision.plan, set(decision.dead)) == (None, {"code"})
     assert decision.allowances["math"] == 0
+
+
+@pytest.mark.parametrize("spillover", ["partial", "borrow"])
+def test_steps_that_go_out_without_a_silent_env_do_not_hide_that_it_is_dead(spillover):
+    """Its time to be missed is shorter than its time to be dead, so many steps come before that."""
+    made = batcher(**HALVES, spillover=spillover, spill_after_seconds=5.0)
+    step, died = 1, None
+    for second in range(200):
+        put(made, f"c{second}", env="code", now=float(second))
+        decision = ask(made, step, now=float(second))
+        if decision.dead and died is None:
+            died = second
+        if decision.plan is not None:
+            made.committed(decision.plan)
+            step += 1
+    assert (died, step > 20) == (120, True)

@@ -104,6 +104,20 @@ def test_debug_shows_where_an_error_came_from(run: Callable[..., tuple[int, str,
         run("config", "check", "--debug", "--config", "no.toml")
 
 
+def test_config_show_hides_what_may_be_a_secret(run: Callable[..., tuple[int, str, str]]) -> None:
+    Path("rlbuffer.toml").write_text(
+        '[worker.math]\nenv = "vcopy"\nenvironment = { OPENAI_API_KEY = "sk-1", LEVEL = "sk-2" }\n'
+        'sampler_options = { api_key = "sk-3", max_model_len = 77 }\n'
+    )
+    for options in ((), ("--json",), ("--sources",)):
+        code, out, _ = run("config", "show", *options)
+        assert (code, "sk-" in out) == (0, False)
+        assert "worker.math.environment.OPENAI_API_KEY" in out
+        assert "worker.math.sampler_options.api_key" in out
+        assert "77" in out
+        assert "8192" in out, "tokens of a row are no secret"
+
+
 def test_config_show_tells_value_and_source(run: Callable[..., tuple[int, str, str]]) -> None:
     Path("rlbuffer.toml").write_text("[batcher]\nmax_age = 3\n")
     code, out, _ = run("config", "show", "--sources", "--run", "x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from rlbuffer.store.base import Meta
 
 POLL_SECONDS = 0.1
+_SECRET = re.compile(r"\.environment\.|(?:^|[._])(?:api_?key|password|secret|token|credentials?)$", re.IGNORECASE)
+"""Settings whose values nobody shall read over a shoulder: a worker's environment holds keys of services, and so may
+the options of envs and samplers."""
 
 
 @click.group("config")
@@ -153,8 +157,10 @@ def _wait_until_taken(buffer: Buffer, digest: str, seen: Meta, timeout: float) -
 
 def shown(name: str, value: Any) -> Any:
     """The value of a setting as people may see it."""
-    from rlbuffer.store.address import redacted
+    from rlbuffer.store.address import HIDDEN, redacted
 
+    if value and _SECRET.search(name):
+        return HIDDEN
     return redacted(value) if name == "redis_url" and value else value
 
 

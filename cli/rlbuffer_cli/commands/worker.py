@@ -53,7 +53,7 @@ def command(
 
     from rlbuffer import processes
 
-    code = sections.run_alone(
+    return sections.run_alone(
         "worker",
         key,
         replica,
@@ -62,7 +62,6 @@ def command(
         processes.WorkerNarrator,
         lambda title, stop, on_event: processes.sample(settings, key, replica, title, stop, on_event),
     )
-    return 0 if code == processes.DONE else code
 
 
 def _only_worker(config: str | None, redis: str | None, run: str | None, home: str | None, env: str | None) -> str:

@@ -1,9 +1,10 @@
 #!lua flags=allow-oom
--- RENUMBER: the pool's ids come back to the clock. An entry that was added by hand with an id far ahead makes every later
--- push one of that time, and with the largest id there can be no later one. The clock may also have been set back.
+-- RENUMBER: the ids of the pool, or of the results of evaluations, come back to the clock. An entry that was added by
+-- hand with an id far ahead makes every later push one of that time, and with the largest id there can be no later one.
+-- The clock may also have been set back.
 -- Entries whose ids lie ahead get new ones, in their order; so the leader must read everything again.
 --
--- KEYS  1 lease   2 pool
+-- KEYS  1 lease   2 pool, or eval
 -- ARGV  1 token   2 how far ahead of the clock an id may lie, ms
 -- Reply {'OK'}              no id that the pool has given lies ahead
 --       {'MOVED', entries}  it was made anew; so many entries have other ids

@@ -1,0 +1,108 @@
+"""Payloads that ranks could not read: told by name, and from then on looked into before each commit.
+
+Usually nobody but the ranks reads a payload: PIN compares sizes. A producer whose payloads are never sound would get
+into every step with that, so after the first damaged one the leader reads what it is about to commit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+
+from rlbuffer.batches import StepPlan
+from rlbuffer.daemon.telling import Emit
+from rlbuffer.errors import NotFound, PayloadError, StepRetired
+from rlbuffer.fills import ColumnSpec
+from rlbuffer.lines import printable
+from rlbuffer.policy import waiting
+from rlbuffer.step_columns import Columns
+from rlbuffer.store.base import PartRollout, PoolEntry, Store
+from rlbuffer.store.payloads import Trainable, read_rollouts
+
+WATCHED_STEPS = 64
+"""Payloads are looked into until so many steps were committed since the last bad one."""
+FRESH_SECONDS = 10.0
+"""Ranks beat every second; one that is silent for longer may be of a trainer that is gone."""
+
+
+class Doubts:
+    """What one leader knows of bad payloads. `step`: the last one that is committed."""
+
+    def __init__(self, store: Store, emit: Emit, step: int) -> None:
+        self._store = store
+        self._emit = emit
+        self._known = self._counts(step)
+        self._found_at: int | None = None
+        """Last committed step when a look into payloads found a bad one."""
+
+    def look(self, step: int) -> None:
+        """Asks what the ranks have found, and tells of what is new."""
+        counts = self._counts(step)
+        for damaged, count in counts.items():
+            if count > self._known.get(damaged, 0):
+                sentence = waiting.for_damaged(damaged, count, self._whose(damaged))
+                self._emit({"event": "damaged", "step": damaged, "rollouts": count, "sentence": sentence})
+        self._known = counts
+        if self._found_at is not None and step >= self._found_at + WATCHED_STEPS:
+            self._found_at = None
+
+    @property
+    def are_any(self) -> bool:
+        """Payloads must be looked into."""
+        return bool(self._known) or self._found_at is not None
+
+    def sentence(self) -> str:
+        """Of the last damaged step, with a space before it; "" without one."""
+        if not self._known:
+            return ""
+        step = max(self._known)
+        return " " + waiting.for_damaged(step, self._known[step], "")
+
+    def unsound(self, plan: StepPlan, entries: Mapping[str, PoolEntry], columns: Columns) -> dict[str, str]:
+        """Entries of the plan with a rollout that no rank could train. -> entry id -> what is wrong."""
+        schema = {n: ColumnSpec(fill=0, dtype=np.dtype(dtype), shape=shape) for n, (dtype, shape) in columns.items()}
+        beats = self._store.heartbeats("rank").values()
+        can = Trainable.of(beat for beat in beats if beat["seconds_ago"] <= FRESH_SECONDS)
+        refs: list[PartRollout] = []
+        for ref in plan.rollouts:
+            entry = entries[ref.entry_id]
+            if entry.info is not None:
+                refs.append(
+                    PartRollout(
+                        payload_key=entry.payload_key,
+                        index=ref.index,
+                        info=entry.info.rollouts[ref.index],
+                        group_id=ref.group_id,
+                        env=ref.env,
+                        adapter=ref.adapter,
+                        advantage=0.0,
+                    )
+                )
+        entry_of = {entry.payload_key: entry_id for entry_id, entry in entries.items()}
+        bad: dict[str, str] = {}
+        for part, found in read_rollouts(self._store, refs, schema, can):
+            if isinstance(found, str):
+                bad.setdefault(entry_of[part.payload_key], f"rollout {part.info.rollout_id}: {found}")
+        if bad:
+            self._found_at = plan.step - 1
+        return bad
+
+    def _counts(self, step: int) -> dict[int, int]:
+        return self._store.damaged_in(max(1, step - WATCHED_STEPS + 1), step)
+
+    def _whose(self, step: int) -> str:
+        """Envs and workers of the step's damaged rollouts, those with most of them first."""
+        names = set(self._store.damaged_of(step))
+        try:
+            members = [member for part in self._store.read_parts(step) for member in part.rollouts]
+        except (NotFound, PayloadError, StepRetired):
+            return ""
+        sources = Counter(
+            f"env {m.env} by {m.worker or 'an unnamed worker'}"
+            for m in members
+            if f"{m.group_id} {m.info.rollout_id}" in names
+        )
+        told = [printable(f"{count} of {source}") for source, count in sources.most_common(3)]
+        return ", ".join(told) + (f" and {len(sources) - 3} other sources" if len(sources) > 3 else "")

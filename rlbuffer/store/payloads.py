@@ -1,0 +1,92 @@
+"""Rollouts as a trainer pulls them: read, verified, and held against what it can train.
+
+The ranks do this with every step. The leader does it before a commit, once ranks have found payloads damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlbuffer import wire
+from rlbuffer.assembly import fits
+from rlbuffer.errors import PayloadError
+from rlbuffer.fills import ColumnSpec
+from rlbuffer.records import Rollout
+from rlbuffer.store.base import PartRollout, Store
+
+FETCH_BYTES = 64 * 2**20
+"""Payload bytes asked for in one call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainable:
+    """What a trainer can train. Its ranks say it in their heartbeats."""
+
+    vocabulary: int | None = None
+    """How many token ids its model has; None: not known here."""
+    adapters: bool = True
+    """Whether it trains LoRA adapters, each with steps of its own."""
+
+    @classmethod
+    def of(cls, beats: Iterable[Mapping[str, Any]]) -> Trainable:
+        """What all ranks of these heartbeats can train. No field of one is certain to be there."""
+        beats = tuple(beats)
+        sizes = [beat["vocabulary"] for beat in beats if isinstance(beat.get("vocabulary"), int)]
+        return cls(vocabulary=min(sizes, default=None), adapters=all(beat.get("adapters", True) for beat in beats))
+
+    def record(self) -> dict[str, Any]:
+        """For a heartbeat."""
+        return {"vocabulary": self.vocabulary, "adapters": self.adapters}
+
+
+def read_rollouts(
+    store: Store, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec], can: Trainable
+) -> Iterator[tuple[PartRollout, Rollout | str]]:
+    """Each rollout decoded and verified; what is wrong with it where it cannot be trained.
+
+    `schema`: the further columns of its step.
+    """
+    for chunk in _chunks(refs):
+        for ref, data in zip(chunk, store.read_payloads(chunk), strict=True):
+            yield ref, _rollout(ref, data, schema, can)
+
+
+def _rollout(ref: PartRollout, data: bytes | None, schema: Mapping[str, ColumnSpec], can: Trainable) -> Rollout | str:
+    if data is None:
+        return "its payload is missing"
+    if ref.adapter and not can.adapters:
+        return f"it is of adapter {ref.adapter!r}, and the trainer trains all weights and no adapters"
+    try:
+        rollout = wire.decode_rollout(data, expected=ref.info)
+    except PayloadError as error:
+        return str(error)
+    if not fits(rollout, schema):
+        return _misfit(rollout, schema)
+    highest = int(rollout.tokens.max())
+    if can.vocabulary is not None and highest >= can.vocabulary:
+        # The model would fail at it, in every replay of the step.
+        return f"token {highest} is outside of the model's vocabulary of {can.vocabulary}"
+    return rollout
+
+
+def _misfit(rollout: Rollout, schema: Mapping[str, ColumnSpec]) -> str:
+    for name, array in rollout.columns.items():
+        spec = schema.get(name)
+        if spec is not None and array.shape[1:] != spec.shape:
+            here, wanted = (", ".join(["T", *map(str, shape)]) for shape in (array.shape[1:], spec.shape))
+            return f"column {name} is [{here}], and [{wanted}] is what its step has, or what this process has declared"
+    return f"its columns ({', '.join(rollout.columns)}) do not fit those of its step"
+
+
+def _chunks(refs: Sequence[PartRollout]) -> Iterator[Sequence[PartRollout]]:
+    """Consecutive runs of at most :data:`FETCH_BYTES`, so that one reply does not hold a whole step in memory twice."""
+    start, size = 0, 0
+    for i, ref in enumerate(refs):
+        if size and size + ref.info.size > FETCH_BYTES:
+            yield refs[start:i]
+            start, size = i, 0
+        size += ref.info.size
+    if start < len(refs):
+        yield refs[start:]

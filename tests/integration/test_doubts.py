@@ -1,0 +1,138 @@
+"""Payloads that ranks could not read: whose they are is said, and the leader reads what it commits from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from daemon_runs import Served
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer import wire
+from rlbuffer.reader import Reader
+from rlbuffer.records import PolicyVersion
+from rlbuffer.settings import RunSettings
+from rlbuffer.store.payloads import Trainable
+
+pytest_plugins = ("store_fixtures",)
+
+CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8, lookahead=0)
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[Served]:
+    made = Served(run)
+    yield made
+    made.close()
+
+
+def push_damaged(run: Run, group_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker would whose payloads were never sound: every size is right, and a byte of each is not."""
+    encode = wire.encode_push
+
+    def damaged(*args: object, **options: object) -> wire.EncodedPush:
+        push = encode(*args, **options)  # type: ignore[arg-type]
+        return replace(push, payloads=tuple(bytes([*p[:-1], p[-1] ^ 1]) for p in push.payloads))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(wire, "encode_push", damaged)
+        run.push(group_id, worker="odd\x1b one")
+
+
+def train(run: Run, reader: Reader) -> rlbuffer.Step:
+    """The next step, trained."""
+    step = reader.pull(run.store.trainer().trained + 1)
+    reader.trained(step)
+    return step
+
+
+def start(run: Run, **can: object) -> Reader:
+    reader = run.closes(Reader(run.again(), rank=0, world_size=1, timeout_seconds=60, can=Trainable(**can)))  # type: ignore[arg-type]
+    reader.start(0)
+    reader.announce(PolicyVersion(version=0))
+    return reader
+
+
+def groups_of(step: rlbuffer.Step) -> list[str]:
+    return sorted(step.header["group_ids"])
+
+
+def test_after_a_damaged_step_unsound_payloads_are_dropped_before_they_are_committed(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = served.run
+    reader = start(run)
+    push_damaged(run, "a.0", monkeypatch)
+    run.push("a.1")
+    served.serve(CONFIG)
+    first = train(run, reader)
+    assert groups_of(first) == ["a.0", "a.1"]
+    assert first.damaged == ("a.0/0", "a.0/1")
+
+    push_damaged(run, "a.2", monkeypatch)
+    run.push("a.3")
+    run.push("a.4")
+    second = train(run, reader)
+    assert groups_of(second) == ["a.3", "a.4"]
+    assert second.damaged == ()
+    (drop,) = served.said("drop", reason="invalid")
+    assert drop["group_id"] == "a.2"
+    assert drop["detail"].startswith("rollout a.2/0: payload is damaged: checksum ")
+    (told,) = served.said("damaged")
+    assert told["sentence"] == (
+        "2 rollouts were missing or damaged when step 1 was pulled (2 of env a by odd\\x1b one): payloads are looked "
+        "into before they are committed."
+    )
+    served.wait_for(lambda: run.store.waiting().get("batcher", "").endswith("looked into before they are committed."))
+    assert run.store.verify().ok
+
+
+def test_a_new_leader_goes_on_looking_and_says_nothing_twice(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = served.run
+    reader = start(run)
+    push_damaged(run, "a.0", monkeypatch)
+    run.push("a.1")
+    served.serve(CONFIG)
+    train(run, reader)
+    served.stop()
+    served.serve(CONFIG)
+    push_damaged(run, "a.2", monkeypatch)
+    run.push("a.3")
+    run.push("a.4")
+    assert groups_of(train(run, reader)) == ["a.3", "a.4"]
+    assert served.said("damaged") == []
+
+
+def test_what_the_trainers_model_cannot_train_is_dropped_once_it_has_been_pulled(served: Served) -> None:
+    run = served.run
+    reader = start(run, vocabulary=100_000, adapters=False)
+    run.push("a.0", adapter="l")
+    run.push("a.1")
+    served.serve(CONFIG)
+    assert train(run, reader).damaged == ("a.0/0", "a.0/1")
+    run.push("a.2", adapter="l")
+    run.push("a.3")
+    run.push("a.4")
+    assert groups_of(train(run, reader)) == ["a.3", "a.4"]
+    (drop,) = served.said("drop", reason="invalid")
+    assert drop["detail"] == ("rollout a.2/0: it is of adapter 'l', and the trainer trains all weights and no adapters")
+
+
+def test_a_push_without_the_reference_that_the_trainer_needs_is_dropped(served: Served) -> None:
+    """A step of such pushes alone would end the trainer, at every restart again."""
+    run = served.run
+    reader = start(run)
+    settings = RunSettings.model_validate({"trainer": {"kl_beta": 0.1}})
+    lacking = run.push("a.0", lengths=[8, 8])
+    for name in ("a.1", "a.2"):
+        run.push(name, lengths=[8, 8], columns=[{"ref_logprobs": np.zeros(8, np.float32)}] * 2)
+    served.serve(CONFIG, settings=settings)
+    assert groups_of(train(run, reader)) == ["a.1", "a.2"]
+    (drop,) = served.said("drop", reason="invalid")
+    assert (drop["group_id"], drop["detail"]) == (
+        lacking.group_id,
+        "it lacks column ref_logprobs, without which the trainer cannot train",
+    )

@@ -1,0 +1,51 @@
+"""When damage ends training: not by one step, whoever made it, but by many in a row of which nothing sound comes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlbuffer.batches import Normalizers
+from rlbuffer.errors import StepDamaged
+from rlbuffer.trainer.pulls import MOST_DAMAGED_STEPS, Pulls
+
+
+def pulls(*, max_damaged: float = 0.5, lookahead: int = 1) -> Pulls:
+    trainer, batcher = SimpleNamespace(max_damaged=max_damaged), SimpleNamespace(lookahead=lookahead)
+    session: Any = SimpleNamespace(settings=SimpleNamespace(trainer=trainer, batcher=batcher))
+    return Pulls(session)
+
+
+def count(into: Pulls, damaged: int, *, step: int = 1) -> None:
+    normalizers = Normalizers(loss_tokens=20, rollouts=2, groups=1)
+    taken: Any = SimpleNamespace(number=step, normalizers=normalizers)
+    into._count(taken, damaged)
+
+
+def test_steps_of_which_nothing_can_be_read_are_borne_for_a_while() -> None:
+    made = pulls()
+    for step in range(1, MOST_DAMAGED_STEPS + 2):
+        count(made, 20, step=step)
+    with pytest.raises(StepDamaged) as caught:
+        count(made, 15, step=10)
+    assert str(caught.value) == (
+        "step 10: 15 of 20 trained tokens (75.0%) are missing or damaged, and 10 steps in a row were more so than "
+        "trainer.max_damaged = 0.5. `rlbuffer verify` lists what is gone, and the batcher's output says whose it is; "
+        "raise trainer.max_damaged to train the rest"
+    )
+
+
+def test_one_step_that_is_sound_enough_begins_the_count_anew() -> None:
+    made = pulls()
+    for _ in range(5):
+        for _ in range(MOST_DAMAGED_STEPS + 1):
+            count(made, 11)
+        count(made, 10)  # the limit itself is allowed
+
+
+def test_a_limit_of_one_never_ends_training() -> None:
+    made = pulls(max_damaged=1.0)
+    for _ in range(100):
+        count(made, 20)
