@@ -7,13 +7,42 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store import server
 
+if TYPE_CHECKING:
+    from forked import Parent
+
 pytest_plugins = ("leftovers",)
+
+SLOWEST_FIRST = ("e2e", "faults", "simulation", "property")
+"""Folders whose files take longest: begun last, one of them would keep the others waiting for the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """pytest-xdist hands out files in the order below, not those with many tests first: these are the quick ones."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {folder: place for place, folder in enumerate(SLOWEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.parent.name, len(places)))
+
+
+@pytest.fixture(scope="session")
+def parent() -> Iterator[Parent]:
+    """Has imported torch once for all processes that are forked from it."""
+    from forked import Parent
+
+    made = Parent()
+    yield made
+    made.close()
 
 
 def stop_server(home: Path) -> None:

@@ -18,14 +18,15 @@ for folder in ("e2e", "integration"):
     if str(TESTS / folder) not in sys.path:
         sys.path.append(str(TESTS / folder))
 
+from forked import Parent  # noqa: E402
 from homes import Home  # noqa: E402
 
 
 @pytest.fixture
-def home() -> Iterator[Home]:
+def home(parent: Parent) -> Iterator[Home]:
     # A short path: the server's unix socket must fit 108 bytes.
     path = Path(tempfile.mkdtemp(prefix="rlb-"))
-    place = Home(path)
+    place = Home(path, parent)
     try:
         yield place
     finally:

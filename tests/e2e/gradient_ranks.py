@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,7 @@ def run_rank(rank: int, world_size: int, folder: str, jobs: list[tuple[str, dict
             np.savez(Path(folder) / f"{number}.npz", parameters=done["parameters"], **arrays)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(told))
     ranks.barrier()
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), *json.loads(sys.argv[2]))

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from forked import Parent, clean_environment
 
 import rlbuffer
 from rlbuffer.settings import RunSettings
@@ -72,19 +73,16 @@ groups_per_batch = 4
 class Home:
     """A home folder with its embedded server, and the commands run in it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, parent: Parent | None = None) -> None:
         self.path = path
+        self._parent = parent
+        """What commands are forked from; None: every one is started anew."""
         self.url: str | None = None
         """Of a server of the test's own, for :meth:`connect`; None: the home's embedded one."""
         self.processes: list[subprocess.Popen[str]] = []
         self.prefix: tuple[str, ...] = ()
         """Put before every command: what runs it on another "host"."""
-        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("RLBUFFER_")} | {
-            "RLBUFFER_HOME": str(path),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONUNBUFFERED": "1",
-        }
+        self.environment = clean_environment() | {"RLBUFFER_HOME": str(path)}
 
     def config(self, **values: Any) -> Path:
         """Writes an rlbuffer.toml of a tiny run; the defaults may be overridden."""
@@ -104,24 +102,43 @@ class Home:
     def start(self, *arguments: str | Path, log: str = "") -> subprocess.Popen[str]:
         """Starts a command that keeps running; its output goes to `<home>/<log>.log`."""
         name = log or f"{arguments[0]}-{len(self.processes)}"
-        with (self.path / f"{name}.log").open("a") as out:
-            process = subprocess.Popen(
-                [*self.prefix, sys.executable, "-m", "rlbuffer_cli", *map(str, arguments)],
-                env=self.environment,
-                cwd=self.path,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,
-            )
+        return self.start_python("-m", "rlbuffer_cli", *map(str, arguments), log=name)
+
+    def start_python(self, *arguments: str, log: str, **variables: str) -> subprocess.Popen[str]:
+        """Starts Python, which keeps running, in a session of its own; its output goes to `<home>/<log>.log`.
+
+        `variables` are those of its environment that no other process of the home has.
+        """
+        process: Any
+        path = self.path / f"{log}.log"
+        environment = self.environment | variables
+        if self._is_forked():
+            process = self._parent.start(arguments, environment=environment, folder=self.path, log=path)
+        else:
+            with path.open("a") as out:
+                process = subprocess.Popen(
+                    [*self.prefix, sys.executable, *arguments],
+                    env=environment,
+                    cwd=self.path,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    text=True,
+                    start_new_session=True,
+                )
         self.processes.append(process)
         return process
 
     def call(self, *arguments: str | Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end."""
+        command = ["-m", "rlbuffer_cli", *map(str, arguments)]
+        if self._is_forked():
+            process = self._parent.start(command, environment=self.environment, folder=self.path)
+            self.processes.append(process)
+            out, err = process.communicate(timeout)
+            return subprocess.CompletedProcess(process.args, process.returncode, out, err)
         return subprocess.run(
-            [*self.prefix, sys.executable, "-m", "rlbuffer_cli", *map(str, arguments)],
+            [*self.prefix, sys.executable, *command],
             env=self.environment,
             cwd=self.path,
             capture_output=True,
@@ -130,6 +147,9 @@ class Home:
             timeout=timeout,
             check=False,
         )
+
+    def _is_forked(self) -> bool:
+        return self._parent is not None and not self.prefix and self._parent.can_start(self.environment)
 
     def connect(self, run: str = "tiny") -> rlbuffer.Buffer:
         """A buffer on the run's server, for looking."""
@@ -147,8 +167,12 @@ class Home:
         """name -> pid of what `rlbuffer run` supervises."""
         return json.loads((self.path / "runs" / run / "pids.json").read_text())
 
+    def printed(self) -> str:
+        """Everything that was printed, by commands that keep running."""
+        return "".join(path.read_text() for path in sorted(self.path.glob("*.log")))
+
     def logs(self) -> str:
-        """Everything that was printed, for a failing test."""
+        """The end of every log, for a failing test."""
         return "\n".join(f"--- {p.name}\n{p.read_text()[-4000:]}" for p in sorted(self.path.glob("*.log")))
 
     def wait_until(self, what: Callable[[], Any], *, seconds: float, why: str) -> Any:

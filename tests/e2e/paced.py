@@ -96,19 +96,7 @@ class OneEpoch(VCopy):
 
 def spawn(home: Home, role: str, *arguments: str, log: str) -> subprocess.Popen[str]:
     """Starts this file as a process of `home`; its output goes to `<home>/<log>.log`."""
-    with (home.path / f"{log}.log").open("a") as out:
-        process = subprocess.Popen(
-            [sys.executable, __file__, role, "--home", str(home.path), *arguments],
-            env=home.environment,
-            cwd=home.path,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-    home.processes.append(process)
-    return process
+    return home.start_python(__file__, role, "--home", str(home.path), *arguments, log=log)
 
 
 def start_worker(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import Forked, Parent
 
 from rlbuffer.processes import to_json
 from rlbuffer.settings import RunSettings
@@ -38,14 +37,9 @@ def settings_of(output: Path, *, dtype: str = "float32", **trainer: Any) -> RunS
     )
 
 
-def start(output: Path, world_size: int, *, dtype: str = "float32", **trainer: Any) -> subprocess.Popen[str]:
-    settings = settings_of(output, dtype=dtype, **trainer)
-    return subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, to_json(settings), str(world_size)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(parent: Parent, output: Path, world_size: int, *, dtype: str = "float32", **trainer: Any) -> Forked:
+    arguments = ["-c", LAUNCH, to_json(settings_of(output, dtype=dtype, **trainer)), str(world_size)]
+    return parent.start(arguments, environment=parent.environment, folder=output.parent)
 
 
 def records(output: Path) -> list[dict[str, Any]]:
@@ -53,7 +47,7 @@ def records(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wait_until(what: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 90) -> None:
+def wait_until(what: Callable[[], Any], process: Forked, seconds: float = 90) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         if time.monotonic() > deadline or process.poll() is not None:
@@ -62,9 +56,9 @@ def wait_until(what: Callable[[], Any], process: subprocess.Popen[str], seconds:
         time.sleep(0.02)
 
 
-def test_eight_ranks_hold_equal_parameters_and_train_what_one_rank_trains(tmp_path: Path) -> None:
+def test_eight_ranks_hold_equal_parameters_and_train_what_one_rank_trains(parent: Parent, tmp_path: Path) -> None:
     for world_size in (1, 8):
-        process = start(tmp_path / str(world_size), world_size, dtype="float64")
+        process = start(parent, tmp_path / str(world_size), world_size, dtype="float64")
         _, errors = process.communicate(timeout=200)
         assert (process.returncode, errors) == (0, "")
     for record in records(tmp_path / "8"):
@@ -79,8 +73,10 @@ def test_eight_ranks_hold_equal_parameters_and_train_what_one_rank_trains(tmp_pa
         assert ours["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-9)
 
 
-def test_a_killed_rank_is_started_again_with_the_others_and_sigterm_ends_with_a_checkpoint(tmp_path: Path) -> None:
-    process = start(tmp_path, 2, steps=100_000, checkpoint_every=5)
+def test_a_killed_rank_is_started_again_with_the_others_and_sigterm_ends_with_a_checkpoint(
+    parent: Parent, tmp_path: Path
+) -> None:
+    process = start(parent, tmp_path, 2, steps=100_000, checkpoint_every=5)
     try:
         wait_until(lambda: len(records(tmp_path)) >= 7, process)
         victim = json.loads((tmp_path / "ranks.json").read_text())["rank-1"]
@@ -106,17 +102,19 @@ def test_a_killed_rank_is_started_again_with_the_others_and_sigterm_ends_with_a_
     assert steps(tmp_path / "checkpoints")[-1] == records(tmp_path)[-1]["step"]
 
 
-def test_an_error_of_our_own_ends_the_job_with_one_message_and_its_exit_code(tmp_path: Path) -> None:
-    process = start(tmp_path, 2, loss="ppo")
+def test_an_error_of_our_own_ends_the_job_with_one_message_and_its_exit_code(parent: Parent, tmp_path: Path) -> None:
+    process = start(parent, tmp_path, 2, loss="ppo")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 3
     known = "cispo, clip, clip_cov, dapo, decoupled, dppo_tv, dr_grpo, gspo, icepop, kl_cov, masked_ratio, ratio, tis"
     assert errors == f"Error: trainer.loss = 'ppo' is not a loss: {known}. Did you mean dppo_tv?\n"
 
 
-def test_a_rank_that_keeps_failing_ends_the_job_after_its_restarts_with_its_traceback(tmp_path: Path) -> None:
+def test_a_rank_that_keeps_failing_ends_the_job_after_its_restarts_with_its_traceback(
+    parent: Parent, tmp_path: Path
+) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
-    process = start(tmp_path, 2, max_restarts=1)
+    process = start(parent, tmp_path, 2, max_restarts=1)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     first, second = errors.split("Starting all 2 ranks again from the newest checkpoint (restart 1 of 1).\n")
@@ -127,9 +125,9 @@ def test_a_rank_that_keeps_failing_ends_the_job_after_its_restarts_with_its_trac
     assert second.endswith("\nGiving up after 1 restarts (trainer.max_restarts).\n")
 
 
-def test_a_folder_that_cannot_be_written_to_is_one_message(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_one_message(parent: Parent, tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("in the way")
-    process = start(tmp_path, 2)
+    process = start(parent, tmp_path, 2)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert errors.startswith(f"Error: version 0 cannot be written to {tmp_path / 'weights'}: ")

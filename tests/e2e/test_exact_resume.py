@@ -1,4 +1,4 @@
-"""Twenty steps in one go, and twenty with a kill -9 after ten, end in the same bits."""
+"""Twelve steps in one go, and twelve with a kill -9 after six, end in the same bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlbuffer.trainer.checkpoint import load_parameters
 pytestmark = pytest.mark.timeout(900)
 """A machine may be many times as slow as this one."""
 
-HALF, LAST = 10, 20
+HALF, LAST = 6, 12
 COMPARED = ("loss", "grad_norm", "learning_rate", "entropy", "kl", "clip_fraction", "parameters_sha256", "batch_sha256")
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
+import gradient_ranks
 import numpy as np
 import pytest
-from gradient_ranks import COUNT, Rows, Trainee, run_rank, unpacked_step, work
+from forked import Parent
+from gradient_ranks import COUNT, Rows, Trainee, unpacked_step, work
 
 TERMS = {"kl_beta": 0.1, "entropy_bonus": 0.01}
 LOSSES: list[dict[str, Any]] = [
@@ -59,24 +60,20 @@ def _split(parts: list[list[int]]) -> list[list[list[int]]]:
     return [[part[i : i + 2] for i in range(0, len(part), 2)] or [[]] for part in parts]
 
 
-def train(world_size: int, folder: Path) -> list[list[dict[str, Any]]]:
+def train(parent: Parent, world_size: int, folder: Path) -> list[list[dict[str, Any]]]:
     """Runs the ranks. -> what each of them tells of each job."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rlbuffer.trainer.loop"])
-    processes = [
-        context.Process(target=run_rank, args=(rank, world_size, str(folder), JOBS[world_size], rows_of(world_size)))
+    work = json.dumps([world_size, str(folder), JOBS[world_size], rows_of(world_size)])
+    ranks = [
+        parent.start([gradient_ranks.__file__, str(rank), work], environment=parent.environment, folder=folder)
         for rank in range(world_size)
     ]
-    for process in processes:
-        process.start()
     try:
-        for process in processes:
-            process.join(timeout=150)
-        assert [process.exitcode for process in processes] == [0] * world_size
+        for rank in ranks:
+            out, errors = rank.communicate(timeout=150)
+            assert rank.returncode == 0, out + errors
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        for rank in ranks:
+            rank.kill()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
@@ -91,11 +88,13 @@ def relative(ours: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
-def test_gradients_over_ranks_are_those_of_one_process_that_packs_nothing(tmp_path: Path, world_size: int) -> None:
+def test_gradients_over_ranks_are_those_of_one_process_that_packs_nothing(
+    parent: Parent, tmp_path: Path, world_size: int
+) -> None:
     from rlbuffer.settings import TrainerSettings
     from rlbuffer.trainer.agreement import Ranks
 
-    told = train(world_size, tmp_path)
+    told = train(parent, world_size, tmp_path)
     import torch
 
     threads = torch.get_num_threads()

@@ -15,7 +15,7 @@ from rlbuffer.batches import Normalizers, digest_step
 pytestmark = pytest.mark.timeout(900)
 """A machine may be four times as slow as this one."""
 
-CHECKPOINT, KILLED_AT, LAST = 10, 13, 15
+CHECKPOINT, KILLED_AT, LAST = 3, 6, 8
 
 
 def test_after_a_kill_any_world_size_trains_the_same_rollouts(home: Home) -> None:
@@ -41,7 +41,7 @@ def test_after_a_kill_any_world_size_trains_the_same_rollouts(home: Home) -> Non
         assert {r["resumed_from"] for r in records} == {CHECKPOINT}
         recorded[world_size] = {r["step"]: r["batch_sha256"] for r in records}
     replayed = [step for step in before if step > CHECKPOINT]
-    assert set(replayed) >= {11, 12, 13}
+    assert set(replayed) >= set(range(CHECKPOINT + 1, KILLED_AT + 1))
     assert [recorded[8][step] for step in replayed] == [before[step] for step in replayed]
 
     # Undisturbed readers hold what the ranks recorded, and show what is in it.

@@ -47,7 +47,7 @@ def test_a_run_whose_processes_have_only_the_rights_of_their_roles(home: Home, p
 
         as_user("operator")
         serving = home.start("serve", "--config", path, log="serve")
-        home.wait_until(lambda: "serving" in home.logs() or "ready" in home.logs(), seconds=60, why="the batcher")
+        home.wait_until(lambda: "serving" in home.printed() or "ready" in home.printed(), seconds=60, why="the batcher")
         as_user("worker")
         working = [home.start("worker", env, "--config", path, log=env) for env in ("vcopy", "repeat")]
         as_user("scorer")
@@ -69,7 +69,7 @@ def test_a_run_whose_processes_have_only_the_rights_of_their_roles(home: Home, p
             step = buffer.store.meta().step
         says("operator", "step", "void", str(step), "--force", "--run", "tiny")
         assert "ok: everything adds up" in says("viewer", "verify", "--run", "tiny")
-        assert "does not allow" not in home.logs()
-        assert "not written to" not in home.logs()
+        assert "does not allow" not in home.printed()
+        assert "not written to" not in home.printed()
         as_user("worker")
         assert home.call("env", "pause", "vcopy", "--run", "tiny").returncode != 0

@@ -127,7 +127,7 @@ def test_a_run_trains_with_a_kl_to_the_logprobs_that_its_scorers_add(home: Home)
     home.wait_until(lambda: len(home.metrics()) >= 2, seconds=120, why="the second step")
     os.kill(victim, signal.SIGKILL)  # it is started again, like a worker
     assert home.ended(supervisor, 240) == 0, home.logs()
-    assert "score ref-0 was killed by SIGKILL" in home.logs()
+    assert "score ref-0 was killed by SIGKILL" in home.printed()
     with home.connect() as buffer:
         step = buffer.step(6)
         detail = buffer.group(step.header.group_ids[0])

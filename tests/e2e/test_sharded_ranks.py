@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import Parent
 from safetensors.torch import load_file
 from test_ddp import records, settings_of, start
 
@@ -36,7 +37,7 @@ def published(output: Path, version: int) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(tmp_path: Path) -> None:
+def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(parent: Parent, tmp_path: Path) -> None:
     ways: dict[str, dict[str, Any]] = {
         "ddp": {},
         "fsdp": {"parallel": "fsdp"},
@@ -44,7 +45,7 @@ def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(tmp_path:
     }
     # Two updates a step: those after the first look at the policy as it was before, in further forward passes.
     many = {"passes": 2, "old_logprobs": "recomputed"}
-    finish([start(tmp_path / name, 2, dtype="float64", **many, **way) for name, way in ways.items()])
+    finish([start(parent, tmp_path / name, 2, dtype="float64", **many, **way) for name, way in ways.items()])
     expected = load_parameters(tmp_path / "ddp", 3)
     for name in ("fsdp", "padded"):
         assert relative(load_parameters(tmp_path / name, 3), expected) < 1e-9
@@ -58,7 +59,7 @@ def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(tmp_path:
             assert len(set(ours["parameters_sha256"])) == 1
 
     # Either way goes on from the other's checkpoint, also with another number of ranks.
-    goes_on = start(tmp_path / "ddp", 2, dtype="float64", steps=5, parallel="fsdp", **many)
+    goes_on = start(parent, tmp_path / "ddp", 2, dtype="float64", steps=5, parallel="fsdp", **many)
     alone = settings_of(tmp_path / "fsdp", dtype="float64", steps=5, **many)
     assert train(alone, rank=0, world_size=1, fake_data=True)
     finish([goes_on])
@@ -69,10 +70,10 @@ def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(tmp_path:
         assert relative(ours, theirs) < 1e-9
 
 
-def test_sharded_ranks_train_an_adapter_as_whole_ones_do(tmp_path: Path) -> None:
+def test_sharded_ranks_train_an_adapter_as_whole_ones_do(parent: Parent, tmp_path: Path) -> None:
     ways = {"ddp": {}, "fsdp": {"parallel": "fsdp"}}
     lora = {"rank": 4, "targets": ["q_proj", "down_proj"]}
-    finish([start(tmp_path / name, 2, dtype="float64", lora=lora, **way) for name, way in ways.items()])
+    finish([start(parent, tmp_path / name, 2, dtype="float64", lora=lora, **way) for name, way in ways.items()])
     for of in ("policy", "optimizer"):
         ours, theirs = (load_parameters(tmp_path / name, 3, of=of) for name in ("fsdp", "ddp"))
         assert all(".lora_" in name for name in ours)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from forked import Parent
     from homes import Home
 
 TESTS = Path(__file__).parents[1]
@@ -21,12 +22,12 @@ for folder in ("e2e", "integration"):
 
 
 @pytest.fixture
-def home() -> Iterator[Home]:
+def home(parent: Parent) -> Iterator[Home]:
     from homes import Home
 
     # A short path: the server's unix socket must fit 108 bytes.
     path = Path(tempfile.mkdtemp(prefix="rlb-"))
-    place = Home(path)
+    place = Home(path, parent)
     try:
         yield place
     finally:

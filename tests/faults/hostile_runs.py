@@ -134,7 +134,7 @@ class _Stage:
         home = self._home
         self._as_user("operator")
         self._roles["serve"] = home.start("serve", "--config", self._config, log="serve")
-        home.wait_until(lambda: "serving" in home.logs(), seconds=60, why="the batcher")
+        home.wait_until(lambda: "serving" in home.printed(), seconds=60, why="the batcher")
         self._start_workers()
         self._as_user("scorer")
         self._roles["scorer"] = home.start("score", "ref", "--config", self._config, log="scorer")

@@ -14,7 +14,16 @@ from simulation.__main__ import run_seed
 from simulation.mutations import MUTATIONS, Mutation, source
 
 SEEDS = 200
-"""Each must be found within as many; half are in the first seed, and all were in the first 50 when this was written."""
+"""Each must be found within as many; half are in the first seed."""
+FOUND_IN = {
+    "no-sequence-check": 47,
+    "commit-after-the-lease": 79,
+    "report-goes-back": 54,
+    "announce-goes-back": 26,
+    "commit-refused-for-memory": 18,
+    "attempt-in-the-same-line": 184,
+}
+"""A seed that found it when this was written, where the first few do not: tried first, the rest if it no longer does."""
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
@@ -25,7 +34,8 @@ def test_mutation_changes_its_lua_file(mutation: Mutation) -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_broken_lua_file_is_found(mutation: Mutation) -> None:
-    results = (run_seed(seed, broken=mutation.name) for seed in range(SEEDS))
+    seeds = [*[FOUND_IN[name] for name in [mutation.name] if name in FOUND_IN], *range(SEEDS)]
+    results = (run_seed(seed, broken=mutation.name) for seed in seeds)
     found = next((result for result in results if result.violation), None)
     assert found is not None
     assert re.match(r"(I\d+|verify I\d+|tickets|end|defect): ", found.violation)
