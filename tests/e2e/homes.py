@@ -75,7 +75,7 @@ class Home:
 
     def __init__(self, path: Path, parent: Parent | None = None) -> None:
         self.path = path
-        self._parent = parent
+        self.parent = parent
         """What commands are forked from; None: every one is started anew."""
         self.url: str | None = None
         """Of a server of the test's own, for :meth:`connect`; None: the home's embedded one."""
@@ -104,21 +104,17 @@ class Home:
         name = log or f"{arguments[0]}-{len(self.processes)}"
         return self.start_python("-m", "rlbuffer_cli", *map(str, arguments), log=name)
 
-    def start_python(self, *arguments: str, log: str, **variables: str) -> subprocess.Popen[str]:
-        """Starts Python, which keeps running, in a session of its own; its output goes to `<home>/<log>.log`.
-
-        `variables` are those of its environment that no other process of the home has.
-        """
+    def start_python(self, *arguments: str, log: str) -> subprocess.Popen[str]:
+        """Starts Python, which keeps running, in a session of its own; its output goes to `<home>/<log>.log`."""
         process: Any
         path = self.path / f"{log}.log"
-        environment = self.environment | variables
         if self._is_forked():
-            process = self._parent.start(arguments, environment=environment, folder=self.path, log=path)
+            process = self.parent.start(arguments, environment=self.environment, folder=self.path, log=path)
         else:
             with path.open("a") as out:
                 process = subprocess.Popen(
                     [*self.prefix, sys.executable, *arguments],
-                    env=environment,
+                    env=self.environment,
                     cwd=self.path,
                     stdout=out,
                     stderr=subprocess.STDOUT,
@@ -133,7 +129,7 @@ class Home:
         """Runs a command to its end."""
         command = ["-m", "rlbuffer_cli", *map(str, arguments)]
         if self._is_forked():
-            process = self._parent.start(command, environment=self.environment, folder=self.path)
+            process = self.parent.start(command, environment=self.environment, folder=self.path)
             self.processes.append(process)
             out, err = process.communicate(timeout)
             return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -149,7 +145,7 @@ class Home:
         )
 
     def _is_forked(self) -> bool:
-        return self._parent is not None and not self.prefix and self._parent.can_start(self.environment)
+        return self.parent is not None and not self.prefix and self.parent.can_start(self.environment)
 
     def connect(self, run: str = "tiny") -> rlbuffer.Buffer:
         """A buffer on the run's server, for looking."""
