@@ -47,12 +47,18 @@ def clean_environment() -> dict[str, str]:
 
 
 class Parent:
-    """The process that the others are forked from. Make it once; `close` ends it, and so does the end of its maker."""
+    """The process that the others are forked from. Make it once; `close` ends it, and so does the end of its maker.
+
+    On Linux; elsewhere every process is started anew.
+    """
 
     def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.environment = clean_environment()
-        alone = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 4)), "OMP_WAIT_POLICY": "PASSIVE"}
+        self._process: subprocess.Popen[bytes] | None = None
+        if sys.platform != "linux":
+            return
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        alone = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)), "OMP_WAIT_POLICY": "PASSIVE"}
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             env=alone | self.environment,
@@ -62,17 +68,12 @@ class Parent:
         )
         theirs.close()
 
-    def can_start(self, environment: Mapping[str, str]) -> bool:
-        """Whether a process with that environment is the same when forked."""
-        return _read_at_import(environment) == _read_at_import(self.environment)
-
     def start(
         self, arguments: Sequence[str], *, environment: Mapping[str, str], folder: Path, log: Path | None = None
-    ) -> Forked:
-        """Python with `arguments`: -m MODULE ..., -c CODE ... or FILE ...
-
-        Its output is added to `log`; without one, `communicate` returns it.
-        """
+    ) -> Any:
+        """As :func:`start`, but forked if that makes the same process. -> a `Forked`, or a `subprocess.Popen`."""
+        if self._process is None or _read_at_import(environment) != _read_at_import(self.environment):
+            return start(arguments, environment=environment, folder=folder, log=log)
         output = [log.open("ab")] * 2 if log else [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
         request = json.dumps({"arguments": arguments, "environment": dict(environment), "folder": str(folder)})
         ours, theirs = socket.socketpair()
@@ -84,8 +85,34 @@ class Parent:
 
     def close(self) -> None:
         """Ends it. What was forked lives on."""
-        self._channel.close()
-        self._process.wait()
+        if self._process is not None:
+            self._channel.close()
+            self._process.wait()
+
+
+def start(
+    arguments: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    folder: Path,
+    log: Path | None = None,
+    prefix: Sequence[str] = (),
+) -> subprocess.Popen[str]:
+    """Python with `arguments` (-m MODULE ..., -c CODE ... or FILE ...) in a session of its own.
+
+    Its output is added to `log`; without one, `communicate` returns it. `prefix` is put before the command.
+    """
+    with (log or Path(os.devnull)).open("a") as out:
+        return subprocess.Popen(
+            [*prefix, sys.executable, *arguments],
+            env=environment,
+            cwd=folder,
+            stdout=out if log else subprocess.PIPE,
+            stderr=subprocess.STDOUT if log else subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:

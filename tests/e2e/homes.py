@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from forked import Parent, clean_environment
+from forked import Parent, clean_environment, start
 
 import rlbuffer
 from rlbuffer.settings import RunSettings
@@ -104,48 +104,21 @@ class Home:
         name = log or f"{arguments[0]}-{len(self.processes)}"
         return self.start_python("-m", "rlbuffer_cli", *map(str, arguments), log=name)
 
-    def start_python(self, *arguments: str, log: str) -> subprocess.Popen[str]:
-        """Starts Python, which keeps running, in a session of its own; its output goes to `<home>/<log>.log`."""
-        process: Any
-        path = self.path / f"{log}.log"
-        if self._is_forked():
-            process = self.parent.start(arguments, environment=self.environment, folder=self.path, log=path)
+    def start_python(self, *arguments: str, log: str = "") -> Any:
+        """Starts Python in a session of its own; its output goes to `<home>/<log>.log`, or to who asks for it."""
+        place = {"environment": self.environment, "folder": self.path, "log": self.path / f"{log}.log" if log else None}
+        if self.parent is None or self.prefix:
+            process = start(arguments, **place, prefix=self.prefix)
         else:
-            with path.open("a") as out:
-                process = subprocess.Popen(
-                    [*self.prefix, sys.executable, *arguments],
-                    env=self.environment,
-                    cwd=self.path,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    text=True,
-                    start_new_session=True,
-                )
+            process = self.parent.start(arguments, **place)
         self.processes.append(process)
         return process
 
     def call(self, *arguments: str | Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end."""
-        command = ["-m", "rlbuffer_cli", *map(str, arguments)]
-        if self._is_forked():
-            process = self.parent.start(command, environment=self.environment, folder=self.path)
-            self.processes.append(process)
-            out, err = process.communicate(timeout)
-            return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-        return subprocess.run(
-            [*self.prefix, sys.executable, *command],
-            env=self.environment,
-            cwd=self.path,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-
-    def _is_forked(self) -> bool:
-        return self.parent is not None and not self.prefix and self.parent.can_start(self.environment)
+        process = self.start_python("-m", "rlbuffer_cli", *map(str, arguments))
+        out, errors = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
     def connect(self, run: str = "tiny") -> rlbuffer.Buffer:
         """A buffer on the run's server, for looking."""

@@ -121,12 +121,10 @@ def test_closing_a_reader_ends_whoever_waits_in_it(run: Run) -> None:
     threads = [threading.Thread(target=wait_for_ever, args=(step,)) for step in (2, 3, 4)]
     for thread in threads:
         thread.start()
-    time.sleep(0.3)
-    start = time.monotonic()
+    time.sleep(0.3)  # they wait by now; if not, the test is weaker, not wrong
     reader.close()
     for thread in threads:
-        thread.join(timeout=10)
-    assert time.monotonic() - start < 5
+        thread.join()
     assert sorted((type(error), str(error)) for error in caught) == [
         (RlbufferError, f"the reader was closed while it waited for step {step}") for step in (2, 3, 4)
     ]
