@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, util
@@ -143,22 +144,20 @@ class Forked:
     def poll(self) -> int | None:
         """Its exit code, or minus the signal that ended it; None while it runs."""
         with self._lock:
-            return self._poll(0)
-
-    def _poll(self, seconds: float | None) -> int | None:
-        while self.returncode is None and select.select([self._life], [], [], seconds)[0]:
-            self._hear()
-            if self._said.endswith(b"\n"):
-                self.returncode = int(self._said)
-                self._life.close()
-        return self.returncode
+            while self.returncode is None and select.select([self._life], [], [], 0)[0]:
+                self._hear()
+                if self._said.endswith(b"\n"):
+                    self.returncode = int(self._said)
+                    self._life.close()
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """As :meth:`poll`, once it has ended."""
-        with self._lock:
-            code = self._poll(timeout)
-        if code is None:
-            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.02)
         return code
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
