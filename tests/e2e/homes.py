@@ -130,7 +130,7 @@ class Home:
         if not path.exists():
             return []
         lines = path.read_text().splitlines()
-        return [record for record in map(_parsed, lines) if record is not None and "step" in record]
+        return [record for record in map(parsed, lines) if record is not None and "step" in record]
 
     def pids(self, run: str = "tiny") -> Mapping[str, int]:
         """name -> pid of what `rlbuffer run` supervises."""
@@ -177,7 +177,8 @@ class Home:
                 _signal(pid, signal.SIGKILL)
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def parsed(line: str) -> dict[str, Any] | None:
+    """A JSON object of a file that somebody writes; None of half of one."""
     try:
         return json.loads(line)
     except json.JSONDecodeError:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from forked import Forked, Parent
+from homes import parsed
 
 from rlbuffer.processes import to_json
 from rlbuffer.settings import RunSettings
@@ -44,7 +45,8 @@ def start(parent: Parent, output: Path, world_size: int, *, dtype: str = "float3
 
 def records(output: Path) -> list[dict[str, Any]]:
     path = output / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record for record in map(parsed, lines) if record is not None]
 
 
 def wait_until(what: Callable[[], Any], process: Forked, seconds: float = 90) -> None:
