@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytest_plugins = ("leftovers",)
 
-SLOWEST_FIRST = ("e2e", "faults", "simulation", "property")
+SLOWEST_FIRST = ("faults", "e2e", "simulation", "property")
 """Folders whose files take longest: begun last, one of them would keep the others waiting for the end."""
 
 
