@@ -175,7 +175,7 @@ class Tree:
             self._write(file, text)
         if not code:
             return "nobody", ""
-        test = re.match(r"FAILED (\S+)", found)
+        test = re.match(r"FAILED (.+?)(?: - |$)", found)  # what it was called with may hold spaces
         if test is not None and self._tested([test[1]])[0]:
             raise RuntimeError(f"nothing is changed, and a test fails: {found}")
         return "tests", found
