@@ -190,9 +190,7 @@ class Writer:
                 try:
                     return self._store.say_done(env, epoch=self._epoch)
                 except EpochChanged as change:
-                    if not change.follows(self._epoch):
-                        raise
-                    self._epoch = change.epoch
+                    self._follow(change)
                 except ServerUnreachable as error:
                     if time.monotonic() > deadline:
                         raise
@@ -272,10 +270,7 @@ class Writer:
             except ProducerGap as gap:
                 last = gap.last
             except EpochChanged as change:
-                # An epoch before the own one: the server has lost that, and whether it began a line of versions.
-                if not change.follows(self._epoch) or change.epoch < self._epoch:
-                    raise
-                self._epoch = change.epoch
+                self._follow(change)
             except (ServerUnreachable, ServerRefused) as error:
                 if time.monotonic() + delay > deadline and not (isinstance(error, PushBroken) and self._give_up()):
                     raise
@@ -283,6 +278,13 @@ class Writer:
                     self._on_retry(error)
                 time.sleep(delay * _RANDOM.uniform(0.5, 1.0))
                 delay = min(2 * delay, LAST_DELAY_SECONDS)
+
+    def _follow(self, change: EpochChanged) -> None:
+        """Goes on in the run's epoch. Raises `change` where it is of another line of versions, or may be."""
+        # An epoch before the own one: the server has lost that, and whether it began a line of versions.
+        if not change.follows(self._epoch) or change.epoch < self._epoch:
+            raise change
+        self._epoch = change.epoch
 
     def _give_up(self) -> bool:
         """Patience is over: what broke its connection more than once is given up. -> whether anything is."""

@@ -134,7 +134,11 @@ class Worker:
         world, plan, dice = self.world, self.world.plan, self.world.dice
         store = self.host.store(process)
         writer = Writer(
-            store, f"w{self._index}", epoch=store.open_run().epoch, patience_seconds=2 * plan.patience_seconds
+            store,
+            f"w{self._index}",
+            epoch=store.open_run().epoch,
+            patience_seconds=2 * plan.patience_seconds,
+            section=f"w{self._index}" if plan.said else "",
         )
         world.invariants.joined(writer.incarnation, writer._epoch)
         envs = ["a", "b"]
@@ -148,6 +152,8 @@ class Worker:
                     taken = writer.take(env, dice.choice((1, 2)), timeout_seconds=0, size=plan.ends or None)
                 except EnvDone:
                     envs.remove(env)
+                    if plan.said and not world.network.is_healed and dice.random() < 0.3:
+                        self._push_more(writer, env, version, process)
                     continue
                 tickets = self._kept(writer, taken)
                 names = [ticket.group_id for ticket in tickets]
@@ -159,6 +165,8 @@ class Worker:
                 world.scheduler.wait(0.15)
                 continue
             world.scheduler.wait(dice.expovariate(1 / plan.sample_seconds))
+            if plan.said and world.invariants.digests and dice.random() < 0.05:
+                self._say_done(writer, env)
             if plan.tickets and dice.random() < 0.1:
                 writer.renew(tickets)
             for name in names:
@@ -176,12 +184,24 @@ class Worker:
         (writer.release if chance < 0.03 else writer.skip)(tickets[:1])
         return tickets[1:]
 
+    def _say_done(self, writer: Writer, env: str) -> None:
+        try:
+            writer.done(env)
+        except (PushGivenUp, *AWAY):
+            pass  # it may be said or not
+
+    def _push_more(self, writer: Writer, env: str, version: int, process: Process) -> None:
+        """A group without a ticket, as a producer with a file pushes it: of an env that was done, in a run that was."""
+        self._numbers += 1
+        group = made_group(self.world.dice, f"{env}-more-{self._index}.{self._numbers}", env, version)
+        self._push(writer, group, process)
+
     def _push(self, writer: Writer, group: Group, process: Process) -> None:
         plan, dice = self.world.plan, self.world.dice
         parts = [group]
         if dice.random() < plan.too_large:
             keys = self.world.invariants.keys
-            self.world.network.too_large.add(f"{keys.payload_prefix}{group.group_id}".encode())
+            self.world.network.too_large.add(f"{keys.payload_prefix}{{{keys.payload_prefix}{group.group_id}".encode())
         if dice.random() < plan.parts:
             cut = dice.randrange(1, len(group.rollouts))
             again = cut - 1 if cut > 1 and dice.random() < 0.3 else cut  # one rollout is in both parts
@@ -211,9 +231,19 @@ class Worker:
                     return
                 continue
             except PushGivenUp:
+                self._leave_out(writer, group)
                 return
             self._expect_stored(group, pushed.status)
             return
+
+    def _leave_out(self, writer: Writer, group: Group) -> None:
+        """A prompt whose group can never be pushed must not keep the run from its end."""
+        try:
+            if self.world.plan.tickets:
+                number = int(group.group_id.rpartition(".")[2])
+                writer.skip([Ticket(env=group.env, number=number, group_id=group.group_id)])
+        except AWAY:
+            pass  # it lapses, and is sampled again
 
     def _expect_stored(self, group: Group, status: str) -> None:
         wanted = {r.rollout_id for r in group.rollouts}
@@ -277,6 +307,8 @@ class Trainer:
         job = self.job = Job(self, world_size, state)
         self._started.append(job)
         world.invariants.restarted(job.at)
+        if world.plan.together and job.at < max(world.invariants.digests, default=0) and not world.network.is_healed:
+            world.scheduler.after(world.dice.uniform(0.1, 0.8), world.restart)
         if world.was_rolled_back or world.was_taken_back:
             self.trained = job.at
         for rank in range(world_size):

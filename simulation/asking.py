@@ -1,4 +1,4 @@
-"""An operator who asks: pending groups dropped without a lease, short drains, other settings."""
+"""Operators who ask: pending groups dropped without a lease, short drains, other settings, ends of sources."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from rlbuffer.config import BatcherConfig
 from rlbuffer.config_changes import config_digest
-from rlbuffer.errors import ConfigChanged, RunGone, ServerRefused, ServerUnreachable
+from rlbuffer.errors import ConfigChanged, EpochChanged, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.operations import choose
+from rlbuffer.writer import Writer
+from simulation.rollouts import made_group
 from simulation.scheduler import Process
 
 if TYPE_CHECKING:
@@ -50,4 +52,41 @@ def ask(host: Host, process: Process) -> None:
                 if chosen.drops:
                     store.drop_pending([dice.choice(chosen.drops)])
         except (ConfigChanged, RunGone, ServerRefused, ServerUnreachable):
+            continue
+
+
+def push_more(host: Host, process: Process) -> None:
+    """`rlbuffer push` of a group more, into a run that has ended: it trains all the same."""
+    store, world = host.store(process), host.world
+    writer = Writer(store, "late", epoch=store.open_run().epoch)
+    world.invariants.joined(writer.incarnation, writer._epoch)
+    writer.push(made_group(world.dice, "a-late", "a", max(0, store.policy().version)))
+
+
+def end(host: Host, process: Process) -> None:
+    """`rlbuffer env done`, `env resume`, the start of `rlbuffer run`; when all has healed, every env is done.
+
+    That is said again and again: a server that was set back may have lost it, and a request of before may come late.
+    """
+    store, world = host.store(process), host.world
+    share = world.dice.choice((0.5, 0.9))
+    while True:
+        world.scheduler.wait(world.dice.uniform(0.1, 1.0))
+        try:
+            meta = store.meta()
+            epoch = meta.epoch
+            if not meta.step:
+                continue  # a run that trains nothing shows nothing
+            if world.network.is_healed:
+                for env in ("a", "b"):
+                    store.say_done(env, epoch=epoch)
+                continue
+            env, chance = world.dice.choice(("a", "b")), world.dice.random()
+            if chance < share:
+                store.say_done(env, epoch=epoch)
+            elif chance < share + 0.6 * (1 - share):
+                store.forget_end(world.dice.choice((env, env, "c")))  # or of one that there is not
+            else:
+                store.expect([f"w{index}" for index in range(world.plan.writers)])
+        except (EpochChanged, RunGone, ServerRefused, ServerUnreachable):
             continue

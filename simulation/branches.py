@@ -86,54 +86,77 @@ def marked(text: str) -> str:
     return "".join([*out, text[at:]])
 
 
+def around(script: str, line: int) -> int | None:
+    """The mark of the innermost branch in which a line (from 1) of a shipped file begins; None: it is in none."""
+    branch = _walked(script, sources()[script])[1].get(line)
+    return None if branch is None else branches().index(branch)
+
+
 def _places(script: str, text: str) -> list[tuple[Branch, int, str]]:
     """Branches, where their marks belong, and what must stand before them."""
+    return _walked(script, text)[0]
+
+
+def _walked(script: str, text: str) -> tuple[list[tuple[Branch, int, str]], dict[int, Branch]]:
+    """The places, and the innermost branch in which each line begins."""
     lines = text.splitlines()
     made: list[tuple[Branch, int, str]] = []
+    begins: dict[int, Branch | None] = {}
     open_blocks: list[str] = []
     """What the next `end`s close: ``if`` (no `else` yet), ``else``, ``for`` (no `do` yet), ``block``."""
+    arms: list[Branch | None] = []
+    """The branch of each that was entered; None before a `then`, `do` or `)`."""
     line_of_if: list[int] = []
     parameters = False
 
-    def add(what: str, line: int, place: int, before: str = "") -> None:
+    def add(what: str, line: int, place: int, before: str = "") -> Branch:
         same = sum(branch.line == line and branch.what.partition(" #")[0] == what for branch, _, _ in made)
         name = f"{what} #{same + 1}" if same else what
         made.append((Branch(script, line, name, lines[line - 1].strip()), place, before))
+        return made[-1][0]
+
+    def begin(block: str) -> None:
+        open_blocks.append(block)
+        arms.append(None)
 
     for token in tokens(text):
         line = text.count("\n", 0, token.start) + 1
+        if token.text in ("else", "elseif") and token.kind == "name":
+            arms[-1] = None
+        begins.setdefault(line, next((arm for arm in reversed(arms) if arm is not None), None))
         if parameters and token.text == ")":
             parameters = False
-            add("function", line, token.end)
+            arms[-1] = add("function", line, token.end)
         if token.kind != "name":
             continue
         if token.text == "function":
-            open_blocks.append("block")
+            begin("block")
             parameters = True
         elif token.text == "if":
-            open_blocks.append("if")
+            begin("if")
             line_of_if.append(line)
         elif token.text == "then":
-            add("then", line, token.end)
+            arms[-1] = add("then", line, token.end)
         elif token.text == "else":
             open_blocks[-1] = "else"
-            add("else", line, token.end)
+            arms[-1] = add("else", line, token.end)
         elif token.text in ("for", "while"):
-            open_blocks.append("for")
+            begin("for")
         elif token.text == "do":
             if open_blocks and open_blocks[-1] == "for":
                 open_blocks[-1] = "block"
-                add("loop", line, token.end)
+                arms[-1] = add("loop", line, token.end)
             else:
-                open_blocks.append("block")
+                begin("block")
         elif token.text == "repeat":
-            open_blocks.append("block")
-            add("loop", line, token.end)
+            begin("block")
+            arms[-1] = add("loop", line, token.end)
         elif token.text == "until":
             open_blocks.pop()
+            arms.pop()
         elif token.text == "end":
-            block = open_blocks.pop()
+            block, _ = open_blocks.pop(), arms.pop()
             begun = line_of_if.pop() if block in ("if", "else") else 0
             if block == "if":
                 add("no else", begun, token.start, " else")
-    return made
+    return made, {line: branch for line, branch in begins.items() if branch is not None}

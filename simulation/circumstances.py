@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from rlbuffer.batcher import Batcher
 from rlbuffer.batches import Decision
-from rlbuffer.errors import BackupError, ConfigError, RunGone
+from rlbuffer.errors import BackupError, ConfigError, RunGone, WrongAnswer
 from rlbuffer.store.backup import write_backup
+from rlbuffer.store.pool import AHEAD_MS
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.restore import restore_backup
 from rlbuffer.wire import encode_push
 from simulation.actors import AWAY, Host
+from simulation.client import encoded
 from simulation.network import SimulatedConnection
 from simulation.rollouts import made_group
 from simulation.scheduler import Process
+from simulation.server import Command
+from simulation.values import LARGEST
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -29,6 +33,8 @@ LIMIT = 1_000_000_000
 """maxmemory while memory is short, in bytes."""
 SHORT = (0.6, 0.72, 0.9)
 """What is in use then, as shares of the limit: it is watched, a checkpoint is asked for, steps retire early."""
+FAR_AHEAD = 0.2
+"""Share of a stranger's entries with an id of a time that lies far ahead."""
 OWN_FAULT = "a function of the user's own failed"
 
 
@@ -113,16 +119,49 @@ def _look(world: World, copy: str) -> None:
 
 # -- strangers ---------------------------------------------------------------------------------------------------------
 def stranger(host: Host, process: Process) -> None:
-    """Writes into the pool what no client writes; a worker's rights are enough for it."""
+    """Writes into the pool, and among the tickets, what no client writes; a worker's rights are enough for it."""
     world, store = host.world, host.store(process)
     while not world.network.is_healed:
         world.scheduler.wait(world.dice.uniform(0.2, 1.0))
-        fields = world.dice.choice(_strange(world))
+        fields, entry_id = world.dice.choice(_strange(world)), "*"
+        if world.dice.random() < FAR_AHEAD:
+            entry_id = world.dice.choice((f"{world.server.now_ms() + 2 * AHEAD_MS}-0", f"{LARGEST}-{LARGEST}"))
+        ticket = {world.dice.choice(("no number", "9" * 30)): world.dice.choice((0, world.server.now_ms() + 500))}
+
+        def write(client: Any, fields: Any = fields, entry_id: str = entry_id, ticket: Any = ticket) -> None:
+            client.xadd(store.keys.pool, fields, id=entry_id)
+            client.zadd(store.keys.tickets("a"), ticket)
+
         try:
             if store.look(lambda client: client.exists(store.keys.meta)):
-                store.look(lambda client, fields=fields: client.xadd(store.keys.pool, fields))
-        except AWAY:
-            continue
+                store.look(write)
+        except (WrongAnswer, *AWAY):
+            continue  # an id like it was given already
+
+
+# -- at the wrong moment -----------------------------------------------------------------------------------------------
+def come_first(world: World, name: str, command: Command) -> None:
+    """What comes between a look and the script that goes by it: an operator drops what a recovery names; somebody
+    writes into the pool of a run that was deleted, and that is begun anew."""
+    if name == "OPEN" and world.plan.left and world.was_disturbed and not world.was_left:
+        world.was_left = True
+        world.note("somebody writes into the pool before that")
+        sender, world.network.sender = world.network.sender, "operator without the client"
+        world.server.execute([encoded(["XADD", world.invariants.keys.pool, "*", "nothing", "of this"])])
+        world.network.sender = sender
+        world.scheduler.after(0.2, world.reset)
+    args, server, keys = command[3 + int(command[2]) :], world.server, world.invariants.keys
+    entries = 11 + 2 * int(args[10]) if name == "RECOVER" else 0
+    if not entries or not int(args[entries]) or world.dice.random() < 0.5 or server.refusal:
+        return
+    sha = next((sha for sha in server.scripts if world.invariants._script([b"", sha]) == "DROP"), None)
+    pending = next((e for e in world.invariants.pool.values() if b"%d-%d" % e.entry_id == args[entries + 1]), None)
+    if sha is None or pending is None:
+        return
+    names = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
+    drop = ["", keys.payload_prefix, 100, 1, pending.group, pending.env, "void", 1, "", 1, args[entries + 1]]
+    world.note(f"an operator drops {pending.group} before that")
+    server.execute([encoded(["EVALSHA", sha, len(names), *names, *drop])])
 
 
 def _strange(world: World) -> Sequence[Mapping[str, str | bytes]]:

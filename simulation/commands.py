@@ -219,7 +219,10 @@ def xadd(server: Server, args: Args) -> Any:
         raise ResponseError("wrong number of arguments for 'xadd' command")
     last = stream.last if stream else (0, 0)
     if given == b"*":
-        entry_id = max((server.now_ms(), 0), (last[0], last[1] + 1))
+        if last == (LARGEST, LARGEST):
+            raise ResponseError("The stream has exhausted the last possible ID, unable to add more items")
+        following = (last[0], last[1] + 1) if last[1] < LARGEST else (last[0] + 1, 0)
+        entry_id = max((server.now_ms(), 0), following)
     else:
         entry_id = stream_id(given)
     if stream is None:

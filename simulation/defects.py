@@ -38,6 +38,8 @@ SHARES = {
     "ATTEMPT": 0.3,
     "ASK": 0.1,
     "COMMIT": 0.05,
+    "LEASE": 0.02,
+    "DONE": 0.3,
     "DROP": 0.03,
     "PUSH": 0.03,
     "REPORT": 0.02,
@@ -145,9 +147,24 @@ class Defects:
         if entry[1] == b"" and self._is_pending(entry[0]):
             more = b"%d" % (int(entry[2]) + 1)
             yield Wrong(b"UNEQUAL", [*args[: at + 3], more, *args[at + 4 :]])
+        groups = at + 1
+        for _ in range(int(args[at])):
+            groups += 5 + 3 * int(args[groups + 4])
+        uses = b"%d" % (int(args[groups + 3]) + 1)
+        yield Wrong(b"GONE", [*args[: groups + 3], uses, *args[groups + 4 :]])
+
+    def _done(self, args: list[bytes]) -> Iterator[Wrong]:
+        """By what was read of the run long ago."""
+        if args[0] == b"done":
+            yield Wrong(b"GONE", [args[0], b"1", args[2]])
 
     def _drop(self, args: list[bytes]) -> Iterator[Wrong]:
         yield Wrong(b"GONE", [b"", *args[1:]], ("meta",))
+
+    def _lease(self, args: list[bytes]) -> Iterator[Wrong]:
+        """The run has ended after a step that is not its last."""
+        if args[0] not in (b"acquire", b"release") and self.number(self._keys.meta, b"step"):
+            yield Wrong(b"OPEN", [b"end", args[1], b"%d" % (self.number(self._keys.meta, b"step") + 1)])
 
     def _push(self, args: list[bytes]) -> Iterator[Wrong]:
         if args[9] and self._is_pending(args[9]):
@@ -156,6 +173,7 @@ class Defects:
 
     def _recover(self, args: list[bytes]) -> Iterator[Wrong]:
         yield Wrong(b"NONE", [*args[:2], OTHER, *args[3:]])
+        yield Wrong(b"FENCED", [OTHER, *args[1:]])
         at = 11 + 2 * int(args[10])
         if int(args[at]) and self._is_pending(args[at + 1]):
             more = [*args[: at + 2], b"%d" % (int(args[at + 2]) + 1), *args[at + 3 :]]
@@ -165,15 +183,17 @@ class Defects:
         """Without --force while the trainer is at work, to a step that is not there, to one that is gone."""
         meta = self._keys.meta
         step, retired = self.number(meta, b"step"), self.number(meta, b"retired")
+        is_current = args[7] == b"%d" % self.number(meta, b"epoch")
+        if is_current and retired > 0:  # few runs are so far
+            yield Wrong(b"RETIRED", [b"%d" % (retired - 1), args[1], b"", b"0", *args[4:]])
+            return
         yield Wrong(b"GONE", args, ("meta",))
         yield Wrong(b"CHANGED", [*args[:7], b"1"])
-        if args[7] != b"%d" % self.number(meta, b"epoch"):
+        if not is_current:
             return
         if self._keys.trainer.encode() in self._server.data:
             yield Wrong(b"ALIVE", [*args[:2], b"", b"9000000000000", *args[4:]])
         yield Wrong(b"BEYOND", [b"%d" % (step + 1), args[1], b"1", *args[3:]])
-        if retired > 0:
-            yield Wrong(b"RETIRED", [b"%d" % (retired - 1), args[1], b"", b"0", *args[4:]])
 
 
 _WRONG: dict[str, Callable[[Defects, list[bytes]], Iterator[Wrong]]] = {
@@ -181,6 +201,8 @@ _WRONG: dict[str, Callable[[Defects, list[bytes]], Iterator[Wrong]]] = {
     "ATTEMPT": Defects._attempt,
     "REPORT": Defects._report,
     "COMMIT": Defects._commit,
+    "LEASE": Defects._lease,
+    "DONE": Defects._done,
     "DROP": Defects._drop,
     "PUSH": Defects._push,
     "RECOVER": Defects._recover,

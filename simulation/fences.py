@@ -66,11 +66,17 @@ class Fences(ABC):
                 self.fail("I8", f"the lease went from one to another {self._leader[1] - now} ms before it ran out")
         if name == "LEASE":
             lease = self.server.data.get(self.keys.lease.encode()) or {}
-            self._leader = lease.get(b"owner", b""), int(lease.get(b"until", 0))
+            until = int(lease.get(b"until", 0))
+            # One that would run for longer than it was given is of a clock that was set back since: it has lapsed.
+            self._leader = lease.get(b"owner", b""), until if until - now <= int(lease.get(b"ttl", 0)) else 0
         if name == "DROP" and status == b"OK":
             self._check_drop(args)
         if name == "TICKET" and args[0] == b"take":
             self._check_take(args, reply, keys, now)
+
+    def clock_set_back(self) -> None:
+        """A lease that would run for longer than it was given counts as lapsed from now on."""
+        self._leader = b"", 0
 
     def _check_drop(self, args: Sequence[bytes]) -> None:
         at, left = 4, {b"%d-%d" % entry.entry_id for entry in self._left.values()}

@@ -23,7 +23,7 @@ from simulation.fences import Fences
 from simulation.network import Network
 from simulation.rewinds import Rewinds
 from simulation.server import Command, Server
-from simulation.values import StreamId, stream_id
+from simulation.values import Stream, StreamId, stream_id
 
 UNITS = ("rollouts", "tokens")
 FATES = ("pushed", "packed", "trained", "dropped")
@@ -65,7 +65,7 @@ class Invariants(Fences, Rewinds):
         keys = self.keys
         self._handlers = {
             getattr(keys, name).encode(): getattr(self, f"_{name}_changed")
-            for name in ("pool", "steps", "ledger", "trainer", "meta", "policy", "lease", "garbage")
+            for name in ("pool", "steps", "ledger", "trainer", "meta", "policy", "lease", "garbage", "ends")
         }
         self._prefix = keys.payload_prefix.encode()
         self.on_moment: Callable[[str], None] = lambda what: None
@@ -98,6 +98,9 @@ class Invariants(Fences, Rewinds):
         """(env, fate) -> rollouts, tokens, as they should be."""
         self._highest: dict[str, int] = {}
         self._holder = self._leader = (b"", 0)
+        self._said: set[str] = set()
+        """Envs of which somebody has said that nothing more comes, not even a part; the leader may know it yet when it
+        was taken back."""
         self._normalizers: dict[str, Normalizers] = {}
         """Digest of a step -> what its losses are divided by."""
         self._continued: dict[int, int] = {}
@@ -136,6 +139,8 @@ class Invariants(Fences, Rewinds):
             self.on_moment("a recovery")
         elif name == "VOID":
             self._taken_back(first[3 + int(first[2]) :])
+        if name == "" and first[0] == b"EVALSHA" and isinstance(reply, list) and reply[:1] == [b"MOVED"]:
+            self._renumbered()
         # What leaves a stream first: what takes its place in the same script must find it gone.
         for kind, key, detail in sorted(self.server.changes, key=lambda change: change[0] != "xdel"):
             handler = self._handlers.get(key)
@@ -219,6 +224,24 @@ class Invariants(Fences, Rewinds):
                 self._move(gone.env, "pending", (-gone.amounts[0], -gone.amounts[1]))
                 self._suspects.add(gone.payload)
 
+    def _renumbered(self) -> None:
+        """RENUMBER: what was pending is, in the same order; an entry with another id came now, as far as that says."""
+        stream = self.server.data.get(self.keys.pool.encode(), Stream())
+        before = sorted([*self.pool, *self.strange])
+        if len(before) != len(stream.ids):
+            self.fail("I10", f"of {len(before)} pending entries {len(stream.ids)} stay where ids are made anew")
+            return
+        names = dict(zip(before, stream.ids, strict=True))
+        self.strange = {names[old]: fields for old, fields in self.strange.items()}
+        self.pool = {names[old]: entry for old, entry in self.pool.items()}
+        for entry_id, entry in self.pool.items():
+            raw = stream.entries[entry_id]
+            fields = dict(zip(raw[::2], raw[1::2], strict=True))
+            if (fields[b"group"].decode(), fields[b"metadata"]) != (entry.group, entry.metadata):
+                self.fail("I10", f"{entry_id} holds another push than before the ids were made anew")
+            entry.entry_id, entry.pushed_ms = entry_id, int(fields.get(b"pushed", entry_id[0]))
+        self.server.changes = [change for change in self.server.changes if change[1] != self.keys.pool.encode()]
+
     def _check_replaced(self, entry: Pending, old_id: StreamId) -> None:
         """A scored push takes the place of one that was pending until this moment, and of no other."""
         old = next((gone for gone in self._left.values() if gone.entry_id == old_id), None)
@@ -300,6 +323,10 @@ class Invariants(Fences, Rewinds):
         if owner != self._holder[0] and token <= self._holder[1]:
             self.fail("I8", f"two leaders share the token {token}")
         self._holder = owner, token
+
+    def _ends_changed(self, kind: str, env: bytes) -> None:
+        if (self.server.data.get(self.keys.ends.encode()) or {}).get(env, b"").startswith(b"="):
+            self._said.add(env.decode())
 
     def _garbage_changed(self, kind: str, member: bytes) -> None:
         if kind == "zset":
@@ -464,9 +491,8 @@ class Invariants(Fences, Rewinds):
         waited = now - min(source.pushed_ms for source in sources)
         if len({m.info.rollout_id for m in held}) != len(held) or len(held) > info.planned_size:
             self.fail("I6", f"step {step}: group {group} has {len(held)} rollouts, some twice or too many")
-        if len(held) < info.planned_size and (
-            len(held) < self.config.min_group_size or waited < 1000 * self.config.group_timeout_seconds - 1
-        ):
+        is_early = waited < 1000 * self.config.group_timeout_seconds - 1 and info.env not in self._said
+        if len(held) < info.planned_size and (len(held) < self.config.min_group_size or is_early):
             self.fail("I6", f"step {step}: group {group} has {len(held)} of {info.planned_size} after {waited} ms")
 
     def _close(self, group: str, by: str) -> None:

@@ -6,7 +6,7 @@ one         a number is one more or one less, a truth value the other one
 drop        a statement is left out: a call, an assignment to something that stays, a jump
 negate      a condition is turned round
 join        ``and`` for ``or``, and the other way; a ``not`` is left out
-swap        the first two arguments of a call change places; in Lua the last two
+swap        the first two arguments of a call change places; in Lua the last two; not of ``min`` and ``max``
 add         ``+`` for ``-`` and the other way; ``min`` for ``max``
 word        in Lua: a string is another one
 ==========  ==========================================================================================
@@ -126,7 +126,7 @@ def _swapped(line: str, words: list[tuple[int, int, Token]], opening: int) -> It
         if depth == 0:
             closing = i
             break
-    if closing is None or not commas:
+    if closing is None or not commas or words[opening - 1][2].text in ("min", "max"):
         return
     begin = words[commas[-2]][1] if len(commas) > 1 else words[opening][1]
     first, second = line[begin : words[commas[-1]][0]], line[words[commas[-1]][1] : words[closing][0]]
@@ -203,7 +203,7 @@ def _of_python(raw: list[bytes], node: ast.AST) -> Iterator[tuple[str, tuple[int
         yield _negated(raw, node.test)
     elif isinstance(node, ast.Call):
         first_two = [arg for arg in node.args[:2] if not isinstance(arg, ast.Starred)]
-        if len(first_two) == 2:
+        if len(first_two) == 2 and not (isinstance(node.func, ast.Name) and node.func.id in ("min", "max")):
             one, two = (line[arg.col_offset : _end(arg)].decode() for arg in first_two)
             between = line[_end(first_two[0]) : first_two[1].col_offset].decode()
             yield "swap", (node.lineno, first_two[0].col_offset), _end(first_two[1]), f"{two}{between}{one}"

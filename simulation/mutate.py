@@ -1,7 +1,8 @@
 """``python -m simulation.mutate``: are small defects found? Mechanical ones (:mod:`simulation.mutants`), one at a time.
 
-Each is put into a copy of the tree; there the simulation runs a few hundred seeds and ends at the first violation. What
-it lets pass goes to a named set of tests. What both let pass is listed, unless :data:`EQUIVALENT` says why it changes
+Each is put into a copy of the tree; there the simulation runs seeds that run the changed line
+(:mod:`simulation.entered`) and ends at the first violation. What it lets pass goes to a named set of tests; one that
+fails must pass on the tree as it is. What both let pass is listed, unless :data:`EQUIVALENT` says why it changes
 nothing that matters.
 
     python -m simulation.mutate --count 80 --seed 1     # drawn; half of them in Lua
@@ -19,37 +20,62 @@ import argparse
 import hashlib
 import json
 import os
-import random
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from simulation.entered import Entered, entered, replayable
 from simulation.mutants import Mutant, lua_mutants, python_mutants
 
 ROOT = Path(__file__).parents[1]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 """Mutants that nothing can find, each with the reason."""
 RESULTS = ROOT / "build" / "mutants.jsonl"
+SOUND_SEEDS = 100
+"""Seeds that must find nothing while nothing is changed."""
 CPU_SECONDS = 600
 TEST_SECONDS = 60
 FOUND = ("simulation", "tests")
 """Who may find a mutant."""
-COVERED_SEEDS = 40
-"""Seeds that say which lines of Python the simulation runs."""
 COPIED = ("rlbuffer", "simulation", "tests", "cli", "pyproject.toml")
 MUTATED = ("store", "daemon", "policy", "writer.py", "reader.py", "batcher.py", "heartbeats.py")
 """Of rlbuffer; of the Python files only the lines that the simulation runs."""
+SCRIPTS = {
+    "announce": ("control_moves", "version_lines", "store_trainer", "recovery"),
+    "ask": ("control_moves", "drain", "config_revisions"),
+    "attempt": ("version_lines", "store_trainer", "recovery"),
+    "commit": ("store_steps", "store_reuse", "store_lease"),
+    "done": ("finite_sources", "version_lines"),
+    "drop": ("operator_drop", "store_steps", "store_reuse", "hostile_writes"),
+    "keep": ("control_moves", "store_lease", "finite_sources"),
+    "lease": ("store_lease", "config_revisions", "finite_sources", "shifted_clock"),
+    "open": ("store_push", "hostile_writes"),
+    "push": ("store_push", "store_replace", "push_limits", "writer"),
+    "recover": ("control_moves", "recovery", "store_reuse"),
+    "renumber": ("hostile_writes",),
+    "report": ("store_trainer", "version_lines", "recovery"),
+    "retire": ("control_moves", "store_steps", "store_trainer", "backup"),
+    "telemetry": ("strange_values", "store_views"),
+    "ticket": ("store_lease", "ticket_order", "finite_sources"),
+    "void": ("control_moves", "version_lines", "recovery"),
+}
+"""Script -> what tests/integration holds of it, those that find most first."""
 TESTS = {
+    **{
+        f"rlbuffer/store/scripts/{script}.lua": tuple(f"tests/integration/test_{name}.py" for name in names)
+        for script, names in SCRIPTS.items()
+    },
     "rlbuffer/policy": ("tests/unit/test_[abgops]*.py", "tests/unit/test_memory_policy.py", "tests/unit/test_f*.py"),
     "rlbuffer/batcher.py": ("tests/unit/test_b*.py", "tests/unit/test_adapters.py", "tests/unit/test_pool.py"),
     "rlbuffer/daemon": (
@@ -67,66 +93,39 @@ TESTS = {
 """Path of what is changed, or how it begins -> the quick tests that are asked when the simulation has found nothing."""
 
 
-def candidates(whole: str = "") -> list[Mutant]:
-    """All mutants; with `whole`, of the files whose path ends so."""
+def files(whole: str = "") -> list[str]:
+    """Files that are changed, from the root; with `whole`, those whose path ends so."""
     folder = ROOT / "rlbuffer"
-    files = [path for name in MUTATED for path in (folder.glob(f"{name}/**/*") if "." not in name else [folder / name])]
-    files = sorted(file for file in files if str(file).endswith(whole))
+    found = [path for name in MUTATED for path in (folder.glob(f"{name}/**/*") if "." not in name else [folder / name])]
+    names = sorted(str(file.relative_to(ROOT)) for file in found if file.suffix in (".lua", ".py"))
+    return [name for name in names if name.endswith(whole)]
+
+
+def candidates(whole: str, seen: Entered) -> list[Mutant]:
+    """All mutants; with `whole`, of the files whose path ends so."""
     made = []
-    for file in files:
-        if file.suffix == ".lua":
-            made += lua_mutants(str(file.relative_to(ROOT)), file.read_text(encoding="utf-8"))
-    run = executed([file for file in files if file.suffix == ".py"])
-    for file, lines in run.items():
-        made += python_mutants(str(file.relative_to(ROOT)), file.read_text(encoding="utf-8"), lines)
+    for file in files(whole):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        made += lua_mutants(file, text) if file.endswith(".lua") else python_mutants(file, text, seen.lines(file))
     return made
 
 
-def executed(files: list[Path]) -> dict[Path, set[int]]:
-    """The lines of these files that some seeds run."""
-    if not files:
-        return {}
-    from simulation.__main__ import run_seed
-    from simulation.scheduler import Task
-
-    lines: dict[str, set[int]] = {str(file): set() for file in files}
-
-    def local(frame: Any, event: str, arg: object) -> Any:
-        if event == "line":
-            lines[frame.f_code.co_filename].add(frame.f_lineno)
-        return local
-
-    def trace(frame: Any, event: str, arg: object) -> Any:
-        return local if frame.f_code.co_filename in lines else None
-
-    begin = Task._run
-
-    def traced(task: Task) -> None:
-        sys.settrace(trace)  # a greenlet has a tracer of its own
-        begin(task)
-
-    Task._run = traced  # type: ignore[method-assign]
-    sys.settrace(trace)
-    try:
-        for seed in range(COVERED_SEEDS):
-            run_seed(seed)
-    finally:
-        sys.settrace(None)
-        Task._run = begin  # type: ignore[method-assign]
-    return {Path(name): found for name, found in lines.items()}
-
-
 def drawn(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
-    """`count` of them, half in Lua, as many of each operator as there are: numbers to change are many."""
-    dice = random.Random(f"mutants {seed}")
+    """`count` of them, half in Lua, as many of each operator as there are: numbers to change are many.
+
+    Each has a place of its own in the order of a seed, so that a changed file changes few of those that are drawn.
+    """
+
+    def place(mutant: Mutant) -> bytes:
+        text = f"{seed} {mutant.path} {mutant.old.strip()} {mutant.new.strip()}"
+        return hashlib.sha256(text.encode()).digest()
+
     halves = []
     for is_lua in (True, False):
         by_operator: dict[str, list[Mutant]] = {}
-        for mutant in mutants:
+        for mutant in sorted(mutants, key=place):
             if mutant.path.endswith(".lua") == is_lua:
                 by_operator.setdefault(mutant.operator, []).append(mutant)
-        for its in by_operator.values():
-            dice.shuffle(its)
         turns = zip_longest(*(by_operator[name] for name in sorted(by_operator)))
         halves.append([mutant for turn in turns for mutant in turn if mutant is not None])
     lua, rest = halves
@@ -137,13 +136,15 @@ def drawn(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
 def tests_of(path: str) -> list[str]:
     """The named tests for a file."""
     patterns = next(names for begin, names in TESTS.items() if path.startswith(begin))
-    return sorted({str(file.relative_to(ROOT)) for pattern in patterns for file in ROOT.glob(pattern)})
+    found = [str(file.relative_to(ROOT)) for pattern in patterns for file in sorted(ROOT.glob(pattern))]
+    return list(dict.fromkeys(found))
 
 
 class Tree:
     """A copy of what runs, with one line changed at a time."""
 
-    def __init__(self, seeds: int, *, has_tests: bool) -> None:
+    def __init__(self, seen: Entered, seeds: int, *, has_tests: bool) -> None:
+        self._seen = seen
         self._has_tests = has_tests
         self._folder = Path(tempfile.mkdtemp(prefix="mutants-"))
         self._seeds = seeds
@@ -165,9 +166,19 @@ class Tree:
         text = file.read_text(encoding="utf-8")
         self._write(file, mutant.applied(text))
         try:
-            return self.asked(mutant.path)
+            if violated := self.simulated(self._seen.seeds(mutant.path, mutant.line)[: self._seeds]):
+                return "simulation", violated
+            if not self._has_tests:
+                return "unasked", ""
+            code, found = self._tested(tests_of(mutant.path))
         finally:
             self._write(file, text)
+        if not code:
+            return "nobody", ""
+        test = re.match(r"FAILED (.+?)(?: - |$)", found)  # what it was called with may hold spaces
+        if test is not None and self._tested([test[1]])[0]:
+            raise RuntimeError(f"nothing is changed, and a test fails: {found}")
+        return "tests", found
 
     def _write(self, file: Path, text: str) -> None:
         """Compiled files are told apart by second and size alone: that of another text goes."""
@@ -175,20 +186,15 @@ class Tree:
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
             compiled.unlink()
 
-    def asked(self, path: str) -> tuple[str, str]:
-        """The same of the tree as it is; without a path no tests are asked."""
-        code, out = self._run("-m", "simulation", "--seeds", str(self._seeds), "--jobs", "1")
-        if code:
-            return "simulation", _first_line(out, code)
-        return self.tested(path) if path else ("nobody", "")
+    def simulated(self, seeds: Sequence[int]) -> str:
+        """What the first of these seeds finds that finds anything; "" for nothing."""
+        code, out = self._run("-m", "simulation", "--only", ",".join(map(str, seeds)), "--jobs", "1")
+        return _first_line(out, code) if code else ""
 
-    def tested(self, path: str) -> tuple[str, str]:
-        """The same, by the tests named for a path alone; ``unasked`` when there are to be none."""
-        if not self._has_tests:
-            return "unasked", ""
+    def _tested(self, tests: Sequence[str]) -> tuple[int, str]:
         options = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout", str(TEST_SECONDS))
-        code, out = self._run("-m", "pytest", *options, *tests_of(path))
-        return ("tests", _first_line(out, code)) if code else ("nobody", "")
+        code, out = self._run("-m", "pytest", *options, *tests)
+        return code, _first_line(out, code) if code else ""
 
     def _run(self, *command: str) -> tuple[int, str]:
         done = subprocess.run(
@@ -242,7 +248,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=80, help="how many (default 80)")
     parser.add_argument("--seed", type=int, default=1, help="which (default 1)")
     parser.add_argument("--whole", default="", metavar="END", help="all mutants of the files whose path ends so")
-    parser.add_argument("--seeds", type=int, default=300, help="seeds of the simulation for each (default 300)")
+    parser.add_argument("--seeds", type=int, default=150, help="at most so many seeds for each (default 150)")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default 1)")
     parser.add_argument(
         "--results", type=Path, default=ROOT / "build" / "mutants.jsonl", help="where verdicts are kept"
@@ -250,16 +256,19 @@ def main() -> int:
     parser.add_argument("--no-tests", action="store_true", help="only the simulation; what it lets pass is tried again")
     parser.add_argument("--list", action="store_true", help="only show them")
     args = parser.parse_args()
-    mutants = candidates(args.whole)
+    replayable()
+    kept = args.results.with_name("entered.json")
+    seen = entered(files(), ROOT, processes=args.jobs, kept=kept, digest=digest())
+    mutants = candidates(args.whole, seen)
     if not args.whole:
         mutants = drawn(mutants, args.count, args.seed)
     if args.list:
         print(*mutants, sep="\n")
         return 0
-    return _judge(mutants, args)
+    return _judge(mutants, seen, args)
 
 
-def _judge(mutants: list[Mutant], args: argparse.Namespace) -> int:
+def _judge(mutants: list[Mutant], seen: Entered, args: argparse.Namespace) -> int:
     tree_digest, known, why = digest(), _kept(args.results), equivalents()
     verdicts: dict[Mutant, tuple[str, str]] = {}
     for mutant in mutants:
@@ -272,7 +281,7 @@ def _judge(mutants: list[Mutant], args: argparse.Namespace) -> int:
     left = [mutant for mutant in mutants if mutant not in verdicts]
     print(f"{len(mutants)} mutants, {len(left)} of them to be tried", flush=True)
     trees: SimpleQueue[Tree] = SimpleQueue()
-    made = [Tree(args.seeds, has_tests=not args.no_tests) for _ in range(min(args.jobs, len(left)))]
+    made = [Tree(seen, args.seeds, has_tests=not args.no_tests) for _ in range(min(args.jobs, len(left)))]
     for tree in made:
         trees.put(tree)
     args.results.parent.mkdir(parents=True, exist_ok=True)
@@ -285,11 +294,9 @@ def _judge(mutants: list[Mutant], args: argparse.Namespace) -> int:
             trees.put(tree)
 
     try:
-        areas = sorted({_area(mutant.path) for mutant in left})
-        for by, how in (ask() for ask in [partial(made[0].asked, ""), *(partial(made[0].tested, a) for a in areas)]):
-            if by in FOUND:
-                print(f"nothing is changed, and {by} finds: {how}")
-                return 2
+        if made and (violated := made[0].simulated(range(SOUND_SEEDS))):
+            print(f"nothing is changed, and the simulation finds: {violated}")
+            return 2
         with ThreadPoolExecutor(args.jobs) as pool, args.results.open("a", encoding="utf-8") as file:
             for mutant, (by, how) in pool.map(judged, left):
                 verdicts[mutant] = by, how
@@ -307,11 +314,6 @@ def _judge(mutants: list[Mutant], args: argparse.Namespace) -> int:
     for mutant in survivors:
         print(f"survived: {mutant}")
     return 1 if survivors else 0
-
-
-def _area(path: str) -> str:
-    """What :data:`TESTS` knows the file by; a file of it, for the others."""
-    return next(begin or "rlbuffer/store" for begin in TESTS if path.startswith(begin))
 
 
 def _kept(results: Path) -> dict[tuple[str, str, str], dict[str, Any]]:

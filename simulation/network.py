@@ -95,6 +95,7 @@ class Network:
         fault = self.draw(process)
         if fault:
             self.on_fault(process, fault, commands)
+        generation = self._connected.setdefault(process, self.generation)
         slow = not self.is_healed and dice.random() < self.plan.slow
         scheduler.wait(dice.uniform(0.0002, 0.002) if not slow else dice.uniform(0.002, 0.2))
         if self.plan.planning and len(commands) > 1 and not self.is_healed and process.name.startswith("batcher"):
@@ -113,7 +114,8 @@ class Network:
             self.down_until = scheduler.now + dice.uniform(0.05, 1.0)
         if fault == "cut":
             self.cut_until[process] = scheduler.now + dice.uniform(0.2, 2.5)
-        if self._connected.setdefault(process, self.generation) != self.generation:
+        # Each thread of a process has a connection of its own: what was on its way breaks, whoever noticed it first.
+        if generation != self.generation:
             self._connected[process] = self.generation
             raise Reset("simulated: connection closed by server")
         if max(self.down_until, self.cut_until.get(process, 0.0)) > scheduler.now:
@@ -121,7 +123,7 @@ class Network:
             raise Reset("simulated: connection refused")
         if self._leads_to.setdefault(process, self.primary) != self.primary and (refused := self._demoted(commands)):
             return [error(refused)] * len(commands)
-        if self.too_large and commands[0][0] == b"HSET" and commands[0][1].rpartition(b":")[0] in self.too_large:
+        if self.too_large and any(c[0] == b"HSET" and c[1].rpartition(b":")[0] in self.too_large for c in commands):
             raise Reset("simulated: connection closed by server")
         if fault == "lost request":
             raise Reset("simulated: connection reset")

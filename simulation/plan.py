@@ -43,13 +43,23 @@ REFUSALS = (
 DEMOTED = ("READONLY", "MOVED 1234 127.0.0.1:7001", "MASTERDOWN Link with MASTER is down and no primary is known")
 """How a server that is no primary any more refuses."""
 
-ROLLBACKS = 0.1
+ROLLBACKS = 0.16
 """Share of seeds in which the server forgets what came after its last fsync."""
+
+CALMER = 0.6
+"""Share of those, and of seeds in which steps are made void or ends are said, in which less goes wrong otherwise: where
+hardly a step is trained there is little to lose, and little to end,"""
+CALMER_RATE = 0.15
+"""and how much less."""
 
 CLOCK_STEPS = 0.2
 """Share of seeds in which the server's clock is set forward,"""
 CLOCK_STEP_SECONDS = (1.0, 30.0, 3700.0, 8 * 86_400.0)
 """and by how much: longer than a lease, a tombstone of this simulation, an hour, a week."""
+CLOCK_STEPS_BACK = 0.1
+"""Share of seeds in which it is set back,"""
+CLOCK_STEP_BACK_SECONDS = (-0.2, -1.0, -4.0)
+"""and by how much: shorter and longer than a lease. What is timed waits for as long as that more."""
 
 ODD = {
     "memory": 0.1,
@@ -60,8 +70,13 @@ ODD = {
     "strangers": 0.08,
     "failover": 0.1,
     "too_large": 0.08,
+    "said": 0.12,
+    "together": 0.1,
 }
 """What is not in every seed -> its share of them."""
+
+LATER = ("said", "together")
+"""Of those, what is drawn apart, so that the other draws of a seed stay what they were."""
 
 SHOWN = (
     *("tickets", "operator", "releaser", "reset", "full", "rollback", "taken_back", "damages", "refusal"),
@@ -76,6 +91,9 @@ SHOWN = (
         "too_large",
         "clock_steps",
         "ends",
+        "said",
+        "together",
+        "left",
     ),
 )
 """What a plan says of itself when it is on."""
@@ -150,8 +168,8 @@ class Plan:
     """The error with which the server refuses writes for a while (LOADING: everything); "" for none."""
     tombstone_seconds: float
     clock_steps: tuple[tuple[float, float], ...]
-    """When the server's clock is set forward, as a share of the time of faults, and by how many seconds: nobody did
-    anything for so long, or somebody has set the clock."""
+    """When the server's clock is set, as a share of the time of faults, and by how many seconds: nobody did anything
+    for so long, or somebody has set it; below 0 it goes back."""
     ends: int
     """Tickets that each env has in all, after which the run must end; 0: there is no end."""
     scorers: int
@@ -171,7 +189,13 @@ class Plan:
     too_large: float = field(default=0.0)
     """Share of groups that are larger than the server takes."""
     strangers: bool = field(default=False)
-    """Somebody writes into the pool without the client."""
+    """Somebody writes where workers may, without the client."""
+    said: bool = field(default=False)
+    """People and producers say that envs are done, and take it back; in the end all are."""
+    together: bool = field(default=False)
+    """What ends the trainer ends the server, too: it is started again while the next one trains steps again."""
+    left: bool = field(default=False)
+    """Of the run that is deleted the meta goes first, and the rest a while later."""
     mutation: Mutation | None = field(default=None)
 
     def constants(self) -> dict[tuple[str, str], float]:
@@ -247,8 +271,12 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     clock = random.Random(f"clock {seed}")
     steps = clock.choice((1, 1, 2, 3)) if clock.random() < CLOCK_STEPS else 0
     rest["clock_steps"] = tuple((clock.uniform(0.1, 1.0), clock.choice(CLOCK_STEP_SECONDS)) for _ in range(steps))
+    back = random.Random(f"clock back {seed}")
+    if back.random() < CLOCK_STEPS_BACK:
+        rest["clock_steps"] += ((back.uniform(0.1, 1.0), back.choice(CLOCK_STEP_BACK_SECONDS)),)
     odd = random.Random(f"odd {seed}")
-    is_odd = dict(zip(ODD, (odd.random() < share for share in ODD.values()), strict=True))
+    later = random.Random(f"later {seed}")
+    is_odd = {name: (later if name in LATER else odd).random() < share for name, share in ODD.items()}
     rest |= {
         "memory": is_odd["memory"],
         "planning": odd.choice((0.3, 1.0)) if is_odd["planning"] else 0.0,
@@ -278,14 +306,21 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     # Prompts of groups that a person throws away are not given again, and who numbers groups alone has no end.
     is_spoilt = not values["tickets"] or values["reset"] or rest["taken_back"]
     values["ends"] = 0 if is_spoilt or mutation is not None else ends
+    values["said"] = is_odd["said"] and not is_spoilt and mutation is None
     # A server that has lost a reset has the old run again: a person must reset it again.
     values["reset"] = values["reset"] and not (rollback or rest["failover"])
+    values["left"] = values["reset"] and later.random() < 0.5
+    values["together"] = is_odd["together"]
     if mutation is not None:
         profile = mutation.profile or profile
+    faults = PROFILES[profile]
+    is_calmer = random.Random(f"calmer {seed}").random() < CALMER and mutation is None
+    if is_calmer and (rollback or rest["taken_back"] or values["said"]):
+        faults = {name: CALMER_RATE * chance for name, chance in faults.items()}
     plan = Plan(
         seed=seed,
         profile=profile,
-        faults=PROFILES[profile],
+        faults=faults,
         slow=dice.choice((0.0, 0.02, 0.1)),
         config=config,
         fault_seconds=dice.uniform(2.5, 5.0),

@@ -28,6 +28,7 @@ _KNOWLEDGE = (
     "_holder",
     "_leader",
     "_continued",
+    "incarnations",
 )
 
 
@@ -84,8 +85,10 @@ class Rewinds(ABC):
                 self.forgotten[rollout] = step
         for place in [place for place in self.trained_content if place[0] in lost]:
             del self.trained_content[place]
+        incarnations = self.incarnations
         for name, value in saved.items():
             setattr(self, name, deepcopy(value))
+        self.incarnations = incarnations | self.incarnations  # whoever began since then is not forgotten
 
     def restarted(self, step: int) -> None:
         """A trainer begins from a checkpoint of `step`: what was trained after it is not in its state."""

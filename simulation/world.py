@@ -16,8 +16,8 @@ from typing import Any
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.redis_store import RedisStore
 from simulation.actors import Host, Trainer, Worker, batcher
-from simulation.asking import ask
-from simulation.circumstances import OWN_FAULT, copier, fill, planner, stranger
+from simulation.asking import ask, end, push_more
+from simulation.circumstances import OWN_FAULT, come_first, copier, fill, planner, stranger
 from simulation.defects import Defects
 from simulation.invariants import Invariants
 from simulation.lua import Engine
@@ -35,6 +35,8 @@ END_SECONDS = 30.0
 """The same for the end of a run whose data ends: all that is left, step by step."""
 BUSY_CALLS = 30_000
 """Round trips of a seed above which somebody asks without ever waiting: twenty times what seeds need."""
+LOOKS = 20
+"""For a moment at which the server's loss of its newest writes costs a trained step; 50 ms apart."""
 EARLY = 0.15
 """When a run is taken back before a trainer has joined it; seconds."""
 LAST_EVENTS = 30
@@ -86,6 +88,8 @@ class World:
         self.is_over = False
         self.was_disturbed = False
         """The run was reset: processes of before may end in ways that are an error else."""
+        self.was_left = False
+        """Somebody wrote into the run before it was begun anew, so it was deleted once more."""
         self.was_taken_back = False
         """Steps were made void: who worked on them, or in the epoch of before, ends."""
         self.was_rolled_back = False
@@ -107,7 +111,9 @@ class World:
 
         def before(commands: Sequence[Command]) -> None:
             if commands[0][0] == b"EVALSHA" and commands[0][1] in self.server.scripts:
-                defects.before(self.invariants._script(commands[0]), commands[0])
+                name = self.invariants._script(commands[0])
+                come_first(self, name, commands[0])
+                defects.before(name, commands[0])
 
         self.network.before = before
         self.invariants.on_moment = self._moment
@@ -158,6 +164,8 @@ class World:
             later(1.0, partial(host.keep, "operator", partial(operator, host)))
             later(1.3, partial(host.keep, "operator who asks", partial(ask, host)))
             later(1.5, partial(host.keep, "operator who asks, too", partial(ask, host)))
+        if plan.said:
+            later(1.0, partial(host.keep, "operator who ends", partial(end, host)))
         if plan.memory:
             later(0.1, partial(fill, self))
         if plan.backups:
@@ -177,7 +185,7 @@ class World:
             later(begin, partial(self._refuse, plan.refusal))
             later(begin + self.dice.uniform(0.2, 1.5), partial(self._refuse, ""))
         if plan.reset:
-            later(plan.fault_seconds * self.dice.uniform(0.3, 0.7), self._reset)
+            later(plan.fault_seconds * self.dice.uniform(0.3, 0.7), self.reset)
         if plan.full:
             begin = plan.fault_seconds * self.dice.uniform(0.1, 0.8)
             later(begin, partial(self._set_full, True))
@@ -206,7 +214,7 @@ class World:
     def _progress(self) -> None:
         """Two more steps, each within the time allowed; what stands still meanwhile wakes up in it. Where the data ends
         the run does, too."""
-        if self.plan.ends:
+        if self.plan.ends or self.plan.said:
             self._to_the_end()
             return
         for _ in range(2):
@@ -225,17 +233,26 @@ class World:
         meta, pool = Keys(RUN).meta.encode(), Keys(RUN).pool.encode()
 
         def has_ended() -> bool:
-            pushes = self.server.data.get(pool)
-            return b"ended" in (self.server.data.get(meta) or {}) and not (pushes and pushes.entries)
+            pushes, facts = self.server.data.get(pool), self.server.data.get(meta) or {}
+            # An env that was resumed while the leader ended the run is said to be done again.
+            ends = self.server.data.get(Keys(RUN).ends.encode()) or {}
+            is_said = not self.plan.said or all(ends.get(env, b"").startswith(b"=") for env in (b"a", b"b"))
+            return is_said and facts.get(b"ended", b"") == facts.get(b"step") and not (pushes and pushes.entries)
 
-        if not self.scheduler.run(
-            lambda: bool(self.invariants.violation) or has_ended(), self.scheduler.now + END_SECONDS
-        ):
-            self.invariants.fail("I12", f"the run has not ended after {END_SECONDS:g} s: {self.sentence}")
-        elif not self.invariants.violation:
-            sources = store.sources()
-            if sources.done != {"a", "b"} or sources.open or store.trainer().trained < store.meta().step:
-                self.invariants.fail("end", f"the run has ended, and {sources} is not")
+        def wait_for_end() -> None:
+            deadline = self.scheduler.now + END_SECONDS
+            if not self.scheduler.run(lambda: bool(self.invariants.violation) or has_ended(), deadline):
+                self.invariants.fail("I12", f"the run has not ended after {END_SECONDS:g} s: {self.sentence}")
+            elif not self.invariants.violation:
+                sources = store.sources()
+                if sources.done != {"a", "b"} or sources.open or store.trainer().trained < store.meta().step:
+                    self.invariants.fail("end", f"the run has ended, and {sources} is not")
+
+        wait_for_end()
+        if self.plan.said and not self.invariants.violation:
+            late = self.host.start("operator who pushes", partial(push_more, self.host), lambda process: None)
+            self.scheduler.run(lambda: late.is_dead or bool(self.invariants.pool), self.scheduler.now + END_SECONDS)
+            wait_for_end()
 
     def _verify(self) -> None:
         if self.invariants.violation:
@@ -251,8 +268,8 @@ class World:
         for finding in store.verify().findings:
             if any(key.decode() in finding.message for key, _ in self.invariants.damaged):
                 continue  # it names what chance has changed, as it must
-            if self.plan.strangers and finding.invariant == "I10":
-                continue  # likewise: what nobody has counted as pushed,
+            if self.plan.strangers and finding.invariant in ("I10", "I13"):
+                continue  # likewise: what nobody has counted as pushed, what is no ticket,
             if any(f"pending push {ms}-{place}:" in finding.message for ms, place in self.invariants.strange):
                 continue  # and an entry that looks well, but has no payload
             self.invariants.fail(f"verify {finding.invariant}", finding.message)
@@ -275,8 +292,10 @@ class World:
         self.server.refusal = "" if self.network.is_healed else text
 
     def _set_clock(self, seconds: float) -> None:
-        self.note(f"the server's clock is set forward by {seconds:g} s")
+        self.note(f"the server's clock is set {'forward' if seconds > 0 else 'back'} by {abs(seconds):g} s")
         self.clock_ahead += seconds
+        if seconds < 0:
+            self.invariants.clock_set_back()
 
     def take_back(self, keep: int = -1) -> None:
         """To a checkpoint, or to step `keep`."""
@@ -284,9 +303,24 @@ class World:
         self.trainer.end()
         self.host.start("operator 3", partial(take_back, self.host, keep), lambda process: None)
 
-    def _reset(self) -> None:
-        self.note("the run is deleted")
+    def restart(self) -> None:
+        """The server comes back at once, without its scripts."""
+        if not self.network.is_healed:
+            self.note("the server is started again")
+            self.server.restart()
+            self.network.generation += 1
+
+    def reset(self) -> None:
+        """Somebody deletes the run."""
         self.was_disturbed = True
+        if self.plan.left and Keys(RUN).meta.encode() in self.server.data:
+            self.note("somebody deletes the run's meta")
+            self.server.delete(Keys(RUN).meta.encode())
+            self.server.changes.clear()
+            left = BEGINNING + self.plan.fault_seconds - self.scheduler.now
+            self.scheduler.after(self.dice.uniform(0.5, 0.9) * left, self.reset)
+            return
+        self.note("the run is deleted")
         self.server.data.clear()
         self.server.expiry.clear()
         self.invariants.forget()
@@ -299,7 +333,13 @@ class World:
         self._saved = self.server.snapshot(), self.invariants.snapshot()
         self.scheduler.after(1.0, self._sync)
 
-    def _roll_back(self) -> None:
+    def _roll_back(self, looks: int = LOOKS) -> None:
+        """Mostly when a step was trained that is lost by it: then there is something to recover."""
+        is_common = random.Random(f"loss {self.plan.seed}").random() < 0.3
+        saved = int(self._saved[0][0].get(Keys(RUN).meta.encode(), {}).get(b"step", 0))
+        if looks and not is_common and self.trainer.trained <= saved and not self.network.is_healed:
+            self.scheduler.after(0.05, partial(self._roll_back, looks - 1))
+            return
         self.note("the server forgets what came after its last fsync")
         self.network.generation += 1
         self._lose()

@@ -65,6 +65,18 @@ def test_attempt_on_another_server_begins_a_line(trained: Run) -> None:
     assert trained.store.attempt(uuid="third", world_size=2, resume_step=1).epoch == attempt.epoch
 
 
+def test_a_writer_that_says_done_does_not_follow_into_another_line(trained: Run) -> None:
+    writer = Writer(trained.store, "other", epoch=trained.meta.epoch)
+    restart(trained)
+    attempt = trained.store.attempt(uuid="second", world_size=2, resume_step=1)
+    with pytest.raises(EpochChanged):
+        writer.done("a")
+    with pytest.raises(EpochChanged):
+        writer.push(make_group(env="a", size=2, version=2, group_id="a.9"))
+    Writer(trained.store, "other", epoch=attempt.epoch).done("a")
+    assert trained.store.sources().said == {"a"}
+
+
 def test_attempt_that_hands_steps_back_begins_a_line_and_takes_all_versions_back(trained: Run) -> None:
     claim = Claim(step=5, epoch=trained.meta.epoch, digest="d" * 64, steps=())
     attempt = trained.store.attempt(uuid="second", world_size=2, resume_step=5, claim=claim)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
+from itertools import count, islice
 
+import pytest
+
+from simulation import __main__ as command
 from simulation import branches
 from simulation.__main__ import Tally, run_seed
 from simulation.branches import Token, sources, tokens
 from simulation.lua import Engine
+from simulation.plan import draw
 
 TEXT = """-- if then else: a comment
 local function twice(x) return 2 * x end
@@ -65,3 +71,28 @@ def test_a_seed_says_which_branches_it_entered() -> None:
     assert len(result.branches) < len(branches.branches())
     assert f"{len(result.branches)}/{len(branches.branches())} branches" in tally.branches()
     assert tally.branches().count("not entered: ") == len(branches.branches()) - len(result.branches)
+
+
+@pytest.mark.parametrize(
+    ("circumstance", "script", "seeds"), [("said", "done", 8), ("left", "open", 3), ("strangers", "renumber", 6)]
+)
+def test_what_people_and_strangers_do_enters_every_branch_of_its_script(
+    circumstance: str, script: str, seeds: int
+) -> None:
+    """All other branches are held by the exit code of four thousand seeds, which take minutes."""
+    results = [run_seed(seed) for seed in islice((s for s in count() if getattr(draw(s), circumstance)), seeds)]
+    assert [result.violation for result in results] == [""] * seeds
+    entered = frozenset().union(*(result.branches for result in results))
+    assert [str(b) for i, b in enumerate(branches.branches()) if b.script == script and i not in entered] == []
+
+
+def test_a_run_of_all_the_seeds_fails_when_a_branch_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "ENTER_ALL", 1)
+    monkeypatch.setattr(command, "_ready", lambda: None)
+    args = Namespace(first=0, seeds=1, only="", mutation="", rollback=False, jobs=1, keep_going=False)
+    assert command._many(args) == 1
+    assert "0 violations" in capsys.readouterr().out
+    args.first = 1
+    assert command._many(args) == 0, "other seeds need not enter all"

@@ -8,6 +8,7 @@ from itertools import count, islice
 import pytest
 
 from simulation.__main__ import run_seed
+from simulation.defects import SHARES
 from simulation.mutations import Mutation
 from simulation.network import SimulatedConnection
 from simulation.plan import ODD, draw
@@ -38,8 +39,9 @@ def test_a_lease_that_is_renewed_once_a_turn_is_found(monkeypatch: pytest.Monkey
     assert any("is not trained after" in result.violation for result in results)
 
 
-def test_a_script_that_takes_what_is_wrong_is_found() -> None:
+def test_a_script_that_takes_what_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHARES, "COMMIT", 1.0)
     text = "if seen[id] then return {'TWICE', id} end"
     mutation = Mutation(name="twice", script="commit", old=text, new="")
-    found = (World(draw(seed, mutation=mutation)).simulate().violation for seed in range(185, 195))
-    assert any(violation for violation in found)
+    found = (World(draw(seed, mutation=mutation)).simulate().violation for seed in range(10))
+    assert any(violation.startswith("defect: COMMIT") for violation in found)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from simulation import mutate
+from simulation.branches import branches, sources
+from simulation.entered import Entered
 from simulation.mutants import Mutant, lua_mutants, python_mutants
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +73,8 @@ def test_mutant_changes_its_line_alone_and_says_when_that_is_another() -> None:
 
 
 def test_mutants_of_the_shipped_files_change_a_line_that_is_there() -> None:
-    lua = [mutant for name in ("commit", "push", "lease") for mutant in mutate.candidates(f"/{name}.lua")]
+    nothing = Entered({}, {})
+    lua = [mutant for name in ("commit", "push", "lease") for mutant in mutate.candidates(f"/{name}.lua", nothing)]
     assert {mutant.path.rpartition("/")[2] for mutant in lua} == {"commit.lua", "push.lua", "lease.lua"}
     for mutant in lua:
         assert mutant.old != mutant.new
@@ -83,6 +86,29 @@ def test_the_same_seed_draws_the_same_half_of_them_in_lua() -> None:
     first = mutate.drawn(mutants, 20, 7)
     assert first == mutate.drawn(mutants, 20, 7) != mutate.drawn(mutants, 20, 8)
     assert sum(mutant.path.endswith(".lua") for mutant in first) == 10
+
+
+def test_a_changed_file_changes_few_of_those_that_are_drawn() -> None:
+    mutants = [Mutant(f"{kind}{i}.{kind}", 1, "one", "a", "b") for i in range(50) for kind in ("lua", "py")]
+    more = [Mutant("new.lua", line, "one", f"a{line}", "b") for line in range(10)]
+    assert len(set(mutate.drawn(mutants, 20, 7)) & set(mutate.drawn(mutants + more, 20, 7))) >= 15
+
+
+def test_seeds_that_run_a_line_of_lua_are_those_that_enter_its_branch() -> None:
+    line = next(
+        number for number, text in enumerate(sources()["push"].splitlines(), 1) if "'LATE'" in text and "return" in text
+    )
+    late = next(i for i, b in enumerate(branches()) if b.script == "push" and b.line == line - 2 and b.what == "then")
+    elsewhere = next(i for i, b in enumerate(branches()) if b.script == "void")
+    seen = Entered({5: [elsewhere], 7: [late], 9: [late + 1]}, {})
+    assert seen.seeds("rlbuffer/store/scripts/push.lua", line) == [7]
+    assert seen.seeds("rlbuffer/store/scripts/void.lua", 1) == [5], "outside of its branches: all that run the script"
+
+
+def test_seeds_that_run_a_line_of_python_come_first() -> None:
+    seen = Entered({1: [], 2: [], 3: []}, {1: {"a.py": [4]}, 2: {"a.py": [5]}})
+    assert seen.seeds("a.py", 5) == [2, 3]
+    assert seen.lines("a.py") == {4, 5}
 
 
 def test_every_path_has_quick_tests_that_are_there() -> None:

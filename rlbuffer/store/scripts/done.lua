@@ -8,15 +8,16 @@
 -- ARGV  1 action, then
 --       done    2 epoch   3 env      no number is given beyond those that were
 --               -> {'OK', tickets}  as before when it is said again
---                  {'GONE', epoch, since}  the run is in another epoch ('' when it does not exist)
+--                  {'GONE', epoch, line}  the run is in another epoch ('' when it does not exist), and its line of versions
+--                                      began in the epoch `line`
 --       resume  2 env                what was said of its end is forgotten: its workers say it anew -> {'OK'} | {'SAME'}
 --       expect  2... worker sections that are about to start, each taken out by its first TICKET: until then the run is
 --               not at its end -> {'OK'}
 -- An action that lets a run go on takes back that it has ended.
 local action = ARGV[1]
 if action == 'done' then
-  local meta = redis.call('HMGET', KEYS[3], 'epoch', 'since')
-  if meta[1] ~= ARGV[2] then return {'GONE', meta[1] or '', meta[2] or meta[1] or ''} end
+  local meta = redis.call('HMGET', KEYS[3], 'epoch', 'line', 'since')
+  if meta[1] ~= ARGV[2] then return {'GONE', meta[1] or '', meta[2] or meta[3] or meta[1] or ''} end
   local known = redis.call('HGET', KEYS[1], ARGV[3]) or ''
   if string.sub(known, 1, 1) ~= '=' then
     known = '=' .. (redis.call('HGET', KEYS[2], ARGV[3]) or '0')

@@ -1,0 +1,194 @@
+"""What the control moves write: times are the server's own, numbers go back exactly as far as they must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from store_runs import Run
+
+from rlbuffer.errors import ConfigChanged, LeaseLost
+from rlbuffer.records import PolicyVersion
+from rlbuffer.store.base import Claim
+
+pytest_plugins = ("store_fixtures",)
+
+
+@pytest.fixture
+def trained(run: Run) -> Run:
+    """Three steps, two of them trained, and a group that is pending."""
+    for i in range(3):
+        run.step(f"a.{i}")
+    run.train(2)
+    run.push("a.9", version=3)
+    return run
+
+
+def field(run: Run, key: str, name: str) -> Any:
+    value = run.client.hget(getattr(run.store.keys, key), name)
+    return None if value is None else int(value)
+
+
+def drained(run: Run) -> int:
+    return run.store.ask_drain()
+
+
+def retired_early(run: Run) -> int:
+    run.store.retire(run.token, 1, early={"percent": 90})
+    return run.store.meta().early_ms
+
+
+def void_token(run: Run) -> int:
+    run.store.void_from(3, force=True)
+    found: int = field(run, "lease", "token")
+    return found
+
+
+def void_number(run: Run) -> int:
+    run.store.void_from(3, force=True)
+    return run.store.trainer().number
+
+
+def rewound(run: Run) -> int:
+    run.store.rewind(2, force=True)
+    return int(run.client.zscore(run.store.keys.closed, "a.9"))
+
+
+def attempted(run: Run) -> int:
+    return run.store.attempt(uuid="another", world_size=2, resume_step=2).seen_ms
+
+
+def reported(run: Run) -> int:
+    run.train(2)
+    return run.store.trainer().seen_ms
+
+
+def kept(run: Run) -> int:
+    numbers = run.store.take_tickets("b", 1, ttl_seconds=1)
+    assert not numbers
+    run.client.zadd(run.store.keys.tickets("b"), {"0": 1})
+    run.store.renew_tickets("b", [0], ttl_seconds=60)
+    return int(run.client.zscore(run.store.keys.tickets("b"), "0")) - 60_000
+
+
+def led(run: Run) -> int:
+    run.store.lease("leader", ttl_seconds=60)
+    found: int = field(run, "lease", "until")
+    return found - 60_000
+
+
+def led_anew(run: Run) -> int:
+    run.store.release_lease("leader")
+    return run.store.lease("another", ttl_seconds=60).token
+
+
+def committed(run: Run) -> int:
+    run.commit()
+    header = run.store.wait_step(4, block_seconds=0)
+    assert header is not None
+    return header.committed_ms
+
+
+def closed(run: Run) -> int:
+    run.drop("stale", run.pool())
+    return int(run.client.zscore(run.store.keys.closed, "a.9"))
+
+
+def said(run: Run) -> int:
+    run.store.set_waiting("batcher", "waits")
+    return int(run.client.hget(run.store.keys.waiting, "batcher").split(b" ")[0])
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        *(drained, retired_early, void_token, void_number, rewound, attempted, reported),
+        *(kept, led, led_anew, committed, closed, said),
+    ],
+)
+def test_a_move_writes_the_servers_time(trained: Run, move: Callable[[Run], int]) -> None:
+    def clock() -> int:
+        seconds, micros = trained.client.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    before = clock()
+    written = move(trained)
+    assert before <= written <= clock()
+
+
+def test_void_takes_the_trainer_back_to_the_step_that_stays(trained: Run) -> None:
+    trained.store.void_from(2, force=True)
+    trainer, meta = trained.store.trainer(), trained.store.meta()
+    assert (trainer.trained, trainer.epoch, trainer.seen_ms, trainer.claim) == (1, meta.epoch, 0, b"")
+    assert (meta.step, meta.since, meta.epoch) == (1, meta.epoch, trained.meta.epoch + 1)
+    header = trained.store.wait_step(1, block_seconds=0)
+    assert header is not None
+    assert (meta.digest, trainer.digest) == (header.digest, header.digest)
+
+
+def test_void_leaves_a_trainer_that_is_behind_where_it_is(trained: Run) -> None:
+    before = trained.store.trainer()
+    trained.store.void_from(3, force=True)
+    after = trained.store.trainer()
+    assert (after.trained, after.digest, after.oldest_kept) == (2, before.digest, before.oldest_kept)
+    assert after.number > before.number
+
+
+def test_a_version_is_announced_once_and_a_newer_one_again(trained: Run) -> None:
+    number, announce = trained.store.trainer().number, trained.store.announce
+    assert announce(number, PolicyVersion(version=2, checksum="a"))
+    for version in (1, 2):
+        assert not announce(number, PolicyVersion(version=version, checksum="b"))
+    assert trained.store.policy().checksum == "a"
+    assert announce(number, PolicyVersion(version=3, checksum="c"))
+    trained.store.void_from(3, force=True)
+    attempt = trained.store.attempt(uuid="another", world_size=2, resume_step=2)
+    assert announce(attempt.number, PolicyVersion(version=2, checksum="d")), "it is another epoch"
+
+
+def test_a_drained_run_gives_no_tickets_from_that_moment_on(trained: Run) -> None:
+    trained.store.set_allowances(trained.token, {"a": 4})
+    assert trained.store.take_tickets("a", 1, ttl_seconds=60) == [0]
+    trained.store.ask_drain()
+    assert trained.store.take_tickets("a", 1, ttl_seconds=60) == []
+    assert trained.store.allowances() == {}
+
+
+def test_settings_are_asked_for_once_and_only_as_they_were_seen(run: Run) -> None:
+    run.lead()
+    ask, first = run.store.ask_config, run.store.meta()
+    assert ask({"a": 1}, "one", seen=first) == "asked"
+    assert ask({"a": 1}, "one", seen=first) == "asked", "it is wanted already"
+    with pytest.raises(ConfigChanged):
+        ask({"a": 2}, "two", seen=first)
+    assert ask({"a": 2}, "two", seen=run.store.meta()) == "asked"
+    run.store.set_config(run.token, {"a": 2}, "two", settles="two")
+    assert ask({"a": 2}, "two", seen=run.store.meta()) == "same"
+
+
+def test_nobody_retires_steps_with_a_token_of_before_or_a_lease_that_has_lapsed(trained: Run) -> None:
+    with pytest.raises(LeaseLost):
+        trained.store.retire(trained.token - 1, 1)
+    trained.client.hset(trained.store.keys.lease, "until", "1")
+    with pytest.raises(LeaseLost):
+        trained.store.retire(trained.token, 1)
+    assert trained.store.meta().retired == 0
+
+
+def test_a_recovery_goes_on_from_the_first_epoch_and_counts_what_was_committed_here(trained: Run) -> None:
+    claim = Claim(step=4, epoch=trained.meta.epoch, digest="d" * 64, steps=())
+    trained.store.attempt(uuid="another", world_size=2, resume_step=4, claim=claim)
+    trained.store.recover(trained.token, trained.store.trainer(), trained.pool())
+    meta = trained.store.meta()
+    assert (meta.since, meta.step, meta.retired) == (trained.meta.since, 4, 4)
+    assert field(trained, "ledger", "a:packed:rollouts") == 0
+    assert field(trained, "ledger", "a:trained:rollouts") == 6
+
+
+def test_the_digest_of_the_last_retired_step_stays(trained: Run) -> None:
+    headers = {step: trained.store.wait_step(step, block_seconds=0) for step in (1, 2)}
+    for step, header in headers.items():
+        assert header is not None
+        trained.store.retire(trained.token, step)
+        assert trained.client.hget(trained.store.keys.meta, "retired_digest") == header.digest.encode()
