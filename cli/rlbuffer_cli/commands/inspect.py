@@ -12,6 +12,7 @@ from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.client import Buffer
+    from rlbuffer.errors import RlbufferError
 
 
 @click.command("inspect")
@@ -72,19 +73,23 @@ def command(
 
 
 def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -> int:
+    from rlbuffer.views import list_groups
     from rlbuffer_cli.render import pool
 
-    if as_json and not totals:
-        for view in buffer.groups(where=where, limit=limit):
-            echo(json.dumps(pool.group_record(view)))
-        return 0
-    summary = pool.summarize(buffer)
-    if as_json:
-        for record in pool.summary_records(summary):
+    problems: list[RlbufferError] = []
+    if as_json and totals:
+        for record in pool.summary_records(pool.summarize(buffer)):
             echo(json.dumps(record))
         return 0
-    pool.show(summary, buffer.groups(where=where, limit=limit), where=where, limit=limit)
-    return 0
+    views = list_groups(buffer.store, where=where, limit=limit, problems=problems)
+    if as_json:
+        for view in views:
+            echo(json.dumps(pool.group_record(view)))
+    else:
+        pool.show(pool.summarize(buffer), views, where=where, limit=limit)
+    for problem in problems:
+        echo(f"Error: {problem}", err=True)
+    return 1 if problems else 0
 
 
 def _alive(buffer: Buffer, who: str, within: float) -> int:
