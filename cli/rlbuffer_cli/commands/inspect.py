@@ -59,6 +59,14 @@ def command(
       rlbuffer inspect vcopy.120/3 --json
       rlbuffer inspect --alive 'worker vcopy' --within 60      (exit code 1 when it was not heard)
     """
+    if alive is not None:
+        from rlbuffer_cli.alive import heard
+
+        seconds = heard(alive, run=run, redis=redis, config=config)
+        if seconds is not None and seconds <= within:
+            _tell_alive(alive, seconds, within)
+            return 0
+
     from rlbuffer.filters import parse
     from rlbuffer_cli.session import open_existing
 
@@ -94,16 +102,20 @@ def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -
 
 def _alive(buffer: Buffer, who: str, within: float) -> int:
     from rlbuffer.errors import NotFound
-    from rlbuffer.lines import duration
     from rlbuffer_cli.render.pool import last_seen
 
     seen = last_seen(buffer.store)
     if who not in seen:
         known = ", ".join(seen) or "nobody"
         raise NotFound(f"{who!r} has never been heard in run {buffer.run!r}. Heard were: {known}.")
-    is_alive = seen[who] <= within
-    echo(f"{who} was heard {duration(seen[who])} ago" + ("" if is_alive else f", more than {within:g} s"))
-    return 0 if is_alive else 1
+    _tell_alive(who, seen[who], within)
+    return 0 if seen[who] <= within else 1
+
+
+def _tell_alive(who: str, seconds: float, within: float) -> None:
+    from rlbuffer.lines import duration
+
+    echo(f"{who} was heard {duration(seconds)} ago" + ("" if seconds <= within else f", more than {within:g} s"))
 
 
 def _one(buffer: Buffer, identifier: str, bounds: tuple[int, int], as_json: bool) -> int:
