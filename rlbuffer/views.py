@@ -13,7 +13,7 @@ from typing import Any
 
 from rlbuffer import wire
 from rlbuffer.batches import version_trained
-from rlbuffer.errors import NotFound, PayloadError, StepRetired
+from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.records import RolloutInfo
 from rlbuffer.store.base import PartRollout, PoolEntry, StepHeader, Store
 
@@ -111,13 +111,18 @@ class StepView:
         return tuple(r.info.rollout_id for _, r in self.rollouts)
 
 
-def list_groups(store: Store, *, where: str = "", limit: int = 100) -> list[GroupView]:
-    """Groups that match `where`: pending ones first, then by step and time, newest first."""
+def list_groups(
+    store: Store, *, where: str = "", limit: int = 100, problems: list[RlbufferError] | None = None
+) -> list[GroupView]:
+    """Groups that match `where`: pending ones first, then by step and time, newest first.
+
+    Steps that cannot be read are left out and added to `problems`; None: PayloadError.
+    """
     from rlbuffer.filters import parse
 
     chosen = parse(where)
     out: list[GroupView] = []
-    for view in _all_groups(store, wanted=lambda state: chosen.allows("state", state)):
+    for view in _all_groups(store, wanted=lambda state: chosen.allows("state", state), problems=problems):
         if chosen.matches(view):
             out.append(view)
             if len(out) >= limit:
@@ -125,12 +130,14 @@ def list_groups(store: Store, *, where: str = "", limit: int = 100) -> list[Grou
     return out
 
 
-def _all_groups(store: Store, wanted: Callable[[str], bool] = lambda state: True) -> Iterator[GroupView]:
+def _all_groups(
+    store: Store, wanted: Callable[[str], bool] = lambda state: True, problems: list[RlbufferError] | None = None
+) -> Iterator[GroupView]:
     """Every group whose state can be `wanted`; what cannot is not read."""
     if wanted("forming") or wanted("ready"):
         yield from _pending(store)
     if wanted("packed") or wanted("trained"):
-        yield from _in_steps(store)
+        yield from _in_steps(store, problems)
     if wanted("dropped"):
         for record in store.history():
             if record.get("event") == "drop":
@@ -202,9 +209,9 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mappin
 
 
 # -- packed and trained ------------------------------------------------------------------------------------------------
-def _in_steps(store: Store) -> Iterator[GroupView]:
+def _in_steps(store: Store, problems: list[RlbufferError] | None) -> Iterator[GroupView]:
     trained = store.trainer().trained
-    for header in sorted(store.headers(), key=lambda h: -h.step):
+    for header in sorted(store.headers(problems=problems), key=lambda h: -h.step):
         groups: dict[str, list[PartRollout]] = {}
         try:
             for part in store.read_parts(header.step):
@@ -212,6 +219,11 @@ def _in_steps(store: Store) -> Iterator[GroupView]:
                     groups.setdefault(member.group_id, []).append(member)
         except StepRetired:
             continue  # the leader retired it between the two reads
+        except (PayloadError, NotFound) as error:
+            if problems is None:
+                raise
+            problems.append(error)
+            continue
         for group_id in header.group_ids:
             if group_id in groups:
                 yield _consumed_view(group_id, groups[group_id], header, trained=trained)
@@ -275,7 +287,8 @@ def find_group(store: Store, group_id: str) -> GroupDetail:
     """By the group's id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id."""
     wanted = group_id.rsplit("/", 1)[0]
     candidates: dict[str, GroupView] = {}
-    for view in _all_groups(store):
+    problems: list[RlbufferError] = []
+    for view in _all_groups(store, problems=problems):
         if view.group_id == wanted:
             return _detail(store, view)
         if view.group_id.startswith(wanted):
@@ -285,13 +298,15 @@ def find_group(store: Store, group_id: str) -> GroupDetail:
     if candidates:
         some = ", ".join(sorted(candidates)[:5])
         raise NotFound(f"{group_id!r} fits {len(candidates)} groups of run {store.run!r}: {some}. Give more of the id.")
+    if problems:
+        raise problems[0]  # it may be in there
     raise NotFound(f"run {store.run!r} has no group {group_id!r}: it was retired with its step, or never pushed.")
 
 
 def _detail(store: Store, view: GroupView) -> GroupDetail:
     places: list[tuple[PartRollout, int | None, int | None]] = []
     if view.state in ("packed", "trained"):
-        found = store.find_in_steps(view.group_id)
+        found = store.find_in_steps(view.group_id, view.step)
         places = [(member, step, rank) for step, member, rank in found if step == view.step]
     elif view.state in ("forming", "ready"):
         places = [

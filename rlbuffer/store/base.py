@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from rlbuffer.batches import Drop, RolloutRef, StepPlan
+from rlbuffer.errors import RlbufferError
 from rlbuffer.records import Group, PolicyVersion
 from rlbuffer.store.facts import (
     Attempt,
@@ -315,11 +316,13 @@ class Store(Protocol):
     def waiting(self) -> Mapping[str, str]: ...
     def ledger(self) -> Ledger: ...
     def allowances(self) -> Mapping[str, int]: ...
-    def headers(self, first: int | None = None, last: int | None = None) -> Iterator[StepHeader]: ...
+    def headers(
+        self, first: int | None = None, last: int | None = None, *, problems: list[RlbufferError] | None = None
+    ) -> Iterator[StepHeader]: ...
     def history(self, count: int = 1000) -> list[Mapping[str, Any]]:
         """Newest first: a record per dropped group (``event: drop``) and per committed step (``event: step``)."""
 
-    def find_in_steps(self, group_id: str) -> list[tuple[int, PartRollout, int]]:
+    def find_in_steps(self, group_id: str, step: int | None = None) -> list[tuple[int, PartRollout, int]]:
         """(step, rollout, planned rank) of a group's rollouts in the live steps."""
 
     def verify(self) -> Report:

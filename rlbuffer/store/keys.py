@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.infos import check_producer
 
 SCHEMA = 2
 """Layout of the keys and of what is in them; another number is refused (SchemaMismatch)."""
@@ -82,6 +81,8 @@ class Keys:
 
     def producer(self, worker: str, incarnation: str) -> str:
         """Last push sequence of one process. Raises ConfigError for names that cannot stand in a key."""
+        from rlbuffer.infos import check_producer  # loads numpy, which a health check has no use for
+
         check_producer(worker, incarnation)
         return f"{self.tag}:producer:{worker}:{incarnation}"
 

@@ -312,8 +312,13 @@ class StepMoves(Session):
         return self.look(read) if payload_keys else []
 
     # -- look ------------------------------------------------------------------------------------------------------
-    def headers(self, first: int | None = None, last: int | None = None) -> Iterator[StepHeader]:
-        """Headers of the live steps in [first, last], oldest first; what is retired meanwhile is left out."""
+    def headers(
+        self, first: int | None = None, last: int | None = None, *, problems: list[RlbufferError] | None = None
+    ) -> Iterator[StepHeader]:
+        """Headers of the live steps in [first, last], oldest first; what is retired meanwhile is left out.
+
+        One that cannot be read is added to `problems`; None: PayloadError.
+        """
         retired, newest = self._bounds()
         low, high = max(first or 1, retired + 1), newest if last is None else min(last, newest)
         for start in range(low, high + 1, PAGE):
@@ -327,14 +332,20 @@ class StepMoves(Session):
 
             for reply in self.look(read):
                 for entry_id, fields in ranged(reply):
-                    with self._reading(int(entry_id.split("-")[0])):
-                        header = header_of(fields)[0]
+                    try:
+                        with self._reading(int(entry_id.split("-")[0])):
+                            header = header_of(fields)[0]
+                    except PayloadError as error:
+                        if problems is None:
+                            raise
+                        problems.append(error)
+                        continue
                     yield header
 
-    def find_in_steps(self, group_id: str) -> list[tuple[int, PartRollout, int]]:
-        """(step, rollout, planned rank) of a group's rollouts in the live steps."""
+    def find_in_steps(self, group_id: str, step: int | None = None) -> list[tuple[int, PartRollout, int]]:
+        """(step, rollout, planned rank) of a group's rollouts in the live steps, or in `step`."""
         found = []
-        for header in self.headers():
+        for header in self.headers(step, step):
             if group_id not in header.group_ids:
                 continue
             try:

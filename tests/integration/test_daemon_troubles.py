@@ -129,8 +129,8 @@ def test_all_ranks_have_the_columns_of_the_step_though_only_one_has_rollouts_wit
         reader.close()
 
 
-def test_a_rollout_that_disagrees_with_the_trainer_s_declaration_is_masked_alike_on_replay(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+def test_a_rollout_that_disagrees_with_the_trainer_s_declaration_is_masked_alike_on_replay_and_said(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = served.run
     start_trainer(run)
@@ -143,6 +143,12 @@ def test_a_rollout_that_disagrees_with_the_trainer_s_declaration_is_masked_alike
     reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
     first, again = reader.pull(1), reader.pull(1)
     assert first.damaged == again.damaged == ("a.0/0",)
+    said = [record.getMessage() for record in caplog.records if record.name == "rlbuffer.reader"]
+    assert said == 2 * said[:1]
+    assert said[0] == (
+        "rank 0 leaves out 1 of its rollouts of step 1, whose payloads it cannot train. The first is a.0/0 of group "
+        "a.0, env a: column x is [T, 3], and [T, 2] is what its step has, or what this process has declared"
+    )
     assert digest_step(first) == digest_step(again)
     assert all(mb.columns["x"].shape[1:] == (2,) for mb in first)
     reader.close()

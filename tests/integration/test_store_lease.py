@@ -103,6 +103,24 @@ def test_old_tombstones_go_when_enough_steps_were_made_since_too(run, monkeypatc
     assert run.store.closed_groups() == ["young", "a.0", "a.1", "a.2"]
 
 
+def test_steps_that_were_taken_back_do_not_count_among_those_that_keep_a_tombstone(run, monkeypatch):
+    """As if the clock had been set forward: by their age alone all tombstones may go."""
+    monkeypatch.setattr("rlbuffer.policy.age.REMEMBERED_STEPS", 3)
+    monkeypatch.setattr("rlbuffer.store.run.tombstone_ms", lambda config: 0)
+    run.lead()
+    run.store.set_config(run.token, {"max_age": 1}, "d")
+    run.store.meta()
+    for i in range(4):
+        time.sleep(0.002)  # ids and scores are milliseconds
+        run.step(f"a.{i}")
+    assert run.store.closed_groups() == ["a.1", "a.2", "a.3"]
+    run.store.void_from(3, force=True)
+    run.meta = run.store.meta()
+    run.lead("another")
+    run.step("a.4")
+    assert {"a.1", "a.4"} <= set(run.store.closed_groups()), "steps 2 and 3 are the last ones"
+
+
 @pytest.mark.parametrize(
     ("config", "steps"),
     [({}, 64), ({"max_age": 62}, 64), ({"max_age": 63}, 65), ({"max_age": 1, "envs": {"a": {"max_age": 90}}}, 92)],

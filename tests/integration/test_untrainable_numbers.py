@@ -21,6 +21,7 @@ from rlbuffer.records import PolicyVersion
 from rlbuffer.store import steps
 from rlbuffer.testing import make_group
 from rlbuffer.wire_info import ROW
+from rlbuffer_cli.main import main
 
 pytest_plugins = ["store_fixtures"]
 
@@ -156,3 +157,32 @@ def test_a_group_whose_advantage_cannot_be_trained_is_dropped_by_the_daemon_with
     assert record["detail"].startswith("advantage max_rl is ")
     assert run.store.verify().findings == ()
     assert not served.errors
+
+
+@pytest.mark.parametrize("bad_header", [False, True], ids=["a part", "a header"])
+def test_inspect_shows_the_rest_of_a_run_with_a_step_that_cannot_be_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bad_header: bool
+) -> None:
+    run.step("a.0")
+    run.train(1)
+    run.push("a.1", version=1)
+    commit_as_before(run, monkeypatch, bad_header=bad_header)
+    run.push("b.5", version=1)
+
+    def inspect(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(["inspect", *arguments, "--redis", run.url, "--run", run.store.run])
+        return code, *capsys.readouterr()
+
+    cure = f"Error: step 2 of run {run.store.run!r} cannot be read: "
+    for arguments in ((), ("--json",)):
+        code, out, err = inspect(*arguments)
+        assert ("a.0" in out, "b.5" in out, "a.1" in out) == (True, True, False)
+        assert (code, err.startswith(cure)) == (1, True)
+        assert err.endswith("with `rlbuffer step void 2`\n")
+    assert inspect("--json", "--totals")[0] == 0
+    for known in ("a.0", "b.5"):
+        code, out, _ = inspect(known)
+        assert (code, known in out) == (0, True)
+    code, _, err = inspect("a.1")  # it may be in the step that cannot be read
+    assert (code, err.startswith(cure)) == (1, True)

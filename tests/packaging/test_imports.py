@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import socketserver
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
 LIST = "import sys; print('\\n'.join(sorted(sys.modules)))"
 
 
-def loaded_after(code: str) -> set[str]:
+def loaded_after(code: str, folder: Path | None = None) -> set[str]:
     """Top-level packages in sys.modules after `code` ran in a fresh interpreter."""
-    result = subprocess.run([sys.executable, "-c", f"{code}\n{LIST}"], capture_output=True, text=True, check=True)
+    program = [sys.executable, "-c", f"{code}\n{LIST}"]
+    result = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=True)
     return {name.split(".")[0] for name in result.stdout.splitlines()}
 
 
@@ -35,3 +39,31 @@ def test_the_library_and_its_server_side_load_neither_torch_nor_the_screen() -> 
 
 def test_the_public_package_itself_loads_nothing() -> None:
     assert loaded_after("import rlbuffer") & {"numpy", "redis", "pydantic", "torch"} == set()
+
+
+def test_a_health_check_that_finds_everything_well_loads_no_settings_and_no_numpy(tmp_path: Path) -> None:
+    """It is asked every few seconds, on every host. What answers here says what a server would."""
+    beat = b"990000 \x81\xa1a\x01"
+    replies = {b"HGET": b"$%d\r\n%s\r\n" % (len(beat), beat), b"TIME": b"*2\r\n$4\r\n1000\r\n$1\r\n0\r\n"}
+
+    class Answers(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while head := self.rfile.readline():
+                words = []
+                for _ in range(int(head[1:])):
+                    words.append(self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2])
+                self.wfile.write(replies.get(words[0].upper(), b"-ERR unknown command\r\n"))
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answers) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"redis://127.0.0.1:{server.server_address[1]}"
+        asked = ["inspect", "--redis", url, "--run", "m", "--alive", "worker vcopy", "--within", "30"]
+        try:
+            loaded = loaded_after(f"from rlbuffer_cli.main import main; assert main({asked}) == 0", tmp_path)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert "redis" in loaded
+    assert loaded & {"numpy", "pydantic", "torch", "rich"} == set()

@@ -12,6 +12,7 @@ from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.client import Buffer
+    from rlbuffer.errors import RlbufferError
 
 
 @click.command("inspect")
@@ -58,6 +59,14 @@ def command(
       rlbuffer inspect vcopy.120/3 --json
       rlbuffer inspect --alive 'worker vcopy' --within 60      (exit code 1 when it was not heard)
     """
+    if alive is not None:
+        from rlbuffer_cli.alive import heard
+
+        seconds = heard(alive, run=run, redis=redis, config=config)
+        if seconds is not None and seconds <= within:
+            _tell_alive(alive, seconds, within)
+            return 0
+
     from rlbuffer.filters import parse
     from rlbuffer_cli.session import open_existing
 
@@ -72,33 +81,41 @@ def command(
 
 
 def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -> int:
+    from rlbuffer.views import list_groups
     from rlbuffer_cli.render import pool
 
-    if as_json and not totals:
-        for view in buffer.groups(where=where, limit=limit):
-            echo(json.dumps(pool.group_record(view)))
-        return 0
-    summary = pool.summarize(buffer)
-    if as_json:
-        for record in pool.summary_records(summary):
+    problems: list[RlbufferError] = []
+    if as_json and totals:
+        for record in pool.summary_records(pool.summarize(buffer)):
             echo(json.dumps(record))
         return 0
-    pool.show(summary, buffer.groups(where=where, limit=limit), where=where, limit=limit)
-    return 0
+    views = list_groups(buffer.store, where=where, limit=limit, problems=problems)
+    if as_json:
+        for view in views:
+            echo(json.dumps(pool.group_record(view)))
+    else:
+        pool.show(pool.summarize(buffer), views, where=where, limit=limit)
+    for problem in problems:
+        echo(f"Error: {problem}", err=True)
+    return 1 if problems else 0
 
 
 def _alive(buffer: Buffer, who: str, within: float) -> int:
     from rlbuffer.errors import NotFound
-    from rlbuffer.lines import duration
     from rlbuffer_cli.render.pool import last_seen
 
     seen = last_seen(buffer.store)
     if who not in seen:
         known = ", ".join(seen) or "nobody"
         raise NotFound(f"{who!r} has never been heard in run {buffer.run!r}. Heard were: {known}.")
-    is_alive = seen[who] <= within
-    echo(f"{who} was heard {duration(seen[who])} ago" + ("" if is_alive else f", more than {within:g} s"))
-    return 0 if is_alive else 1
+    _tell_alive(who, seen[who], within)
+    return 0 if seen[who] <= within else 1
+
+
+def _tell_alive(who: str, seconds: float, within: float) -> None:
+    from rlbuffer.lines import duration
+
+    echo(f"{who} was heard {duration(seconds)} ago" + ("" if seconds <= within else f", more than {within:g} s"))
 
 
 def _one(buffer: Buffer, identifier: str, bounds: tuple[int, int], as_json: bool) -> int:

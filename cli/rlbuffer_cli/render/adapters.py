@@ -31,7 +31,7 @@ class AdapterSummary:
 
 def summarize_adapters(store: Store) -> tuple[AdapterSummary, ...]:
     """Every adapter that was trained or announced, by name; all weights are the run's own line."""
-    from rlbuffer.errors import StepRetired
+    from rlbuffer.errors import PayloadError, StepRetired
     from rlbuffer.policy.adapters import AdapterAccount, AdapterAccounts
 
     accounts = AdapterAccounts.load(store.load_state()).accounts
@@ -39,7 +39,7 @@ def summarize_adapters(store: Store) -> tuple[AdapterSummary, ...]:
     step = store.meta().step
     try:
         header = store.wait_step(step, block_seconds=0.0) if step else None
-    except StepRetired:
+    except (PayloadError, StepRetired):
         header = None
     last = {} if header is None else header.adapters
     out = []

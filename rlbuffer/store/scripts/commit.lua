@@ -163,6 +163,12 @@ if steps ~= '0' and redis.call('ZCOUNT', KEYS[6], '-inf', before) > 0 then
   local lines = redis.call('XREVRANGE', KEYS[9], '+', '-', 'COUNT', steps)
   if #lines == tonumber(steps) then
     local then_at = tonumber(string.match(lines[#lines][1], '^%d+'))
+    -- Steps that were taken back have lines, too; of one that is still here the header says when it was.
+    local first = string.format('%.0f-0', math.max(1, tonumber(ARGV[3]) - tonumber(steps) + 1))
+    local header = redis.call('XRANGE', KEYS[3], first, first)[1] or {'', {}}
+    for k = 1, #header[2], 2 do
+      if header[2][k] == 'at' then then_at = math.min(then_at, tonumber(header[2][k + 1])) end
+    end
     redis.call('ZREMRANGEBYSCORE', KEYS[6], '-inf', string.format('(%.0f', math.min(now - tonumber(age), then_at)))
   end
 end

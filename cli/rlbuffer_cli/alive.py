@@ -1,0 +1,68 @@
+"""`inspect --alive`, as health checks ask it every few seconds: without numpy, pydantic and the settings' whole schema.
+
+Only the answer yes is given here. Whatever else there is to say (nobody was heard, a server that does not answer, a
+setting that is wrong) is the other way's, which reads everything.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SCHEMES = ("redis://", "unix://")
+"""TLS has checks of its own, and the embedded server is looked for in its home: the other way knows them."""
+ANSWER_SECONDS = 5.0
+
+
+def heard(who: str, *, run: str | None, redis: str | None, config: str | None) -> float | None:
+    """Seconds since a process of the run was heard; None where the other way has to look.
+
+    Args:
+        who: ``batcher``, ``worker NAME``, ``scorer NAME``, ``rank N``.
+        run, redis, config: as the flags give them.
+    """
+    try:
+        return _heard(who, run or os.environ.get("RLBUFFER_RUN", ""), redis, config)
+    except Exception:  # the other way finds the same, and has the words for it
+        return None
+
+
+def _heard(who: str, run: str, redis: str | None, config: str | None) -> float | None:
+    from rlbuffer.store.keys import Keys
+
+    given = _file(config)
+    url = redis or os.environ.get("RLBUFFER_REDIS_URL") or given.get("redis_url") or ""
+    if not run or not url.startswith(SCHEMES):
+        return None  # the run that was opened last is found by looking at all of them
+    kind, _, name = who.partition(" ")
+    place, field = Keys(run).heartbeats(kind), name or "leader"
+    from redis import Redis
+
+    with (
+        Redis.from_url(
+            url,
+            password=_password(given) or None,
+            protocol=2,
+            socket_timeout=ANSWER_SECONDS,
+            socket_connect_timeout=ANSWER_SECONDS,
+        ) as client,
+        client.pipeline(transaction=False) as pipe,
+    ):
+        beat, (seconds, micros) = pipe.hget(place, field).time().execute()
+    return None if beat is None else max(0.0, int(seconds) + int(micros) / 1e6 - int(beat.partition(b" ")[0]) / 1000)
+
+
+def _file(config: str | None) -> Mapping[str, Any]:
+    file = Path(config or os.environ.get("RLBUFFER_CONFIG") or "rlbuffer.toml")
+    return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _password(given: Mapping[str, Any]) -> str:
+    password = os.environ.get("RLBUFFER_REDIS_PASSWORD", "")
+    file = os.environ.get("RLBUFFER_REDIS_PASSWORD_FILE") or given.get("redis_password_file")
+    if password or not file:
+        return password
+    return Path(file).expanduser().read_text(encoding="utf-8").rstrip("\r\n")
