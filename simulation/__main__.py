@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import multiprocessing
 import os
 import resource
@@ -22,7 +23,7 @@ SUMMARY_EVERY = 10_000
 """Seeds after which a long run says where it is."""
 SEEDS_PER_PROCESS = 1000
 ENTER_ALL = 4000
-"""Seeds from 0 on after which a branch of the Lua files that none has entered makes the run fail. Rare ones need many."""
+"""Seeds from 0 on after which a branch of the Lua files that none has entered is a failure: some are rare."""
 COLLECT_EVERY = 200
 """Seeds after which a process collects garbage: about 250 MB of it."""
 
@@ -78,6 +79,8 @@ def main() -> int:
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first violation")
     parser.add_argument("-v", "--verbose", action="store_true", help="with --seed: every event")
     args = parser.parse_args()
+    # What the processes of the model say in their logs stands in the events, where it is looked for.
+    logging.getLogger("rlbuffer").addHandler(logging.NullHandler())
     if os.environ.get("PYTHONHASHSEED") != "0":
         # The order of sets of strings must be the same in every replay.
         os.environ["PYTHONHASHSEED"] = "0"
