@@ -34,7 +34,6 @@ LEFT_OUT = (
     "files of the server: what is lost is a second of everything, never half of a script",
     "memory in bytes: how full the server is, and what is too large for it, is drawn",
     "a clock that goes back by more than four seconds: what is timed would wait for as long",
-    "an env that is resumed in the half second in which the leader ends the run: the run ends all the same",
     "all bytes of a payload but those that are damaged",
     "the loops of workers, trainers and scorers themselves, checkpoint files, weights, samplers and evaluation",
     "more than two ranks, three adapters and a few groups of three rollouts",

@@ -7,6 +7,7 @@ import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +121,7 @@ def _look(world: World, copy: str) -> None:
 # -- strangers ---------------------------------------------------------------------------------------------------------
 def stranger(host: Host, process: Process) -> None:
     """Writes into the pool, and among the tickets, what no client writes; a worker's rights are enough for it."""
-    world, store = host.world, host.store(process)
+    world, store, pushes = host.world, host.store(process), count()
     while not world.network.is_healed:
         world.scheduler.wait(world.dice.uniform(0.2, 1.0))
         fields, entry_id = world.dice.choice(_strange(world)), "*"
@@ -129,7 +130,10 @@ def stranger(host: Host, process: Process) -> None:
         ticket = {world.dice.choice(("no number", "9" * 30)): world.dice.choice((0, world.server.now_ms() + 500))}
 
         def write(client: Any, fields: Any = fields, entry_id: str = entry_id, ticket: Any = ticket) -> None:
-            client.xadd(store.keys.pool, fields, id=entry_id)
+            # A try whose answer was lost is another push: two of one payload would be what `verify` reports.
+            client.xadd(
+                store.keys.pool, {**fields, "key": f"z.{next(pushes)}"} if "key" in fields else fields, entry_id
+            )
             client.zadd(store.keys.tickets("a"), ticket)
 
         try:

@@ -112,6 +112,8 @@ class Defects:
         meta = self._keys.meta
         step, retired = self.number(meta, b"step"), self.number(meta, b"retired")
         yield Wrong(b"GONE", [OTHER, *args[1:]], ("meta",))
+        if meta.encode() not in self._server.data:
+            return
         yield Wrong(b"AHEAD", [OTHER, args[1], b"%d" % (step + 3), b"", OTHER, b""])
         if step > 0:
             yield Wrong(b"DIGEST", [OTHER, args[1], b"%d" % step, b"", OTHER, b""])

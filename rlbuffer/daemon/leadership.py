@@ -196,7 +196,7 @@ class Leadership:
                 self._store.set_ended(self._token, None)
                 self._meta = self._store.meta()
             return False
-        if known != step and not self._store.set_ended(self._token, step):
+        if known != step and not self._store.set_ended(self._token, step, self._sources.obeyed.written):
             return False
         self.ended = step
         self._teller.emit({"event": "ended", "step": step, "sentence": waiting.at_end(step)})

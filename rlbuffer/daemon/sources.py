@@ -22,6 +22,8 @@ class SourceWatch:
         self._store = store
         self._batcher = batcher
         self._seen: Sources | None = None
+        self.obeyed = Sources()
+        """What the batcher knows."""
         self._looked = float("-inf")
 
     def look(self) -> None:
@@ -34,5 +36,6 @@ class SourceWatch:
         """The pool was read to its end since the last look."""
         seen, self._seen = self._seen, None
         if seen is not None:
+            self.obeyed = seen
             expected = {f"[worker.{section}]" for section in seen.expected}
             self._batcher.set_sources(done=seen.done, said=seen.said, others=seen.open | expected)

@@ -146,8 +146,9 @@ class Store(Protocol):
     def sources(self) -> Sources:
         """Who may still send something."""
 
-    def set_ended(self, token: int, step: int | None) -> bool:
-        """The run has ended after `step`; None takes that back. -> False: it has more to do. Raises LeaseLost."""
+    def set_ended(self, token: int, step: int | None, written: Mapping[bytes, bytes] = ...) -> bool:
+        """The run has ended after `step`; None takes that back. `written`: what was seen of the ends (`Sources`).
+        -> False: it has more to do. Raises LeaseLost."""
 
     def set_error(self, token: int, message: str) -> None:
         """The batcher's fatal error, shown to every waiting rank; "" clears it."""

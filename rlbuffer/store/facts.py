@@ -119,6 +119,8 @@ class Sources:
     """Worker sections whose workers have not come yet, and so which envs they sample is not known."""
     ends: Mapping[str, int] = field(default_factory=dict)
     """env -> how many tickets it has; only envs with an end."""
+    written: Mapping[bytes, bytes] = field(default_factory=dict)
+    """The hash of ends as it stood on the server: the run ends only while it still stands so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

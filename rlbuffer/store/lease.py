@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from rlbuffer import wire
@@ -70,10 +71,11 @@ class LeaseMoves(Session):
         """How many tickets of each env may be out; an env that is not named has none. Raises LeaseLost."""
         self._as_leader("allow", token, *(x for env, n in allowances.items() for x in (env, max(0, int(n)))))
 
-    def set_ended(self, token: int, step: int | None) -> bool:
-        """The run has ended after `step`; None takes that back. -> False: it has more to do after all. Raises
-        LeaseLost."""
-        return text(self._as_leader("end", token, "" if step is None else step)[0]) == "OK"
+    def set_ended(self, token: int, step: int | None, written: Mapping[bytes, bytes] = MappingProxyType({})) -> bool:
+        """The run has ended after `step`; None takes that back. `written` is what the leader has seen of the ends.
+        -> False: it has more to do after all. Raises LeaseLost."""
+        seen = (word for pair in written.items() for word in pair)
+        return text(self._as_leader("end", token, "" if step is None else step, *seen)[0]) == "OK"
 
     def _as_leader(self, action: str, token: int, *args: Any) -> list[Any]:
         reply = self._say(action, token, *args)
@@ -83,7 +85,7 @@ class LeaseMoves(Session):
 
     def _say(self, action: str, *args: Any) -> list[Any]:
         keys = self.keys
-        reply = self.move("lease", (keys.lease, keys.meta, keys.allowance, keys.pool), (action, *args))
+        reply = self.move("lease", (keys.lease, keys.meta, keys.allowance, keys.pool, keys.ends), (action, *args))
         if text(reply[0]) == "GONE":
             raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
         return reply

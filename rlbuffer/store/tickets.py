@@ -64,7 +64,8 @@ class TicketMoves(Session):
                 pipe.hgetall(self.keys.numbers)
                 return list(pipe.execute())
 
-        given, numbers = ({text(k): text(v) for k, v in found.items()} for found in self.look(look))
+        written, taken = self.look(look)
+        given, numbers = ({text(k): text(v) for k, v in found.items()} for found in (written, taken))
         ends = {env: int(found[1]) for env, end in given.items() if (found := _END.match(end))}
         over = [env for env, end in ends.items() if _number(numbers.get(env, "0")) >= end]
 
@@ -79,7 +80,8 @@ class TicketMoves(Session):
         expected = frozenset(name[8:-1] for name in given if name.startswith("[worker."))
         known = {env for env in (*given, *numbers) if not env.startswith("[")}
         said = frozenset(env for env in done if given[env].startswith("="))
-        return Sources(done=done, said=said, open=frozenset(known - done), expected=expected, ends=ends)
+        others = frozenset(known - done)
+        return Sources(done=done, said=said, open=others, expected=expected, ends=ends, written=written)
 
     def renew_tickets(self, env: str, numbers: Sequence[int], *, ttl_seconds: float) -> None:
         """Keeps tickets out; one that was closed meanwhile stays closed."""

@@ -131,7 +131,7 @@ def _tickets(run: Run) -> None:
 def _ended(run: Run) -> None:
     run.lead()
     run.store.say_done("a", epoch=run.meta.epoch)
-    assert run.store.set_ended(run.token, 0)
+    assert run.store.set_ended(run.token, 0, run.store.sources().written)
 
 
 def _claims(run: Run) -> list[str]:

@@ -139,6 +139,25 @@ def test_a_worker_that_is_to_come_is_waited_for_until_it_has_asked_for_tickets(r
     assert (sources.expected, sources.done, sources.open) == (frozenset(), {"b"}, {"a"})
 
 
+@pytest.mark.parametrize(
+    "lets_it_go_on",
+    [
+        lambda store: store.forget_end("a"),
+        lambda store: store.expect(["x"]),
+        lambda store: store.take_tickets("b", 1, ttl_seconds=60, size=9),
+    ],
+    ids=["resume", "expect", "another env"],
+)
+def test_a_run_does_not_end_by_a_look_at_its_sources_that_is_too_old(run: Run, lets_it_go_on) -> None:
+    opened(run)
+    run.store.say_done("a", epoch=run.meta.epoch)
+    seen = run.store.sources().written
+    lets_it_go_on(run.store)
+    assert run.store.set_ended(run.token, 0, seen) is False
+    assert run.store.meta().ended is None
+    assert run.store.set_ended(run.token, 0, run.store.sources().written) is True
+
+
 def test_what_stands_where_ends_and_numbers_should_is_an_env_without_an_end(run: Run) -> None:
     run.client.hset(run.store.keys.ends, mapping={"a": "=x", "b": "-1", "c": "9" * 99, "d": "2"})
     run.client.hset(run.store.keys.numbers, "d", "many")

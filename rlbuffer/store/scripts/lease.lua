@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- LEASE: one leader per run, by the server's clock alone; and what only the leader may say about the run.
 --
--- KEYS  1 lease   2 meta   3 allowance   4 pool
+-- KEYS  1 lease   2 meta   3 allowance   4 pool   5 ends
 -- ARGV  1 action, then
 --       acquire  2 owner (unique per process start)   3 time to live, ms
 --                -> {'ACQUIRED' | 'RENEWED' | 'HELD', token, owner, remaining ms}
@@ -12,7 +12,9 @@
 --       refuse   2 token  3 digest of the wanted config  4 why -> {'OK'} | {'FENCED', owner}
 --       error    2 token  3 message          -> {'OK'} | {'FENCED', owner}
 --       end      2 token  3 last step, as the leader knows it; '' takes back that the run has ended
---                -> {'OK'} | {'OPEN'} something is pending, or the run is at another step | {'FENCED', owner}
+--                4... field, value of `ends` as the leader knows them
+--                -> {'OK'} | {'OPEN'} something is pending, or the run is at another step, or somebody has let an env go
+--                on or expects a worker since the leader looked | {'FENCED', owner}
 --       allow    2 token  3... env, tickets that may be out; replaces what was there, with nothing while the run
 --                drains -> {'OK'} | {'FENCED', owner}
 --       every action but release -> {'GONE'} when the run does not exist: nothing may be left under its name
@@ -67,9 +69,11 @@ elseif action == 'refuse' then
 elseif action == 'error' then
   redis.call('HSET', KEYS[2], 'error', ARGV[3])
 elseif action == 'end' then
+  local differs = redis.call('HLEN', KEYS[5]) ~= (#ARGV - 3) / 2
+  for i = 4, #ARGV, 2 do differs = differs or redis.call('HGET', KEYS[5], ARGV[i]) ~= ARGV[i + 1] end
   if ARGV[3] == '' then
     redis.call('HDEL', KEYS[2], 'ended')
-  elseif redis.call('XLEN', KEYS[4]) > 0 or redis.call('HGET', KEYS[2], 'step') ~= ARGV[3] then
+  elseif differs or redis.call('XLEN', KEYS[4]) > 0 or redis.call('HGET', KEYS[2], 'step') ~= ARGV[3] then
     return {'OPEN'}
   else
     redis.call('HSET', KEYS[2], 'ended', ARGV[3])
