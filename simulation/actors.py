@@ -171,7 +171,8 @@ class Worker:
                 writer.renew(tickets)
             for name in names:
                 group = made_group(dice, name, env, version, adapter)
-                world.invariants.sampled[writer.incarnation, name] = version, policy.checksum
+                if not adapter:
+                    world.invariants.sampled[writer.incarnation, name] = version, policy.checksum
                 if plan.scorers and dice.random() < NEEDY:
                     group = replace(group, needs=(NEED,))
                 self._push(writer, group, process)
@@ -307,8 +308,12 @@ class Trainer:
         job = self.job = Job(self, world_size, state)
         self._started.append(job)
         world.invariants.restarted(job.at)
-        if world.plan.together and job.at < max(world.invariants.digests, default=0) and not world.network.is_healed:
+        is_behind = job.at < max(world.invariants.digests, default=0) and not world.network.is_healed
+        if is_behind and world.plan.together:
             world.scheduler.after(world.dice.uniform(0.1, 0.8), world.restart)
+        if is_behind and world.loses_again:
+            world.loses_again = False
+            world.scheduler.after(world.dice.uniform(0.1, 0.8), world.forget)
         if world.was_rolled_back or world.was_taken_back:
             self.trained = job.at
         for rank in range(world_size):

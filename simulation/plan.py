@@ -291,6 +291,10 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     rest["failover"] = odd.choice(DEMOTED) if is_odd["failover"] and quiet else ""
     if rest["taken_back"] and odd.random() < 0.15:
         rest |= {"taken_back": 0.01, "late": odd.uniform(0.0, 0.5)}
+    lost = random.Random(f"lost {seed}")
+    if rollback and mutation is None and lost.random() < 0.6:
+        # What a trainer has published and the server has forgotten differs by adapter.
+        rest["adapters"] = lost.choice((("", "a1"), ("a1", "a2"), ("", "a1", "a2")))
     if rest["adapters"]:
         config = replace(config, adapter_batch_size=odd.choice((2, 5)))
     rest["scorers"] = scoring.choice((1, 2, 2)) if scoring.random() < 0.2 else 0

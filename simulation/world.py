@@ -91,6 +91,8 @@ class World:
         self.was_left = False
         """Somebody wrote into the run before it was begun anew, so it was deleted once more."""
         self.was_taken_back = False
+        self.loses_again = False
+        """The server loses its newest writes once the next trainer trains steps again."""
         """Steps were made void: who worked on them, or in the epoch of before, ends."""
         self.was_rolled_back = False
         """Acknowledged pushes may be lost."""
@@ -343,6 +345,15 @@ class World:
         if looks and not is_common and self.trainer.trained <= saved and not self.network.is_healed:
             self.scheduler.after(0.05, partial(self._roll_back, looks - 1))
             return
+        job = self.trainer.job
+        if random.Random(f"again {self.plan.seed}").random() < 0.5 and job is not None and not self.network.is_healed:
+            self.loses_again = True
+            self.trainer.die(job)
+        else:
+            self.forget()
+
+    def forget(self) -> None:
+        """The server loses its newest writes."""
         self.note("the server forgets what came after its last fsync")
         self.network.generation += 1
         self._lose()
