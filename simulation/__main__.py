@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import multiprocessing
 import os
 import resource
@@ -79,8 +78,6 @@ def main() -> int:
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first violation")
     parser.add_argument("-v", "--verbose", action="store_true", help="with --seed: every event")
     args = parser.parse_args()
-    # What the processes of the model say in their logs stands in the events, where it is looked for.
-    logging.getLogger("rlbuffer").addHandler(logging.NullHandler())
     if os.environ.get("PYTHONHASHSEED") != "0":
         # The order of sets of strings must be the same in every replay.
         os.environ["PYTHONHASHSEED"] = "0"

@@ -6,6 +6,7 @@ At the end the real `verify` looks at what is left.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -28,6 +29,9 @@ from simulation.scheduler import BEGINNING, Process, Scheduler
 from simulation.scorers import scorer
 from simulation.server import Command, Server
 from simulation.stand_ins import installed
+
+# What processes of the model log stands in the events, where it is looked for.
+logging.getLogger("rlbuffer").addHandler(logging.NullHandler())
 
 PROGRESS_SECONDS = 10.0
 """I12: the next step comes within this after the last fault has healed."""
