@@ -31,6 +31,7 @@ def tensors(output: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_never_stopped(home: Home) -> None:
+    """Takes minutes: three jobs of two ranks and one of three, one after the other."""
     config = home.config(steps=LAST, world_size=2, checkpoint_every=HALF, keep_checkpoints=50)
     start_sources(home, config)
     straight = home.start("train", "--config", config, "--world-size", "2", log="train")

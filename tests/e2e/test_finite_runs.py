@@ -65,6 +65,7 @@ def fates(store: Store) -> dict[str, int]:
 
 
 def test_a_run_over_data_sets_that_end_trains_the_rest_and_ends_though_it_was_killed_on_its_way(home: Home) -> None:
+    """Takes a minute: a whole run starts twice and samples its data to the end."""
     write_config(home)
     first = home.start("run", "tiny.toml", "--display", "plain", log="first")
     home.wait_until(lambda: len(home.metrics()) >= 2, seconds=200, why="two trained steps")

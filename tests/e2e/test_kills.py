@@ -14,6 +14,7 @@ def last_step(home: Home) -> int:
 
 
 def test_a_run_survives_kill_9_of_each_process(home: Home) -> None:
+    """Takes a minute: sixty steps, and every kill is waited out."""
     config = home.config(steps=60, checkpoint_every=10, keep_checkpoints=50)
     supervisor = home.start("run", config, "--display", "plain", log="run")
     home.wait_until(lambda: last_step(home) >= 3, seconds=120, why="the third step")

@@ -11,6 +11,7 @@ from homes import Home
 
 
 def test_a_run_at_work_is_operated_and_its_account_holds(home: Home) -> None:
+    """Takes a minute: a dozen commands, each of which waits until the run has obeyed."""
     config = home.config(world_size=1, steps=100_000, checkpoint_every=5)
     home.start("run", config, "--display", "plain", log="run")
     with home.connect() as buffer:

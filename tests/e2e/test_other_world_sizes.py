@@ -19,6 +19,7 @@ CHECKPOINT, KILLED_AT, LAST = 3, 6, 8
 
 
 def test_after_a_kill_any_world_size_trains_the_same_rollouts(home: Home) -> None:
+    """Takes minutes on two cores: four jobs, of eight, eight, four and three ranks, train one after the other."""
     config = home.config(steps=LAST, world_size=8, checkpoint_every=CHECKPOINT, keep_checkpoints=50)
     start_sources(home, config)
     trainer = home.start("train", "--config", config, log="train-8")

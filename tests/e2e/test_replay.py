@@ -16,6 +16,7 @@ def start_sources(home: Home, config: object) -> None:
 
 
 def test_a_killed_trainer_reads_the_same_micro_batches_again(home: Home) -> None:
+    """Takes a minute: twenty steps of two ranks, a kill, and ten of them again."""
     config = home.config(steps=20, checkpoint_every=10, keep_checkpoints=50, world_size=2)
     start_sources(home, config)
     trainer = home.start("train", "--config", config, log="train")

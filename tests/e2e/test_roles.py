@@ -21,6 +21,7 @@ device = "cpu"
 
 @pytest.mark.parametrize("program", ["embedded", "redis-server"])
 def test_a_run_whose_processes_have_only_the_rights_of_their_roles(home: Home, program: str) -> None:
+    """Takes a minute: all roles of a run, each a process of its own, until the run has trained its steps."""
     found = find_binary().path if program == "embedded" else shutil.which(program)
     if found is None:
         pytest.skip(f"needs {program} on PATH")

@@ -38,6 +38,7 @@ def published(output: Path, version: int) -> dict[str, torch.Tensor]:
 
 
 def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(parent: Parent, tmp_path: Path) -> None:
+    """Takes a minute or two: jobs of two ranks for every way of sharding, and again from their checkpoints."""
     ways: dict[str, dict[str, Any]] = {
         "ddp": {},
         "fsdp": {"parallel": "fsdp"},

@@ -88,6 +88,7 @@ def trained_steps(home: Home) -> int:
 
 @pytest.mark.timeout(1800)
 def test_shares_hold_and_an_env_whose_worker_was_killed_is_named_by_everyone(home: Home) -> None:
+    """Takes a minute or two: shares hold over many steps only, and an env is dead after a time."""
     config = write_config(home)
     workers = start_all(home, config)
     train = home.start("train", "--config", config, "--display", "plain", log="train")

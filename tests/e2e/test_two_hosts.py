@@ -64,6 +64,7 @@ def hosts(home: Home) -> Iterator[Hosts]:
 
 
 def test_the_loop_trains_over_two_hosts_with_weights_over_http_and_a_relay(hosts: Hosts) -> None:
+    """Takes a minute: nine processes on two hosts, none of them forked from one that has torch already."""
     trainer, sampler = hosts.trainer, hosts.sampler
     settings = f"""
 redis_url = "redis://{FIRST}:6379/0"

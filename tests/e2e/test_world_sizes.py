@@ -11,6 +11,7 @@ STEPS = 5
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-3)])
 def test_eight_ranks_train_what_one_rank_trains(home: Home, dtype: str, tolerance: float) -> None:
+    """Takes a minute or two on two cores: eight ranks exchange gradients five times, then one trains alone."""
     import torch
 
     from rlbuffer.trainer.checkpoint import load_parameters
