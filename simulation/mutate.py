@@ -65,7 +65,7 @@ SCRIPTS = {
     "recover": ("control_moves", "recovery", "store_reuse"),
     "renumber": ("hostile_writes",),
     "report": ("store_trainer", "version_lines", "recovery"),
-    "retire": ("control_moves", "store_steps", "store_trainer", "backup"),
+    "retire": ("control_moves", "store_lease", "store_steps", "store_trainer", "backup"),
     "telemetry": ("strange_values", "store_views"),
     "ticket": ("store_lease", "ticket_order", "finite_sources"),
     "void": ("control_moves", "version_lines", "recovery"),

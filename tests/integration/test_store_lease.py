@@ -7,7 +7,7 @@ import time
 import pytest
 from store_runs import Run
 
-from rlbuffer.batches import AdapterProgress
+from rlbuffer.batches import AdapterProgress, Drop
 from rlbuffer.errors import LeaseLost
 
 pytest_plugins = ("store_fixtures",)
@@ -246,3 +246,27 @@ def test_none_of_two_hundred_commits_with_an_outdated_token_is_accepted(run):
     assert (accepted, run.store.meta().step) == (10, 10)
     run.token = new
     assert run.store.verify().findings == ()
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda run: run.commit(),
+        lambda run: run.store.retire(run.token, 0),
+        lambda run: run.store.renumber(run.token),
+        lambda run: run.store.set_allowances(run.token, {"a": 1}),
+        lambda run: run.store.drop(
+            run.token, [(Drop(group_id="a.0", env="a", reason="stale", rollouts=1, tokens=1), run.pool())]
+        ),
+    ],
+    ids=["commit", "retire", "renumber", "allow", "drop"],
+)
+def test_who_does_not_lead_any_more_hears_who_does(run, move):
+    run.push("a.0")
+    run.lead("old", ttl_seconds=0.001)
+    time.sleep(0.01)
+    old = run.token
+    run.lead("new")
+    run.token = old
+    with pytest.raises(LeaseLost, match="new holds it"):
+        move(run)
