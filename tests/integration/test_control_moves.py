@@ -192,3 +192,17 @@ def test_the_digest_of_the_last_retired_step_stays(trained: Run) -> None:
         assert header is not None
         trained.store.retire(trained.token, step)
         assert trained.client.hget(trained.store.keys.meta, "retired_digest") == header.digest.encode()
+
+
+def test_what_was_handed_back_is_forgotten_once_the_trainer_is_at_the_retired_step(trained: Run) -> None:
+    trained.store.retire(trained.token, 2)
+    trained.client.hset(trained.store.keys.trainer, "claim", b"of before")
+    trained.train(2)
+    assert trained.store.trainer().claim == b""
+
+
+def test_steps_that_are_taken_back_stand_in_the_history(trained: Run) -> None:
+    before = len(trained.store.history())
+    trained.store.void_from(3, force=True)
+    assert len(trained.store.history()) == before + 1
+    assert trained.store.history(count=1)[0]["event"] == "void"
