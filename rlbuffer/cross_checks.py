@@ -24,6 +24,7 @@ def check_together(settings: RunSettings, places: Places) -> tuple[str, ...]:
         ConfigError: names both settings, their values and both places.
     """
     _gpus(settings, places)
+    _nucleus(settings, places)
     _publishing(settings, places)
     _group_sizes(settings, places)
     _rows(settings, places)
@@ -33,6 +34,19 @@ def check_together(settings: RunSettings, places: Places) -> tuple[str, ...]:
 
 def _refuse(setting: str, text: str, where: str) -> None:
     raise ConfigError(f"these settings can never make a batch: {text} ({where}).", setting=setting)
+
+
+def _nucleus(settings: RunSettings, places: Places) -> None:
+    """vLLM gives logprobs over the whole vocabulary with the temperature, or under a nucleus, and not both."""
+    for name, options in settings.worker.items():
+        if options.sampler != "transformers" and options.top_p < 1 and options.temperature != 1:
+            where = places(f"worker.{name}.top_p", f"worker.{name}.temperature")
+            raise ConfigError(
+                f"worker.{name}.top_p = {options.top_p:g} needs temperature = 1 with sampler {options.sampler}, not "
+                f"{options.temperature:g}: vLLM would give logprobs of what the nucleus leaves, and every ratio would "
+                f"be wrong by its mass ({where}).",
+                setting=f"worker.{name}.top_p",
+            )
 
 
 def _publishing(settings: RunSettings, places: Places) -> None:

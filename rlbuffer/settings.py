@@ -240,7 +240,7 @@ class WorkerSettings(_Section):
     group_size: int = Field(16, ge=1, description="Rollouts per group.")
     groups_per_batch: int = Field(4, ge=1, description="Groups in flight at once; one batch of a batch sampler.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus: logprobs are those of what it leaves.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; logprobs are of the whole vocabulary all the same.")
     rollout_timeout_seconds: float = Field(
         600.0, gt=0, description="Longest that one rollout may take, sampling and scoring together."
     )

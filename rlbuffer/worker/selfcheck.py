@@ -22,7 +22,7 @@ from rlbuffer.weights.adapters import model_directory, state_of
 from rlbuffer.weights.files import open_weights, read_config
 from rlbuffer.weights.layout import base_of, is_adapter
 from rlbuffer.weights.model import load_into, model_from_config
-from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
+from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling, logprobs_mode
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Largest difference of one logprob, by the sampler's dtype. Measured with vLLM on the CPU: 5e-6 in float32, 0.1 in
@@ -38,9 +38,9 @@ def logprobs_of(
 ) -> NDArray[np.float32]:
     """Logprobs [C] of `tokens` after `prompt` by one forward pass of a published version, on the CPU in float32.
 
-    In the distribution that `sampling` draws from. Shapes: prompt [P], tokens [C].
+    Over the whole vocabulary at the temperature of `sampling`. Shapes: prompt [P], tokens [C].
     """
-    from rlbuffer.worker.samplers.transformers import drawn_from
+    from rlbuffer.worker.samplers.transformers import distribution_of
 
     with torch.random.fork_rng(devices=[]):
         model = model_from_config(read_config(model_directory(directory)))
@@ -49,7 +49,7 @@ def logprobs_of(
     ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
     with torch.inference_mode():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    told = drawn_from(logits, sampling).gather(1, ids[0, len(prompt) :, None])[:, 0]
+    told = distribution_of(logits, sampling.temperature).gather(1, ids[0, len(prompt) :, None])[:, 0]
     out: NDArray[np.float32] = told.numpy()
     return out
 
@@ -100,7 +100,8 @@ def check(
             f"the sampler's logprobs are not those of the published weights: token {at} of a completion has "
             f"{completion.logprobs[at]:.4f}, a forward pass gives {expected[at]:.4f} "
             f"(tolerance {limit:g} for {dtype}). "
-            "Is the server started with --logprobs-mode processed_logprobs, and does it serve this model? "
+            f"Is the server started with --logprobs-mode {logprobs_mode(sampling.top_p)}, and does it serve this "
+            "model? "
             '(worker.*.self_check = "never" leaves this check out)'
         )
     return worst

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from samplers_conformance import CHECKS, Check, Stage, check_name, policies
+from samplers_conformance import CHECKS, PLAIN, Check, Stage, check_name, policies
 
 from rlbuffer.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
@@ -30,7 +31,8 @@ def test_the_transformers_sampler(check: Check, tmp_path: Path) -> None:
         sampler = make_sampler(WorkerSettings(env="vcopy"))
         try:
             await sampler.load(published[0])
-            await check(Stage(sampler, models, published, tmp_path))
+            samplings = [replace(PLAIN, temperature=t, top_p=p) for t in (1.0, 0.7) for p in (1.0, 0.9)]
+            await check(Stage(sampler, models, published, tmp_path, tuple(samplings)))
         finally:
             await sampler.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ from worker_run import VERSIONS, WorkerRun, versions_change_under_running_rollou
 from rlbuffer.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
 from rlbuffer.worker.samplers.openai import OpenAISampler
+
+OF_THE_MODEL = {"temperature": 0.3, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 1.5}
+"""What a server takes where a request says nothing."""
 
 
 @dataclass
@@ -35,6 +39,7 @@ class Servers:
 def servers(runner: asyncio.Runner, folder: Path) -> Iterator[Servers]:
     models, published = policies(folder / "weights")
     served = with_tokenizer(published[3].location, folder / "served")  # not the version that is loaded first
+    (served / "generation_config.json").write_text(json.dumps(OF_THE_MODEL))
     sampler = None
     with VllmServer(served, folder / "1.log", context=CONTEXT) as first:
         try:

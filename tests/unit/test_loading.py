@@ -144,6 +144,14 @@ def test_the_file_is_the_flag_then_the_variable_then_the_current_directory(file:
             ),
         ),
         (
+            'env = "code"',
+            'env = "code"\nsampler = "vllm"\ntop_p = 0.8\ntemperature = 0.7',
+            (
+                "worker.code.top_p = 0.8 needs temperature = 1 with sampler vllm, not 0.7: vLLM would give logprobs of "
+                "what the nucleus leaves, and every ratio would be wrong by its mass (rlbuffer.toml:17, :18)."
+            ),
+        ),
+        (
             "max_age = 2",
             "min_group_size = 16",
             (

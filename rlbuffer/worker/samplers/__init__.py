@@ -29,7 +29,7 @@ def _make(settings: WorkerSettings) -> Sampler:
     if settings.sampler == "vllm":
         from rlbuffer.worker.samplers.vllm import VllmSampler
 
-        return VllmSampler(seed=settings.seed, options=settings.sampler_options)
+        return VllmSampler(seed=settings.seed, top_p=settings.top_p, options=settings.sampler_options)
     if settings.sampler == "openai":
         from rlbuffer.worker.samplers.openai import OpenAISampler
 

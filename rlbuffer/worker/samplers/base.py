@@ -21,6 +21,15 @@ ADAPTER_NAME = "rlbuffer"
 """What engines and requests call the LoRA adapter that is served."""
 
 
+def logprobs_mode(top_p: float) -> str:
+    """The mode in which vLLM gives logprobs over the whole vocabulary.
+
+    Its processed logprobs have the temperature and the nucleus, its raw ones neither: with a nucleus they are the
+    right ones at temperature 1 alone, which is why the settings refuse any other there.
+    """
+    return "processed_logprobs" if top_p == 1 else "raw_logprobs"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How tokens are drawn."""
@@ -30,7 +39,7 @@ class Sampling:
     temperature: float = 1.0
     """Logits are divided by it; 0 takes the likeliest token, with logprob 0 (only for evaluation)."""
     top_p: float = 1.0
-    """Nucleus: tokens beyond this probability mass are never drawn; logprobs are of what is left. (0, 1]."""
+    """Nucleus: tokens beyond this probability mass are never drawn. (0, 1]."""
     stop_token_ids: tuple[int, ...] = ()
     """Drawing one of these ends the completion; it is part of it."""
 
@@ -42,8 +51,8 @@ class Completion:
     tokens: NDArray[np.int32]
     """[C] int32, C >= 1 unless aborted; with the stop token when it was sampled."""
     logprobs: NDArray[np.float32]
-    """[C] float32; log-probability of each token in the distribution that it was drawn from: temperature and top_p
-    included."""
+    """[C] float32; log-probability of each token over the whole vocabulary at the temperature, whatever the nucleus
+    was: that is what a trainer computes, so its ratio to it is 1 while the policy is the same."""
     finish_reason: str
     """``stop`` (a stop token), ``length`` (the limit), ``abort`` (told to stop: not to be trained on)."""
     version_spans: tuple[VersionSpan, ...]

@@ -9,6 +9,7 @@ Weights need the server's development endpoints (``VLLM_SERVER_DEV_MODE=1``) and
         --enable-scale-out --logprobs-mode processed_logprobs \\
         --worker-extension-cls rlbuffer.worker.samplers.vllm_extension.WeightsExtension
 
+A worker with a nucleus (``top_p`` below 1) needs ``--logprobs-mode raw_logprobs`` there.
 For LoRA adapters: DIR is their base model, and the server needs ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and
 ``--enable-lora --max-loras 1 --max-lora-rank R``.
 """
@@ -42,6 +43,9 @@ PROBE_SECONDS = 30.0
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 NAME_ADAPTER = "/v1/load_lora_adapter"
+NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Sent with every request: where they are missing a server takes its model's own, and tokens are drawn from another
+distribution than the one that the trainer computes."""
 
 
 class Endpoint:
@@ -119,6 +123,7 @@ class Endpoint:
             "top_p": sampling.top_p,
             "max_tokens": min(sampling.max_new_tokens, room),
             "stop_token_ids": list(sampling.stop_token_ids),
+            **NEUTRAL,
             "ignore_eos": True,  # the stop tokens are those that were asked for, not the model's own
             "logprobs": 0,  # of the sampled token alone
         }

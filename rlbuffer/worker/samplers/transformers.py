@@ -1,8 +1,8 @@
 """Sampling with a Hugging Face model: batched, with the model's own KV cache and a decode loop of our own.
 
 For small models and CPUs. The loop is ours because ``generate`` spends more time around a tiny model than inside it,
-and because the logprobs must be those of the distribution that was drawn from: ``log_softmax(logits / temperature)``,
-cut to its nucleus, in float32, computed once, used for both.
+and because the logprobs must be those of the distribution that was drawn from: ``log_softmax(logits / temperature)``
+in float32, computed once, used for both. A nucleus leaves out tokens; the logprobs of the others stay what they were.
 
 Prompts of unequal lengths are padded on the left, so that every row's next token is in the last column; position ids
 count real tokens only and a mask hides the padding. Every prompt is read once and its cache repeated for its group.
@@ -120,8 +120,8 @@ class TransformersSampler:
         is_aborted = False
         step = 0
         while True:
-            distribution = drawn_from(logits[:, -1].float(), sampling)
-            drawn = torch.multinomial(distribution.exp(), 1, generator=self._generator)
+            distribution = distribution_of(logits[:, -1].float(), sampling.temperature)
+            drawn = torch.multinomial(nucleus(distribution.exp(), sampling.top_p), 1, generator=self._generator)
             tokens[:, step] = drawn[:, 0]
             logprobs[:, step] = distribution.gather(1, drawn)[:, 0]
             ends = torch.isin(drawn[:, 0], eos) & ~is_finished
@@ -155,24 +155,28 @@ class TransformersSampler:
         return [completions[start : start + n] for start in range(0, rows, n)]
 
 
-def drawn_from(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The log-probabilities that tokens are drawn from: temperature first, then the nucleus, renormalised.
-
-    The nucleus is the smallest set of likeliest tokens with at least `top_p` of the mass (Holtzman et al. 2020,
-    arXiv:1904.09751). At temperature 0 the likeliest token has all of it.
+def distribution_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probabilities over the whole vocabulary. At temperature 0 the likeliest token has all of the mass.
 
     Shapes: logits [rows, vocabulary] float32 -> the same.
     """
-    if sampling.temperature == 0:
+    if temperature == 0:
         best = torch.full_like(logits, -torch.inf)
         return best.scatter_(1, logits.argmax(dim=-1, keepdim=True), 0.0)
-    logits = logits / sampling.temperature
-    if sampling.top_p < 1:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        mass = ordered.softmax(dim=-1).cumsum(dim=-1)
-        beyond = mass - ordered.softmax(dim=-1) >= sampling.top_p  # the mass before this token is enough already
-        logits = logits.masked_fill(beyond.gather(1, order.argsort(dim=-1)), -torch.inf)
-    return torch.log_softmax(logits, dim=-1)
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """What is left of a distribution, not renormalised: the smallest set of likeliest tokens with at least `top_p` of
+    the mass (Holtzman et al. 2020, arXiv:1904.09751).
+
+    Shapes: probabilities [rows, vocabulary] -> the same.
+    """
+    if top_p == 1:
+        return probabilities
+    ordered, order = probabilities.sort(dim=-1, descending=True)
+    beyond = ordered.cumsum(dim=-1) - ordered >= top_p  # the mass before this token is enough already
+    return probabilities.masked_fill(beyond.gather(1, order.argsort(dim=-1)), 0.0)
 
 
 def _left_padded(prompts: Sequence[NDArray[np.int32]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

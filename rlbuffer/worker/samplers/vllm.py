@@ -2,8 +2,7 @@
 
 A newer version is loaded between two of the engine's steps: requests are kept (paused, not aborted), the cache is
 dropped, the weights are read and checked before the engine is touched, then requests go on and the engine labels every
-token with the version that sampled it. Logprobs are the engine's *processed* ones: of the distribution after
-temperature and top_p, which is the one that tokens are drawn from.
+token with the version that sampled it.
 
 A version that is a LoRA adapter makes the engine start with its base model and LoRA; each later one takes the place of
 the one before, so that requests in flight go on with it as they do with whole weights.
@@ -35,7 +34,7 @@ from rlbuffer.weights.adapters import model_directory, rank_and_scale, require_b
 from rlbuffer.weights.files import open_weights, read_config
 from rlbuffer.weights.layout import base_of, is_adapter
 from rlbuffer.weights.shapes import differing, names_and_shapes
-from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling
+from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling, logprobs_mode
 
 EXTENSION = "rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
 """By name: the engine's own processes import it."""
@@ -53,6 +52,7 @@ class VllmSampler:
 
     Args:
         seed: of sampling.
+        top_p: of what is trained; it decides which logprobs the engine gives.
         options: engine arguments of vLLM by name (``max_model_len``, ``dtype``, ``gpu_memory_utilization``, ...).
 
     Raises:
@@ -62,11 +62,12 @@ class VllmSampler:
     wants_batches = False
     is_ours = False
 
-    def __init__(self, *, seed: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, *, seed: int, top_p: float, options: Mapping[str, Any]) -> None:
         taken = sorted(set(options) & set(_OWN))
         if taken:
             raise ConfigError(f"sampler_options.{taken[0]} is set by the sampler itself", setting="sampler_options")
         self._options = {"enable_log_requests": False, "disable_log_stats": True, "seed": seed, **options}
+        self._logprobs_mode = logprobs_mode(top_p)
         self._engine: AsyncLLM | None = None
         self._policy: PolicyVersion | None = None
         self._shapes: dict[str, list[int]] = {}
@@ -159,7 +160,7 @@ class VllmSampler:
         arguments = AsyncEngineArgs(
             model=str(model),
             skip_tokenizer_init=True,
-            logprobs_mode="processed_logprobs",
+            logprobs_mode=self._logprobs_mode,
             worker_extension_cls=EXTENSION,
             **options,
         )
