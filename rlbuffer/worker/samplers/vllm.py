@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,10 @@ EXTENSION = "rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
 """By name: the engine's own processes import it."""
 LOAD_SECONDS = 600.0
 """Longest that loading a version may take."""
+CONTROL_SECONDS = 60.0
+"""Longest that pausing, labelling and resuming may take beside it."""
+LOOK_SECONDS = 0.5
+"""How often the engine is looked at while an answer is waited for."""
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What `max_lora_rank` may be (vLLM 0.32)."""
@@ -178,20 +182,8 @@ class VllmSampler:
     async def _replace(self, engine: AsyncLLM, directory: Path, policy: PolicyVersion) -> None:
         """Changes the weights under the requests that are in flight."""
         await asyncio.to_thread(_check, directory, self._shapes, self._base)
-        method = "rlbuffer_load" if self._adapter is None else "rlbuffer_load_adapter"
         try:
-            await engine.pause_generation(mode="keep", clear_cache=True)
-            try:
-                loads = await engine.collective_rpc(method, timeout=LOAD_SECONDS, args=(str(directory), self._shapes))
-                refusals = [text for text in loads if text]
-                if refusals:
-                    raise WeightsError(refusals[0])
-                await engine.update_weight_version(str(policy.version))
-                await engine.reset_prefix_cache()
-            finally:
-                await engine.resume_generation()
-        except WeightsError:
-            raise
+            refusal = await answer_of(engine, self._change(engine, directory, policy.version))
         except Exception as error:  # half a load: nobody knows what the engine would sample with
             await self._drop(engine)
             self._policy = policy
@@ -199,12 +191,46 @@ class VllmSampler:
                 f"vLLM failed while it loaded version {policy.version} ({type(error).__name__}: {error}); "
                 "it is started again with it"
             ) from error
+        if refusal:
+            raise WeightsError(refusal)
         self._policy = policy
+
+    async def _change(self, engine: AsyncLLM, directory: Path, version: int) -> str:
+        """-> why the engine refuses the weights; it goes on with what it had."""
+        method = "rlbuffer_load" if self._adapter is None else "rlbuffer_load_adapter"
+        await engine.pause_generation(mode="keep", clear_cache=True)
+        loads = await engine.collective_rpc(method, timeout=LOAD_SECONDS, args=(str(directory), self._shapes))
+        refusals = [text for text in loads if text]
+        if not refusals:
+            await engine.update_weight_version(str(version))
+            await engine.reset_prefix_cache()
+        await engine.resume_generation()
+        return refusals[0] if refusals else ""
 
     async def _drop(self, engine: AsyncLLM) -> None:
         if self._engine is engine:
             self._engine = None
         await asyncio.to_thread(engine.shutdown)
+
+
+async def answer_of(engine: AsyncLLM, calls: Coroutine[Any, Any, str]) -> str:
+    """What control calls come to. An engine whose process is killed answers none of them, ever.
+
+    Raises:
+        EngineDeadError: it died meanwhile.
+        TimeoutError: no answer within :data:`CONTROL_SECONDS` beyond what a load may take.
+    """
+    task = asyncio.create_task(calls)
+    looks = round((LOAD_SECONDS + CONTROL_SECONDS) / LOOK_SECONDS)
+    try:
+        for _ in range(looks):
+            if (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+                return task.result()
+            if engine.errored:
+                raise EngineDeadError
+        raise TimeoutError(f"no answer for {LOAD_SECONDS + CONTROL_SECONDS:g} s")
+    finally:
+        task.cancel()
 
 
 def _check(directory: Path, shapes: dict[str, list[int]], base: str) -> None:

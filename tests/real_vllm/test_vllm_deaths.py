@@ -1,0 +1,96 @@
+"""The process of the engine is killed, wherever a worker may be with it: the sampler starts another one and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from samplers_conformance import CONTEXT, PLAIN, PROMPTS, Stage, policies, worst_error
+from vllm_server import ENGINE
+
+from rlbuffer.errors import SamplerUnavailable
+from rlbuffer.settings import WorkerSettings
+from rlbuffer.worker.samplers import make_sampler
+
+LONG = replace(PLAIN, max_new_tokens=CONTEXT - 10, stop_token_ids=())
+BOUND_SECONDS = 600.0
+"""Until the sampler goes on: a start of the engine on a busy machine. Without a bound it waited for ever."""
+
+
+@pytest.fixture(scope="module")
+def stage(runner: asyncio.Runner, folder: Path) -> Iterator[Stage]:
+    models, published = policies(folder)
+    options = {**ENGINE, "max_model_len": CONTEXT}
+    sampler = make_sampler(WorkerSettings(env="vcopy", sampler="vllm", sampler_options=options))
+    runner.run(sampler.load(published[0]))
+    yield Stage(sampler, models, published, folder)
+    runner.run(sampler.close())
+
+
+def kill_engine() -> None:
+    """SIGKILL to the engine's own process, which is a child of this one."""
+    engines = [child for child in psutil.Process().children() if "EngineCore" in " ".join(child.cmdline())]
+    assert engines, [child.cmdline() for child in psutil.Process().children()]
+    for engine in engines:
+        os.kill(engine.pid, signal.SIGKILL)
+
+
+def killing(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` of an engine that dies as it is asked."""
+
+    def killed(*args: Any, **options: Any) -> Any:
+        kill_engine()
+        return call(*args, **options)
+
+    return killed
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["pause_generation", "collective_rpc", "update_weight_version", "reset_prefix_cache", "resume_generation"],
+)
+def test_an_engine_that_dies_while_a_version_is_loaded_is_started_again_with_it(
+    call: str, stage: Stage, runner: asyncio.Runner
+) -> None:
+    async def run() -> None:
+        sampler: Any = stage.sampler
+        version = (sampler.version + 1) % 2
+        in_flight = asyncio.create_task(sampler.sample(PROMPTS[0], n=2, sampling=LONG))
+        engine = await sampler._alive()
+        await asyncio.sleep(0)
+        setattr(engine, call, killing(getattr(engine, call)))
+        with pytest.raises(SamplerUnavailable, match=f"while it loaded version {version} .*it is started again with"):
+            await asyncio.wait_for(sampler.load(stage.policies[version]), BOUND_SECONDS)
+        with pytest.raises(SamplerUnavailable):
+            await asyncio.wait_for(in_flight, BOUND_SECONDS)
+        await goes_on(stage, version)
+
+    runner.run(run())
+
+
+def test_an_engine_that_dies_while_it_samples_is_started_again(stage: Stage, runner: asyncio.Runner) -> None:
+    async def run() -> None:
+        version = stage.sampler.version
+        tasks = [asyncio.create_task(stage.sampler.sample(p, n=2, sampling=LONG)) for p in PROMPTS]
+        await asyncio.sleep(0.05)
+        kill_engine()
+        outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), BOUND_SECONDS)
+        assert {type(outcome) for outcome in outcomes} == {SamplerUnavailable}
+        await goes_on(stage, version)
+
+    runner.run(run())
+
+
+async def goes_on(stage: Stage, version: int) -> None:
+    """Every token is of the version that was to serve, with the logprobs of its weights."""
+    for completion in await asyncio.wait_for(stage.sampler.sample(PROMPTS[0], n=2, sampling=PLAIN), BOUND_SECONDS):
+        assert {span.version for span in completion.version_spans} == {version}
+        assert worst_error(stage, PROMPTS[0], completion, PLAIN) < 1e-4
+    assert stage.sampler.version == version
