@@ -205,4 +205,6 @@ def test_steps_that_are_taken_back_stand_in_the_history(trained: Run) -> None:
     before = len(trained.store.history())
     trained.store.void_from(3, force=True)
     assert len(trained.store.history()) == before + 1
-    assert trained.store.history(count=1)[0]["event"] == "void"
+    record = trained.store.history(count=1)[0]
+    assert (record["event"], record["step"]) == ("void", 2)
+    assert [group[0] for group in record["groups"]] == ["a.2"]
