@@ -117,6 +117,14 @@ class Reader:
         """Number of the registered attempt; 0 before :meth:`start` and on ranks other than 0."""
         return self._progress.attempt
 
+    @property
+    def step(self) -> int:
+        """The last step that is acknowledged as trained, or that :meth:`load_state_dict` has set; 0 at the beginning.
+
+        It is the policy version of a trainer that begins, or goes on, there.
+        """
+        return self._progress.place.step
+
     def start(self, resume_step: int | None = None) -> None:
         """Begins an attempt: from here on an older trainer of this run is fenced. :meth:`steps` calls it if nobody did.
 
