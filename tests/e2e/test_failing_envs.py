@@ -49,11 +49,12 @@ EXPECTED = {
 """Env -> what is said of it, and the function in which its last place lies."""
 
 
-def write_config(home: Home, *envs: str, more: str = "") -> Path:
+def write_config(home: Home, *envs: str, tries: int, more: str = "") -> Path:
     """-> the config of a run with a worker section for each env."""
     shutil.copy(failing_envs.__file__, home.path)
     sections = [
         f'[worker.{name}]\nenv = "failing_envs:{ENVS[name].__name__}"\ngroup_size = 2\ngroups_per_batch = 1\n'
+        f"max_failures = {tries}\n"
         for name in envs
     ]
     config = home.path / "failing.toml"
@@ -71,8 +72,7 @@ def names(text: str, env: str) -> bool:
 
 def test_every_failing_env_is_named_with_its_kind_and_place(home: Home) -> None:
     assert EXPECTED.keys() == ENVS.keys()
-    config = write_config(home, *ENVS)
-    home.environment |= {f"RLBUFFER_WORKER__{name.upper()}__MAX_FAILURES": "0" for name in ENVS}
+    config = write_config(home, *ENVS, tries=0)
     home.start("serve", "--config", config, "--display", "plain", log="serve")
     for name in ENVS:
         home.start("worker", name, "--config", config, "--display", "plain", log=name)
@@ -84,8 +84,10 @@ def test_every_failing_env_is_named_with_its_kind_and_place(home: Home) -> None:
             return buffer.store.waiting().get("batcher", "").replace(". ", ".\n")
 
         home.wait_until(lambda: all(names(sentences(), env) for env in ENVS), seconds=30, why="the batcher's sentence")
-        shown = home.call("inspect", "--run", "failing", "--json", "--totals").stdout
-        beats = {r["env"]: r for r in map(json.loads, shown.splitlines()) if r["schema"] == "rlbuffer.worker/1"}
+        shown = home.call("inspect", "--run", "failing", "--json", "--totals")
+        records = [json.loads(line) for line in shown.stdout.splitlines()]
+        beats = {r["env"]: r for r in records if r["schema"] == "rlbuffer.worker/1"}
+        assert beats.keys() == ENVS.keys(), shown
         for env, (what, _) in EXPECTED.items():
             beat = beats[env]
             told = f"{env} {beat['busy']}" if "has run" in what else f"{env} {beat['failures']} {beat['failure']}"
@@ -103,8 +105,7 @@ def test_every_failing_env_is_named_with_its_kind_and_place(home: Home) -> None:
 def test_a_run_whose_env_makes_no_group_ends_and_says_why(home: Home) -> None:
     model = "".join(f"{key} = {json.dumps(value)}\n" for key, value in TINY_QWEN3.items() if value is not None)
     more = f"[model.config]\n{model}[trainer]\nworld_size = 1\n"
-    config = write_config(home, "raises", more=more)
-    config.write_text(config.read_text() + "max_failures = 3\n")
+    config = write_config(home, "raises", tries=3, more=more)
     running = home.start("run", config, "--display", "plain", log="run")
     assert home.ended(running, 60) == 3, home.logs()
     said = home.printed()
