@@ -162,13 +162,13 @@ class Home:
         try:
             return process.wait(timeout=3 * seconds)
         except subprocess.TimeoutExpired:
-            doing = "\n".join(map(_doing, tree(process.pid)))
+            doing = "\n".join(map(_doing, _tree(process.pid)))
             pytest.fail(f"{process.args} did not end within {seconds:g} s\n{doing}\n{self.logs()}")
 
     def stop(self) -> None:
         for process in self.processes:
             if process.poll() is None:  # the number of one that has ended may be another process's by now
-                for each in reversed(tree(process.pid)):  # itself first: it would start its server again
+                for each in reversed(_tree(process.pid)):  # itself first: it would start its server again
                     _signal(each, signal.SIGKILL)
                 process.wait()
         # Not by its record: whoever started it last may have been killed before it wrote that.
@@ -193,7 +193,7 @@ def _works_in(pid: int, folder: Path) -> bool:
         return False
 
 
-def tree(pid: int) -> Sequence[int]:
+def _tree(pid: int) -> Sequence[int]:
     try:
         return [*(c.pid for c in psutil.Process(pid).children(recursive=True)), pid]
     except psutil.NoSuchProcess:
