@@ -101,7 +101,9 @@ class Failures:
 
 
 @dataclass(slots=True, eq=False)
-class _Work:
+class Work:
+    """A function of the env that runs."""
+
     what: str
     since: float | None
     """Monotonic; None while the policy samples for it."""
@@ -109,14 +111,14 @@ class _Work:
     task: asyncio.Task[Any] | None
 
 
-_current: ContextVar[_Work | None] = ContextVar("work", default=None)
+_current: ContextVar[Work | None] = ContextVar("work", default=None)
 
 
 class UserWork:
     """What of the env runs at this moment. Safe to read from any thread."""
 
     def __init__(self) -> None:
-        self._running: dict[int, _Work] = {}
+        self._running: dict[int, Work] = {}
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -125,7 +127,7 @@ class UserWork:
             task = asyncio.current_task()
         except RuntimeError:
             task = None
-        work = _Work(what=what, since=time.monotonic(), thread=threading.get_ident(), task=task)
+        work = Work(what=what, since=time.monotonic(), thread=threading.get_ident(), task=task)
         self._running[id(work)] = work
         token = _current.set(work)
         try:
@@ -135,10 +137,15 @@ class UserWork:
             del self._running[id(work)]
 
     @staticmethod
+    def current() -> Work | None:
+        """What this task does for the env, for calls that come from other tasks."""
+        return _current.get()
+
+    @staticmethod
     @contextmanager
-    def paused() -> Iterator[None]:
-        """The policy samples for the env meanwhile: that is no work of the env's."""
-        work = _current.get()
+    def paused(work: Work | None = None) -> Iterator[None]:
+        """The policy samples for the env meanwhile, for `work` or what this task does: that is no work of the env's."""
+        work = work or _current.get()
         if work is not None:
             work.since = None
         try:
@@ -160,7 +167,7 @@ class UserWork:
         return f"{longest.what}() has run for {seconds:.0f} s" + (f" ({_shown(place)})" if place else "")
 
 
-def _places_of(work: _Work) -> list[Place]:
+def _places_of(work: Work) -> list[Place]:
     if work.task is None:
         return places_of_thread(work.thread)
     places: list[Place] = []

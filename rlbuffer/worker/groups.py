@@ -7,6 +7,7 @@ import inspect
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -26,7 +27,7 @@ from rlbuffer.worker.envs.base import (
     WholeRolloutEnv,
 )
 from rlbuffer.worker.episodes import Episode
-from rlbuffer.worker.failures import UserWork
+from rlbuffer.worker.failures import UserWork, Work
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
 from rlbuffer.worker.threads import in_thread
 
@@ -246,14 +247,15 @@ class GroupMaker:
 
     async def _made(self, prompt: Prompt) -> Rollout:
         env = cast(WholeRolloutEnv, self._env)
-        rollout = await env.rollout(prompt, PolicyAccess(ask=self._ask, sampling=self.sampling))
+        ask = partial(self._ask, work=UserWork.current())
+        rollout = await env.rollout(prompt, PolicyAccess(ask=ask, sampling=self.sampling))
         if not isinstance(rollout, Rollout):
             raise GroupFailed(f"the env made a {type(rollout).__name__} instead of a Rollout")
         return rollout
 
-    async def _ask(self, tokens: NDArray[np.int32], sampling: Sampling) -> Completion:
+    async def _ask(self, tokens: NDArray[np.int32], sampling: Sampling, work: Work | None = None) -> Completion:
         check_prompt(tokens, self._sampler.vocab_size)
-        with self.work.paused():
+        with self.work.paused(work):
             completion = (await self._sampler.sample(tokens, n=1, sampling=sampling))[0]
         if completion.finish_reason == "abort":
             raise Aborted("sampling was stopped")

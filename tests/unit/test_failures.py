@@ -183,9 +183,20 @@ def test_sampling_for_an_env_is_no_work_of_the_envs(monkeypatch: pytest.MonkeyPa
     work = UserWork()
     with work.doing("play"):
         assert work.sentence().startswith("play() has run for 0 s")
+        mine = work.current()
         with work.paused():
             assert work.sentence() == ""
         assert work.sentence() != ""
+
+        def ask() -> None:  # a server in another task asks for it, as verifiers' does
+            with work.paused(mine):
+                said.append(work.sentence())
+
+        said: list[str] = []
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        assert said == [""]
 
 
 def test_the_first_failure_of_a_kind_is_told_with_its_traceback_and_the_others_are_counted() -> None:
