@@ -58,12 +58,42 @@ class Policy:
             AttemptFenced: a newer attempt of the trainer has taken over.
             RlbufferError: no trainer has started an attempt (:meth:`Reader.start` does).
         """
-        number = self._buffer.attempt or self._store.trainer().number or self._buffer.start_attempt()
+        number = self._buffer.start_attempt() or self._store.trainer().number
         if not number:
             raise RlbufferError("no trainer has started: call reader.start() on rank 0 before announcing a version")
         announced = PolicyVersion(version=version, location=location, size=size, checksum=checksum, adapter=adapter)
         reader = self._buffer.attempting
         return self._store.announce(number, announced) if reader is None else reader.announce(announced)
+
+    def publish(
+        self, model: object, version: int, folder: str | Path | None = None, *, keep: int | None = None
+    ) -> bool:
+        """Writes the weights of `model` as a policy version, and says that it can be sampled from.
+
+        Workers sample with nothing else, so a trainer publishes the weights that it begins with before its first step
+        (``publish(model, reader.step)``), and those of each step after it. Every rank calls it; rank 0 writes. A
+        version that samplers have already, or a newer one, is not written again: so it is after a resume.
+
+        Args:
+            model: a Hugging Face model, as it is or wrapped by DDP, FSDP2 or torch.compile. Weights are written in the
+                model's dtype.
+            version: how many steps its weights have been trained for: ``step.number`` after a step.
+            folder: where trainer and workers see it; None: that of the run's settings. ``weights.url`` of the settings
+                is announced where it is set, and `folder` is then what is served there.
+            keep: versions that stay in `folder`, the newest; None: ``trainer.keep_versions`` of the settings (4).
+
+        Returns:
+            True on rank 0 when it was written and announced.
+
+        Raises:
+            WeightsError: `model` is something else, or the filesystem refused.
+            RlbufferError: this buffer has no reader, so nobody knows which rank this is.
+            AttemptFenced: a newer attempt of the trainer has taken over.
+        """
+        from rlbuffer.trainer.publishing import publish_model
+
+        place = None if folder is None else Path(folder)
+        return publish_model(self._buffer, model, version, folder=place, keep=keep)
 
     def wait(self, version: int, *, timeout_seconds: float, adapter: str = "") -> PolicyVersion:
         """Waits until `version` or a newer one is announced.
@@ -104,6 +134,11 @@ class Buffer:
     def attempting(self) -> Reader | None:
         """The reader that started the attempt."""
         return max((r for r in self._readers if r.attempt), key=lambda r: r.attempt, default=None)
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """(rank, world size) of this buffer's reader; None when it has none."""
+        return (self._readers[0].rank, self._readers[0].world_size) if self._readers else None
 
     def start_attempt(self) -> int:
         """Begins the attempt of this buffer's rank-0 reader, if it has one. -> its number, else 0."""

@@ -53,6 +53,22 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+class Failed(NamedTuple):
+    """What a worker's heartbeat says of groups that could not be made."""
+
+    kinds: Mapping[str, int]
+    """Kind of the error -> groups."""
+    last: str
+    """The last one, with file and line."""
+
+
+def failures_of(beat: Mapping[str, Any]) -> Failed:
+    """Any process may write a heartbeat, so nothing in it is certain to be there."""
+    kinds, last = beat.get("failures"), beat.get("failure")
+    sound = {str(k): n for k, n in kinds.items() if isinstance(n, int)} if isinstance(kinds, dict) else {}
+    return Failed(sound, str(last or ""))
+
+
 def percent(fraction: float) -> str:
     """A fraction as whole percent."""
     return f"{100 * fraction:.0f}%"

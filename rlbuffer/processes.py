@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,6 +24,7 @@ from rlbuffer.config import BatcherConfig
 from rlbuffer.errors import RlbufferError
 from rlbuffer.lines import ScoreNarrator, amount, printable
 from rlbuffer.placement import gpus_of, visible
+from rlbuffer.policy.waiting import AGAIN_SECONDS, Lasting, counted
 from rlbuffer.settings import RunSettings
 
 DONE = 10
@@ -146,7 +148,8 @@ def sample(
 
 
 class WorkerNarrator:
-    """Tells a worker's events: troubles at once, versions and groups summed up every few seconds."""
+    """Tells a worker's events: versions and groups summed up every few seconds, a trouble at once and, while it lasts,
+    every minute."""
 
     def __init__(self, tell: Callable[[str], None], *, every_seconds: float = 10.0) -> None:
         self._tell = tell
@@ -156,6 +159,10 @@ class WorkerNarrator:
         self._rewards = 0.0
         self._version = -1
         self._has_pushed = False
+        self._lasting = Lasting()
+        self._failed: Counter[str] = Counter()
+        self._last_failure = ""
+        self._told_failures = float("-inf")
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         kind = event["event"]
@@ -171,6 +178,7 @@ class WorkerNarrator:
                 f"  version {event['version']}  {event['rollouts']} rollouts in {event['seconds']:.1f} s"
             )
         elif kind == "group":
+            self._lasting.is_over()
             self._sums["groups"] += 1
             self._sums["rollouts"] += int(event["rollouts"])
             self._sums["tokens"] += int(event["tokens"])
@@ -179,12 +187,38 @@ class WorkerNarrator:
                 self._tell_groups()
         elif kind == "done":
             self._tell(str(event["sentence"]))
+        elif kind == "trouble" and "kind" in event:
+            self._fail(event)
+        elif kind == "trouble":
+            if self._lasting.is_due(str(event["error"]), time.monotonic()):
+                self._tell(f"! {event['error']}")
         elif kind == "stopped":
             self._tell_groups()
+            self._tell_failures()
             failed = f", {event['failed_groups']} given up" if event["failed_groups"] else ""
             self._tell(f"stopped after {event['groups']} groups, {event['rollouts']} rollouts{failed}")
         else:
             self._tell(f"{'' if kind == 'waiting' else '! '}{event.get('waiting') or event.get('error')}")
+
+    def _fail(self, event: Mapping[str, Any]) -> None:
+        """A group was given up: the first of a kind is told with its traceback, the others are counted."""
+        if event["traceback"]:
+            self._tell(f"! {event['error']}\n{event['traceback']}")
+            self._told_failures = max(self._told_failures, time.monotonic())
+            return
+        self._failed[event["kind"]] += 1
+        self._last_failure = str(event["error"])
+        if time.monotonic() - self._told_failures >= AGAIN_SECONDS:
+            self._tell_failures()
+
+    def _tell_failures(self) -> None:
+        if self._failed:
+            self._tell(
+                f"! {sum(self._failed.values())} more groups given up ({counted(self._failed)}), the last: "
+                f"{self._last_failure}"
+            )
+        self._failed.clear()
+        self._told_failures = time.monotonic()
 
     def _tell_groups(self) -> None:
         rollouts = self._sums["rollouts"]

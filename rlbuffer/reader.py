@@ -37,6 +37,7 @@ from rlbuffer.policy.waiting import SILENT_BATCHER, for_step
 from rlbuffer.progress import Progress, remembered
 from rlbuffer.records import PolicyVersion
 from rlbuffer.refusals import Refusals
+from rlbuffer.skew import Skew
 from rlbuffer.store.base import PartRollout, StepHeader, Store
 from rlbuffer.store.payloads import Trainable, read_rollouts
 
@@ -108,6 +109,7 @@ class Reader:
         self._fault: RlbufferError | None = None
         self._stop = threading.Event()
         self._refusals = Refusals(f"rank {rank}", self._stop)
+        self._skew = Skew(rank, world_size)
         self._pool: ThreadPoolExecutor | None = None
         self._heart: threading.Thread | None = None
         self._fetches: set[Future[Step]] = set()
@@ -116,6 +118,14 @@ class Reader:
     def attempt(self) -> int:
         """Number of the registered attempt; 0 before :meth:`start` and on ranks other than 0."""
         return self._progress.attempt
+
+    @property
+    def step(self) -> int:
+        """The last step that is acknowledged as trained, or that :meth:`load_state_dict` has set; 0 at the beginning.
+
+        It is the policy version of a trainer that begins, or goes on, there.
+        """
+        return self._progress.place.step
 
     def start(self, resume_step: int | None = None) -> None:
         """Begins an attempt: from here on an older trainer of this run is fenced. :meth:`steps` calls it if nobody did.
@@ -306,6 +316,7 @@ class Reader:
             try:
                 self._progress.report()
                 self._say_alive()
+                self._look_at_the_others()
                 self._refusals.are_over()
             except ServerUnreachable:
                 # The server is away: the next beat tries again, and whoever needs it waits with a message of its own.
@@ -327,6 +338,11 @@ class Reader:
         record = {"step": self._progress.place.step, "world_size": self.world_size, "pid": os.getpid()}
         record |= self._can.record()
         self._refusals.shown(lambda: self._store.heartbeat("rank", str(self.rank), record))
+
+    def _look_at_the_others(self) -> None:
+        beats = self._store.heartbeats("rank") if self._skew.watches else {}
+        if wrong := self._skew.look(self.step, beats, now=time.monotonic()):
+            _log.warning("run %s: %s", self._store.run, wrong)
 
     def _say_waiting(self, sentence: str) -> None:
         with suppress(ServerRefused):

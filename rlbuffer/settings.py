@@ -245,6 +245,12 @@ class WorkerSettings(_Section):
         600.0, gt=0, description="Longest that one rollout may take, sampling and scoring together."
     )
     rollout_retries: int = Field(1, ge=0, description="Times that a rollout that failed is tried again.")
+    max_failures: int = Field(
+        50,
+        ge=0,
+        description="Groups that cannot be made, with none made before, after which the worker ends and says why; "
+        "0: it tries for ever.",
+    )
     max_concurrent_rollouts: int = Field(
         0, ge=0, description="Rollouts that are played or scored at once; 0: what the env bears."
     )

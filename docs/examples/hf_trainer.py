@@ -1,14 +1,21 @@
 """Hugging Face's Trainer, fed by a reader: one of its batches is this rank's part of one step, so one update per step.
 
+torchrun --nproc-per-node 2 docs/examples/hf_trainer.py redis://host:6379 RUN MODEL_DIR OUTPUT_DIR STEPS
+
 Trainer would divide by counts of its own, and over ranks; here the loss keeps the step's own counts, whatever the
-number of ranks and micro-batches. Schedules, clipping, logging and callbacks are Trainer's.
+number of ranks and micro-batches. Schedules, clipping, checkpoints, logging and callbacks are Trainer's.
 """
 
+import json
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
-from plain_loop import loss_of
+from plain_loop import SAVE_EVERY, loss_of
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import rlbuffer
 
 
 class Steps(IterableDataset):
@@ -18,9 +25,9 @@ class Steps(IterableDataset):
         self.reader, self.last = reader, last
 
     def __iter__(self):
-        for step in self.reader.steps():  # asking for the next acknowledges the last as trained
+        for step in self.reader.steps():
             yield {"step": step}
-            if step.number == self.last:
+            if step.number >= self.last:
                 return
 
 
@@ -31,7 +38,7 @@ class BufferTrainer(Trainer):
         return DataLoader(self.train_dataset, batch_size=None)  # not dealt over ranks: each has a reader of its own
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        model.train()
+        model.eval()  # without dropout: with it the trained policy would not be the one that sampled
         step, total = inputs["step"], 0.0
         for i, mb in enumerate(step):
             is_last = i == len(step) - 1
@@ -42,17 +49,55 @@ class BufferTrainer(Trainer):
         return total
 
 
-class Acknowledge(TrainerCallback):
-    """The last step has no next one that would acknowledge it."""
+class Buffered(TrainerCallback):
+    """Publishes what workers sample with, acknowledges steps, and keeps the reader's place in each checkpoint."""
 
-    def __init__(self, reader):
-        self.reader = reader
+    def __init__(self, buffer, reader, folder):
+        self.buffer, self.reader, self.folder = buffer, reader, folder
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self.reader.trained(state.global_step)
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        self.buffer.policy().publish(model, self.reader.step, self.folder)  # what workers sample with first
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.buffer.policy().publish(model, state.global_step, self.folder)
+        self.reader.trained(state.global_step)  # before the checkpoint, so that the reader's state is of the same step
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            Path(args.output_dir, f"checkpoint-{state.global_step}", "reader.json").write_text(
+                json.dumps(self.reader.state_dict())
+            )
+            self.reader.checkpointed(state.global_step)
 
 
-def train(model, reader, arguments):
-    """`arguments`: Trainer's own, from step 1 on; ``reader.load_state_dict`` before it goes on later."""
+def train(model, buffer, reader, arguments):
+    """`arguments`: Trainer's own. Goes on from the newest whole checkpoint in their folder."""
+    arguments.ignore_data_skip = True  # the reader goes on by itself
     steps = Steps(reader, arguments.max_steps)
-    BufferTrainer(model, arguments, train_dataset=steps, callbacks=[Acknowledge(reader)]).train()
+    buffered = Buffered(buffer, reader, Path(arguments.output_dir, "weights"))
+    trainer = BufferTrainer(model, arguments, train_dataset=steps, callbacks=[buffered])
+    whole = Path(arguments.output_dir).glob("checkpoint-*/reader.json")
+    newest = max(whole, key=lambda path: int(path.parent.name.removeprefix("checkpoint-")), default=None)
+    if newest is not None:
+        reader.load_state_dict(json.loads(newest.read_text()))
+    trainer.train(resume_from_checkpoint=None if newest is None else str(newest.parent))
+
+
+def main(url, run, path, output, steps):
+    arguments = TrainingArguments(
+        output,
+        max_steps=steps,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        save_steps=SAVE_EVERY,
+        save_total_limit=2,
+        logging_strategy="no",
+        report_to=[],
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    with rlbuffer.connect(url, run=run) as buffer:
+        train(model, buffer, buffer.reader(arguments.process_index, arguments.world_size), arguments)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:5], int(sys.argv[5]))

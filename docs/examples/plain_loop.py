@@ -1,4 +1,4 @@
-"""A trainer of your own under torchrun, with DDP and nothing of rlbuffer's trainer.
+"""A trainer of your own under torchrun, with DDP and nothing of rlbuffer's trainer. Started again, it goes on.
 
 torchrun --nproc-per-node 2 docs/examples/plain_loop.py redis://host:6379 RUN MODEL_DIR OUTPUT_DIR STEPS
 """
@@ -13,13 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 import rlbuffer
-from rlbuffer.weights.files import publish
+
+SAVE_EVERY = 10
 
 
 def loss_of(model, mb):
     """Policy gradient with a clipped ratio, over the trained tokens of the whole step, all ranks together."""
     sees = torch.from_numpy(mb.attention_mask())  # a row's rollouts do not see each other
-    mask = torch.where(sees, 0.0, -torch.inf)[None, None]
+    mask = torch.where(sees, 0.0, -torch.inf)[None, None].to(mb.input_ids.device)
     out = model(input_ids=mb.input_ids[None], position_ids=mb.position_ids[None], attention_mask=mask, use_cache=False)
     logprobs = -cross_entropy(out.logits[0], mb.targets, reduction="none")  # at t: of token t + 1
     trained = mb.loss_mask.nonzero()[:, 0]
@@ -31,23 +32,32 @@ def loss_of(model, mb):
 
 def main(url, run, path, output, steps):
     dist.init_process_group("gloo")
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")  # in eval mode: without dropout
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    checkpoint = Path(output) / "checkpoint.pt"
     with rlbuffer.connect(url, run=run) as buffer:
         reader = buffer.reader(rank, world_size)
-        for step in reader.steps():  # asking for the next acknowledges the last as trained
-            for mb in step:
+        if checkpoint.exists():
+            saved = torch.load(checkpoint)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            reader.load_state_dict(saved["reader"])
+        buffer.policy().publish(model, reader.step, Path(output) / "weights")  # what workers sample with first
+        for step in reader.steps():
+            for mb in step:  # one forward pass of `ddp` for each, whatever is in it: the other ranks wait in backward
                 (loss_of(ddp, mb.to("cpu")) * world_size).backward()  # DDP averages over ranks: undo it
             optimizer.step()
             optimizer.zero_grad()
-            if rank == 0:
-                state, config = model.state_dict(), model.config.to_dict()
-                made = publish(Path(output), step.number, state=state, config=config, keep=4)
-                buffer.policy().announce(step.number, location=made.location, size=made.size, checksum=made.checksum)
-            if step.number == steps:
-                reader.trained(step)
+            buffer.policy().publish(model, step.number, Path(output) / "weights")
+            reader.trained(step)  # before the checkpoint, so that the reader's state is of the same step
+            if rank == 0 and (step.number % SAVE_EVERY == 0 or step.number == steps):
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(state | {"reader": reader.state_dict()}, checkpoint.with_suffix(".new"))
+                checkpoint.with_suffix(".new").replace(checkpoint)
+                reader.checkpointed(step)
+            if step.number >= steps:
                 break
     dist.destroy_process_group()
 

@@ -22,6 +22,7 @@ from rlbuffer.daemon.memory import MemoryWatch, without_garbage_collection
 from rlbuffer.daemon.scorers import ScorerWatch
 from rlbuffer.daemon.sources import SourceWatch
 from rlbuffer.daemon.telling import TELEMETRY_SECONDS, Teller
+from rlbuffer.daemon.workers import WorkerWatch
 from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.policy import waiting
 from rlbuffer.settings import TrainerSettings
@@ -79,6 +80,7 @@ class Leadership:
         self._asked = AskWatch(store, asked, self._meta)
         self._held = Held(store, config, teller, token=token, since=self.since)
         self._scorers = ScorerWatch(store, self._held.batcher)
+        self._workers = WorkerWatch(store)
         self._doubts = Doubts(store, teller.emit, self._meta.step)
         self._needed = ("ref_logprobs",) if trainer.kl_beta else ()
         """Columns without which the trainer cannot train."""
@@ -184,7 +186,8 @@ class Leadership:
         self._envs.mourn({} if self._asked.is_draining else decision.dead, step)
         if decision.plan is None:
             self._is_idle = True
-            self._say(self._memory.sentence() + decision.waiting + self._scorers.sentence() + self._doubts.sentence())
+            said = decision.waiting + self._workers.sentence(decision.waiting) if decision.waiting else ""
+            self._say(self._memory.sentence() + said + self._scorers.sentence() + self._doubts.sentence())
             return
         self._commit(decision, decision.plan, trainer, started)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlbuffer.policy.selection import Limits, Trial
@@ -12,6 +13,8 @@ NO_VERSION = "The trainer has not announced a policy version yet; it does when i
 STOPPED = "The batcher was stopped: start `rlbuffer serve` again."
 AGAIN_SECONDS = 60.0
 """A trouble that lasts is said once, and again after so long."""
+NOTHING_YET = "No env has sent a group that can train yet."
+NO_WORKER = "No worker has been heard of: start one with `rlbuffer worker`."
 SILENT_BATCHER = "No batcher has said anything: is `rlbuffer serve` running?"
 
 
@@ -53,6 +56,11 @@ class EnvNeed:
     """Why its last group was dropped, while none has become ready since."""
 
 
+def counted(kinds: Mapping[str, int]) -> str:
+    """``KeyError 12, TimeoutError 1``: the most frequent first."""
+    return ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items(), key=lambda item: (-item[1], item[0])))
+
+
 def progress(trial: Trial, limits: Limits) -> tuple[float, str]:
     """How full the step is: share, 0-1, and the same in words."""
     if limits.groups is not None:
@@ -88,7 +96,7 @@ def for_groups(step: int, *, done: float, what: str, need: EnvNeed | None, publi
     """The step is not full, and nobody is short yet."""
     first = f"Step {step} is {100 * done:.0f} % full ({what})."
     if need is None:
-        return f"{first} No env has sent a group that can train yet: start a worker."
+        return f"{first} {NOTHING_YET}"
     first += f" {need.env} goes next and has nothing ready ({_forming(need)})."
     if need.dead_seconds is not None:
         return f"{first} {for_dead(need.env, need.dead_seconds)}"
@@ -102,6 +110,24 @@ def for_dead(env: str, seconds: float) -> str:
         f"{env} has sent nothing for {silence}: start a worker for it, or go on without it "
         f"(`rlbuffer env pause {env}`)."
     )
+
+
+def for_failures(env: str, kinds: Mapping[str, int], last: str, workers: Sequence[str]) -> str:
+    """The groups of an env cannot be made. The last error names the line where it was raised."""
+    return (
+        f"{env} fails: {_groups(sum(kinds.values()))} given up by {', '.join(workers)} ({counted(kinds)}), "
+        f"the last: {last}."
+    )
+
+
+def for_busy(env: str, worker: str, what: str) -> str:
+    """A function of an env does not come back."""
+    return f"{env} may hang: {what} at {worker}."
+
+
+def for_worker(env: str, worker: str, said: str) -> str:
+    """A worker of an env has a trouble that is not the env's."""
+    return f"The worker {worker} of {env} says: {said}."
 
 
 def for_scorer(env: str, need: str, groups: int, scorers: int) -> str:

@@ -158,13 +158,18 @@ class TrainerMoves(Session):
         raise self.unexpected("report", reply)
 
     def announce(self, number: int, version: PolicyVersion) -> bool:
-        """ANNOUNCE. -> False when an equal or newer version is already there. Raises AttemptFenced, RunGone."""
+        """ANNOUNCE. -> False when an equal or newer version is already there, unless only this one has weights.
+
+        Raises AttemptFenced, RunGone.
+        """
         if version.version < 0:
             raise ValueError(f"policy version {version.version} must not be negative")
         record = wire.dumps([version.location, version.size, version.checksum])
         keys = self.keys
         reply = self.move(
-            "announce", (keys.trainer, keys.meta, keys.policy), (number, version.adapter, version.version, record)
+            "announce",
+            (keys.trainer, keys.meta, keys.policy),
+            (number, version.adapter, version.version, record, wire.dumps(["", 0, ""])),
         )
         if text(reply[0]) == "FENCED":
             raise self._superseded(number, text(reply[1]))

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from rlbuffer.batches import Step
 from rlbuffer.trainer.parallel import is_sharded
-from rlbuffer.trainer.publishing import write_version
+from rlbuffer.trainer.publishing import announce_once, write_version
 from rlbuffer.trainer.setup import Session
-from rlbuffer.weights.cache import announced
 
 
 class Announcer:
@@ -31,13 +30,13 @@ class Announcer:
     def publish(self, version: int, *, unless: int | None = None) -> None:
         """Rank 0 writes and announces a version, unless samplers have it (or version `unless`), or a newer one."""
         session = self._session
-        policy = session.buffer.policy()
-        wanted = session.is_first and policy.current().version < (version if unless is None else unless)
-        if is_sharded(session.policy):
-            wanted = bool(session.ranks.first(int(wanted)))  # every rank has a part of what rank 0 writes
-        if not wanted:
-            return
-        written = write_version(session.settings, session.policy, version, ranks=session.ranks, base=session.base)
-        if written is not None:
-            location = announced(session.settings, written.location)
-            policy.announce(version, location=location, size=written.size, checksum=written.checksum)
+        announce_once(
+            session.buffer,
+            version,
+            ranks=session.ranks,
+            is_sharded=is_sharded(session.policy),
+            unless=unless,
+            write=lambda: write_version(
+                session.settings, session.policy, version, ranks=session.ranks, base=session.base
+            ),
+        )

@@ -29,7 +29,7 @@ class FakeBuffer:
     """Stands in for :class:`rlbuffer.client.Buffer` where the trainer needs it."""
 
     def __init__(self, settings: RunSettings, *, vocabulary: int) -> None:
-        self._settings = settings
+        self.settings = settings
         self._vocabulary = vocabulary
 
     def reader(
@@ -44,7 +44,7 @@ class FakeBuffer:
         adapters: bool = True,
     ) -> FakeReader:
         """A reader for one rank; its tokens are the model's own."""
-        return FakeReader(self._settings, rank, world_size, self._vocabulary, pad_to_multiple_of)
+        return FakeReader(self.settings, rank, world_size, self._vocabulary, pad_to_multiple_of)
 
     def policy(self) -> FakePolicy:
         """A policy that nobody samples from."""

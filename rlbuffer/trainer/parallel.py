@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from rlbuffer.trainer.agreement import Ranks
 from rlbuffer.trainer.model import PackedPolicy, decoder_layers
@@ -84,7 +85,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def model_state(
-    policy: PackedPolicy, *, dtype: torch.dtype | None = None, only_trained: bool = False
+    module: PackedPolicy | PreTrainedModel, *, dtype: torch.dtype | None = None, only_trained: bool = False
 ) -> dict[str, Tensor]:
     """name -> whole tensor of the language model, by the library's own names. Sharded: all ranks must call it.
 
@@ -95,13 +96,14 @@ def model_state(
         dtype: floating-point tensors are given in this one.
         only_trained: a sharded model's frozen parameters are neither gathered nor given.
     """
-    if is_sharded(policy):
+    model, prefix = (module.model, "model.") if isinstance(module, PackedPolicy) else (module, "")
+    if is_sharded(module):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only_trained)
-        named: dict[str, Any] = get_model_state_dict(policy, options=options)
-        state: dict[str, Tensor] = {name.removeprefix("model."): tensor for name, tensor in named.items()}
+        named: dict[str, Any] = get_model_state_dict(module, options=options)
+        state: dict[str, Tensor] = {name.removeprefix(prefix): tensor for name, tensor in named.items()}
     else:
-        state = policy.model.state_dict()
-    tied = tied_names(policy.model)
+        state = model.state_dict()
+    tied = tied_names(model)
     kept = {name: tensor for name, tensor in state.items() if name not in tied}
     if dtype is None:
         return kept

@@ -175,7 +175,10 @@ def open_weights(policy: PolicyVersion) -> Path:
         WeightsError: announced without weights; not there; another size; another checksum.
     """
     if not policy.location:
-        raise WeightsError(f"version {policy.version} was announced without weights")
+        raise WeightsError(
+            f"version {policy.version} was announced without weights: a trainer of your own publishes them, the first "
+            f"ones before its first step (`buffer.policy().publish(model, {policy.version})`)"
+        )
     if is_url(policy.location):
         from rlbuffer.weights.cache import default_cache
 

@@ -7,14 +7,16 @@ import inspect
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import RlbufferError, SamplerUnavailable
+from rlbuffer.errors import InvalidRollout, RlbufferError, SamplerUnavailable
 from rlbuffer.records import Group, Rollout, Ticket
 from rlbuffer.settings import WorkerSettings
+from rlbuffer.values import shown
 from rlbuffer.worker.envs.base import (
     Env,
     MultiTurnEnv,
@@ -25,6 +27,7 @@ from rlbuffer.worker.envs.base import (
     WholeRolloutEnv,
 )
 from rlbuffer.worker.episodes import Episode
+from rlbuffer.worker.failures import UserWork, Work
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
 from rlbuffer.worker.threads import in_thread
 
@@ -37,6 +40,27 @@ class GroupFailed(RlbufferError):
 
 class Aborted(RlbufferError):
     """The sampler was told to stop: nothing is wrong with the group."""
+
+
+def check_prompt(tokens: NDArray[np.int32], vocabulary: int) -> None:
+    """Before a sampler is asked: a token that its model does not have would fail all that is sampled beside it.
+
+    Raises:
+        InvalidRollout: no token ids, none at all, or one outside of the vocabulary.
+    """
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+        raise InvalidRollout(f"a prompt's tokens must be an array of token ids, got {shown(tokens)}")
+    outside = (ids < 0) | (ids >= (vocabulary or 2**31))  # 0: the sampler does not know it
+    if outside.any():
+        at = int(outside.argmax())
+        raise InvalidRollout(f"token {at} of a prompt is {ids[at]}, the model's vocabulary has {vocabulary} ids")
+
+
+def in_words(error: BaseException, settings: WorkerSettings) -> str:
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"not finished within rollout_timeout_seconds = {settings.rollout_timeout_seconds:g}"
+    return f"{type(error).__name__}: {error}"
 
 
 class GroupMaker:
@@ -74,6 +98,19 @@ class GroupMaker:
         self._slots: AbstractAsyncContextManager[Any] = asyncio.Semaphore(self._most) if self._most else nullcontext()
         """Held while a rollout is played, or scored: waiting for one is no part of a rollout's time."""
         self._ending = asyncio.Event()
+        self.work = UserWork()
+        """What of the env runs at this moment."""
+        self.way = next(way for way in ("rollout", "play", "score") if hasattr(env, way))
+        """The env's function that makes, plays or scores a rollout."""
+
+    def prompt(self, number: int) -> Prompt:
+        """The env's prompt of ticket `number`. Raises what the env raises, TypeError and InvalidRollout."""
+        with self.work.doing("prompt"):
+            prompt = self._env.prompt(number)
+        if not isinstance(prompt, Prompt):
+            raise TypeError(f"prompt() gave a {type(prompt).__name__} in place of a Prompt")
+        check_prompt(prompt.tokens, self._sampler.vocab_size)
+        return prompt
 
     def end(self) -> None:
         """From now on nothing unfinished is waited for: a group is made of the rollouts that are there, or not."""
@@ -93,10 +130,12 @@ class GroupMaker:
         """
         size = self._settings.group_size
         outcomes: Sequence[Rollout | BaseException]
-        if hasattr(self._env, "play") or hasattr(self._env, "rollout"):
+        if self.way != "score":
             outcomes = await self._until_the_end([self._tried(prompt) for _ in range(size)])
         else:
             (scored,) = await self._until_the_end([self._scored(prompt)])
+            if isinstance(scored, TimeoutError):
+                raise GroupFailed(in_words(scored, self._settings)) from scored
             if isinstance(scored, BaseException):
                 raise scored
             outcomes = scored
@@ -110,7 +149,7 @@ class GroupMaker:
         if unfinished and not (is_enough and self._ending.is_set()):
             raise unfinished[0]
         if not is_enough:
-            raise GroupFailed(f"{type(errors[0]).__name__}: {errors[0]}") from errors[0]
+            raise GroupFailed(in_words(errors[0], self._settings)) from errors[0]
         counts = {"failed_rollouts": len(errors) - len(unfinished), "unfinished_rollouts": len(unfinished)}
         return self._group(ticket, prompt, rollouts, counts)
 
@@ -154,11 +193,12 @@ class GroupMaker:
 
         def score_all() -> list[Any]:
             out: list[Any] = []
-            for completion in completions:
-                try:
-                    out.append(env.score(prompt, completion.tokens, finish_reason=completion.finish_reason))
-                except Exception as error:  # the env is the user's code: whatever it raises costs this rollout only
-                    out.append(error)
+            with self.work.doing("score"):
+                for completion in completions:
+                    try:
+                        out.append(env.score(prompt, completion.tokens, finish_reason=completion.finish_reason))
+                    except Exception as error:  # the env is the user's code: whatever it raises costs this rollout only
+                        out.append(error)
             return out
 
         async with self._slots, asyncio.timeout(seconds):
@@ -166,11 +206,14 @@ class GroupMaker:
 
     async def _within(self, seconds: float, scoring: Any) -> Any:
         async with self._slots, asyncio.timeout(seconds):
-            return await scoring
+            with self.work.doing("score"):
+                return await scoring
 
     def _finished(self, prompt: Prompt, completion: Completion, score: Any) -> Rollout | BaseException:
         if isinstance(score, BaseException):
             return score
+        if not isinstance(score, Score):
+            return TypeError(f"score() gave a {type(score).__name__} in place of a Score")
         episode = Episode(prompt.tokens, self._ask, self.sampling)
         episode.add(completion)
         return self._rollout(episode, score)
@@ -179,11 +222,12 @@ class GroupMaker:
     async def _tried(self, prompt: Prompt) -> Rollout | BaseException:
         """One rollout, tried again as often as the settings say."""
         tries = self._settings.rollout_retries
-        one = self._made if hasattr(self._env, "rollout") else self._played
+        one = self._made if self.way == "rollout" else self._played
         while True:
             try:
                 async with self._slots, asyncio.timeout(self._settings.rollout_timeout_seconds):
-                    return await one(prompt)
+                    with self.work.doing(self.way):
+                        return await one(prompt)
             except (SamplerUnavailable, Aborted):
                 raise
             except Exception as error:  # the env is the user's code
@@ -195,19 +239,24 @@ class GroupMaker:
         env = cast(MultiTurnEnv, self._env)
         episode = Episode(prompt.tokens, self._ask, self.sampling)
         score = await env.play(prompt, episode)
+        if not isinstance(score, Score):
+            raise TypeError(f"play() gave a {type(score).__name__} in place of a Score")
         if not episode.sampled_tokens:
             raise GroupFailed("the episode ended before the policy sampled a token")
         return episode.rollout(score, text=env.render(episode.tokens))
 
     async def _made(self, prompt: Prompt) -> Rollout:
         env = cast(WholeRolloutEnv, self._env)
-        rollout = await env.rollout(prompt, PolicyAccess(ask=self._ask, sampling=self.sampling))
+        ask = partial(self._ask, work=UserWork.current())
+        rollout = await env.rollout(prompt, PolicyAccess(ask=ask, sampling=self.sampling))
         if not isinstance(rollout, Rollout):
             raise GroupFailed(f"the env made a {type(rollout).__name__} instead of a Rollout")
         return rollout
 
-    async def _ask(self, tokens: NDArray[np.int32], sampling: Sampling) -> Completion:
-        completion = (await self._sampler.sample(tokens, n=1, sampling=sampling))[0]
+    async def _ask(self, tokens: NDArray[np.int32], sampling: Sampling, work: Work | None = None) -> Completion:
+        check_prompt(tokens, self._sampler.vocab_size)
+        with self.work.paused(work):
+            completion = (await self._sampler.sample(tokens, n=1, sampling=sampling))[0]
         if completion.finish_reason == "abort":
             raise Aborted("sampling was stopped")
         return completion

@@ -38,9 +38,11 @@ from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
 from rlbuffer.worker.evaluation import Evaluator
-from rlbuffer.worker.groups import Aborted, GroupFailed, GroupMaker
+from rlbuffer.worker.failures import place_of, traceback_of
+from rlbuffer.worker.groups import Aborted, GroupFailed, GroupMaker, in_words
 from rlbuffer.worker.pulse import TICKET_SECONDS, Pulse
 from rlbuffer.worker.samplers import Sampler, make_sampler
+from rlbuffer.worker.threads import in_thread
 from rlbuffer.worker.versions import Versions
 
 if TYPE_CHECKING:
@@ -84,8 +86,9 @@ def run_worker(
     """Runs one worker until `stop` is set, or its env is done; tickets it still holds then are given back.
 
     Events, each a dict with ``event``: ``checked`` (version, difference), ``version`` (version, seconds), ``group``
-    (one was pushed: group_id, version, rollouts, tokens, reward, seconds), ``waiting`` (waiting), ``trouble`` (error),
-    ``restart`` (error), ``done`` (env, sentence), ``stopped`` (groups, rollouts, failed_groups).
+    (one was pushed: group_id, version, rollouts, tokens, reward, seconds), ``waiting`` (waiting), ``trouble`` (error;
+    of a group given up also kind, and traceback, "" but for the first of a kind), ``restart`` (error), ``done`` (env,
+    sentence), ``stopped`` (groups, rollouts, failed_groups).
 
     Args:
         name: the producer's name; the same after a restart.
@@ -97,7 +100,8 @@ def run_worker(
         True when the env is done: all its tickets were given, and their groups made.
 
     Raises:
-        ConfigError: the env or sampler cannot be made, or the env does not fit the model.
+        ConfigError: the env or sampler cannot be made, the env does not fit the model, or none of `max_failures` groups
+            could be made.
         SchemaMismatch: the run was written by an incompatible version; nothing is written there.
         ServerUnreachable: for longer than the writer's patience.
     """
@@ -139,7 +143,7 @@ class _Worker:
         self._tickets: int | None = getattr(env, "tickets", None)
         self._is_done = False
         self._maker = GroupMaker(env, sampler, settings, worker=name)
-        self._pulse = Pulse(buffer, name, env.name)
+        self._pulse = Pulse(buffer, name, env.name, self._maker.work)
         self._versions = Versions(
             buffer.policy(),
             sampler,
@@ -216,7 +220,8 @@ class _Worker:
         _, is_draining = self._buffer.store.asked()
         if is_draining:
             return draining()
-        return f"no ticket for {self._env.name}: what may be sampled now is out or in the pool"
+        lapsing = " (tickets of groups that failed lapse first)" if self._failures else ""
+        return f"no ticket for {self._env.name}: what may be sampled now is out or in the pool{lapsing}"
 
     async def _serve_run(self, writer: Writer) -> None:
         """Serves one epoch of the run. Returns when told to stop; whatever is in flight then is given up."""
@@ -246,7 +251,7 @@ class _Worker:
                 if not is_serving:
                     await self._release(writer, tickets)
                     continue
-                prompts = await asyncio.to_thread(self._prompts, tickets)
+                prompts = await self._prompts_of(tickets)
                 skipped = [t for t, p in zip(tickets, prompts, strict=True) if isinstance(p, Skip)]
                 await self._skip(writer, skipped, prompts)
                 if len(skipped) == len(tickets):
@@ -306,11 +311,18 @@ class _Worker:
             await asyncio.gather(evaluating, return_exceptions=True)
 
     # -- one group ---------------------------------------------------------------------------------------------------
+    async def _prompts_of(self, tickets: list[Ticket]) -> list[Prompt | Exception]:
+        try:
+            async with asyncio.timeout(self._settings.rollout_timeout_seconds):
+                return await in_thread(lambda: self._prompts(tickets))
+        except TimeoutError as error:
+            return [error] * len(tickets)
+
     def _prompts(self, tickets: list[Ticket]) -> list[Prompt | Exception]:
         prompts: list[Prompt | Exception] = []
         for ticket in tickets:
             try:
-                prompts.append(self._env.prompt(ticket.number))
+                prompts.append(self._maker.prompt(ticket.number))
             except Exception as error:  # the env is the user's code: whatever it raises costs this group only
                 prompts.append(error)
         wanted = [i for i, prompt in enumerate(prompts) if isinstance(prompt, Prompt)]
@@ -337,9 +349,11 @@ class _Worker:
     async def _fly(self, writer: Writer, ticket: Ticket, prompt: Prompt | Exception) -> None:
         """Samples, scores and pushes the group of one ticket."""
         start = time.monotonic()
+        function = self._maker.way
         try:
             if isinstance(prompt, Exception):
-                raise GroupFailed(f"prompt failed: {type(prompt).__name__}: {prompt}")
+                function = "prompt"
+                raise GroupFailed(f"prompt failed: {in_words(prompt, self._settings)}") from prompt
             group = await self._maker.make(ticket, prompt)
             push = asyncio.create_task(self._push(writer, ticket, group, start))
             self._pushes.add(push)
@@ -352,13 +366,9 @@ class _Worker:
             await self._release(writer, [ticket])
             self._trouble(f"{error}; asked again in {AWAY_SECONDS:g} s")
             await asyncio.sleep(AWAY_SECONDS)
-        except TimeoutError as error:
-            seconds = self._settings.rollout_timeout_seconds
-            await self._give_up(writer, ticket, f"not finished within rollout_timeout_seconds = {seconds:g}", error)
-        except GroupFailed as error:
-            await self._give_up(writer, ticket, str(error), error)
-        except InvalidRollout as error:
-            await self._give_up(writer, ticket, f"{type(error).__name__}: {error}", error)
+        except (GroupFailed, InvalidRollout) as error:
+            reason = str(error) if isinstance(error, GroupFailed) else in_words(error, self._settings)
+            await self._give_up(writer, ticket, reason, error.__cause__ or error, function)
 
     async def _push(self, writer: Writer, ticket: Ticket, group: Group, start: float) -> None:
         await asyncio.get_running_loop().run_in_executor(self._pusher, self._store, writer, group)
@@ -392,12 +402,18 @@ class _Worker:
         if self._stop.is_set():
             raise _Stopped
 
-    async def _give_up(self, writer: Writer, ticket: Ticket, reason: str, error: Exception) -> None:
-        """Counts a group that cannot be made, and gives its ticket back once."""
+    async def _give_up(self, writer: Writer, ticket: Ticket, reason: str, error: BaseException, function: str) -> None:
+        """Counts a group that cannot be made, and gives its ticket back once.
+
+        Raises:
+            ConfigError: so many in a row cannot be made, and none could.
+        """
         _log.debug("group %s given up", ticket.group_id, exc_info=error)
         self._pulse.failed_groups += 1
         self._failures[ticket.number] += 1
-        sentence = f"group {ticket.group_id} given up: {reason}"
+        place, kind = place_of(error, self._env, function), type(error).__name__
+        what = f"{reason} ({place})" if place else reason
+        sentence = f"group {ticket.group_id} given up: {what}"
         if self._tickets is not None and self._failures[ticket.number] >= LAST_FAILURE:
             # One prompt that can never be sampled must not keep the run from its end.
             self._pulse.remove(ticket)
@@ -409,7 +425,11 @@ class _Worker:
             sentence += f" ({self._failures[ticket.number]} times; its ticket is left to lapse)"
         else:
             await self._release(writer, [ticket])
-        self._trouble(sentence)
+        is_first = self._pulse.failures.note(kind, what)
+        self._trouble(sentence, kind=kind, traceback=traceback_of(error) if is_first else "")
+        tries = self._settings.max_failures
+        if tries and not self._pulse.groups and self._pulse.failed_groups >= tries:
+            raise self._pulse.failures.all_of(self._env.name)
 
     async def _release(self, writer: Writer, tickets: list[Ticket]) -> None:
         for ticket in tickets:
@@ -458,9 +478,9 @@ class _Worker:
             }
         )
 
-    def _trouble(self, sentence: str) -> None:
+    def _trouble(self, sentence: str, **more: str) -> None:
         self._pulse.error = sentence
-        self._on_event({"event": "trouble", "error": sentence})
+        self._on_event({"event": "trouble", "error": sentence, **more})
 
     def _wait(self, what: str) -> None:
         """Notes what is waited for, and says it once it has lasted."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rlbuffer.heartbeats import Heartbeats
 from rlbuffer.records import Ticket
+from rlbuffer.worker.failures import Failures, UserWork
 
 TICKET_SECONDS = 12.0
 """How long a ticket stays out when its worker has died: five beats missed, and a reconnect."""
@@ -27,12 +28,15 @@ class Heart(Protocol):
 class Pulse(Heartbeats):
     """Says what a worker samples with and has pushed; renews its tickets."""
 
-    def __init__(self, buffer: Heart, name: str, env: str) -> None:
+    def __init__(self, buffer: Heart, name: str, env: str, work: UserWork | None = None) -> None:
         super().__init__("rlbuffer-pulse")
         self.version = -1
         """Policy version that samples."""
         self.skipped = 0
         """Tickets closed because nothing was to be sampled for them."""
+        self.failures = Failures()
+        """Groups given up, by kind."""
+        self._work = work or UserWork()
         self._buffer, self._name, self._env = buffer, name, env
         self._writer: Renewer | None = None
         self._held: dict[int, Ticket] = {}
@@ -60,7 +64,9 @@ class Pulse(Heartbeats):
 
     def record(self) -> dict[str, Any]:
         """What a heartbeat says; msgpack types."""
-        return {"env": self._env, "version": self.version, "skipped": self.skipped} | super().record()
+        own = {"env": self._env, "version": self.version, "skipped": self.skipped}
+        failed = {"failures": self.failures.record(), "failure": self.failures.last, "busy": self._work.sentence()}
+        return own | failed | super().record()
 
     def _renew(self) -> None:
         if self._writer is not None and self._held:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+from rlbuffer.worker.failures import places_of_thread
+
 T = TypeVar("T")
 
 
@@ -15,7 +17,8 @@ async def in_thread(work: Callable[[], T]) -> T:
     """What `work` gives or raises, done in a daemon thread of its own.
 
     ``asyncio.to_thread`` takes a thread of a pool that is joined before the process can end: one call that never
-    returns would hold it for ever. Here nobody waits for a thread that is not awaited any more.
+    returns would hold it for ever. Here nobody waits for a thread that is not awaited any more; where it was then goes
+    along with the cancellation (`places`).
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[list[T], BaseException | None]] = loop.create_future()
@@ -34,8 +37,13 @@ async def in_thread(work: Callable[[], T]) -> T:
         with suppress(RuntimeError):  # the loop is closed: nobody awaits it any more
             loop.call_soon_threadsafe(settle, value, error)
 
-    threading.Thread(target=run, name="user-work", daemon=True).start()
-    done, raised = await outcome
+    thread = threading.Thread(target=run, name="user-work", daemon=True)
+    thread.start()
+    try:
+        done, raised = await outcome
+    except asyncio.CancelledError as cancelled:
+        cancelled.places = places_of_thread(thread.ident)  # type: ignore[attr-defined]
+        raise
     if raised is not None:
         raise raised
     return done[0]

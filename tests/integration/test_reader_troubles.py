@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from store_runs import Run
 
+import rlbuffer.reader
 from rlbuffer.errors import BatchTimeout, RlbufferError, RunGone
 from rlbuffer.reader import Reader
 from rlbuffer.records import PolicyVersion
@@ -54,6 +55,32 @@ def test_a_rank_that_acknowledges_nothing_waits_for_the_recovery(run: Run) -> No
     ):
         reader.pull(2)
     reader.close()
+
+
+def test_ranks_whose_passes_do_not_match_are_told_of(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rlbuffer.reader, "HEARTBEAT_SECONDS", 0.1)
+    for n in range(3):
+        run.step(f"a.{n}", world_size=2)
+    readers = [Reader(run.again(), rank=rank, world_size=2, timeout_seconds=30) for rank in (0, 1)]
+    try:
+        for reader in readers:
+            reader.trained(reader.pull(1))
+        readers[0].trained(readers[0].pull(2))
+        readers[0].trained(readers[0].pull(3))  # with gradients that the other rank has of step 2
+        deadline = time.monotonic() + 60
+        while not caplog.messages and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        for reader in readers:
+            reader.close()
+    (said,) = caplog.messages
+    assert said == (
+        f"run {run.store.run}: rank 0 has trained step 3, rank 1 step 1: their passes do not match, so they wait for "
+        "each other or exchange gradients of different steps. Every rank makes one forward and backward pass of the "
+        "wrapped model (DDP, FSDP) per micro-batch, dummies too"
+    )
 
 
 def test_a_run_that_is_gone_ends_a_waiting_trainer_with_a_word(run: Run) -> None:

@@ -155,6 +155,22 @@ def test_policy_version_only_grows_within_an_epoch(run):
     assert run.store.policy().version == 1
 
 
+def test_a_version_that_was_announced_without_weights_is_announced_again_with_them_and_never_without(run):
+    number = attempt(run).number
+    assert run.store.announce(number, PolicyVersion(version=2))
+    before = run.control_keys()
+    for version in (1, 2):
+        assert not run.store.announce(number, PolicyVersion(version=version))
+    assert not run.store.announce(number, PolicyVersion(version=1, location="/w/1", size=10, checksum="c1"))
+    assert run.control_keys() == before
+    two = PolicyVersion(version=2, location="/w/2", size=10, checksum="c2")
+    assert run.store.announce(number, two)
+    assert run.store.policy() == two
+    assert not run.store.announce(number, PolicyVersion(version=2))
+    assert not run.store.announce(number, PolicyVersion(version=2, location="/other", size=10, checksum="c3"))
+    assert run.store.policy() == two
+
+
 def test_each_adapter_has_a_version_of_its_own(run):
     number = attempt(run).number
     run.store.announce(number, PolicyVersion(version=4, adapter="lora"))

@@ -72,7 +72,7 @@ def test_a_prompt_that_always_fails_is_left_out_and_does_not_keep_the_env_from_i
     stage.env.bad_prompts = {1}
     start(stage, 3)
     eventually(lambda: read(stage) == {"counting.0", "counting.2"} and len(stage.told("trouble")) == 3)
-    assert [event["error"] for event in stage.told("trouble")] == [
+    assert stage.troubles() == [
         "group counting.1 given up: prompt failed: KeyError: 1",
         "group counting.1 given up: prompt failed: KeyError: 1 (2 times; its ticket is left to lapse)",
         "group counting.1 given up: prompt failed: KeyError: 1 (3 times; its prompt is left out)",

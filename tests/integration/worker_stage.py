@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import uuid
@@ -159,9 +160,18 @@ class Stage:
     def told(self, event: str) -> list[dict[str, Any]]:
         return [e for e in self.events if e["event"] == event]
 
+    def troubles(self) -> list[str]:
+        """What was told, without the places in files."""
+        return [without_place(event["error"]) for event in self.told("trouble")]
+
     def heartbeat(self) -> dict[str, Any]:
         eventually(lambda: "w-0" in self.store.heartbeats("worker"))
         return dict(self.store.heartbeats("worker")["w-0"])
+
+
+def without_place(sentence: str) -> str:
+    """A trouble without the file and line that it names."""
+    return re.sub(r" \([^()]+\.py:\d+ in \w+\)", "", sentence)
 
 
 def eventually(fact: Callable[[], object]) -> None:

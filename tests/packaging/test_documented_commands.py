@@ -17,6 +17,9 @@ PAGES = [
     "docs/operations.md",
     "docs/deploy.md",
     "docs/trainers.md",
+    "docs/environments.md",
+    "docs/text.md",
+    "docs/gpu_box.md",
     "docs/concepts.md",
     "docs/protocol.md",
 ]

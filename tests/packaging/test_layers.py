@@ -37,7 +37,7 @@ FLOORS = [
     ("batcher",),
     ("filters", "toml_lines", "schema", "placement", "cross_checks", "loading", "testing"),
     ("store",),
-    ("views", "writer", "refusals", "progress", "reader", "operations"),
+    ("views", "writer", "refusals", "progress", "skew", "reader", "operations"),
     ("client",),
     ("daemon",),
     ("weights",),

@@ -11,7 +11,7 @@ import pytest
 from rlbuffer.policy import memory, waiting
 
 ROOT = Path(__file__).parents[2]
-NO_SENTENCES = {"progress"}
+NO_SENTENCES = {"progress", "counted"}
 """Functions of the module that make a part of one."""
 ENTRY = re.compile(r"^### (.+?) \.\.\.\n<!-- waiting: (\w+) -->\n(.+?)(?=\n### |\Z)", re.MULTILINE | re.DOTALL)
 EXAMPLE = waiting.EnvNeed(env="math", missing=3, ready=0, forming=1, oldest_seconds=2.0, is_silent=False)
@@ -30,6 +30,9 @@ ARGUMENTS = {
     "absent_trainer": (7, 6),
     "silent_trainer": (7, 6, 20.0),
     "draining": (),
+    "for_failures": ("math", {"KeyError": 3}, "KeyError: 'x' (envs.py:3 in score)", ["math-0"]),
+    "for_busy": ("math", "math-0", "score() has run for 12 s (envs.py:3 in score)"),
+    "for_worker": ("math", "math-0", "no such file"),
     "for_share": (EXAMPLE, 6),
 }
 NAMED = {

@@ -322,7 +322,7 @@ def test_an_env_that_never_sent_anything_is_named_too():
 def test_the_sentence_says_how_full_the_step_is_when_nobody_is_short():
     made = batcher()
     assert ask(made).waiting == (
-        "Step 1 is 0 % full (0 of 200 tokens ready). No env has sent a group that can train yet: start a worker."
+        "Step 1 is 0 % full (0 of 200 tokens ready). No env has sent a group that can train yet."
     )
     put(made, "g")
     assert ask(made).waiting == (

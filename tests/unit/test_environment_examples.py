@@ -13,17 +13,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_tokenizer import save_tokenizer
+from transformers import AutoTokenizer
 
 from rlbuffer.errors import PromptTooLong
+from rlbuffer.placement import shared_gpus
 from rlbuffer.records import Group, Ticket
-from rlbuffer.settings import WorkerSettings
+from rlbuffer.settings import RunSettings, WorkerSettings
 from rlbuffer.spans import VersionSpan
 from rlbuffer.worker.envs import ADAPTERS, BUILT_IN, make_env
 from rlbuffer.worker.envs.lookup import no_such_option, target
 from rlbuffer.worker.groups import GroupMaker
 from rlbuffer.worker.samplers import Completion, Sampling
 
-TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "environments.md").read_text()
 
 
 @pytest.fixture
@@ -87,6 +91,53 @@ def test_the_tool_example_masks_out_what_the_tool_says_and_keeps_both_rewards() 
     assert rollout.loss_mask.tolist() == [False, True, True, False, False, True, True, True]
     assert rollout.rewards == pytest.approx({"right": 1.0, "short": 1 / 3})
     assert rollout.reward == pytest.approx(1 + 0.1 / 3)
+
+
+def test_the_text_example_asks_in_the_chat_template_and_scores_what_was_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "examples"))
+    folder = str(save_tokenizer(tmp_path))
+    env = make_env("sums:Sums", tokenizer=folder)
+    prompt = env.prompt(3)
+    a, b = map(int, prompt.prompt_id.split("+"))
+    assert env.render(prompt.tokens) == (
+        "<|im_start|>system\nAnswer with the number alone.<|im_end|>\n"
+        f"<|im_start|>user\nWhat is {a} + {b}?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert env.prompt(3).tokens.tolist() == prompt.tokens.tolist()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for said, reward in ((str(a + b), 1.0), (str(a + b + 1), 0.0)):
+        turn = [*tokenizer.encode(said), tokenizer.eos_token_id]
+        settings = WorkerSettings(env="sums:Sums", group_size=1)
+        sampler = Says(turn)
+        sampler.vocab_size = env.vocab_size
+        maker = GroupMaker(env, sampler, settings, worker="w")  # type: ignore[arg-type]
+        group = asyncio.run(maker.make(Ticket(env="sums", number=3, group_id="sums.3"), maker.prompt(3)))
+        assert group.rollouts[0].reward == reward
+        assert group.rollouts[0].tokens.tolist() == [*prompt.tokens.tolist(), *turn]
+        assert group.rollouts[0].metadata == {"said": said}
+
+
+def test_the_example_of_a_whole_file_scores_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "examples"))
+    env = make_env("parity:Parity")
+    assert env.score(env.prompt(7), np.array([11, 12], np.int32), finish_reason="stop").reward == 1.0
+    assert env.score(env.prompt(7), np.array([10, 3], np.int32), finish_reason="length").reward == 0.0
+    assert env.render(np.array([7, 11, 12])) == "7 odd ."
+
+
+@pytest.mark.parametrize("page", ["text.md", "gpu_box.md"])
+def test_the_configs_on_a_page_load(page: str) -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        settings = RunSettings(**tomllib.loads(block))
+        assert shared_gpus(settings) == []
+        for worker in settings.worker.values():
+            if ":" not in worker.env:
+                known = inspect.signature(target(ADAPTERS[worker.env], what="env")).parameters
+                assert no_such_option("", worker.env_options, known) == ""
 
 
 def test_the_settings_on_the_page_are_settings() -> None:

@@ -113,6 +113,7 @@ def test_a_name_that_is_none_is_an_attribute_error() -> None:
                 "adapter": ("k", ""),
             },
         ),
+        (rlbuffer.Policy.publish, {"model": ("p", NONE), "version": ("p", NONE), "folder": ("p", None)}),
         (rlbuffer.Policy.wait, {"version": ("p", NONE), "timeout_seconds": ("k", NONE)}),
         (
             rlbuffer.plan,

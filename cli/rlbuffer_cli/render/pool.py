@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.lines import amount, duration, percent, printable
+from rlbuffer.lines import amount, duration, failures_of, percent, printable
+from rlbuffer.policy.waiting import counted
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.adapters import AdapterSummary, adapter_line, summarize_adapters
 from rlbuffer_cli.render.evaluations import evaluation_lines, summarize_evaluations
@@ -271,6 +272,8 @@ def header_lines(summary: RunSummary) -> list[str]:
     lines += [f"  {line}" for line in evaluation_lines(summary.evaluations)]
     if summary.workers:
         lines.append("  workers: " + " · ".join(_worker(name, beat) for name, beat in summary.workers.items()))
+    for name, beat in summary.workers.items():
+        lines += _failures(name, beat)
     if summary.scorers:
         lines.append("  scorers: " + " · ".join(_worker(name, beat) for name, beat in summary.scorers.items()))
     for who, sentence in sorted(summary.waiting.items()):
@@ -308,9 +311,24 @@ def _worker(name: str, beat: Mapping[str, Any]) -> str:
         f"v{version}" if isinstance(version, int) and version >= 0 else "",
         ", ".join(map(printable, map(str, gives))) if isinstance(gives, list) else "",
         f"{amount(rate)} rollouts/s" if isinstance(rate, float) else "",
-        f"! {printable(str(beat['error']))}" if beat.get("error") else "",
+        f"! {printable(str(beat['error']))}" if beat.get("error") and not failures_of(beat).kinds else "",
     ]
     return " ".join([name, *filter(None, parts)])
+
+
+def _failures(name: str, beat: Mapping[str, Any]) -> list[str]:
+    """What a worker's env did not do."""
+    kinds, last = failures_of(beat)
+    env, lines = printable(str(beat.get("env", ""))), []
+    if kinds:
+        groups = f"{sum(kinds.values())} group{'s' * (sum(kinds.values()) != 1)}"
+        lines.append(
+            f"  ! env {env}, worker {printable(name)}: {groups} given up ({printable(counted(kinds))}), "
+            f"the last: {printable(last)}"
+        )
+    if beat.get("busy"):
+        lines.append(f"  ! env {env}, worker {printable(name)}: {printable(str(beat['busy']))}")
+    return lines
 
 
 def _env_row(env: EnvSummary) -> list[str]:

@@ -1,0 +1,83 @@
+"""What the leader says of workers whose groups cannot be made, and of runs without a worker."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rlbuffer.lines import failures_of
+from rlbuffer.policy import waiting
+from rlbuffer.store.base import Store
+
+LOOK_SECONDS = 1.0
+"""How often the leader looks at the workers' heartbeats while a step waits."""
+FRESH_SECONDS = 8.0
+"""A worker beats every two seconds."""
+
+
+class WorkerWatch:
+    """Whose groups do not come, and why."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._beats: dict[str, Mapping[str, Any]] = {}
+        self._is_served = False
+        """Any worker is alive."""
+        self._looked = float("-inf")
+        self._told: dict[str, tuple[object, str, float]] = {}
+        """Env -> what its sentence is made of but for numbers, the sentence, and when it was made."""
+
+    def sentence(self, said: str) -> str:
+        """What is added to the batcher's sentence `said`, with a space before it; "" when workers have no trouble.
+
+        Counts grow all the time: they are told anew every minute, and when another kind comes.
+        """
+        now = time.monotonic()
+        if now - self._looked > LOOK_SECONDS:
+            self._looked = now
+            beats = self._store.heartbeats("worker")
+            alive = {name for name, beat in beats.items() if beat["seconds_ago"] <= FRESH_SECONDS}
+            served = {str(beats[name].get("env")) for name in alive}
+            # The last words of a worker that has ended count until another one samples its env.
+            dead = {
+                name for name, beat in beats.items() if failures_of(beat).kinds and str(beat.get("env")) not in served
+            }
+            self._beats = {name: beats[name] for name in sorted(alive | dead)}
+            self._is_served = bool(alive)
+        if not self._beats:
+            return f" {waiting.NO_WORKER}" if said.endswith(waiting.NOTHING_YET) else ""
+        nobody = "" if self._is_served else f" {waiting.NO_WORKER}"
+        envs: dict[str, dict[str, Mapping[str, Any]]] = {}
+        for name, beat in self._beats.items():
+            envs.setdefault(str(beat.get("env", "")), {})[name] = beat
+        self._told = {env: told for env, told in self._told.items() if env in envs}
+        return (
+            "".join(f" {text}" for env, beats in sorted(envs.items()) if (text := self._of(env, beats, now))) + nobody
+        )
+
+    def _of(self, env: str, beats: Mapping[str, Mapping[str, Any]], now: float) -> str:
+        failing = {name: failures for name, beat in beats.items() if (failures := failures_of(beat)).kinds}
+        busy = {name: str(beat["busy"]) for name, beat in beats.items() if beat.get("busy")}
+        troubled = {name: str(beat["error"]) for name, beat in beats.items() if beat.get("error")}
+        kinds: Counter[str] = Counter()
+        for failures in failing.values():
+            kinds.update(failures.kinds)
+        key = (tuple(failing), tuple(sorted(kinds)), tuple(busy), tuple(troubled) if not failing else ())
+        before = self._told.get(env)
+        if before is not None and before[0] == key and now < before[2] + waiting.AGAIN_SECONDS:
+            return before[1]
+        parts = []
+        if troubled and failing:
+            last = next(reversed(failing.values())).last
+            parts.append(waiting.for_failures(env, kinds, last, list(failing)))
+        elif troubled:
+            name, error = next(iter(troubled.items()))
+            parts.append(waiting.for_worker(env, name, error))
+        if busy:
+            name, what = next(iter(busy.items()))
+            parts.append(waiting.for_busy(env, name, what))
+        text = " ".join(parts)
+        self._told[env] = (key, text, now)
+        return text

@@ -1,0 +1,208 @@
+"""What goes wrong in an env: which kind of error, where in whose file, and what has been running for too long.
+
+An env is the user's code. Most of what fails in it fails in every group, so a worker says the file and line of it, and
+what it does when it does not come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.policy.waiting import counted
+
+LONG_SECONDS = 5.0
+"""Work of an env that runs for longer is named, with the line that it is at."""
+MOST_KINDS = 16
+"""Kinds of failures that are told apart."""
+SHOWN_FRAMES = 6
+"""Of a traceback, the innermost."""
+OTHERS = "others"
+
+Place = tuple[str, int, str]
+"""File, line, function."""
+
+_OURS = str(Path(__file__).parents[1])
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))
+_PYTHON = sysconfig.get_paths()["stdlib"]
+
+
+def place_of(error: BaseException, env: object, function: str) -> str:
+    """Where in the user's files `error` was raised, as ``FILE:LINE in NAME``.
+
+    The innermost line outside of rlbuffer and of Python's own library; where there is none, because what the env gave
+    is wrong, the beginning of the env's `function`. "" for what the env had no part in.
+    """
+    places: list[Place] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        places += [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(cause.__traceback__)]
+        places += getattr(cause, "places", ())
+        cause = cause.__cause__
+    return _shown(_chosen(places) or (None if isinstance(error, TimeoutError) else _beginning(env, function)))
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback's innermost lines, as Python prints them."""
+    return "".join(traceback.format_exception(error, limit=-SHOWN_FRAMES)).rstrip()
+
+
+def places_of_thread(ident: int | None) -> list[Place]:
+    """Where a thread is at this moment, the innermost place last."""
+    places = []
+    frame: FrameType | None = sys._current_frames().get(ident or 0)
+    while frame is not None:
+        places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return places[::-1]
+
+
+class Failures:
+    """Groups that could not be made, by kind. Written by the worker's loop, read by its heartbeat."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self.last = ""
+        """The last one in a sentence."""
+
+    def note(self, kind: str, sentence: str) -> bool:
+        """Counts one. -> whether it is the first of its kind."""
+        kind = kind if kind in self._counts or len(self._counts) < MOST_KINDS else OTHERS
+        self._counts[kind] += 1
+        self.last = sentence
+        return self._counts[kind] == 1
+
+    def all_of(self, env: str) -> ConfigError:
+        """What a worker ends with that has made no group."""
+        counts = self.record()
+        return ConfigError(
+            f"env {env}: none of {sum(counts.values())} groups could be made ({counted(counts)}), the last: "
+            f"{self.last}. Mend the env, or let it try more often (worker.*.max_failures; 0: for ever)",
+            setting="env",
+        )
+
+    def record(self) -> dict[str, int]:
+        """Kind -> groups, the most frequent first."""
+        return dict(self._counts.copy().most_common())
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A function of the env that runs."""
+
+    what: str
+    since: float | None
+    """Monotonic; None while the policy samples for it."""
+    thread: int
+    task: asyncio.Task[Any] | None
+
+
+_current: ContextVar[Work | None] = ContextVar("work", default=None)
+
+
+class UserWork:
+    """What of the env runs at this moment. Safe to read from any thread."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Work] = {}
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """The env's function `what` runs meanwhile, in this thread or this task."""
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:
+            task = None
+        work = Work(what=what, since=time.monotonic(), thread=threading.get_ident(), task=task)
+        self._running[id(work)] = work
+        token = _current.set(work)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+            del self._running[id(work)]
+
+    @staticmethod
+    def current() -> Work | None:
+        """What this task does for the env, for calls that come from other tasks."""
+        return _current.get()
+
+    @staticmethod
+    @contextmanager
+    def paused(work: Work | None = None) -> Iterator[None]:
+        """The policy samples for the env meanwhile, for `work` or what this task does: that is no work of the env's."""
+        work = work or _current.get()
+        if work is not None:
+            work.since = None
+        try:
+            yield
+        finally:
+            if work is not None:
+                work.since = time.monotonic()
+
+    def sentence(self) -> str:
+        """What has run for long, and where it is; "" while nothing has."""
+        running = [work for work in list(self._running.values()) if work.since is not None]
+        longest = min(running, key=lambda work: work.since or 0.0, default=None)
+        if longest is None or longest.since is None:
+            return ""
+        seconds = time.monotonic() - longest.since
+        if seconds < LONG_SECONDS:
+            return ""
+        place = _chosen(_places_of(longest))
+        return f"{longest.what}() has run for {seconds:.0f} s" + (f" ({_shown(place)})" if place else "")
+
+
+def _places_of(work: Work) -> list[Place]:
+    if work.task is None:
+        return places_of_thread(work.thread)
+    places: list[Place] = []
+    inner: Any = work.task.get_coro()
+    while inner is not None:
+        frame = getattr(inner, "cr_frame", None)
+        if frame is not None:
+            places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        inner = getattr(inner, "cr_await", None)
+    is_running = getattr(work.task.get_coro(), "cr_running", False)
+    return places + (places_of_thread(work.thread) if is_running else [])
+
+
+def _chosen(places: Iterable[Place]) -> Place | None:
+    """The innermost one of the user's own, else of a library's."""
+    outside = [p for p in places if not p[0].startswith((_OURS, "<")) and not _is_pythons(p[0])]
+    own = [p for p in outside if not p[0].startswith(_LIBRARIES)]
+    return (own or outside)[-1] if outside else None
+
+
+def _is_pythons(file: str) -> bool:
+    return file.startswith(_PYTHON) and not file.startswith(_LIBRARIES)
+
+
+def _beginning(env: object, function: str) -> Place | None:
+    """Where the env's `function` is defined."""
+    code = getattr(inspect.unwrap(getattr(env, function, env)), "__code__", None)  # type: ignore[arg-type]
+    return None if code is None else (code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def _shown(place: Place | None) -> str:
+    if place is None:
+        return ""
+    file, line, name = place
+    path = Path(file)
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return f"{path}:{line} in {name}"

@@ -1,0 +1,135 @@
+"""The trainers of docs/trainers.md with a real `serve` and a real worker: the reward rises, also after a kill."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from homes import Home
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import rlbuffer
+from rlbuffer.weights.model import TINY_QWEN3
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+STEPS, KILLED_AFTER = 40, 12
+FIRST, LAST = 0.2, 0.4
+"""Mean rewards of the env: what fresh weights get at most, and what the run must get to."""
+
+CONFIG = """
+run = "own"
+
+[server]
+appendfsync = "no"
+
+[batcher]
+row_tokens = 64
+step_groups = 6
+max_age = 1
+advantage = "grpo"
+
+[worker.parity]
+env = "parity:Parity"
+group_size = 8
+groups_per_batch = 6
+"""
+
+
+def rewards(buffer: rlbuffer.Buffer) -> list[float]:
+    """Mean reward of each committed step."""
+    return [record["reward"] for record in reversed(buffer.store.history()) if record["event"] == "step"]
+
+
+def begin(home: Home) -> None:
+    """The examples, a fresh model, a batcher and a worker."""
+    for path in EXAMPLES.glob("*.py"):
+        shutil.copy(path, home.path)
+    config = home.path / "own.toml"
+    config.write_text(CONFIG)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_QWEN3))
+    model.save_pretrained(home.path / "model")
+    home.start("serve", "--config", config, "--display", "plain", log="serve")
+    home.start("worker", "parity", "--config", config, "--display", "plain", log="worker")
+
+
+def train(home: Home, script: str, *arguments: object, ranks: int) -> list[Any]:
+    """The processes that torchrun would start, each with the environment that it would have."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    alone, started = home.environment, []
+    for rank in range(ranks):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place["ACCELERATE_USE_CPU"] = "true"  # as `accelerate launch` says where there is no GPU
+        home.environment = alone | {name: str(value) for name, value in place.items()}
+        command = [str(home.path / f"{script}.py"), *map(str, arguments)]
+        started.append(home.start_python(*command, log=f"{script}-{rank}"))
+    home.environment = alone
+    return started
+
+
+@pytest.mark.parametrize(("example", "ranks"), [("plain_loop", 2), ("hf_trainer", 2), ("accelerate_loop", 2)])
+def test_a_documented_trainer_learns_with_a_real_worker_and_goes_on_after_a_kill(
+    home: Home, example: str, ranks: int
+) -> None:
+    if example != "plain_loop":
+        pytest.importorskip("accelerate", reason="comes with PEFT")
+    begin(home)
+    with home.connect("own") as buffer:
+        store = buffer.store
+
+        places = store.server()["address"], "own", home.path / "model", home.path / "out", STEPS
+        begun = train(home, example, *places, ranks=ranks)
+        home.wait_until(lambda: store.trainer().trained >= KILLED_AFTER, seconds=100, why=f"step {KILLED_AFTER}")
+        for process in begun:
+            process.kill()
+            process.wait()
+        again = train(home, example, *places, ranks=ranks)
+        assert [home.ended(process, 100) for process in again] == [0] * ranks, home.logs()
+        attempt = store.trainer()
+        assert attempt.trained == STEPS
+        assert attempt.resume_step >= KILLED_AFTER // 10 * 10, "it went on from its checkpoint"
+        assert buffer.policy().current().version == STEPS
+        assert buffer.verify().ok, buffer.verify()
+        earned = rewards(buffer)
+        first, last = (sum(part) / len(part) for part in (earned[:5], earned[-5:]))
+        assert first < FIRST
+        assert last > LAST, earned
+
+
+AROUND = """
+import os, sys
+import torch
+import torch.distributed as dist
+from plain_loop import loss_of as loss
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+
+rank, world_size, last = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), 3
+model = AutoModelForCausalLM.from_pretrained("model", attn_implementation="eager")
+ddp = model
+if world_size > 1:
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+"""
+"""What the README leaves to the reader: a model, a loss, an optimizer."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_readmes_lines_train_as_they_are(home: Home, ranks: int) -> None:
+    begin(home)
+    readme = (EXAMPLES.parents[1] / "README.md").read_text()
+    lines = readme.partition("## Your own trainer")[2].partition("```python\n")[2].partition("```")[0]
+    with home.connect("own") as buffer:
+        changes = {'"redis://host:6379"': repr(buffer.store.server()["address"]), '"math"': '"own"', '"cuda"': '"cpu"'}
+        for theirs, ours in changes.items():
+            assert lines.count(theirs) == 1
+            lines = lines.replace(theirs, ours)
+        (home.path / "readme.py").write_text(AROUND + lines)
+        assert [home.ended(process, 60) for process in train(home, "readme", ranks=ranks)] == [0] * ranks, home.logs()
+        assert (buffer.store.trainer().trained, buffer.policy().current().version) == (3, 3)

@@ -1,0 +1,108 @@
+"""`policy().publish`: what a trainer of one's own gives its workers, from any rank and any wrapper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import rlbuffer
+from rlbuffer.client import Buffer
+from rlbuffer.errors import RlbufferError, WeightsError
+from rlbuffer.weights.files import load_state, open_weights
+from rlbuffer.weights.model import TINY_QWEN3, model_from_config
+
+
+@pytest.fixture
+def buffer(tmp_path: Path) -> Buffer:
+    with rlbuffer.connect("memory://", run="own", config={"home": tmp_path}) as buffer:
+        yield buffer
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> None:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model() -> PreTrainedModel:
+    return model_from_config(TINY_QWEN3)
+
+
+def test_the_first_version_is_there_before_the_first_step_and_no_version_is_written_twice(
+    buffer: Buffer, tmp_path: Path
+) -> None:
+    reader, policy, ours = buffer.reader(), buffer.policy(), model()
+    assert policy.publish(ours, reader.step)
+    current = policy.current()
+    assert (current.version, current.location) == (0, str(next((tmp_path / "runs" / "own" / "weights").iterdir())))
+    assert buffer.store.trainer().number == reader.attempt
+    loaded = AutoModelForCausalLM.from_pretrained(open_weights(current))
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), ours.parameters(), strict=True))
+    assert not policy.publish(model(), 0)
+    assert policy.current() == current
+    assert policy.publish(ours, 3, tmp_path / "elsewhere", keep=1)
+    assert policy.publish(ours, 4, str(tmp_path / "elsewhere"), keep=1)
+    assert [path.name[:9] for path in (tmp_path / "elsewhere").iterdir()] == ["v00000004"]
+
+
+def test_weights_come_to_a_version_that_a_reader_has_announced_without_them(buffer: Buffer) -> None:
+    reader = buffer.reader()
+    reader.start()
+    reader.announce(rlbuffer.PolicyVersion(version=0))  # what `steps()` does where nobody has
+    with pytest.raises(WeightsError, match="was announced without weights"):
+        open_weights(buffer.policy().current())
+    assert buffer.policy().publish(model(), 0)
+    assert open_weights(buffer.policy().current()).is_dir()
+
+
+def test_only_rank_0_writes(buffer: Buffer, tmp_path: Path) -> None:
+    buffer.reader(1, 2)
+    assert not buffer.policy().publish(model(), 0, tmp_path / "weights")
+    assert not (tmp_path / "weights").exists()
+    assert buffer.policy().current().version == -1
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda ours: DistributedDataParallel(ours),
+        lambda ours: torch.compile(ours, backend="eager"),
+        lambda ours: torch.compile(DistributedDataParallel(ours), backend="eager"),
+        lambda ours: fully_shard(ours, mesh=init_device_mesh("cpu", (1,))),
+    ],
+    ids=["ddp", "compiled", "compiled ddp", "fsdp"],
+)
+def test_a_wrapped_model_is_published_as_the_model_inside(buffer: Buffer, wrapped) -> None:
+    buffer.reader()
+    ours = model()
+    expected = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+    assert buffer.policy().publish(wrapped(ours), 0)
+    state = load_state(open_weights(buffer.policy().current()))
+    assert state.keys() | {"lm_head.weight"} == expected.keys()  # tied to the embedding
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+
+
+def test_what_cannot_be_published_is_refused(buffer: Buffer, tmp_path: Path) -> None:
+    with pytest.raises(RlbufferError) as unread:
+        buffer.policy().publish(model(), 0)
+    assert str(unread.value) == (
+        "policy().publish() needs this rank's reader: call buffer.reader(rank, world_size) before"
+    )
+    buffer.reader()
+    with pytest.raises(WeightsError) as other:
+        buffer.policy().publish(torch.nn.Linear(2, 2), 0)
+    assert str(other.value) == (
+        "a Linear cannot be published as it is: publish() takes a Hugging Face model without a PEFT adapter, as it is "
+        "or wrapped by DDP, FSDP2 or torch.compile. Write another one's folder yourself, and announce() it"
+    )
+    assert buffer.store.trainer().number == 0

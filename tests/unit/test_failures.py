@@ -1,0 +1,229 @@
+"""What a worker says of an env that fails: the kind, the place in the user's file, and what does not come back."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import types
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from rlbuffer.errors import ConfigError, InvalidRollout
+from rlbuffer.processes import WorkerNarrator
+from rlbuffer.records import Ticket
+from rlbuffer.settings import WorkerSettings
+from rlbuffer.worker import failures
+from rlbuffer.worker.envs import Prompt, Score
+from rlbuffer.worker.failures import MOST_KINDS, Failures, UserWork, place_of, places_of_thread, traceback_of
+from rlbuffer.worker.groups import GroupFailed, GroupMaker, check_prompt
+from rlbuffer.worker.samplers.base import Completion
+
+SOURCE = """
+class Theirs:
+    name, vocab_size, eos_token_ids, max_new_tokens = "theirs", 13, (12,), 2
+
+    def prompt(self, number):
+        return self.given
+
+    def score(self, prompt, tokens, *, finish_reason):
+        return self.earned()
+
+    def render(self, tokens):
+        return ""
+
+def raises():
+    return {}["verdict"]
+"""
+"""An env in a file of the user's; line 9 calls what raises in line 15."""
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    module = types.ModuleType("theirs")
+    exec(compile(SOURCE, "/home/user/theirs.py", "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, "theirs", module)
+    return module
+
+
+class Sampler:
+    """Says two tokens."""
+
+    wants_batches, is_ours, version, vocab_size = False, True, 0, 13
+
+    async def sample(self, prompt, *, n, sampling):
+        tokens = np.array([3, 12], np.int32)
+        return [Completion(tokens=tokens, logprobs=np.zeros(2, np.float32), finish_reason="stop", version_spans=())] * n
+
+
+def maker(env: object) -> GroupMaker:
+    settings = WorkerSettings(env="theirs:Theirs", group_size=2, rollout_retries=0)
+    return GroupMaker(env, Sampler(), settings, worker="w")  # type: ignore[arg-type]
+
+
+def failure(env: object) -> BaseException:
+    """What costs the group of an env."""
+    prompt = Prompt(prompt_id="p", tokens=np.array([1], np.int32))
+    with pytest.raises(GroupFailed) as caught:
+        asyncio.run(maker(env).make(Ticket(env="theirs", number=0, group_id="theirs.0"), prompt))
+    assert caught.value.__cause__ is not None
+    return caught.value.__cause__
+
+
+@pytest.mark.parametrize(
+    ("earned", "kind", "text", "place"),
+    [
+        ("raises", KeyError, "'verdict'", "/home/user/theirs.py:15 in raises"),
+        (lambda: 1.0, TypeError, "score() gave a float in place of a Score", "/home/user/theirs.py:8 in score"),
+        (
+            lambda: Score(reward=float("nan")),
+            InvalidRollout,
+            "reward: expected a finite number, got nan",
+            "/home/user/theirs.py:8 in score",
+        ),
+    ],
+)
+def test_a_failure_is_placed_in_the_users_file(theirs, earned, kind, text, place) -> None:
+    env = theirs.Theirs()
+    env.earned = theirs.raises if earned == "raises" else earned
+    error = failure(env)
+    assert (type(error), str(error)) == (kind, text)
+    assert place_of(error, env, "score") == place
+    assert traceback_of(error).splitlines()[-1].endswith(text)
+
+
+def test_an_episode_must_end_in_a_score() -> None:
+    class Plays:
+        name, vocab_size, eos_token_ids, max_new_tokens = "plays", 13, (12,), 2
+
+        async def play(self, prompt, episode):
+            await episode.sample()
+
+    assert str(failure(Plays())) == "play() gave a NoneType in place of a Score"
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ({"tokens": [1]}, TypeError, "prompt() gave a dict in place of a Prompt"),
+        ([], InvalidRollout, "a prompt's tokens must be an array of token ids, got []"),
+        (["a"], InvalidRollout, "a prompt's tokens must be an array of token ids, got ['a']"),
+        ([0.5], InvalidRollout, "a prompt's tokens must be an array of token ids, got [0.5]"),
+        ([[1]], InvalidRollout, "a prompt's tokens must be an array of token ids, got [[1]]"),
+        ([1, 12, 13], InvalidRollout, "token 2 of a prompt is 13, the model's vocabulary has 13 ids"),
+        ([-1], InvalidRollout, "token 0 of a prompt is -1, the model's vocabulary has 13 ids"),
+    ],
+)
+def test_a_prompt_that_a_sampler_cannot_take_is_refused_before_it_is_asked(theirs, given, kind, text) -> None:
+    env = theirs.Theirs()
+    env.given = given if isinstance(given, dict) else Prompt(prompt_id="p", tokens=given)
+    with pytest.raises(kind) as error:
+        maker(env).prompt(0)
+    assert str(error.value) == text
+
+
+def test_the_largest_id_and_any_id_of_an_unknown_vocabulary_are_taken() -> None:
+    check_prompt(np.array([0, 12], np.int32), 13)
+    check_prompt(np.array([99], np.int32), 0)
+
+
+def test_the_first_of_a_kind_is_known_and_kinds_are_bounded() -> None:
+    found = Failures()
+    assert [found.note("KeyError", "a"), found.note("KeyError", "b"), found.note("ValueError", "c")] == [
+        True,
+        False,
+        True,
+    ]
+    assert (found.record(), found.last) == ({"KeyError": 2, "ValueError": 1}, "c")
+    for number in range(100):
+        found.note(f"Kind{number}", "d")
+    assert len(found.record()) == MOST_KINDS + 1
+    assert sum(found.record().values()) == 103
+
+
+def test_a_run_without_one_group_ends_with_what_failed() -> None:
+    found = Failures()
+    for _ in range(2):
+        found.note("KeyError", "KeyError: 'x' (envs.py:3 in score)")
+    error = found.all_of("math")
+    assert isinstance(error, ConfigError)
+    assert str(error) == (
+        "env math: none of 2 groups could be made (KeyError 2), the last: KeyError: 'x' (envs.py:3 in score). "
+        "Mend the env, or let it try more often (worker.*.max_failures; 0: for ever)"
+    )
+
+
+def test_work_that_does_not_come_back_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch, theirs) -> None:
+    monkeypatch.setattr(failures, "LONG_SECONDS", 0.0)
+    work, begun, over = UserWork(), threading.Event(), threading.Event()
+    theirs.__dict__.update(begun=begun, over=over)
+    exec(compile("\n\ndef slow():\n    begun.set()\n    over.wait()", "/home/user/slow.py", "exec"), theirs.__dict__)
+
+    def run() -> None:
+        with work.doing("score"):
+            theirs.slow()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    said = ""
+    while ":5 " not in said:
+        said = work.sentence()
+    over.set()
+    thread.join()
+    assert said == "score() has run for 0 s (/home/user/slow.py:5 in slow)"
+    assert work.sentence() == ""
+    assert places_of_thread(None) == []
+
+
+def test_sampling_for_an_env_is_no_work_of_the_envs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "LONG_SECONDS", 0.0)
+    work = UserWork()
+    with work.doing("play"):
+        assert work.sentence().startswith("play() has run for 0 s")
+        mine = work.current()
+        with work.paused():
+            assert work.sentence() == ""
+        assert work.sentence() != ""
+
+        def ask() -> None:  # a server in another task asks for it, as verifiers' does
+            with work.paused(mine):
+                said.append(work.sentence())
+
+        said: list[str] = []
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        assert said == [""]
+
+
+def test_the_first_failure_of_a_kind_is_told_with_its_traceback_and_the_others_are_counted() -> None:
+    said: list[str] = []
+    tell = WorkerNarrator(said.append)
+
+    def fail(kind: str, error: str, traceback: str = "") -> None:
+        tell({"event": "trouble", "error": error, "kind": kind, "traceback": traceback})
+
+    fail("KeyError", "group m.0 given up: KeyError: 'x'", "Traceback: line 3")
+    for number in range(1, 5):
+        fail("KeyError", f"group m.{number} given up: KeyError: 'x'")
+    fail("ValueError", "group m.5 given up: ValueError: y", "Traceback: line 4")
+    assert said == [
+        "! group m.0 given up: KeyError: 'x'\nTraceback: line 3",
+        "! group m.5 given up: ValueError: y\nTraceback: line 4",
+    ]
+    tell({"event": "stopped", "groups": 0, "rollouts": 0, "failed_groups": 6})
+    assert said[2:] == [
+        "! 4 more groups given up (KeyError 4), the last: group m.4 given up: KeyError: 'x'",
+        "stopped after 0 groups, 0 rollouts, 6 given up",
+    ]
+
+
+def test_a_trouble_that_lasts_is_told_once_a_minute() -> None:
+    said: list[str] = []
+    tell = WorkerNarrator(said.append)
+    for _ in range(3):
+        tell({"event": "trouble", "error": "the server is away; asked again in 1 s"})
+    assert said == ["! the server is away; asked again in 1 s"]
