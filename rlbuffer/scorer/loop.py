@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlbuffer import wire
 from rlbuffer.errors import ConfigError, InvalidRollout, PayloadError, RlbufferError, RunDamaged, RunGone, ServerRefused
+from rlbuffer.host_checks import gives_nothing
 from rlbuffer.records import Group, Rollout
 from rlbuffer.scorer.beat import CLAIM_SECONDS, Beat
 from rlbuffer.scorer.rewards import RewardFailed, Rewards, make_rewards
@@ -82,10 +83,7 @@ def run_scorer(
     options = settings.score[key]
     gives = options.adds
     if not gives:
-        raise ConfigError(
-            f"score.{key} gives nothing: set model (a directory, or `initial`), or reward (package.module:function)",
-            setting=f"score.{key}",
-        )
+        raise ConfigError(gives_nothing(key), setting=f"score.{key}")
     buffer.store.open_run()
     reference = None
     if options.model:

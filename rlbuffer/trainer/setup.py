@@ -25,10 +25,11 @@ from rlbuffer.settings import RunSettings
 from rlbuffer.trainer.agreement import Ranks
 from rlbuffer.trainer.fake import FakeBuffer, FakeReader
 from rlbuffer.trainer.lora import add_adapter
-from rlbuffer.trainer.losses import check_losses
+from rlbuffer.trainer.loss_table import check_losses
 from rlbuffer.trainer.model import PackedPolicy, prepare, vocabulary_of
 from rlbuffer.trainer.parallel import distribute
 from rlbuffer.trainer.publishing import write_base
+from rlbuffer.trainer.schedules import check_schedule
 from rlbuffer.trainer.stalls import OnStall, StallWatch
 from rlbuffer.trainer.stopping import StopRequest
 from rlbuffer.trainer.update import make_optimizer
@@ -90,9 +91,10 @@ def open_session(
     """Joins the other ranks, builds or loads the policy, and connects.
 
     Raises:
-        ConfigError: no such device, or loss. PackedForwardError: see `prepare`.
+        ConfigError: no such device or loss, or settings that it does not read. PackedForwardError: see `prepare`.
     """
     check_losses(settings.trainer)
+    check_schedule(settings.trainer)
     device = device_of(settings)
     ranks = Ranks(rank, world_size, device)
     store = _join(settings, device) if world_size > 1 else None
