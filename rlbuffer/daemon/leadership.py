@@ -24,7 +24,7 @@ from rlbuffer.daemon.sources import SourceWatch
 from rlbuffer.daemon.telling import TELEMETRY_SECONDS, Teller
 from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.policy import waiting
-from rlbuffer.settings import TrainerSettings
+from rlbuffer.settings import TrainerSettings, needed_columns
 from rlbuffer.step_columns import agree
 from rlbuffer.store.base import Attempt, Store
 from rlbuffer.store.recovery import ATTEMPT_SECONDS
@@ -80,7 +80,7 @@ class Leadership:
         self._held = Held(store, config, teller, token=token, since=self.since)
         self._scorers = ScorerWatch(store, self._held.batcher)
         self._doubts = Doubts(store, teller.emit, self._meta.step)
-        self._needed = ("ref_logprobs",) if trainer.kl_beta else ()
+        self._needed = needed_columns(trainer)
         """Columns without which the trainer cannot train."""
         self._swept = float("-inf")
         self._envs = EnvWatch(store, config, self._held.batcher, teller.emit)

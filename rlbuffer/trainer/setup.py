@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from rlbuffer.client import Buffer, connect
 from rlbuffer.errors import ConfigError
 from rlbuffer.reader import Reader
-from rlbuffer.settings import RunSettings
+from rlbuffer.settings import RunSettings, needed_columns
 from rlbuffer.trainer.agreement import Ranks
 from rlbuffer.trainer.fake import FakeBuffer, FakeReader
 from rlbuffer.trainer.lora import add_adapter
@@ -135,6 +135,7 @@ def open_session(
                     pad_to_multiple_of=settings.trainer.pad_to_multiple_of,
                     vocabulary=vocabulary,
                     adapters=False,
+                    columns=needed_columns(settings.trainer),
                 ),
                 stop=stop or StopRequest(),
                 stalls=stalls,

@@ -138,7 +138,8 @@ class _Worker:
         self._section = section
         self._tickets: int | None = getattr(env, "tickets", None)
         self._is_done = False
-        self._maker = GroupMaker(env, sampler, settings, worker=name)
+        assumed = buffer.settings.trainer.temperature
+        self._maker = GroupMaker(env, sampler, settings, worker=name, assumed_temperature=assumed)
         self._pulse = Pulse(buffer, name, env.name)
         self._versions = Versions(
             buffer.policy(),

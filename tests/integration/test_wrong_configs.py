@@ -255,8 +255,8 @@ def test_a_package_that_is_not_installed_is_named_with_what_brings_it(
         "rlbuffer.toml:9  trainer.lora.rank needs the module peft: pip install 'rlbuffer[lora]'",
         "rlbuffer.toml:8  trainer.tensorboard needs the module tensorboard: pip install 'rlbuffer[tensorboard]'",
         "rlbuffer.toml:12  worker.a.sampler = 'vllm' needs the module vllm: pip install 'rlbuffer[vllm]'",
-        "rlbuffer.toml:14  worker.b.env = 'reasoning_gym' needs the module reasoning_gym: pip install 'rlbuffer[envs]'",
-        "rlbuffer.toml:14  worker.b.env_options.tokenizer is required: env reasoning_gym needs it",
+        "rlbuffer.toml:15  worker.b.env = 'reasoning_gym' needs the module reasoning_gym: pip install 'rlbuffer[envs]'",
+        "rlbuffer.toml:15  worker.b.env_options.tokenizer is required: env reasoning_gym needs it",
     ]
 
 
