@@ -45,8 +45,9 @@ def doubts(settings: RunSettings, places: Places) -> tuple[str, ...]:
 
 def placed(error: ConfigError, places: Places, setting: str = "") -> Mistake:
     """A refusal as a mistake of `setting`, or of the one that it names."""
-    name = setting or error.setting
-    place = places(name)
+    name = shown = setting or error.setting
+    while (place := places(shown)) == "default" and "." in shown:
+        shown = shown.rpartition(".")[0]  # what is missing stands nowhere: where it should
     return Mistake(str(error) if place == "default" else f"{place}  {error}", (name,))
 
 

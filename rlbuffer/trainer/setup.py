@@ -160,7 +160,7 @@ def device_of(settings: RunSettings) -> torch.device:
 
 
 def _seed(seed: int) -> None:
-    """The same on every rank, so that a checkpoint's random states serve any world size."""
+    """The same on every rank; from a checkpoint on, each goes on with its own states."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
