@@ -33,7 +33,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.fills import ColumnSpec, column_spec
 from rlbuffer.packing import PackItem, assemble, redeal
-from rlbuffer.policy.waiting import SILENT_BATCHER, for_step
+from rlbuffer.policy.waiting import SILENT_BATCHER, for_step, to_trainer
 from rlbuffer.progress import Progress, remembered
 from rlbuffer.records import PolicyVersion
 from rlbuffer.refusals import Refusals
@@ -100,6 +100,7 @@ class Reader:
         self._pad_token_id = pad_token_id
         self._pad_to_multiple_of = pad_to_multiple_of
         self._can = can
+        self._is_finished = False
         self._arena = Arena()
         self._assembling = threading.Lock()  # an arena serves one caller at a time; `pull` may run beside a prefetch
         self._progress = Progress(store, world_size=world_size, reports=rank == 0)
@@ -230,6 +231,15 @@ class Reader:
         """Continues after the step that `state` was taken at. Before :meth:`start`."""
         self._progress.load_state_dict(state)
 
+    def finished(self) -> None:
+        """Says that the planned steps are made: whoever looks at the run later hears that it has ended.
+
+        Does nothing where the server is away.
+        """
+        self._is_finished = True
+        with suppress(RlbufferError):
+            self._say_alive()
+
     def close(self) -> None:
         """Stops the prefetch and the heartbeat; acknowledges nothing. Does not wait for a server that is away."""
         self._stop.set()
@@ -292,7 +302,7 @@ class Reader:
 
     def _timeout_message(self, number: int) -> str:
         head = f"no batch for step {number} within {self.timeout_seconds:g} s."
-        reason = self._store.waiting().get("batcher", "")
+        reason = to_trainer(self._store.waiting().get("batcher", ""))
         workers = self._store.heartbeats("worker")
         seen = min(((float(r.get("seconds_ago", 0.0)), n) for n, r in workers.items()), default=None)
         parts = [head, reason or SILENT_BATCHER]
@@ -326,6 +336,8 @@ class Reader:
     def _say_alive(self) -> None:
         record = {"step": self._progress.place.step, "world_size": self.world_size, "pid": os.getpid()}
         record |= self._can.record()
+        if self._is_finished:
+            record["finished"] = self._progress.place.step
         self._refusals.shown(lambda: self._store.heartbeat("rank", str(self.rank), record))
 
     def _say_waiting(self, sentence: str) -> None:

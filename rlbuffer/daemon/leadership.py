@@ -33,6 +33,8 @@ POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""
 SWEEP_SECONDS = 5.0
 """Between two sweeps of what scored groups leave behind."""
+GONE_SECONDS = 3.0
+"""A trainer that has said nothing for so long may have left; what it said last tells whether it had made its steps."""
 TRAINER_SILENT_SECONDS = 10.0
 """A trainer reports every second, also while it waits: after ten of these missed it is called silent."""
 
@@ -170,7 +172,7 @@ class Leadership:
         step = meta.step + 1
         if step > trainer.trained + 1 + self._config.lookahead:
             self._publish(batcher.allowances(step, world_size=trainer.world_size))
-            self._say(self._trainer_sentence(trainer))
+            self._say(self._end_of(trainer) or self._trainer_sentence(trainer))
             return
         started = time.perf_counter()
         decision = batcher.next(
@@ -184,9 +186,17 @@ class Leadership:
         self._envs.mourn({} if self._asked.is_draining else decision.dead, step)
         if decision.plan is None:
             self._is_idle = True
-            self._say(self._memory.sentence() + decision.waiting + self._scorers.sentence() + self._doubts.sentence())
+            more = self._scorers.sentence() + self._doubts.sentence()
+            self._say(self._end_of(trainer) or self._memory.sentence() + decision.waiting + more)
             return
         self._commit(decision, decision.plan, trainer, started)
+
+    def _end_of(self, trainer: Attempt) -> str:
+        """What to say when the trainer has made its steps and left; "" while it is there, or left otherwise."""
+        if (trainer.seen_seconds_ago or 0.0) <= GONE_SECONDS:
+            return ""
+        beat = self._store.heartbeats("rank").get("0", {})
+        return waiting.ended(trainer.trained) if beat.get("finished") == trainer.trained else ""
 
     def _ends(self, decision: Decision, trainer: Attempt) -> bool:
         """Whether the run has ended: nothing more comes, and what came is trained. One that had ended may go on."""

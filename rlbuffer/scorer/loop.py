@@ -84,7 +84,6 @@ def run_scorer(
     gives = options.adds
     if not gives:
         raise ConfigError(gives_nothing(key), setting=f"score.{key}")
-    buffer.store.open_run()
     reference = None
     if options.model:
         from rlbuffer.scorer.reference import make_reference
@@ -93,6 +92,7 @@ def run_scorer(
 
     async def work() -> bool:
         rewards = make_rewards(key, options) if options.reward else None
+        buffer.store.open_run()  # after what may be refused: a scorer that cannot work begins no run
         scorer = _Scorer(buffer, name, options, gives, reference, rewards, stop, on_event or (lambda event: None))
         return await scorer.run()
 

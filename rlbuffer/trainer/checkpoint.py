@@ -9,7 +9,7 @@ Tensors go through ``torch.distributed.checkpoint``: a checkpoint of any number 
 parts of it, loads at any other. It is written under a temporary name, flushed to the disk and renamed; the newest
 that reads back correctly counts. All hosts must see the same directory.
 
-A loss may draw random numbers, and ranks with other tokens draw other amounts. So each rank goes on with its own states.
+A loss may draw random numbers, and ranks draw different amounts. So each rank goes on with its own states.
 At another world size rank r goes on with those of rank r mod W, of the W ranks that wrote the checkpoint.
 """
 

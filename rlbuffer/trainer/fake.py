@@ -106,6 +106,9 @@ class FakeReader:
         """Remembers the place."""
         self._trained = step.number
 
+    def finished(self) -> None:
+        """Nobody asks."""
+
     def checkpointed(self, step: int, *, oldest_kept: int | None = None) -> None:
         """Nothing is ever retired."""
 

@@ -137,6 +137,7 @@ class GroupMaker:
     async def _scored(self, prompt: Prompt) -> list[Rollout | BaseException]:
         env = cast(SingleTurnEnv, self._env)
         deadline = time.monotonic() + self._settings.rollout_timeout_seconds
+        self._check_ids(prompt.tokens)
         async with asyncio.timeout(self._settings.rollout_timeout_seconds):
             completions = await self._sampler.sample(prompt.tokens, n=self._settings.group_size, sampling=self.sampling)
         if any(completion.finish_reason == "abort" for completion in completions):
@@ -211,10 +212,21 @@ class GroupMaker:
         return rollout
 
     async def _ask(self, tokens: NDArray[np.int32], sampling: Sampling) -> Completion:
+        self._check_ids(tokens)
         completion = (await self._sampler.sample(tokens, n=1, sampling=sampling))[0]
         if completion.finish_reason == "abort":
             raise Aborted("sampling was stopped")
         return completion
+
+    def _check_ids(self, tokens: NDArray[np.int32]) -> None:
+        """Before the sampler sees them: a model that has no such embedding fails far from here, or not at all."""
+        vocabulary = self._sampler.vocab_size
+        if vocabulary and len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+            place = int(np.argmax((tokens < 0) | (tokens >= vocabulary)))
+            raise GroupFailed(
+                f"env {self._env.name} asks for a continuation of token {int(tokens[place])} at position {place}, and "
+                f"the model's tokens are 0 to {vocabulary - 1}: are they of another tokenizer?"
+            )
 
     # -- records -------------------------------------------------------------------------------------------------------
     def _rollout(self, episode: Episode, score: Score) -> Rollout | BaseException:

@@ -101,6 +101,8 @@ def run_worker(
         SchemaMismatch: the run was written by an incompatible version; nothing is written there.
         ServerUnreachable: for longer than the writer's patience.
     """
+    # First what may be refused: a worker that cannot work begins no run.
+    env, sampler = env or make_env(settings.env, **settings.env_options), sampler or make_sampler(settings)
     buffer.store.open_run()
     worker = _Worker(
         buffer,
@@ -108,8 +110,8 @@ def run_worker(
         settings,
         stop,
         on_event or (lambda event: None),
-        env or make_env(settings.env, **settings.env_options),
-        sampler or make_sampler(settings),
+        env,
+        sampler,
         evaluations or {},
         section,
     )

@@ -120,6 +120,20 @@ def test_a_rollout_says_its_temperature_unless_it_is_1_and_the_trainers_too(
     assert (None if said is None else said.tolist()) == ([np.float32(own)] * rollout.length if is_said else None)
 
 
+@pytest.mark.parametrize(("token", "shown"), [(13, "13 at position 1"), (-1, "-1 at position 1")])
+def test_tokens_that_the_model_does_not_have_never_reach_the_sampler(token: int, shown: str) -> None:
+    sampler: Any = Scripted(completion([3]))
+    prompt = Prompt(prompt_id="p", tokens=np.array([1, token], np.int32))
+    maker = GroupMaker(Tools(), sampler, WorkerSettings(env="tools", group_size=1), worker="w")
+    with pytest.raises(GroupFailed) as failed:
+        asyncio.run(maker.make(TICKET, prompt))
+    assert str(failed.value) == (
+        f"GroupFailed: env tools asks for a continuation of token {shown}, and the model's tokens are 0 to 12: are "
+        "they of another tokenizer?"
+    )
+    assert sampler.prompts == []
+
+
 def test_adjoining_tokens_of_one_version_are_one_span() -> None:
     episode = Episode(PROMPT.tokens, Scripted().sample, Sampling(max_new_tokens=4))  # type: ignore[arg-type]
     episode.add(completion([3, 4]))
