@@ -69,7 +69,6 @@ def _never(text: str, places: Places, *settings: str) -> Mistake:
 
 
 def _addresses(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    from rlbuffer.store.address import is_memory, options_of, source_of
     from rlbuffer.store.server_files import check_memory
     from rlbuffer.weights.layout import is_url, parse_listen
 
@@ -78,11 +77,6 @@ def _addresses(settings: RunSettings, places: Places) -> Iterator[Mistake]:
         check_memory(settings.server)
     except ConfigError as error:
         yield placed(error, places)
-    if settings.redis_url and not is_memory(settings.redis_url):
-        try:
-            options_of(settings.redis_url, source_of(places("redis_url")))
-        except ConfigError as error:
-            yield Mistake(str(error), ("redis_url",))  # it names its place itself
     if weights.listen:
         try:
             parse_listen(weights.listen)
