@@ -11,7 +11,7 @@ planned length, so all ranks keep the same shapes and a replay gives the same by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -85,7 +85,8 @@ def assemble(
     A micro-batch concatenates its rows, those of one adapter next to each other; the padding of a row is a segment
     of its own at the row's end. One whose rows are all () is a dummy: :data:`DUMMY_TOKENS` masked tokens in fresh
     arrays. All micro-batches have the same further columns: `columns` and every one that an item has; where a rollout
-    lacks one, its declared fill stands in (:func:`~rlbuffer.fills.register_column`; 0 without declaration). With
+    lacks one, its declared fill stands in (:func:`~rlbuffer.fills.register_column`; 0 without declaration), and
+    `MicroBatch.lacking` says where. With
     `schema` the columns are those that it names, and every rollout must go with it (:func:`fits`): so all ranks of a
     step have the same ones.
 
@@ -274,6 +275,7 @@ def _write(slab: Sequence[_Segments], layout: _Layout, arena: Arena | None) -> l
         further[name] = new((total, *spec.shape), spec.dtype)
         parts = [None if rollout is None else rollout.columns.get(name) for rollout in rollouts]
         _concatenate(further[name], parts, lengths, spec.fill)
+    lacking = _lacking(rollouts, layout.schema, sizes)
 
     made, start = [], 0
     for segments in slab:
@@ -290,10 +292,23 @@ def _write(slab: Sequence[_Segments], layout: _Layout, arena: Arena | None) -> l
                 normalizers=layout.normalizers,
                 is_dummy=not segments.samples,
                 update=layout.update,
+                lacking={k: array[start:end] for k, array in lacking.items() if array[start:end].any()},
             )
         )
         start = end
     return made
+
+
+def _lacking(
+    rollouts: Sequence[Rollout | None], names: Iterable[str], lengths: NDArray[np.int64]
+) -> dict[str, NDArray[np.bool_]]:
+    """Column -> [T] bool, of those that some rollout came without; one that is missing itself lacks nothing."""
+    out = {}
+    for name in names:
+        without = np.array([rollout is not None and name not in rollout.columns for rollout in rollouts])
+        if without.any():
+            out[name] = np.repeat(without, lengths)
+    return out
 
 
 def _by_adapter(rows: Sequence[Row], items: Sequence[PackItem]) -> list[tuple[str, Row]]:

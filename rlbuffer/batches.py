@@ -236,7 +236,7 @@ class MicroBatch:
     sample_index: NDArray[np.int32]
     """[T] int32; index into `samples`, -1 in padding. A damaged rollout keeps its index and is masked."""
     columns: Mapping[str, NDArray[Any]]
-    """Further columns, [T] or [T, ...], filled where a rollout lacks one."""
+    """Further columns, [T] or [T, ...], filled where a rollout lacks one (see `lacking`)."""
     samples: tuple[Sample, ...]
     """The rollouts, in segment order."""
     adapter_tokens: Mapping[str, int]
@@ -247,6 +247,9 @@ class MicroBatch:
     """Nothing here is trained; it exists so that every rank makes the same number of forward passes."""
     update: int = 0
     """Index of the update inside the step."""
+    lacking: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
+    """Column -> [T] bool; True where the token's rollout came without it, so that what stands there is its fill. Only
+    columns that a rollout of this micro-batch lacks are named. Not part of the digest: it follows from what is."""
 
     @property
     def length(self) -> int:
@@ -294,8 +297,8 @@ class MicroBatch:
 
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved = {k: move(v) for k, v in values.items() if isinstance(v, np.ndarray) or hasattr(v, "device")}
-        columns = {k: move(v) for k, v in self.columns.items()}
-        return MicroBatch(**(values | moved | {"columns": columns}))
+        tables = {name: {k: move(v) for k, v in values[name].items()} for name in ("columns", "lacking")}
+        return MicroBatch(**(values | moved | tables))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -189,11 +189,13 @@ class Buffer:
         pad_to_multiple_of: int = 1,
         vocabulary: int | None = None,
         adapters: bool = True,
+        columns: Sequence[str] = (),
     ) -> Reader:
         """A reader for one data-parallel rank; rank 0's acknowledges for all.
 
-        `vocabulary` is how many token ids the model has, `adapters` whether LoRA adapters are trained: a rollout with
-        any other token, or of an adapter where none is trained, is masked and counted as damaged.
+        `vocabulary` is how many token ids the model has, `adapters` whether LoRA adapters are trained, `columns` the
+        further columns that no rollout may lack: one with any other token, of an adapter where none is trained, or
+        without such a column is masked and counted as damaged.
         """
         self.store.open_run()
         reader = Reader(
@@ -203,7 +205,7 @@ class Buffer:
             timeout_seconds=timeout_seconds,
             pad_token_id=pad_token_id,
             pad_to_multiple_of=pad_to_multiple_of,
-            can=Trainable(vocabulary=vocabulary, adapters=adapters),
+            can=Trainable(vocabulary=vocabulary, adapters=adapters, columns=tuple(columns)),
         )
         self._readers.append(reader)
         return reader

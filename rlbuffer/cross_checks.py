@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from rlbuffer.config import budgets_at
 from rlbuffer.errors import ConfigError
@@ -17,39 +18,77 @@ PROMPTS = 16
 """Prompts of an env whose length is looked at; a rollout has at least one token more than its prompt."""
 
 
-def check_together(settings: RunSettings, places: Places) -> tuple[str, ...]:
-    """Refuses combinations that cannot work; returns a sentence for each doubtful one.
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """Something that cannot work, as one text with its place."""
 
-    Raises:
-        ConfigError: names both settings, their values and both places.
-    """
-    _gpus(settings, places)
-    _nucleus(settings, places)
-    _publishing(settings, places)
-    _group_sizes(settings, places)
-    _rows(settings, places)
-    _schedule(settings)
+    text: str
+    settings: tuple[str, ...]
+    """The settings that make it."""
+
+
+def together(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """What can be seen in the settings alone, and cannot work: every mistake of it."""
+    yield from _addresses(settings, places)
+    yield from _gpus(settings, places)
+    yield from _nucleus(settings, places)
+    yield from _publishing(settings, places)
+    yield from _group_sizes(settings, places)
+    yield from _rows(settings, places)
+    yield from _trainer(settings, places)
+
+
+def doubts(settings: RunSettings, places: Places) -> tuple[str, ...]:
+    """A sentence for each combination that works, but hardly as meant."""
     return tuple(_doubts(settings, places))
 
 
-def _refuse(setting: str, text: str, where: str) -> None:
-    raise ConfigError(f"these settings can never make a batch: {text} ({where}).", setting=setting)
+def placed(error: ConfigError, places: Places, setting: str = "") -> Mistake:
+    """A refusal as a mistake of `setting`, or of the one that it names."""
+    name = shown = setting or error.setting
+    while (place := places(shown)) == "default" and "." in shown:
+        shown = shown.rpartition(".")[0]  # what is missing stands nowhere: where it should
+    return Mistake(str(error) if place == "default" else f"{place}  {error}", (name,))
 
 
-def _nucleus(settings: RunSettings, places: Places) -> None:
+def _nucleus(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     """vLLM gives logprobs over the whole vocabulary with the temperature, or under a nucleus, and not both."""
     for name, options in settings.worker.items():
         if options.sampler != "transformers" and options.top_p < 1 and options.temperature != 1:
-            where = places(f"worker.{name}.top_p", f"worker.{name}.temperature")
-            raise ConfigError(
+            pair = f"worker.{name}.top_p", f"worker.{name}.temperature"
+            yield Mistake(
                 f"worker.{name}.top_p = {options.top_p:g} needs temperature = 1 with sampler {options.sampler}, not "
                 f"{options.temperature:g}: vLLM would give logprobs of what the nucleus leaves, and every ratio would "
-                f"be wrong by its mass ({where}).",
-                setting=f"worker.{name}.top_p",
+                f"be wrong by its mass ({places(*pair)}).",
+                pair,
             )
 
 
-def _publishing(settings: RunSettings, places: Places) -> None:
+def _never(text: str, places: Places, *settings: str) -> Mistake:
+    return Mistake(f"these settings can never make a batch: {text} ({places(*settings)}).", settings)
+
+
+def _addresses(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    from rlbuffer.store.server_files import check_memory
+    from rlbuffer.weights.layout import is_url, parse_listen
+
+    weights = settings.weights
+    try:
+        check_memory(settings.server)
+    except ConfigError as error:
+        yield placed(error, places)
+    if weights.listen:
+        try:
+            parse_listen(weights.listen)
+        except ConfigError as error:
+            yield placed(error, places)
+    urls = [("weights.url", weights.url)] * bool(weights.url) + [("weights.relays", url) for url in weights.relays]
+    for name, url in urls:
+        if not is_url(url):
+            yield placed(ConfigError(f"{name} = {url!r} must begin with http:// or https://", setting=name), places)
+
+
+def _publishing(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     # Between two published versions the workers' newest weights are up to publish_every - 1 versions old already.
     behind = settings.trainer.publish_every - 1
     batcher = settings.batcher
@@ -60,46 +99,50 @@ def _publishing(settings: RunSettings, places: Places) -> None:
     ]
     for name, age in ages:
         if behind > age:
-            _refuse(
-                "trainer.publish_every",
+            yield _never(
                 f"publish_every = {settings.trainer.publish_every} leaves the newest weights up to {behind} versions "
                 f"behind, but {name.removeprefix('batcher.')} = {age}",
-                places("trainer.publish_every", name),
+                places,
+                "trainer.publish_every",
+                name,
             )
 
 
-def _group_sizes(settings: RunSettings, places: Places) -> None:
+def _group_sizes(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     for worker, options in settings.worker.items():
         required = settings.batcher.for_env(options.env, "min_group_size")
         if required > options.group_size:
             override = settings.batcher.envs.get(options.env)
             own = override is not None and override.min_group_size is not None
             name = f"batcher.envs.{options.env}.min_group_size" if own else "batcher.min_group_size"
-            _refuse(
-                name,
+            yield _never(
                 f"min_group_size = {required}, but the workers' group_size = {options.group_size}",
-                places(name, f"worker.{worker}.group_size"),
+                places,
+                name,
+                f"worker.{worker}.group_size",
             )
 
 
-def _gpus(settings: RunSettings, places: Places) -> None:
+def _gpus(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     for name, options in settings.worker.items():
         if len(options.gpus) % options.replicas:
-            raise ConfigError(
+            pair = f"worker.{name}.gpus", f"worker.{name}.replicas"
+            yield Mistake(
                 f"worker.{name}.gpus = {list(options.gpus)} cannot be dealt equally over {options.replicas} replicas "
-                f"({places(f'worker.{name}.gpus', f'worker.{name}.replicas')}).",
-                setting=f"worker.{name}.gpus",
+                f"({places(*pair)}).",
+                pair,
             )
     trainer = settings.trainer
     if trainer.gpus and len(trainer.gpus) < trainer.world_size and trainer.device != "cpu":
-        raise ConfigError(
+        pair = "trainer.gpus", "trainer.world_size"
+        yield Mistake(
             f"trainer.gpus = {list(trainer.gpus)}: trainer.world_size = {trainer.world_size} ranks need one each "
-            f"({places('trainer.gpus', 'trainer.world_size')}).",
-            setting="trainer.gpus",
+            f"({places(*pair)}).",
+            pair,
         )
 
 
-def _rows(settings: RunSettings, places: Places) -> None:
+def _rows(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     # Only built-in envs are asked for a prompt: reading a config file runs nobody's code.
     from rlbuffer.worker.envs import BUILT_IN, make_env
 
@@ -107,20 +150,30 @@ def _rows(settings: RunSettings, places: Places) -> None:
     for worker, options in settings.worker.items():
         if options.env not in BUILT_IN:
             continue
-        env = make_env(options.env, **options.env_options)
-        shortest = 1 + min(len(env.prompt(number).tokens) for number in range(PROMPTS))
+        try:
+            env = make_env(options.env, **options.env_options)
+            shortest = 1 + min(len(env.prompt(number).tokens) for number in range(PROMPTS))
+        except ConfigError as error:
+            yield placed(error, places, f"worker.{worker}.env_options")
+            continue
+        except (TypeError, ValueError) as error:
+            what = f"env {options.env} cannot be made with {dict(options.env_options)}: {error}"
+            yield placed(ConfigError(what), places, f"worker.{worker}.env_options")
+            continue
         if shortest > row_tokens:
-            _refuse(
-                "batcher.row_tokens",
+            yield _never(
                 f"row_tokens = {row_tokens}, but the shortest rollout of {options.env} has {shortest} tokens",
-                places("batcher.row_tokens", f"worker.{worker}.env"),
+                places,
+                "batcher.row_tokens",
+                f"worker.{worker}.env",
             )
 
 
-def _schedule(settings: RunSettings) -> None:
-    from rlbuffer.trainer.schedules import check_schedule
+def _trainer(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    from rlbuffer.trainer import loss_table, schedules
 
-    check_schedule(settings.trainer)
+    for mistake in (*loss_table.mistakes(settings.trainer), *schedules.mistakes(settings.trainer)):
+        yield placed(mistake, places)
 
 
 def _doubts(settings: RunSettings, places: Places) -> list[str]:

@@ -4,7 +4,9 @@ Order: ``rlbuffer.toml`` (``--config``, ``RLBUFFER_CONFIG``, or the one in the c
 flags; the last one wins. ``RLBUFFER_RUN`` is `run`, ``RLBUFFER_BATCHER__MAX_AGE`` is `batcher.max_age`: two
 underscores stand for the dot.
 
-Every error is one line that begins with the place: ``rlbuffer.toml:8  batcher.max_agee is not a setting. ...``
+Every mistake is one line that begins with the place: ``rlbuffer.toml:8  batcher.max_agee is not a setting. ...``. All
+are found at once: what is wrong is noted and left out, and the rest is looked at as if it had not been given. What may
+only follow from another mistake is not told.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,8 +22,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlbuffer.cross_checks import check_together
+from rlbuffer.cross_checks import doubts, together
 from rlbuffer.errors import ConfigError
+from rlbuffer.host_checks import Parts, on_host
 from rlbuffer.schema import Free, Leaf, Node, Section, children, run_schema
 from rlbuffer.settings import RunSettings
 from rlbuffer.toml_lines import key_lines
@@ -68,6 +71,7 @@ def load(
     *,
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
+    parts: Parts = (),
 ) -> Loaded:
     """Loads the settings of a run.
 
@@ -75,41 +79,118 @@ def load(
         config: The file; None: ``RLBUFFER_CONFIG``, else ``./rlbuffer.toml`` if there is one.
         environ: None: the process's environment.
         flags: Dotted name -> (flag as typed, value); a value of None was not given.
+        parts: What shall run here: what it needs must be on this host (:mod:`rlbuffer.host_checks`).
 
     Raises:
-        ConfigError: a file that cannot be read, a setting or variable that does not exist, or a value out of range.
+        ConfigError: a file that cannot be read, settings or variables that do not exist, values out of range or that
+            can never work together, or what `parts` need and is not here: all of it in one message.
     """
     environ = os.environ if environ is None else environ
     data: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    wrong = _Wrong()
     schema = run_schema()
     file = _find(config, environ)
     if file is not None:
-        data = _read(file, schema, sources)
+        data = _read(file, schema, sources, wrong)
     for variable, value in sorted(environ.items()):
         if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES or variable.startswith("RLBUFFER_TEST_"):
             continue
         if value == "":  # `RLBUFFER_RUN= rlbuffer ...` is how a shell unsets one
             continue
-        path, parsed = _variable(variable, value, schema, data)
-        _put(data, path, parsed)
-        sources[".".join(path)] = variable
+        given = _variable(variable, value, schema, data, wrong)
+        if given is not None:
+            path, parsed = given
+            _put(data, path, parsed)
+            sources[".".join(path)] = variable
     for name, (flag, value) in flags.items():
         if value is not None:
             _put(data, tuple(name.split(".")), value)
             sources[name] = flag
     if data.get("redis_url") == "":
         data["redis_url"] = None
-    if isinstance(data.get("batcher"), dict):
-        data["batcher"].setdefault("row_tokens", RunSettings().batcher.row_tokens)
-    try:
-        settings = RunSettings.model_validate(data)
-    except ValidationError as error:
-        raise _translated(error, sources) from None
-    except ConfigError as error:
-        raise _placed(error, sources) from None
-    warnings = check_together(settings, lambda *names: _places(names, sources))
-    return Loaded(settings=settings, sources=MappingProxyType(sources), warnings=warnings, file=file)
+    settings = _validated(data, sources, wrong)
+
+    def places(*names: str) -> str:
+        return _places(names, sources)
+
+    for mistake in (*together(settings, places), *on_host(settings, places, parts, folders_of(file))):
+        wrong.note(mistake.text, *mistake.settings)
+    wrong.refuse()
+    return Loaded(settings=settings, sources=MappingProxyType(sources), warnings=doubts(settings, places), file=file)
+
+
+def folders_of(file: Path | None) -> list[str]:
+    """Where modules of the user's own are looked for, after ``sys.path``: the config file's folder."""
+    return [] if file is None else [str(file.absolute().parent)]
+
+
+class _Wrong:
+    """The mistakes so far."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+        """Text -> the setting."""
+        self._left_out: set[str] = set()
+
+    def note(self, text: str, *settings: str) -> None:
+        """Takes in a mistake, unless one of its settings was left out: it may only follow from that."""
+        if not any(map(self._is_left_out, settings)):
+            self._found.setdefault(text, settings[0] if settings else "")
+
+    def leave_out(self, *settings: str) -> None:
+        """Nothing more is said of these: their values are not what was meant."""
+        self._left_out |= set(settings)
+
+    def refuse(self) -> None:
+        """Raises ConfigError when there are any."""
+        if not self._found:
+            return
+        texts, first = list(self._found), next(iter(self._found.values()))
+        if len(texts) > 1:
+            lines = "\n".join(f"  {text}".replace("\n", "\n  ") for text in texts)
+            texts = [f"{len(texts)} mistakes in the settings:\n{lines}"]
+        raise ConfigError(texts[0], setting=first)
+
+    def _is_left_out(self, setting: str) -> bool:
+        return any(
+            setting == other or setting.startswith(f"{other}.") or other.startswith(f"{setting}.")
+            for other in self._left_out
+        )
+
+
+def _validated(data: dict[str, Any], sources: Mapping[str, str], wrong: _Wrong) -> RunSettings:
+    """The settings, what is wrong with them noted and left out."""
+    while True:
+        if isinstance(data.get("batcher"), dict):
+            data["batcher"].setdefault("row_tokens", RunSettings().batcher.row_tokens)
+        try:
+            return RunSettings.model_validate(data)
+        except ValidationError as error:
+            found = [(_translated(e, sources), tuple(str(part) for part in e["loc"])) for e in error.errors()]
+        except ConfigError as error:
+            found = [(_with_place(str(error), place_of(error.setting, sources)), tuple(error.setting.split(".")))]
+        names = [_leave_out(data, path) for _, path in found]
+        for (text, path), name in zip(found, names, strict=True):
+            wrong.note(text, ".".join(path))
+            wrong.leave_out(*[name] * bool(name))
+        if not any(names):
+            wrong.refuse()
+
+
+def _leave_out(data: dict[str, Any], path: tuple[str, ...]) -> str:
+    """Removes the innermost table entry on `path`. -> its name; "" when nothing of it is there (any more)."""
+    inner: Any = data
+    last: tuple[dict[str, Any], int] | None = None
+    for depth, part in enumerate(path):
+        if not isinstance(inner, dict) or part not in inner:
+            break
+        last, inner = (inner, depth), inner[part]
+    if last is None:
+        return ""
+    table, depth = last
+    del table[path[depth]]
+    return ".".join(path[: depth + 1])
 
 
 def place_of(name: str, sources: Mapping[str, str]) -> str:
@@ -132,7 +213,7 @@ def _find(config: str | Path | None, environ: Mapping[str, str]) -> Path | None:
     return default if default.is_file() else None
 
 
-def _read(file: Path, schema: Section, sources: dict[str, str]) -> dict[str, Any]:
+def _read(file: Path, schema: Section, sources: dict[str, str], wrong: _Wrong) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
@@ -148,10 +229,10 @@ def _read(file: Path, schema: Section, sources: dict[str, str]) -> dict[str, Any
     def place(path: tuple[str, ...]) -> str:
         return f"{file}:{lines.get(path) or lines.get(path[:-1]) or 1}"
 
-    _check_names(data, schema, (), place)
     for path in _leaf_paths(data):
         sources[".".join(path)] = place(path)
-    return data
+    known: dict[str, Any] = _known(data, schema, (), place, wrong)
+    return known
 
 
 def _toml_error(file: Path, message: str) -> str:
@@ -170,23 +251,35 @@ def _leaf_paths(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator
             yield (*path, key)
 
 
-def _check_names(value: Any, node: Node, path: tuple[str, ...], place: Any) -> None:
+def _known(
+    value: Any, node: Node, path: tuple[str, ...], place: Callable[[tuple[str, ...]], str], wrong: _Wrong
+) -> Any:
+    """`value` without the settings that there are not; each is noted."""
     if isinstance(node, Free | Leaf):
-        return
+        return value
     if not isinstance(value, Mapping):
         kind = "a section" if isinstance(node, Section) else "a table"
-        raise ConfigError(f"{place(path)}  {'.'.join(path)} is {kind} ([{'.'.join(path)}]), got {value!r}")
+        name = ".".join(path)
+        wrong.note(f"{place(path)}  {name} is {kind} ([{name}]), got {value!r}", name)
+        wrong.leave_out(name)
+        return {}
+    out = {}
     for key, inner in value.items():
         child = node.fields.get(key) if isinstance(node, Section) else node.child
+        full = (*path, key)
         if child is None:
-            full = (*path, key)
             siblings = list(node.fields) if isinstance(node, Section) else []
-            raise ConfigError(f"{place(full)}  {_unknown(full, siblings)}", setting=".".join(full))
-        _check_names(inner, child, (*path, key), place)
+            text, meant = _unknown(full, siblings)
+            wrong.note(f"{place(full)}  {text}", ".".join(full))
+            wrong.leave_out(*[".".join(meant)] * bool(meant))
+        else:
+            out[key] = _known(inner, child, full, place, wrong)
+    return out
 
 
-def _unknown(path: tuple[str, ...], siblings: list[str]) -> str:
-    """What to say of a name that is none; the same word elsewhere first, then the nearest beside it, then anywhere."""
+def _unknown(path: tuple[str, ...], siblings: list[str]) -> tuple[str, tuple[str, ...]]:
+    """What to say of a name that is none, and what may have been meant: the same word elsewhere first, then the nearest
+    beside it, then anywhere."""
     known = run_schema().names()
     elsewhere = {name[-1]: name for name in reversed(known) if "*" not in name[-1]}
     found = elsewhere.get(path[-1])
@@ -197,12 +290,16 @@ def _unknown(path: tuple[str, ...], siblings: list[str]) -> str:
         close = difflib.get_close_matches(path[-1], list(elsewhere), n=1, cutoff=0.75)
         found = elsewhere[close[0]] if close else None
     nearest = f" Did you mean {'.'.join(found).replace('*', 'NAME')}?" if found else ""
-    return f"{'.'.join(path)} is not a setting.{nearest or ' `rlbuffer config show` lists all settings.'}"
+    text = f"{'.'.join(path)} is not a setting.{nearest or ' `rlbuffer config show` lists all settings.'}"
+    return text, found or ()
 
 
 # -- environment -----------------------------------------------------------------------------------------------------
-def _variable(variable: str, text: str, schema: Section, data: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
-    """(path, value) of a variable. Names that the user chose are matched with those in the file, ignoring case."""
+def _variable(
+    variable: str, text: str, schema: Section, data: Mapping[str, Any], wrong: _Wrong
+) -> tuple[tuple[str, ...], Any] | None:
+    """(path, value) of a variable; None when there is no such one. Names that the user chose are matched with those in
+    the file, ignoring case."""
     path: list[str] = []
     node: Node | None = schema
     known: Any = data
@@ -215,15 +312,15 @@ def _variable(variable: str, text: str, schema: Section, data: Mapping[str, Any]
         if node is None:
             break
     if node is None or isinstance(node, Section):
-        raise ConfigError(f"{variable} is not a variable that rlbuffer knows.{_suggest_variable(variable)}")
+        wrong.note(f"{variable} is not a variable that rlbuffer knows.{_suggest_variable(variable)}", variable)
+        return None
     if isinstance(node, Leaf) and not (node.is_structured or text[:1] in "[{"):
         return tuple(path), text
     try:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         value = text
-    _check_names(value, node, tuple(path), lambda path: variable)
-    return tuple(path), value
+    return tuple(path), _known(value, node, tuple(path), lambda path: variable, wrong)
 
 
 def _suggest_variable(variable: str) -> str:
@@ -242,25 +339,18 @@ def _put(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
-def _translated(error: ValidationError, sources: Mapping[str, str]) -> ConfigError:
-    """The first of pydantic's complaints as one line; the rest usually follow from it."""
-    first = error.errors(include_url=False)[0]
-    name = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "missing":
-        section = name.rpartition(".")[0]
-        text = f"{name} is required"
-        return ConfigError(_with_place(text, place_of(section, sources)), setting=name)
-    message = first["msg"].removeprefix("Value error, ")
-    text = f"{name} = {first['input']!r}: {message[:1].lower()}{message[1:]}"
+def _translated(complaint: Any, sources: Mapping[str, str]) -> str:
+    """One of pydantic's complaints as one line."""
+    name = ".".join(str(part) for part in complaint["loc"])
+    if complaint["type"] == "missing":
+        return _with_place(f"{name} is required", place_of(name.rpartition(".")[0], sources))
+    message = complaint["msg"].removeprefix("Value error, ")
+    text = f"{name} = {complaint['input']!r}: {message[:1].lower()}{message[1:]}"
     place = place_of(name, sources)
     while not place and "." in name:
         name = name.rpartition(".")[0]
         place = place_of(name, sources)
-    return ConfigError(_with_place(text, place), setting=".".join(str(part) for part in first["loc"]))
-
-
-def _placed(error: ConfigError, sources: Mapping[str, str]) -> ConfigError:
-    return ConfigError(_with_place(str(error), place_of(error.setting, sources)), setting=error.setting)
+    return _with_place(text, place)
 
 
 def _with_place(text: str, place: str) -> str:

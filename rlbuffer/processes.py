@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlbuffer import dotted
 from rlbuffer.config import BatcherConfig
 from rlbuffer.errors import RlbufferError
 from rlbuffer.lines import ScoreNarrator, amount, printable
@@ -34,15 +35,21 @@ GRACE_SECONDS = 10.0
 """Time between being asked to stop and leaving anyway, once the supervisor is gone."""
 
 
+_FOLDERS = "folders"
+"""Beside the settings: where modules of the user's own are."""
+
+
 def to_json(settings: RunSettings) -> str:
-    """Settings as JSON; :func:`from_json` is the inverse."""
+    """Settings as JSON, and where modules of the user's own are; :func:`from_json` is the inverse."""
     data = settings.model_dump(mode="json", exclude={"batcher"})
-    return json.dumps({**data, "batcher": settings.batcher.as_dict()})
+    return json.dumps({**data, "batcher": settings.batcher.as_dict(), _FOLDERS: dotted.FOLDERS})
 
 
 def from_json(text: str) -> RunSettings:
-    """The inverse of :func:`to_json`."""
-    return RunSettings.model_validate_json(text)
+    """The inverse of :func:`to_json`: modules of the user's own can be imported after it."""
+    data = json.loads(text)
+    dotted.make_importable(data.pop(_FOLDERS, ()))
+    return RunSettings.model_validate(data)
 
 
 def say(text: str) -> None:

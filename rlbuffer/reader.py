@@ -33,10 +33,10 @@ from rlbuffer.errors import (
 )
 from rlbuffer.fills import ColumnSpec, column_spec
 from rlbuffer.packing import PackItem, assemble, redeal
-from rlbuffer.policy.waiting import SILENT_BATCHER, for_step
+from rlbuffer.policy.waiting import for_step
 from rlbuffer.progress import Progress, remembered
 from rlbuffer.records import PolicyVersion
-from rlbuffer.refusals import Refusals
+from rlbuffer.refusals import Refusals, no_batch
 from rlbuffer.skew import Skew
 from rlbuffer.store.base import PartRollout, StepHeader, Store
 from rlbuffer.store.payloads import Trainable, read_rollouts
@@ -101,6 +101,7 @@ class Reader:
         self._pad_token_id = pad_token_id
         self._pad_to_multiple_of = pad_to_multiple_of
         self._can = can
+        self._is_finished = False
         self._arena = Arena()
         self._assembling = threading.Lock()  # an arena serves one caller at a time; `pull` may run beside a prefetch
         self._progress = Progress(store, world_size=world_size, reports=rank == 0)
@@ -240,6 +241,12 @@ class Reader:
         """Continues after the step that `state` was taken at. Before :meth:`start`."""
         self._progress.load_state_dict(state)
 
+    def finished(self) -> None:
+        """Says that the planned steps are made, so that whoever looks later hears it, unless the server is away."""
+        self._is_finished = True
+        with suppress(RlbufferError):
+            self._say_alive()
+
     def close(self) -> None:
         """Stops the prefetch and the heartbeat; acknowledges nothing. Does not wait for a server that is away."""
         self._stop.set()
@@ -275,7 +282,7 @@ class Reader:
                     # Nothing can be committed: the time allowed begins anew when the server takes writes again.
                     deadline = time.monotonic() + self.timeout_seconds
                 if time.monotonic() >= deadline:
-                    raise BatchTimeout(self._timeout_message(number))
+                    raise BatchTimeout(no_batch(self._store, number, self.timeout_seconds))
                 waiting = True
                 self._say_waiting(for_step(number))
             self._raise_fault()
@@ -299,17 +306,6 @@ class Reader:
         """Whether the server still has this step: it may have lost it since it was pulled ahead of time."""
         header = self._store.wait_step(step.number, block_seconds=0.0)
         return header is not None and header.digest == step.digest
-
-    def _timeout_message(self, number: int) -> str:
-        head = f"no batch for step {number} within {self.timeout_seconds:g} s."
-        reason = self._store.waiting().get("batcher", "")
-        workers = self._store.heartbeats("worker")
-        seen = min(((float(r.get("seconds_ago", 0.0)), n) for n, r in workers.items()), default=None)
-        parts = [head, reason or SILENT_BATCHER]
-        parts.append(
-            "No worker has been seen." if seen is None else f"Last worker seen: {seen[1]}, {seen[0]:.0f} s ago."
-        )
-        return " ".join(parts)
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
@@ -337,6 +333,8 @@ class Reader:
     def _say_alive(self) -> None:
         record = {"step": self._progress.place.step, "world_size": self.world_size, "pid": os.getpid()}
         record |= self._can.record()
+        if self._is_finished:
+            record["finished"] = self._progress.place.step
         self._refusals.shown(lambda: self._store.heartbeat("rank", str(self.rank), record))
 
     def _look_at_the_others(self) -> None:

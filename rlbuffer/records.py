@@ -36,6 +36,8 @@ REASONS = ("stale", "future", "small", "flat", "oversized", "invalid", "late", "
 """Why rollouts are dropped; the order is the order of tables and metrics."""
 
 
+MAX_LOGPROB = np.float32(1e-3)
+"""Logprobs end at 0; samplers that compute in 16 bits round a little above it."""
 MAX_LOCATION = 2**13
 """Characters of the place of a policy version: every worker reads all of them, all the time."""
 
@@ -47,9 +49,10 @@ class Rollout:
     There is no prompt/completion split beyond the mask: an agentic rollout interleaves context and sampled spans.
 
     Raises:
-        InvalidRollout: a column has another length, a wrong dtype or a value that is not finite; a reward or a float of
-            a column is beyond 1e12, either sign, so that it cannot be trained; the first token is trained; spans
-            overlap or do not cover the trained tokens; a version is negative.
+        InvalidRollout: a column has another length, a wrong dtype or a value that is not finite; a logprob is above 0
+            (1e-3 is rounding); a reward or a float of a column is beyond 1e12, either sign, so that it cannot be
+            trained; the first token is trained; spans overlap or do not cover the trained tokens; a version is
+            negative.
     """
 
     rollout_id: str = ""
@@ -101,6 +104,12 @@ class Rollout:
             if array.ndim == 0 or len(array) != length:
                 shape = list(array.shape)
                 raise InvalidRollout(f"column {name}: {shape} rows do not match {length} tokens")
+        if self.logprobs.max() > MAX_LOGPROB:
+            at = int(np.argmax(self.logprobs > MAX_LOGPROB))
+            raise InvalidRollout(
+                f"column logprobs: {float(self.logprobs[at]):.6g} at position {at} is above 0, so it is no logarithm "
+                "of a probability; are these logits, or logprobs with the sign turned?"
+            )
         if self.loss_mask[0]:
             raise InvalidRollout("column loss_mask: the first token cannot be trained")
         put(self, "columns", MappingProxyType(columns))

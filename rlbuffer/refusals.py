@@ -1,7 +1,8 @@
-"""What a rank does when the server takes no writes for now: a full disk, too few replicas, a failover.
+"""What a rank does when it does not get on: the server takes no writes for now (a full disk, too few replicas, a
+failover), or no step comes.
 
-Nobody gives up for that. What is said once more by the next heartbeat is left to it; what is needed at once is waited
-for, and the reason is said, then every minute again.
+Nobody gives up for a refusal. What is said once more by the next heartbeat is left to it; what is needed at once is
+waited for, and the reason is said, then every minute again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnsuitable, WrongAnswer
-from rlbuffer.policy.waiting import Lasting
+from rlbuffer.policy.waiting import SILENT_BATCHER, Lasting, to_trainer
+from rlbuffer.store.base import Store
 
 PAUSE_SECONDS = 0.5
 """Before what was refused is asked again."""
@@ -69,3 +71,12 @@ class Refusals:
     def _say(self, what: str, error: RlbufferError) -> None:
         if self._lasting.is_due(f"{what} {error}", time.monotonic()):
             _log.warning("%s %s: %s", self._who, what, error)
+
+
+def no_batch(store: Store, number: int, seconds: float) -> str:
+    """Why step `number` has not come within `seconds`, as far as the run knows."""
+    workers = store.heartbeats("worker")
+    seen = min(((float(beat.get("seconds_ago", 0.0)), name) for name, beat in workers.items()), default=None)
+    last = "No worker has been seen." if seen is None else f"Last worker seen: {seen[1]}, {seen[0]:.0f} s ago."
+    said = to_trainer(store.waiting().get("batcher", "")) or SILENT_BATCHER
+    return f"no batch for step {number} within {seconds:g} s. {said} {last}"

@@ -204,6 +204,11 @@ class TrainerSettings(_Section):
     max_restarts: int = Field(10, ge=0, description="Times that the launcher restarts the ranks after a failure.")
 
 
+def needed_columns(trainer: TrainerSettings) -> tuple[str, ...]:
+    """Further columns without which this trainer cannot train a rollout."""
+    return ("ref_logprobs",) if trainer.kl_beta else ()
+
+
 class WorkerSettings(_Section):
     """``[worker.NAME]``: one kind of worker."""
 

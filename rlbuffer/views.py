@@ -40,7 +40,7 @@ class GroupView:
     reward: float | None
     """Mean over the scored rollouts."""
     rewards: tuple[float, ...]
-    """Every scored rollout's."""
+    """Every scored rollout's, in the order of the rollouts."""
     age: int | None
     """Policy versions, at the step that consumed it, or now while it is pending."""
     tokens: int
@@ -230,6 +230,8 @@ def _in_steps(store: Store, problems: list[RlbufferError] | None) -> Iterator[Gr
 
 
 def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHeader, *, trained: int) -> GroupView:
+    # A step holds them in the order of its rows.
+    members = sorted(members, key=lambda m: (m.pushed_ms, m.payload_key, m.index))
     scored = [m.info.reward for m in members if m.info.reward is not None]
     oldest = min(m.info.min_version for m in members)
     pushed_ms = min(m.pushed_ms for m in members)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -64,9 +64,17 @@ def load(
     run: str | None,
     home: str | None,
     flags: Mapping[str, tuple[str, Any]] | None = None,
+    *,
+    parts: Collection[str] = (),
 ) -> Loaded:
-    """Settings from file, environment and the common flags, then `flags` (dotted name -> (flag, value))."""
+    """Settings from file, environment and the common flags, then `flags` (dotted name -> (flag, value)).
+
+    `parts` is what shall run in this process and those that it starts: what they need must be here. Modules beside the
+    config file can be imported from then on, until the command ends.
+    """
+    from rlbuffer import dotted
     from rlbuffer.errors import ConfigError
+    from rlbuffer.loading import folders_of
     from rlbuffer.loading import load as load_settings
     from rlbuffer.store.address import has_password, redacted
 
@@ -77,7 +85,11 @@ def load(
             "or put the whole address into RLBUFFER_REDIS_URL."
         )
     common_flags = {"redis_url": ("--redis", redis), "run": ("--run", run), "home": ("--home", home)}
-    loaded = load_settings(config, flags={**common_flags, **(flags or {})})
+    loaded = load_settings(config, flags={**common_flags, **(flags or {})}, parts=parts)
+    context = click.get_current_context(silent=True)  # none in the thread that reads the file again on SIGHUP
+    if parts and context is not None:
+        added = dotted.make_importable(folders_of(loaded.file))
+        context.call_on_close(lambda: dotted.forget(added))
     for warning in loaded.warnings:
         echo(f"Warning: {warning}", err=True)
     return loaded

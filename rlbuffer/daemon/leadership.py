@@ -25,7 +25,7 @@ from rlbuffer.daemon.telling import TELEMETRY_SECONDS, Teller
 from rlbuffer.daemon.workers import WorkerWatch
 from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.policy import waiting
-from rlbuffer.settings import TrainerSettings
+from rlbuffer.settings import TrainerSettings, needed_columns
 from rlbuffer.step_columns import agree
 from rlbuffer.store.base import Attempt, Store
 from rlbuffer.store.recovery import ATTEMPT_SECONDS
@@ -34,6 +34,8 @@ POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""
 SWEEP_SECONDS = 5.0
 """Between two sweeps of what scored groups leave behind."""
+GONE_SECONDS = 3.0
+"""A trainer that has said nothing for so long may have left; what it said last tells whether it had made its steps."""
 TRAINER_SILENT_SECONDS = 10.0
 """A trainer reports every second, also while it waits: after ten of these missed it is called silent."""
 
@@ -82,7 +84,7 @@ class Leadership:
         self._scorers = ScorerWatch(store, self._held.batcher)
         self._workers = WorkerWatch(store)
         self._doubts = Doubts(store, teller.emit, self._meta.step)
-        self._needed = ("ref_logprobs",) if trainer.kl_beta else ()
+        self._needed = needed_columns(trainer)
         """Columns without which the trainer cannot train."""
         self._swept = float("-inf")
         self._envs = EnvWatch(store, config, self._held.batcher, teller.emit)
@@ -172,7 +174,7 @@ class Leadership:
         step = meta.step + 1
         if step > trainer.trained + 1 + self._config.lookahead:
             self._publish(batcher.allowances(step, world_size=trainer.world_size))
-            self._say(self._trainer_sentence(trainer))
+            self._say(self._end_of(trainer) or self._trainer_sentence(trainer))
             return
         started = time.perf_counter()
         decision = batcher.next(
@@ -187,9 +189,17 @@ class Leadership:
         if decision.plan is None:
             self._is_idle = True
             said = decision.waiting + self._workers.sentence(decision.waiting) if decision.waiting else ""
-            self._say(self._memory.sentence() + said + self._scorers.sentence() + self._doubts.sentence())
+            more = self._scorers.sentence() + self._doubts.sentence()
+            self._say(self._end_of(trainer) or self._memory.sentence() + said + more)
             return
         self._commit(decision, decision.plan, trainer, started)
+
+    def _end_of(self, trainer: Attempt) -> str:
+        """What to say when the trainer has made its steps and left; "" while it is there, or left otherwise."""
+        if (trainer.seen_seconds_ago or 0.0) <= GONE_SECONDS:
+            return ""
+        beat = self._store.heartbeats("rank").get("0", {})
+        return waiting.ended(trainer.trained) if beat.get("finished") == trainer.trained else ""
 
     def _ends(self, decision: Decision, trainer: Attempt) -> bool:
         """Whether the run has ended: nothing more comes, and what came is trained. One that had ended may go on."""

@@ -32,7 +32,7 @@ from rlbuffer.errors import (
     ServerUnreachable,
 )
 from rlbuffer.policy import waiting
-from rlbuffer.store.base import Lease, Store
+from rlbuffer.store.base import Lease, Meta, Store
 
 LEASE_SECONDS = 5.0
 """A leader that is silent for this long may be replaced."""
@@ -135,6 +135,8 @@ class Daemon:
         self._leave()
 
     def _acquire(self, stop: threading.Event) -> Lease | None:
+        if not self._has_opened and self._meta() is None:
+            self._check_config(self._revisions.config)  # settings that are refused begin no run
         self._store.open_run()
         self._has_opened = True
         self._revisions.check()
@@ -198,7 +200,14 @@ class Daemon:
             world_size=self._trainer.world_size,
             checkpoint_every=self._trainer.checkpoint_every,
         )
-        watch.check(self._store.meta())
+        watch.check(self._meta())
+
+    def _meta(self) -> Meta | None:
+        """None where there is no run."""
+        try:
+            return self._store.meta()
+        except RunGone:
+            return None
 
     def _heed_hangup(self) -> None:
         if self._hangup is not None and self._reread is not None and self._hangup.is_set():

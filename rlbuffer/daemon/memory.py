@@ -133,14 +133,15 @@ class MemoryWatch:
             "kept_steps": forecast.kept_steps,
         }
 
-    def check(self, meta: Meta) -> None:
-        """Whether these settings may take the place of others: to be asked of a watch of its own, before they do.
+    def check(self, meta: Meta | None) -> None:
+        """Whether these settings may take the place of others, or begin a run (None): to be asked of a watch of its
+        own, before they do.
 
         Raises:
             ConfigError: the steps that must be there at once do not fit the server's memory.
         """
-        for header in self._store.headers():
-            self._note(header, retired=meta.retired)
+        for header in self._store.headers() if meta is not None else ():
+            self._note(header, retired=0 if meta is None else meta.retired)
         self._refuse(self._forecast(self._world_size), self._world_size)
 
     def tell(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rlbuffer.policy.selection import Limits, Trial
 
 NO_TRAINER = "No trainer has joined yet: start one with `rlbuffer train`."
+UNHEARD = "The batcher has not heard of this trainer yet."
 NO_VERSION = "The trainer has not announced a policy version yet; it does when its model is loaded."
 STOPPED = "The batcher was stopped: start `rlbuffer serve` again."
 AGAIN_SECONDS = 60.0
@@ -225,13 +226,18 @@ def silent_trainer(step: int, trained: int, seconds: float) -> str:
     )
 
 
+def to_trainer(sentence: str) -> str:
+    """The batcher's sentence as a trainer repeats it: it need not be told to start itself."""
+    return UNHEARD if "start" in sentence and "`rlbuffer train`" in sentence else sentence
+
+
 def draining() -> str:
     """An operator has asked for no more groups. The leader says another sentence after it, a worker only this one."""
     return "The run drains: no tickets are given until `rlbuffer drain --undo`."
 
 
 def ended(steps: int) -> str:
-    """A supervised run is over."""
+    """The trainer has made the steps that it was to make."""
     return f"The run has ended: the trainer has made its {steps} steps."
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlbuffer import wire
 from rlbuffer.errors import ConfigError, InvalidRollout, PayloadError, RlbufferError, RunDamaged, RunGone, ServerRefused
+from rlbuffer.host_checks import gives_nothing
 from rlbuffer.records import Group, Rollout
 from rlbuffer.scorer.beat import CLAIM_SECONDS, Beat
 from rlbuffer.scorer.rewards import RewardFailed, Rewards, make_rewards
@@ -82,11 +83,7 @@ def run_scorer(
     options = settings.score[key]
     gives = options.adds
     if not gives:
-        raise ConfigError(
-            f"score.{key} gives nothing: set model (a directory, or `initial`), or reward (package.module:function)",
-            setting=f"score.{key}",
-        )
-    buffer.store.open_run()
+        raise ConfigError(gives_nothing(key), setting=f"score.{key}")
     reference = None
     if options.model:
         from rlbuffer.scorer.reference import make_reference
@@ -95,6 +92,7 @@ def run_scorer(
 
     async def work() -> bool:
         rewards = make_rewards(key, options) if options.reward else None
+        buffer.store.open_run()  # after what may be refused: a scorer that cannot work begins no run
         scorer = _Scorer(buffer, name, options, gives, reference, rewards, stop, on_event or (lambda event: None))
         return await scorer.run()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from rlbuffer.errors import ConfigError
 
 HIDDEN = "***"
+_OPTIONS = re.compile(r"connection_class|path|host|port|db|username|password|ssl_\w+")
 _SCHEME = re.compile(r"(?:(?:rediss?|unix|memory)://)?", re.IGNORECASE)
 _NAMES = "connection_class|path|host|port|db|username|password|ssl_[A-Za-z0-9_]*"
 _SECRET = re.compile(rf"([?&][^=&?]*pass[^=&?]*=)(?:(?!&(?:{_NAMES})=).)*", re.DOTALL | re.IGNORECASE)
@@ -54,3 +56,42 @@ def check_quoted(url: str, source: str) -> None:
                 "  Write %2F for /, %3F for ? and %23 for #, or leave it out and set RLBUFFER_REDIS_PASSWORD.",
                 setting="redis_url",
             )
+
+
+def options_of(url: str, source: str) -> dict[str, Any]:
+    """What redis-py makes of a server's address, ``redis://``, ``rediss://`` or ``unix://``.
+
+    Args:
+        source: where it came from, as a sentence on a line of its own; "" when nobody knows.
+
+    Raises:
+        ConfigError: it is no such address, or has an option that is rlbuffer's own.
+    """
+    from redis.connection import parse_url
+
+    check_quoted(url, source)
+    try:
+        options: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
+    except ValueError:
+        raise ConfigError(
+            f"{redacted(url)} is not the address of a server.{source}\n"
+            "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://.",
+            setting="redis_url",
+        ) from None  # it may quote the password as a port
+    for option in options:
+        if _OPTIONS.fullmatch(option) is None:
+            raise ConfigError(
+                f"the address {redacted(url)} has an option that cannot be set there: {option}.{source}",
+                setting="redis_url",
+            )
+    return options
+
+
+def is_memory(url: str) -> bool:
+    """``memory://``: the in-process model in place of a server."""
+    return url.startswith("memory:")
+
+
+def source_of(origin: str) -> str:
+    """The sentence, on a line of its own, that says where an address came from; "" when nobody knows."""
+    return f"\n  The address comes from {origin}." if origin else ""

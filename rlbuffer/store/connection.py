@@ -29,14 +29,14 @@ from typing import Any, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
-from redis.connection import ConnectionPool, PythonRespSerializer, parse_url
+from redis.connection import ConnectionPool, PythonRespSerializer
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
-from rlbuffer.errors import ConfigError, ServerUnreachable, ServerUnsuitable
+from rlbuffer.errors import ServerUnreachable, ServerUnsuitable
 from rlbuffer.settings import ServerSettings
 from rlbuffer.store import tls
-from rlbuffer.store.address import check_quoted, redacted
+from rlbuffer.store.address import options_of, redacted, source_of
 from rlbuffer.store.answers import understand
 from rlbuffer.store.binary import MINIMUM_VERSION, version_tuple
 from rlbuffer.store.limits import Limits, read_limits, timeout_seconds
@@ -72,7 +72,6 @@ FACTS = {
     "policy": "maxmemory_policy",
 }
 """What :meth:`Connection.describe` says -> the field of INFO."""
-_URL_OPTIONS = re.compile(r"connection_class|path|host|port|db|username|password|ssl_\w+")
 
 
 class _BrokenUnused(redis.ConnectionError):
@@ -350,21 +349,7 @@ class Connection:
         connection.on_connect()
 
     def _url_options(self) -> dict[str, Any]:
-        check_quoted(self._url, self._source())
-        try:
-            options: dict[str, Any] = parse_url(self._url)  # type: ignore[no-untyped-call]
-        except ValueError:
-            raise ConfigError(
-                f"{self.address} is not the address of a server.{self._source()}\n"
-                "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://.",
-                setting="redis_url",
-            ) from None  # it may quote the password as a port
-        for option in options:
-            if _URL_OPTIONS.fullmatch(option) is None:
-                raise ConfigError(
-                    f"the address {self.address} has an option that cannot be set there: {option}.{self._source()}",
-                    setting="redis_url",
-                )
+        options = options_of(self._url, self._source())
         self._warn_once(tls.check_options(options, self.address, self._source()))
         if self._password and self.embedded is None:
             options.setdefault("password", self._password)
@@ -418,7 +403,7 @@ class Connection:
             return failure
 
     def _source(self) -> str:
-        return f"\n  The address comes from {self._origin}." if self._origin else ""
+        return source_of(self._origin)
 
     def _advice(self, error: redis.RedisError, tries: int, seconds: float) -> str:
         spent = "Tried once." if tries == 1 else f"Tried {tries} times in {seconds:.{0 if seconds >= 9.95 else 1}f} s."

@@ -28,17 +28,24 @@ class Trainable:
     """How many token ids its model has; None: not known here."""
     adapters: bool = True
     """Whether it trains LoRA adapters, each with steps of its own."""
+    columns: tuple[str, ...] = ()
+    """Further columns without which it cannot train a rollout."""
 
     @classmethod
     def of(cls, beats: Iterable[Mapping[str, Any]]) -> Trainable:
         """What all ranks of these heartbeats can train. No field of one is certain to be there."""
         beats = tuple(beats)
         sizes = [beat["vocabulary"] for beat in beats if isinstance(beat.get("vocabulary"), int)]
-        return cls(vocabulary=min(sizes, default=None), adapters=all(beat.get("adapters", True) for beat in beats))
+        needed = [beat["columns"] for beat in beats if isinstance(beat.get("columns"), list | tuple)]
+        return cls(
+            vocabulary=min(sizes, default=None),
+            adapters=all(beat.get("adapters", True) for beat in beats),
+            columns=tuple(sorted({name for names in needed for name in names if isinstance(name, str)})),
+        )
 
     def record(self) -> dict[str, Any]:
         """For a heartbeat."""
-        return {"vocabulary": self.vocabulary, "adapters": self.adapters}
+        return {"vocabulary": self.vocabulary, "adapters": self.adapters, "columns": list(self.columns)}
 
 
 def read_rollouts(
@@ -64,6 +71,9 @@ def _rollout(ref: PartRollout, data: bytes | None, schema: Mapping[str, ColumnSp
         return str(error)
     if not fits(rollout, schema):
         return _misfit(rollout, schema)
+    lacking = [name for name in can.columns if name not in rollout.columns]
+    if lacking:
+        return f"it lacks column {', '.join(lacking)}, without which the trainer cannot train"
     highest = int(rollout.tokens.max())
     if can.vocabulary is not None and highest >= can.vocabulary:
         # The model would fail at it, in every replay of the step.

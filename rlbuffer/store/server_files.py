@@ -29,11 +29,7 @@ def configuration(directory: Path, socket: Path, settings: ServerSettings) -> st
     Raises:
         ConfigError: `maxmemory` is no size.
     """
-    if _MEMORY.fullmatch(settings.maxmemory) is None:
-        raise ConfigError(
-            f"server.maxmemory = {settings.maxmemory!r} is not a size: write a number and b, kb, mb or gb, like 2gb.",
-            setting="server.maxmemory",
-        )
+    check_memory(settings)
     lines = {
         "port": "0",
         "unixsocket": _quoted(socket),
@@ -51,6 +47,15 @@ def configuration(directory: Path, socket: Path, settings: ServerSettings) -> st
         "logfile": _quoted(directory / "server.log"),
     }
     return "".join(f"{name} {value}\n" for name, value in lines.items())
+
+
+def check_memory(settings: ServerSettings) -> None:
+    """Raises ConfigError when `maxmemory` is no size."""
+    if _MEMORY.fullmatch(settings.maxmemory) is None:
+        raise ConfigError(
+            f"server.maxmemory = {settings.maxmemory!r} is not a size: write a number and b, kb, mb or gb, like 2gb.",
+            setting="server.maxmemory",
+        )
 
 
 def socket_path(directory: Path) -> Path:

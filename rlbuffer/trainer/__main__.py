@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
+from rlbuffer.dotted import make_importable
 from rlbuffer.errors import RlbufferError
 from rlbuffer.lines import printable
-from rlbuffer.loading import load
+from rlbuffer.loading import folders_of, load
 from rlbuffer.processes import yield_cores
 
 
@@ -17,7 +18,9 @@ def main(arguments: list[str]) -> int:
         print("usage: [torchrun ...] -m rlbuffer.trainer [rlbuffer.toml]", file=sys.stderr)
         return 2
     try:
-        settings = load(arguments[0] if arguments else None).settings
+        loaded = load(arguments[0] if arguments else None, parts=("train",))
+        make_importable(folders_of(loaded.file))
+        settings = loaded.settings
         if "RANK" not in os.environ:
             from rlbuffer.trainer.launch import launch
 

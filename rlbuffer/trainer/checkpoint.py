@@ -2,11 +2,15 @@
 
     <output>/checkpoints/step-00000050/__0_0.distcp ...   parameters and optimizer state; each rank writes its part
                                        .metadata          torch's index of them
-                                       meta.json          place, random states, size and sha256 of the others
+                                       random-0.json ...  random states, those of each rank
+                                       meta.json          place, size and sha256 of the others
 
 Tensors go through ``torch.distributed.checkpoint``: a checkpoint of any number of ranks, holding all of the model or
 parts of it, loads at any other. It is written under a temporary name, flushed to the disk and renamed; the newest
-that reads back correctly counts. Random states are equal on all ranks. All hosts must see the same directory.
+that reads back correctly counts. All hosts must see the same directory.
+
+A loss may draw random numbers, and ranks draw different amounts. So each rank goes on with its own states.
+At another world size rank r goes on with those of rank r mod W, of the W ranks that wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +42,7 @@ from rlbuffer.trainer.model import PackedPolicy
 from rlbuffer.trainer.parallel import tied_names
 from rlbuffer.weights.disk import flush, sha256_of
 
-FORMAT = 2
+FORMAT = 3
 """Version of the layout; another one is refused."""
 ALONE = Ranks(0, 1, torch.device("cpu"))
 _META = "meta.json"
@@ -57,11 +61,9 @@ class Checkpoint:
     reader: Mapping[str, Any]
     """``Reader.state_dict()``: step, epoch, digest, what was trained last."""
     world_size: int
-    """When it was written, for the record."""
+    """When it was written: so many ranks have left random states."""
     run: str
     """Name of the run whose steps were trained."""
-    random: Mapping[str, Any] = field(default_factory=dict)
-    """As :func:`random_state` gives it."""
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -105,6 +107,7 @@ def save(
     try:
         with _alone(ranks.world_size == 1) as options:
             save_tensors(_tensors(policy, optimizer), checkpoint_id=temporary, **options)
+        _random_of(temporary, ranks.rank).write_text(json.dumps(random_state()), encoding="utf-8")
         mine = [path for path in temporary.iterdir() if _rank_of(path) == ranks.rank]
         listed = {path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in mine}
         (temporary / f"files-{ranks.rank}.json").write_text(json.dumps(listed), encoding="utf-8")
@@ -147,8 +150,12 @@ def _rank_of(path: Path) -> int | None:
     """The rank that wrote a file; torch's index counts as rank 0's."""
     if path.name == ".metadata":
         return 0
-    match = re.match(r"__(\d+)_\d+\.distcp\Z", path.name)
-    return int(match[1]) if match else None
+    match = re.match(r"(?:__(\d+)_\d+\.distcp|random-(\d+)\.json)\Z", path.name)
+    return int(match[1] or match[2]) if match else None
+
+
+def _random_of(path: Path, rank: int) -> Path:
+    return path / f"random-{rank}.json"
 
 
 def _together(ranks: Ranks, error: BaseException | None, step: int, final: Path, temporary: Path | None = None) -> None:
@@ -237,6 +244,19 @@ def restore(path: Path, policy: PackedPolicy, optimizer: torch.optim.Optimizer, 
     except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{path} is of another model than [model] describes: {reason}") from error
+
+
+def restore_random_state(path: Path, checkpoint: Checkpoint, *, rank: int) -> None:
+    """Puts this process's generators to where those of its rank were, or of the rank that it goes on for.
+
+    Raises:
+        CheckpointError: there are no such states.
+    """
+    file = _random_of(path, rank % max(1, checkpoint.world_size))
+    try:
+        set_random_state(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def load_parameters(output: Path, step: int, *, of: str = "policy") -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ and s alone, whatever the world size, so runs at different world sizes train on 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -42,6 +42,7 @@ class FakeBuffer:
         pad_to_multiple_of: int = 1,
         vocabulary: int | None = None,
         adapters: bool = True,
+        columns: Sequence[str] = (),
     ) -> FakeReader:
         """A reader for one rank; its tokens are the model's own."""
         return FakeReader(self.settings, rank, world_size, self._vocabulary, pad_to_multiple_of)
@@ -104,6 +105,9 @@ class FakeReader:
     def trained(self, step: Step) -> None:
         """Remembers the place."""
         self._trained = step.number
+
+    def finished(self) -> None:
+        """Nobody asks."""
 
     def checkpointed(self, step: int, *, oldest_kept: int | None = None) -> None:
         """Nothing is ever retired."""

@@ -18,6 +18,11 @@ its own and gives it back. Chunks a little smaller stay in its heap, where align
 each other's place: the peak was 0.9 GB instead of 0.2 (docs/log.md)."""
 
 
+LEAST_NATS = -1e4
+"""Logprobs end here: of a symbol that the model masks (a logit of -inf) probability times logprob is 0, and not NaN. Of
+anything less the probability is 0 in float64, too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitShape:
     """What a model does to its logits after the matrix product: first the scale, then the cap."""
@@ -133,9 +138,9 @@ def _shaped(hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: LogitSha
 
 
 def _log_softmax(logits: Tensor, scale: Tensor | float) -> Tensor:
-    """[n, V] of the logits over `scale`, in a tensor of its own."""
+    """[n, V] of the logits over `scale`, in a tensor of its own; nothing below :data:`LEAST_NATS`."""
     is_one = isinstance(scale, float) and scale == 1.0
-    return torch.log_softmax(logits if is_one else logits / scale, dim=-1)
+    return torch.log_softmax(logits if is_one else logits / scale, dim=-1).clamp_(min=LEAST_NATS)
 
 
 def _scale(temperature: Tensor | float, part: slice, logits: Tensor) -> Tensor | float:

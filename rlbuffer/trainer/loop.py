@@ -120,5 +120,7 @@ def train(
         if place.step > place.checkpointed:
             reports.checkpoint(place, checkpoint(session, place))
         finished = place.step >= told.steps or pulls.has_ended
+        if finished:
+            session.reader.finished()
         reports.end(place, finished=finished, has_ended=pulls.has_ended)
         return finished

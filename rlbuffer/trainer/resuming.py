@@ -39,9 +39,10 @@ def resume(session: Session, *, warn: Callable[[str], None]) -> Place:
     if step == 0:
         return Place()
     loaded = checkpoints.load(folder, step, run=session.settings.run)
-    checkpoints.restore(checkpoints.path_of(folder, step), session.policy, session.optimizer, ranks=session.ranks)
+    path = checkpoints.path_of(folder, step)
+    checkpoints.restore(path, session.policy, session.optimizer, ranks=session.ranks)
     session.reader.load_state_dict(loaded.reader)
-    checkpoints.set_random_state(loaded.random)
+    checkpoints.restore_random_state(path, loaded, rank=session.ranks.rank)
     return Place(step=loaded.step, updates=loaded.updates, checkpointed=loaded.step, resumed_from=loaded.step)
 
 
@@ -55,7 +56,6 @@ def checkpoint(session: Session, place: Place) -> Path:
             reader=session.reader.state_dict(),
             world_size=session.ranks.world_size,
             run=session.settings.run,
-            random=checkpoints.random_state(),
         ),
         session.policy,
         session.optimizer,

@@ -67,6 +67,9 @@ def tables(
     cut["trainer"] = micro_batch.unpack(trainer)
     reference = micro_batch.columns.get("ref_logprobs")
     cut["reference"] = micro_batch.unpack(reference) if reference is not None else [None] * len(micro_batch.samples)
+    if "ref_logprobs" in micro_batch.lacking:
+        is_lacking = [bool(part.any()) for part in micro_batch.unpack(micro_batch.lacking["ref_logprobs"])]
+        cut["reference"] = [None if no else part for part, no in zip(cut["reference"], is_lacking, strict=True)]
     out = []
     for i, sample in enumerate(micro_batch.samples):
         columns = {name: parts[i] for name, parts in cut.items()}

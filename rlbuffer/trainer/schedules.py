@@ -18,7 +18,7 @@ Source: cosine: SGDR, arXiv 1608.03983, equation 5; warm-up, stable, decay with 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from rlbuffer.errors import ConfigError
 from rlbuffer.settings import TrainerSettings
@@ -40,26 +40,32 @@ def planned_updates(settings: TrainerSettings) -> int:
     return settings.steps * settings.passes * settings.updates_per_pass
 
 
-def check_schedule(settings: TrainerSettings) -> None:
-    """Refuses what cannot be meant.
-
-    Raises:
-        ConfigError: the minimum is above the rate, or wsd_sqrt has no stable part, or nothing after it.
-    """
+def mistakes(settings: TrainerSettings) -> Iterator[ConfigError]:
+    """What cannot be meant: the minimum is above the rate, or wsd_sqrt has no stable part, or nothing after it."""
     if settings.min_learning_rate > settings.learning_rate:
-        raise ConfigError(
+        yield ConfigError(
             f"trainer.min_learning_rate = {settings.min_learning_rate:g} is above trainer.learning_rate = "
             f"{settings.learning_rate:g}",
             setting="trainer.min_learning_rate",
         )
     planned = planned_updates(settings)
     if settings.schedule == "wsd_sqrt" and not settings.warmup_updates <= settings.stable < planned:
-        raise ConfigError(
+        yield ConfigError(
             f"trainer.stable = {settings.stable}: with schedule = wsd_sqrt the rate falls from that update on, so it "
             f"must be at least trainer.warmup_updates = {settings.warmup_updates} and less than the {planned} planned "
             "updates",
             setting="trainer.stable",
         )
+
+
+def check_schedule(settings: TrainerSettings) -> None:
+    """Refuses the first of the :func:`mistakes`.
+
+    Raises:
+        ConfigError: says which.
+    """
+    for mistake in mistakes(settings):
+        raise mistake
 
 
 def learning_rate_at(update: int, settings: TrainerSettings) -> float:

@@ -21,14 +21,15 @@ from torch.distributed.rendezvous import rendezvous
 from rlbuffer.client import Buffer, connect
 from rlbuffer.errors import ConfigError
 from rlbuffer.reader import Reader
-from rlbuffer.settings import RunSettings
+from rlbuffer.settings import RunSettings, needed_columns
 from rlbuffer.trainer.agreement import Ranks
 from rlbuffer.trainer.fake import FakeBuffer, FakeReader
 from rlbuffer.trainer.lora import add_adapter
-from rlbuffer.trainer.losses import check_losses
+from rlbuffer.trainer.loss_table import check_losses
 from rlbuffer.trainer.model import PackedPolicy, prepare, vocabulary_of
 from rlbuffer.trainer.parallel import distribute
 from rlbuffer.trainer.publishing import write_base
+from rlbuffer.trainer.schedules import check_schedule
 from rlbuffer.trainer.stalls import OnStall, StallWatch
 from rlbuffer.trainer.stopping import StopRequest
 from rlbuffer.trainer.update import make_optimizer
@@ -90,9 +91,10 @@ def open_session(
     """Joins the other ranks, builds or loads the policy, and connects.
 
     Raises:
-        ConfigError: no such device, or loss. PackedForwardError: see `prepare`.
+        ConfigError: no such device or loss, or settings that it does not read. PackedForwardError: see `prepare`.
     """
     check_losses(settings.trainer)
+    check_schedule(settings.trainer)
     device = device_of(settings)
     ranks = Ranks(rank, world_size, device)
     store = _join(settings, device) if world_size > 1 else None
@@ -133,6 +135,7 @@ def open_session(
                     pad_to_multiple_of=settings.trainer.pad_to_multiple_of,
                     vocabulary=vocabulary,
                     adapters=False,
+                    columns=needed_columns(settings.trainer),
                 ),
                 stop=stop or StopRequest(),
                 stalls=stalls,
@@ -157,7 +160,7 @@ def device_of(settings: RunSettings) -> torch.device:
 
 
 def _seed(seed: int) -> None:
-    """The same on every rank, so that a checkpoint's random states serve any world size."""
+    """The same on every rank; from a checkpoint on, each goes on with its own states."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

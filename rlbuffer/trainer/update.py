@@ -30,14 +30,19 @@ SUMS = ("loss", "entropy", "kl", "clipped", "loss_tokens", "tokens")
 def trained_tokens(policy: nn.Module, micro_batch: MicroBatch, *, temperature: float = 1.0) -> TrainedTokens:
     """Runs the policy over a micro-batch that holds torch tensors and gives what the losses need of it.
 
-    A column ``temperatures`` wins over `temperature`; a column ``weights`` weighs tokens in the loss.
+    A column ``temperatures`` wins over `temperature`, for the rollouts that have it; a column ``weights`` weighs tokens
+    in the loss.
     """
     arrays: Any = micro_batch
     chosen = torch.nonzero(arrays.loss_mask)[:, 0]
     if len(chosen) and int(chosen[0]) == 0:
         raise RlbufferError("micro-batch: token 0 is trained, but nothing predicts it")
     temperatures = arrays.columns.get("temperatures")
-    scale: Tensor | float = temperature if temperatures is None else temperatures[chosen]
+    scale: Tensor | float = temperature
+    if temperatures is not None:
+        scale = temperatures[chosen]
+        if "temperatures" in arrays.lacking:
+            scale = torch.where(arrays.lacking["temperatures"][chosen], temperature, scale)
     logprobs, entropy = policy(arrays.input_ids, arrays.position_ids, arrays.cu_seqlens, chosen, scale)
     reference, weights = arrays.columns.get("ref_logprobs"), arrays.columns.get("weights")
     return TrainedTokens(
@@ -48,7 +53,16 @@ def trained_tokens(policy: nn.Module, micro_batch: MicroBatch, *, temperature: f
         rollout=arrays.sample_index[chosen].long(),
         ref_logprobs=None if reference is None else reference[chosen].to(logprobs.dtype),
         weights=None if weights is None else weights[chosen].to(logprobs.dtype),
+        without_reference=_envs_without("ref_logprobs", arrays, chosen),
     )
+
+
+def _envs_without(column: str, arrays: Any, chosen: Tensor) -> tuple[str, ...]:
+    """Envs of the trained tokens whose rollouts came without `column`, where others came with it."""
+    if column not in arrays.lacking:
+        return ()
+    tokens = chosen[arrays.lacking[column][chosen]]
+    return tuple(sorted({arrays.samples[i].env for i in arrays.sample_index[tokens].unique().tolist()}))
 
 
 def accumulate(

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlbuffer.errors import WeightsError
+from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.records import PolicyVersion
 from rlbuffer.weights.disk import flush, sha256_of
 
@@ -184,3 +184,15 @@ def remove(directory: Path) -> None:
 def is_url(location: str) -> bool:
     """The announced location is to be downloaded, not a directory."""
     return location.startswith(("http://", "https://"))
+
+
+def parse_listen(listen: str) -> tuple[str, int]:
+    """``HOST:PORT`` -> (host, port); an empty host is all interfaces.
+
+    Raises:
+        ConfigError: it is no such address.
+    """
+    host, colon, port = listen.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"weights.listen = {listen!r} must be HOST:PORT, e.g. 0.0.0.0:9465", setting="weights.listen")
+    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.host_checks import NO_MODEL_TYPE, which_model
 from rlbuffer.settings import ModelSettings
 
 TINY_QWEN3: Mapping[str, Any] = MappingProxyType(
@@ -61,12 +62,7 @@ def build_model(settings: ModelSettings, *, seed: int) -> PreTrainedModel:
     """
     dtype = _DTYPES[settings.dtype]
     if bool(settings.path) == bool(settings.config):
-        how = "both are set" if settings.path else "neither is set"
-        raise ConfigError(
-            f"model: exactly one of path and config is needed; {how}. Give [model] path = a Hugging Face model's "
-            f"directory, or [model.config] for a fresh model (rlbuffer.toml of the project has one)",
-            setting="model",
-        )
+        raise ConfigError(which_model(settings.path), setting="model")
     if settings.path:
         directory = Path(settings.path).expanduser()
         if not directory.is_dir():
@@ -91,7 +87,7 @@ def model_from_config(config: Mapping[str, Any], *, dtype: torch.dtype = torch.f
     values = dict(config)
     model_type = values.pop("model_type", None)
     if not isinstance(model_type, str) or not model_type:
-        raise ConfigError('model.config: model_type is missing, e.g. "qwen3"', setting="model.config.model_type")
+        raise ConfigError(NO_MODEL_TYPE, setting="model.config.model_type")
     values = {name: value for name, value in values.items() if name not in ("architectures", "dtype", "torch_dtype")}
     try:
         parsed: PretrainedConfig = AutoConfig.for_model(model_type, **values)

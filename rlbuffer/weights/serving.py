@@ -28,7 +28,7 @@ from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.settings import RunSettings
 from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
 from rlbuffer.weights.download import HAVE_HEADER
-from rlbuffer.weights.layout import FILE, NAME, versions
+from rlbuffer.weights.layout import FILE, NAME, parse_listen, versions
 
 MAX_FETCHES = 4
 """Versions that a relay fetches, or waits to fetch, at once; more are answered 503."""
@@ -244,15 +244,3 @@ def serve_beside(settings: RunSettings) -> FileServer:
     """
     app = make_app(settings.output_dir / "weights", token=os.environ.get(TOKEN_VARIABLE, ""))
     return FileServer(app, settings.weights.listen)
-
-
-def parse_listen(listen: str) -> tuple[str, int]:
-    """``HOST:PORT`` -> (host, port); an empty host is all interfaces.
-
-    Raises:
-        ConfigError: it is no such address.
-    """
-    host, colon, port = listen.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"weights.listen = {listen!r} must be HOST:PORT, e.g. 0.0.0.0:9465", setting="weights.listen")
-    return host.removeprefix("[").removesuffix("]"), int(port)

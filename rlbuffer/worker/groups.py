@@ -7,6 +7,7 @@ import inspect
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -54,7 +55,10 @@ def check_prompt(tokens: NDArray[np.int32], vocabulary: int) -> None:
     outside = (ids < 0) | (ids >= (vocabulary or 2**31))  # 0: the sampler does not know it
     if outside.any():
         at = int(outside.argmax())
-        raise InvalidRollout(f"token {at} of a prompt is {ids[at]}, the model's vocabulary has {vocabulary} ids")
+        raise InvalidRollout(
+            f"token {at} of a prompt is {ids[at]}, and the model's vocabulary has {vocabulary} ids: is it of another "
+            "tokenizer?"
+        )
 
 
 def in_words(error: BaseException, settings: WorkerSettings) -> str:
@@ -72,6 +76,7 @@ class GroupMaker:
         settings: group size, sampling, timeouts, retries.
         worker: the producer's name.
         temperature: instead of the settings'; 0 takes the likeliest token.
+        assumed_temperature: what the trainer takes where a rollout does not say.
     """
 
     def __init__(
@@ -82,11 +87,13 @@ class GroupMaker:
         *,
         worker: str,
         temperature: float | None = None,
+        assumed_temperature: float = 1.0,
     ) -> None:
         self._env = env
         self._sampler = sampler
         self._settings = settings
         self._worker = worker
+        self._assumed = assumed_temperature
         self.sampling = Sampling(
             max_new_tokens=settings.max_new_tokens or env.max_new_tokens,
             temperature=settings.temperature if temperature is None else temperature,
@@ -276,7 +283,7 @@ class GroupMaker:
             group_id=ticket.group_id,
             env=ticket.env,
             prompt_id=prompt.prompt_id,
-            rollouts=tuple(rollouts),
+            rollouts=tuple(map(self._saying_its_temperature, rollouts)),
             planned_size=len(rollouts),
             answer=prompt.answer,
             metadata=metadata,
@@ -284,3 +291,11 @@ class GroupMaker:
             worker=self._worker,
             created=time.time(),
         )
+
+    def _saying_its_temperature(self, rollout: Rollout) -> Rollout:
+        """With a column of it, unless the trainer takes this very one for granted, wherever it stands: 1."""
+        temperature = self.sampling.temperature
+        if "temperatures" in rollout.columns or not temperature or temperature == self._assumed == 1:
+            return rollout
+        told = np.full(rollout.length, temperature, np.float32)
+        return replace(rollout, columns={**rollout.columns, "temperatures": told})

@@ -105,6 +105,8 @@ def run_worker(
         SchemaMismatch: the run was written by an incompatible version; nothing is written there.
         ServerUnreachable: for longer than the writer's patience.
     """
+    # First what may be refused: a worker that cannot work begins no run.
+    env, sampler = env or make_env(settings.env, **settings.env_options), sampler or make_sampler(settings)
     buffer.store.open_run()
     worker = _Worker(
         buffer,
@@ -112,8 +114,8 @@ def run_worker(
         settings,
         stop,
         on_event or (lambda event: None),
-        env or make_env(settings.env, **settings.env_options),
-        sampler or make_sampler(settings),
+        env,
+        sampler,
         evaluations or {},
         section,
     )
@@ -142,7 +144,8 @@ class _Worker:
         self._section = section
         self._tickets: int | None = getattr(env, "tickets", None)
         self._is_done = False
-        self._maker = GroupMaker(env, sampler, settings, worker=name)
+        assumed = buffer.settings.trainer.temperature
+        self._maker = GroupMaker(env, sampler, settings, worker=name, assumed_temperature=assumed)
         self._pulse = Pulse(buffer, name, env.name, self._maker.work)
         self._versions = Versions(
             buffer.policy(),

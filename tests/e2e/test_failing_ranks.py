@@ -112,7 +112,6 @@ def pid_of(home: Home, rank: int) -> int:
 
 def test_a_rank_that_raises_ends_the_job_with_its_traceback_once(home: Home) -> None:
     Path(home.path / "failing.py").write_text(LOSS)
-    home.environment["PYTHONPATH"] = f"{home.path}:{home.environment.get('PYTHONPATH', '')}"
     trainer = start(home, loss="failing:loss")
     home.wait_until(lambda: len(home.metrics()) >= 2 or trainer.poll() is not None, seconds=180, why="two steps")
     text = "\n".join(end_of(home, trainer))

@@ -47,7 +47,6 @@ device = "cpu"
 def test_a_killed_scorers_groups_are_taken_over_and_every_group_is_scored_once(home: Home) -> None:
     path = home.path / "judged.toml"
     path.write_text(REWARDED)
-    home.environment["PYTHONPATH"] = os.pathsep.join([str(home.path), os.environ.get("PYTHONPATH", "")])
     (home.path / "slow_judge.py").write_text(SLOW_JUDGE)
     home.start("serve", "--config", path, log="serve")
     with home.connect("judged") as buffer:

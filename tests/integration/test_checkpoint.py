@@ -29,9 +29,8 @@ def made(step: int, **fields: Any) -> Checkpoint:
         "step": step,
         "updates": step,
         "reader": {"step": step, "epoch": 1, "digest": "ab"},
-        "world_size": 2,
+        "world_size": 1,
         "run": "r",
-        "random": checkpoint.random_state(),
     }
     return Checkpoint(**(values | fields))
 
@@ -59,7 +58,7 @@ Trained = tuple[PackedPolicy, torch.optim.Optimizer]
 def test_a_checkpoint_reads_back_as_it_was_written(tmp_path: Path, policy: Trained) -> None:
     assert save(tmp_path, made(7), *policy, keep=2) == [7]
     loaded = load(tmp_path, 7, run="r")
-    assert (loaded.step, loaded.updates, loaded.world_size) == (7, 7, 2)
+    assert (loaded.step, loaded.updates, loaded.world_size) == (7, 7, 1)
     assert loaded.reader == {"step": 7, "epoch": 1, "digest": "ab"}
     other, optimizer = trained(seed=1)
     restore(path_of(tmp_path, 7), other, optimizer)
@@ -133,7 +132,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, policy: Train
     save(tmp_path, made(3), *policy, keep=1)
     meta = path_of(tmp_path, 3) / "meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format": 1}))
-    with pytest.raises(CheckpointError, match=r"has format 1, this version reads 2$"):
+    with pytest.raises(CheckpointError, match=r"has format 1, this version reads 3$"):
         load(tmp_path, 3, run="r")
 
 
@@ -170,8 +169,33 @@ def test_random_states_continue_where_they_were(tmp_path: Path, policy: Trained)
 
     expected = draw()
     draw()
-    checkpoint.set_random_state(load(tmp_path, 1, run="r").random)
+    checkpoint.restore_random_state(path_of(tmp_path, 1), load(tmp_path, 1, run="r"), rank=0)
     assert draw() == expected
+
+
+def test_each_rank_goes_on_with_its_states_and_at_another_world_size_with_those_of_its_rank_modulo_the_old_one(
+    tmp_path: Path, policy: Trained
+) -> None:
+    save(tmp_path, made(1, world_size=2), *policy, keep=1)
+    path, expected = path_of(tmp_path, 1), {}
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        (path / f"random-{rank}.json").write_text(json.dumps(checkpoint.random_state()))
+        expected[rank] = float(torch.rand(1))
+    for rank, of in ((0, 0), (1, 1), (2, 0), (3, 1)):
+        checkpoint.restore_random_state(path, load(tmp_path, 1, run="r"), rank=rank)
+        assert float(torch.rand(1)) == expected[of]
+
+
+def test_a_checkpoint_whose_random_states_are_damaged_is_not_whole(tmp_path: Path, policy: Trained) -> None:
+    for step in (3, 6):
+        save(tmp_path, made(step), *policy, keep=3)
+    file = path_of(tmp_path, 6) / "random-0.json"
+    loaded = load(tmp_path, 6, run="r")
+    file.write_text("{}")
+    assert newest(tmp_path)[0] == 3
+    with pytest.raises(CheckpointError, match=r"random-0\.json cannot be read: 'torch'$"):
+        checkpoint.restore_random_state(path_of(tmp_path, 6), loaded, rank=0)
 
 
 def settings(output: Path, **trainer: Any) -> RunSettings:

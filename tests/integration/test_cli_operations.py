@@ -428,7 +428,8 @@ def test_reset_refuses_it_too_and_the_list_of_runs_goes_on(made: Run, call: Call
 
 
 def test_the_sentence_is_one_everywhere(served: Served, call: Call) -> None:
-    """`serve`, `inspect`, `inspect --json` and the trainer's timeout carry what waiting.py says."""
+    """`serve`, `inspect`, `inspect --json` and the trainer's timeout carry what waiting.py says, but that no trainer is
+    told to start one."""
     from rlbuffer.errors import BatchTimeout
     from rlbuffer.reader import Reader
 
@@ -442,5 +443,5 @@ def test_the_sentence_is_one_everywhere(served: Served, call: Call) -> None:
     with pytest.raises(BatchTimeout) as caught:
         reader.pull(1)
     assert caught.value.exit_code == 5
-    assert str(caught.value) == f"no batch for step 1 within 1 s. {waiting.NO_TRAINER} No worker has been seen."
+    assert str(caught.value) == f"no batch for step 1 within 1 s. {waiting.UNHEARD} No worker has been seen."
     reader.close()

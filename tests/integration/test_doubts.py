@@ -136,3 +136,24 @@ def test_a_push_without_the_reference_that_the_trainer_needs_is_dropped(served: 
         lacking.group_id,
         "it lacks column ref_logprobs, without which the trainer cannot train",
     )
+
+
+def test_a_rollout_without_the_reference_beside_one_that_has_it_is_masked_and_named(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The push has the column, by its other rollout: only who reads the payload sees it."""
+    run = served.run
+    reader = start(run, columns=["ref_logprobs"])
+    settings = RunSettings.model_validate({"trainer": {"kl_beta": 0.1}})
+    column = {"ref_logprobs": np.full(8, -1.0, np.float32)}
+    for name, columns in (("a.0", [column, {}]), ("a.1", [column, column])):
+        run.push(name, lengths=[8, 8], columns=columns)
+    served.serve(CONFIG, settings=settings)
+    step = train(run, reader)
+    assert step.damaged == ("a.0/1",)
+    assert all(not micro_batch.lacking for micro_batch in step)
+    assert "The first is a.0/1 of group a.0, env a: it lacks column ref_logprobs, without which the" in caplog.text
+    run.push("a.2", lengths=[8, 8], columns=[column, {}])
+    for name in ("a.3", "a.4"):
+        run.push(name, lengths=[8, 8], columns=[column, column])
+    assert groups_of(train(run, reader)) == ["a.3", "a.4"]

@@ -97,6 +97,7 @@ def test_the_command_pauses_and_resumes(
     monkeypatch.chdir(tmp_path)
     with rlbuffer.connect(run="r", config={"home": str(home)}) as buffer:
         buffer.store.open_run()
+        buffer.heartbeat("worker", "math-0", {"env": "math"})
         said = []
         for action in ("pause", "pause", "resume", "resume"):
             assert main(["env", action, "math", "--home", str(home), "--run", "r"]) == 0
@@ -108,5 +109,9 @@ def test_the_command_pauses_and_resumes(
         'math takes part again in run "r"',
         'math was not paused in run "r"',
     ]
+    assert main(["env", "pause", "mth", "--home", str(home), "--run", "r"]) == 1
+    assert capsys.readouterr().err == "Error: run 'r' knows no env 'mth'. Did you mean math?\n"
+    assert main(["env", "pause", "code", "--home", str(home), "--run", "r"]) == 1
+    assert capsys.readouterr().err == "Error: run 'r' knows no env 'code'. It knows math.\n"
     assert main(["env", "pause", "a b", "--home", str(home)]) == 2
     assert "'a b' is not an env name: [A-Za-z0-9_.-]{1,64}" in capsys.readouterr().err

@@ -31,6 +31,10 @@ NO_DATA = (
     "Error: nothing was ever stored under {home} (RLBUFFER_HOME): no embedded server has run there. Start one with "
     "`rlbuffer demo`, or say where the run is: --redis URL or --home DIR."
 )
+NO_MODEL = (
+    "model: exactly one of path and config is needed; neither is set. Give [model] path = a Hugging Face model's "
+    "directory, or [model.config] for a fresh model (rlbuffer.toml of the project has one)"
+)
 NEVER = "these settings can never make a batch: "
 
 
@@ -128,14 +132,23 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             "worker --env vcoppy",
             3,
             (
-                "Error: env 'vcoppy' is not one of vcopy, repeat, arithmetic, jsonl, reasoning_gym, verifiers. "
+                "Error: --env  env 'vcoppy' is not one of vcopy, repeat, arithmetic, jsonl, reasoning_gym, verifiers. "
                 "Did you mean vcopy?"
             ),
         ),
         (
             "run",
             3,
-            "Error: there is no [worker.NAME] section: nothing would be sampled. See the example rlbuffer.toml.",
+            (
+                "Error: 2 mistakes in the settings:\n"
+                "  there is no [worker.NAME] section: nothing would be sampled. See the example rlbuffer.toml.\n"
+                f"  {NO_MODEL}"
+            ),
+        ),
+        (
+            "train",
+            3,
+            f"Error: {NO_MODEL}",
         ),
         (
             "config check --config no.toml",
@@ -149,12 +162,12 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             "Error: open.toml is not valid TOML: Expected ']' at the end of a table declaration (at end of document)",
         ),
         (
-            "config check --config short.toml",
+            "config check --for worker --config short.toml",
             3,
             f"Error: {NEVER}row_tokens = 3, but the shortest rollout of vcopy has 6 tokens (short.toml:2, :4).",
         ),
         (
-            "config check --config strict.toml",
+            "config check --for worker --config strict.toml",
             3,
             f"Error: {NEVER}min_group_size = 9, but the workers' group_size = 8 (strict.toml:2, :5).",
         ),
@@ -162,9 +175,12 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         (
             "train --world-size 0",
             3,
-            "Error: --world-size  trainer.world_size = 0: input should be greater than or equal to 1",
+            (
+                "Error: 2 mistakes in the settings:\n"
+                "  --world-size  trainer.world_size = 0: input should be greater than or equal to 1\n"
+                f"  {NO_MODEL}"
+            ),
         ),
-        ("train --steps 0", 3, "Error: --steps  trainer.steps = 0: input should be greater than or equal to 1"),
         (
             "inspect --redis http://x",
             3,

@@ -35,7 +35,7 @@ FLOORS = [
     ),
     ("policy",),
     ("batcher",),
-    ("filters", "toml_lines", "schema", "placement", "cross_checks", "loading", "testing"),
+    ("filters", "toml_lines", "schema", "placement", "cross_checks", "host_checks", "loading", "testing"),
     ("store",),
     ("views", "writer", "refusals", "progress", "skew", "reader", "operations"),
     ("client",),

@@ -11,7 +11,7 @@ import pytest
 from rlbuffer.policy import memory, waiting
 
 ROOT = Path(__file__).parents[2]
-NO_SENTENCES = {"progress", "counted"}
+NO_SENTENCES = {"progress", "counted", "to_trainer"}
 """Functions of the module that make a part of one."""
 ENTRY = re.compile(r"^### (.+?) \.\.\.\n<!-- waiting: (\w+) -->\n(.+?)(?=\n### |\Z)", re.MULTILINE | re.DOTALL)
 EXAMPLE = waiting.EnvNeed(env="math", missing=3, ready=0, forming=1, oldest_seconds=2.0, is_silent=False)

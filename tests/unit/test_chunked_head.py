@@ -79,3 +79,35 @@ def test_the_whole_of_the_logits_is_never_held() -> None:
 @pytest.mark.parametrize(("vocabulary", "tokens"), [(13, 645_278), (32_000, 263), (2**23, 1), (2**24, 1)])
 def test_a_chunk_holds_a_fixed_number_of_logits(vocabulary: int, tokens: int) -> None:
     assert chunk_tokens(vocabulary) == tokens
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_symbol_that_is_masked_by_a_logit_of_minus_infinity_changes_nothing_for_the_others(
+    temperature: float,
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    weight = torch.randn(7, 4, generator=generator, dtype=torch.float64)
+    targets = torch.tensor([0, 1, 2, 3, 4])
+
+    def computed(symbols: int, bias: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [hidden.clone().requires_grad_(), weight[:symbols].clone().requires_grad_()]
+        logprobs, entropy = token_logprobs(*leaves, targets, bias=bias, temperature=temperature, chunk=2)
+        gradients = torch.autograd.grad((logprobs * 3 - entropy * 2).sum(), leaves)
+        return [logprobs, entropy, gradients[0], gradients[1][:6]]
+
+    masked = torch.zeros(7, dtype=torch.float64)
+    masked[6] = -torch.inf
+    for ours, expected in zip(computed(7, masked), computed(6, masked[:6]), strict=True):
+        assert torch.isfinite(ours).all()
+        assert torch.allclose(ours, expected, rtol=1e-12)
+
+
+def test_a_target_that_is_masked_has_a_finite_logprob_and_no_gradient_of_its_own() -> None:
+    hidden = torch.ones(1, 2, requires_grad=True)
+    bias = torch.tensor([0.0, 0.0, -torch.inf])
+    logprobs, entropy = token_logprobs(hidden, torch.zeros(3, 2), torch.tensor([2]), bias=bias)
+    assert logprobs.item() == -1e4
+    assert entropy.item() == pytest.approx(0.6931472)
+    (gradient,) = torch.autograd.grad(logprobs.sum() + entropy.sum(), hidden)
+    assert torch.isfinite(gradient).all()

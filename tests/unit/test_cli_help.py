@@ -78,7 +78,7 @@ def test_help_and_version(run: Callable[..., tuple[int, str, str]]) -> None:
             ),
         ),
         (["worker", "x"], 3, "Error: the config has no [worker.x] section. Give --env, or add the section."),
-        (["run"], 3, "Error: there is no [worker.NAME] section: nothing would be sampled."),
+        (["run"], 3, "  model: exactly one of path and config is needed; neither is set."),
         (["verify"], 1, "Error: nothing was ever stored under "),
         (["inspect"], 1, "Error: nothing was ever stored under "),
     ],

@@ -108,6 +108,32 @@ def test_a_multi_turn_rollout_trains_exactly_what_was_sampled() -> None:
     assert [(s.max_new_tokens, s.stop_token_ids) for s in sampler.samplings] == [(2, (12, 10)), (4, (12,))]
 
 
+@pytest.mark.parametrize(("own", "trainers", "is_said"), [(1.0, 1.0, False), (1.0, 0.7, True), (0.7, 0.7, True)])
+def test_a_rollout_says_its_temperature_unless_it_is_1_and_the_trainers_too(
+    own: float, trainers: float, is_said: bool
+) -> None:
+    options = WorkerSettings(env="tools", group_size=1, temperature=own)
+    sampler: Any = Scripted(completion([3]))
+    maker = GroupMaker(Tools(), sampler, options, worker="w", assumed_temperature=trainers)
+    (rollout,) = asyncio.run(maker.make(TICKET, PROMPT)).rollouts
+    said = rollout.columns.get("temperatures")
+    assert (None if said is None else said.tolist()) == ([np.float32(own)] * rollout.length if is_said else None)
+
+
+@pytest.mark.parametrize("token", [13, -1])
+def test_tokens_that_the_model_does_not_have_never_reach_the_sampler(token: int) -> None:
+    sampler: Any = Scripted(completion([3]))
+    prompt = Prompt(prompt_id="p", tokens=np.array([1, token], np.int32))
+    maker = GroupMaker(Tools(), sampler, WorkerSettings(env="tools", group_size=1), worker="w")
+    with pytest.raises(GroupFailed) as failed:
+        asyncio.run(maker.make(TICKET, prompt))
+    assert str(failed.value) == (
+        f"InvalidRollout: token 1 of a prompt is {token}, and the model's vocabulary has 13 ids: is it of another "
+        "tokenizer?"
+    )
+    assert sampler.prompts == []
+
+
 def test_adjoining_tokens_of_one_version_are_one_span() -> None:
     episode = Episode(PROMPT.tokens, Scripted().sample, Sampling(max_new_tokens=4))  # type: ignore[arg-type]
     episode.add(completion([3, 4]))

@@ -72,6 +72,9 @@ def failure(env: object) -> BaseException:
     return caught.value.__cause__
 
 
+FOREIGN = ", and the model's vocabulary has 13 ids: is it of another tokenizer?"
+
+
 @pytest.mark.parametrize(
     ("earned", "kind", "text", "place"),
     [
@@ -112,8 +115,16 @@ def test_an_episode_must_end_in_a_score() -> None:
         (["a"], InvalidRollout, "a prompt's tokens must be an array of token ids, got ['a']"),
         ([0.5], InvalidRollout, "a prompt's tokens must be an array of token ids, got [0.5]"),
         ([[1]], InvalidRollout, "a prompt's tokens must be an array of token ids, got [[1]]"),
-        ([1, 12, 13], InvalidRollout, "token 2 of a prompt is 13, the model's vocabulary has 13 ids"),
-        ([-1], InvalidRollout, "token 0 of a prompt is -1, the model's vocabulary has 13 ids"),
+        (
+            [1, 12, 13],
+            InvalidRollout,
+            "token 2 of a prompt is 13" + FOREIGN,
+        ),
+        (
+            [-1],
+            InvalidRollout,
+            "token 0 of a prompt is -1" + FOREIGN,
+        ),
     ],
 )
 def test_a_prompt_that_a_sampler_cannot_take_is_refused_before_it_is_asked(theirs, given, kind, text) -> None:

@@ -133,7 +133,7 @@ def test_the_file_is_the_flag_then_the_variable_then_the_current_directory(file:
         ("max_age = 2", "max_age = -1", "rlbuffer.toml:5  batcher.max_age = -1 must not be negative"),
         ("0.4,", "0.5,", "rlbuffer.toml:6  batcher.budgets sum to 1.1: fractions above 1 can never be met"),
         ('env = "code"', "replicas = 2", "rlbuffer.toml:15  worker.code.env is required"),
-        ("[batcher]", "batcher = 3\n[x]", "rlbuffer.toml:3  batcher is a section ([batcher]), got 3"),
+        ("[batcher]", "batcher = 3\n[model.config]", "rlbuffer.toml:3  batcher is a section ([batcher]), got 3"),
         ("max_age = 2", "max_age =", "rlbuffer.toml:5  not valid TOML: Invalid value (column 10)"),
         (
             "publish_every = 2",
@@ -270,8 +270,8 @@ def test_more_updates_than_micro_batches_are_doubtful(file: Path, closing: str) 
 def test_a_schedule_that_cannot_be_meant_is_refused_with_the_file(file: Path) -> None:
     file.write_text('[trainer]\nschedule = "wsd_sqrt"\nsteps = 10\nstable = 10\n')
     assert refusal() == (
-        "trainer.stable = 10: with schedule = wsd_sqrt the rate falls from that update on, so it must be at least "
-        "trainer.warmup_updates = 0 and less than the 10 planned updates"
+        "rlbuffer.toml:4  trainer.stable = 10: with schedule = wsd_sqrt the rate falls from that update on, so it must "
+        "be at least trainer.warmup_updates = 0 and less than the 10 planned updates"
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from rlbuffer.batches import Normalizers
 from rlbuffer.errors import ConfigError
 from rlbuffer.settings import TrainerSettings
+from rlbuffer.trainer.loss_table import BUILT_IN
 from rlbuffer.trainer.losses import (
     CORRECTIONS,
     LossSettings,
@@ -21,7 +22,6 @@ from rlbuffer.trainer.losses import (
     loss_of,
     token_weights,
 )
-from rlbuffer.trainer.losses.registry import BUILT_IN
 from rlbuffer.trainer.survey import Known, choose
 
 POLICY = [0.5, 0.9, 0.3, 0.1]
@@ -98,7 +98,7 @@ def test_a_correction_has_the_weights_of_its_formula(correction: str, expected: 
     made = tokens(rollout=[0, 0, 1, 1])
     known = Known(starts_here=True).add_to(made)
     told = LossSettings(correction_cap=1.5, sequence_high=3.0)
-    assert CORRECTIONS[correction].weight(known, told).tolist() == pytest.approx(expected)
+    assert CORRECTIONS[correction](known, told).tolist() == pytest.approx(expected)
 
 
 def test_corrections_multiply_with_each_other_and_with_the_losses_own() -> None:
@@ -124,7 +124,7 @@ def test_every_loss_has_the_normaliser_of_the_table_and_a_setting_overrides_it()
     by_rollout = {"clip", "gspo", "tis"}
     for name in BUILT_IN:
         expected = "rollouts" if name in by_rollout else "longest" if name == "dr_grpo" else "tokens"
-        assert get_loss(name).divisor == expected, name
+        assert get_loss(name).facts.divisor == expected, name
     own = loss_of(tokens(), settings(loss="clip"), counts(2, 4), longest=1)
     over = loss_of(tokens(), settings(loss="clip", normalizer="tokens"), counts(2, 4), longest=1)
     assert float(over) == pytest.approx(-0.1857143, abs=1e-7)

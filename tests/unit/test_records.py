@@ -49,6 +49,12 @@ def test_lists_become_read_only_arrays_of_the_required_dtypes() -> None:
         rollout.tokens[0] = 9
 
 
+def test_a_logprob_that_was_rounded_a_little_above_0_is_taken() -> None:
+    assert made(logprobs=[0.0, 0.0, 1e-3, -0.25]).logprobs[2] == np.float32(1e-3)
+    with pytest.raises(InvalidRollout, match=r"^column logprobs: 0\.002 at position 2 is above 0"):
+        made(logprobs=[0.0, 0.0, 2e-3, -0.25])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -67,6 +73,13 @@ def test_lists_become_read_only_arrays_of_the_required_dtypes() -> None:
         ({"loss_mask": [True] * 4}, "column loss_mask: the first token cannot be trained"),
         ({"logprobs": [0.0, 0.0, float("nan"), 0.0]}, "column logprobs: not finite at position 2"),
         ({"logprobs": [0.0, 0.0, 0.0, -1e39]}, "column logprobs: not finite at position 3"),
+        (
+            {"logprobs": [0.0, 0.0, 0.5, -0.25]},
+            (
+                "column logprobs: 0.5 at position 2 is above 0, so it is no logarithm of a probability; are these "
+                "logits, or logprobs with the sign turned?"
+            ),
+        ),
         ({"logprobs": [True] * 4}, "column logprobs: expected numbers, got bool"),
         ({"reward": float("nan")}, "reward: expected a finite number, got nan"),
         ({"reward": float("-inf")}, "reward: expected a finite number, got -inf"),

@@ -10,8 +10,7 @@ import pytest
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.settings import RunSettings, WeightsSettings
 from rlbuffer.weights.cache import announced, spread
-from rlbuffer.weights.layout import MAX_FILES, ListedFile, parse_list
-from rlbuffer.weights.serving import parse_listen
+from rlbuffer.weights.layout import MAX_FILES, ListedFile, parse_list, parse_listen
 
 NAME = "v00000005-0123456789ab"
 GOOD = "0123456789ab" + "0" * 52

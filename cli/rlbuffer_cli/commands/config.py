@@ -33,14 +33,27 @@ def command() -> None:
 
 @command.command("check")
 @options.common
-def check(config: str | None, redis: str | None, run: str | None, home: str | None) -> int:
-    """Load the settings and say whether they can work. Exit code 3 when not.
+@click.option(
+    "--for",
+    "purpose",
+    type=click.Choice(["run", "serve", "worker", "score", "train"]),
+    default="run",
+    show_default=True,
+    help="Which command shall find what it needs on this host; run: all of them.",
+)
+def check(config: str | None, redis: str | None, run: str | None, home: str | None, purpose: str) -> int:
+    """Load the settings and say everything in them that cannot work. Exit code 3 when there is anything.
+
+    Looks at models, modules and packages without importing any, and asks no server. Beside a trainer of your own no
+    [model] is needed: `--for serve` and `--for worker` leave out what only `rlbuffer train` wants.
 
     \b
     Example:
       rlbuffer config check --config rlbuffer.toml
     """
-    loaded = options.load(config, redis, run, home)
+    from rlbuffer.host_checks import EVERYTHING
+
+    loaded = options.load(config, redis, run, home, parts=EVERYTHING if purpose == "run" else (purpose,))
     where = str(loaded.file) if loaded.file else "no config file (all defaults)"
     given, warnings = len(loaded.sources), len(loaded.warnings)
     echo(f"ok: {where}, {given} setting{'s' * (given != 1)} given, {warnings} warning{'s' * (warnings != 1)}")

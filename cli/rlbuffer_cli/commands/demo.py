@@ -61,6 +61,8 @@ def command(
 def _settings(
     config: str | None, redis: str | None, run: str | None, home: str | None, steps: int | None, seed: int
 ) -> Loaded:
+    from rlbuffer.host_checks import EVERYTHING
+
     run = run or f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     with resources.as_file(resources.files("rlbuffer") / "demo.toml") as packaged:
         flags: dict[str, tuple[str, Any]] = {"trainer.steps": ("--steps", steps), "trainer.seed": ("--seed", seed)}
@@ -70,7 +72,7 @@ def _settings(
         for number, worker in enumerate(("vcopy", "repeat") if config is None else ()):
             flags[f"worker.{worker}.seed"] = ("--seed", 1000 * seed + 100 * number)
             flags[f"worker.{worker}.env_options.seed"] = ("--seed", seed)
-        return options.load(config or str(packaged), redis, run, home, flags)
+        return options.load(config or str(packaged), redis, run, home, flags, parts=EVERYTHING)
 
 
 class _Demo:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
+
+if TYPE_CHECKING:
+    from rlbuffer.client import Buffer
 
 
 @click.group("env")
@@ -36,7 +41,7 @@ def pause(env: str, config: str | None, redis: str | None, run: str | None, home
 
     _check(env)
     with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
-        known = {*buffer.store.ledger().envs, *buffer.store.meta().config.get("budgets", {})}
+        _check_known(buffer, env)
         is_new = buffer.store.pause(env)
         name = buffer.run
     echo(
@@ -44,8 +49,6 @@ def pause(env: str, config: str | None, redis: str | None, run: str | None, home
         if is_new
         else f'{env} was paused already in run "{name}"'
     )
-    if env not in known:
-        echo(f"Warning: run {name!r} knows no env {env!r}: {', '.join(sorted(known)) or 'none yet'}", err=True)
     return 0
 
 
@@ -94,6 +97,20 @@ def resume(env: str, config: str | None, redis: str | None, run: str | None, hom
     is_back = was_paused or was_done
     echo(f'{env} takes part again in run "{name}"' if is_back else f'{env} was not paused in run "{name}"')
     return 0
+
+
+def _check_known(buffer: Buffer, env: str) -> None:
+    """NotFound unless the run has met the env, or its settings or a worker name it: a typing error pauses nothing."""
+    from rlbuffer.errors import NotFound
+    from rlbuffer.filters import nearest
+
+    store = buffer.store
+    sampled = {str(beat["env"]) for beat in store.heartbeats("worker").values() if "env" in beat}
+    config = store.meta().config
+    known = sorted({*store.ledger().envs, *config.get("budgets", {}), *config.get("envs", {}), *sampled})
+    if env not in known:
+        hint = nearest(env, known) or f" It knows {', '.join(known)}." * bool(known)
+        raise NotFound(f"run {buffer.run!r} knows no env {env!r}.{hint}")
 
 
 def _check(env: str) -> None:

@@ -39,15 +39,13 @@ def command(
     """
     from rlbuffer import processes
     from rlbuffer.client import connect
+    from rlbuffer.host_checks import EVERYTHING
     from rlbuffer.supervise import Supervisor
     from rlbuffer_cli.session import say_ended
 
-    loaded = options.load(config_file or config, redis, run, home, {"trainer.steps": ("--steps", steps)})
+    flags = {"trainer.steps": ("--steps", steps)}
+    loaded = options.load(config_file or config, redis, run, home, flags, parts=EVERYTHING)
     settings = loaded.settings
-    if not settings.worker:
-        from rlbuffer.errors import ConfigError
-
-        raise ConfigError("there is no [worker.NAME] section: nothing would be sampled. See the example rlbuffer.toml.")
     shown = options.choose_display(display)
     stop = threading.Event()
     processes.stop_on_signals(stop)

@@ -51,7 +51,8 @@ def command(
         "gives": ("--gives", list(gives) or None),
         "device": ("--device", device),
     }
-    loaded = options.load(config, redis, run, home, {f"score.{key}.{k}": v for k, v in flags.items()})
+    named = {f"score.{key}.{k}": v for k, v in flags.items()}
+    loaded = options.load(config, redis, run, home, named, parts=(f"score.{key}",))
     settings = loaded.settings
     sections.check("score", key, settings.score, "Give --model or --reward, or add the section.")
 

@@ -55,7 +55,7 @@ def command(
 
     if resume and fresh:
         raise click.UsageError("--resume and --fresh exclude each other")
-    loaded = options.load(config, redis, run, home)
+    loaded = options.load(config, redis, run, home, parts=("serve",))
     if resume or fresh:
         _check_run(loaded, resume=resume)
     processes.name_process("serve")
@@ -79,7 +79,7 @@ def command(
         stop,
         on_event,
         replace_config=replace_config,
-        reread=lambda: options.load(config, redis, run, home).settings.batcher,
+        reread=lambda: options.load(config, redis, run, home, parts=("serve",)).settings.batcher,
         hangup=hangup,
         origin=options.redis_origin(loaded),
     )

@@ -52,7 +52,7 @@ def command(
         "trainer.output": ("--output", output),
         "trainer.debug_samples": ("--debug-samples", debug_samples),
     }
-    loaded = options.load(config, redis, run, home, flags)
+    loaded = options.load(config, redis, run, home, flags, parts=("train",))
     settings = loaded.settings
 
     from rlbuffer.processes import name_process

@@ -47,7 +47,8 @@ def command(
         "temperature": ("--temperature", temperature),
     }
     key = name or _only_worker(config, redis, run, home, env)
-    loaded = options.load(config, redis, run, home, {f"worker.{key}.{k}": v for k, v in flags.items()})
+    named = {f"worker.{key}.{k}": v for k, v in flags.items()}
+    loaded = options.load(config, redis, run, home, named, parts=(f"worker.{key}",))
     settings = loaded.settings
     sections.check("worker", key, settings.worker, "Give --env, or add the section.")
 

@@ -97,11 +97,12 @@ def _ask(settings: RunSettings, done: threading.Event, tell: Callable[[str], Non
     """Asks the server once a second what the batcher waits for; in a thread, because it may be away."""
     from rlbuffer.client import connect
     from rlbuffer.errors import RlbufferError
+    from rlbuffer.policy.waiting import to_trainer
 
     while not done.wait(ASK_SECONDS):
         try:
             with connect(settings.redis_url, run=settings.run, config=settings, name="train view") as buffer:
                 while not done.wait(ASK_SECONDS):
-                    tell(buffer.store.waiting().get("batcher", ""))
+                    tell(to_trainer(buffer.store.waiting().get("batcher", "")))
         except RlbufferError as error:
             tell(str(error).splitlines()[0])

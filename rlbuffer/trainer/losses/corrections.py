@@ -8,22 +8,14 @@ weight). Several multiply. A masked token still counts in the divisor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens, ratio_of
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """A correction by its name in ``trainer.correction``."""
-
-    weight: Callable[[TrainedTokens, LossSettings], Tensor]
-    """(tokens, settings) -> [N], without gradient."""
-    needs_old: bool = True
-    """It compares the old policy with the inference policy, so both must be there."""
+Correction = Callable[[TrainedTokens, LossSettings], Tensor]
+"""(tokens, settings) -> [N] weight per token, without gradient."""
 
 
 def _log_weight(tokens: TrainedTokens) -> Tensor:
@@ -93,11 +85,11 @@ def negative_mask(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
 
 CORRECTIONS: dict[str, Correction] = {
-    "tis": Correction(weight=truncated),
-    "icepop": Correction(weight=masked),
-    "sequence_tis": Correction(weight=sequence_truncated),
-    "sequence_mask": Correction(weight=sequence_masked),
-    "geometric_mask": Correction(weight=geometric_mask),
-    "negative_mask": Correction(weight=negative_mask, needs_old=False),
+    "tis": truncated,
+    "icepop": masked,
+    "sequence_tis": sequence_truncated,
+    "sequence_mask": sequence_masked,
+    "geometric_mask": geometric_mask,
+    "negative_mask": negative_mask,
 }
 """Every correction by its name in ``trainer.correction``."""

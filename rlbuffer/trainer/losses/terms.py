@@ -42,11 +42,14 @@ def kl_to_reference(tokens: TrainedTokens, estimator: str = "k3") -> Tensor:
     """[N]: estimate, per token, of the KL divergence from the policy to the reference. Units: nats.
 
     Raises:
-        ConfigError: the rollouts carry no reference logprobs.
+        ConfigError: the rollouts carry no reference logprobs, or some of them do not.
     """
-    if tokens.ref_logprobs is None:
+    if not len(tokens.logprobs):
+        return tokens.logprobs
+    if tokens.ref_logprobs is None or tokens.without_reference:
+        whose = f" of env {', '.join(tokens.without_reference)}" if tokens.without_reference else ""
         raise ConfigError(
-            "trainer.kl_beta is above 0, but the rollouts carry no column ref_logprobs: push it with them, "
+            f"trainer.kl_beta is above 0, but the rollouts{whose} carry no column ref_logprobs: push it with them, "
             "or set trainer.kl_beta = 0",
             setting="trainer.kl_beta",
         )

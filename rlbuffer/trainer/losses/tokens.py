@@ -42,6 +42,9 @@ class TrainedTokens:
     """[N] int64; which rollout of the micro-batch a token belongs to."""
     ref_logprobs: Tensor | None = None
     """[N] under the reference policy; nats."""
+    without_reference: tuple[str, ...] = ()
+    """Envs that some of these tokens are of whose rollouts came without reference logprobs: what stands in
+    `ref_logprobs` for them is no logprob."""
     old_logprobs: Tensor | None = None
     """[N] under the policy at the start of the step; nats. None: ratios are taken against the inference policy."""
     weights: Tensor | None = None

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from rlbuffer.batches import Normalizers
 from rlbuffer.settings import TrainerSettings
+from rlbuffer.trainer.loss_table import Divisor, corrections_of
 from rlbuffer.trainer.losses.corrections import CORRECTIONS
-from rlbuffer.trainer.losses.registry import Divisor, corrections_of, get_loss, settings_of
+from rlbuffer.trainer.losses.registry import get_loss, settings_of
 from rlbuffer.trainer.losses.terms import kl_to_reference
 from rlbuffer.trainer.losses.tokens import TrainedTokens
 
@@ -24,14 +25,14 @@ def loss_of(tokens: TrainedTokens, settings: TrainerSettings, normalizers: Norma
     loss, told = get_loss(settings.loss), settings_of(settings)
     per_token = loss.per_token(tokens, told)
     for name in corrections_of(settings):
-        per_token = per_token * CORRECTIONS[name].weight(tokens, told)
+        per_token = per_token * CORRECTIONS[name](tokens, told)
     if tokens.is_uncertain is not None:
         per_token = torch.where(tokens.is_uncertain, per_token, torch.zeros_like(per_token))
     if settings.kl_beta:
         per_token = per_token + settings.kl_beta * kl_to_reference(tokens, settings.kl_estimator)
     if tokens.weights is not None:
         per_token = per_token * tokens.weights
-    divisor = loss.divisor if settings.normalizer == "auto" else settings.normalizer
+    divisor = loss.facts.divisor if settings.normalizer == "auto" else settings.normalizer
     total = (per_token * token_weights(divisor, tokens.rollout, per_token)).sum()
     total = total / divisor_of(divisor, normalizers, settings.max_length or longest)
     if settings.entropy_bonus:

@@ -119,12 +119,16 @@ def _keywords(factory: Callable[..., Env]) -> list[str] | None:
 
 
 def _factory(name: str) -> Callable[..., Env]:
-    if ":" in name:
-        return target(name, what=f"env {name}")
+    check_name(name)
     if name in BUILT_IN:
         return BUILT_IN[name]
-    if name in ADAPTERS:
-        return target(ADAPTERS[name], what=f"env {name}")
+    return target(ADAPTERS.get(name, name), what=f"env {name}")
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError unless `name` is that of an env here, or a path to one of the user's own."""
+    if ":" in name or name in BUILT_IN or name in ADAPTERS:
+        return
     names = [*BUILT_IN, *ADAPTERS]
     close = difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean {close[0]}?" if close else " Your own env is named as package.module:factory."

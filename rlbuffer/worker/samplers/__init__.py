@@ -2,11 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rlbuffer.errors import ConfigError
 from rlbuffer.settings import WorkerSettings
 from rlbuffer.worker.samplers.base import BatchSampler, Completion, Sampler, Sampling
 
 __all__ = ["BatchSampler", "Completion", "Sampler", "Sampling", "make_sampler"]
+
+
+OPENAI_OPTIONS = ("servers", "timeout_seconds", "updates_weights")
+VLLM_OWN = ("model", "logprobs_mode", "worker_extension_cls", "skip_tokenizer_init")
+"""Engine arguments that the sampler sets itself."""
+
+
+def check_options(sampler: str, options: Mapping[str, Any]) -> None:
+    """Refuses options that a sampler does not have. Imports nothing.
+
+    Raises:
+        ConfigError: says which.
+    """
+    if sampler == "vllm":
+        taken = sorted(set(options) & set(VLLM_OWN))
+        if taken:
+            raise ConfigError(f"sampler_options.{taken[0]} is set by the sampler itself", setting="sampler_options")
+    elif sampler == "openai":
+        unknown = [name for name in options if name not in OPENAI_OPTIONS]
+        if unknown:
+            raise ConfigError(
+                f"sampler_options.{unknown[0]} is not an option of the openai sampler: {', '.join(OPENAI_OPTIONS)}",
+                setting="sampler_options",
+            )
+        servers_of(options)
+    elif options:
+        raise ConfigError(
+            f"sampler_options: {', '.join(sorted(options))}: the transformers sampler has no options",
+            setting="sampler_options",
+        )
+
+
+def servers_of(options: Mapping[str, Any]) -> list[str]:
+    """URLs of the servers that the openai sampler asks.
+
+    Raises:
+        ConfigError: there is none, or one is no URL.
+    """
+    servers = options.get("servers", ())
+    urls = [servers] if isinstance(servers, str) else [str(url) for url in servers]
+    if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
+        raise ConfigError(
+            'sampler_options.servers: name at least one server, e.g. ["http://127.0.0.1:8000"]',
+            setting="sampler_options.servers",
+        )
+    return urls
 
 
 def make_sampler(settings: WorkerSettings) -> Sampler:
@@ -37,9 +86,5 @@ def _make(settings: WorkerSettings) -> Sampler:
     from rlbuffer.worker.samplers.batched import Batched
     from rlbuffer.worker.samplers.transformers import TransformersSampler
 
-    if settings.sampler_options:
-        raise ConfigError(
-            f"sampler_options: {', '.join(sorted(settings.sampler_options))}: the transformers sampler has no options",
-            setting="sampler_options",
-        )
+    check_options(settings.sampler, settings.sampler_options)
     return Batched(TransformersSampler(seed=settings.seed, device=settings.device))

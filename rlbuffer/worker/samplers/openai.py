@@ -22,6 +22,7 @@ from rlbuffer.weights.adapters import model_directory, require_base
 from rlbuffer.weights.files import open_weights, read_config
 from rlbuffer.weights.layout import base_of, is_adapter
 from rlbuffer.weights.shapes import differing, names_and_shapes
+from rlbuffer.worker.samplers import check_options, servers_of
 from rlbuffer.worker.samplers.base import Completion, Sampling
 from rlbuffer.worker.samplers.endpoint import Endpoint
 
@@ -45,23 +46,10 @@ class OpenAISampler:
     is_ours = False
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        options = dict(options)
-        servers = options.pop("servers", ())
-        servers = [servers] if isinstance(servers, str) else list(servers)
-        seconds = float(options.pop("timeout_seconds", TIMEOUT_SECONDS))
-        self._updates = bool(options.pop("updates_weights", True))
-        if options:
-            raise ConfigError(
-                f"sampler_options.{next(iter(options))} is not an option of the openai sampler: "
-                "servers, timeout_seconds, updates_weights",
-                setting="sampler_options",
-            )
-        if not servers or not all(str(url).startswith(("http://", "https://")) for url in servers):
-            raise ConfigError(
-                'sampler_options.servers: name at least one server, e.g. ["http://127.0.0.1:8000"]',
-                setting="sampler_options.servers",
-            )
-        self._endpoints = [Endpoint(str(url), timeout_seconds=seconds) for url in servers]
+        check_options("openai", options)
+        seconds = float(options.get("timeout_seconds", TIMEOUT_SECONDS))
+        self._updates = bool(options.get("updates_weights", True))
+        self._endpoints = [Endpoint(url, timeout_seconds=seconds) for url in servers_of(options)]
         self._up: set[str] = set()
         """URLs of the servers that may be used."""
         self._policy: PolicyVersion | None = None

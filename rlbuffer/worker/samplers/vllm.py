@@ -34,6 +34,7 @@ from rlbuffer.weights.adapters import model_directory, rank_and_scale, require_b
 from rlbuffer.weights.files import open_weights, read_config
 from rlbuffer.weights.layout import base_of, is_adapter
 from rlbuffer.weights.shapes import differing, names_and_shapes
+from rlbuffer.worker.samplers import check_options
 from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling, logprobs_mode
 
 EXTENSION = "rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
@@ -47,8 +48,6 @@ LOOK_SECONDS = 0.5
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What `max_lora_rank` may be (vLLM 0.32)."""
-
-_OWN = ("model", "logprobs_mode", "worker_extension_cls", "skip_tokenizer_init")
 
 
 class VllmSampler:
@@ -67,9 +66,7 @@ class VllmSampler:
     is_ours = False
 
     def __init__(self, *, seed: int, top_p: float, options: Mapping[str, Any]) -> None:
-        taken = sorted(set(options) & set(_OWN))
-        if taken:
-            raise ConfigError(f"sampler_options.{taken[0]} is set by the sampler itself", setting="sampler_options")
+        check_options("vllm", options)
         self._options = {"enable_log_requests": False, "disable_log_stats": True, "seed": seed, **options}
         self._logprobs_mode = logprobs_mode(top_p)
         self._engine: AsyncLLM | None = None
