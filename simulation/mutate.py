@@ -88,6 +88,8 @@ TESTS = {
     ),
     "rlbuffer/writer.py": ("tests/integration/test_writer.py",),
     "rlbuffer/reader.py": ("tests/integration/test_reader_troubles.py", "tests/integration/test_recovery.py"),
+    "rlbuffer/heartbeats.py": ("tests/unit/test_pulse.py",),
+    "rlbuffer/store/verify_written.py": ("tests/integration/test_hostile_writes.py",),
     "rlbuffer/store/recovery.py": tuple(f"tests/integration/test_{name}.py" for name in SCRIPTS["void"]),
     "rlbuffer/store/answers.py": ("tests/integration/test_foreign_answers.py", "tests/integration/test_passwords.py"),
     "": ("tests/unit/test_store_format.py", "tests/integration/test_store_*.py", "tests/integration/test_recovery.py"),

@@ -61,7 +61,7 @@ MOVES: list[tuple[str, Callable[[Run], object], str]] = [
         ":tickets:a holds what",
     ),
     ("number", lambda r: r.client.hset(r.store.keys.numbers, "a", "-1"), ":numbers holds what"),
-    ("producer", lambda r: r.client.hset(r.store.keys.producer("w", "u"), "sequence", "x"), ":producer:w:u holds what"),
+    ("producer", lambda r: r.client.hset(r.store.keys.producer("w", "u"), "sequence", "x"), "'sequence' = 'x'"),
     ("result", lambda r: r.client.xadd(r.store.keys.eval, {"env": b"\xff"}), ":eval holds what"),
     ("foreign key", lambda r: r.client.set(f"{r.store.keys.tag}:whatever", "x"), "no key of a run"),
     ("garbage", lambda r: r.client.zadd(r.store.keys.garbage, {"rlb:other:g:x": "inf"}), "garbage names"),

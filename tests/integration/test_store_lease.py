@@ -270,3 +270,11 @@ def test_who_does_not_lead_any_more_hears_who_does(run, move):
     run.token = old
     with pytest.raises(LeaseLost, match="new holds it"):
         move(run)
+
+
+@pytest.mark.parametrize("number", ["many", "9" * 15])
+def test_what_is_no_number_of_tickets_gives_none(run, number):
+    allow(run, a=3)
+    run.client.hset(run.store.keys.numbers, "a", number)
+    assert take(run, 2) == []
+    assert run.client.hget(run.store.keys.numbers, "a") == number.encode()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rlbuffer.config import BatcherConfig, EnvConfig
+from rlbuffer.daemon.memory import MemoryWatch
 from rlbuffer.policy import memory
 from rlbuffer.policy.memory import Forecast, Pressure
 
@@ -208,3 +211,34 @@ def test_an_early_retirement_says_what_a_trainer_needs_now(first: int, steps: st
     assert memory.steps_retired_early(first, 9, 55 * 2**20, 64 * 2**20, checkpoint=9) == (
         f"{begin}; the trainer's newest checkpoint, of step 9, holds them."
     )
+
+
+# -- a server without a limit ------------------------------------------------------------------------------------------
+class Unlimited:
+    """A server whose machine has 2000 bytes, and no maxmemory."""
+
+    used = 0
+
+    def losses(self) -> int:
+        return 0
+
+    def server(self) -> dict[str, int]:
+        return {"maxmemory": 0, "machine": 2 * LIMIT, "used_memory": self.used}
+
+
+@pytest.mark.parametrize(("maxmemory", "machine", "limit"), [(7, 2000, 7), (0, 2000, 1000), (0, 0, 0)])
+def test_shares_are_of_maxmemory_or_else_of_half_the_machine(maxmemory: int, machine: int, limit: int) -> None:
+    assert memory.assumed_limit(maxmemory, machine) == limit
+
+
+@pytest.mark.parametrize(("used", "is_said"), [(849, False), (850, True), (2000, True)])
+def test_a_server_without_a_limit_refuses_nothing_and_is_said_to_have_none(
+    used: int, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pause in ("HURRY_SECONDS", "TELEMETRY_SECONDS"):
+        monkeypatch.setattr(f"rlbuffer.daemon.memory.{pause}", 0.0)
+    store: Any = Unlimited()
+    store.used = used
+    watch = MemoryWatch(store, BatcherConfig(64), lambda event: None, world_size=1, checkpoint_every=1)
+    said = [watch.sentence() for _ in range(memory.LOOKS)]
+    assert said[-1] == (memory.above_assumed(used, LIMIT) if is_said else "")

@@ -102,3 +102,12 @@ def test_a_beat_that_fails_in_any_way_is_told_and_the_next_one_tries_again(
     eventually(lambda: server.heard and server.heard[-1]["error"] == "KeyError: 'nor this'")
     told = [record.exc_info[0] for record in caplog.records if record.exc_info]
     assert told == [ZeroDivisionError, KeyError], "each once"
+
+
+def test_rates_are_per_second_since_the_oldest_beat(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((100.0, 104.0))
+    monkeypatch.setattr("rlbuffer.heartbeats.time.monotonic", lambda: next(clock))
+    pulse = Pulse(server, "w0", "a")
+    pulse.rollouts, pulse.tokens = 8, 2000
+    record = pulse.record()
+    assert (record["rollouts_per_second"], record["tokens_per_second"]) == (2.0, 500.0)
