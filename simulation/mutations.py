@@ -131,7 +131,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "announce-goes-back",
         "announce",
-        "if its_epoch == epoch and tonumber(version) >= tonumber(ARGV[3]) then",
+        "if its_epoch == epoch and tonumber(version) >= tonumber(ARGV[3]) and not gains_weights then",
         "if false then",
         "deaths",
         checkpoint_every=3,

@@ -29,7 +29,7 @@ Command = tuple[Any, ...]
 LARGEST = "18446744073709551615-18446744073709551615"
 NUMBERS: tuple[Any, ...] = (0, 1, -1, -5, 7, 999, 10**6, 10**14, 2**53 + 1, 2**62, 2**63 - 1, -(2**63), 2**64, "9" * 30)
 FLOATS = (0.0, -0.0, 1.0, 1e12, 1.1e12, 1e39, 1.7e308, -1.7e308, 5e-324, float("inf"), float("-inf"), float("nan"))
-LOGPROBS = (0.0, -1.0, -1e3, -1e12, 1.0, 1e3, 1e12, -1e-45)
+LOGPROBS = (0.0, -1.0, -1e3, -1e12, 1e-3, -1e-45)
 REWARDS = (0.0, 1.0, -1.0, 1e12, -1e12, 1e-300)
 VOCABULARY = 13
 """Of the model that is trained."""

@@ -43,5 +43,5 @@ def test_a_script_that_takes_what_is_wrong_is_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(SHARES, "COMMIT", 1.0)
     text = "if seen[id] then return {'TWICE', id} end"
     mutation = Mutation(name="twice", script="commit", old=text, new="")
-    found = (World(draw(seed, mutation=mutation)).simulate().violation for seed in range(10))
+    found = (World(draw(seed, mutation=mutation)).simulate().violation for seed in range(40))
     assert any(violation.startswith("defect: COMMIT") for violation in found)
