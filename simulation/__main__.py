@@ -21,7 +21,7 @@ from simulation.world import LAST_EVENTS, Result, World
 SUMMARY_EVERY = 10_000
 """Seeds after which a long run says where it is."""
 SEEDS_PER_PROCESS = 1000
-ENTER_ALL = 2000
+ENTER_ALL = 4000
 """Seeds from 0 on after which a branch of the Lua files that none has entered is a failure: some are rare."""
 COLLECT_EVERY = 200
 """Seeds after which a process collects garbage: about 250 MB of it."""
