@@ -62,6 +62,7 @@ def check_prompt(tokens: NDArray[np.int32], vocabulary: int) -> None:
 
 
 def in_words(error: BaseException, settings: WorkerSettings) -> str:
+    """Kind and text of an error; of a rollout that was not made in time, the limit."""
     if isinstance(error, TimeoutError) and not str(error):
         return f"not finished within rollout_timeout_seconds = {settings.rollout_timeout_seconds:g}"
     return f"{type(error).__name__}: {error}"

@@ -75,6 +75,27 @@ def test_an_engine_that_dies_while_a_version_is_loaded_is_started_again_with_it(
     runner.run(run())
 
 
+def test_a_load_that_is_given_up_leaves_a_sampler_that_samples(stage: Stage, runner: asyncio.Runner) -> None:
+    async def run() -> None:
+        sampler: Any = stage.sampler
+        version = sampler.version
+        engine, asked = await sampler._alive(), asyncio.Event()
+
+        async def never(*args: Any, **options: Any) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        engine.collective_rpc = never
+        loading = asyncio.create_task(sampler.load(stage.policies[(version + 1) % 2]))
+        await asyncio.wait_for(asked.wait(), BOUND_SECONDS)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        await goes_on(stage, version)
+
+    runner.run(run())
+
+
 def test_an_engine_that_dies_while_it_samples_is_started_again(stage: Stage, runner: asyncio.Runner) -> None:
     async def run() -> None:
         version = stage.sampler.version

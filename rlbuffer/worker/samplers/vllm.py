@@ -181,6 +181,9 @@ class VllmSampler:
         await asyncio.to_thread(_check, directory, self._shapes, self._base)
         try:
             refusal = await answer_of(engine, self._change(engine, directory, policy.version))
+        except asyncio.CancelledError:  # half a load, and requests are held back: nothing of it serves any more
+            await self._drop(engine)
+            raise
         except Exception as error:  # half a load: nobody knows what the engine would sample with
             await self._drop(engine)
             self._policy = policy
