@@ -40,6 +40,7 @@ FIXED_COLUMNS: tuple[tuple[str, Any], ...] = (
     ("logprobs", np.float32),
     ("targets", np.int64),
     ("sample_index", np.int32),
+    ("policy_versions", np.int64),
 )
 """Arrays [T] that every micro-batch has."""
 
@@ -269,6 +270,7 @@ def _write(slab: Sequence[_Segments], layout: _Layout, arena: Arena | None) -> l
     ramp = np.arange(max(lengths), dtype=np.int32)
     np.concatenate([ramp[:length] for length in lengths], out=arrays["position_ids"])
     _per_rollout(arrays, slab, sizes)
+    _versions(arrays["policy_versions"], rollouts, lengths)
     _targets(arrays["targets"], arrays["input_ids"], np.cumsum(sizes), rollouts, layout.ignore_index)
     further = {}
     for name, spec in layout.schema.items():
@@ -352,6 +354,16 @@ def _per_rollout(arrays: Mapping[str, NDArray[Any]], slab: Sequence[_Segments], 
             start += length
     np.multiply(advantages, arrays["loss_mask"], out=advantages)
     np.add(advantages, np.float32(0), out=advantages)  # a negative advantage times an untrained token is -0.0
+
+
+def _versions(out: NDArray[np.int64], rollouts: Sequence[Rollout | None], lengths: Sequence[int]) -> None:
+    """The policy version that sampled each token; -1 where none did."""
+    out.fill(-1)
+    start = 0
+    for rollout, length in zip(rollouts, lengths, strict=True):
+        for version, first, end in () if rollout is None else rollout.version_spans:
+            out[start + first : start + end] = version
+        start += length
 
 
 def _targets(

@@ -204,6 +204,8 @@ class Sample:
     adapter: str = ""
     """LoRA adapter that it trains; "" is all weights."""
     is_truncated: bool = False
+    attachments: Mapping[str, NDArray[Any]] = field(default_factory=dict, compare=False)
+    """The rollout's own: named arrays of any shape. Empty where it is damaged."""
 
 
 def _on_host(array: Any) -> NDArray[Any]:
@@ -250,6 +252,8 @@ class MicroBatch:
     lacking: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
     """Column -> [T] bool; True where the token's rollout came without it, so that what stands there is its fill. Only
     columns that a rollout of this micro-batch lacks are named. Not part of the digest: it follows from what is."""
+    policy_versions: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[T] int64; the policy version that sampled the token, -1 where none did. Empty in one that was made by hand."""
 
     @property
     def length(self) -> int:
@@ -344,6 +348,7 @@ HASHED_ARRAYS = (
     "logprobs",
     "targets",
     "sample_index",
+    "policy_versions",
 )
 """Arrays of a micro-batch in the order in which they are hashed; its columns follow, by name."""
 

@@ -93,6 +93,8 @@ def _sample(rollout: Rollout, advantage: float) -> Sample:
         answer=None,
         prompt_tokens=rollout.prompt_tokens,
         length=rollout.length,
+        is_truncated=rollout.is_truncated,
+        attachments=rollout.attachments,
     )
 
 

@@ -465,6 +465,7 @@ class Reader:
         damaged: list[tuple[PartRollout, str]] = []
         for ref, found in read_rollouts(self._store, refs, schema, self._can):
             info = ref.info
+            rollout = None if isinstance(found, str) else found
             if isinstance(found, str):
                 damaged.append((ref, found))
             sample = Sample(
@@ -480,8 +481,8 @@ class Reader:
                 length=info.length,
                 adapter=ref.adapter,
                 is_truncated=info.is_truncated,
+                attachments={} if rollout is None else rollout.attachments,
             )
-            rollout = None if isinstance(found, str) else found
             items.append(PackItem(rollout=rollout, length=info.length, sample=sample, adapter=ref.adapter))
         return items, damaged
 

@@ -115,6 +115,9 @@ class TrainerSettings(_Section):
         "decoupled, or a function of yours, `package.module:name`.",
     )
     loss_options: Mapping[str, Any] = Field(default_factory=dict, description="Passed to a loss of your own.")
+    loss_columns: tuple[str, ...] = Field(
+        (), description="Further columns that a loss of your own reads: a rollout without one is not trained."
+    )
     normalizer: Literal["auto", "rollouts", "tokens", "longest"] = Field(
         "auto", description="What the loss is divided by, over all ranks; auto: the loss's own divisor."
     )
@@ -206,7 +209,8 @@ class TrainerSettings(_Section):
 
 def needed_columns(trainer: TrainerSettings) -> tuple[str, ...]:
     """Further columns without which this trainer cannot train a rollout."""
-    return ("ref_logprobs",) if trainer.kl_beta else ()
+    reference = ("ref_logprobs",) if trainer.kl_beta else ()
+    return tuple(dict.fromkeys((*reference, *trainer.loss_columns)))
 
 
 class WorkerSettings(_Section):

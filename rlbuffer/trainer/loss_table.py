@@ -76,7 +76,7 @@ CORRECTIONS: Mapping[str, CorrectionFacts] = {
 BUILT_IN = tuple(LOSSES)
 """Names of the losses above: :func:`declare` adds to them."""
 
-OWN_ONLY, LONGEST_ONLY = "loss_options", "max_length"
+OWN_ONLY, LONGEST_ONLY = ("loss_options", "loss_columns"), "max_length"
 """What only a loss of the user's own reads; what only the divisor ``longest`` does."""
 
 
@@ -181,5 +181,5 @@ def _readers() -> dict[str, str]:
         for name, facts in table.items():
             for setting in facts.reads or ():
                 readers.setdefault(setting, []).append(f"{what}{name}")
-    own = {OWN_ONLY: "a loss of your own", LONGEST_ONLY: "the divisor longest"}
+    own = dict.fromkeys(OWN_ONLY, "a loss of your own") | {LONGEST_ONLY: "the divisor longest"}
     return {name: ", ".join(who) for name, who in readers.items()} | own

@@ -27,11 +27,13 @@ SUMS = ("loss", "entropy", "kl", "clipped", "loss_tokens", "tokens")
 """What every update sums over its micro-batches, and the ranks over each other. ``tokens`` is without padding."""
 
 
-def trained_tokens(policy: nn.Module, micro_batch: MicroBatch, *, temperature: float = 1.0) -> TrainedTokens:
+def trained_tokens(
+    policy: nn.Module, micro_batch: MicroBatch, *, temperature: float = 1.0, version: int | None = None
+) -> TrainedTokens:
     """Runs the policy over a micro-batch that holds torch tensors and gives what the losses need of it.
 
     A column ``temperatures`` wins over `temperature`, for the rollouts that have it; a column ``weights`` weighs tokens
-    in the loss.
+    in the loss. `version` is the policy version that is trained, which ages are counted from.
     """
     arrays: Any = micro_batch
     chosen = torch.nonzero(arrays.loss_mask)[:, 0]
@@ -53,16 +55,11 @@ def trained_tokens(policy: nn.Module, micro_batch: MicroBatch, *, temperature: f
         rollout=arrays.sample_index[chosen].long(),
         ref_logprobs=None if reference is None else reference[chosen].to(logprobs.dtype),
         weights=None if weights is None else weights[chosen].to(logprobs.dtype),
-        without_reference=_envs_without("ref_logprobs", arrays, chosen),
+        samples=micro_batch.samples,
+        ages=None if version is None else version - arrays.policy_versions[chosen],
+        columns={name: values[chosen] for name, values in arrays.columns.items()},
+        lacking={name: found for name, is_bare in arrays.lacking.items() if (found := is_bare[chosen]).any()},
     )
-
-
-def _envs_without(column: str, arrays: Any, chosen: Tensor) -> tuple[str, ...]:
-    """Envs of the trained tokens whose rollouts came without `column`, where others came with it."""
-    if column not in arrays.lacking:
-        return ()
-    tokens = chosen[arrays.lacking[column][chosen]]
-    return tuple(sorted({arrays.samples[i].env for i in arrays.sample_index[tokens].unique().tolist()}))
 
 
 def accumulate(
@@ -74,6 +71,7 @@ def accumulate(
     world_size: int,
     longest: int,
     device: torch.device,
+    version: int | None = None,
     known: Sequence[Known] | None = None,
     ratios: Ratios | None = None,
     pace: Pace | None = None,
@@ -84,9 +82,10 @@ def accumulate(
     ranks of terms over global counts. A dummy micro-batch has no trained token, so its loss is an empty sum; that is
     still a function of every parameter (with gradient 0), so every rank makes the same exchanges.
 
-    `known` is what :func:`rlbuffer.trainer.survey.survey` found out before, one per micro-batch; `ratios` takes in
-    every trained token's ratio to the inference policy, `pace` the time of the passes: ``forward``, ``backward``, and
-    the last backward pass, in which the ranks wait for each other, as ``exchange``.
+    `version` is the policy version that is trained; `known` is what :func:`rlbuffer.trainer.survey.survey` found out
+    before, one per micro-batch; `ratios` takes in every trained token's ratio to the inference policy, `pace` the time
+    of the passes: ``forward``, ``backward``, and the last backward pass, in which the ranks wait for each other, as
+    ``exchange``.
     """
     pace = pace or Pace(device)
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
@@ -95,7 +94,7 @@ def accumulate(
         is_last = i == len(micro_batches) - 1
         with exchanging(policy, is_last):
             with pace.measure("forward"):
-                tokens = trained_tokens(policy, micro_batch, temperature=settings.temperature)
+                tokens = trained_tokens(policy, micro_batch, temperature=settings.temperature, version=version)
                 if known is not None:
                     tokens = known[i].add_to(tokens)
                 share = loss_of(tokens, settings, normalizers, longest=longest)
@@ -125,6 +124,7 @@ class Updates:
         pace: Pace | None = None,
     ) -> None:
         self._policy = policy
+        self._version = step.number - 1
         self._settings = settings
         self._ranks = ranks
         self._longest = longest
@@ -156,13 +156,14 @@ class Updates:
             world_size=self._ranks.world_size,
             longest=self._longest,
             device=self._ranks.device,
+            version=self._version,
             known=known,
             ratios=self._ratios,
             pace=self._pace,
         )
 
     def _forward(self, policy: nn.Module, micro_batch: MicroBatch) -> TrainedTokens:
-        return trained_tokens(policy, micro_batch, temperature=self._settings.temperature)
+        return trained_tokens(policy, micro_batch, temperature=self._settings.temperature, version=self._version)
 
 
 def take_step(

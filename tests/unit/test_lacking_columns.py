@@ -80,6 +80,31 @@ def test_a_rollout_without_reference_logprobs_is_refused_with_its_env_and_not_tr
     loss_of(tokens, TrainerSettings(), COUNTS, longest=1)
 
 
+def test_a_loss_gets_every_column_and_the_age_of_each_token() -> None:
+    tokens = trained_tokens(Policy(), mixed(mine=[1.0, 2.0, 3.0]).to("cpu"), version=5)
+    assert tokens.columns["mine"].tolist() == [2.0, 3.0, 0.0]
+    assert tokens.lacking["mine"].tolist() == [False, False, True]
+    assert tokens.ages is not None
+    assert tokens.ages.tolist() == [2, 2, 2]
+    assert [tokens.samples[i].rollout_id for i in tokens.rollout.tolist()] == ["r", "r", "r"]
+    assert trained_tokens(Policy(), mixed().to("cpu")).ages is None
+
+
+def test_a_column_that_some_tokens_lack_is_refused_where_a_loss_needs_it() -> None:
+    tokens = trained_tokens(Policy(), mixed(mine=[1.0, 2.0, 3.0]).to("cpu"))
+    for name, whose in (("mine", " of env a"), ("theirs", "")):
+        with pytest.raises(ConfigError) as refused:
+            tokens.column(name)
+        assert str(refused.value) == (
+            f"the loss reads column {name}, but the rollouts{whose} carry none: push it with them, and name it in "
+            "trainer.loss_columns, so that a rollout without it is left out"
+        )
+    whole = trained_tokens(Policy(), one([(0,)], [make_item(3, mine=[1.0, 2.0, 3.0])]).to("cpu"))
+    assert whole.column("mine").tolist() == [2.0, 3.0]
+    nothing = trained_tokens(Policy(), one([()], []).to("cpu"))
+    assert nothing.column("mine").tolist() == []
+
+
 def test_padding_and_masked_rollouts_need_no_reference() -> None:
     sound = make_item(3, ref_logprobs=[0.0, -1.5, -1.5])
     beside = one([(0, 1)], [sound, make_item(2, damaged=True)], pad_to_multiple_of=8)

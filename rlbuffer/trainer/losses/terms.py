@@ -46,8 +46,9 @@ def kl_to_reference(tokens: TrainedTokens, estimator: str = "k3") -> Tensor:
     """
     if not len(tokens.logprobs):
         return tokens.logprobs
-    if tokens.ref_logprobs is None or tokens.without_reference:
-        whose = f" of env {', '.join(tokens.without_reference)}" if tokens.without_reference else ""
+    envs = tokens.envs_without("ref_logprobs")
+    if tokens.ref_logprobs is None or envs:
+        whose = f" of env {', '.join(envs)}" if envs else ""
         raise ConfigError(
             f"trainer.kl_beta is above 0, but the rollouts{whose} carry no column ref_logprobs: push it with them, "
             "or set trainer.kl_beta = 0",

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlbuffer.batches import Sample
+from rlbuffer.errors import ConfigError
+
 MOST_NATS = 20.0
 """Difference of logprobs above which a ratio grows no further, 4.9e8, and has no gradient. A sampler may report any
 number for a token that it would hardly give; from 89 nats on its exponential is infinite, and so is every gradient."""
@@ -39,12 +42,18 @@ class TrainedTokens:
     advantages: Tensor
     """[N]."""
     rollout: Tensor
-    """[N] int64; which rollout of the micro-batch a token belongs to."""
+    """[N] int64; which rollout of the micro-batch a token belongs to: index into `samples`."""
+    samples: tuple[Sample, ...] = ()
+    """The rollouts of the micro-batch, trained or not: env, rewards, answer, attachments, ..."""
+    ages: Tensor | None = None
+    """[N] int64; the policy version being trained minus the one that sampled the token. None outside of a step."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Every further column by name, [N] or [N, ...] in its own dtype, filled where a rollout came without it: see
+    `lacking`. A loss that needs one asks `column` for it."""
+    lacking: Mapping[str, Tensor] = field(default_factory=dict)
+    """Column -> [N] bool; True where the token's rollout came without it. Only columns that some token lacks."""
     ref_logprobs: Tensor | None = None
     """[N] under the reference policy; nats."""
-    without_reference: tuple[str, ...] = ()
-    """Envs that some of these tokens are of whose rollouts came without reference logprobs: what stands in
-    `ref_logprobs` for them is no logprob."""
     old_logprobs: Tensor | None = None
     """[N] under the policy at the start of the step; nats. None: ratios are taken against the inference policy."""
     weights: Tensor | None = None
@@ -65,6 +74,30 @@ class TrainedTokens:
     def ratio(self) -> Tensor:
         """[N] probability under the policy over probability under the old one."""
         return ratio_of(self.logprobs - self.old)
+
+    def column(self, name: str) -> Tensor:
+        """[N] or [N, ...]: the column `name`, which every one of these tokens has. Empty where there are no tokens.
+
+        Raises:
+            ConfigError: some of them, or all, came without it; says of which envs they are.
+        """
+        if name in self.columns and not (envs := self.envs_without(name)):
+            return self.columns[name]
+        if not len(self.logprobs):
+            return self.logprobs.detach()
+        whose = f" of env {', '.join(envs)}" if name in self.columns else ""
+        raise ConfigError(
+            f"the loss reads column {name}, but the rollouts{whose} carry none: push it with them, and name it in "
+            "trainer.loss_columns, so that a rollout without it is left out",
+            setting="trainer.loss_columns",
+        )
+
+    def envs_without(self, name: str) -> tuple[str, ...]:
+        """Envs that those of these tokens are of that lack the column `name`, where others have it."""
+        if name not in self.lacking:
+            return ()
+        rollouts = self.rollout[self.lacking[name]].tolist()
+        return tuple(sorted({self.samples[i].env for i in set(rollouts)}))
 
     def rollout_sums(self, values: Tensor) -> Tensor:
         """[N] -> [N]: each token gets the sum over its rollout's trained tokens."""
