@@ -50,6 +50,8 @@ from rlbuffer.values import MAX_NUMBER
 
 GRPO_EPSILON = 1e-6
 """Added to the standard deviation, so that a nearly flat group does not explode."""
+BATCH_EPSILON = 1e-4
+"""The same for the deviation of a step's rewards; TRL's."""
 MAX_ADVANTAGE = 10 * MAX_NUMBER
 """Largest advantage, either sign: the difference of any two rewards is far below it."""
 LENGTH_ALPHA = 0.1
@@ -119,6 +121,19 @@ ESTIMATORS: dict[str, Estimator] = {
     "length_penalty": length_penalty,
 }
 """Every estimator by its name in ``batcher.advantage``."""
+
+
+def over_batch(advantages: Rewards, rewards: Rewards) -> Rewards:
+    """advantages / (std of all of a step's rewards over n - 1, + 1e-4): every prompt by the same number.
+
+    A group's own deviation weighs up prompts that are nearly solved, or nearly never; the batch's does not. Where all
+    rewards are equal nothing is divided.
+
+    Shapes: [n] and [n] float64, the rollouts of a step -> [n]. Source: TRL's ``scale_rewards = "batch"``; Liu et al.
+    2025 (Lite PPO), arXiv 2508.08221, section 4.1; REINFORCE++, arXiv 2501.03262, section 3.2, normalises so, too.
+    """
+    std = float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0
+    return advantages / (std + BATCH_EPSILON) if std > 0 else advantages
 
 
 Loaded = Callable[[Rewards, Rewards | None, Mapping[str, Any]], Rewards]

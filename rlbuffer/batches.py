@@ -73,7 +73,7 @@ class RolloutRef:
     length: int
     """Tokens."""
     loss_tokens: int
-    """Trained tokens."""
+    """Trained tokens; 0 where the step masks it."""
     min_version: int
     """Oldest policy version that sampled a token."""
 
@@ -144,6 +144,8 @@ class StepPlan:
     """Every pool entry that the commit consumes."""
     adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
     """Adapter -> how far it is with this step, of all that were trained so far."""
+    masks_truncated: bool = False
+    """No token of a truncated rollout is trained."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,6 +225,10 @@ class BatcherConfig:
     fill_timeout_seconds: float | None = field(default=None, kw_only=True)
     """Seconds that a step waits to fill, since the one before was committed and the first group came that could train;
     then what is ready trains, and what an env was short of it gets later. None: it waits until it is full."""
+    advantage_scale: Literal["none", "batch"] = field(default="none", kw_only=True)
+    """What advantages are divided by: nothing, or the standard deviation of all rewards of the step."""
+    truncated: Literal["train", "mask"] = field(default="train", kw_only=True)
+    """Rollouts that are flagged is_truncated: trained, or masked once their rewards have counted in their group."""
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -340,13 +344,13 @@ def _check_points(name: str, points: Points) -> set[int]:
 
 
 def _check_overrides(config: BatcherConfig) -> None:
-    _check_estimator("advantage", config.advantage)
+    _check_estimator("advantage", config.advantage, scale=config.advantage_scale)
     for env, override in config.envs.items():
         place = f"envs.{env}"
         if not ENV_NAME.match(env):
             _refuse(place, "is not an env name")
         if override.advantage is not None:
-            _check_estimator(f"{place}.advantage", override.advantage)
+            _check_estimator(f"{place}.advantage", override.advantage, scale=config.advantage_scale)
         _check_seconds(f"{place}.max_age_seconds", override.max_age_seconds)
         if override.max_age is not None and override.max_age < 0:
             _refuse(f"{place}.max_age", f"= {override.max_age} must not be negative")
@@ -363,7 +367,11 @@ def _check_overrides(config: BatcherConfig) -> None:
             _refuse(f"{place}.batch_size", f"= {settings.batch_size} must be at least 1")
 
 
-def _check_estimator(setting: str, name: str) -> None:
+def _check_estimator(setting: str, name: str, *, scale: str) -> None:
     if name not in ESTIMATORS and not DOTTED.match(name):
         names = ", ".join(ESTIMATORS)
         _refuse(setting, f"= {name!r} is not an estimator: {names}, or one of yours as package.module:name")
+    if name == "grpo" and scale == "batch":
+        _refuse(
+            setting, "= 'grpo' divides by each group's deviation: with batcher.advantage_scale = 'batch' use dr_grpo"
+        )

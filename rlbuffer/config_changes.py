@@ -31,6 +31,8 @@ CONSEQUENCES: Mapping[str, str] = MappingProxyType(
         "flat": "pending groups are judged anew",
         "oversized": "writers follow within 30 s; until then what is too long drops",
         "advantage": "from the next step on, for groups that are pending, too",
+        "advantage_scale": "from the next step on, for groups that are pending, too",
+        "truncated": "from the next step on, for groups that are pending, too",
         "budgets": "what envs are owed stays owed, at most one step's share of each",
         "remainder": "what envs are owed stays owed, at most one step's share of each",
         "unit": "",

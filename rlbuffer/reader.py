@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -68,14 +68,7 @@ class _Fetch:
 
 
 class Reader:
-    """Pulls the steps of one rank. Made by :meth:`rlbuffer.client.Buffer.reader`.
-
-    Example, complete but for the model::
-
-        for step in buffer.reader(rank, world_size).steps():
-            for micro_batch in step:
-                loss(model, micro_batch.to("cuda")).backward()
-            optimizer.step()
+    """Pulls the steps of one rank. Made by :meth:`rlbuffer.client.Buffer.reader`; docs/trainers.md has whole loops.
 
     Asking for the next step acknowledges the last one as trained; the next step is already being pulled meanwhile,
     and pulling acknowledges nothing.
@@ -379,7 +372,7 @@ class Reader:
             name: column_spec(name) or ColumnSpec(fill=0, dtype=np.dtype(dtype), shape=shape)
             for name, (dtype, shape) in header.columns.items()
         }
-        items, damaged = self._items(refs, schema)
+        items, damaged = self._items(refs, schema, header)
         normalizers = Normalizers(**header.normalizers)
         with self._assembling:
             micro_batches = assemble(
@@ -456,7 +449,7 @@ class Reader:
         )
 
     def _items(
-        self, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec]
+        self, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec], header: StepHeader
     ) -> tuple[list[PackItem], list[tuple[PartRollout, str]]]:
         """Every rollout, and those that are missing, damaged or not to be trained here, with what is wrong: they
         become masked padding."""
@@ -468,6 +461,8 @@ class Reader:
             rollout = None if isinstance(found, str) else found
             if isinstance(found, str):
                 damaged.append((ref, found))
+            elif header.masks(info):
+                rollout = replace(found, loss_mask=np.zeros_like(found.loss_mask))
             sample = Sample(
                 rollout_id=info.rollout_id,
                 group_id=ref.group_id,

@@ -170,7 +170,9 @@ class TrainerSettings(_Section):
         1.0, gt=0, le=1, description="Share of an update's tokens, those of the highest entropy, that the loss is on."
     )
     kl_beta: float = Field(0.0, ge=0, description="Weight of the KL to the column ref_logprobs.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Its estimate per token.")
+    kl_estimator: Literal["k1", "k2", "k3", "weighted_k3"] = Field(
+        "k3", description="Its estimate per token; weighted_k3 is unbiased on tokens of older policies, too."
+    )
     temperature: float = Field(1.0, gt=0, description="Sampling temperature that the logits are divided by.")
     checkpoint_every: int = Field(50, ge=1, description="Steps between full checkpoints.")
     keep_checkpoints: int = Field(2, ge=1, description="Full checkpoints kept.")

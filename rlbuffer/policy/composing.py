@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.advantages import Loaded, estimate, load_estimator
+from rlbuffer.advantages import Loaded, estimate, load_estimator, over_batch
 from rlbuffer.batches import AdapterProgress, Normalizers, Plan, RolloutRef, StepPlan
 from rlbuffer.config import BatcherConfig
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.planning import plan
 from rlbuffer.policy.groups import GroupState
+from rlbuffer.records import RolloutInfo
 
 
 def plan_groups(groups: Sequence[GroupState], config: BatcherConfig, world_size: int) -> Plan:
@@ -68,6 +69,9 @@ def advantages_of(
     """-> [rollouts] float32, group by group, by each env's estimator; and the groups that have none that can be
     trained, with the reason. When there are any, the advantages are those of the others.
 
+    What `advantage_scale` divides by is of the rollouts of one adapter: two policies do not share a batch. A rollout
+    that is masked has counted in all of it, and gets 0.
+
     Raises:
         ConfigError: an estimator of the user's own failed.
     """
@@ -80,7 +84,22 @@ def advantages_of(
             found.append(estimate(estimators[name], name, group.rewards, lengths, told))
         except InvalidRollout as error:
             untrainable.append((group, str(error)))
-    return np.concatenate([np.zeros(0), *found]).astype(np.float32), untrainable
+    advantages = np.concatenate([np.zeros(0), *found])
+    if untrainable:
+        return advantages.astype(np.float32), untrainable
+    if config.advantage_scale == "batch":
+        rewards = np.array([reward for group in groups for reward in group.rewards], dtype=np.float64)
+        adapters = np.array([group.adapter for group in groups for _ in group.members])
+        for adapter in np.unique(adapters):
+            mine = adapters == adapter
+            advantages[mine] = over_batch(advantages[mine], rewards[mine])
+    advantages[[is_masked(member.info, config) for group in groups for member in group.members]] = 0.0
+    return advantages.astype(np.float32), untrainable
+
+
+def is_masked(info: RolloutInfo, config: BatcherConfig) -> bool:
+    """Whether a rollout of a step is not trained: ``truncated = "mask"``."""
+    return info.is_truncated and config.truncated == "mask"
 
 
 def teaches(groups: Sequence[GroupState], advantages: NDArray[np.float32]) -> bool:
@@ -108,7 +127,7 @@ def step_plan(
             env=group.env,
             adapter=group.adapter,
             length=member.info.length,
-            loss_tokens=member.info.loss_tokens,
+            loss_tokens=0 if is_masked(member.info, config) else member.info.loss_tokens,
             min_version=member.info.min_version,
         )
         for group in groups
@@ -127,4 +146,5 @@ def step_plan(
         closed_by=closed_by,
         entries=tuple(use for group in groups for use in group.uses(config.max_uses)),
         adapters=progress,
+        masks_truncated=config.truncated == "mask",
     )

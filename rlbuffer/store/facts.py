@@ -219,6 +219,12 @@ class StepHeader:
     """Of its rollouts' payloads."""
     adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
     """Adapter ("" is all weights) -> how far it is with this step, of all that were trained so far."""
+    masks_truncated: bool = False
+    """No token of a truncated rollout is trained, whatever its payload says."""
+
+    def masks(self, info: RolloutInfo) -> bool:
+        """Whether this rollout of the step is there, and not trained."""
+        return self.masks_truncated and info.is_truncated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,7 @@ def header_record(
         "columns": {name: [dtype, *shape] for name, (dtype, shape) in _columns_of(plan, entries).items()},
         # The rule that held at the commit, so that it can be checked after the config has changed.
         "age_limits": {env: age_limit(meta.config, env) for env in envs},
+        "masks_truncated": plan.masks_truncated,
         "adapters": {adapter: asdict(progress) for adapter, progress in sorted(plan.adapters.items())},
     }
 

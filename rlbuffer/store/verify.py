@@ -189,7 +189,7 @@ def _check_step(step: LiveStep, findings: Findings) -> None:
             "I4",
             f"{where}: the header counts {getattr(header, name)} {name}, the parts hold {total}",
         )
-    loss_tokens = sum(m.info.loss_tokens for m in members)
+    loss_tokens = sum(m.info.loss_tokens for m in members if not header.masks(m.info))
     findings.unless(
         header.normalizers.get("loss_tokens") == loss_tokens,
         "I4",

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rlbuffer.client import Buffer, connect
 from rlbuffer.errors import ConfigError
+from rlbuffer.host_checks import router_loss
 from rlbuffer.reader import Reader
 from rlbuffer.settings import RunSettings, needed_columns
 from rlbuffer.trainer.agreement import Ranks
@@ -91,7 +92,8 @@ def open_session(
     """Joins the other ranks, builds or loads the policy, and connects.
 
     Raises:
-        ConfigError: no such device or loss, or settings that it does not read. PackedForwardError: see `prepare`.
+        ConfigError: no such device or loss, settings that it does not read, a model that asks for a router loss.
+        PackedForwardError: see `prepare`.
     """
     check_losses(settings.trainer)
     check_schedule(settings.trainer)
@@ -100,6 +102,8 @@ def open_session(
     store = _join(settings, device) if world_size > 1 else None
     _seed(settings.trainer.seed)
     model = build_model(settings.model, seed=settings.trainer.seed)
+    if why := router_loss(model.config.to_dict()):
+        raise ConfigError(why, setting="model")
     nn.Module.to(model, device)
     vocabulary = vocabulary_of(model)
     source: Buffer | FakeBuffer

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_packed_forward import GEMMA2, GPT2, GRANITE, HYBRIDS, LLAMA, MISTRAL, QWEN3, QWEN3_MOE, row
 from transformers import AutoModelForCausalLM
 
-from rlbuffer.errors import PackedForwardError
+from rlbuffer.errors import ConfigError, PackedForwardError
 from rlbuffer.settings import RunSettings
 from rlbuffer.trainer.checkpoint import path_of, restore
 from rlbuffer.trainer.loop import train
@@ -43,6 +43,17 @@ def run(wanted: RunSettings) -> list[dict[str, Any]]:
 def published(output: Path, version: int) -> Path:
     (directory,) = versions(output / "weights")[version]
     return directory
+
+
+def test_a_model_that_asks_for_the_router_auxiliary_loss_is_refused_by_its_name(tmp_path: Path) -> None:
+    asking = dict(QWEN3_MOE) | {"output_router_logits": True, "router_aux_loss_coef": 0.01}
+    with pytest.raises(ConfigError) as refused:
+        run(settings(tmp_path, asking))
+    assert str(refused.value) == (
+        "model: output_router_logits = true asks for the router auxiliary loss of experts (router_aux_loss_coef = "
+        "0.01), which rlbuffer train does not compute: set it to false in the model's config to train without that "
+        "loss, or compute it in a trainer of your own"
+    )
 
 
 @pytest.mark.parametrize(

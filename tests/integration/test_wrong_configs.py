@@ -102,6 +102,13 @@ TABLE = [
         ["trainer.old_logprobs = 'inference', but tis weighs tokens"],
     ),
     ("trainer", 'loss = "own:no_loss"', ["trainer.loss = 'own:no_loss' cannot be imported ... own.py has no no_loss"]),
+    ("model.config", "output_router_logits = true", ["model: output_router_logits = true asks for the router auxili"]),
+    ("trainer", 'loss_columns = ["x"]', ["trainer.loss_columns = ('x',) does nothing: trainer.loss = 'clip' does not"]),
+    (
+        "batcher",
+        'advantage = "grpo"\nadvantage_scale = "batch"',
+        ["batcher.advantage = 'grpo' divides by each group's deviation"],
+    ),
     # envs and modules
     ("worker.a", 'env = "vcoppy"', ["env 'vcoppy' is not one of vcopy ... Did you mean vcopy?"]),
     (

@@ -24,6 +24,8 @@ TOLERANCE = 1e-7
 
 def tokens_of(record: dict[str, Any], logprobs: Tensor, entropy: Tensor) -> TrainedTokens:
     columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in record["inputs"].items()}
+    if record["old"] == "inference_logprobs":
+        del columns["old_logprobs"]
     return TrainedTokens(
         **(columns | {"logprobs": logprobs, "entropy": entropy}),
         rollout=torch.arange(len(record["lengths"])).repeat_interleave(torch.tensor(record["lengths"])),

@@ -19,6 +19,7 @@ from rlbuffer.trainer.losses import (
     check_losses,
     divisor_of,
     get_loss,
+    kl_to_reference,
     loss_of,
     token_weights,
 )
@@ -178,6 +179,28 @@ def test_a_kl_term_without_reference_logprobs_is_refused() -> None:
         "trainer.kl_beta is above 0, but the rollouts carry no column ref_logprobs: push it with them, "
         "or set trainer.kl_beta = 0"
     )
+
+
+def test_the_weighted_k3_is_unbiased_on_tokens_of_another_policy_and_k3_is_not() -> None:
+    """Expectations over all tokens of a vocabulary of four, value and gradient, against the KL itself."""
+    sampler, reference = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.1, 0.25, 0.25]], dtype=torch.float64)
+    logits = torch.tensor([0.5, -0.3, 0.1, 0.9], dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(0)
+    exact = (logprobs.exp() * (logprobs - reference.log())).sum()
+    (of_exact,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    every = TrainedTokens(
+        logprobs=logprobs,
+        entropy=torch.zeros(4, dtype=torch.float64),
+        inference_logprobs=sampler.log(),
+        advantages=torch.zeros(4, dtype=torch.float64),
+        rollout=torch.zeros(4, dtype=torch.int64),
+        ref_logprobs=reference.log(),
+    )
+    for estimator, is_exact in (("weighted_k3", True), ("k3", False)):
+        expected = (sampler * kl_to_reference(every, estimator)).sum()
+        (gradient,) = torch.autograd.grad(expected, logits, retain_graph=True)
+        near = [abs(float((expected - exact).detach())) < 1e-12, float((gradient - of_exact).abs().max()) < 1e-12]
+        assert near == [is_exact, is_exact]
 
 
 def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss_divides_by() -> None:

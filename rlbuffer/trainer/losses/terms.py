@@ -34,12 +34,17 @@ def k3(difference: Tensor) -> Tensor:
     return ratio_of(difference) - difference - 1
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-"""By their name in ``trainer.kl_estimator``."""
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "weighted_k3": k3}
+"""By their name in ``trainer.kl_estimator``; the last one is multiplied by the ratio to the policy that sampled."""
 
 
 def kl_to_reference(tokens: TrainedTokens, estimator: str = "k3") -> Tensor:
     """[N]: estimate, per token, of the KL divergence from the policy to the reference. Units: nats.
+
+    k1 to k3 are meant for tokens that the policy itself would sample; over those of an older one they are biased, value
+    and gradient. ``weighted_k3`` is k3 times pi / pi_inference, gradient included, and is not.
+
+    Source of the weight: DeepSeek-V3.2, arXiv 2512.02556, section 3.1; TRL's ``use_bias_correction_kl``.
 
     Raises:
         ConfigError: the rollouts carry no reference logprobs, or some of them do not.
@@ -54,4 +59,7 @@ def kl_to_reference(tokens: TrainedTokens, estimator: str = "k3") -> Tensor:
             "or set trainer.kl_beta = 0",
             setting="trainer.kl_beta",
         )
-    return KL_ESTIMATORS[estimator](tokens.ref_logprobs - tokens.logprobs)
+    divergence = KL_ESTIMATORS[estimator](tokens.ref_logprobs - tokens.logprobs)
+    if estimator != "weighted_k3":
+        return divergence
+    return ratio_of(tokens.logprobs - tokens.inference_logprobs) * divergence
