@@ -139,7 +139,7 @@ class StepPlan:
     tokens: int
     """Tokens of all rollouts."""
     closed_by: str
-    """``capacity`` | ``fill`` | ``groups`` | ``rollouts`` | ``partial``: what ended the selection."""
+    """``capacity`` | ``fill`` | ``groups`` | ``rollouts`` | ``partial`` | ``timeout`` | ``end``: what ended it."""
     entries: tuple[EntryUse, ...] = ()
     """Every pool entry that the commit consumes."""
     adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
@@ -314,7 +314,7 @@ class Step:
     number: int
     """From 1: step s trains version s - 1 and makes version s."""
     epoch: int
-    """Grows when a run is rewound or recovered."""
+    """Grows when a run is rewound or recovered, and with a new line of policy versions."""
     digest: str
     """SHA-256 of the step, chained on the last one's; equal on all ranks."""
     world_size: int

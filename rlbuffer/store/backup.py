@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbuffer.errors import BackupError, RlbufferError, RunGone
 from rlbuffer.store.backup_format import FORMAT, FrameWriter
+from rlbuffer.store.keys import HEARTBEATS
 from rlbuffer.store.run import parse_meta
 from rlbuffer.store.session import answers, ranged, text
 
@@ -35,7 +36,7 @@ PAGE = 200
 """Payload keys asked about in one round trip."""
 TRIES = 10
 """Times that the names of the control keys are read again when a process began in between."""
-LEFT_OUT = frozenset({"lease", "allowance", "workers", "ranks", "batchers", "waiting", "holds"})
+LEFT_OUT = frozenset({"lease", "allowance", "waiting", "holds", *HEARTBEATS.values()})
 """Control keys that are claims of processes at work. Of the lease the token is kept: it never goes back."""
 
 Read = tuple[str, int, list[Any]]

@@ -83,7 +83,8 @@ class Meta:
     error: str
     """Fatal error of the batcher; "" when there is none."""
     since: int = 0
-    """First epoch that this one goes on from: equal to `epoch` but after a recovery of lost writes."""
+    """First epoch that this one goes on from: equal to `epoch` but after a recovery of lost writes or a new line of
+    versions."""
     checkpoint_now: bool = False
     """The next step's header asks the trainer for a checkpoint."""
     revision: int = 0
@@ -306,7 +307,7 @@ class Finding:
     """One violated invariant."""
 
     invariant: str
-    """``I1`` ... ``I12`` of docs/protocol.md."""
+    """``I1`` ... ``I13`` of docs/protocol.md."""
     message: str
 
 

@@ -66,7 +66,7 @@ def test_while_the_trainer_is_away_workers_pause_and_little_is_stale_when_it_is_
             os.kill(trainer.pid, signal.SIGCONT)
         assert away.pushed == half.pushed, "workers went on although nothing they sample could train in time"
         assert away.dropped == half.dropped, "nothing grows stale while the policy's version stands still"
-        # The window of docs/design.md: what a group sampled now can still serve, in groups of this env alone.
+        # The window of docs/explain/batcher.md: what a group sampled now can still serve, in groups of this env alone.
         window = STEP_GROUPS * (1 + max_age)
         held = away.pending[0] // 8 + out
         assert held <= window

@@ -19,6 +19,7 @@ from rlbuffer.records import PolicyVersion
 from rlbuffer.settings import RunSettings, ServerSettings
 from rlbuffer.store import backup as backup_module
 from rlbuffer.store.backup import write_backup
+from rlbuffer.store.keys import HEARTBEATS
 from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.store.restore import check_backup, restore_backup
 
@@ -84,12 +85,15 @@ def test_a_restored_run_is_the_run_under_its_own_name_or_another(busy: Run, file
 
 def test_nothing_of_a_process_comes_back_alive(busy: Run, file: Path) -> None:
     token = busy.token
+    for kind in HEARTBEATS:
+        busy.store.heartbeat(kind, "one", {})
+    busy.store.set_waiting("one", "It waits.")
     write_backup(busy.store, file)
     copy = sibling(busy, f"{busy.store.run}-copy")
     restore_backup(copy, file)
     assert copy.tickets_out() == {}
     assert copy.waiting() == {}
-    assert copy.heartbeats("worker") == {}
+    assert [dict(copy.heartbeats(kind)) for kind in HEARTBEATS] == [{}] * len(HEARTBEATS)
     assert copy.trainer().trained == 2
     assert copy.trainer().seen_ms == 0
     lease = copy.lease("another", ttl_seconds=5)

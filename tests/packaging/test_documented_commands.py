@@ -14,14 +14,7 @@ from rlbuffer_cli.main import COMMANDS
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
-    "docs/operations.md",
-    "docs/deploy.md",
-    "docs/trainers.md",
-    "docs/environments.md",
-    "docs/text.md",
-    "docs/gpu_box.md",
-    "docs/concepts.md",
-    "docs/protocol.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md"),
 ]
 CALL = re.compile(r"(?:^|`|\$ |bin/)rlbuffer ([a-z]+)((?: [^\n`#]*)?)", re.MULTILINE)
 

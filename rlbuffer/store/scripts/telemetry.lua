@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- TELEMETRY: heartbeats, waiting sentences and counters. It decides nothing. It is a script for two reasons: times come
--- from the server's clock, and the sentence that says that the memory is full must not be refused for memory.
+-- TELEMETRY: heartbeats, waiting sentences and counters. It changes no step and no account. It is a script for two
+-- reasons: times come from the server's clock, and the sentence that says that the memory is full must not be refused
+-- for memory.
 --
 -- KEYS  1 the hash: workers, scorers, ranks, batchers or waiting for `note`, the ledger for `count` and `damaged`
 --       2 (damaged) the damaged rollouts that are counted: `<step> <group> <rollout>` -> step   3 (damaged) meta
