@@ -100,17 +100,19 @@ class Evaluator:
         if not await asyncio.to_thread(self._store.claim_evaluation, name, version, owner=self._owner, ttl_seconds=ttl):
             return
         start = time.monotonic()
-        record = None
+        record, trouble = None, ""
         try:
             if self._sampler.version == version:
                 async with asyncio.timeout(settings.timeout_seconds):
-                    record = await self._measured(name, settings, version)
+                    record, trouble = await self._measured(name, settings, version)
         except TimeoutError:
-            self._trouble(f"eval/{name} of version {version} took longer than {settings.timeout_seconds:g} s")
+            trouble = f"eval/{name} of version {version} took longer than {settings.timeout_seconds:g} s"
         finally:
             if record is None:
                 await asyncio.to_thread(self._store.release_evaluation, name, version, owner=self._owner)
         if record is None:
+            if trouble:
+                self._trouble(trouble)  # only now: whoever hears it may take the evaluation
             return
         record["seconds"] = time.monotonic() - start
         for _ in range(TRIES):
@@ -125,8 +127,10 @@ class Evaluator:
             return
         self._on_event({"event": "evaluation", "env": name, "version": version, **record})
 
-    async def _measured(self, name: str, settings: EvaluationSettings, version: int) -> dict[str, Any] | None:
-        """-> the result; None when something of another version is in it, or too much failed."""
+    async def _measured(
+        self, name: str, settings: EvaluationSettings, version: int
+    ) -> tuple[dict[str, Any] | None, str]:
+        """-> the result, or None and why it does not count; each failure has been said already."""
         env = self._envs[name]
         worker = WorkerSettings(
             env=settings.env,
@@ -150,11 +154,10 @@ class Evaluator:
 
         rollouts = [r for r in await asyncio.gather(*(one(n) for n in range(settings.prompts))) if r is not None]
         if 2 * len(rollouts) <= settings.prompts:
-            return None
+            return None, ""
         if any(span.policy_version != version for rollout in rollouts for span in rollout.version_spans):
-            self._trouble(f"eval/{name} of version {version} does not count: another version sampled some of it")
-            return None
-        return summary(rollouts, failed=settings.prompts - len(rollouts))
+            return None, f"eval/{name} of version {version} does not count: another version sampled some of it"
+        return summary(rollouts, failed=settings.prompts - len(rollouts)), ""
 
     def _trouble(self, sentence: str) -> None:
         self._on_event({"event": "trouble", "error": sentence})

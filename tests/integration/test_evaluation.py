@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -66,13 +67,24 @@ def buffer() -> Any:
         yield buffer
 
 
-def evaluated(buffer: Buffer, sampler: Greedy, seconds: float = 1.0, **changes: Any) -> list[dict[str, Any]]:
-    """What an evaluator tells in a while."""
+def evaluated(
+    buffer: Buffer,
+    sampler: Greedy,
+    seconds: float = 1.0,
+    *,
+    heard: Callable[[dict[str, Any]], object] = lambda event: None,
+    **changes: Any,
+) -> list[dict[str, Any]]:
+    """What an evaluator tells in a while; `heard` is called with each event at once."""
     events: list[dict[str, Any]] = []
+
+    def tell(event: dict[str, Any]) -> None:
+        heard(event)
+        events.append(event)
 
     async def run() -> None:
         settings = {"held_out": OPTIONS.model_copy(update=changes)}
-        evaluator = Evaluator(buffer, sampler, settings, hold=nothing_held, on_event=events.append)
+        evaluator = Evaluator(buffer, sampler, settings, hold=nothing_held, on_event=tell)
         task = asyncio.create_task(evaluator.run())
         for _ in range(round(seconds / 0.02)):
             await asyncio.sleep(0.02)
@@ -117,6 +129,21 @@ def test_a_result_with_a_token_of_another_version_does_not_count_and_is_free_aga
     ]
     assert buffer.store.evaluations() == []  # type: ignore[attr-defined]
     assert evaluated(buffer, Greedy(4), 20.0)[0]["event"] == "evaluation"
+
+
+def test_whoever_hears_that_a_result_does_not_count_may_take_the_evaluation(buffer: Buffer) -> None:
+    sampler = Greedy(4)
+    sampler.spans = [4, 5]
+    taken = []
+    evaluated(
+        buffer,
+        sampler,
+        20.0,
+        heard=lambda event: taken.append(
+            buffer.store.claim_evaluation("held_out", 4, owner="another", ttl_seconds=600)
+        ),
+    )
+    assert taken == [True]
 
 
 def test_a_claim_lapses_and_is_the_owners_alone_until_then(buffer: Buffer) -> None:
