@@ -9,7 +9,7 @@ from rlbuffer.config import budgets_at
 from rlbuffer.errors import ConfigError
 from rlbuffer.placement import shared_gpus
 from rlbuffer.sampling import LEAST_TEMPERATURE
-from rlbuffer.settings import RunSettings
+from rlbuffer.settings import EvaluationSettings, RunSettings, WorkerSettings
 
 Places = Callable[..., str]
 """Names of settings -> where they came from."""
@@ -83,8 +83,9 @@ def _requests(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     """What the agents of a verifiers env would ask of the worker's sampler, and be refused in every rollout."""
     from rlbuffer.worker.envs.gateway import refusal
 
+    sections: list[tuple[str, WorkerSettings | EvaluationSettings, float]]
     sections = [(f"worker.{name}", options, options.top_p) for name, options in settings.worker.items()]
-    sections += [(f"eval.{name}", options, 1.0) for name, options in settings.eval.items()]
+    sections += [(f"eval.{name}", evaluation, 1.0) for name, evaluation in settings.eval.items()]
     for section, options, top_p in sections:
         if options.env != "verifiers":
             continue

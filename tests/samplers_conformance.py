@@ -7,6 +7,7 @@ be computed again by one forward pass.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -141,7 +142,8 @@ async def logprobs_are_those_that_a_trainer_computes(stage: Stage) -> None:
 async def tokens_are_drawn_from_the_whole_vocabulary(stage: Stage) -> None:
     """Whatever a `generation_config.json` beside the model says: ratios of what is left would be 1 all the same."""
     one = replace(PLAIN, max_new_tokens=1)
-    drawn = {int(c.tokens[0]) for c in await stage.sampler.sample(PROMPTS[1], n=256, sampling=one)}
+    groups = [await stage.sampler.sample(PROMPTS[1], n=64, sampling=one) for _ in range(4)]
+    drawn = {int(c.tokens[0]) for group in groups for c in group}
     with torch.no_grad():
         logits = stage.models[0](input_ids=torch.from_numpy(PROMPTS[1].astype(np.int64))[None]).logits[0, -1]
     frequent = torch.nonzero(torch.softmax(logits, -1) > 0.05)[:, 0].tolist()  # 256 draws miss one once in 500,000
@@ -160,7 +162,7 @@ async def ratios_to_the_trainer(sampler: Sampler, model: PreTrainedModel, change
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     row = pack(rollouts, row_tokens=sum(rollout.length for rollout in rollouts))
     with torch.no_grad():
-        tokens = trained_tokens(prepare(model), row.to("cpu"))
+        tokens = trained_tokens(prepare(copy.deepcopy(model)), row.to("cpu"))
     assert len(tokens.logprobs) >= len(rollouts) == 32
     return (tokens.logprobs.double() - tokens.inference_logprobs.double()).exp().numpy()
 

@@ -69,24 +69,24 @@ class _Weights:
 
     def __init__(self, parts: list[nn.Module], known: Mapping[int, str], state: Mapping[str, torch.Tensor]) -> None:
         self._state = state
-        self._places = [
+        self._places: list[tuple[dict[str, Any], str, torch.Tensor, str]] = [
             (tensors, key, tensor, known[id(tensor)])
             for part in parts
             for tensors in (part._parameters, part._buffers)
             for key, tensor in tensors.items()
-            if id(tensor) in known
+            if tensor is not None and id(tensor) in known
         ]
 
     def take(self, *_: Any) -> None:
         """Before the call."""
         for tensors, key, tensor, name in self._places:
-            filled = self._state[name].to(tensor.dtype)  # type: ignore[union-attr]
-            tensors[key] = nn.Parameter(filled, False) if isinstance(tensor, nn.Parameter) else filled  # type: ignore[index]
+            filled = self._state[name].to(tensor.dtype)
+            tensors[key] = nn.Parameter(filled, False) if isinstance(tensor, nn.Parameter) else filled
 
     def let_go(self, *_: Any) -> None:
         """After it."""
         for tensors, key, tensor, _name in self._places:
-            tensors[key] = tensor  # type: ignore[index]
+            tensors[key] = tensor
 
 
 def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:

@@ -25,14 +25,16 @@ from worker_run import WorkerRun
 
 from rlbuffer.records import PolicyVersion
 
-GROUPS_A_STEP = 4
+GROUPS_A_STEP = 2
 """Groups between two versions, as if each step trained so many."""
 VERSIONS = 20_000
 """That can be announced; four different models take turns."""
-EARLY_SHARE, EARLY_SECONDS = 0.2, 20.0
-"""Share of the kills that strike a start: so long after the kill before them, at most, whatever the engine does."""
 WELL_SECONDS = 3.0
-"""The others strike so long, at most, after the worker has gone on."""
+"""A kill strikes so long, at most, after the worker has gone on from the one before."""
+LOAD_SHARE, LOAD_SECONDS = 0.5, 0.4
+"""Share of the kills that strike so long, at most, after a version was announced: most of them a load."""
+EARLY_SHARE, EARLY_SECONDS = 0.25, 15.0
+"""Share of the kills that are followed by a further one, so long after it, at most: it strikes the next start."""
 NOTICED_SECONDS = 30.0
 """Longest until a death is said. The sampler looks twice a second; this is for a machine that is busy with others."""
 BOUND_SECONDS = 600.0
@@ -47,14 +49,18 @@ Say = Callable[[str], None]
 class Kill:
     """One kill, and what came of it."""
 
-    strikes: str
+    struck: str = ""
     """What the worker was at, by its own words: a load, sampling, or a start of the engine."""
     noticed: float = 0.0
     """Seconds until it was said."""
     goes_on: float = 0.0
     """Seconds until a group of the next engine was pushed."""
-    sentences: int = 0
-    """Different ones that were said of it."""
+    again: float = 0.0
+    """Seconds after which the next start was struck, too; what follows counts from there. 0: it was not."""
+
+    def __str__(self) -> str:
+        more = f", and the next start {self.again:.1f} s later" if self.again else ""
+        return f"{self.struck}{more}: said after {self.noticed:.1f} s, a group after {self.goes_on:.1f} s"
 
 
 @dataclass(slots=True)
@@ -67,12 +73,12 @@ class Kills:
 
     def lines(self) -> list[str]:
         """For people."""
-        struck = Counter(kill.strikes for kill in self.kills)
-        lines = [", ".join(f"{count} x {what}" for what, count in sorted(struck.items()))]
+        struck = Counter(kill.struck for kill in self.kills)
+        again = sum(kill.again > 0 for kill in self.kills)
+        lines = [", ".join(f"{count} x {what}" for what, count in sorted(struck.items())) + f"; {again} starts more"]
         for name in ("noticed", "goes_on"):
-            seconds = sorted(getattr(kill, name) for kill in self.kills if getattr(kill, name))
-            if seconds:
-                lines.append(f"  {name}: median {seconds[len(seconds) // 2]:.1f} s, longest {seconds[-1]:.1f} s")
+            seconds = sorted(getattr(kill, name) for kill in self.kills)
+            lines.append(f"  {name}: median {seconds[len(seconds) // 2]:.1f} s, longest {seconds[-1]:.1f} s")
         lines += [f"  {name}: {value}" for name, value in self.facts.items()]
         return lines + ([f"  FINDING: {finding}" for finding in self.findings] or ["  no finding"])
 
@@ -80,10 +86,13 @@ class Kills:
 class Training(WorkerRun):
     """A worker whose trainer makes a version of every few groups."""
 
+    announced = 0
+
     def _note(self, event: dict[str, Any]) -> None:
         super()._note(event | {"at": time.monotonic()})
         if event["event"] == "group" and len(self.told("group")) % GROUPS_A_STEP == 0:
-            self.announce(len(self.told("group")) // GROUPS_A_STEP)
+            self.announced += 1
+            self.announce(self.announced)
 
 
 class Engine:
@@ -96,13 +105,10 @@ class Engine:
         """Also while it starts, before it has a name of its own."""
         return [child for child in psutil.Process().children() if child.pid not in self._known and _is_alive(child)]
 
-    def kill(self) -> str:
-        """SIGKILL. -> what was killed"""
-        found = self.processes()
-        names = [process.name() for process in found]
-        for process in found:
+    def kill(self) -> None:
+        """SIGKILL."""
+        for process in self.processes():
             os.kill(process.pid, signal.SIGKILL)
-        return ", ".join(names)
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -121,26 +127,18 @@ def run_engine_kills(folder: Path, *, seed: int, kills: int, say: Say) -> Kills:
     with Training("vllm", {**ENGINE, "max_model_len": CONTEXT}, versions) as run:
         run.until_groups(2 * GROUPS_A_STEP, seconds=BOUND_SECONDS, why="a first version's groups")
         files = psutil.Process().num_fds(), psutil.Process().num_threads()
-        struck_at = 0.0
-        for number in range(kills):
-            early = number > 0 and draw.random() < EARLY_SHARE
-            if early:
-                moment = struck_at + draw.uniform(0.0, EARLY_SECONDS)
-                run.until(
-                    lambda m=moment: time.monotonic() >= m and engine.processes(),
-                    seconds=BOUND_SECONDS,
-                    why="an engine",
-                )
-            else:
-                if number:
-                    _goes_on(run, engine, out, struck_at, say)
-                time.sleep(draw.uniform(0.0, WELL_SECONDS))
-                run.until(engine.processes, seconds=BOUND_SECONDS, why="an engine")
-            struck_at = time.monotonic()
-            found = engine.kill()
-            say(f"  {struck_at - began:5.0f} s  kill {number + 1}: {found}, {_last(run, 'version')}")
-            out.kills.append(Kill("struck again before it went on"))
-        _goes_on(run, engine, out, struck_at, say)
+        for number in range(1, kills + 1):
+            time.sleep(draw.uniform(0.0, WELL_SECONDS))
+            if draw.random() < LOAD_SHARE:
+                announced = run.announced
+                run.until(lambda before=announced: run.announced > before, seconds=IDLE_SECONDS, why="a version")
+                time.sleep(draw.uniform(0.0, LOAD_SECONDS))
+            kill = Kill()
+            struck_at = _strike(run, engine, kill, draw.uniform(0.0, EARLY_SECONDS) * (draw.random() < EARLY_SHARE))
+            say(f"  {struck_at - began:5.0f} s  kill {number}, at {_last(run, 'version')}")
+            _goes_on(run, engine, kill, struck_at)
+            out.kills.append(kill)
+            say(f"           {kill}")
         loads = len(run.told("version"))
         run.until(lambda: len(run.told("version")) > loads, seconds=IDLE_SECONDS, why="another load")
         out.facts["open files and threads, first and last"] = (
@@ -162,29 +160,42 @@ def run_engine_kills(folder: Path, *, seed: int, kills: int, say: Say) -> Kills:
     return out
 
 
-def _goes_on(run: Training, engine: Engine, out: Kills, struck_at: float, say: Say) -> None:
-    """Waits until the death of `struck_at` has been said and a group of the next engine is there."""
-    kill = out.kills[-1]
+def _strike(run: Training, engine: Engine, kill: Kill, again: float) -> float:
+    """Kills the engine, and the next one `again` seconds later unless that is 0. -> when it was done last"""
+    run.until(engine.processes, seconds=BOUND_SECONDS, why="an engine")
+    struck_at = time.monotonic()
+    engine.kill()
+    if again:
+        kill.struck, kill.noticed = _said(run, struck_at)
+        time.sleep(max(0.0, struck_at + again - time.monotonic()))
+        run.until(engine.processes, seconds=BOUND_SECONDS, why="the next engine")
+        kill.again, struck_at = time.monotonic() - struck_at, time.monotonic()
+        engine.kill()
+    return struck_at
+
+
+def _said(run: Training, struck_at: float) -> tuple[str, float]:
+    """What the worker was at when its engine was killed, by its own words, and after how many seconds it said so."""
 
     def said() -> list[dict[str, Any]]:
         return [event for event in run.told("trouble") if event["at"] > struck_at]
 
     run.until(said, seconds=BOUND_SECONDS, why="a word about the death")
-    first = said()[0]
-    kill.noticed = first["at"] - struck_at
-    kill.strikes = _what(first["error"])
+    return _what(said()[0]["error"]), said()[0]["at"] - struck_at
+
+
+def _goes_on(run: Training, engine: Engine, kill: Kill, struck_at: float) -> None:
+    """Waits until the death of `struck_at` has been said and a group of the next engine is there."""
+    struck, noticed = _said(run, struck_at)
+    kill.struck, kill.noticed = kill.struck or struck, max(kill.noticed, noticed)
 
     # A group that was finished when the engine died may still arrive: what counts comes after the word about it.
     def pushed() -> list[dict[str, Any]]:
-        return [event for event in run.told("group") if event["at"] > first["at"] and engine.processes()]
+        groups = [event for event in run.told("group") if event["at"] > struck_at + noticed]
+        return groups if engine.processes() else []
 
     run.until(pushed, seconds=BOUND_SECONDS, why="a group of the next engine")
     kill.goes_on = pushed()[0]["at"] - struck_at
-    kill.sentences = len({event["error"] for event in said()})
-    say(
-        f"           {kill.strikes}: said after {kill.noticed:.1f} s in {kill.sentences} sentence(s), a group after "
-        f"{kill.goes_on:.1f} s"
-    )
 
 
 def _what(error: str) -> str:
