@@ -6,6 +6,7 @@
 #   make faults  kill, halt and cut off the processes of real runs: make faults FAULTS="kills --seed 7"
 #   make check   ruff, mypy --strict, import arrows, file sizes, wheel contents
 #   make vllm-test  samplers and workers with real vLLM on the CPU, in an environment of its own (3.4 GB)
+#   make vllm-faults  kill the vLLM engine of a worker forty times, in that environment: make vllm-faults FAULTS="--seed 7"
 #   make adapters-test  environments of verifiers and tasks of reasoning-gym, in an environment of its own
 #   make bench   measure planning, assembly, batcher and transport (nothing timed is a test)
 
@@ -19,10 +20,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sim mutations faults bench vllm-test adapters-test clean
+.PHONY: help demo test check sim mutations faults bench vllm-test vllm-faults adapters-test clean
 
 help:
-	@sed -n '2,10s/^# //p' Makefile
+	@sed -n '2,13s/^# //p' Makefile
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("rlbuffer needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
@@ -63,13 +64,19 @@ faults: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(BENCH)
 
+VLLM_ENVIRONMENT = RLBUFFER_VLLM=1 HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 VLLM_NO_USAGE_STATS=1 \
+  TORCH_COMPILE_DISABLE=1 VLLM_LOGGING_LEVEL=ERROR \
+  VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1
+
 vllm-test:
 	PYTHON=$(PYTHON) .ci/vllm-env $(VLLM)
-	RLBUFFER_VLLM=1 HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 VLLM_NO_USAGE_STATS=1 \
-	  TORCH_COMPILE_DISABLE=1 VLLM_LOGGING_LEVEL=ERROR \
-	  VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
+	$(VLLM_ENVIRONMENT) \
 	  $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -W default -p no:cacheprovider --timeout 900 \
 	    tests/real_vllm $(VLLM_TEST)
+
+vllm-faults:
+	PYTHON=$(PYTHON) .ci/vllm-env $(VLLM)
+	$(VLLM_ENVIRONMENT) PYTHONPATH=tests $(VLLM)/bin/python -W default tests/real_vllm/engine_kills.py $(FAULTS)
 
 $(ADAPTERS)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(ADAPTERS)

@@ -26,9 +26,7 @@ def make_items(workload: Workload, *, wide: bool = False) -> list[PackItem]:
     for number, length in enumerate(workload.lengths.tolist()):
         prompt = max(1, length // 4)
         mask = np.arange(length) >= prompt
-        further = (
-            {n: rng.standard_normal(length).astype(np.float32) for n in ("ref_logprobs", "entropy")} if wide else {}
-        )
+        further = {n: -rng.random(length, np.float32) for n in ("ref_logprobs", "entropy")} if wide else {}
         rollout = Rollout(
             rollout_id=f"g{number // 8}/{number % 8}",
             tokens=rng.integers(0, 32000, length, dtype=np.int32),

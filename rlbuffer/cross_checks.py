@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rlbuffer.config import budgets_at
 from rlbuffer.errors import ConfigError
 from rlbuffer.placement import shared_gpus
-from rlbuffer.settings import RunSettings
+from rlbuffer.sampling import LEAST_TEMPERATURE
+from rlbuffer.settings import EvaluationSettings, RunSettings, WorkerSettings
 
 Places = Callable[..., str]
 """Names of settings -> where they came from."""
@@ -32,6 +33,8 @@ def together(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     yield from _addresses(settings, places)
     yield from _gpus(settings, places)
     yield from _nucleus(settings, places)
+    yield from _temperatures(settings, places)
+    yield from _requests(settings, places)
     yield from _publishing(settings, places)
     yield from _group_sizes(settings, places)
     yield from _rows(settings, places)
@@ -62,6 +65,43 @@ def _nucleus(settings: RunSettings, places: Places) -> Iterator[Mistake]:
                 f"be wrong by its mass ({places(*pair)}).",
                 pair,
             )
+
+
+def _temperatures(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """vLLM samples with its own least temperature where less is asked for."""
+    for name, options in settings.worker.items():
+        if options.sampler != "transformers" and options.temperature < LEAST_TEMPERATURE:
+            setting = f"worker.{name}.temperature"
+            yield Mistake(
+                f"{setting} = {options.temperature:g} with sampler {options.sampler}: vLLM would sample at "
+                f"{LEAST_TEMPERATURE:g} without a word ({places(setting)}).",
+                (setting,),
+            )
+
+
+def _requests(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """What the agents of a verifiers env would ask of the worker's sampler, and be refused in every rollout."""
+    from rlbuffer.worker.envs.gateway import refusal
+
+    sections: list[tuple[str, WorkerSettings | EvaluationSettings, float]]
+    sections = [(f"worker.{name}", options, options.top_p) for name, options in settings.worker.items()]
+    sections += [(f"eval.{name}", evaluation, 1.0) for name, evaluation in settings.eval.items()]
+    for section, options, top_p in sections:
+        if options.env != "verifiers":
+            continue
+        agents = options.env_options.get("agents")
+        named = agents.items() if isinstance(agents, Mapping) else ()
+        for name, given in (("agent", options.env_options.get("agent")), *((f"agents.{n}", a) for n, a in named)):
+            sampling = given.get("sampling") if isinstance(given, Mapping) else None
+            if not isinstance(sampling, Mapping):
+                continue
+            extra = sampling.get("extra_body")
+            wanted = {**(extra if isinstance(extra, Mapping) else {}), **sampling}
+            lengths = ("extra_body", "max_completion_tokens")
+            wanted = {key: value for key, value in wanted.items() if value is not None and key not in lengths}
+            if text := refusal(wanted, temperature=options.temperature, top_p=top_p):
+                setting = f"{section}.env_options.{name}.sampling"
+                yield Mistake(f"{setting}: {text} ({places(setting)}).", (setting,))
 
 
 def _never(text: str, places: Places, *settings: str) -> Mistake:

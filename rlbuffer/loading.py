@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from rlbuffer.cross_checks import doubts, together
 from rlbuffer.errors import ConfigError
 from rlbuffer.host_checks import Parts, on_host
+from rlbuffer.sampling import why_not
 from rlbuffer.schema import Free, Leaf, Node, Section, children, run_schema
 from rlbuffer.settings import RunSettings
 from rlbuffer.toml_lines import key_lines
@@ -280,6 +281,9 @@ def _known(
 def _unknown(path: tuple[str, ...], siblings: list[str]) -> tuple[str, tuple[str, ...]]:
     """What to say of a name that is none, and what may have been meant: the same word elsewhere first, then the nearest
     beside it, then anywhere."""
+    reason = why_not(path[-1]) if path[0] in ("worker", "eval") and len(path) == 3 else ""
+    if reason:
+        return f"{'.'.join(path)} is not a setting: {reason}.", ()
     known = run_schema().names()
     elsewhere = {name[-1]: name for name in reversed(known) if "*" not in name[-1]}
     found = elsewhere.get(path[-1])

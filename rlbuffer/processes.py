@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -155,8 +156,8 @@ def sample(
 
 
 class WorkerNarrator:
-    """Tells a worker's events: versions and groups summed up every few seconds, a trouble at once and, while it lasts,
-    every minute."""
+    """Tells a worker's events: versions and groups summed up every few seconds, a trouble or what is waited for at once
+    and, while it lasts, every minute."""
 
     def __init__(self, tell: Callable[[str], None], *, every_seconds: float = 10.0) -> None:
         self._tell = tell
@@ -204,8 +205,12 @@ class WorkerNarrator:
             self._tell_failures()
             failed = f", {event['failed_groups']} given up" if event["failed_groups"] else ""
             self._tell(f"stopped after {event['groups']} groups, {event['rollouts']} rollouts{failed}")
+        elif kind == "waiting":
+            # Its numbers change while what is waited for is the same.
+            if self._lasting.is_due(re.sub(r"\d+", "", str(event["waiting"])), time.monotonic()):
+                self._tell(str(event["waiting"]))
         else:
-            self._tell(f"{'' if kind == 'waiting' else '! '}{event.get('waiting') or event.get('error')}")
+            self._tell(f"! {event['error']}")
 
     def _fail(self, event: Mapping[str, Any]) -> None:
         """A group was given up: the first of a kind is told with its traceback, the others are counted."""

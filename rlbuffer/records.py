@@ -49,10 +49,10 @@ class Rollout:
     There is no prompt/completion split beyond the mask: an agentic rollout interleaves context and sampled spans.
 
     Raises:
-        InvalidRollout: a column has another length, a wrong dtype or a value that is not finite; a logprob is above 0
-            (1e-3 is rounding); a reward or a float of a column is beyond 1e12, either sign, so that it cannot be
-            trained; the first token is trained; spans overlap or do not cover the trained tokens; a version is
-            negative.
+        InvalidRollout: a column has another length, a wrong dtype or a value that is not finite; a logprob, of any
+            column whose name ends in ``logprobs``, is above 0 (1e-3 is rounding); a reward or a float of a column is
+            beyond 1e12, either sign, so that it cannot be trained; the first token is trained; spans overlap or do not
+            cover the trained tokens; a version is negative.
     """
 
     rollout_id: str = ""
@@ -104,12 +104,9 @@ class Rollout:
             if array.ndim == 0 or len(array) != length:
                 shape = list(array.shape)
                 raise InvalidRollout(f"column {name}: {shape} rows do not match {length} tokens")
-        if self.logprobs.max() > MAX_LOGPROB:
-            at = int(np.argmax(self.logprobs > MAX_LOGPROB))
-            raise InvalidRollout(
-                f"column logprobs: {float(self.logprobs[at]):.6g} at position {at} is above 0, so it is no logarithm "
-                "of a probability; are these logits, or logprobs with the sign turned?"
-            )
+        for name, array in (("logprobs", self.logprobs), *columns.items()):
+            if name.endswith("logprobs"):
+                _refuse_above_0(name, array)
         if self.loss_mask[0]:
             raise InvalidRollout("column loss_mask: the first token cannot be trained")
         put(self, "columns", MappingProxyType(columns))
@@ -230,6 +227,16 @@ class Rollout:
     def __reduce__(self) -> tuple[Any, ...]:
         # Read-only mappings do not pickle; samplers do send rollouts between their own processes.
         return _rebuilt, (type(self), _field_values(self))
+
+
+def _refuse_above_0(name: str, array: NDArray[Any]) -> None:
+    above = array > MAX_LOGPROB
+    if above.any():
+        at = tuple(int(index) for index in np.argwhere(above)[0])
+        raise InvalidRollout(
+            f"column {name}: {float(array[at]):.6g} at position {at[0]} is above 0, so it is no logarithm of a "
+            "probability; are these logits, or logprobs with the sign turned?"
+        )
 
 
 def _column(name: str, values: ArrayLike) -> NDArray[Any]:

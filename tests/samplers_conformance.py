@@ -7,6 +7,8 @@ be computed again by one forward pass.
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +20,15 @@ import torch
 from transformers import PreTrainedModel
 
 from rlbuffer.errors import PromptTooLong, WeightsError
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import ModelSettings
+from rlbuffer.packing import pack
+from rlbuffer.records import PolicyVersion, Ticket
+from rlbuffer.settings import ModelSettings, WorkerSettings
+from rlbuffer.trainer.model import prepare
+from rlbuffer.trainer.update import trained_tokens
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
+from rlbuffer.worker.envs.vcopy import VCopy
+from rlbuffer.worker.groups import GroupMaker
 from rlbuffer.worker.samplers import Completion, Sampler, Sampling
 
 CONTEXT = 256
@@ -30,6 +37,31 @@ CONFIG = {**TINY_QWEN3, "head_dim": 32, "max_position_embeddings": CONTEXT}
 PROMPTS = [np.array(p, np.int32) for p in ([1, 2, 10, 10, 11], [3], [3, 7, 11], [4, 5, 6, 7, 8, 9, 0, 11])]
 PLAIN = Sampling(max_new_tokens=6, stop_token_ids=(12,))
 TOLERANCE = 1e-4
+RATIO_TOLERANCE = 1e-5
+OF_THE_MODEL = {
+    "do_sample": True,
+    "temperature": 0.3,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.2,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.7,
+    "no_repeat_ngram_size": 2,
+    "suppress_tokens": [3, 4],
+    "bad_words_ids": [[5]],
+    "eos_token_id": [7],
+    "min_new_tokens": 3,
+}
+"""A `generation_config.json` that sets all that a server or an engine may take where a request says nothing."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "temperature 0.5": {"temperature": 0.5},
+    "temperature 1.5": {"temperature": 1.5},
+    "max_new_tokens": {"max_new_tokens": 2},
+    "top_p": {"top_p": 0.6},
+}
+"""Settings of sampling that a worker may have, of every sampler."""
 
 
 @dataclass
@@ -51,6 +83,8 @@ def policies(directory: Path, count: int = 4) -> tuple[list[PreTrainedModel], li
         publish(directory, version, state=model.state_dict(), config=config_of(model), keep=count)
         for version, model in enumerate(models)
     ]
+    for policy in published:
+        (Path(policy.location) / "generation_config.json").write_text(json.dumps(OF_THE_MODEL))
     return models, published
 
 
@@ -103,6 +137,34 @@ async def logprobs_are_those_that_a_trainer_computes(stage: Stage) -> None:
         for prompt in PROMPTS:
             for c in await stage.sampler.sample(prompt, n=4, sampling=sampling):
                 assert worst_error(stage, prompt, c, sampling) < TOLERANCE, sampling
+
+
+async def tokens_are_drawn_from_the_whole_vocabulary(stage: Stage) -> None:
+    """Whatever a `generation_config.json` beside the model says: ratios of what is left would be 1 all the same."""
+    one = replace(PLAIN, max_new_tokens=1)
+    groups = [await stage.sampler.sample(PROMPTS[1], n=64, sampling=one) for _ in range(4)]
+    drawn = {int(c.tokens[0]) for group in groups for c in group}
+    with torch.no_grad():
+        logits = stage.models[0](input_ids=torch.from_numpy(PROMPTS[1].astype(np.int64))[None]).logits[0, -1]
+    frequent = torch.nonzero(torch.softmax(logits, -1) > 0.05)[:, 0].tolist()  # 256 draws miss one once in 500,000
+    assert len(frequent) > OF_THE_MODEL["top_k"]
+    assert set(frequent) <= drawn
+
+
+async def ratios_to_the_trainer(sampler: Sampler, model: PreTrainedModel, changed: dict[str, Any]) -> np.ndarray:
+    """[N] ratios at age 0 of every token that a worker with such settings would push, as `rlbuffer train` has them."""
+    settings = WorkerSettings(env="vcopy", group_size=8, **changed)
+    maker = GroupMaker(VCopy(), sampler, settings, worker="w")
+    groups = [
+        await maker.make(Ticket(env="vcopy", number=number, group_id=f"vcopy.{number}"), maker.prompt(number))
+        for number in range(4)
+    ]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    row = pack(rollouts, row_tokens=sum(rollout.length for rollout in rollouts))
+    with torch.no_grad():
+        tokens = trained_tokens(prepare(copy.deepcopy(model)), row.to("cpu"))
+    assert len(tokens.logprobs) >= len(rollouts) == 32
+    return (tokens.logprobs.double() - tokens.inference_logprobs.double()).exp().numpy()
 
 
 async def a_long_prompt_is_truncated_or_refused(stage: Stage) -> None:
@@ -189,6 +251,7 @@ CHECKS: list[Check] = [
     n_completions_come_for_every_prompt,
     completions_end_with_a_stop_token_or_at_the_limit,
     logprobs_are_those_that_a_trainer_computes,
+    tokens_are_drawn_from_the_whole_vocabulary,
     a_long_prompt_is_truncated_or_refused,
     what_is_cancelled_is_given_up_and_the_rest_goes_on,
     sixty_four_groups_at_once_come_back_to_who_asked,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,14 @@ def state_of(directory: Path, *, base: Mapping[str, torch.Tensor] | None = None)
     Raises:
         WeightsError: a file is missing or damaged; the adapter does not fit its base, or is more than LoRA.
     """
+    return dict(mapped_state(directory, base=base))
+
+
+def mapped_state(directory: Path, *, base: Mapping[str, torch.Tensor] | None = None) -> Mapping[str, torch.Tensor]:
+    """As :func:`state_of`; what is merged is computed each time that it is asked for, and takes no memory before."""
     if not is_adapter(directory):
         return load_state(directory)
-    return _merged(directory, base if base is not None else load_state(model_directory(directory)))
+    return _Merged(directory, base if base is not None else load_state(model_directory(directory)))
 
 
 def rank_and_scale(directory: Path) -> tuple[int, float]:
@@ -105,23 +110,39 @@ def rank_and_scale(directory: Path) -> tuple[int, float]:
     return rank, scale
 
 
-def _merged(directory: Path, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    _, scale = rank_and_scale(directory)
-    path = directory / ADAPTER_FILE
-    try:
-        factors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise WeightsError(f"{path} cannot be loaded: {error}") from error
-    merged = dict(base)
-    for name, down in factors.items():
-        if name.endswith(_UP) and name.removesuffix(_UP) + _DOWN in factors:
-            continue  # met with the other one
-        up = factors.get(name.removesuffix(_DOWN) + _UP)
-        target = f"{name.removeprefix(_PREFIX).removesuffix(_DOWN)}.weight"
-        weight = merged.get(target)
-        if up is None or weight is None or weight.shape != (up.shape[0], down.shape[1]):
-            raise WeightsError(f"the weights do not fit the model: {name} of the adapter at {directory}")
+class _Merged(Mapping[str, torch.Tensor]):
+    """An adapter in its base: W + scale * B @ A where there is a pair."""
+
+    def __init__(self, directory: Path, base: Mapping[str, torch.Tensor]) -> None:
+        _, self._scale = rank_and_scale(directory)
+        path = directory / ADAPTER_FILE
+        try:
+            factors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{path} cannot be loaded: {error}") from error
+        self._base = base
+        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name, down in factors.items():
+            if name.endswith(_UP) and name.removesuffix(_UP) + _DOWN in factors:
+                continue  # met with the other one
+            up = factors.get(name.removesuffix(_DOWN) + _UP)
+            target = f"{name.removeprefix(_PREFIX).removesuffix(_DOWN)}.weight"
+            weight = base.get(target)
+            if up is None or weight is None or weight.shape != (up.shape[0], down.shape[1]):
+                raise WeightsError(f"the weights do not fit the model: {name} of the adapter at {directory}")
+            self._pairs[target] = up, down
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = self._base[name]
+        if name not in self._pairs:
+            return weight
         # In float32 at least, and left there: bfloat16 has no room for what an adapter adds to its base.
         wide = torch.promote_types(weight.dtype, torch.float32)
-        merged[target] = weight.to(wide) + scale * (up.to(wide) @ down.to(wide))
-    return merged
+        up, down = self._pairs[name]
+        return weight.to(wide) + self._scale * (up.to(wide) @ down.to(wide))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)

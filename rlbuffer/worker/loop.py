@@ -445,10 +445,8 @@ class _Worker:
         mode = self._settings.self_check
         if mode == "never" or (mode == "auto" and self._sampler.is_ours):
             return
-        from rlbuffer.worker.selfcheck import AUTO_BYTES, bytes_to_check, check_sampler  # imports torch
+        from rlbuffer.worker.selfcheck import check_sampler  # imports torch
 
-        if mode == "auto" and await asyncio.to_thread(bytes_to_check, policy) > AUTO_BYTES:
-            return
         prompt = await asyncio.to_thread(self._first_prompt)
         difference = await check_sampler(self._sampler, policy, prompt.tokens, self._maker.sampling)
         self._on_event({"event": "checked", "version": policy.version, "difference": difference})

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import WrongLogprobs
 from rlbuffer.records import PolicyVersion
-from rlbuffer.weights.adapters import model_directory, state_of
+from rlbuffer.weights.adapters import mapped_state, model_directory
 from rlbuffer.weights.files import open_weights, read_config
-from rlbuffer.weights.layout import base_of, is_adapter
-from rlbuffer.weights.model import load_into, model_from_config
+from rlbuffer.weights.streamed import streamed_model
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling, logprobs_mode
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
@@ -29,8 +28,8 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 bfloat16; float16 has eight times bfloat16's resolution."""
 TOKENS = 16
 """New tokens per completion that is checked."""
-AUTO_BYTES = 2 * 2**30
-"""Weights up to this size are checked by default: the pass runs in this process, on the CPU, in float32."""
+PROMPT_TOKENS = 64
+"""Of a prompt, the last ones: the pass runs in this process, on the CPU, in float32."""
 
 
 def logprobs_of(
@@ -42,10 +41,7 @@ def logprobs_of(
     """
     from rlbuffer.worker.samplers.transformers import distribution_of
 
-    with torch.random.fork_rng(devices=[]):
-        model = model_from_config(read_config(model_directory(directory)))
-    load_into(model, state_of(directory))
-    model.train(False)
+    model = streamed_model(read_config(model_directory(directory)), mapped_state(directory))
     ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
     with torch.inference_mode():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
@@ -54,27 +50,20 @@ def logprobs_of(
     return out
 
 
-def bytes_to_check(policy: PolicyVersion) -> int:
-    """Size of the weights that the pass needs: an adapter's base model counts. The version is on this host's disk.
-
-    Raises:
-        WeightsError: what an adapter is for cannot be found.
-    """
-    directory = Path(policy.location)
-    return policy.size + (base_of(directory).size if is_adapter(directory) else 0)
-
-
 async def check_sampler(
     sampler: Sampler, policy: PolicyVersion, prompt: NDArray[np.int32], sampling: Sampling
 ) -> float:
     """Samples a little and compares it. -> the largest difference of a logprob.
 
-    The tolerance is that of the dtype in the published config: engines use it unless they are told otherwise.
+    A sample of tokens: the end of one prompt, two short completions. All weights take part in it, also of a model that
+    is larger than memory: it takes what one layer, the embedding and the head take in float32. The tolerance is that of
+    the dtype in the published config: engines use it unless they are told otherwise.
 
     Raises:
         WrongLogprobs: as :func:`check`.
     """
     sampling = replace(sampling, max_new_tokens=min(TOKENS, sampling.max_new_tokens))
+    prompt = prompt[-PROMPT_TOKENS:]
     completions = await sampler.sample(prompt, n=2, sampling=sampling)
     directory = await asyncio.to_thread(open_weights, policy)
     config = read_config(await asyncio.to_thread(model_directory, directory))

@@ -98,6 +98,23 @@ def test_a_tools_answer_is_masked_out_and_the_next_turn_continues_the_very_token
     assert (rollout.reward, dict(rollout.rewards)) == (1.5, {"used_tool": 1.0, "tool_right": 1.0})
 
 
+def test_an_environment_whose_agent_has_another_name_is_played_turn_by_turn(tokenizer: Path) -> None:
+    options = {"taskset": "tiny_game", "tasks": 4, "agent": {"max_turns": 8}, "renderer": RENDERER}
+    env: Any = make_env("verifiers", tokenizer=str(tokenizer), **options)
+    script = Script(tokenizer, "4", "5", "4")
+    (rollout,) = rollouts(env, script)
+    assert isinstance(rollout, Rollout), rollout
+    said = [t for t in rollout.turns if t.role == "assistant"]
+    assert [c.tokens.tolist() for c in script.said] == [sampled(rollout, t.start, t.end) for t in said]
+    assert script.prompts[2][: len(script.prompts[1])] == script.prompts[1]
+    assert (rollout.reward, dict(rollout.rewards)) == (2.0, {"game_reward": 2.0})
+
+
+def test_an_agent_that_the_environment_does_not_have_is_refused_with_those_that_it_has(tokenizer: Path) -> None:
+    with pytest.raises(ConfigError, match=r"agents: plaier is not an option\. Did you mean player\?"):
+        make_env("verifiers", tokenizer=str(tokenizer), taskset="tiny_game", tasks=1, agents={"plaier": {}})
+
+
 def test_rollouts_of_a_prompt_are_played_at_once_and_each_keeps_its_own_tokens(tokenizer: Path) -> None:
     env: Any = make_env("verifiers", taskset="tiny_taskset", tokenizer=str(tokenizer), renderer=RENDERER)
     made = rollouts(env, Script(tokenizer, "1", "22", "333", "4444"), n=4, temperature=0.5)

@@ -35,7 +35,7 @@ from rlbuffer.weights.shapes import names_and_shapes
 from rlbuffer.worker.samplers import make_sampler
 from rlbuffer.worker.samplers.endpoint import NAME_ADAPTER, Endpoint
 from rlbuffer.worker.samplers.vllm_extension import WeightsExtension
-from rlbuffer.worker.selfcheck import bytes_to_check, check_sampler, logprobs_of
+from rlbuffer.worker.selfcheck import check_sampler, logprobs_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,9 +67,6 @@ def test_the_self_check_merges_an_adapter_too(tmp_path: Path) -> None:
     for model, version in zip(models, published, strict=True):
         told = logprobs_of(Path(version.location), PROMPTS[0], tokens, PLAIN)
         assert np.abs(told - expected_logprobs(model, PROMPTS[0], tokens, PLAIN)).max() < TOLERANCE
-    base = base_of(Path(published[0].location))
-    assert bytes_to_check(published[0]) == published[0].size + base.size
-    assert bytes_to_check(base) == base.size
 
     async def run() -> float:
         sampler = make_sampler(WorkerSettings(env="vcopy"))

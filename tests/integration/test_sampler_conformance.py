@@ -6,10 +6,22 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from samplers_conformance import CHECKS, PLAIN, Check, Stage, check_name, policies
+from samplers_conformance import (
+    CHECKS,
+    PLAIN,
+    RATIO_TOLERANCE,
+    SETTINGS,
+    Check,
+    Stage,
+    check_name,
+    policies,
+    ratios_to_the_trainer,
+)
 
 from rlbuffer.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
@@ -35,5 +47,26 @@ def test_the_transformers_sampler(check: Check, tmp_path: Path) -> None:
             await check(Stage(sampler, models, published, tmp_path, tuple(samplings)))
         finally:
             await sampler.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [*SETTINGS.values(), {"temperature": 0.7, "top_p": 0.8}],
+    ids=[*SETTINGS, "temperature and top_p"],
+)
+def test_ratios_at_age_0_are_1_whatever_the_models_generation_config_says(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
+    async def run() -> None:
+        models, published = policies(tmp_path, 1)
+        sampler = make_sampler(WorkerSettings(env="vcopy", **changed))
+        try:
+            await sampler.load(published[0])
+            ratios = await ratios_to_the_trainer(sampler, models[0], changed)
+        finally:
+            await sampler.close()
+        assert np.abs(ratios - 1).max() <= RATIO_TOLERANCE
 
     asyncio.run(run())

@@ -137,11 +137,7 @@ TABLE = [
     # samplers
     ("worker.a", 'sampler = "openai"', ["sampler_options.servers: name at least one server"]),
     ("worker.a", 'sampler = "openai"\nsampler_options = { server = "http://h" }', ["sampler_options.server is not an"]),
-    (
-        "worker.a",
-        "sampler_options = { top_k = 5 }",
-        ["sampler_options: top_k: the transformers sampler has no options"],
-    ),
+    ("worker.a", "sampler_options = { seed = 5 }", ["sampler_options: seed: the transformers sampler has no options"]),
     ("worker.a", 'python = "no-such-python"', ["worker.a.python = 'no-such-python' is not a program on this host"]),
     # models
     ("model", 'path = "nowhere"', ["model: exactly one of path and config is needed; both are set"]),

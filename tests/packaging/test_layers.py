@@ -27,6 +27,7 @@ FLOORS = [
         "arena",
         "fills",
         "rows",
+        "sampling",
         "step_columns",
         "truncation",
         "planning",

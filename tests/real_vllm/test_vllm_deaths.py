@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from engine_kills import run_engine_kills
 from samplers_conformance import CONTEXT, PLAIN, PROMPTS, Stage, policies, worst_error
 from vllm_server import ENGINE
 
@@ -106,6 +107,34 @@ def test_an_engine_that_dies_while_it_samples_is_started_again(stage: Stage, run
         assert {type(outcome) for outcome in outcomes} == {SamplerUnavailable}
         await goes_on(stage, version)
 
+    runner.run(run())
+
+
+def test_a_worker_goes_on_after_each_of_three_kills_while_versions_are_loaded(tmp_path: Path) -> None:
+    outcome = run_engine_kills(tmp_path, seed=2, kills=3, say=print)
+    assert outcome.findings == []
+    assert len(outcome.kills) == 3
+
+
+def test_a_start_that_fails_is_the_answer_to_all_who_waited_for_it(
+    stage: Stage, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlbuffer.worker.samplers.vllm import AsyncLLM
+
+    tries: list[int] = []
+
+    def fails(arguments: Any) -> None:
+        tries.append(1)
+        raise RuntimeError("no memory")
+
+    async def run() -> None:
+        await stage.sampler.close()
+        waiting = [stage.sampler.sample(prompt, n=1, sampling=PLAIN) for prompt in PROMPTS]
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [str(o) for o in outcomes] == ["the vLLM engine does not start: RuntimeError: no memory"] * len(PROMPTS)
+        assert len(tries) == 1
+
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", fails)
     runner.run(run())
 
 

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from samplers_conformance import (
     CHECKS,
     CONTEXT,
     PLAIN,
+    RATIO_TOLERANCE,
+    SETTINGS,
     Check,
     Stage,
     check_name,
     logprobs_are_those_that_a_trainer_computes,
     policies,
+    ratios_to_the_trainer,
 )
 from vllm_server import ENGINE
 from worker_run import VERSIONS, WorkerRun, versions_change_under_running_rollouts
 
 from rlbuffer.errors import ConfigError
+from rlbuffer.sampling import refused_option
 from rlbuffer.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
 
 OPTIONS = {**ENGINE, "max_model_len": CONTEXT}
+MEANINGLESS = {
+    *("seed", "logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
+    *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
+    *("output_kind", "stream_interval", "extra_args", "skip_clone", "routed_experts_prompt_start"),
+}
+"""Parameters of a request that change no token's probability."""
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +57,27 @@ def test_the_vllm_sampler(check: Check, stage: Stage, runner: asyncio.Runner) ->
     runner.run(check(stage))
 
 
-def test_logprobs_under_a_nucleus_are_those_that_a_trainer_computes(tmp_path: Path, runner: asyncio.Runner) -> None:
+def ratios_are_1(runner: asyncio.Runner, stage: Stage, changed: dict[str, Any]) -> None:
+    ratios = runner.run(ratios_to_the_trainer(stage.sampler, stage.models[stage.sampler.version], changed))
+    assert np.abs(ratios - 1).max() <= RATIO_TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "top_p"])
+def test_ratios_at_age_0_are_1_whatever_the_models_generation_config_says(
+    name: str, stage: Stage, runner: asyncio.Runner
+) -> None:
+    ratios_are_1(runner, stage, SETTINGS[name])
+
+
+def test_ratios_at_age_0_are_1_under_a_nucleus(tmp_path: Path, runner: asyncio.Runner) -> None:
     models, published = policies(tmp_path)
-    sampler = make_sampler(WorkerSettings(env="vcopy", sampler="vllm", sampler_options=OPTIONS, top_p=0.8))
+    settings = WorkerSettings(env="vcopy", sampler="vllm", sampler_options=OPTIONS, **SETTINGS["top_p"])
+    sampler = make_sampler(settings)
     runner.run(sampler.load(published[0]))
     try:
-        stage = Stage(sampler, models, published, tmp_path, (replace(PLAIN, top_p=0.8),))
+        stage = Stage(sampler, models, published, tmp_path, (replace(PLAIN, top_p=settings.top_p),))
         runner.run(logprobs_are_those_that_a_trainer_computes(stage))
+        ratios_are_1(runner, stage, SETTINGS["top_p"])
     finally:
         runner.run(sampler.close())
 
@@ -58,6 +85,15 @@ def test_logprobs_under_a_nucleus_are_those_that_a_trainer_computes(tmp_path: Pa
 def test_every_token_of_a_worker_with_vllm_is_from_the_version_that_its_span_names(tmp_path: Path) -> None:
     models, published = policies(tmp_path, VERSIONS)
     versions_change_under_running_rollouts(WorkerRun("vllm", dict(OPTIONS), published), models)
+
+
+def test_every_parameter_of_vllms_requests_is_a_workers_own_or_refused() -> None:
+    """One that a later vLLM adds must be looked at."""
+    from vllm import SamplingParams
+
+    for name in inspect.signature(SamplingParams.from_optional).parameters:
+        if name not in MEANINGLESS:
+            assert refused_option({name: 1}), name
 
 
 def test_options_that_the_sampler_sets_itself_are_refused() -> None:

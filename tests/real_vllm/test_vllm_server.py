@@ -8,8 +8,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
-from samplers_conformance import CHECKS, CONTEXT, Check, Stage, check_name, policies
+from samplers_conformance import (
+    CHECKS,
+    CONTEXT,
+    OF_THE_MODEL,
+    RATIO_TOLERANCE,
+    SETTINGS,
+    Check,
+    Stage,
+    check_name,
+    policies,
+    ratios_to_the_trainer,
+)
 from vllm_server import VllmServer, with_tokenizer
 from worker_run import VERSIONS, WorkerRun, versions_change_under_running_rollouts
 
@@ -17,13 +29,13 @@ from rlbuffer.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
 from rlbuffer.worker.samplers.openai import OpenAISampler
 
-OF_THE_MODEL = {"temperature": 0.3, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 1.5}
-"""What a server takes where a request says nothing."""
-
 
 @dataclass
 class Servers:
-    """Two servers that started with version 3's weights, and a sampler of the first."""
+    """Two servers that started with version 3's weights, and a sampler of the first.
+
+    The second gives raw logprobs, as one for workers with a nucleus must. At temperature 1 both give the same.
+    """
 
     first: VllmServer
     second: VllmServer
@@ -44,7 +56,9 @@ def servers(runner: asyncio.Runner, folder: Path) -> Iterator[Servers]:
     with VllmServer(served, folder / "1.log", context=CONTEXT) as first:
         try:
             runner.run(first.until_ready())
-            with VllmServer(served, folder / "2.log", context=CONTEXT) as second:  # ready when it is wanted
+            with VllmServer(
+                served, folder / "2.log", context=CONTEXT, mode="raw_logprobs"
+            ) as second:  # ready when it is wanted
                 sampler = make_sampler(
                     WorkerSettings(env="vcopy", sampler="openai", sampler_options={"servers": first.url})
                 )
@@ -69,6 +83,27 @@ def test_the_openai_sampler(endpoint: str, check: Check, servers: Servers) -> No
     servers.runner.run(run())
 
 
+@pytest.mark.parametrize("endpoint", ["generate", "completions"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ratios_at_age_0_are_1_whatever_the_models_generation_config_says(
+    name: str, endpoint: str, servers: Servers
+) -> None:
+    server = servers.second if name == "top_p" else servers.first
+    servers.wait(server)
+
+    async def run() -> np.ndarray:
+        sampler = OpenAISampler({"servers": server.url})
+        try:
+            await sampler.load(servers.stage.policies[0])
+            for used in sampler._endpoints:
+                used.gives_versions = endpoint == "generate"
+            return await ratios_to_the_trainer(sampler, servers.stage.models[0], SETTINGS[name])
+        finally:
+            await sampler.close()
+
+    assert np.abs(servers.runner.run(run()) - 1).max() <= RATIO_TOLERANCE
+
+
 def test_every_token_of_a_worker_is_from_the_version_that_its_span_names(servers: Servers, tmp_path: Path) -> None:
     models, published = policies(tmp_path, VERSIONS)
     versions_change_under_running_rollouts(WorkerRun("openai", {"servers": servers.first.url}, published), models)
@@ -77,7 +112,7 @@ def test_every_token_of_a_worker_is_from_the_version_that_its_span_names(servers
 def test_killed_servers_are_gone_round_and_waited_for_and_no_group_is_lost_or_doubled(servers: Servers) -> None:
     first, second = servers.first, servers.second
     servers.wait(second)
-    with WorkerRun("openai", {"servers": [first.url, second.url]}, servers.stage.policies) as run:
+    with WorkerRun("openai", {"servers": [first.url, second.url]}, servers.stage.policies, temperature=1.0) as run:
         run.until_groups(6, seconds=120, why="six groups of both servers")
 
         first.kill()

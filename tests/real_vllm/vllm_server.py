@@ -50,8 +50,10 @@ def with_tokenizer(model: str, directory: Path) -> Path:
 class VllmServer:
     """vLLM's OpenAI-compatible server as people start it for rlbuffer."""
 
-    def __init__(self, model: Path, log: Path, *, context: int, lora_rank: int = 0) -> None:
-        self.model, self.log, self.context, self.lora_rank = model, log, context, lora_rank
+    def __init__(
+        self, model: Path, log: Path, *, context: int, lora_rank: int = 0, mode: str = "processed_logprobs"
+    ) -> None:
+        self.model, self.log, self.context, self.lora_rank, self.mode = model, log, context, lora_rank, mode
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -63,7 +65,7 @@ class VllmServer:
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(self.model), "--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(self.context)),
-            *("--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--worker-extension-cls", extension),
+            *("--logprobs-mode", self.mode, "--enable-scale-out", "--worker-extension-cls", extension),
         ]
         if self.lora_rank:
             command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(self.lora_rank)]

@@ -52,7 +52,14 @@ class Endless(VCopy):
 class WorkerRun:
     """A worker that samples endlessly; used as a context, which stops it."""
 
-    def __init__(self, sampler: str, options: dict[str, Any], policies: Sequence[PolicyVersion]) -> None:
+    def __init__(
+        self,
+        sampler: str,
+        options: dict[str, Any],
+        policies: Sequence[PolicyVersion],
+        *,
+        temperature: float = TEMPERATURE,
+    ) -> None:
         self.policies = policies
         self.settings = WorkerSettings(
             env="vcopy",
@@ -60,7 +67,7 @@ class WorkerRun:
             sampler_options=options,
             group_size=GROUP_SIZE,
             groups_per_batch=LENGTHS,
-            temperature=TEMPERATURE,
+            temperature=temperature,
         )
         self.raised: list[BaseException] = []
         self._events: list[dict[str, Any]] = []
@@ -124,7 +131,7 @@ class WorkerRun:
         crossed: Counter[tuple[int, int]] = Counter()
         versions: Counter[int] = Counter()
         worst = 0.0
-        sampling = Sampling(max_new_tokens=CONTEXT, temperature=TEMPERATURE)
+        sampling = Sampling(max_new_tokens=CONTEXT, temperature=self.settings.temperature)
         for entry in self.store.read_pool():
             payloads = self.store.client.hgetall(entry.payload_key)
             for index, info in enumerate(entry.info.rollouts):

@@ -238,3 +238,15 @@ def test_a_trouble_that_lasts_is_told_once_a_minute() -> None:
     for _ in range(3):
         tell({"event": "trouble", "error": "the server is away; asked again in 1 s"})
     assert said == ["! the server is away; asked again in 1 s"]
+
+
+def test_what_a_worker_waits_for_is_told_once_a_minute_though_its_numbers_change() -> None:
+    said: list[str] = []
+    tell = WorkerNarrator(said.append)
+    for seconds in (5, 10, 5):  # failed groups take a ticket now and then: the count begins again
+        for wait in ("no ticket for m: what may be sampled now is out", "the first policy version"):
+            tell({"event": "waiting", "waiting": f"waiting for {seconds} s: {wait}"})
+    assert said == [
+        "waiting for 5 s: no ticket for m: what may be sampled now is out",
+        "waiting for 5 s: the first policy version",
+    ]

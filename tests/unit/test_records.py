@@ -80,6 +80,16 @@ def test_a_logprob_that_was_rounded_a_little_above_0_is_taken() -> None:
                 "logits, or logprobs with the sign turned?"
             ),
         ),
+        (
+            {"columns": {"ref_logprobs": np.array([0.0, -0.5, 0.002, 0.25])}},
+            ("column ref_logprobs: 0.002 at position 2 is above 0, so it is no logarithm of a probability; are these "
+            "logits, or logprobs with the sign turned?"),
+        ),
+        (
+            {"columns": {"teacher_logprobs": np.array([[0.0, -9.0], [-1.0, 2.5], [0.0, 0.0], [0.0, 0.0]], "f2")}},
+            ("column teacher_logprobs: 2.5 at position 1 is above 0, so it is no logarithm of a probability; are these "
+            "logits, or logprobs with the sign turned?"),
+        ),
         ({"logprobs": [True] * 4}, "column logprobs: expected numbers, got bool"),
         ({"reward": float("nan")}, "reward: expected a finite number, got nan"),
         ({"reward": float("-inf")}, "reward: expected a finite number, got -inf"),

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlbuffer.errors import PromptTooLong, RlbufferError
+from rlbuffer.sampling import why_not
 from rlbuffer.worker.envs.base import PolicyAccess
 from rlbuffer.worker.samplers.base import Completion, Sampling
 
@@ -118,20 +119,28 @@ class Gateway:
         return web.json_response(_answer(completion, number=len(session.completions)))
 
 
-def _sampling(configured: Sampling, asked: Mapping[str, Any]) -> Sampling:
-    """The worker's sampling with what a request changes of it.
+def refusal(asked: Mapping[str, Any], *, temperature: float, top_p: float) -> str:
+    """A sentence about the first parameter of a request that is not the worker's own sampling; "" when all are.
 
-    Temperature and nucleus are the worker's own: the trainer divides by the temperature that the worker records.
+    Temperature and nucleus are the worker's: the trainer divides by the temperature that the worker records.
     """
     unknown = sorted(name for name in asked if name not in KNOWN | HARMLESS)
     if unknown or asked.get("n", 1) != 1:
         name = unknown[0] if unknown else "n"
-        raise UnknownParameter(
-            f"sampling parameter {name} = {asked[name]!r} is not one that the worker's samplers know"
-        )
-    for name, own in (("temperature", configured.temperature), ("top_p", configured.top_p)):
+        why = why_not(name)
+        told = f"sampling parameter {name} = {asked[name]!r} is not one that the worker's samplers know"
+        return f"{told}: {why}" if why else told
+    for name, own in (("temperature", temperature), ("top_p", top_p)):
         if asked.get(name) is not None and not math.isclose(float(asked[name]), own):
-            raise UnknownParameter(f"sampling parameter {name} = {asked[name]} is not the worker's own, {own:g}")
+            return f"sampling parameter {name} = {asked[name]} is not the worker's own, {own:g}"
+    return ""
+
+
+def _sampling(configured: Sampling, asked: Mapping[str, Any]) -> Sampling:
+    """The worker's sampling with what a request changes of it."""
+    refused = refusal(asked, temperature=configured.temperature, top_p=configured.top_p)
+    if refused:
+        raise UnknownParameter(refused)
     limit = asked.get("max_tokens")
     return replace(
         configured,

@@ -22,6 +22,7 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.records import Rollout
 from rlbuffer.worker.envs.base import PolicyAccess, Prompt
 from rlbuffer.worker.envs.gateway import MODEL, Gateway, Session
+from rlbuffer.worker.envs.lookup import no_such_option
 from rlbuffer.worker.envs.order import PromptOrder
 from rlbuffer.worker.envs.text import Text
 from rlbuffer.worker.envs.traces import TraceUnusable, rollout_of
@@ -42,7 +43,9 @@ class Verifiers:
         name: the env's name; "": the taskset's.
         environment: id of an environment to play it in; "": the taskset's own, else a single agent.
         taskset_options: the taskset's further settings.
-        agent: the agent's settings; a harness in this process and a runtime on this machine unless they say otherwise.
+        agent: settings of each agent, however the environment calls it; a harness in this process and a runtime on this
+            machine unless they, or the environment, say otherwise.
+        agents: settings of one agent more, by its name, where an environment has several.
         renderer: which renderer turns messages into tokens, such as ``{ name = "qwen3" }``. None: by the tokenizer's
             name; the general one that models without a known name get knows no tools and may split a conversation into
             several samples, which is refused.
@@ -64,6 +67,7 @@ class Verifiers:
         environment: str = "",
         taskset_options: Mapping[str, Any] | None = None,
         agent: Mapping[str, Any] | None = None,
+        agents: Mapping[str, Mapping[str, Any]] | None = None,
         renderer: Mapping[str, Any] | None = None,
         tasks: int = 0,
         seed: int = 0,
@@ -82,12 +86,22 @@ class Verifiers:
             "renderer_model_name": str(Path(tokenizer).expanduser()),
             **({"renderer": dict(renderer)} if renderer else {}),
         }
-        settings = {
+        settings: dict[str, Any] = {
             "taskset": {"id": taskset, **(taskset_options or {})},
             **({"id": environment} if environment else {}),
-            "agent": {"harness": {"id": harness}, "runtime": {"type": "subprocess"}, **(agent or {})},
         }
         try:
+            declared = {
+                seat: config
+                for seat, config in self._vf.resolve_env_config(settings)
+                if isinstance(config, self._vf.AgentConfig)
+            }
+            unknown = no_such_option("agents", agents or {}, declared)
+            if unknown:
+                raise ValueError(unknown)
+            for seat, config in declared.items():
+                own = {"runtime": {"type": "subprocess"}, **({} if config.harness else {"harness": {"id": harness}})}
+                settings[seat] = {**own, **(agent or {}), **(agents or {}).get(seat, {})}
             self._env: Any = self._vf.load_environment(self._vf.resolve_env_config(settings))
             self._tasks = tasks_of(self._env.taskset, tasks)
         except (ImportError, ValueError, TypeError, AttributeError) as error:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlbuffer.errors import ConfigError
+from rlbuffer.sampling import refused_option
 from rlbuffer.settings import WorkerSettings
 from rlbuffer.worker.samplers.base import BatchSampler, Completion, Sampler, Sampling
 
@@ -18,11 +19,14 @@ VLLM_OWN = ("model", "logprobs_mode", "worker_extension_cls", "skip_tokenizer_in
 
 
 def check_options(sampler: str, options: Mapping[str, Any]) -> None:
-    """Refuses options that a sampler does not have. Imports nothing.
+    """Refuses options that a sampler does not have, or that would bend what it draws from. Imports nothing.
 
     Raises:
         ConfigError: says which.
     """
+    refused = refused_option(options)
+    if refused:
+        raise ConfigError(refused, setting="sampler_options")
     if sampler == "vllm":
         taken = sorted(set(options) & set(VLLM_OWN))
         if taken:

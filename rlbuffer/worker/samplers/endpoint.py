@@ -43,9 +43,16 @@ PROBE_SECONDS = 30.0
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 NAME_ADAPTER = "/v1/load_lora_adapter"
-NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Sent with every request: where they are missing a server takes its model's own, and tokens are drawn from another
-distribution than the one that the trainer computes."""
+NEUTRAL = {
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "watermarking": False,
+}
+"""Sent with every request: where they are missing a server takes its model's own, or its own, and tokens are drawn from
+another distribution than the one that the trainer computes."""
 
 
 class Endpoint:

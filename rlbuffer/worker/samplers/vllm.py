@@ -78,6 +78,8 @@ class VllmSampler:
         self._base = ""
         """sha256 of the model that they are for."""
         self._loading = asyncio.Lock()
+        self._starts, self._trouble = 0, ""
+        """Starts of an engine that were tried, and why the last one failed."""
 
     @property
     def version(self) -> int:
@@ -136,10 +138,17 @@ class VllmSampler:
 
     # -- engine --------------------------------------------------------------------------------------------------------
     async def _alive(self) -> AsyncLLM:
-        """The engine; started again with the version that served, if it has died."""
+        """The engine; started again with the version that served, if it has died.
+
+        A start that fails is the answer to all who waited for it: each would try another one, one after the other, and
+        nobody would hear of it meanwhile.
+        """
         if self._engine is not None and not self._loading.locked():
             return self._engine
+        starts = self._starts
         async with self._loading:
+            if self._engine is None and self._starts != starts:
+                raise SamplerUnavailable(self._trouble)
             if self._engine is None:
                 if self._policy is None:
                     raise ConfigError("the sampler has no weights yet: load a policy version first")
@@ -158,20 +167,26 @@ class VllmSampler:
             rank, _ = rank_and_scale(directory)
             room = next((most for most in RANKS if most >= rank), rank)
             options = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, **options}
-        arguments = AsyncEngineArgs(
-            model=str(model),
-            skip_tokenizer_init=True,
-            logprobs_mode=self._logprobs_mode,
-            worker_extension_cls=EXTENSION,
-            **options,
-        )
+        try:
+            arguments = AsyncEngineArgs(
+                model=str(model),
+                skip_tokenizer_init=True,
+                logprobs_mode=self._logprobs_mode,
+                worker_extension_cls=EXTENSION,
+                **options,
+            )
+        except TypeError as error:
+            raise ConfigError(f"sampler_options: vLLM refuses them: {error}", setting="sampler_options") from error
+        self._starts += 1
+        self._trouble = "the vLLM engine was started, and is not there any more"
         try:
             engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
             if adapter is not None:
                 await engine.add_lora(adapter)
             await engine.update_weight_version(str(policy.version))
         except (RuntimeError, ValueError, OSError) as error:
-            raise SamplerUnavailable(f"the vLLM engine does not start: {type(error).__name__}: {error}") from error
+            self._trouble = f"the vLLM engine does not start: {type(error).__name__}: {error}"
+            raise SamplerUnavailable(self._trouble) from error
         self._adapter, self._base = adapter, base
         self._vocab_size = int(read_config(model).get("vocab_size", 0))
         self._engine, self._policy, self._shapes = engine, policy, shapes

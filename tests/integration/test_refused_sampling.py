@@ -1,0 +1,98 @@
+"""`rlbuffer config check` refuses what would bend the distribution that a worker samples from, wherever it is set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import GenerationConfig
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.loading import load
+from rlbuffer.sampling import BENT, REASONS
+from rlbuffer.worker.samplers import check_options
+
+ALLOWED = ("temperature", "top_p", "max_new_tokens")
+OF_A_MODEL = sorted(set(GenerationConfig().to_dict()) - set(ALLOWED))
+"""All else that a `generation_config.json` may set."""
+WORKERS = "the worker's samplers"
+SERVER = 'sampler = "openai"\nsampler_options = { servers = "http://h" }'
+
+
+def mistakes(tmp_path: Path, lines: str) -> list[str]:
+    """What `config check` says of a file, without the places."""
+    path = tmp_path / "rlbuffer.toml"
+    path.write_text(f'[model.config]\nmodel_type = "qwen3"\nvocab_size = 13\n{lines}\n')
+    try:
+        load(path, environ={}, parts=("worker",))
+    except ConfigError as refused:
+        told = [line.strip() for line in str(refused).split("\n") if "mistakes in the settings" not in line]
+        return [line.partition("  ")[2] or line for line in told if "needs the module" not in line]
+    return []
+
+
+def test_a_worker_has_no_other_setting_of_sampling(tmp_path: Path) -> None:
+    names = sorted({*OF_A_MODEL, *REASONS})
+    told = mistakes(tmp_path, '[worker.a]\nenv = "vcopy"\n' + "\n".join(f"{name} = 1" for name in names))
+    assert len(told) == len(names)
+    for name, sentence in zip(names, told, strict=True):
+        assert sentence.startswith(f"worker.a.{name} is not a setting")
+        if name in REASONS:
+            assert sentence == f"worker.a.{name} is not a setting: {REASONS[name]}."
+
+
+@pytest.mark.parametrize("sampler", ["transformers", "vllm", "openai"])
+def test_a_samplers_options_are_no_way_round(sampler: str, tmp_path: Path) -> None:
+    for name in (*ALLOWED, *REASONS):
+        with pytest.raises(ConfigError) as refused:
+            check_options(sampler, {name: 1})
+        own = f"sampler_options.{name} is a setting of the worker itself: worker.NAME.{name}"
+        assert str(refused.value) == (own if name in ALLOWED else f"sampler_options.{name}: {REASONS[name]}")
+    lines = f'[worker.a]\nenv = "vcopy"\nsampler = "{sampler}"\nsampler_options = {{ top_k = 5 }}'
+    assert mistakes(tmp_path, lines) == ["sampler_options.top_k: tokens are left out by top_p alone"]
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused(tmp_path: Path) -> None:
+    (told,) = mistakes(tmp_path, f'[worker.a]\nenv = "vcopy"\ntemperature = 0.005\n{SERVER}')
+    assert told.startswith("worker.a.temperature = 0.005 with sampler openai: vLLM would sample at 0.01 without a word")
+    assert mistakes(tmp_path, f'[worker.a]\nenv = "vcopy"\ntemperature = 0.01\n{SERVER}') == []
+    assert mistakes(tmp_path, '[worker.a]\nenv = "vcopy"\ntemperature = 0.005') == []
+
+
+def test_a_nucleus_with_another_temperature_than_1_is_for_the_transformers_sampler(tmp_path: Path) -> None:
+    (told,) = mistakes(tmp_path, f'[worker.a]\nenv = "vcopy"\ntemperature = 0.7\ntop_p = 0.9\n{SERVER}')
+    assert told.startswith("worker.a.top_p = 0.9 needs temperature = 1 with sampler openai, not 0.7: vLLM would give")
+    assert mistakes(tmp_path, f'[worker.a]\nenv = "vcopy"\ntop_p = 0.9\n{SERVER}') == []
+    assert mistakes(tmp_path, '[worker.a]\nenv = "vcopy"\ntemperature = 0.7\ntop_p = 0.9') == []
+
+
+@pytest.mark.parametrize(
+    ("section", "agent", "told"),
+    [
+        ("worker.a", "agent = { sampling = { top_k = 5 } }", "agent.sampling: sampling parameter top_k = 5 is not one"),
+        (
+            "worker.a",
+            "agents = { player = { sampling = { extra_body = { logit_bias = 1 } } } }",
+            f"agents.player.sampling: sampling parameter logit_bias = 1 is not one that {WORKERS} know: {BENT}",
+        ),
+        (
+            "worker.a",
+            "agent = { sampling = { temperature = 0.5 } }",
+            "agent.sampling: sampling parameter temperature = 0.5 is not the worker's own, 1",
+        ),
+        (
+            "eval.a",
+            "agent = { sampling = { top_p = 0.5 } }",
+            "agent.sampling: sampling parameter top_p = 0.5 is not the worker's own, 1",
+        ),
+    ],
+)
+def test_what_an_agent_of_verifiers_would_ask_for_in_vain_is_refused(
+    section: str, agent: str, told: str, tmp_path: Path
+) -> None:
+    lines = f'[{section}]\nenv = "verifiers"\n[{section}.env_options]\ntaskset = "t"\ntokenizer = "."\n{agent}'
+    (said,) = mistakes(tmp_path, lines)
+    assert said.startswith(f"{section}.env_options.{told}")
+    allowed = agent.partition(" = ")[0] + " = { sampling = { max_completion_tokens = 64, temperature = 1.0 } }"
+    if section == "worker.a":
+        assert mistakes(tmp_path, lines.replace(agent, allowed)) == []
