@@ -85,6 +85,11 @@ def test_a_nucleus_with_another_temperature_than_1_is_for_the_transformers_sampl
             "agent = { sampling = { top_p = 0.5 } }",
             "agent.sampling: sampling parameter top_p = 0.5 is not the worker's own, 1",
         ),
+        (
+            "eval.a",
+            'agent = { sampling = { temperature = "hot" } }',
+            "agent.sampling: sampling parameter temperature = 'hot' is not the worker's own, 1",
+        ),
     ],
 )
 def test_what_an_agent_of_verifiers_would_ask_for_in_vain_is_refused(

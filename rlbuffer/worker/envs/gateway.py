@@ -131,8 +131,9 @@ def refusal(asked: Mapping[str, Any], *, temperature: float, top_p: float) -> st
         told = f"sampling parameter {name} = {asked[name]!r} is not one that the worker's samplers know"
         return f"{told}: {why}" if why else told
     for name, own in (("temperature", temperature), ("top_p", top_p)):
-        if asked.get(name) is not None and not math.isclose(float(asked[name]), own):
-            return f"sampling parameter {name} = {asked[name]} is not the worker's own, {own:g}"
+        value = asked.get(name)
+        if value is not None and not (isinstance(value, int | float) and math.isclose(value, own)):
+            return f"sampling parameter {name} = {value!r} is not the worker's own, {own:g}"
     return ""
 
 
