@@ -38,7 +38,6 @@ EXCEPTIONS = MappingProxyType(
         "the vLLM engine has died ({}); it is started again": _ENGINE,
         "the vLLM engine ended a request without an answer": _ENGINE,
         "the vLLM engine is not there": _ENGINE,
-        "the vLLM engine does not start: {}: {}": _ENGINE,
         "vLLM failed while it loaded version {} ({}: {}); it is started again with it": _ENGINE,
         "{} is a cluster of {} shards; this version works with one shard.{}": "needs a cluster of several servers",
     }

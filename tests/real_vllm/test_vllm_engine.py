@@ -96,6 +96,13 @@ def test_every_parameter_of_vllms_requests_is_a_workers_own_or_refused() -> None
             assert refused_option({name: 1}), name
 
 
+def test_an_option_that_vllm_does_not_have_is_a_mistake_in_the_settings(tmp_path: Path, runner: asyncio.Runner) -> None:
+    _, published = policies(tmp_path, 1)
+    sampler = make_sampler(WorkerSettings(env="vcopy", sampler="vllm", sampler_options={"max_model_lem": 3}))
+    with pytest.raises(ConfigError, match=r"sampler_options: vLLM refuses them: .*max_model_lem"):
+        runner.run(sampler.load(published[0]))
+
+
 def test_options_that_the_sampler_sets_itself_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"sampler_options\.logprobs_mode is set by the sampler itself"):
         make_sampler(WorkerSettings(env="vcopy", sampler="vllm", sampler_options={"logprobs_mode": "raw_logprobs"}))

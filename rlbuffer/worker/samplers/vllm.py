@@ -185,8 +185,8 @@ class VllmSampler:
                 await engine.add_lora(adapter)
             await engine.update_weight_version(str(policy.version))
         except (RuntimeError, ValueError, OSError) as error:
-            self._trouble = f"the vLLM engine does not start: {type(error).__name__}: {error}"
-            raise SamplerUnavailable(self._trouble) from error
+            why = self._trouble = f"the vLLM engine does not start: {type(error).__name__}: {error}"
+            raise SamplerUnavailable(why) from error
         self._adapter, self._base = adapter, base
         self._vocab_size = int(read_config(model).get("vocab_size", 0))
         self._engine, self._policy, self._shapes = engine, policy, shapes
