@@ -7,7 +7,7 @@
 #   make check   ruff, mypy --strict, import arrows, file sizes, wheel contents
 #   make vllm-test  samplers and workers with real vLLM on the CPU, in an environment of its own (3.4 GB)
 #   make vllm-faults  kill the vLLM engine of a worker forty times, in that environment: make vllm-faults FAULTS="--seed 7"
-#   make adapters-test  environments of verifiers and tasks of reasoning-gym, in an environment of its own
+#   make adapters-test  environments of verifiers, tasks of reasoning-gym and TRL's trainer, in an environment of its own
 #   make bench   measure planning, assembly, batcher and transport (nothing timed is a test)
 
 PYTHON ?= python3
@@ -78,15 +78,17 @@ vllm-faults:
 	PYTHON=$(PYTHON) .ci/vllm-env $(VLLM)
 	$(VLLM_ENVIRONMENT) PYTHONPATH=tests $(VLLM)/bin/python -W default tests/real_vllm/engine_kills.py $(FAULTS)
 
-$(ADAPTERS)/.installed: pyproject.toml
+$(ADAPTERS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ADAPTERS)
-	$(ADAPTERS)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[envs,verifiers,memory]' \
-	  psutil 'pytest>=8.2' 'pytest-timeout>=2.3'
+	$(ADAPTERS)/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \
+	  --editable '.[envs,verifiers,memory,train]' 'trl>=1.16,<2' psutil 'pytest>=8.2' 'pytest-timeout>=2.3'
 	@touch $@
 
 adapters-test: $(ADAPTERS)/.installed
 	RLBUFFER_ADAPTERS=1 HF_HUB_OFFLINE=1 \
-	  $(ADAPTERS)/bin/python -m pytest -W default -p no:cacheprovider tests/adapters $(ADAPTERS_TEST)
+	  $(ADAPTERS)/bin/python -m pytest -W default -p no:cacheprovider tests/adapters \
+	    'tests/e2e/test_own_trainers.py::test_a_documented_trainer_learns_with_a_real_worker_and_goes_on_after_a_kill[trl_grpo]' \
+	    $(ADAPTERS_TEST)
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(ADAPTERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PackingError
+from rlbuffer.padded import Padded, padded
 
 if TYPE_CHECKING:
     import torch
@@ -278,6 +279,10 @@ class MicroBatch:
         held = _on_host(self.sample_index)[starts] >= 0
         return [values[start:end] for start, end in zip(starts[held].tolist(), ends[held].tolist(), strict=True)]
 
+    def padded(self, *, rows: int = 1, pad_token_id: int = 0, pad_to_multiple_of: int = 1) -> Padded:
+        """One rollout a row, [B, L], of a micro-batch that is on the host. See :class:`rlbuffer.padded.Padded`."""
+        return padded((self,), rows=rows, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
+
     def attention_mask(self) -> NDArray[np.bool_]:
         """[T, T] bool; True where the row's token may attend to the column's: the same segment, not later."""
         bounds = _on_host(self.cu_seqlens)
@@ -332,6 +337,13 @@ class Step:
     """Totals of the step as committed: per env tokens, rollouts, reward, ages; for reports."""
     adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
     """Adapter ("" is all weights) -> how far it is with this step: which optimizers step after it."""
+
+    def padded(self, *, rows: int = 1, pad_token_id: int = 0, pad_to_multiple_of: int = 1) -> Padded:
+        """All of this rank's rollouts as one batch for one forward pass: one rollout a row, [B, L].
+
+        B differs from rank to rank, unless all ask for the same number of `rows`, as many as any of them has or more.
+        """
+        return padded(tuple(self), rows=rows, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for update in self.updates:

@@ -70,12 +70,12 @@ class Buffered(TrainerCallback):
             self.reader.checkpointed(state.global_step)
 
 
-def train(model, buffer, reader, arguments):
+def train(model, buffer, reader, arguments, trainer_class=BufferTrainer):
     """`arguments`: Trainer's own. Goes on from the newest whole checkpoint in their folder."""
     arguments.ignore_data_skip = True  # the reader goes on by itself
     steps = Steps(reader, arguments.max_steps)
     buffered = Buffered(buffer, reader, Path(arguments.output_dir, "weights"))
-    trainer = BufferTrainer(model, arguments, train_dataset=steps, callbacks=[buffered])
+    trainer = trainer_class(model, arguments, train_dataset=steps, callbacks=[buffered])
     whole = Path(arguments.output_dir).glob("checkpoint-*/reader.json")
     newest = max(whole, key=lambda path: int(path.parent.name.removeprefix("checkpoint-")), default=None)
     if newest is not None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from homes import Home
+from tiny_tokenizer import save_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rlbuffer
@@ -72,13 +75,18 @@ def train(home: Home, script: str, *arguments: object, ranks: int) -> list[Any]:
     return started
 
 
-@pytest.mark.parametrize(("example", "ranks"), [("plain_loop", 2), ("hf_trainer", 2), ("accelerate_loop", 2)])
-def test_a_documented_trainer_learns_with_a_real_worker_and_goes_on_after_a_kill(
-    home: Home, example: str, ranks: int
-) -> None:
-    if example != "plain_loop":
-        pytest.importorskip("accelerate", reason="comes with PEFT")
+@pytest.mark.parametrize("example", ["plain_loop", "hf_trainer", "accelerate_loop", "trl_grpo"])
+def test_a_documented_trainer_learns_with_a_real_worker_and_goes_on_after_a_kill(home: Home, example: str) -> None:
+    needs, where = {"plain_loop": ("torch", ""), "trl_grpo": ("trl", "make adapters-test")}.get(
+        example, ("accelerate", "comes with PEFT")
+    )
+    if find_spec(needs) is None:
+        assert needs != "trl" or os.environ.get("RLBUFFER_ADAPTERS") != "1", "trl must be there"
+        pytest.skip(f"needs {needs}: {where}")
+    ranks = 2
     begin(home)
+    if needs == "trl":
+        save_tokenizer(home.path / "model")
     with home.connect("own") as buffer:
         store = buffer.store
 
