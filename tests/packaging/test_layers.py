@@ -33,6 +33,7 @@ FLOORS = [
         "planning",
         "assembly",
         "packing",
+        "padded",
     ),
     ("policy",),
     ("batcher",),
