@@ -12,7 +12,7 @@ SOURCES = sorted([*(ROOT / "rlbuffer").rglob("*.py"), *(ROOT / "cli").rglob("*.p
 
 FLOORS = [
     ("errors", "values", "columns", "spans", "infos", "dotted"),
-    ("records", "batches"),
+    ("records", "batches", "padded"),
     (
         "config",
         "config_changes",
@@ -33,7 +33,6 @@ FLOORS = [
         "planning",
         "assembly",
         "packing",
-        "padded",
     ),
     ("policy",),
     ("batcher",),
