@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Padded:
-    """One rollout a row, padded on the right. As in a micro-batch everything belongs to the token itself: the logprob
-    of token t comes from the logits at t - 1, and token 0 is never trained.
+    """One rollout a row, padded on the right.
+
+    As in a micro-batch everything belongs to the token itself: the logprob of token t comes from the logits at t - 1,
+    and token 0 is never trained.
 
     Rows beyond the rollouts hold padding that nothing masks, of which nothing is trained: there is at least one row, so
     that every rank has a forward pass to make, and as many as were asked for, where ranks must have equally many.

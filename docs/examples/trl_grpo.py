@@ -31,10 +31,8 @@ class BufferGRPO(GRPOTrainer):
         rows = step.padded(rows=most, pad_token_id=self.processing_class.pad_token_id)
         tensors = [torch.from_numpy(getattr(rows, name)).to(self.args.device) for name in TENSORS]
         ids, mask, trained, advantages, logprobs = tensors
-        return {
-            "prompt_ids": ids[
-                :, :1
-            ].long(),  # the first token of a rollout is never trained; what else is not is masked
+        return {  # its prompt is the first token, which is never trained; what else is not trained is masked
+            "prompt_ids": ids[:, :1].long(),
             "prompt_mask": mask[:, :1].long(),
             "completion_ids": ids[:, 1:].long(),
             "completion_mask": mask[:, 1:].long(),
