@@ -241,7 +241,8 @@ class Batcher:
             found = self._close(trial, limits, world_size) or self._close_rest(step, limits, fractions, world_size)
             if found is None:
                 break
-            advantages, untrainable = composing.advantages_of(found[0], self._config, self._estimators)
+            laid_out = _laid_out(found[0], found[2])
+            advantages, untrainable = composing.advantages_of(laid_out, self._config, self._estimators)
             for group, why in untrainable:  # nobody can train them: the step is made of others
                 pool.drop(group, "invalid", why)
             if untrainable:
@@ -275,7 +276,8 @@ class Batcher:
         accounts = budget.settle(known.accounts, sizes, fractions, self._config.unit)
         accounted, progress = known.adapters.settle(step, groups, self._config, known.published)
         progress, asked = adapters.asking(progress, known.published, known.youngest_limit, step)
-        step_plan = composing.step_plan(step, groups, advantages, plan, closed_by, self._config, progress)
+        laid_out = _laid_out(groups, closed_by)
+        step_plan = composing.step_plan(step, laid_out, advantages, plan, closed_by, self._config, progress)
         self._decided = _Decided(step, step_plan.group_ids, accounts, accounted, pool.now)
         known.short = frozenset()
         after = replace(known, accounts=accounts, adapters=accounted)
@@ -342,7 +344,8 @@ class Batcher:
             return composing.plan_groups(some, self._config, world_size)
 
         if trial.ended == "count":
-            return groups, planner(groups), "groups" if limits.groups is not None else "rollouts"
+            closed_by = "groups" if limits.groups is not None else "rollouts"
+            return groups, planner(_laid_out(groups, closed_by)), closed_by
         if groups and trial.ended == "short" and self._patience.may_close(self._pool.now, trial.short):
             return *self._as_it_is(groups, limits, world_size), "partial"
         if not limits.by_rows:
@@ -391,3 +394,11 @@ class Batcher:
         if is_last:
             self._pool.let_go(paused=known.paused)
         return None
+
+
+def _laid_out(groups: Sequence[GroupState], closed_by: str) -> Sequence[GroupState]:
+    """The groups as a step holds them: by name where their number closes it, so that the same groups are the same step,
+    in whatever order they came; else in the order of selection, of which a step is the beginning."""
+    if closed_by not in ("groups", "rollouts"):
+        return groups
+    return sorted(groups, key=lambda group: (group.env, len(group.group_id), group.group_id))

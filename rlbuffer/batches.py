@@ -130,7 +130,7 @@ class StepPlan:
 
     step: int
     group_ids: tuple[str, ...]
-    """Groups in the order in which they were selected."""
+    """Groups in the order in which they were selected; of a step that closes at a number of them, by name."""
     rollouts: tuple[RolloutRef, ...]
     """The rollouts that `plan` indexes."""
     advantages: NDArray[np.float32]

@@ -39,6 +39,7 @@ def together(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     yield from _group_sizes(settings, places)
     yield from _rows(settings, places)
     yield from _trainer(settings, places)
+    yield from _deterministic(settings, places)
 
 
 def doubts(settings: RunSettings, places: Places) -> tuple[str, ...]:
@@ -102,6 +103,33 @@ def _requests(settings: RunSettings, places: Places) -> Iterator[Mistake]:
             if text := refusal(wanted, temperature=options.temperature, top_p=top_p):
                 setting = f"{section}.env_options.{name}.sampling"
                 yield Mistake(f"{setting}: {text} ({places(setting)}).", (setting,))
+
+
+def _deterministic(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """What makes two runs of the same settings differ."""
+    if not settings.deterministic:
+        return
+    batcher, workers = settings.batcher, settings.worker
+    wrong: list[tuple[str, str]] = []
+    if (count := sum(options.replicas for options in workers.values())) > 1:
+        wrong.append(("worker", f"{count} workers must be one: of several nobody knows whose group comes first"))
+    ages = {f"batcher.envs.{env}.max_age": override.max_age for env, override in batcher.envs.items()}
+    for name, value in ({"batcher.max_age": batcher.max_age, "batcher.lookahead": batcher.lookahead} | ages).items():
+        if value:
+            wrong.append((name, f"{name} = {value} must be 0"))
+    for name in ("fill_timeout_seconds", "max_age_seconds"):
+        if (seconds := getattr(batcher, name)) is not None:
+            wrong.append((f"batcher.{name}", f"batcher.{name} = {seconds:g} must go: it goes by the clock"))
+    for worker, options in workers.items():
+        name, groups = f"worker.{worker}.groups_per_batch", options.groups_per_batch
+        if groups != batcher.step_groups:
+            wrong.append((name, f"{name} = {groups} must be batcher.step_groups = {batcher.step_groups}"))
+        if options.sampler != "transformers":
+            name = f"worker.{worker}.sampler"
+            wrong.append((name, f"{name} = {options.sampler!r} must be 'transformers': engines batch what comes first"))
+    wrong += [(f"eval.{name}", f"eval.{name} must go: it draws from the worker's sampler") for name in settings.eval]
+    for name, text in wrong:
+        yield Mistake(f"deterministic = true: {text} ({places(name, 'deterministic')}).", (name, "deterministic"))
 
 
 def _never(text: str, places: Places, *settings: str) -> Mistake:

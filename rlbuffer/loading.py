@@ -27,7 +27,7 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.host_checks import Parts, on_host
 from rlbuffer.sampling import why_not
 from rlbuffer.schema import Free, Leaf, Node, Section, children, run_schema
-from rlbuffer.settings import RunSettings
+from rlbuffer.settings import RunSettings, WorkerSettings
 from rlbuffer.toml_lines import key_lines
 
 PREFIX = "RLBUFFER_"
@@ -110,6 +110,8 @@ def load(
             sources[name] = flag
     if data.get("redis_url") == "":
         data["redis_url"] = None
+    if str(data.get("deterministic", False)).lower() in ("true", "1", "yes", "on"):
+        _determine(data, sources)
     settings = _validated(data, sources, wrong)
 
     def places(*names: str) -> str:
@@ -119,6 +121,24 @@ def load(
         wrong.note(mistake.text, *mistake.settings)
     wrong.refuse()
     return Loaded(settings=settings, sources=MappingProxyType(sources), warnings=doubts(settings, places), file=file)
+
+
+def _determine(data: dict[str, Any], sources: dict[str, str]) -> None:
+    """What ``deterministic = true`` sets where nothing else does; what contradicts it is found later."""
+    place = f"deterministic, {sources['deterministic']}"
+    workers = data.get("worker")
+    named = {f"worker.{name}.groups_per_batch": options for name, options in workers.items()} if workers else {}
+    sizes = [o["groups_per_batch"] for o in named.values() if isinstance(o, dict) and "groups_per_batch" in o]
+    batcher = data.get("batcher")
+    own = batcher.get("step_groups") if isinstance(batcher, dict) else None
+    groups = own or (sizes or [WorkerSettings.model_fields["groups_per_batch"].default])[0]
+    wanted = {"batcher.max_age": 0, "batcher.lookahead": 0, "batcher.step_groups": groups} | dict.fromkeys(
+        named, groups
+    )
+    for name, value in wanted.items():
+        if name not in sources:
+            _put(data, tuple(name.split(".")), value)
+            sources[name] = place
 
 
 def folders_of(file: Path | None) -> list[str]:

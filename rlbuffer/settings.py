@@ -353,6 +353,11 @@ class RunSettings(_Section):
     home: Path = Field(
         Path("~/.rlbuffer"), description="Where the embedded server, weights, checkpoints and metrics are kept."
     )
+    deterministic: bool = Field(
+        False,
+        description="The same settings train the same parameters, bit for bit: on policy, one worker, steps of as many "
+        "groups as it samples at once.",
+    )
     server: ServerSettings = ServerSettings()
     batcher: BatcherConfig = Field(default_factory=lambda: BatcherConfig(row_tokens=8192))
     model: ModelSettings = ModelSettings()

@@ -98,6 +98,8 @@ def open_session(
     check_losses(settings.trainer)
     check_schedule(settings.trainer)
     device = device_of(settings)
+    if settings.deterministic and device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
     ranks = Ranks(rank, world_size, device)
     store = _join(settings, device) if world_size > 1 else None
     _seed(settings.trainer.seed)

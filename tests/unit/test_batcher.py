@@ -458,3 +458,18 @@ def test_newest_first_an_env_does_not_outrun_the_one_that_the_step_waits_for(ord
     decision = ask(made)
     assert decision.waiting.startswith("b is 4 groups short of its share")
     assert decision.allowances == {"a": allowance, "b": 8}
+
+
+def test_the_same_groups_are_the_same_step_in_whatever_order_they_came():
+    plans = []
+    for order in ([2, 10, 1], [1, 2, 10], [10, 1, 2]):
+        made = batcher(step_groups=3, advantage="dr_grpo")
+        for n in order:
+            put(made, f"a.{n}", lengths=(10 + n, 20, 30 - n), rewards=[n / 7, 1.0, 0.0])
+        plans.append(ask(made).plan)
+    assert [plan.group_ids for plan in plans] == [("a.1", "a.2", "a.10")] * 3
+    first = plans[0]
+    for plan in plans[1:]:
+        assert [ref.rollout_id for ref in plan.rollouts] == [ref.rollout_id for ref in first.rollouts]
+        assert plan.advantages.tolist() == first.advantages.tolist()
+        assert plan.plan == first.plan

@@ -81,11 +81,11 @@ def test_a_selector_may_draw_from_the_generator_it_is_given(selectors):
     selectors.lottery = lambda group, rng: rng.random()
     orders = []
     for _ in range(2):
-        made = batcher(step_groups=8, order="selectors_of_a_test:lottery")
+        made = batcher(step_groups=4, order="selectors_of_a_test:lottery")
         for n in range(8):
             put(made, f"g{n}")
         orders.append(made.next(1, world_size=1, now=0.0, rng=np.random.default_rng(7)).plan.group_ids)
-    assert orders[0] == orders[1] != tuple(f"g{n}" for n in range(8))
+    assert orders[0] == orders[1] != tuple(f"g{n}" for n in range(4))
 
 
 def test_a_selector_may_be_a_class(selectors):

@@ -28,6 +28,7 @@ EDGE_STEPS = 10
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Trained steps. [default: 150]")
 @click.option("--seconds", type=click.FloatRange(1), metavar="S", help="Stop after this long, wherever it is.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Of everything.")
+@click.option("--deterministic", is_flag=True, help="One env, one worker, on policy: the same bits in every run.")
 @options.display
 def command(
     config: str | None,
@@ -37,6 +38,7 @@ def command(
     steps: int | None,
     seconds: float | None,
     seed: int,
+    deterministic: bool,
     display: str,
 ) -> int:
     """Watch a tiny model learn: everything on this machine, nothing to set up.
@@ -48,28 +50,38 @@ def command(
     Examples:
       rlbuffer demo
       rlbuffer demo --steps 300 --seed 1
+      rlbuffer demo --deterministic    (twice: the same digest of the parameters)
       rlbuffer inspect            (in another terminal, meanwhile)
     """
     from rlbuffer import processes
 
-    loaded = _settings(config, redis, run, home, steps, seed)
+    if deterministic and config is not None:
+        raise click.UsageError("--deterministic is the demo's own config: in yours set deterministic = true")
+    loaded = _settings(config, redis, run, home, steps, seed, deterministic)
     stop = threading.Event()
     processes.stop_on_signals(stop)
     return _Demo(loaded, options.choose_display(display), seconds, seed).run(stop)
 
 
 def _settings(
-    config: str | None, redis: str | None, run: str | None, home: str | None, steps: int | None, seed: int
+    config: str | None,
+    redis: str | None,
+    run: str | None,
+    home: str | None,
+    steps: int | None,
+    seed: int,
+    deterministic: bool,
 ) -> Loaded:
     from rlbuffer.host_checks import EVERYTHING
 
     run = run or f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    with resources.as_file(resources.files("rlbuffer") / "demo.toml") as packaged:
+    name, workers = ("demo_deterministic.toml", ["vcopy"]) if deterministic else ("demo.toml", ["vcopy", "repeat"])
+    with resources.as_file(resources.files("rlbuffer") / name) as packaged:
         flags: dict[str, tuple[str, Any]] = {"trainer.steps": ("--steps", steps), "trainer.seed": ("--seed", seed)}
         if config is None and steps is not None:
             # Steps up to the oldest checkpoint are retired: a short demo shall leave something to inspect, too.
             flags["trainer.checkpoint_every"] = ("--steps", max(1, min(10, steps // 4)))
-        for number, worker in enumerate(("vcopy", "repeat") if config is None else ()):
+        for number, worker in enumerate(workers if config is None else ()):
             flags[f"worker.{worker}.seed"] = ("--seed", 1000 * seed + 100 * number)
             flags[f"worker.{worker}.env_options.seed"] = ("--seed", seed)
         return options.load(config or str(packaged), redis, run, home, flags, parts=EVERYTHING)
@@ -197,6 +209,7 @@ def summary_event(watch: Watch, ledger: Ledger, run: str, folder: str) -> dict[s
             "balances": accounted == total.pushed[0],
         },
         "stored": folder,
+        "parameters_sha256": next(iter(records[-1].get("parameters_sha256", ())), None) if records else None,
     }
 
 
@@ -230,6 +243,7 @@ def summary_lines(summary: Mapping[str, Any], budgets: Mapping[str, float], log:
         f"  reward   {reward}",
         f"  tokens   {amount(summary['tokens'])} trained   {shares}",
         *wrapped(f"  ledger   {'balances' if ledger['balances'] else 'DOES NOT BALANCE'}: {account}", indent=" " * 11),
+        *([f"  digest   {summary['parameters_sha256']} of the parameters"] if summary["parameters_sha256"] else []),
         f"  stored   {summary['stored']}   (log: run.log)",
         f"  next     {options.program()} inspect --run {summary['run']}{where}",
         f"           {options.program()} verify --run {summary['run']}{where}",
