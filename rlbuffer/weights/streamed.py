@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from rlbuffer.errors import WeightsError
+from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.weights.model import model_from_config
 
 
@@ -38,10 +38,9 @@ def streamed_model(config: Mapping[str, Any], state: Mapping[str, torch.Tensor])
         WeightsError: `state` lacks a weight of the model, or has it in another shape.
     """
     with torch.random.fork_rng(devices=[]):
-        with _WithoutMemory():
-            model = model_from_config(config)
-        if any(buffer.is_meta and name not in state for name, buffer in model.named_buffers()):
-            model = model_from_config(config)  # it fills a buffer that no file has
+        model = _empty(config)
+        if model is None or any(buffer.is_meta and name not in state for name, buffer in model.named_buffers()):
+            model = model_from_config(config)  # it looks at what it has made, or fills a buffer that no file has
     model.train(False).requires_grad_(False)
     own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     known: dict[int, str] = {}
@@ -62,6 +61,14 @@ def streamed_model(config: Mapping[str, Any], state: Mapping[str, torch.Tensor])
         unit.register_forward_pre_hook(weights.take)
         unit.register_forward_hook(weights.let_go)
     return model
+
+
+def _empty(config: Mapping[str, Any]) -> PreTrainedModel | None:
+    try:
+        with _WithoutMemory():
+            return model_from_config(config)
+    except ConfigError:
+        return None
 
 
 class _Weights:

@@ -80,7 +80,13 @@ def check(
     Raises:
         WrongLogprobs: it is beyond the tolerance of `dtype`; the message names what usually causes it.
     """
-    expected = logprobs_of(directory, prompt, completion.tokens, sampling)
+    try:
+        expected = logprobs_of(directory, prompt, completion.tokens, sampling)
+    except (RuntimeError, IndexError) as error:  # a token that the model does not have, a model that cannot be mapped
+        raise WrongLogprobs(
+            f"the sampler's tokens cannot be compared with the published weights ({type(error).__name__}: {error}): "
+            'does it serve this model? (worker.*.self_check = "never" leaves this check out)'
+        ) from error
     worst = float(np.abs(expected - completion.logprobs).max())
     limit = TOLERANCES.get(dtype, TOLERANCES["bfloat16"])
     if not worst <= limit:

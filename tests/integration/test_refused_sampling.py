@@ -88,7 +88,7 @@ def test_a_nucleus_with_another_temperature_than_1_is_for_the_transformers_sampl
         (
             "eval.a",
             'agent = { sampling = { temperature = "hot" } }',
-            "agent.sampling: sampling parameter temperature = 'hot' is not the worker's own, 1",
+            "agent.sampling: sampling parameter temperature = 'hot' is not the worker's own, 0",
         ),
     ],
 )

@@ -31,6 +31,8 @@ class Lying(Batched):
         answers = await super().sample(prompt, n=n, sampling=sampling)
         if self.lie == "none":
             return answers
+        if self.lie == "token":
+            return [replace(c, tokens=np.full_like(c.tokens, 40)) for c in answers]
         return [replace(c, logprobs=np.full_like(c.logprobs, np.nan)) for c in answers]
 
 
@@ -63,3 +65,14 @@ def test_another_model_than_the_published_one_is_refused(tmp_path: Path) -> None
     _, published = policies(tmp_path)
     with pytest.raises(WrongLogprobs, match="does it serve this model"):
         difference("none", published[1], published[0], PLAIN)
+
+
+def test_a_token_that_the_model_does_not_have_is_the_samplers_fault(tmp_path: Path) -> None:
+    _, published = policies(tmp_path)
+    with pytest.raises(WrongLogprobs) as refused:
+        difference("token", published[0], published[0], PLAIN)
+    said = "index out of range in self"
+    assert str(refused.value) == (
+        f"the sampler's tokens cannot be compared with the published weights (IndexError: {said}): does it serve this "
+        'model? (worker.*.self_check = "never" leaves this check out)'
+    )
