@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import ConfigDict, PlainValidator, ValidationError
+from pydantic import ConfigDict, PlainValidator, ValidationError, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
 from rlbuffer.advantages import ESTIMATORS
@@ -68,6 +68,16 @@ def refusal(error: ValidationError, *, section: str = "", names: Sequence[str] =
 Points = tuple[tuple[int, float], ...]
 """A fraction scheduled over steps: (step, fraction), linear in between, constant before the first and after the last
 one."""
+
+
+def no_truth_as_number(value: Any, annotation: Any) -> Any:
+    """`value`; ValueError where it is true or false, or holds one, and a number is asked for: Python counts them as 1
+    and 0."""
+    if "bool" not in str(annotation):
+        for inner in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(inner, bool):
+                raise ValueError(f"{str(inner).lower()} is no value of this setting")
+    return value
 
 
 def _is_number(value: Any) -> bool:
@@ -127,9 +137,16 @@ def budgets_at(budgets: Mapping[str, float | Sequence[Sequence[float]]], step: i
     return {env: fraction_at(budget, step) for env, budget in budgets.items()}
 
 
+class _Section:
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check(cls, value: Any, info: ValidationInfo) -> Any:
+        return no_truth_as_number(value, cls.__annotations__[info.field_name or ""])
+
+
 @_refusing_as_config_error
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class EnvConfig:
+class EnvConfig(_Section):
     """Overrides for one env; None means the batcher's own value."""
 
     max_age: int | None = None
@@ -144,7 +161,7 @@ class EnvConfig:
 
 @_refusing_as_config_error
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class AdapterConfig:
+class AdapterConfig(_Section):
     """Settings of one LoRA adapter."""
 
     batch_size: int
@@ -153,7 +170,7 @@ class AdapterConfig:
 
 @_refusing_as_config_error
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class BatcherConfig:
+class BatcherConfig(_Section):
     """How the batcher forms steps.
 
     Raises:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
+from rlbuffer.columns import COLUMN_NAME, REQUIRED_COLUMNS
 from rlbuffer.config import budgets_at
 from rlbuffer.errors import ConfigError
-from rlbuffer.placement import shared_gpus
+from rlbuffer.placement import GPU_VARIABLE, shared_gpus
+from rlbuffer.policy.memory import Forecast, capacity_bytes, does_not_fit, steps_at_once
 from rlbuffer.sampling import LEAST_TEMPERATURE
-from rlbuffer.settings import EvaluationSettings, RunSettings, WorkerSettings
+from rlbuffer.settings import EvaluationSettings, RunSettings, ScoreSettings, WorkerSettings, needed_columns
 
 Places = Callable[..., str]
 """Names of settings -> where they came from."""
+BOUNDS = (("mask_low", "mask_high"), ("sequence_low", "sequence_high"), ("cov_low", "cov_high"))
+"""Settings of the trainer, the lower one first."""
 LATE = 2**53
 """A step after every schedule of budgets has ended."""
+NOWHERE = ("0.0.0.0", "::")
+"""Addresses to listen at, and not to ask."""
 PROMPTS = 16
 """Prompts of an env whose length is looked at; a rollout has at least one token more than its prompt."""
 
@@ -38,6 +45,10 @@ def together(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     yield from _publishing(settings, places)
     yield from _group_sizes(settings, places)
     yield from _rows(settings, places)
+    yield from _orders(settings, places)
+    yield from _scorers(settings, places)
+    yield from _references(settings, places)
+    yield from _memory(settings, places)
     yield from _trainer(settings, places)
     yield from _deterministic(settings, places)
 
@@ -138,7 +149,7 @@ def _never(text: str, places: Places, *settings: str) -> Mistake:
 
 def _addresses(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     from rlbuffer.store.server_files import check_memory
-    from rlbuffer.weights.layout import is_url, parse_listen
+    from rlbuffer.weights.layout import host_of, is_url, parse_listen, wrong_url
 
     weights = settings.weights
     try:
@@ -147,13 +158,20 @@ def _addresses(settings: RunSettings, places: Places) -> Iterator[Mistake]:
         yield placed(error, places)
     if weights.listen:
         try:
-            parse_listen(weights.listen)
+            if parse_listen(weights.listen)[1] == 0:
+                text = f"weights.listen = {weights.listen!r}: port 0 is another one at every start, and nobody knows it"
+                raise ConfigError(text, setting="weights.listen")
         except ConfigError as error:
             yield placed(error, places)
     urls = [("weights.url", weights.url)] * bool(weights.url) + [("weights.relays", url) for url in weights.relays]
     for name, url in urls:
         if not is_url(url):
             yield placed(ConfigError(f"{name} = {url!r} must begin with http:// or https://", setting=name), places)
+        elif wrong_url(url):
+            yield placed(ConfigError(f"{name} = {url!r} {wrong_url(url)}", setting=name), places)
+        elif host_of(url) in NOWHERE:
+            text = f"{name} = {url!r} is no address that others can reach: write the host's name"
+            yield placed(ConfigError(text, setting=name), places)
 
 
 def _publishing(settings: RunSettings, places: Places) -> Iterator[Mistake]:
@@ -192,15 +210,27 @@ def _group_sizes(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 
 
 def _gpus(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    for name, options in settings.worker.items():
+    kinds: list[tuple[str, WorkerSettings | ScoreSettings]] = [(f"worker.{n}", o) for n, o in settings.worker.items()]
+    for name, options in [*kinds, *((f"score.{n}", o) for n, o in settings.score.items())]:
         if len(options.gpus) % options.replicas:
-            pair = f"worker.{name}.gpus", f"worker.{name}.replicas"
+            pair = f"{name}.gpus", f"{name}.replicas"
             yield Mistake(
-                f"worker.{name}.gpus = {list(options.gpus)} cannot be dealt equally over {options.replicas} replicas "
+                f"{name}.gpus = {list(options.gpus)} cannot be dealt equally over {options.replicas} replicas "
                 f"({places(*pair)}).",
                 pair,
             )
+    for name, worker in settings.worker.items():
+        setting = f"worker.{name}.environment"
+        for variable in worker.environment:
+            if not variable or "=" in variable or "\0" in variable:
+                yield placed(ConfigError(f"{setting}: {variable!r} is no name of a variable", setting=setting), places)
+        if worker.gpus and GPU_VARIABLE in worker.environment:
+            text = f"{setting}: {GPU_VARIABLE} says the same as worker.{name}.gpus: leave one out"
+            yield placed(ConfigError(text, setting=setting), places)
     trainer = settings.trainer
+    if len(set(map(str, trainer.gpus))) < len(trainer.gpus):
+        text = f"trainer.gpus = {list(trainer.gpus)} names a GPU twice: ranks need one each"
+        yield placed(ConfigError(text, setting="trainer.gpus"), places)
     if trainer.gpus and len(trainer.gpus) < trainer.world_size and trainer.device != "cpu":
         pair = "trainer.gpus", "trainer.world_size"
         yield Mistake(
@@ -237,6 +267,89 @@ def _rows(settings: RunSettings, places: Places) -> Iterator[Mistake]:
             )
 
 
+def _orders(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """Bounds in the wrong order leave nothing between them."""
+    trainer = settings.trainer
+    pairs = [
+        (f"trainer.{low}", getattr(trainer, low), f"trainer.{high}", getattr(trainer, high)) for low, high in BOUNDS
+    ]
+    for name, worker in settings.worker.items():
+        if worker.skip_visits:
+            failed, solved = f"worker.{name}.skip_failed", f"worker.{name}.skip_solved"
+            pairs.append((failed, worker.skip_failed, solved, worker.skip_solved))
+    for low, least, high, most in pairs:
+        if least >= most:
+            yield Mistake(f"{low} = {least:g} is not below {high} = {most:g} ({places(low, high)}).", (low, high))
+    near = get_close_matches(settings.batcher.remainder, ("proportional", "equal"), n=1, cutoff=0.75)
+    if near and settings.batcher.remainder != near[0]:
+        text = f"batcher.remainder = {settings.batcher.remainder!r} is no env here. Did you mean {near[0]}?"
+        yield placed(ConfigError(text, setting="batcher.remainder"), places)
+
+
+def _scorers(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """What scorers add, and what groups need."""
+    known = "reward, rewards.NAME"
+    for name, scoring in settings.score.items():
+        setting = f"score.{name}"
+        if scoring.model and (scoring.column in REQUIRED_COLUMNS or not COLUMN_NAME.match(scoring.column)):
+            text = f"{setting}.column = {scoring.column!r} is no name of a further column"
+            yield placed(ConfigError(text, setting=f"{setting}.column"), places)
+        if scoring.gives and not scoring.reward:
+            text = f"{setting}.gives does nothing: it says what {setting}.reward adds, which is not set"
+            yield placed(ConfigError(text, setting=f"{setting}.gives"), places)
+        for gives in scoring.gives:
+            if not _is_reward(gives):
+                text = f"{setting}.gives: {gives!r} is none of {known}"
+                yield placed(ConfigError(text, setting=f"{setting}.gives"), places)
+    for name, worker in settings.worker.items():
+        for need in worker.needs:
+            if not _is_reward(need) and (need in REQUIRED_COLUMNS or not COLUMN_NAME.match(need)):
+                text = f"worker.{name}.needs: {need!r} is no name of a column, and none of {known}"
+                yield placed(ConfigError(text, setting=f"worker.{name}.needs"), places)
+
+
+def _references(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """Without ref_logprobs nobody can train a rollout with a KL; of the envs here only the user's own may give them."""
+    from rlbuffer.worker.envs import ADAPTERS, BUILT_IN
+
+    for name, worker in settings.worker.items():
+        if "ref_logprobs" in worker.needs or worker.env not in (*BUILT_IN, *ADAPTERS):
+            continue
+        for column in needed_columns(settings.trainer):
+            pair = "trainer.kl_beta", f"worker.{name}"
+            yield Mistake(
+                f"trainer.kl_beta = {settings.trainer.kl_beta:g} needs {column}, and env {worker.env} "
+                f'gives none: set worker.{name}.needs = ["{column}"] and a [score.NAME] with model = "initial" '
+                f"({places(*pair)}).",
+                pair,
+            )
+
+
+def _is_reward(name: str) -> bool:
+    return name == "reward" or (name.startswith("rewards.") and len(name) > len("rewards."))
+
+
+def _memory(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """Whether the embedded server holds the steps that must be there at once."""
+    from rlbuffer.store.server_files import memory_bytes
+
+    if settings.redis_url:
+        return
+    try:
+        limit = memory_bytes(settings.server)
+    except ConfigError:
+        return  # said already
+    world_size = settings.trainer.world_size
+    size = capacity_bytes(settings.batcher, world_size)
+    if not limit or size is None:
+        return
+    forecast = Forecast(step_bytes=size, steps=steps_at_once(settings.batcher), limit=limit)
+    if not forecast.fits:
+        names = "server.maxmemory", "batcher.row_tokens"
+        text = does_not_fit(forecast, settings.batcher, world_size=world_size)
+        yield Mistake(f"{text} ({places(*names)}).", names)
+
+
 def _trainer(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     from rlbuffer.trainer import loss_table, schedules
 
@@ -253,18 +366,20 @@ def _doubts(settings: RunSettings, places: Places) -> list[str]:
             f"batcher.max_uses = {batcher.max_uses} is never reached: with max_age = {oldest} a group is young enough "
             f"for {oldest + 1} step{'s' * (oldest > 0)} ({places('batcher.max_uses', 'batcher.max_age')})."
         )
-    sampled = {options.env for options in settings.worker.values()}
+    sampled = _sampled(settings)
+    is_known = bool(settings.worker) and None not in sampled
     for env in settings.batcher.budgets:
-        if settings.worker and env not in sampled:
+        if is_known and env not in sampled:
             out.append(
                 f"batcher.budgets.{env}: no worker here samples {env}; steps wait until one elsewhere does "
                 f"({places(f'batcher.budgets.{env}')})."
             )
     if settings.batcher.budgets and sum(budgets_at(settings.batcher.budgets, LATE).values()) > 1 - 1e-9:
         for worker, options in settings.worker.items():
-            if options.env not in settings.batcher.budgets:
+            env_name = _name_of(options)
+            if env_name is not None and env_name not in settings.batcher.budgets:
                 out.append(
-                    f"worker.{worker} samples {options.env}, which has no budget while the others take all of it: "
+                    f"worker.{worker} samples {env_name}, which has no budget while the others take all of it: "
                     f"its groups will never train ({places(f'worker.{worker}.env', 'batcher.budgets')})."
                 )
     for worker, options in settings.worker.items():
@@ -294,4 +409,68 @@ def _doubts(settings: RunSettings, places: Places) -> list[str]:
             f"weights.listen is set and weights.url is not: versions are announced as paths, and nobody will ask the "
             f"server for them ({places('weights.listen')})."
         )
+    return out + _more_doubts(settings, places, sampled if is_known else set())
+
+
+def _more_doubts(settings: RunSettings, places: Places, sampled: set[str | None]) -> list[str]:
+    out = []
+    batcher, trainer, weights = settings.batcher, settings.trainer, settings.weights
+    overridden = [(f"batcher.envs.{env}", env) for env in batcher.envs]
+    if batcher.remainder not in ("proportional", "equal"):
+        overridden.append(("batcher.remainder", batcher.remainder))
+    overridden += [(f"score.{name}.envs", env) for name, options in settings.score.items() for env in options.envs]
+    for setting, env in overridden:
+        if sampled and env not in sampled:
+            out.append(f"{setting}: no worker here samples {env}, so it says nothing here ({places(setting)}).")
+    first: dict[str, tuple[str, WorkerSettings]] = {}
+    for worker, options in settings.worker.items():
+        env_name = _name_of(options)
+        other, same = first.setdefault(env_name or f"worker {worker}", (worker, options))
+        if (same.env, same.env_options) != (options.env, options.env_options):
+            out.append(
+                f"worker.{other} and worker.{worker} both sample {env_name}, with other options: a ticket's number is "
+                f"another prompt in each. Give one another name in its env_options "
+                f"({places(f'worker.{worker}.env_options', f'worker.{worker}.env')})."
+            )
+        if options.group_size == 1:
+            out.append(
+                f"worker.{worker}.group_size = 1: advantages compare the rollouts of a group, so all of them are 0 "
+                f"({places(f'worker.{worker}.group_size')})."
+            )
+        if options.max_new_tokens >= batcher.row_tokens and batcher.oversized == "drop":
+            out.append(
+                f"worker.{worker}.max_new_tokens = {options.max_new_tokens}: what is longer than batcher.row_tokens = "
+                f"{batcher.row_tokens} is dropped ({places(f'worker.{worker}.max_new_tokens', 'batcher.row_tokens')})."
+            )
+    kinds = [(f"worker.{n}", o.gpus, o.device) for n, o in settings.worker.items() if o.sampler == "transformers"]
+    for name, gpus, device in [("trainer", trainer.gpus, trainer.device), *kinds]:
+        if gpus and device == "cpu":
+            pair = f"{name}.gpus", f"{name}.device"
+            out.append(f"{name}.gpus = {list(gpus)} does nothing with device = cpu ({places(*pair)}).")
+    for setting, value, reader in (
+        ("stable", trainer.stable and trainer.schedule != "wsd_sqrt", "schedule = wsd_sqrt"),
+        ("min_learning_rate", trainer.min_learning_rate and trainer.schedule == "constant", "another schedule"),
+        ("kl_estimator", trainer.kl_estimator != "k3" and not trainer.kl_beta, "kl_beta above 0"),
+        ("lora", trainer.lora.targets != ("all-linear",) and not trainer.lora.rank, "lora.rank above 0"),
+    ):
+        if value:
+            out.append(f"trainer.{setting} does nothing without {reader} ({places(f'trainer.{setting}')}).")
+    if weights.url and not weights.listen:
+        out.append(
+            f"weights.url is set and weights.listen is not: another server must be there ({places('weights.url')})."
+        )
+    elif weights.relays and not weights.url:
+        out.append(f"weights.relays are asked only for versions with a weights.url ({places('weights.relays')}).")
     return out + [f"{sentence}: they share its memory." for sentence in shared_gpus(settings)]
+
+
+def _sampled(settings: RunSettings) -> set[str | None]:
+    """Names of the envs that workers here sample; None where one is not known before the env is made."""
+    return {_name_of(options) for options in settings.worker.values()}
+
+
+def _name_of(options: WorkerSettings) -> str | None:
+    named = options.env_options.get("name")
+    if isinstance(named, str) and named:
+        return named
+    return None if ":" in options.env else options.env

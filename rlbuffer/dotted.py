@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -74,27 +74,48 @@ class Seen:
     """Why it cannot be imported; "" when nothing speaks against it."""
     keywords: tuple[str, ...] | None = None
     """Names of what the function takes; None where that is not known, or it takes anything."""
+    required: tuple[str, ...] = ()
+    """Those of them that have no default."""
+    positional: tuple[int, float] | None = None
+    """How many arguments it takes by position: at least, at most; None where that is not known."""
+    is_async: bool = False
+    is_class: bool = False
+    lacks: tuple[str, ...] = ()
+    """Of the members asked for, what a class that stands alone does not have."""
+    place: str = ""
+    """``FILE:LINE`` of its definition."""
 
 
-def look_up(path: str, folders: Sequence[str] = ()) -> Seen:
+def look_up(path: str, folders: Sequence[str] = (), members: Sequence[str] = ()) -> Seen:
     """Looks for what `path` names in the source files, and runs none of them: they may import torch, or take minutes.
 
-    `folders` are searched after ``sys.path``. What only running would show (a module that raises, a name that is made
-    at run time) is not found.
+    `folders` are searched after ``sys.path``; `members` are what a class must have. What only running would show (a
+    call that raises, a name that is made at run time) is not found.
     """
     module, _, name = path.partition(":")
     first = name.partition(".")[0]
     if not module or not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
-        return Seen(why_not="is not package.module:name")
+        return Seen(why_not=f"is not package.module:name{_meant(module, name)}")
     there = sys.modules.get(module)
-    if there is not None:
-        return Seen(why_not="" if hasattr(there, first) else f"cannot be imported: {module} has no {first}")
+    if there is not None:  # what it holds counts, its file tells how that is called
+        if not hasattr(there, first):
+            return Seen(why_not=f"cannot be imported: {module} has no {first}")
+        file = str(getattr(there, "__file__", None) or "")
+        seen = _look_into(Path(file), name, folders, members) if file.endswith(".py") else Seen()
+        return Seen() if seen.why_not else seen
     found = _find(module, folders)
     if isinstance(found, str):
-        return Seen(why_not=f"cannot be imported: {found}")
+        return Seen(why_not=f"cannot be imported: {found}{_meant(module, name)}")
     if found.origin is None or not found.origin.endswith(".py"):
         return Seen()
-    return _look_into(Path(found.origin), module, name, folders)
+    return _look_into(Path(found.origin), name, folders, members)
+
+
+def _meant(module: str, name: str) -> str:
+    """What to write in place of a file's name."""
+    if not module.endswith(".py") or not name:
+        return ""
+    return f". Write {module.removesuffix('.py').removeprefix('./').replace('/', '.')}:{name}"
 
 
 def _find(module: str, folders: Sequence[str]) -> ModuleSpec | str:
@@ -133,17 +154,13 @@ def is_installed(module: str, folders: Sequence[str] = ()) -> bool:
     return module in sys.modules or _find_top(module, folders) is not None
 
 
-def _look_into(file: Path, module: str, name: str, folders: Sequence[str]) -> Seen:
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None) or 1
-        return Seen(why_not=f"cannot be imported: {file}:{line}: {getattr(error, 'msg', error)}")
-    except OSError as error:
-        return Seen(why_not=f"cannot be imported: {file}: {error.strerror}")
-    for line, needed in _imports(tree):
-        if not is_installed(needed, folders) and not (file.parent / f"{needed}.py").is_file():
-            return Seen(why_not=f"cannot be imported: {file}:{line} imports {needed}, which is not installed")
+def _look_into(file: Path, name: str, folders: Sequence[str], members: Sequence[str]) -> Seen:
+    tree = _parsed(file)
+    if isinstance(tree, str):
+        return Seen(why_not=f"cannot be imported: {tree}")
+    wrong = next(_wrong_imports(tree, file, folders), "")
+    if wrong:
+        return Seen(why_not=f"cannot be imported: {wrong}")
     named, is_open = _names(tree)
     first = name.partition(".")[0]
     if first not in named:
@@ -155,7 +172,62 @@ def _look_into(file: Path, module: str, name: str, folders: Sequence[str]) -> Se
         return Seen()
     if isinstance(node, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set):
         return Seen(why_not=f"is not callable: {file}:{node.lineno} makes it a value")
-    return Seen(keywords=_keywords(node))
+    return _signature(node, file, members)
+
+
+def _parsed(file: Path) -> ast.Module | str:
+    """The module, or why it cannot be read."""
+    try:
+        return ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        return f"{file}:{getattr(error, 'lineno', None) or 1}: {getattr(error, 'msg', error)}"
+    except OSError as error:
+        return f"{file}: {error.strerror}"
+
+
+def _wrong_imports(tree: ast.Module, file: Path, folders: Sequence[str]) -> Iterator[str]:
+    """What ends the import in any case: modules and names that there are not, an exception raised outside of
+    conditions."""
+    for node in tree.body:
+        if isinstance(node, ast.Raise):
+            yield f"{file}:{node.lineno} raises {ast.unparse(node.exc) if node.exc else 'an exception'}"
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            modules = [node.module]
+        for module in modules:
+            needed = module.partition(".")[0]
+            beside = (file.parent / f"{needed}.py").is_file() or (file.parent / needed).is_dir()
+            if not is_installed(needed, folders):
+                if not beside:
+                    yield f"{file}:{node.lineno} imports {needed}, which is not installed"
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    missing = _lacking(module, alias.name, folders)
+                    if missing:
+                        yield f"{file}:{node.lineno} imports {alias.name} from {module}: {missing}"
+
+
+def _lacking(module: str, name: str, folders: Sequence[str]) -> str:
+    """Why `name` cannot be imported from `module`; "" when nothing speaks against it. What the module imports itself is
+    not looked at."""
+    there = sys.modules.get(module)
+    if there is not None and (hasattr(there, name) or not hasattr(there, "__file__")):
+        return ""
+    found = _find(module, folders)
+    if isinstance(found, str):
+        return found
+    if name == "*" or found.origin is None or not found.origin.endswith(".py"):
+        return ""
+    if found.submodule_search_locations and PathFinder.find_spec(f"{module}.{name}", found.submodule_search_locations):
+        return ""
+    tree = _parsed(Path(found.origin))
+    if isinstance(tree, str):
+        return tree
+    named, is_open = _names(tree)
+    if is_open or name in named:
+        return ""
+    near = get_close_matches(name, named, n=1)
+    return f"it has no such name{f'. Did you mean {near[0]}?' if near else ''}"
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -167,15 +239,6 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _statements(getattr(node, name, ()))
             for handler in getattr(node, "handlers", ()):
                 yield from _statements(handler.body)
-
-
-def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, top-level module) of what is imported in any case: not inside of conditions."""
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.lineno, node.module.partition(".")[0]
 
 
 def _names(tree: ast.Module) -> tuple[dict[str, ast.AST], bool]:
@@ -195,14 +258,37 @@ def _names(tree: ast.Module) -> tuple[dict[str, ast.AST], bool]:
     return named, is_open or "__getattr__" in named or "globals" in ast.dump(tree)
 
 
-def _keywords(node: ast.AST) -> tuple[str, ...] | None:
-    """What a function, or the class's own ``__init__``, takes by keyword."""
-    skipped = 0
-    if isinstance(node, ast.ClassDef):
-        made = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-        if not made or node.decorator_list:
-            return None
-        node, skipped = made[0], 1
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.args.kwarg or node.decorator_list:
-        return None
-    return tuple(argument.arg for argument in [*node.args.args[skipped:], *node.args.kwonlyargs])
+def _signature(node: ast.AST, file: Path, members: Sequence[str]) -> Seen:
+    """What a function, or a class, shows of itself. Decorators may change all of it."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return Seen()
+    place = f"{file}:{node.lineno}"
+    if node.decorator_list:
+        return Seen(place=place)
+    if not isinstance(node, ast.ClassDef):
+        return _arguments(node, 0, place)
+    if node.bases or node.keywords:
+        return Seen(place=place)
+    methods = {inner.name: inner for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)}
+    names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} | {*methods}
+    names |= {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
+    is_open = bool({"__getattr__", "__getattribute__", "__call__", "setattr", "__dict__"} & names)
+    lacks = () if is_open else tuple(member for member in members if member not in names)
+    if "__init__" not in methods:
+        return Seen(keywords=(), is_class=True, lacks=lacks, place=place)
+    return replace(_arguments(methods["__init__"], 1, place), is_class=True, lacks=lacks)
+
+
+def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef, skipped: int, place: str) -> Seen:
+    given = node.args
+    by_position = [*given.posonlyargs, *given.args][skipped:]
+    needed = by_position[: len(by_position) - len(given.defaults)] if given.defaults else by_position
+    only = [a.arg for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
+    named = tuple(argument.arg for argument in [*given.args, *given.kwonlyargs] if argument not in given.args[:skipped])
+    return Seen(
+        keywords=None if given.kwarg else named,
+        required=(*(argument.arg for argument in needed), *only),
+        positional=None if only else (len(needed), float("inf") if given.vararg else len(by_position)),
+        is_async=isinstance(node, ast.AsyncFunctionDef),
+        place=place,
+    )

@@ -158,10 +158,17 @@ def step_line(event: Mapping[str, Any]) -> str:
 
 
 class ServeNarrator:
-    """Tells a daemon's events line by line; a waiting sentence only when it lasts, and at most every few seconds."""
+    """Tells a daemon's events line by line; a waiting sentence only when it lasts, and at most every few seconds.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    Args:
+        say: takes a line.
+        show: takes every waiting sentence at once, "" when there is none, for a place where it stands until the next
+            one. `say` then gets only what is wrong with the workers.
+    """
+
+    def __init__(self, say: Callable[[str], None], show: Callable[[str], None] | None = None) -> None:
         self._say = say
+        self._show = show
         self._lock = threading.Lock()
         self._pending = ""
         self._timer: threading.Timer | None = None
@@ -181,7 +188,9 @@ class ServeNarrator:
         elif kind == "ended":
             self._waiting("")
             self._say(str(event["sentence"]))
-        elif kind in ("memory", "damaged"):
+        elif kind == "trouble" and self._show is None and event["sentence"] in self._pending:
+            return  # it is about to be told
+        elif kind in ("memory", "damaged", "trouble"):
             self._say(f"! {event['sentence']}")
         elif kind == "env":
             self._say(_env(event))
@@ -196,6 +205,9 @@ class ServeNarrator:
         self._waiting("")
 
     def _waiting(self, sentence: str) -> None:
+        if self._show is not None:
+            self._show(sentence)
+            return
         with self._lock:
             self._pending = sentence
             if not sentence:

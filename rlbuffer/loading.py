@@ -363,13 +363,20 @@ def _put(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
+MEANING = {"tuple_type": "must be a list", "dict_type": "must be a table", "mapping_type": "must be a table"}
+"""Kind of pydantic's complaints -> what to say in the words of TOML."""
+
+
 def _translated(complaint: Any, sources: Mapping[str, str]) -> str:
     """One of pydantic's complaints as one line."""
     name = ".".join(str(part) for part in complaint["loc"])
     if complaint["type"] == "missing":
         return _with_place(f"{name} is required", place_of(name.rpartition(".")[0], sources))
-    message = complaint["msg"].removeprefix("Value error, ")
+    message = MEANING.get(complaint["type"]) or complaint["msg"].removeprefix("Value error, ")
     text = f"{name} = {complaint['input']!r}: {message[:1].lower()}{message[1:]}"
+    if name.endswith(".[key]"):
+        name = name.removesuffix(".[key]")
+        text = f"{complaint['loc'][0]}: a name has 1 to 64 of A-Z a-z 0-9 _ . -, got {complaint['input']!r}"
     place = place_of(name, sources)
     while not place and "." in name:
         name = name.rpartition(".")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import rlbuffer
@@ -17,9 +17,23 @@ PROBE_SECONDS = 120.0
 _PROBE = "import rlbuffer.processes, rlbuffer; print(rlbuffer.__version__)"
 
 
+GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
 def visible(gpus: Sequence[int | str]) -> dict[str, str]:
     """The variables that make a process see `gpus` alone; none for an empty list. Before CUDA is first used."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+    return {GPU_VARIABLE: ",".join(map(str, gpus))} if gpus else {}
+
+
+def gpus_here(driver: Path = Path("/proc/driver/nvidia/gpus"), devices: Path = Path("/dev")) -> int | None:
+    """GPUs that a process of this host sees, without asking CUDA; None where that is not known."""
+    visible_ones = os.environ.get(GPU_VARIABLE)
+    if driver.is_dir():
+        count = len(list(driver.iterdir()))
+        named = None if visible_ones is None else [name for name in visible_ones.split(",") if name.strip()]
+        return count if named is None else min(count, len(named))
+    others = ("nvidia0", "nvidiactl", "nvidia-caps", "dxg", "kfd")
+    return None if any((devices / name).exists() for name in others) or shutil.which("nvidia-smi") else 0
 
 
 def gpus_of(options: WorkerSettings | ScoreSettings, replica: int) -> tuple[int | str, ...]:
@@ -81,17 +95,27 @@ def check_pythons(settings: RunSettings, own: str) -> None:
     Raises:
         ConfigError: what is missing, and how to install it.
     """
+    for error in wrong_pythons(settings, own):
+        raise error
+
+
+def wrong_pythons(settings: RunSettings, own: str) -> Iterator[ConfigError]:
+    """Every other Python that is not there or lacks this rlbuffer: what is missing, and how to install it."""
     answers: dict[tuple[str, str], str] = {}
     for name, options in settings.worker.items():
         if not options.python:
             continue
-        python = python_of(name, options, own)
+        try:
+            python = python_of(name, options, own)
+        except ConfigError as error:
+            yield error
+            continue
         environment = environment_of(options, 0, python)
         key = python, environment.get("PYTHONPATH", "")
         if key not in answers:
             answers[key] = _probe(python, environment)
         if answers[key]:
-            raise ConfigError(
+            yield ConfigError(
                 f"worker.{name}.python = {options.python!r} {answers[key]}\n"
                 f"  Install it there:   {options.python} -m pip install 'rlbuffer[{_extra(options)}]=="
                 f"{rlbuffer.__version__}'",

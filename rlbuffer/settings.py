@@ -6,17 +6,40 @@ The batcher's own settings are :class:`rlbuffer.config.BatcherConfig`. Values ar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
 
-from rlbuffer.config import BatcherConfig
+from rlbuffer.config import BatcherConfig, no_truth_as_number
+
+LARGEST_SEED = 2**63 - 1
+"""What torch takes, with room for the numbers of replicas."""
+Names = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+"""What the user calls a worker, a scorer or an evaluation: part of the names of processes, files and metrics."""
+OptionalPath = Annotated[Path | None, BeforeValidator(lambda value: None if value == "" else value)]
+"""An empty path is none: Python would take it for the current folder."""
+
+
+def _given(value: Any) -> Any:
+    if value == "":
+        raise ValueError("must name a folder: write . for the current one")
+    return value
+
+
+GivenPath = Annotated[Path, BeforeValidator(_given)]
+"""A path that is not empty."""
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check(cls, value: Any, info: ValidationInfo) -> Any:
+        return no_truth_as_number(value, cls.model_fields[info.field_name or ""].annotation)
 
 
 class ServerSettings(_Section):
@@ -55,7 +78,7 @@ class WeightsSettings(_Section):
     relays: tuple[str, ...] = Field(
         (), description="URLs of relays; workers ask them, in an order that spreads the load, before the trainer."
     )
-    cache: Path | None = Field(
+    cache: OptionalPath = Field(
         None, description="Where downloaded versions are kept, on a local disk; empty: in the run's folder."
     )
     keep: int = Field(4, ge=2, description="Versions kept there, the most recently used ones.")
@@ -65,13 +88,30 @@ Correction = Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometri
 """Of `rlbuffer.trainer.losses.corrections`."""
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+"""One of AdamW's two."""
+
+
+def _gpu(value: Any) -> int | str:
+    """A GPU's number, or its UUID."""
+    if isinstance(value, int) and value >= 0:
+        return value
+    if isinstance(value, str) and _GPU.fullmatch(value):
+        return value
+    raise ValueError("must be the number of a GPU, from 0 on, or its UUID")
+
+
+_GPU = re.compile(r"[A-Za-z0-9./:-]+")
+Gpu = Annotated[int | str, PlainValidator(_gpu)]
+
+
 class LoraSettings(_Section):
     """``[trainer.lora]``: train a low-rank adapter and leave the model's own weights as they are."""
 
     rank: int = Field(0, ge=0, description="Rank of the adapter's matrices; 0: no adapter, all weights are trained.")
     alpha: float = Field(16.0, gt=0, description="The adapter's product is multiplied by alpha / rank.")
     targets: tuple[str, ...] = Field(
-        ("all-linear",), description="Names of the modules that get one, as PEFT reads them."
+        ("all-linear",), min_length=1, description="Names of the modules that get one, as PEFT reads them."
     )
 
 
@@ -79,7 +119,7 @@ class TrainerSettings(_Section):
     """``[trainer]``: the data-parallel trainer."""
 
     world_size: int = Field(1, ge=1, description="Data-parallel ranks.")
-    gpus: tuple[int | str, ...] = Field(
+    gpus: tuple[Gpu, ...] = Field(
         (), description="GPUs of the ranks, by number or UUID as nvidia-smi gives them; empty: all that are visible."
     )
     parallel: Literal["ddp", "fsdp"] = Field(
@@ -93,10 +133,12 @@ class TrainerSettings(_Section):
     )
     lora: LoraSettings = LoraSettings()
     steps: int = Field(1000, ge=1, description="Stop after this many steps.")
-    seed: int = Field(0, ge=0, description="Of the fresh model's weights and everything random in training.")
+    seed: int = Field(
+        0, ge=0, le=LARGEST_SEED, description="Of the fresh model's weights and everything random in training."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one.")
     learning_rate: float = Field(1e-3, gt=0, description="AdamW.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW.")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW.")
     schedule: Literal["constant", "linear", "cosine", "wsd_sqrt"] = Field(
         "constant", description="What the learning rate does after the warm-up. Counted in updates, as is all of it."
@@ -140,7 +182,7 @@ class TrainerSettings(_Section):
         0.1, ge=0, description="negative_mask: drift of a rollout, in nats per token, above which it is left out."
     )
     clip_low: float | None = Field(
-        None, gt=0, description="Ratio is clipped below at 1 - clip_low; empty: 0.2, in gspo 0.0003."
+        None, gt=0, le=1, description="Ratio is clipped below at 1 - clip_low; empty: 0.2, in gspo 0.0003."
     )
     clip_high: float | None = Field(
         None, gt=0, description="Ratio is clipped above at 1 + clip_high; empty: 0.28, in gspo 0.0004."
@@ -203,7 +245,7 @@ class TrainerSettings(_Section):
     peak_flops: float = Field(
         0.0, ge=0, description="FLOP/s of one rank's device, for `mfu`; 0: known for common GPUs, else left out."
     )
-    output: Path | None = Field(
+    output: OptionalPath = Field(
         None, description="Where checkpoints, weights and metrics go; empty: the run's folder under `home`."
     )
     max_restarts: int = Field(10, ge=0, description="Times that the launcher restarts the ranks after a failure.")
@@ -240,7 +282,7 @@ class WorkerSettings(_Section):
         description="Python that `rlbuffer run` starts these processes with, e.g. that of vLLM's environment; it needs "
         "rlbuffer of the same version. Empty: its own.",
     )
-    gpus: tuple[int | str, ...] = Field(
+    gpus: tuple[Gpu, ...] = Field(
         (),
         description="GPUs, by number or UUID as nvidia-smi gives them, dealt over the replicas in order; empty: all "
         "that are visible.",
@@ -282,7 +324,7 @@ class WorkerSettings(_Section):
         description="What scorers must add before the groups can train: ref_logprobs, or reward where the env gives "
         "none.",
     )
-    seed: int = Field(0, ge=0, description="Of sampling; replicas add their number.")
+    seed: int = Field(0, ge=0, le=LARGEST_SEED, description="Of sampling; replicas add their number.")
     device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Where the sampler runs.")
 
 
@@ -309,7 +351,7 @@ class ScoreSettings(_Section):
     )
     envs: tuple[str, ...] = Field((), description="Only groups of these envs; empty: all.")
     replicas: int = Field(1, ge=1, description="Processes of this kind that `rlbuffer run` starts.")
-    gpus: tuple[int | str, ...] = Field(
+    gpus: tuple[Gpu, ...] = Field(
         (), description="GPUs, dealt over the replicas in order; empty: all that are visible."
     )
     groups_per_batch: int = Field(8, ge=1, description="Groups that are scored together, packed.")
@@ -343,14 +385,14 @@ class EvaluationSettings(_Section):
 class RunSettings(_Section):
     """Everything that ``rlbuffer.toml`` may say."""
 
-    run: str = Field("default", pattern=r"^[a-z0-9_.-]{1,64}$", description="Name of the run on the server.")
+    run: str = Field("default", pattern=r"^[a-z0-9_-][a-z0-9_.-]{0,63}$", description="Name of the run on the server.")
     redis_url: str | None = Field(
         None, repr=False, description="redis://, rediss:// or unix://; empty: the embedded server."
     )
-    redis_password_file: Path | None = Field(
+    redis_password_file: OptionalPath = Field(
         None, description="File with the password of redis_url, where that has none; RLBUFFER_REDIS_PASSWORD wins."
     )
-    home: Path = Field(
+    home: GivenPath = Field(
         Path("~/.rlbuffer"), description="Where the embedded server, weights, checkpoints and metrics are kept."
     )
     deterministic: bool = Field(
@@ -363,9 +405,9 @@ class RunSettings(_Section):
     model: ModelSettings = ModelSettings()
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightsSettings = WeightsSettings()
-    worker: Mapping[str, WorkerSettings] = Field(default_factory=dict)
-    score: Mapping[str, ScoreSettings] = Field(default_factory=dict)
-    eval: Mapping[str, EvaluationSettings] = Field(default_factory=dict)
+    worker: Mapping[Names, WorkerSettings] = Field(default_factory=dict)
+    score: Mapping[Names, ScoreSettings] = Field(default_factory=dict)
+    eval: Mapping[Names, EvaluationSettings] = Field(default_factory=dict)
 
     @property
     def run_dir(self) -> Path:

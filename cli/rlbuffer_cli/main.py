@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from rlbuffer_cli.options import EXIT_INTERRUPTED, echo
+from rlbuffer_cli.starting import SLOW, clear, starting
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -54,6 +55,8 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        if cmd_name in SLOW and not {"--help", "-h"} & set(sys.argv):
+            starting(f"rlbuffer {cmd_name} starts")
         command = importlib.import_module(f"rlbuffer_cli.commands.{cmd_name}").command
         return command if isinstance(command, click.Command) else None
 
@@ -100,9 +103,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. -> exit code; errors are one line on stderr, with a traceback only under ``--debug``."""
     state: dict[str, Any] = {"debug": bool(os.environ.get("RLBUFFER_DEBUG"))}
     try:
-        result = cli.main(
-            args=None if arguments is None else list(arguments), prog_name="rlbuffer", standalone_mode=False, obj=state
-        )
+        try:
+            result = cli.main(
+                args=None if arguments is None else list(arguments),
+                prog_name="rlbuffer",
+                standalone_mode=False,
+                obj=state,
+            )
+        finally:
+            clear()
     except click.exceptions.Exit as leave:
         return leave.exit_code
     except click.exceptions.NoArgsIsHelpError as error:

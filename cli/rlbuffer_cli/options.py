@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from rlbuffer_cli.starting import clear, starting
+
 if TYPE_CHECKING:
     from rlbuffer.loading import Loaded
 
@@ -19,6 +21,7 @@ def echo(text: str = "", *, err: bool = False) -> None:
     """Prints lines for people; what a server or a file put into them does not control the terminal."""
     from rlbuffer.lines import printable
 
+    clear()
     click.echo(printable(text, lines=True), err=err)
 
 
@@ -72,6 +75,7 @@ def load(
     `parts` is what shall run in this process and those that it starts: what they need must be here. Modules beside the
     config file can be imported from then on, until the command ends.
     """
+    starting("reading the settings")
     from rlbuffer import dotted
     from rlbuffer.errors import ConfigError
     from rlbuffer.loading import folders_of
@@ -92,6 +96,7 @@ def load(
         context.call_on_close(lambda: dotted.forget(added))
     for warning in loaded.warnings:
         echo(f"Warning: {warning}", err=True)
+    clear()
     return loaded
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from rlbuffer_cli.options import echo
+from rlbuffer_cli.starting import starting
 
 SHARING = 2
 """Processes that share this machine's cores, this one included; a set OMP_NUM_THREADS counts instead."""
@@ -65,5 +66,6 @@ def run_alone(
         elif display != "none":
             narrate(event)
 
+    starting(f"{kind} {title}: loading what it works with (torch, the model)")
     code = work(title, stop, on_event)
     return 0 if code == processes.DONE else code

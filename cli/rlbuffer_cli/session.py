@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlbuffer_cli.options import EXIT_INTERRUPTED, echo
+from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
     from rlbuffer.client import Buffer
@@ -39,6 +40,7 @@ def open_existing(loaded: Loaded, *, run_given: bool, even_damaged: bool = False
 
     settings = loaded.settings
     check_home(loaded)
+    starting("connecting to the server")
     buffer = connect(settings.redis_url, run=settings.run, config=settings, name="inspect", origin=redis_origin(loaded))
     try:
         runs = buffer.store.runs()

@@ -325,4 +325,5 @@ class Leadership:
                 "forming": self._held.batcher.forming,
                 "idle": self._is_idle,
             },
+            self._workers.trouble if self._workers.trouble in sentence else self._workers.failing(),
         )

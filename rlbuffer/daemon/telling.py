@@ -28,6 +28,7 @@ class Teller:
         self._store = store
         self.emit = emit
         self._told = ("", float("-inf"))
+        self._trouble = ""
         self._drops: dict[str, list[int]] = {}
 
     def forget(self) -> None:
@@ -35,12 +36,18 @@ class Teller:
         self._told = ("", float("-inf"))
         self._drops = {}
 
-    def say(self, sentence: str, beat: Mapping[str, Any]) -> None:
-        """The waiting sentence, "" when nothing is waited for; with it the leader's heartbeat, which is `beat`."""
+    def say(self, sentence: str, beat: Mapping[str, Any], trouble: str = "") -> None:
+        """The waiting sentence, "" when nothing is waited for; with it the leader's heartbeat, which is `beat`.
+
+        `trouble` is what somebody must cure, in the sentence or beside it.
+        """
         before, at = self._told
         now = time.monotonic()
         if sentence != before and sentence:
             self.emit({"event": "waiting", "sentence": sentence})
+        if trouble and trouble != self._trouble:
+            self._trouble = trouble
+            self.emit({"event": "trouble", "sentence": trouble})
         if sentence != before or now - at > TELEMETRY_SECONDS:
             self._told = (sentence, now)
             self._store.set_waiting("batcher", sentence)

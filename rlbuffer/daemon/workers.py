@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rlbuffer.lines import failures_of
+from rlbuffer.lines import Failed, failures_of
 from rlbuffer.policy import waiting
 from rlbuffer.store.base import Store
 
@@ -26,6 +26,9 @@ class WorkerWatch:
         self._is_served = False
         """Any worker is alive."""
         self._looked = float("-inf")
+        self.trouble = ""
+        """What of the last sentence somebody must cure."""
+        self._failing: dict[str, str] = {}
         self._told: dict[str, tuple[object, str, float]] = {}
         """Env -> what its sentence is made of but for numbers, the sentence, and when it was made."""
 
@@ -35,39 +38,80 @@ class WorkerWatch:
         Counts grow all the time: they are told anew every minute, and when another kind comes.
         """
         now = time.monotonic()
-        if now - self._looked > LOOK_SECONDS:
-            self._looked = now
-            beats = self._store.heartbeats("worker")
-            alive = {name for name, beat in beats.items() if beat["seconds_ago"] <= FRESH_SECONDS}
-            served = {str(beats[name].get("env")) for name in alive}
-            # The last words of a worker that has ended count until another one samples its env.
-            dead = {
-                name for name, beat in beats.items() if failures_of(beat).kinds and str(beat.get("env")) not in served
-            }
-            self._beats = {name: beats[name] for name in sorted(alive | dead)}
-            self._is_served = bool(alive)
+        self._look(now)
+        self.trouble = ""
         if not self._beats:
             return f" {waiting.NO_WORKER}" if said.endswith(waiting.NOTHING_YET) else ""
         nobody = "" if self._is_served else f" {waiting.NO_WORKER}"
         envs: dict[str, dict[str, Mapping[str, Any]]] = {}
         for name, beat in self._beats.items():
             envs.setdefault(str(beat.get("env", "")), {})[name] = beat
-        self._told = {env: told for env, told in self._told.items() if env in envs}
-        return (
-            "".join(f" {text}" for env, beats in sorted(envs.items()) if (text := self._of(env, beats, now))) + nobody
-        )
+        self._told = {what: told for what, told in self._told.items() if what.removeprefix("failing ") in envs}
+        texts = [text for env, beats in sorted(envs.items()) if (text := self._of(env, beats, now))]
+        self.trouble = " ".join(texts)
+        return "".join(f" {text}" for text in texts) + nobody
+
+    def failing(self) -> str:
+        """Envs of which groups fail, also while others are made and steps go on; "" when all are made. Told anew as
+        sentences are."""
+        now = time.monotonic()
+        self._look(now)
+        envs: dict[str, dict[str, Failed]] = {}
+        for name, beat in self._beats.items():
+            failed = failures_of(beat)
+            if failed.kinds:
+                envs.setdefault(str(beat.get("env", "")), {})[name] = failed
+        self._failing = {env: text for env, text in self._failing.items() if env in envs}
+        for env, failures in sorted(envs.items()):
+            kinds: Counter[str] = Counter()
+            for failed in failures.values():
+                kinds.update(failed.kinds)
+            text = waiting.for_failures(env, kinds, next(reversed(failures.values())).last, list(failures))
+            self._failing[env] = self._anew(f"failing {env}", (tuple(failures), tuple(sorted(kinds))), text, now)
+        return " ".join(self._failing.values())
+
+    def _look(self, now: float) -> None:
+        if now - self._looked <= LOOK_SECONDS:
+            return
+        self._looked = now
+        beats = self._store.heartbeats("worker")
+        alive = {name for name, beat in beats.items() if beat["seconds_ago"] <= FRESH_SECONDS}
+        served = {str(beats[name].get("env")) for name in alive}
+        # The last words of a worker that has ended count until another one samples its env.
+        dead = {
+            name
+            for name, beat in beats.items()
+            if (failures_of(beat).kinds or beat.get("ended") or beat.get("doing"))
+            and str(beat.get("env")) not in served
+        }
+        self._beats = {name: beats[name] for name in sorted(alive | dead)}
+        self._is_served = bool(alive)
+
+    def _anew(self, what: str, key: object, text: str, now: float) -> str:
+        """`text`, or what was told of it before while only numbers have changed since."""
+        before = self._told.get(what)
+        if before is not None and before[0] == key and now < before[2] + waiting.AGAIN_SECONDS:
+            return before[1]
+        self._told[what] = (key, text, now)
+        return text
 
     def _of(self, env: str, beats: Mapping[str, Mapping[str, Any]], now: float) -> str:
         failing = {name: failures for name, beat in beats.items() if (failures := failures_of(beat)).kinds}
         busy = {name: str(beat["busy"]) for name, beat in beats.items() if beat.get("busy")}
-        troubled = {name: str(beat["error"]) for name, beat in beats.items() if beat.get("error")}
+        troubled = {
+            name: str(beat.get("ended") or beat["error"])
+            for name, beat in beats.items()
+            if beat.get("ended") or beat.get("error")
+        }
+        silent = {
+            name: str(beat["doing"])
+            for name, beat in beats.items()
+            if beat.get("doing") and beat["seconds_ago"] > FRESH_SECONDS
+        }
         kinds: Counter[str] = Counter()
         for failures in failing.values():
             kinds.update(failures.kinds)
-        key = (tuple(failing), tuple(sorted(kinds)), tuple(busy), tuple(troubled) if not failing else ())
-        before = self._told.get(env)
-        if before is not None and before[0] == key and now < before[2] + waiting.AGAIN_SECONDS:
-            return before[1]
+        key = (tuple(failing), tuple(sorted(kinds)), tuple(busy), tuple(silent), tuple(troubled) if not failing else ())
         parts = []
         if troubled and failing:
             last = next(reversed(failing.values())).last
@@ -75,9 +119,10 @@ class WorkerWatch:
         elif troubled:
             name, error = next(iter(troubled.items()))
             parts.append(waiting.for_worker(env, name, error))
-        if busy:
+        if silent:
+            name, what = next(iter(silent.items()))
+            parts.append(waiting.for_silent(env, name, what))
+        elif busy:
             name, what = next(iter(busy.items()))
             parts.append(waiting.for_busy(env, name, what))
-        text = " ".join(parts)
-        self._told[env] = (key, text, now)
-        return text
+        return self._anew(env, key, " ".join(parts), now)

@@ -126,6 +126,11 @@ def for_busy(env: str, worker: str, what: str) -> str:
     return f"{env} may hang: {what} at {worker}."
 
 
+def for_silent(env: str, worker: str, doing: str) -> str:
+    """A worker is not heard of any more, and was last heard of while a function of its env ran."""
+    return f"{env} may have ended its worker {worker} without a word: it was last heard of while {doing} ran."
+
+
 def for_worker(env: str, worker: str, said: str) -> str:
     """A worker of an env has a trouble that is not the env's."""
     return f"The worker {worker} of {env} says: {said}."

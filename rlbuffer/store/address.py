@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlbuffer.errors import ConfigError
 
@@ -85,6 +88,26 @@ def options_of(url: str, source: str) -> dict[str, Any]:
                 setting="redis_url",
             )
     return options
+
+
+def check_place(url: str, options: Mapping[str, Any], source: str) -> None:
+    """Raises ConfigError for a place where no server can be: no socket, no port, no database of that number."""
+    why = ""
+    if url.startswith("unix:"):
+        path = str(options.get("path", ""))
+        if not path:
+            why = "names no socket"
+        elif Path(path).exists() and not Path(path).is_socket():
+            why = "names a file that is no socket"
+        elif not Path(path).exists():
+            why = "names a socket that is not there"
+    elif urlsplit(url).port == 0:
+        why = "has port 0, which no server listens at"
+    named = urlsplit(url).path.strip("/")
+    if not why and not url.startswith("unix:") and named and not named.isdecimal():
+        why = f"ends with {named!r}, which is no number of a database"
+    if why:
+        raise ConfigError(f"{redacted(url)} {why}.{source}", setting="redis_url")
 
 
 def is_memory(url: str) -> bool:

@@ -12,7 +12,7 @@ from rlbuffer.errors import ConfigError
 
 SCHEMA = 2
 """Layout of the keys and of what is in them; another number is refused (SchemaMismatch)."""
-RUN_NAME = re.compile(r"[a-z0-9_.-]{1,64}\Z")
+RUN_NAME = re.compile(r"[a-z0-9_-][a-z0-9_.-]{0,63}\Z")
 SUFFIX = re.compile(rb"[A-Za-z0-9_-]{1,64}\.[0-9]{1,16}\Z")
 """``<incarnation>.<sequence>`` in a payload's key."""
 RUNS = "rlb:runs"

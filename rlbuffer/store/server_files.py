@@ -58,6 +58,18 @@ def check_memory(settings: ServerSettings) -> None:
         )
 
 
+def memory_bytes(settings: ServerSettings) -> int:
+    """`maxmemory` in bytes, as the server reads it; 0: no limit.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    check_memory(settings)
+    number, unit = re.fullmatch(r"([0-9]+)([a-z]*)", settings.maxmemory.lower()).groups()  # type: ignore[union-attr]
+    thousands = {"": 1, "b": 1, "k": 1000, "kb": 1024, "m": 1000**2, "mb": 1024**2, "g": 1000**3, "gb": 1024**3}
+    return int(number) * thousands[unit]
+
+
 def socket_path(directory: Path) -> Path:
     """A path short enough for a unix socket: in the home, else in a private directory named after the home's hash."""
     path = directory / "server.sock"

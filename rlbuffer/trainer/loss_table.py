@@ -102,7 +102,7 @@ def facts_of(name: str) -> LossFacts:
     if ":" in name:
         return LossFacts()
     near = get_close_matches(name, LOSSES, n=1)
-    hint = f". Did you mean {near[0]}?" if near else ""
+    hint = f". Did you mean {near[0]}?" if near else ". Your own is named as package.module:name" * ("." in name)
     raise ConfigError(
         f"trainer.loss = {name!r} is not a loss: {', '.join(sorted(LOSSES))}{hint}", setting="trainer.loss"
     )

@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.records import PolicyVersion
@@ -184,6 +185,22 @@ def remove(directory: Path) -> None:
 def is_url(location: str) -> bool:
     """The announced location is to be downloaded, not a directory."""
     return location.startswith(("http://", "https://"))
+
+
+def wrong_url(url: str) -> str:
+    """What of a URL cannot be, as the end of a sentence; "" when nothing is wrong."""
+    try:
+        parts = urlsplit(url)
+        if not parts.hostname:
+            return "names no host"
+        return "has port 0" if parts.port == 0 else ""
+    except ValueError as error:
+        return f"is no URL: {error}"
+
+
+def host_of(url: str) -> str:
+    """The host that a URL names."""
+    return urlsplit(url).hostname or ""
 
 
 def parse_listen(listen: str) -> tuple[str, int]:

@@ -15,7 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.host_checks import NO_MODEL_TYPE, which_model
+from rlbuffer.host_checks import which_model
+from rlbuffer.model_checks import NO_MODEL_TYPE
 from rlbuffer.settings import ModelSettings
 
 TINY_QWEN3: Mapping[str, Any] = MappingProxyType(

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -95,6 +95,10 @@ class Failures:
             setting="env",
         )
 
+    def go_on(self, counts: Mapping[str, int]) -> None:
+        """Counts of the process before this one."""
+        self._counts.update(counts)
+
     def record(self) -> dict[str, int]:
         """Kind -> groups, the most frequent first."""
         return dict(self._counts.copy().most_common())
@@ -114,15 +118,31 @@ class Work:
 _current: ContextVar[Work | None] = ContextVar("work", default=None)
 
 
-class UserWork:
-    """What of the env runs at this moment. Safe to read from any thread."""
+def exited(error: SystemExit) -> RuntimeError:
+    """What is said of an env that would end its process."""
+    raised = RuntimeError(f"sys.exit({error.code!r}) was called")
+    raised.__cause__ = error
+    return raised
 
-    def __init__(self) -> None:
+
+class UserWork:
+    """What of the env runs at this moment. Safe to read from any thread.
+
+    Args:
+        env: whose functions these are.
+        first: called before a function runs for the first time: it may end the process, and then nobody else knows.
+    """
+
+    def __init__(self, env: object = None, first: Callable[[], None] = lambda: None) -> None:
+        self._env = env
         self._running: dict[int, Work] = {}
+        self._begun: set[str] = set()
+        self._starting = threading.Lock()
+        self.first = first
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """The env's function `what` runs meanwhile, in this thread or this task."""
+        """The env's function `what` runs meanwhile, in this thread or this task. A sys.exit there is an error."""
         try:
             task = asyncio.current_task()
         except RuntimeError:
@@ -131,7 +151,13 @@ class UserWork:
         self._running[id(work)] = work
         token = _current.set(work)
         try:
+            with self._starting:  # who comes second waits: what it does is as unknown as the first one's
+                if what not in self._begun:
+                    self._begun.add(what)
+                    self.first()
             yield
+        except SystemExit as error:
+            raise exited(error) from error
         finally:
             _current.reset(token)
             del self._running[id(work)]
@@ -153,6 +179,15 @@ class UserWork:
         finally:
             if work is not None:
                 work.since = time.monotonic()
+
+    def now(self) -> str:
+        """What runs, with the place of the function that began first; "" while nothing does."""
+        running = [work for work in list(self._running.values()) if work.since is not None]
+        if not running:
+            return ""
+        what = min(running, key=lambda work: work.since or 0.0).what
+        place = _shown(_beginning(self._env, what))
+        return f"{what}()" + (f" ({place})" if place else "")
 
     def sentence(self) -> str:
         """What has run for long, and where it is; "" while nothing has."""

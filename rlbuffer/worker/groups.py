@@ -28,7 +28,7 @@ from rlbuffer.worker.envs.base import (
     WholeRolloutEnv,
 )
 from rlbuffer.worker.episodes import Episode
-from rlbuffer.worker.failures import UserWork, Work
+from rlbuffer.worker.failures import UserWork, Work, exited
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
 from rlbuffer.worker.threads import in_thread
 
@@ -106,7 +106,7 @@ class GroupMaker:
         self._slots: AbstractAsyncContextManager[Any] = asyncio.Semaphore(self._most) if self._most else nullcontext()
         """Held while a rollout is played, or scored: waiting for one is no part of a rollout's time."""
         self._ending = asyncio.Event()
-        self.work = UserWork()
+        self.work = UserWork(env)
         """What of the env runs at this moment."""
         self.way = next(way for way in ("rollout", "play", "score") if hasattr(env, way))
         """The env's function that makes, plays or scores a rollout."""
@@ -207,6 +207,8 @@ class GroupMaker:
                         out.append(env.score(prompt, completion.tokens, finish_reason=completion.finish_reason))
                     except Exception as error:  # the env is the user's code: whatever it raises costs this rollout only
                         out.append(error)
+                    except SystemExit as error:
+                        out.append(exited(error))
             return out
 
         async with self._slots, asyncio.timeout(seconds):

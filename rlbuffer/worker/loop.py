@@ -40,7 +40,7 @@ from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.failures import place_of, traceback_of
 from rlbuffer.worker.groups import Aborted, GroupFailed, GroupMaker, in_words
-from rlbuffer.worker.pulse import TICKET_SECONDS, Pulse
+from rlbuffer.worker.pulse import TICKET_SECONDS, WITHOUT_A_WORD, Pulse, telling_why
 from rlbuffer.worker.samplers import Sampler, make_sampler
 from rlbuffer.worker.threads import in_thread
 from rlbuffer.worker.versions import Versions
@@ -106,7 +106,8 @@ def run_worker(
         ServerUnreachable: for longer than the writer's patience.
     """
     # First what may be refused: a worker that cannot work begins no run.
-    env, sampler = env or make_env(settings.env, **settings.env_options), sampler or make_sampler(settings)
+    with telling_why(buffer, name, settings):
+        env, sampler = env or make_env(settings.env, **settings.env_options), sampler or make_sampler(settings)
     buffer.store.open_run()
     worker = _Worker(
         buffer,
@@ -174,6 +175,9 @@ class _Worker:
         """What the writer last waited for."""
 
     async def run(self) -> bool:
+        with suppress(RlbufferError):
+            for sentence in self._pulse.look_back(self._buffer.store.heartbeats("worker")):
+                self._trouble(sentence, kind=WITHOUT_A_WORD, traceback="")
         self._pulse.start()
         try:
             while not self._stop.is_set() and not self._is_done:
@@ -208,14 +212,8 @@ class _Worker:
             self._pusher.shutdown()
             self._pulse.close()
             pulse = self._pulse
-            self._on_event(
-                {
-                    "event": "stopped",
-                    "groups": pulse.groups,
-                    "rollouts": pulse.rollouts,
-                    "failed_groups": pulse.failed_groups,
-                }
-            )
+            counts = {"groups": pulse.groups, "rollouts": pulse.rollouts, "failed_groups": pulse.failed_groups}
+            self._on_event({"event": "stopped"} | counts)
         return self._is_done
 
     def _no_ticket(self) -> str:

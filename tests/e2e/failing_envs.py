@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import time
 
 import numpy as np
 
+from rlbuffer import Rollout
 from rlbuffer.worker.envs import Prompt, Score
 
 
@@ -52,6 +55,33 @@ class GivesAFloat(Sound):
 class TextReward(Sound):
     def score(self, prompt, tokens, *, finish_reason):
         return Score(reward="1.0")
+
+
+class TwoRewards(Sound):
+    def score(self, prompt, tokens, *, finish_reason):
+        return Score(reward=[1.0, 0.0])
+
+
+class SometimesRaises(Sound):
+    def score(self, prompt, tokens, *, finish_reason):
+        if int(prompt.prompt_id) % 2:
+            return Score(reward=[][0])
+        return Score(reward=1.0)
+
+
+class CallsExit(Sound):
+    def score(self, prompt, tokens, *, finish_reason):
+        sys.exit("no judge")
+
+
+class EndsItsProcess(Sound):
+    def score(self, prompt, tokens, *, finish_reason):
+        os._exit(7)
+
+
+class NotMade(Sound):
+    def __init__(self):
+        raise PermissionError("the judge's key")
 
 
 class NoPrompt(Sound):
@@ -101,6 +131,16 @@ class PlayHangs(Sound):
     async def play(self, prompt, episode):
         await episode.sample()
         await asyncio.sleep(3600)
+
+
+class NoTokens(Sound):
+    score = None
+
+    async def rollout(self, prompt, policy):
+        empty = np.array([], np.float32)
+        return Rollout.from_completion(
+            prompt_ids=prompt.tokens, token_ids=[], logprobs=empty, reward=1.0, policy_version=0
+        )
 
 
 class Silent(Sound):

@@ -109,8 +109,9 @@ def test_the_command_pauses_and_resumes(
         'math takes part again in run "r"',
         'math was not paused in run "r"',
     ]
-    assert main(["env", "pause", "mth", "--home", str(home), "--run", "r"]) == 1
-    assert capsys.readouterr().err == "Error: run 'r' knows no env 'mth'. Did you mean math?\n"
+    for action in ("pause", "done", "resume"):
+        assert main(["env", action, "mth", "--home", str(home), "--run", "r"]) == 1
+        assert capsys.readouterr().err == "Error: run 'r' knows no env 'mth'. Did you mean math?\n"
     assert main(["env", "pause", "code", "--home", str(home), "--run", "r"]) == 1
     assert capsys.readouterr().err == "Error: run 'r' knows no env 'code'. It knows math.\n"
     assert main(["env", "pause", "a b", "--home", str(home)]) == 2

@@ -62,7 +62,8 @@ def test_gpus_that_cannot_be_dealt_are_refused(tmp_path: Path, text: str, messag
 def test_a_gpu_that_two_kinds_of_process_share_and_a_server_nobody_asks_are_warned_of(tmp_path: Path) -> None:
     file = tmp_path / "rlbuffer.toml"
     file.write_text(
-        '[trainer]\ngpus = [0]\n[weights]\nlisten = ":9465"\n[worker.vcopy]\nenv = "vcopy"\nreplicas = 2\ngpus = [0, 1]'
+        '[trainer]\ngpus = [0]\n[weights]\nlisten = ":9465"\n'
+        '[worker.vcopy]\nenv = "vcopy"\nreplicas = 2\ngpus = [0, 1]\ndevice = "cuda"'
     )
     assert load(file, environ={}).warnings == (
         (
@@ -71,6 +72,49 @@ def test_a_gpu_that_two_kinds_of_process_share_and_a_server_nobody_asks_are_warn
         ),
         "GPU 0 is given to trainer and worker.vcopy: they share its memory.",
     )
+
+
+def test_gpus_are_counted_by_the_drivers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, devices = tmp_path / "driver", tmp_path / "devices"
+    devices.mkdir()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert placement.gpus_here(driver, devices) == 0
+    script(tmp_path / "nvidia-smi", "")
+    assert placement.gpus_here(driver, devices) is None
+    for bus in ("0000:01", "0000:02"):
+        (driver / bus).mkdir(parents=True)
+    assert placement.gpus_here(driver, devices) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert placement.gpus_here(driver, devices) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert placement.gpus_here(driver, devices) == 0
+
+
+@pytest.mark.parametrize(
+    ("there", "settings", "text"),
+    [
+        (0, 'device = "cuda"', "trainer.device = 'cuda': this host has no GPU"),
+        (2, "world_size = 3", "trainer.world_size = 3: ranks need a GPU each, and this host has 2"),
+        (1, "gpus = [1]", "trainer.gpus = [1]: this host has 1 GPU, numbered from 0"),
+        (2, "world_size = 2\ngpus = [0, 1]", ""),
+        (2, 'world_size = 3\ndevice = "cpu"', ""),
+        (0, "world_size = 3", ""),
+        (None, 'world_size = 3\ndevice = "cuda"', ""),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused_where_gpus_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: int | None, settings: str, text: str
+) -> None:
+    monkeypatch.setattr("rlbuffer.host_checks.gpus_here", lambda: there)
+    file = tmp_path / "rlbuffer.toml"
+    file.write_text(f'[model.config]\nmodel_type = "qwen3"\n[trainer]\n{settings}\n')
+    if not text:
+        load(file, environ={}, parts=("train",))
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(file, environ={}, parts=("train",))
+    assert str(caught.value).endswith(text)
 
 
 def test_a_worker_is_started_apart_only_when_it_must_be() -> None:

@@ -171,7 +171,11 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             3,
             f"Error: {NEVER}min_group_size = 9, but the workers' group_size = 8 (strict.toml:2, :5).",
         ),
-        ("config show --run BAD", 3, "Error: --run  run = 'BAD': string should match pattern '^[a-z0-9_.-]{{1,64}}$'"),
+        (
+            "config show --run BAD",
+            3,
+            "Error: --run  run = 'BAD': string should match pattern '^[a-z0-9_-][a-z0-9_.-]{{0,63}}$'",
+        ),
         (
             "train --world-size 0",
             3,

@@ -32,6 +32,7 @@ ARGUMENTS = {
     "draining": (),
     "for_failures": ("math", {"KeyError": 3}, "KeyError: 'x' (envs.py:3 in score)", ["math-0"]),
     "for_busy": ("math", "math-0", "score() has run for 12 s (envs.py:3 in score)"),
+    "for_silent": ("math", "math-0", "score() (envs.py:3 in score)"),
     "for_worker": ("math", "math-0", "no such file"),
     "for_share": (EXAMPLE, 6),
 }

@@ -201,3 +201,23 @@ def test_envs_import_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+class Raising(Constant):
+    def __init__(self) -> None:
+        raise PermissionError("the judge's key")
+
+
+class Leaving(Constant):
+    def __init__(self) -> None:
+        sys.exit(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("Raising", "PermissionError: the judge's key"), ("Leaving", "SystemExit: 2")]
+)
+def test_an_env_whose_factory_raises_is_refused_with_the_line(name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_env(f"{__name__}:{name}")
+    assert str(caught.value).startswith(f"env {__name__}:{name}: its factory raised {said} (")
+    assert "test_envs.py:" in str(caught.value)

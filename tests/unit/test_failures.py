@@ -19,6 +19,7 @@ from rlbuffer.worker import failures
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.failures import MOST_KINDS, Failures, UserWork, place_of, places_of_thread, traceback_of
 from rlbuffer.worker.groups import GroupFailed, GroupMaker, check_prompt
+from rlbuffer.worker.pulse import Pulse
 from rlbuffer.worker.samplers.base import Completion
 
 SOURCE = """
@@ -250,3 +251,51 @@ def test_what_a_worker_waits_for_is_told_once_a_minute_though_its_numbers_change
         "waiting for 5 s: no ticket for m: what may be sampled now is out",
         "waiting for 5 s: the first policy version",
     ]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_env_that_calls_exit_fails_and_ends_nobody(is_async: bool) -> None:
+    class Leaves:
+        name, vocab_size, eos_token_ids, max_new_tokens = "theirs", 13, (12,), 2
+
+        def score(self, prompt, tokens, *, finish_reason):
+            sys.exit(3)
+
+    class LeavesLater(Leaves):
+        async def score(self, prompt, tokens, *, finish_reason):
+            sys.exit(3)
+
+    env = LeavesLater() if is_async else Leaves()
+    error = failure(env)
+    assert str(error) == "sys.exit(3) was called"
+    assert "test_failures.py:" in place_of(error, env, "score")
+
+
+def test_what_runs_is_told_before_it_runs_for_the_first_time() -> None:
+    class Env:
+        def score(self): ...
+
+    told: list[str] = []
+    work = UserWork(Env())
+    work.first = lambda: told.append(work.now())
+    for _ in range(2):
+        with work.doing("score"):
+            assert work.now().startswith("score() (")
+    assert len(told) == 1
+    assert "test_failures.py:" in told[0]
+    assert work.now() == ""
+
+
+def test_the_next_process_says_how_the_one_before_it_ended() -> None:
+    pulse = Pulse(Deaf(), "w", "math")
+    assert list(pulse.look_back({})) == []
+    assert list(pulse.look_back({"w": {"doing": "", "failures": {"KeyError": 3}}})) == []
+    last = {"doing": "score() (envs.py:3 in score)", "failures": {"KeyError": 3, "ended without a word": 1}}
+    (sentence,) = pulse.look_back({"w": last})
+    assert sentence == "the worker's process before this one ended while score() (envs.py:3 in score) ran"
+    assert pulse.record()["failures"] == {"KeyError": 3, "ended without a word": 2}
+    assert pulse.record()["failure"] == sentence
+
+
+class Deaf:
+    def heartbeat(self, kind: str, name: str, record: dict) -> None: ...

@@ -75,7 +75,7 @@ def test_control_keys_share_a_slot_and_payload_keys_do_not():
 def test_run_name_that_could_be_a_pattern_is_refused():
     with pytest.raises(ConfigError) as caught:
         Keys("a*")
-    assert str(caught.value) == "run = 'a*' must match [a-z0-9_.-]{1,64}"
+    assert str(caught.value) == "run = 'a*' must match [a-z0-9_-][a-z0-9_.-]{0,63}"
     assert caught.value.setting == "run"
 
 

@@ -13,6 +13,7 @@ import click
 
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
+from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
     from rlbuffer.loading import Loaded
@@ -60,6 +61,7 @@ def command(
     loaded = _settings(config, redis, run, home, steps, seed, deterministic)
     stop = threading.Event()
     processes.stop_on_signals(stop)
+    starting("connecting to the server, loading torch")
     return _Demo(loaded, options.choose_display(display), seconds, seed).run(stop)
 
 

@@ -69,6 +69,7 @@ def done(env: str, config: str | None, redis: str | None, run: str | None, home:
 
     _check(env)
     with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+        _check_known(buffer, env)
         buffer.store.say_done(env, epoch=buffer.store.meta().epoch)
         name = buffer.run
     echo(f'{env} is done in run "{name}": no further ticket is given. Back: rlbuffer env resume {env}')
@@ -92,6 +93,7 @@ def resume(env: str, config: str | None, redis: str | None, run: str | None, hom
 
     _check(env)
     with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+        _check_known(buffer, env)
         was_paused, was_done = buffer.store.resume(env), buffer.store.forget_end(env)
         name = buffer.run
     is_back = was_paused or was_done
@@ -100,13 +102,15 @@ def resume(env: str, config: str | None, redis: str | None, run: str | None, hom
 
 
 def _check_known(buffer: Buffer, env: str) -> None:
-    """NotFound unless the run has met the env, or its settings or a worker name it: a typing error pauses nothing."""
+    """NotFound unless the run has met the env, or its settings or a worker name it: a typing error changes nothing."""
     from rlbuffer.errors import NotFound
     from rlbuffer.filters import nearest
 
     store = buffer.store
     sampled = {str(beat["env"]) for beat in store.heartbeats("worker").values() if "env" in beat}
     config = store.meta().config
+    sources = store.sources()
+    sampled |= sources.done | sources.open | sources.ends.keys() | store.paused()
     known = sorted({*store.ledger().envs, *config.get("budgets", {}), *config.get("envs", {}), *sampled})
     if env not in known:
         hint = nearest(env, known) or f" It knows {', '.join(known)}." * bool(known)

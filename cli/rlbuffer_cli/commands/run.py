@@ -11,6 +11,7 @@ import click
 
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
+from rlbuffer_cli.starting import starting
 
 
 @click.command("run")
@@ -49,6 +50,7 @@ def command(
     shown = options.choose_display(display)
     stop = threading.Event()
     processes.stop_on_signals(stop)
+    starting("connecting to the server, loading torch")
 
     if shown == "rich":
         from rlbuffer_cli.render.live import watch_run

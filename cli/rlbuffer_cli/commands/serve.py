@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 @click.option("--replace-config", is_flag=True, help="Go on with a run that was started with other batcher settings.")
 @click.option(
     "--display",
-    type=click.Choice(["auto", "plain", "json", "none"]),
+    type=click.Choice(["auto", "rich", "plain", "json", "none"]),
     default="auto",
-    help="plain: a line per step. json: an object per event.",
+    help="rich: a line per step, and below what it waits for. plain: lines. json: an object per event. auto: rich on a "
+    "terminal, else plain.",
 )
 def command(
     config: str | None,
@@ -52,10 +54,12 @@ def command(
     """
     from rlbuffer import processes
     from rlbuffer.lines import ServeNarrator
+    from rlbuffer_cli.render.foot import Foot
 
     if resume and fresh:
         raise click.UsageError("--resume and --fresh exclude each other")
     loaded = options.load(config, redis, run, home, parts=("serve",))
+    settings = loaded.settings
     if resume or fresh:
         _check_run(loaded, resume=resume)
     processes.name_process("serve")
@@ -63,30 +67,66 @@ def command(
     processes.stop_on_signals(stop)
     processes.set_on_hangup(hangup, stop)
     started = time.monotonic()
-    narrator = ServeNarrator(lambda line: echo(f"{datetime.now():%H:%M:%S} {line}"))
+    shown = options.choose_display(display)
+    status = _Status(settings.run)
+    with Foot(status.lines) if shown == "rich" else nullcontext() as foot:
+        say = foot.say if foot is not None else echo
+        narrator = ServeNarrator(
+            lambda line: say(f"{datetime.now():%H:%M:%S} {line}"), None if foot is None else status.wait_for
+        )
 
-    def on_event(event: dict[str, Any]) -> None:
-        if display == "json":
-            echo(json.dumps(event, default=str))
-        elif display != "none":
-            if event["event"] == "ready":
-                for line in banner(loaded, event, time.monotonic() - started):
-                    echo(line)
-            narrator(event)
+        def on_event(event: dict[str, Any]) -> None:
+            if shown == "json":
+                echo(json.dumps(event, default=str))
+            elif shown != "none":
+                if event["event"] == "ready":
+                    status.step = int(event["step"])
+                    say("\n".join(banner(loaded, event, time.monotonic() - started)))
+                elif event["event"] == "step":
+                    status.step = int(event["step"])
+                narrator(event)
 
-    processes.serve(
-        loaded.settings,
-        stop,
-        on_event,
-        replace_config=replace_config,
-        reread=lambda: options.load(config, redis, run, home, parts=("serve",)).settings.batcher,
-        hangup=hangup,
-        origin=options.redis_origin(loaded),
-    )
-    narrator.close()
-    if display not in ("json", "none"):
+        processes.serve(
+            settings,
+            stop,
+            on_event,
+            replace_config=replace_config,
+            reread=lambda: options.load(config, redis, run, home, parts=("serve",)).settings.batcher,
+            hangup=hangup,
+            origin=options.redis_origin(loaded),
+        )
+        narrator.close()
+    if shown not in ("json", "none"):
         echo("stopped; groups and steps stay on the server.")
     return 0
+
+
+class _Status:
+    """The line at the foot: the run's step, and what the batcher waits for."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self.step: int | None = None
+        """None until the batcher is ready."""
+        self._sentence = ""
+        self._since = time.monotonic()
+
+    def wait_for(self, sentence: str) -> None:
+        """What is waited for now, "" for nothing."""
+        if not (self._sentence and sentence):
+            self._since = time.monotonic()
+        self._sentence = sentence
+
+    def lines(self, width: int) -> list[str]:
+        from rlbuffer.lines import duration
+
+        if self.step is None:
+            return [f'run "{self._run}": connecting to the server ...']
+        if not self._sentence:
+            return [f"step {self.step} · at work"]
+        seconds = int(time.monotonic() - self._since)
+        lasting = f"{seconds} s" if seconds < 10 else duration(seconds)
+        return [f"step {self.step} · waiting {lasting}: {self._sentence}"]
 
 
 def _check_run(loaded: Loaded, *, resume: bool) -> None:

@@ -9,6 +9,7 @@ import click
 
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
+from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
     from rlbuffer.settings import RunSettings
@@ -54,6 +55,7 @@ def command(
     }
     loaded = options.load(config, redis, run, home, flags, parts=("train",))
     settings = loaded.settings
+    starting("loading torch")
 
     from rlbuffer.processes import name_process
     from rlbuffer.trainer.launch import launch

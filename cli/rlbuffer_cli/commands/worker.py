@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
 import click
 
 from rlbuffer_cli import options, sections
@@ -48,7 +52,13 @@ def command(
     }
     key = name or _only_worker(config, redis, run, home, env)
     named = {f"worker.{key}.{k}": v for k, v in flags.items()}
-    loaded = options.load(config, redis, run, home, named, parts=(f"worker.{key}",))
+    from rlbuffer.errors import ConfigError
+
+    try:
+        loaded = options.load(config, redis, run, home, named, parts=(f"worker.{key}",))
+    except ConfigError as error:
+        _tell_run(config, redis, run, home, named, key, str(error))
+        raise
     settings = loaded.settings
     sections.check("worker", key, settings.worker, "Give --env, or add the section.")
 
@@ -63,6 +73,28 @@ def command(
         processes.WorkerNarrator,
         lambda title, stop, on_event: processes.sample(settings, key, replica, title, stop, on_event),
     )
+
+
+def _tell_run(
+    config: str | None,
+    redis: str | None,
+    run: str | None,
+    home: str | None,
+    named: Mapping[str, tuple[str, Any]],
+    key: str,
+    why: str,
+) -> None:
+    """A run that is there hears why this worker does not begin."""
+    from rlbuffer.errors import ConfigError, RlbufferError
+    from rlbuffer.loading import load
+    from rlbuffer.worker.pulse import telling_why
+    from rlbuffer_cli.session import open_existing
+
+    flags = {"redis_url": ("--redis", redis), "run": ("--run", run), "home": ("--home", home), **named}
+    with suppress(RlbufferError):  # the settings say no more where the run is, or it is not there
+        loaded = load(config, flags=flags)
+        with open_existing(loaded, run_given=True) as buffer, telling_why(buffer, key, loaded.settings.worker[key]):
+            raise ConfigError(why)
 
 
 def _only_worker(config: str | None, redis: str | None, run: str | None, home: str | None, env: str | None) -> str:

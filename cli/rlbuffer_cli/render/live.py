@@ -17,8 +17,10 @@ from rich.text import Text
 from rlbuffer.config import budgets_at
 from rlbuffer.lines import RECENT_STEPS, amount, duration, example_lines, percent, printable, waited
 from rlbuffer.settings import RunSettings
+from rlbuffer_cli.render.foot import Foot
 from rlbuffer_cli.render.text import BLOCKS, bar, sparkline, table
 from rlbuffer_cli.render.watch import Watch
+from rlbuffer_cli.starting import clear
 
 PLOT_HEIGHT = 8
 REFRESH_PER_SECOND = 4
@@ -63,27 +65,33 @@ class RunView:
         self._settings = settings
         self._watch = watch
         self._title = title
-        self._live = Live(console=Console(), auto_refresh=False)
+        # The screen of its own is drawn anew as a whole: a terminal that changes its size leaves nothing behind.
+        self._live = Live(console=Console(), auto_refresh=False, screen=True)
         self._drawn = 0.0
 
     def __enter__(self) -> RunView:
+        clear()
         self._live.start()
+        self.refresh()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._drawn = 0.0
-        self.refresh()
+        # Some terminals keep what stood there last among the lines that were scrolled away.
+        self._live.update(Text(""), refresh=True)
         self._live.stop()
+        self._live.console.print(self._panel())
 
     def refresh(self) -> None:
         """Draws what the watch knows now, a few times a second at most: the cores belong to the run."""
         now = time.monotonic()
         if now - self._drawn >= 1 / REFRESH_PER_SECOND:
             self._drawn = now
-            panel = Panel(self._body(), title=self._title, border_style="dim", padding=(0, 1))
-            self._live.update(panel, refresh=True)
+            self._live.update(self._panel(), refresh=True)
+
+    def _panel(self) -> Panel:
+        return Panel(self._body(), title=self._title, border_style="dim", padding=(0, 1))
 
     def _body(self) -> Group:
         """As much as fits: a view that is cut at the foot hides what it waits for."""
@@ -174,17 +182,16 @@ class TrainView:
         self._records: list[dict[str, Any]] = []
         self._changed = self._started
         self._waiting = ""
-        self._console = Console()
-        self._live = Live(console=self._console, get_renderable=self._body, refresh_per_second=REFRESH_PER_SECOND)
+        self._foot = Foot(self._body)
 
     def __enter__(self) -> TrainView:
-        self._live.start()
+        self._foot.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.stop()
+        self._foot.close(keep=True)
 
     def add(self, records: Sequence[dict[str, Any]]) -> None:
         """Takes in new steps."""
@@ -196,15 +203,15 @@ class TrainView:
         """What the batcher waits for; shown while no step comes."""
         self._waiting = sentence
 
-    def _body(self) -> Group:
-        now, width = time.monotonic(), self._console.width
+    def _body(self, width: int) -> list[str]:
+        now = time.monotonic()
         lines = ["starting the ranks; the first step comes once the batcher has committed it"]
         if self._records:
             lines = train_lines(self._records, self._planned, self._changed - self._started, width)
         if self._waiting and now - self._changed > PATIENCE_SECONDS:
             quiet = f"no step for {duration(now - self._changed)}. batcher: {self._waiting}"
             lines += wrap(quiet, width, max_lines=3, placeholder=" …")
-        return Group(*map(_line, lines))
+        return lines
 
 
 def train_lines(records: Sequence[Mapping[str, Any]], planned: int, elapsed: float, width: int) -> list[str]:

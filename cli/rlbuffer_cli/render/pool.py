@@ -326,7 +326,14 @@ def _failures(name: str, beat: Mapping[str, Any]) -> list[str]:
             f"  ! env {env}, worker {printable(name)}: {groups} given up ({printable(counted(kinds))}), "
             f"the last: {printable(last)}"
         )
-    if beat.get("busy"):
+    if beat.get("ended"):
+        lines.append(f"  ! env {env}, worker {printable(name)} has ended: {printable(str(beat['ended']))}")
+    if beat.get("doing") and beat["seconds_ago"] > FRESH_SECONDS:
+        lines.append(
+            f"  ! env {env}, worker {printable(name)} ended without a word: it was last heard of while "
+            f"{printable(str(beat['doing']))} ran"
+        )
+    elif beat.get("busy"):
         lines.append(f"  ! env {env}, worker {printable(name)}: {printable(str(beat['busy']))}")
     return lines
 

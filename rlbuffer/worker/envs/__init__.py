@@ -28,6 +28,7 @@ from rlbuffer.worker.envs.base import (
 from rlbuffer.worker.envs.lookup import no_such_option, target
 from rlbuffer.worker.envs.repeat import Repeat
 from rlbuffer.worker.envs.vcopy import VCopy
+from rlbuffer.worker.failures import place_of
 
 __all__ = [
     "ADAPTERS",
@@ -81,6 +82,14 @@ def make_env(name: str, /, **options: Any) -> Env:
         env = factory(**options)
     except TypeError as error:
         raise ConfigError(f"env {name}: its factory refused the options {options}: {error}", setting="env") from error
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # it is the user's code
+        if name in BUILT_IN:
+            raise
+        place = place_of(error, None, "")
+        raised = f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
+        raise ConfigError(f"env {name}: its factory raised {raised}", setting="env") from error
     missing = [member for member in _MEMBERS if not hasattr(env, member)]
     if not any(hasattr(env, way) for way in _WAYS):
         missing.append("score (or play, for several turns)")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from rlbuffer.worker.envs.order import PromptOrder
 from rlbuffer.worker.envs.rewards import Answered, make_rewards
 from rlbuffer.worker.envs.text import Text, ids_as_text
 
+NO_TOKENIZER = "jsonl: without a tokenizer the env needs vocab_size and eos_token_ids"
+LOOKED_AT = 2**23
+"""Bytes of a file that :func:`mistakes` looks at: a tenth of a second."""
 FIELDS = ("prompt", "answer", "id")
 """Fields of a line with a meaning of their own."""
 
@@ -72,16 +75,16 @@ class JsonLines:
         self.name = name
         self._text = Text(tokenizer, chat=chat, system=system) if tokenizer else None
         if self._text is None and not (vocab_size and eos_token_ids):
-            raise ConfigError(
-                "jsonl: without a tokenizer the env needs vocab_size and eos_token_ids", setting="env_options"
-            )
+            raise ConfigError(NO_TOKENIZER, setting="env_options")
         self.vocab_size = vocab_size or (self._text.vocab_size if self._text else 0)
         self.eos_token_ids = tuple(eos_token_ids) or (self._text.eos_token_ids if self._text else ())
         self.max_new_tokens = max_new_tokens
         self._rewards = make_rewards(rewards or {"exact": 1.0}, length=length, on_error=on_error)
         self._lines, self.digest = _read(Path(path).expanduser())
         for number, line in self._lines:
-            self._check(number, line, path)
+            wrong = _wrong_prompt(line.get("prompt"), self.vocab_size, is_text=self._text is not None)
+            if wrong:
+                raise ConfigError(f"{path}:{number}: {wrong}", setting="env_options.path")
         self._order = PromptOrder(len(self._lines), seed=seed, shuffle=shuffle, passes=passes)
         self.tickets = self._order.tickets
 
@@ -114,24 +117,62 @@ class JsonLines:
             return self._text.prompt(prompt)
         return np.asarray(prompt, np.int32)
 
-    def _check(self, number: int, line: Mapping[str, Any], path: str) -> None:
-        prompt = line.get("prompt")
-        if isinstance(prompt, str):
-            wrong = "" if self._text else "a prompt of text needs a tokenizer"
-            wrong = wrong or ("" if prompt else "an empty prompt")
-        elif isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-            outside = [token for token in prompt if not 0 <= token < self.vocab_size]
-            wrong = f"token id {outside[0]} is not in 0-{self.vocab_size - 1}" if outside else ""
-        else:
-            wrong = f"prompt must be text or token ids, got {str(prompt)[:40]!r}"
-        if wrong:
-            raise ConfigError(f"{path}:{number}: {wrong}", setting="env_options.path")
 
-
-def _read(path: Path) -> tuple[list[tuple[int, Mapping[str, Any]]], str]:
-    """-> (line number, object) of every line that is not empty; the content's digest."""
+def mistakes(options: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """What a worker would refuse of `options`. No tokenizer is loaded, and no reward function of the user's own; of a
+    large file the beginning is looked at."""
+    has_text, known = bool(options.get("tokenizer")), options.get("vocab_size") or 0
+    if not has_text and not (known and options.get("eos_token_ids")):
+        yield ConfigError(NO_TOKENIZER, setting="env_options")
+    rewards = options.get("rewards") or {"exact": 1.0}
+    if not isinstance(rewards, Mapping):
+        yield ConfigError(f"rewards = {rewards!r} is a table: name = weight", setting="env_options.rewards")
+        rewards = {}
+    for name, option in rewards.items():
+        kind = str(option.get("kind", name) if isinstance(option, Mapping) else name)
+        if ":" not in kind:
+            try:
+                make_rewards({name: option})
+            except (ConfigError, TypeError, ValueError) as error:
+                yield ConfigError(str(error), setting="env_options.rewards")
     try:
-        data = path.read_bytes()
+        make_rewards({"exact": 1.0}, length=options.get("length"), on_error=str(options.get("on_error", "fail")))
+    except (ConfigError, TypeError, ValueError) as error:
+        yield ConfigError(str(error), setting="env_options")
+    path = Path(str(options.get("path", ""))).expanduser()
+    if not path.is_file():
+        return
+    try:
+        lines, _ = _read(path, most=LOOKED_AT)
+    except ConfigError as error:
+        yield error
+        return
+    for number, line in lines:
+        limit = known if isinstance(known, int) and known else 2**31
+        wrong = _wrong_prompt(line.get("prompt"), limit, is_text=has_text)
+        if wrong:
+            yield ConfigError(f"{options['path']}:{number}: {wrong}", setting="env_options.path")
+            return
+
+
+def _wrong_prompt(prompt: object, vocab_size: int, *, is_text: bool) -> str:
+    """What is wrong with a line's prompt; "" when nothing is."""
+    if isinstance(prompt, str):
+        wrong = "" if is_text else "a prompt of text needs a tokenizer"
+        return wrong or ("" if prompt else "an empty prompt")
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        outside = [token for token in prompt if not 0 <= token < vocab_size]
+        return f"token id {outside[0]} is not in 0-{vocab_size - 1}" if outside else ""
+    return f"prompt must be text or token ids, got {str(prompt)[:40]!r}"
+
+
+def _read(path: Path, most: int = -1) -> tuple[list[tuple[int, Mapping[str, Any]]], str]:
+    """-> (line number, object) of every line that is not empty, in the first `most` bytes; their digest."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(most)
+        if len(data) == most:
+            data = data[: data.rfind(b"\n") + 1] or data
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", setting="env_options.path") from error
     lines: list[tuple[int, Mapping[str, Any]]] = []

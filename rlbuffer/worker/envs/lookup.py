@@ -25,11 +25,21 @@ def target(name: str, *, what: str) -> Callable[..., Any]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{what}: cannot be imported: {error}", setting="env") from error
+        raise ConfigError(f"{what}: cannot be imported: {error}{_placed(error)}", setting="env") from error
+    except (Exception, SystemExit) as error:  # it is the user's code
+        raised = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{what}: cannot be imported: {raised}{_placed(error)}", setting="env") from error
     if not callable(found):
         raise ConfigError(f"{what}: {attribute} is not callable", setting="env")
     called: Callable[..., Any] = found
     return called
+
+
+def _placed(error: BaseException) -> str:
+    from rlbuffer.worker.failures import place_of
+
+    place = place_of(error, None, "")
+    return f" ({place})" if place else ""
 
 
 def no_such_option(what: str, given: Iterable[str], known: Iterable[str]) -> str:

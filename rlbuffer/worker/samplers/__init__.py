@@ -8,6 +8,7 @@ from typing import Any
 from rlbuffer.errors import ConfigError
 from rlbuffer.sampling import refused_option
 from rlbuffer.settings import WorkerSettings
+from rlbuffer.weights.layout import wrong_url
 from rlbuffer.worker.samplers.base import BatchSampler, Completion, Sampler, Sampling
 
 __all__ = ["BatchSampler", "Completion", "Sampler", "Sampling", "make_sampler"]
@@ -39,6 +40,17 @@ def check_options(sampler: str, options: Mapping[str, Any]) -> None:
                 setting="sampler_options",
             )
         servers_of(options)
+        seconds, updates = options.get("timeout_seconds", 1), options.get("updates_weights", True)
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+            raise ConfigError(
+                f"sampler_options.timeout_seconds = {seconds!r} must be a positive number of seconds",
+                setting="sampler_options.timeout_seconds",
+            )
+        if not isinstance(updates, bool):
+            raise ConfigError(
+                f"sampler_options.updates_weights = {updates!r} must be true or false",
+                setting="sampler_options.updates_weights",
+            )
     elif options:
         raise ConfigError(
             f"sampler_options: {', '.join(sorted(options))}: the transformers sampler has no options",
@@ -53,12 +65,15 @@ def servers_of(options: Mapping[str, Any]) -> list[str]:
         ConfigError: there is none, or one is no URL.
     """
     servers = options.get("servers", ())
-    urls = [servers] if isinstance(servers, str) else [str(url) for url in servers]
-    if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
+    urls = [servers] if isinstance(servers, str) else list(servers) if isinstance(servers, list | tuple) else []
+    if not urls or not all(isinstance(url, str) and url.startswith(("http://", "https://")) for url in urls):
         raise ConfigError(
             'sampler_options.servers: name at least one server, e.g. ["http://127.0.0.1:8000"]',
             setting="sampler_options.servers",
         )
+    for url in urls:
+        if wrong_url(url):
+            raise ConfigError(f"sampler_options.servers: {url!r} {wrong_url(url)}", setting="sampler_options.servers")
     return urls
 
 

@@ -1,0 +1,31 @@
+"""What a command does before it has anything to show: on a terminal nobody shall wonder whether it hangs.
+
+One line on stderr, taken away by whatever is printed first. Imports nothing: it stands there before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+
+SLOW = ("demo", "run", "serve", "worker", "score", "train", "push", "inspect", "verify", "config")
+"""Commands that may take a second until they print something."""
+
+_is_shown = False
+
+
+def starting(what: str) -> None:
+    """Says what is done now."""
+    global _is_shown
+    if sys.stderr.isatty():
+        _is_shown = True
+        sys.stderr.write(f"\r\x1b[K{what} ...")
+        sys.stderr.flush()
+
+
+def clear() -> None:
+    """Takes the line away."""
+    global _is_shown
+    if _is_shown:
+        _is_shown = False
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()

@@ -1,0 +1,160 @@
+"""Lines at the foot of a real terminal device: what a person sees when it is written to, and when its size changes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlbuffer.lines import ServeNarrator
+from rlbuffer_cli.render.foot import Foot
+
+PARTS = re.compile(r"\x1b\[(\d*)([AK])|([\r\n])|([^\x1b\r\n]+)")
+
+
+class Terminal:
+    """A device, and a screen that breaks long lines anew when its width changes, as terminals do."""
+
+    def __init__(self, width: int) -> None:
+        self._master, slave = pty.openpty()
+        self.stream = os.fdopen(slave, "w")
+        self._lines = [""]
+        """Whole lines; what is broken over several rows is one."""
+        self._at = 0
+        """Rows above the last one, where the cursor is."""
+        self.width = width
+        self.resize(width)
+
+    def resize(self, width: int) -> None:
+        self.read()
+        self.width = width
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+
+    def read(self) -> None:
+        """Takes in what was written."""
+        os.set_blocking(self._master, False)
+        text = b""
+        try:
+            while chunk := os.read(self._master, 65536):
+                text += chunk
+        except BlockingIOError:
+            pass
+        for count, command, control, printed in PARTS.findall(text.decode()):
+            rows = [row for line in self._lines for row in self._broken(line)]
+            if command == "A":
+                assert rows[-1] == "", "only a row that is empty is left upwards here"
+                self._lines = rows[:-1]
+            elif command == "K":
+                self._lines = [*rows[:-1], ""]
+            elif control == "\n":
+                self._lines.append("")
+            elif printed:
+                self._lines[-1] += printed
+            assert count in ("", "1", "2")
+
+    def _broken(self, line: str) -> list[str]:
+        return [line[i : i + self.width] for i in range(0, max(1, len(line)), self.width)]
+
+    @property
+    def rows(self) -> list[str]:
+        """What is seen."""
+        self.read()
+        return [row for line in self._lines for row in self._broken(line)]
+
+    def close(self) -> None:
+        self.stream.close()
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    made = Terminal(60)
+    yield made
+    made.close()
+
+
+def test_lines_stay_at_the_foot_and_what_is_said_stays_above(terminal: Terminal) -> None:
+    lines = ["step 1"]
+    foot = Foot(lambda width: lines, terminal.stream)
+    foot.say("begun")
+    assert terminal.rows == ["begun", "step 1"]
+    lines[:] = ["step 2", "and more"]
+    foot.say("! an error")
+    assert terminal.rows == ["begun", "! an error", "step 2", "and more"]
+    lines[:] = ["step 3"]
+    foot.say("another")
+    assert terminal.rows == ["begun", "! an error", "another", "step 3"]
+    foot.close()
+    assert terminal.rows == ["begun", "! an error", "another", ""]
+
+
+@pytest.mark.parametrize("widths", [(40, 20, 60), (25, 100), (59, 58, 57), (20, 60, 20)])
+def test_another_width_leaves_nothing_of_the_old_lines(terminal: Terminal, widths: tuple[int, ...]) -> None:
+    foot = Foot(lambda width: ["x" * width, "words " * 30, "end"], terminal.stream)
+    foot.say("begun")
+    said = ["begun"]
+    for width in widths:
+        terminal.resize(width)
+        foot.say(str(width))
+        said.append(str(width))
+        cut = ("words " * 30)[: width - 2].rstrip() + "…"
+        assert terminal.rows == [*said, "x" * (width - 1), cut, "end"]
+    foot.close()
+    assert terminal.rows == ["begun", *map(str, widths), ""]
+
+
+def test_the_lines_are_drawn_anew_without_anything_said(terminal: Terminal) -> None:
+    import threading
+
+    drawn = threading.Event()
+    asked: list[int] = []
+
+    def lines(width: int) -> list[str]:
+        asked.append(width)
+        if len(asked) > 2:
+            drawn.set()
+        return [f"drawn {min(len(asked), 2)}"]
+
+    with Foot(lines, terminal.stream):
+        assert drawn.wait(30)
+        assert terminal.rows == ["drawn 2"]
+    assert terminal.rows == [""]
+
+
+def test_the_last_lines_may_stay(terminal: Terminal) -> None:
+    foot = Foot(lambda width: ["done"], terminal.stream)
+    foot.close(keep=True)
+    assert terminal.rows == ["done", ""]
+
+
+def test_serve_shows_what_it_waits_for_in_one_place_and_says_what_is_wrong_above() -> None:
+    said: list[str] = []
+    shown: list[str] = []
+    tell = ServeNarrator(said.append, shown.append)
+    tell({"event": "waiting", "sentence": "Step 1 is 0 % full."})
+    tell({"event": "waiting", "sentence": "Step 1 is 1 % full. a fails: 1 group given up."})
+    tell({"event": "trouble", "sentence": "a fails: 1 group given up."})
+    tell({"event": "memory", "sentence": "the server is full"})
+    tell({"event": "env", "env": "b", "state": "paused"})
+    tell.close()
+    assert shown == ["Step 1 is 0 % full.", "Step 1 is 1 % full. a fails: 1 group given up.", ""]
+    assert said == [
+        "! a fails: 1 group given up.",
+        "! the server is full",
+        "b is paused: steps go on without it",
+    ]
+
+
+def test_nothing_is_shown_where_nobody_looks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from rlbuffer_cli.starting import clear, starting
+
+    starting("loading")
+    clear()
+    assert capfd.readouterr() == ("", "")
