@@ -61,6 +61,8 @@ class Progress:
         self.oldest_kept = 0
         self.checkpoint = 0
         """The newest that was written; 0 before the first."""
+        self._taken = (0, "")
+        """The step that is being trained, and the server that had it when it was given out."""
 
     def begin(self, resume_step: int | None) -> None:
         """Begins an attempt on the reporting rank; `resume_step` other than the place's forgets the place."""
@@ -70,6 +72,17 @@ class Progress:
             self._register()
         elif not self.epoch:
             self.epoch = self._store.meta().epoch
+
+    def takes(self, step: int, digest: str) -> bool:
+        """The trainer trains a step from now on. -> False when the server has lost it since it was pulled ahead."""
+        server, header = self._store.server_id(), self._store.wait_step(step, block_seconds=0.0)
+        is_here = header is not None and header.digest == digest
+        self._taken = (step, server) if is_here else (0, "")
+        return is_here
+
+    def lets_go(self) -> None:
+        """The step that it had taken is not trained: it asks for it, or another one, anew."""
+        self._taken = (0, "")
 
     def trained(self, step: TrainedStep, *, epoch: int) -> None:
         """Acknowledges a step. Raises as :meth:`report`."""
@@ -144,7 +157,7 @@ class Progress:
 
     # -- inside ----------------------------------------------------------------------------------------------------
     def _say(self) -> None:
-        losses, place = self._store.losses(), self.place
+        losses, place, (taken, server) = self._store.losses(), self.place, self._taken
         values: dict[str, Any] = {
             "epoch": self._reported,
             "trained": place.step,
@@ -152,6 +165,9 @@ class Progress:
             "oldest_kept": self.oldest_kept,
             "checkpoint": self.checkpoint,
             "newest": self._newest,
+            # Another server may not have the step that is being trained. Until its word on that, nothing is committed
+            # there, and what was sampled from it, should this trainer end, is of a line that is given up.
+            "server": server if taken > place.step else "",
         }
         try:
             self._store.report(self.attempt, **values)

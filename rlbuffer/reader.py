@@ -154,6 +154,7 @@ class Reader:
         if self.rank == 0 and self._store.policy().version < 0:
             self.announce(PolicyVersion(version=self._progress.place.step))
         number = self._progress.place.step + 1 if start is None else start
+        self._progress.lets_go()
         fetch = self._fetch(number)
         try:
             while True:
@@ -161,7 +162,7 @@ class Reader:
                     step = self._await(number, fetch.future, until)
                 except _Ended:
                     return
-                if not self._is_current(step):
+                if not self._progress.takes(step.number, step.digest):
                     fetch = self._fetch(number)
                     continue
                 fetch = self._fetch(number + 1)
@@ -294,11 +295,6 @@ class Reader:
         self.has_ended = meta.ended is not None and number > meta.step and self._store.has_ended()
         if self.has_ended:
             raise _Ended
-
-    def _is_current(self, step: Step) -> bool:
-        """Whether the server still has this step: it may have lost it since it was pulled ahead of time."""
-        header = self._store.wait_step(step.number, block_seconds=0.0)
-        return header is not None and header.digest == step.digest
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):

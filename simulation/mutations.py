@@ -234,7 +234,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "attempt-in-the-same-line",
         "attempt",
-        "if refusal or (trainer[3] and trainer[3] ~= ARGV[7]) then",
+        "if refusal or is_above or (trainer[3] and trainer[3] ~= ARGV[7]) then",
         "if false then",
         rollback=True,
     ),

@@ -112,8 +112,11 @@ class TrainerMoves(Session):
         checkpoint: int = 0,
         newest: int = 0,
         claim: Claim | None = None,
+        server: str = "",
     ) -> bool:
         """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone.
+
+        `server` is the one whose steps the trainer has; "" is this one.
 
         -> True; False when the server does not have the step that was trained and `claim` was handed back to it.
 
@@ -128,7 +131,7 @@ class TrainerMoves(Session):
         reply = self.move(
             "report",
             (keys.trainer, keys.meta, keys.steps, keys.ledger, keys.policy),
-            (number, epoch, trained, digest, oldest_kept, handed_back, checkpoint, newest, self.server_id()),
+            (number, epoch, trained, digest, oldest_kept, handed_back, checkpoint, newest, server or self.server_id()),
         )
         status = text(reply[0])
         if status == "OK":

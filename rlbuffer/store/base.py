@@ -261,8 +261,10 @@ class Store(Protocol):
         checkpoint: int = 0,
         newest: int = 0,
         claim: Claim | None = None,
+        server: str = "",
     ) -> bool:
-        """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone.
+        """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone. `server`: whose steps the trainer
+        has; "" for this one's.
 
         -> True, or False when the server had lost what was trained and `claim` was handed back to it.
         Raises AttemptFenced, AttemptForgotten, EpochChanged, TrainerAhead (without a claim).

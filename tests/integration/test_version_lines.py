@@ -6,6 +6,7 @@ import pytest
 from store_runs import Run
 
 from rlbuffer.errors import EpochChanged
+from rlbuffer.reader import Reader
 from rlbuffer.records import PolicyVersion
 from rlbuffer.store.base import Claim
 from rlbuffer.testing import make_group
@@ -63,6 +64,50 @@ def test_attempt_on_another_server_begins_a_line(trained: Run) -> None:
     # And the same attempt again changes nothing, nor does the next one.
     assert trained.store.attempt(uuid="second", world_size=2, resume_step=1).epoch == attempt.epoch
     assert trained.store.attempt(uuid="third", world_size=2, resume_step=1).epoch == attempt.epoch
+
+
+def test_a_line_of_another_server_keeps_no_version_that_may_be_given_up(trained: Run) -> None:
+    number = trained.store.trainer().number
+    trained.store.announce(number, PolicyVersion(version=7, adapter="a"))
+    restart(trained)
+    trained.store.attempt(uuid="second", world_size=2, resume_step=1)
+    # Its last steps are here, and made again with the same bytes; of an adapter's own steps nobody here knows that.
+    assert {name: policy.version for name, policy in trained.store.policies().items()} == {"": 2}
+
+
+def test_attempt_begins_a_line_when_a_version_of_a_step_that_is_not_here_was_announced(trained: Run) -> None:
+    """Somebody may have sampled from it, and the version of this number will be another one."""
+    trained.store.announce(trained.store.trainer().number, PolicyVersion(version=4))
+    attempt = trained.store.attempt(uuid="second", world_size=2, resume_step=1)
+    assert attempt.epoch == trained.store.meta().epoch == trained.meta.epoch + 1
+    assert is_given_up(trained, trained.meta.epoch)
+    assert trained.store.policies() == {}
+
+
+def test_while_a_step_is_trained_the_trainer_names_the_server_that_had_it(
+    trained: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeat alone is no word on that step, which the server after a failover may have lost."""
+    before = trained.store.server_id()
+    reader = Reader(trained.store, rank=0, world_size=2, timeout_seconds=10.0)
+    try:
+        steps = reader.steps(2)
+        step = next(steps)
+        monkeypatch.setattr(trained.store, "server_id", lambda: "after a failover")
+        reader.checkpointed(1)
+        assert trained.store.trainer().server == before
+        reader.trained(step)
+        assert trained.store.trainer().server == "after a failover"
+        next(steps)
+        monkeypatch.setattr(trained.store, "server_id", lambda: "after another")
+        reader.checkpointed(2)
+        assert trained.store.trainer().server == "after a failover"
+        # Who asks anew trains nothing meanwhile.
+        assert list(reader.steps(4, until=lambda: True)) == []
+        reader.checkpointed(2)
+        assert trained.store.trainer().server == "after another"
+    finally:
+        reader.close()
 
 
 def test_a_writer_that_says_done_does_not_follow_into_another_line(trained: Run) -> None:

@@ -13,10 +13,10 @@
 --       {'DIGEST', digest}    the run has another step there, and nothing that fits is handed back
 --       {'RETIRED', retired}  the steps after the trainer's state are gone
 -- The number is max(server ms, last + 1): it never goes back, over a loss of the newest writes too.
--- A new line of versions begins (see docs/protocol.md, Lines) when the trainer hands something back, or when the server is
--- another one than its trainer last spoke to: there may be versions out there that this attempt will make again otherwise.
--- A policy version above the run's last step was made from steps that the server has lost: nobody will make it again,
--- and what it samples would be of the future for ever. It is taken back; the new trainer announces the one it has.
+-- A new line of versions begins (see docs/protocol.md, Lines) when the trainer hands something back, when the server is
+-- another one than its trainer last spoke to, or when a version above the run's last step is announced, which was made
+-- from steps that the server has lost: there may be versions out there that this attempt will make again otherwise. What
+-- is announced and may be given up is taken back; the new trainer announces what it has.
 local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'retired', 'digest', 'since',
   'recovered')
 if not meta[1] then return {'GONE'} end
@@ -54,18 +54,15 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local number = string.format('%.0f', math.max(now, tonumber(trainer[1] or '0') + 1))
 local epoch = meta[1]
-if refusal or (trainer[3] and trainer[3] ~= ARGV[7]) then
+local current = redis.call('HGET', KEYS[3], '')
+local is_above = current and tonumber(string.match(current, '^%d+ (%d+) ')) > newest
+if refusal then newest = resume end
+if refusal or is_above or (trainer[3] and trainer[3] ~= ARGV[7]) then
   epoch = string.format('%.0f', tonumber(epoch) + 1)
   redis.call('HSET', KEYS[2], 'epoch', epoch, 'line', epoch)
-end
-if refusal then
-  newest = resume
-  redis.call('DEL', KEYS[3])  -- what is announced may be of the steps that are given up
-end
-local current = redis.call('HGET', KEYS[3], '')
-if current then
-  local version = string.match(current, '^%d+ (%d+) ')
-  if tonumber(version) > newest then redis.call('HDEL', KEYS[3], '') end
+  -- Adapters count steps of their own: which of those are here is not known.
+  redis.call('DEL', KEYS[3])
+  if current and not (refusal or is_above) then redis.call('HSET', KEYS[3], '', current) end
 end
 redis.call('HSET', KEYS[1], 'number', number, 'uuid', ARGV[1], 'world_size', ARGV[2], 'resume', ARGV[3],
   'epoch', epoch, 'server', ARGV[7], 'newest', string.format('%.0f', newest), 'seen', string.format('%.0f', now), 'at', ARGV[3], 'checkpoint', ARGV[3])
