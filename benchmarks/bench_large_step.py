@@ -30,6 +30,8 @@ RANKS = 512
 MICRO_BATCHES = 4
 ROLLOUTS = 100_000
 STEPS = 2
+POOL = round(1.05 * STEPS * ROLLOUTS) // GROUP_SIZE
+"""Groups ready, more than the steps take: shares are of tokens, so some env gives more groups than its half."""
 BUSY = 2
 """Processes beside it that do nothing but compute."""
 CONFIG = BatcherConfig(
@@ -70,7 +72,7 @@ def measure() -> tuple[Cost, int]:
     home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
     store = open_store(None, run="bench", home=home, server=ServerSettings(appendfsync="everysec", maxmemory="0"))
     try:
-        fill(store, STEPS * ROLLOUTS // GROUP_SIZE)
+        fill(store, POOL)
         number = store.attempt(uuid="bench", world_size=RANKS, resume_step=0).number
         store.announce(number, PolicyVersion(version=0))
         stop, lost, marks = threading.Event(), [], [spent(store)]
@@ -85,6 +87,8 @@ def measure() -> tuple[Cost, int]:
             elif event["event"] == "step" and event["step"] == STEPS:
                 marks.append(spent(store))
                 stop.set()
+            elif event["event"] == "waiting":
+                raise RuntimeError(f"the benchmark's pool makes no step: {event['sentence']}")
 
         Daemon(Buffer(store, settings=RunSettings()), CONFIG, on_event=hear).run(stop)
         return marks[1] - marks[0], len(lost)
