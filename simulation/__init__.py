@@ -16,7 +16,7 @@ What lies around it goes wrong in drawn ways: :data:`simulation.network` says wh
 :mod:`simulation.circumstances` which for a run (plans longer than a lease, a failover behind the same address,
 memory that is short, adapters, copies, strangers, ends that are said), :mod:`simulation.defects` which requests are
 wrong in themselves. :data:`LEFT_OUT` says what is not modelled; many seeds end with it, and with the branches of the
-Lua files (:mod:`simulation.branches`) that none of them entered. Four thousand seeds must enter all.
+Lua files (:mod:`simulation.branches`) that none of them entered. Two thousand seeds must enter all.
 
     make sim SEEDS=2000                         # many seeds
     python -m simulation --seed 1234 -v         # one seed again, event by event

@@ -405,6 +405,9 @@ class Trainer:
                     if adapter and progress.ready_to_update:
                         job.adapters[adapter] = progress.step
                         reader.announce(PolicyVersion(version=progress.step, adapter=adapter))
+            if rank == 0 and world.ends_untold(step.number):
+                world.scheduler.kill(process)
+                raise Killed
             reader.trained(step)
             if rank == 0:
                 self.trained = max(self.trained, step.number)

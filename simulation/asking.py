@@ -87,6 +87,7 @@ def end(host: Host, process: Process) -> None:
             elif chance < share + 0.6 * (1 - share):
                 store.forget_end(world.dice.choice((env, env, "c")))  # or of one that there is not
             else:
-                store.expect([f"w{index}" for index in range(world.plan.writers)])
+                for _ in range(world.dice.choice((1, 2))):  # its first workers may not have come yet
+                    store.expect([f"w{index}" for index in range(world.plan.writers)])
         except (EpochChanged, RunGone, ServerRefused, ServerUnreachable):
             continue

@@ -36,6 +36,10 @@ SHORT = (0.6, 0.72, 0.9)
 """What is in use then, as shares of the limit: it is watched, a checkpoint is asked for, steps retire early."""
 FAR_AHEAD = 0.2
 """Share of a stranger's entries with an id of a time that lies far ahead."""
+REPEATED = 0.01
+"""Share of commits that come twice in a row."""
+UNLINKED = 0.02
+"""Share of pushes whose payloads a stranger removes."""
 OWN_FAULT = "a function of the user's own failed"
 
 
@@ -145,27 +149,74 @@ def stranger(host: Host, process: Process) -> None:
 
 # -- at the wrong moment -----------------------------------------------------------------------------------------------
 def come_first(world: World, name: str, command: Command) -> None:
-    """What comes between a look and the script that goes by it: an operator drops what a recovery names; somebody
-    writes into the pool of a run that was deleted, and that is begun anew."""
-    if name == "OPEN" and world.plan.left and world.was_disturbed and not world.was_left:
-        world.was_left = True
-        world.note("somebody writes into the pool before that")
-        sender, world.network.sender = world.network.sender, "operator without the client"
-        world.server.execute([encoded(["XADD", world.invariants.keys.pool, "*", "nothing", "of this"])])
-        world.network.sender = sender
-        world.scheduler.after(0.2, world.reset)
-    args, server, keys = command[3 + int(command[2]) :], world.server, world.invariants.keys
-    entries = 11 + 2 * int(args[10]) if name == "RECOVER" else 0
-    if not entries or not int(args[entries]) or world.dice.random() < 0.5 or server.refusal:
+    """What comes between a look and the script that goes by it."""
+    if world.server.refusal:
         return
-    sha = next((sha for sha in server.scripts if world.invariants._script([b"", sha]) == "DROP"), None)
+    args = command[3 + int(command[2]) :]
+    if name == "OPEN":
+        _write_first(world)
+    elif name == "RECOVER":
+        _drop_first(world, args)
+    elif name == "LEASE" and args[0] == b"refuse":
+        _take_back_first(world)
+    elif name == "ATTEMPT":
+        _halt_first(world, args)
+    elif name == "COMMIT" and world.rare_dice.random() < REPEATED:
+        world.note("the request comes twice, and the answer to the second is heard")
+        world.server.execute([command])
+    elif name == "PUSH" and world.plan.strangers and world.dice.random() < UNLINKED:
+        world.note("somebody removes its payload before that")
+        world.server.execute([encoded(["UNLINK", args[2]])])
+
+
+def _write_first(world: World) -> None:
+    """Somebody writes into the pool of a run that was deleted, and that is begun anew."""
+    if not (world.plan.left and world.was_disturbed) or world.was_left:
+        return
+    world.was_left = True
+    world.note("somebody writes into the pool before that")
+    sender, world.network.sender = world.network.sender, "operator without the client"
+    world.server.execute([encoded(["XADD", world.invariants.keys.pool, "*", "nothing", "of this"])])
+    world.network.sender = sender
+    world.scheduler.after(0.2, world.reset)
+
+
+def _drop_first(world: World, args: Sequence[bytes]) -> None:
+    """An operator drops what a recovery names."""
+    entries, keys = 11 + 2 * int(args[10]), world.invariants.keys
+    if not int(args[entries]) or world.dice.random() < 0.2:
+        return
     pending = next((e for e in world.invariants.pool.values() if b"%d-%d" % e.entry_id == args[entries + 1]), None)
-    if sha is None or pending is None:
+    if pending is None:
         return
     names = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
     drop = ["", keys.payload_prefix, 100, 1, pending.group, pending.env, "void", 1, "", 1, args[entries + 1]]
-    world.note(f"an operator drops {pending.group} before that")
-    server.execute([encoded(["EVALSHA", sha, len(names), *names, *drop])])
+    _ask_first(world, f"drops {pending.group}", "DROP", names, drop)
+
+
+def _take_back_first(world: World) -> None:
+    """An operator takes the settings back that the leader is about to refuse."""
+    keys, meta = world.invariants.keys, world.server.data[world.invariants.keys.meta.encode()]
+    if b"config" in meta and world.dice.random() < 0.5:
+        seen = (meta[b"config"], meta[b"config_digest"], meta[b"revision"], meta.get(b"wanted_digest", b""))
+        _ask_first(world, "takes the settings back", "ASK", (keys.meta, keys.allowance), ["config", *seen])
+
+
+def _halt_first(world: World, args: Sequence[bytes]) -> None:
+    """No batcher is awake when a trainer hands back a state below the retired steps."""
+    retired = world.invariants._field(world.invariants.keys.meta, b"retired")
+    if not args[5] or int(args[2]) >= retired or world.dice.random() < 0.15:
+        return
+    world.note("all batchers stand still before that")
+    for process in {task.process for task in world.scheduler.tasks if task.process.name.startswith("batcher")}:
+        process.stopped_until = world.scheduler.now + 1.5
+
+
+def _ask_first(world: World, what: str, script: str, keys: Sequence[str], args: Sequence[Any]) -> None:
+    sha = next((sha for sha in world.server.scripts if world.invariants._script([b"", sha]) == script), None)
+    if sha is not None:
+        world.note(f"an operator {what} before that")
+        world.server.execute([encoded(["EVALSHA", sha, len(keys), *keys, *args])])
 
 
 def _strange(world: World) -> Sequence[Mapping[str, str | bytes]]:

@@ -190,6 +190,8 @@ class Defects:
             yield Wrong(b"RETIRED", [b"%d" % (retired - 1), args[1], b"", b"0", *args[4:]])
             return
         yield Wrong(b"GONE", args, ("meta",))
+        if meta.encode() not in self._server.data:
+            return
         yield Wrong(b"CHANGED", [*args[:7], b"1"])
         if not is_current:
             return

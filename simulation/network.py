@@ -4,7 +4,7 @@
 lost request    never reaches the server; the client sees a reset
 lost reply      carried out; the client sees a reset
 late            the client gives up, the server carries it out later: it hung, or a proxy held it
-twice           carried out and answered, and once more later
+twice           carried out and answered, and once more at once or later
 killed          the process ends before or after the server has carried it out
 stopped         the process stands still (SIGSTOP) before or after, for longer than a lease
 restart         the server comes back without its scripts; everybody's connections break
@@ -128,11 +128,11 @@ class Network:
         if fault == "lost request":
             raise Reset("simulated: connection reset")
         if fault == "late":
-            self._later(process, commands, is_transaction)
+            self._later(process, commands, is_transaction, dice.uniform(0.0, LATEST_SECONDS))
             scheduler.wait(dice.uniform(0.0, 0.3))
             raise NoAnswer("simulated: no answer")
         if fault == "twice":
-            self._later(process, commands, is_transaction)
+            self._later(process, commands, is_transaction, dice.choice((0.0, 0.0, dice.uniform(0.0, LATEST_SECONDS))))
         replies = self._execute(process, commands, is_transaction)
         if fault == "killed":
             scheduler.kill(process)
@@ -196,7 +196,7 @@ class Network:
         self.sender = process.name
         return replies + self.server.execute(commands[cut:])
 
-    def _later(self, process: Process, commands: Sequence[Command], is_transaction: bool) -> None:
+    def _later(self, process: Process, commands: Sequence[Command], is_transaction: bool, seconds: float) -> None:
         commands, generation = [list(command) for command in commands], (self.generation, self.primary)
 
         def arrive() -> None:
@@ -209,7 +209,7 @@ class Network:
             finally:
                 self.is_repetition = False
 
-        self.scheduler.after(self.dice.uniform(0.0, LATEST_SECONDS), arrive)
+        self.scheduler.after(seconds, arrive)
 
     def _stop(self, process: Process) -> None:
         process.stopped_until = self.scheduler.now + self.plan.stop_seconds(self.dice)

@@ -14,7 +14,7 @@ FAULTS = ("lost request", "lost reply", "late", "twice", "killed", "stopped", "r
 
 PROFILES: dict[str, Mapping[str, float]] = {
     "calm": {},
-    "network": {"lost request": 0.01, "lost reply": 0.015, "late": 0.006, "twice": 0.01},
+    "network": {"lost request": 0.01, "lost reply": 0.015, "late": 0.006, "twice": 0.03},
     "deaths": {"killed": 0.01, "lost reply": 0.005},
     "late": {"late": 0.03, "lost reply": 0.005},
     "stops": {"stopped": 0.004, "lost reply": 0.003, "late": 0.002},
@@ -24,7 +24,7 @@ PROFILES: dict[str, Mapping[str, float]] = {
         "lost request": 0.004,
         "lost reply": 0.006,
         "late": 0.003,
-        "twice": 0.004,
+        "twice": 0.012,
         "killed": 0.003,
         "stopped": 0.002,
         "restart": 0.0005,
@@ -43,7 +43,7 @@ REFUSALS = (
 DEMOTED = ("READONLY", "MOVED 1234 127.0.0.1:7001", "MASTERDOWN Link with MASTER is down and no primary is known")
 """How a server that is no primary any more refuses."""
 
-ROLLBACKS = 0.16
+ROLLBACKS = 0.2
 """Share of seeds in which the server forgets what came after its last fsync."""
 
 CALMER = 0.6
@@ -71,7 +71,7 @@ ODD = {
     "failover": 0.1,
     "too_large": 0.08,
     "said": 0.12,
-    "together": 0.1,
+    "together": 0.15,
 }
 """What is not in every seed -> its share of them."""
 
@@ -251,10 +251,12 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     # Drawn apart, so that the other draws of a seed stay what they were.
     reuse = random.Random(f"reuse {seed}")
     asks = dict(mutation.asks) if mutation is not None else {}
-    if asks.pop("reuse", False) | (reuse.random() < 0.3):
-        config = replace(config, max_uses=reuse.choice((2, 3)), replay_fraction=reuse.choice((0.5, 1.0)))
     if mutation is None and random.Random(f"rollback {seed}").random() < ROLLBACKS:
         rollback = True
+    if asks.pop("reuse", False) | (reuse.random() < (0.5 if rollback else 0.3)):
+        config = replace(config, max_uses=reuse.choice((2, 3)), replay_fraction=reuse.choice((0.5, 1.0)))
+        if rollback:  # a group is used again soon, so that the server may lose just that use
+            config = replace(config, max_age=2, replay_fraction=1.0)
     tail = random.Random(f"tail {seed}")
     ends = tail.choice((2, 5, 9)) if tail.random() < 0.15 else 0
     if tail.random() < 0.3:
@@ -263,9 +265,9 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     people = random.Random(f"people {seed}")
     draws = [people.random() for _ in range(4)]
     rest: dict[str, Any] = {
-        "releaser": draws[0] < 0.5 and config.max_uses > 1,
+        "releaser": draws[0] < 0.5 and config.max_uses > 1 and not rollback,
         "taken_back": people.uniform(0.3, 0.95) if draws[1] < 0.12 and not (rollback or asks.get("rollback")) else 0.0,
-        "damages": tuple(people.uniform(0.2, 1.0) for _ in range(3)) if draws[2] < 0.1 else (),
+        "damages": tuple(people.uniform(0.2, 1.0) for _ in range(3)) if draws[2] < 0.15 else (),
         "refusal": people.choice(REFUSALS) if draws[3] < 0.1 else "",
     }
     clock = random.Random(f"clock {seed}")
@@ -284,7 +286,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
         "backups": is_odd["backups"],
         "too_large": 0.1 if is_odd["too_large"] else 0.0,
         "stops": is_odd["stops"],
-        "strangers": is_odd["strangers"] or (rest["taken_back"] > 0.0 and odd.random() < 0.3),
+        "strangers": is_odd["strangers"] or (rest["taken_back"] > 0.0 and odd.random() < 0.8),
         "late": 0.0,
     }
     quiet = not (rollback or rest["taken_back"])
@@ -332,7 +334,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
         patience_seconds=dice.choice((0.4, 2.0)),
         train_seconds=dice.choice((0.1, 0.4)),
         sample_seconds=dice.choice((0.1, 0.3)),
-        checkpoint_every=dice.choice((1, 2, 3)),
+        checkpoint_every=dice.choice((1, 2, 4) if rollback else (1, 2, 3)),
         parts=dice.choice((0.1, 0.5)),
         careless=dice.choice((0.0, 0.2)),
         small=dice.choice((0.0, 0.1)),

@@ -41,6 +41,8 @@ BUSY_CALLS = 30_000
 """Round trips of a seed above which somebody asks without ever waiting: twenty times what seeds need."""
 LOOKS = 20
 """For a moment at which the server's loss of its newest writes costs a trained step; 50 ms apart."""
+AFTER_LOSS_SECONDS = 1.5
+"""Where a loss is planned, things go wrong for so much longer: also while the run is recovered from it."""
 EARLY = 0.15
 """When a run is taken back before a trainer has joined it; seconds."""
 LAST_EVENTS = 30
@@ -80,6 +82,8 @@ class World:
         self.run = RUN
         self._keep_all = keep_log > LAST_EVENTS
         self.dice = random.Random(f"run {plan.seed}")
+        self.rare_dice = random.Random(f"rare {plan.seed}")
+        """For what is so rare that the other draws of a seed shall stay what they are."""
         self.scheduler = Scheduler()
         self.clock_ahead = 0.0
         """Seconds by which the server's clock was set forward."""
@@ -133,7 +137,7 @@ class World:
         with installed(self.scheduler, self.dice, constants):
             try:
                 self._begin()
-                self._run(self.plan.fault_seconds)
+                self._run(self.plan.fault_seconds + (AFTER_LOSS_SECONDS if self.plan.rollback else 0.0))
                 self._heal()
                 self._progress()
                 self._verify()
@@ -216,6 +220,13 @@ class World:
         self.server.is_full = False
         self.server.refusal = ""
         self.server.used = self.server.limit // 3
+        if self.plan.reset:
+            self.scheduler.after(LATEST_SECONDS + 0.1, self._delete_what_came_late)
+
+    def _delete_what_came_late(self) -> None:
+        """Where a run was deleted nobody can begin one beside what came after that: a person is told to delete it."""
+        if self.server.data and Keys(RUN).meta.encode() not in self.server.data:
+            self.reset()
 
     def _progress(self) -> None:
         """Two more steps, each within the time allowed; what stands still meanwhile wakes up in it. Where the data ends
@@ -343,14 +354,19 @@ class World:
         self.scheduler.after(1.0, self._sync)
 
     def _roll_back(self, looks: int = LOOKS) -> None:
-        """Mostly when a step was trained that is lost by it: then there is something to recover."""
-        is_common = random.Random(f"loss {self.plan.seed}").random() < 0.3
-        saved = int(self._saved[0][0].get(Keys(RUN).meta.encode(), {}).get(b"step", 0))
-        if looks and not is_common and self.trainer.trained <= saved and not self.network.is_healed:
+        """Mostly when a step was trained that is lost by it: then there is something to recover. Often it is one that
+        no checkpoint holds yet: then who comes next resumes below the recovery."""
+        kind, is_used_again = random.Random(f"loss {self.plan.seed}").random(), self.plan.config.max_uses > 1
+        is_common = kind <= 0.3 and not is_used_again
+        known = int(self._saved[0][0].get(Keys(RUN).meta.encode(), {}).get(b"step", 0))
+        if kind > 0.6:
+            known = max([known, *self.trainer.checkpoints])
+        if looks and not is_common and self.trainer.trained <= known and not self.network.is_healed:
             self.scheduler.after(0.05, partial(self._roll_back, looks - 1))
             return
         job = self.trainer.job
-        if random.Random(f"again {self.plan.seed}").random() < 0.5 and job is not None and not self.network.is_healed:
+        comes_again = random.Random(f"again {self.plan.seed}").random() < (0.1 if is_used_again else 0.6)
+        if comes_again and job is not None and not self.network.is_healed:
             self.loses_again = True
             self.trainer.die(job)
         else:
@@ -373,6 +389,15 @@ class World:
         self.server.roll_back(on_disk)
         self.invariants.roll_back(known, self.trainer.job.at if self.trainer.job else 0)
 
+    def ends_untold(self, step: int) -> bool:
+        """Whether a trainer ends before it reports a step that the server has lost: nobody learns of it."""
+        here = self.invariants._field(self.invariants.keys.meta, b"step")
+        resumes_here = max(self.trainer.checkpoints, default=0) <= here < step
+        if not resumes_here or self.network.is_healed or self.dice.random() < 0.6:
+            return False
+        self.note(f"the trainer is killed, and has not reported step {step}, which the server has lost")
+        return True
+
     def _fail_over(self) -> None:
         """Planned, and then nothing is lost; or the replica had not got what came last."""
         is_behind = self.dice.random() < 0.5 and hasattr(self, "_saved")
@@ -390,10 +415,12 @@ class World:
 
     def _moment(self, what: str) -> None:
         """Something after which a trainer should write a checkpoint: some end before they do."""
-        job = self.trainer.job
-        if not self.network.is_healed and job is not None and self.dice.random() < 0.4:
+        job, retired = self.trainer.job, self.invariants._field(self.invariants.keys.meta, b"retired")
+        needs_one = what == "a recovery" and max(self.trainer.checkpoints, default=0) < retired
+        if not self.network.is_healed and job is not None and self.dice.random() < (0.9 if needs_one else 0.4):
             self.note(f"{what}: the trainer is killed")
-            self.scheduler.after(self.dice.uniform(0.0, 0.3), partial(self.trainer.die, job))
+            seconds = self.dice.uniform(0.0, 0.05 if needs_one else 0.3)
+            self.scheduler.after(seconds, partial(self.trainer.die, job))
 
     # -- log -------------------------------------------------------------------------------------------------------
     def _line(self, item: Any) -> str:

@@ -77,7 +77,7 @@ def test_a_seed_says_which_branches_it_entered() -> None:
 def test_what_people_and_strangers_do_enters_every_branch_of_its_script(
     circumstance: str, script: str, seeds: int
 ) -> None:
-    """All other branches are held by the exit code of four thousand seeds, which take minutes."""
+    """All other branches are held by the exit code of two thousand seeds, which take minutes."""
     results = [run_seed(seed) for seed in islice((s for s in count() if getattr(draw(s), circumstance)), seeds)]
     assert [result.violation for result in results] == [""] * seeds
     entered = frozenset().union(*(result.branches for result in results))

@@ -44,4 +44,5 @@ def test_a_script_that_takes_what_is_wrong_is_found(monkeypatch: pytest.MonkeyPa
     text = "if seen[id] then return {'TWICE', id} end"
     mutation = Mutation(name="twice", script="commit", old=text, new="")
     found = (World(draw(seed, mutation=mutation)).simulate().violation for seed in range(40))
-    assert any(violation.startswith("defect: COMMIT") for violation in found)
+    # Either the answer is seen to be wrong, or what it did to the account.
+    assert any(violation.startswith(("defect: COMMIT", "I10: ")) for violation in found)

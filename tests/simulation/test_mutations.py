@@ -16,14 +16,12 @@ from simulation.mutations import MUTATIONS, Mutation, source
 SEEDS = 400
 """Each must be found within as many; half are in the first seed."""
 FOUND_IN = {
-    "attempt-in-the-same-line": 29,
-    "commit-after-the-lease": 275,
+    "attempt-in-the-same-line": 212,
+    "commit-after-the-lease": 162,
+    "commit-with-any-token": 107,
     "no-sequence-check": 15,
-    "recover-any-claim": 25,
-    "recover-in-the-same-epoch": 25,
-    "recover-leaves-the-pool": 25,
-    "recover-without-tombstone": 29,
-    "tombstones-by-time-alone": 40,
+    "recover-without-tombstone": 43,
+    "report-goes-back": 104,
     "uses-not-checked": 25,
 }
 """Where the first few seeds do not find it, one that did when this was written: tried before the others."""
