@@ -69,8 +69,11 @@ def allow(
     per_step = admission.groups_per_step(supply, tokens=limits.tokens, groups=limits.groups, rollouts=limits.rollouts)
     out = admission.allowances(supply, per_step, wanted=wanted, open_step=_open_step(known, supply, limits))
     out.update(dict.fromkeys(known.paused, 0))
-    if budget.is_open(config, step) and _window(known, admission.ANY_ENV, step) > 0:
-        out[admission.ANY_ENV] = admission.START_TICKETS
+    window = _window(known, admission.ANY_ENV, step)
+    if budget.is_open(config, step) and window > 0:
+        # Where groups are counted, and can serve the open step alone, an env gets all of it at once, and no more.
+        is_exact = limits.groups is not None and window == 1
+        out[admission.ANY_ENV] = limits.groups if is_exact and limits.groups else admission.START_TICKETS
     return out
 
 

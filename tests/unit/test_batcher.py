@@ -473,3 +473,11 @@ def test_the_same_groups_are_the_same_step_in_whatever_order_they_came():
         assert [ref.rollout_id for ref in plan.rollouts] == [ref.rollout_id for ref in first.rollouts]
         assert plan.advantages.tolist() == first.advantages.tolist()
         assert plan.plan == first.plan
+
+
+@pytest.mark.parametrize(("settings", "tickets"), [({"max_age": 0}, 16), ({"max_age": 1}, 8)])
+def test_an_env_that_nobody_knows_gets_a_whole_step_of_groups_on_policy(settings, tickets):
+    made = batcher(step_groups=16, lookahead=0, **settings)
+    made.set_published(0)
+    assert made.allowances(1, world_size=2)[ANY_ENV] == tickets
+    assert batcher(lookahead=0, **settings).allowances(1, world_size=2)[ANY_ENV] == 8

@@ -186,3 +186,9 @@ def test_a_line_that_is_too_long_is_refused_by_the_field_that_makes_it_so(
     code, _, err = run("push", "g.jsonl")
     assert code == 1
     assert err.startswith(f"Error: g.jsonl:1  {named}: the line is longer than ")
+
+
+def test_the_deterministic_demo_takes_no_config_of_ones_own(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, errors = run("demo", "--deterministic", "--config", "mine.toml")
+    assert code == 2
+    assert "--deterministic is the demo's own config: in yours set deterministic = true" in errors
