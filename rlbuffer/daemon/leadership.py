@@ -317,6 +317,7 @@ class Leadership:
     def _say(self, sentence: str) -> None:
         if self._asked.is_draining and sentence:
             sentence = f"{waiting.draining()} {sentence}"
+        trouble = self._workers.trouble
         self._teller.say(
             sentence,
             {
@@ -325,5 +326,5 @@ class Leadership:
                 "forming": self._held.batcher.forming,
                 "idle": self._is_idle,
             },
-            self._workers.trouble if self._workers.trouble in sentence else self._workers.failing(),
+            trouble if trouble and trouble in sentence else self._workers.failing(),
         )

@@ -17,6 +17,10 @@ FRESH_SECONDS = 8.0
 """A worker beats every two seconds."""
 
 
+Told = dict[str, tuple[object, str, float]]
+"""What -> what its sentence is made of but for numbers, the sentence, and when it was made."""
+
+
 class WorkerWatch:
     """Whose groups do not come, and why."""
 
@@ -28,9 +32,8 @@ class WorkerWatch:
         self._looked = float("-inf")
         self.trouble = ""
         """What of the last sentence somebody must cure."""
-        self._failing: dict[str, str] = {}
-        self._told: dict[str, tuple[object, str, float]] = {}
-        """Env -> what its sentence is made of but for numbers, the sentence, and when it was made."""
+        self._told: Told = {}
+        self._failing: Told = {}
 
     def sentence(self, said: str) -> str:
         """What is added to the batcher's sentence `said`, with a space before it; "" when workers have no trouble.
@@ -46,7 +49,7 @@ class WorkerWatch:
         envs: dict[str, dict[str, Mapping[str, Any]]] = {}
         for name, beat in self._beats.items():
             envs.setdefault(str(beat.get("env", "")), {})[name] = beat
-        self._told = {what: told for what, told in self._told.items() if what.removeprefix("failing ") in envs}
+        self._told = {env: told for env, told in self._told.items() if env in envs}
         texts = [text for env, beats in sorted(envs.items()) if (text := self._of(env, beats, now))]
         self.trouble = " ".join(texts)
         return "".join(f" {text}" for text in texts) + nobody
@@ -57,18 +60,23 @@ class WorkerWatch:
         now = time.monotonic()
         self._look(now)
         envs: dict[str, dict[str, Failed]] = {}
+        texts: dict[str, tuple[object, str]] = {}
+        """What -> what its text is made of but for numbers, and the text."""
         for name, beat in self._beats.items():
-            failed = failures_of(beat)
+            env, failed = str(beat.get("env", "")), failures_of(beat)
             if failed.kinds:
-                envs.setdefault(str(beat.get("env", "")), {})[name] = failed
-        self._failing = {env: text for env, text in self._failing.items() if env in envs}
+                envs.setdefault(env, {})[name] = failed
+            if beat.get("ended"):
+                texts[f"ended {name}"] = str(beat["ended"]), waiting.for_worker(env, name, str(beat["ended"]))
         for env, failures in sorted(envs.items()):
             kinds: Counter[str] = Counter()
             for failed in failures.values():
                 kinds.update(failed.kinds)
             text = waiting.for_failures(env, kinds, next(reversed(failures.values())).last, list(failures))
-            self._failing[env] = self._anew(f"failing {env}", (tuple(failures), tuple(sorted(kinds))), text, now)
-        return " ".join(self._failing.values())
+            texts[f"failing {env}"] = (tuple(failures), tuple(sorted(kinds))), text
+        told = [self._anew(self._failing, what, key, text, now) for what, (key, text) in texts.items()]
+        self._failing = {what: self._failing[what] for what in texts}
+        return " ".join(told)
 
     def _look(self, now: float) -> None:
         if now - self._looked <= LOOK_SECONDS:
@@ -87,12 +95,13 @@ class WorkerWatch:
         self._beats = {name: beats[name] for name in sorted(alive | dead)}
         self._is_served = bool(alive)
 
-    def _anew(self, what: str, key: object, text: str, now: float) -> str:
+    @staticmethod
+    def _anew(told: Told, what: str, key: object, text: str, now: float) -> str:
         """`text`, or what was told of it before while only numbers have changed since."""
-        before = self._told.get(what)
+        before = told.get(what)
         if before is not None and before[0] == key and now < before[2] + waiting.AGAIN_SECONDS:
             return before[1]
-        self._told[what] = (key, text, now)
+        told[what] = (key, text, now)
         return text
 
     def _of(self, env: str, beats: Mapping[str, Mapping[str, Any]], now: float) -> str:
@@ -125,4 +134,4 @@ class WorkerWatch:
         elif busy:
             name, what = next(iter(busy.items()))
             parts.append(waiting.for_busy(env, name, what))
-        return self._anew(env, key, " ".join(parts), now)
+        return self._anew(self._told, env, key, " ".join(parts), now)

@@ -261,6 +261,8 @@ class GroupMaker:
         rollout = await env.rollout(prompt, PolicyAccess(ask=ask, sampling=self.sampling))
         if not isinstance(rollout, Rollout):
             raise GroupFailed(f"the env made a {type(rollout).__name__} instead of a Rollout")
+        if not rollout.loss_mask.any():
+            raise GroupFailed("the env made a rollout of which no token is trained")
         return rollout
 
     async def _ask(self, tokens: NDArray[np.int32], sampling: Sampling, work: Work | None = None) -> Completion:

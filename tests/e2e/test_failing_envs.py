@@ -40,7 +40,7 @@ EXPECTED = {
     "callsexit": ("RuntimeError", "score"),
     "endsitsprocess": ("was last heard of while score()", "score"),
     "notmade": ("its factory raised PermissionError: the judge's key", "__init__"),
-    "notokens": ("InvalidRollout", "rollout"),
+    "notokens": ("the env made a rollout of which no token is trained", "rollout"),
     "noprompt": ("FileNotFoundError", "prompt"),
     "prompthangs": ("prompt() has run for", "prompt"),
     "givesadict": ("TypeError", "prompt"),
