@@ -28,6 +28,8 @@ from typing import IO, Any
 from rlbuffer import forkserver, placement, processes
 from rlbuffer.client import Buffer, connect
 from rlbuffer.errors import ConfigError, RlbufferError
+from rlbuffer.policy.composing import load_estimators
+from rlbuffer.policy.ordering import load_selector
 from rlbuffer.policy.waiting import at_end
 from rlbuffer.settings import RunSettings
 
@@ -104,10 +106,14 @@ class Supervisor:
 
         Raises:
             ServerUnreachable, ServerUnsuitable: there is no server to run on.
-            ConfigError: a worker's Python is not there, or has not this rlbuffer.
+            ConfigError: a worker's Python is not there, or has not this rlbuffer; a function of the batcher's cannot be
+                imported.
         """
         settings = self.settings
         placement.check_pythons(settings, sys.executable)
+        # The batcher would refuse them as well, when the run is begun already.
+        load_selector(settings.batcher)
+        load_estimators(settings.batcher)
         settings.run_dir.mkdir(parents=True, exist_ok=True)
         self._log = (settings.run_dir / "run.log").open("a", encoding="utf-8")
         replicas = [w.replicas for w in settings.worker.values()] + [s.replicas for s in settings.score.values()]

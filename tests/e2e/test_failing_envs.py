@@ -164,6 +164,18 @@ def test_a_worker_that_cannot_make_its_env_tells_the_run_why(home: Home) -> None
     )
 
 
+def test_a_run_whose_batcher_has_no_function_is_not_begun(home: Home) -> None:
+    model = "".join(f"{key} = {json.dumps(value)}\n" for key, value in TINY_QWEN3.items() if value is not None)
+    config = write_config(home, "raises", tries=3, more=f"[model.config]\n{model}")
+    config.write_text(config.read_text().replace("[batcher]\n", '[batcher]\norder = "raising_module:order"\n'))
+    shutil.copy(Path(__file__).with_name("raising_module.py"), home.path)
+    failed = home.call("run", config, "--display", "plain")
+    assert failed.returncode == 3
+    said = "batcher.order = 'raising_module:order' cannot be imported: KeyError: 'JUDGE_KEY'"
+    assert said in failed.stderr
+    assert not (home.path / "runs" / "failing").exists()
+
+
 def test_a_run_names_an_env_that_ends_its_workers_process(home: Home) -> None:
     model = "".join(f"{key} = {json.dumps(value)}\n" for key, value in TINY_QWEN3.items() if value is not None)
     config = write_config(home, "endsitsprocess", tries=0, more=f"[model.config]\n{model}[trainer]\nworld_size = 1\n")
