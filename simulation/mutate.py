@@ -85,6 +85,7 @@ TESTS = {
         "tests/integration/test_config_revisions.py",
         "tests/integration/test_drain.py",
         "tests/integration/test_env_pause.py",
+        "tests/integration/test_store_reuse.py",
     ),
     "rlbuffer/writer.py": ("tests/integration/test_writer.py",),
     "rlbuffer/reader.py": ("tests/integration/test_reader_troubles.py", "tests/integration/test_recovery.py"),

@@ -278,3 +278,13 @@ def test_plan_helper_deals_every_rollout_once(busy):
     plan = plan_of(busy.pool(), 5)
     dealt = [i for step in plan.plan.rows for rank in step for row in rank for i in row]
     assert sorted(dealt) == list(range(len(plan.rollouts)))
+
+
+@pytest.mark.parametrize(("above", "found"), [(0, []), (1, ["I9"])])
+def test_memory_may_be_above_its_limit_by_one_push(busy, monkeypatch, above, found):
+    client, limit = busy.client, 10**6
+    pushes = [sum(client.hstrlen(key, field) for field in client.hkeys(key)) for key in busy.payload_keys()]
+    facts = busy.store.server() | {"maxmemory": limit, "used_memory": limit + 77 + max(pushes) + above, "buffers": 77}
+    monkeypatch.setattr(busy.store, "server", lambda: facts)
+    report = busy.store.verify()
+    assert [finding.invariant for finding in report.findings] == found
