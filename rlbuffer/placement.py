@@ -20,6 +20,10 @@ _PROBE = "import rlbuffer.processes, rlbuffer; print(rlbuffer.__version__)"
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
+_answers: dict[tuple[str, str], str] = {}
+"""(Python, PYTHONPATH) -> what is wrong with it, as the check found: the start does not ask again."""
+
+
 def visible(gpus: Sequence[int | str]) -> dict[str, str]:
     """The variables that make a process see `gpus` alone; none for an empty list. Before CUDA is first used."""
     return {GPU_VARIABLE: ",".join(map(str, gpus))} if gpus else {}
@@ -101,7 +105,6 @@ def check_pythons(settings: RunSettings, own: str) -> None:
 
 def wrong_pythons(settings: RunSettings, own: str) -> Iterator[ConfigError]:
     """Every other Python that is not there or lacks this rlbuffer: what is missing, and how to install it."""
-    answers: dict[tuple[str, str], str] = {}
     for name, options in settings.worker.items():
         if not options.python:
             continue
@@ -112,11 +115,11 @@ def wrong_pythons(settings: RunSettings, own: str) -> Iterator[ConfigError]:
             continue
         environment = environment_of(options, 0, python)
         key = python, environment.get("PYTHONPATH", "")
-        if key not in answers:
-            answers[key] = _probe(python, environment)
-        if answers[key]:
+        if key not in _answers:
+            _answers[key] = _probe(python, environment)
+        if _answers[key]:
             yield ConfigError(
-                f"worker.{name}.python = {options.python!r} {answers[key]}\n"
+                f"worker.{name}.python = {options.python!r} {_answers[key]}\n"
                 f"  Install it there:   {options.python} -m pip install 'rlbuffer[{_extra(options)}]=="
                 f"{rlbuffer.__version__}'",
                 setting=f"worker.{name}.python",

@@ -95,7 +95,8 @@ def test_a_nucleus_with_another_temperature_than_1_is_for_the_transformers_sampl
 def test_what_an_agent_of_verifiers_would_ask_for_in_vain_is_refused(
     section: str, agent: str, told: str, tmp_path: Path
 ) -> None:
-    lines = f'[{section}]\nenv = "verifiers"\n[{section}.env_options]\ntaskset = "t"\ntokenizer = "."\n{agent}'
+    (tmp_path / "tokenizer.json").write_text("{}")
+    lines = f'[{section}]\nenv = "verifiers"\n[{section}.env_options]\ntaskset = "t"\ntokenizer = "{tmp_path}"\n{agent}'
     (said,) = mistakes(tmp_path, lines)
     assert said.startswith(f"{section}.env_options.{told}")
     allowed = agent.partition(" = ")[0] + " = { sampling = { max_completion_tokens = 64, temperature = 1.0 } }"

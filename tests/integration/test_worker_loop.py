@@ -102,6 +102,7 @@ def test_tickets_become_groups_of_their_number_in_one_batch(stage: Stage) -> Non
     assert stage.raised is None
     assert stage.sampler.batches == [["0", "1", "2"]]
     entries = stage.store.read_pool()
+    entries.sort(key=lambda entry: entry.group_id)  # each is scored in a thread of its own, and pushed when it is
     assert [entry.group_id for entry in entries] == ["counting.0", "counting.1", "counting.2"]
     info = entries[1].info
     assert (info.env, info.prompt_id, info.planned_size, info.worker) == ("counting", "1", 2, "w-0")
@@ -338,8 +339,9 @@ def test_the_real_sampler_serves_a_built_in_env(stage: Stage, tmp_path: Path) ->
     env = make_env("repeat")
     entries = stage.store.read_pool()
     assert [entry.info.rollouts[0].min_version for entry in entries] == [0] * 4 + [1] * 4
-    for number, entry in enumerate(entries):
-        prompt = env.prompt(number)
+    assert sorted(entry.group_id for entry in entries) == [f"repeat.{number}" for number in range(8)]
+    for entry in entries:
+        prompt = env.prompt(int(entry.group_id.removeprefix("repeat.")))
         assert entry.info.prompt_id == prompt.prompt_id
         payloads = stage.store.client.hgetall(entry.payload_key)
         for index in range(4):
