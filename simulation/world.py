@@ -261,8 +261,9 @@ class World:
                 sources = store.sources()
                 # A stranger may have put a ticket out since the leader looked; workers get none of an env that is done.
                 others = sources.open - (set(sources.ends) if self.plan.strangers else set())
+                # An env that nobody has pushed to may be unknown: the run ends over the others.
                 if (
-                    sources.done | sources.ends.keys() != {"a", "b"}
+                    not sources.done | sources.ends.keys() >= {"a", "b"} & store.ledger().envs.keys()
                     or others
                     or store.trainer().trained < store.meta().step
                 ):
