@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from benchmarks.report import Report, best_of
 from benchmarks.workloads import WORKLOADS, Workload
-from rlbuffer.batches import MicroBatch, Normalizers, Sample
-from rlbuffer.packing import Arena, PackItem, assemble, plan
-from rlbuffer.records import Rollout, VersionSpan
+from rlbuffer.packing.pack import Arena, PackItem, assemble, plan
+from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Sample
+from rlbuffer.records.rollout import Rollout, VersionSpan
 
 NORMALIZERS = Normalizers(loss_tokens=1, rollouts=1, groups=1)
 """Any: assembly only passes them on."""

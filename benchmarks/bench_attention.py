@@ -25,8 +25,8 @@ def run(report: Report) -> None:
     """Forward and backward of one packed row both ways, then the head's memory, each way in a process of its own."""
     import torch
 
-    from rlbuffer.trainer.attention import NAME
-    from rlbuffer.trainer.model import PackedPolicy
+    from rlbuffer.trainer.model.attention import NAME
+    from rlbuffer.trainer.model.packed_policy import PackedPolicy
     from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 
     report.begin(
@@ -98,7 +98,7 @@ def head_peak(is_chunked: bool) -> float:
     """MiB by which this process's peak memory grows in a head's forward and backward pass."""
     import torch
 
-    from rlbuffer.trainer.logprobs import token_logprobs
+    from rlbuffer.trainer.model.logprobs import token_logprobs
 
     made = torch.Generator().manual_seed(0)
     hidden = torch.randn(HEAD_TOKENS, HEAD_WIDTH, generator=made, requires_grad=True)

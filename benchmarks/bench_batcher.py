@@ -8,9 +8,9 @@ import time
 import numpy as np
 
 from benchmarks.report import Report
-from rlbuffer.batcher import Batcher
-from rlbuffer.config import BatcherConfig
-from rlbuffer.infos import GroupInfo, RolloutInfo
+from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.records.info import GroupInfo, RolloutInfo
 
 GROUP_SIZE = 8
 STEP_GROUPS = 64

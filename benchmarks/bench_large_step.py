@@ -18,12 +18,12 @@ from typing import Any
 from benchmarks.bench_batcher import GROUP_SIZE
 from benchmarks.bench_leader import Cost, fill, spent
 from benchmarks.report import Report
-from rlbuffer.client import Buffer
-from rlbuffer.config import BatcherConfig
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.daemon.loop import LEASE_SECONDS
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings, ServerSettings
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.store.redis_store import open_store
 
 RANKS = 512

@@ -17,13 +17,13 @@ import numpy as np
 
 from benchmarks.bench_batcher import GROUP_SIZE, make_info
 from benchmarks.report import Report
-from rlbuffer import wire
-from rlbuffer.client import Buffer
-from rlbuffer.config import BatcherConfig
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings, ServerSettings
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.wire import payload
 
 POOLS = (1_000, 10_000, 100_000)
 STEP_GROUPS = 16
@@ -135,7 +135,7 @@ def fill(store: RedisStore, groups: int) -> None:
                     keys.payload(info.group_id, f"u.{number}"), mapping={str(i): PAYLOAD for i in range(GROUP_SIZE)}
                 )
                 entry = {"env": info.env, "group": info.group_id, "key": f"u.{number}", "rollouts": GROUP_SIZE}
-                pipe.xadd(keys.pool, {**entry, "tokens": info.tokens, "metadata": wire.encode_info(info)})  # type: ignore[dict-item]
+                pipe.xadd(keys.pool, {**entry, "tokens": info.tokens, "metadata": payload.encode_info(info)})  # type: ignore[dict-item]
             pipe.execute()
 
 

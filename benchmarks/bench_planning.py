@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks.report import Report, best_of
 from benchmarks.workloads import COST, WORKLOADS, Workload
-from rlbuffer.batches import Plan
-from rlbuffer.packing import fewest_rows, plan
+from rlbuffer.packing.pack import fewest_rows, plan
+from rlbuffer.records.micro_batch import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

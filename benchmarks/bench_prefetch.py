@@ -15,9 +15,9 @@ from pathlib import Path
 
 import rlbuffer
 from benchmarks.report import Report
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
-from rlbuffer.lines import percent
-from rlbuffer.settings import RunSettings
+from rlbuffer.narration.numbers import percent
 from rlbuffer.testing import make_group
 
 STEPS = 12

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Report
-from rlbuffer.client import Buffer
-from rlbuffer.config import BatcherConfig
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings, ServerSettings
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.testing import make_group
@@ -33,11 +33,11 @@ CONFIG = BatcherConfig(row_tokens=128, step_groups=STEP_GROUPS, max_age=4, min_g
 """Tombstones live for two timeouts: as long as the least time below, or what is closed grows over the whole run."""
 SHORTENED: dict[tuple[str, str], float] = {
     ("rlbuffer.store.session", "MINIMUM_TOMBSTONE_MS"): 5_000,
-    ("rlbuffer.store.lease", "MINIMUM_TOMBSTONE_MS"): 5_000,
-    ("rlbuffer.policy.pool", "TOMBSTONE_SECONDS"): 5.0,
-    ("rlbuffer.store.pool", "HISTORY_ENTRIES"): 300,
-    ("rlbuffer.store.steps", "HISTORY_ENTRIES"): 300,
-    ("rlbuffer.store.steps", "SUMMARY_LINES"): 300,
+    ("rlbuffer.store.moves.lease", "MINIMUM_TOMBSTONE_MS"): 5_000,
+    ("rlbuffer.batcher.pool_index", "TOMBSTONE_SECONDS"): 5.0,
+    ("rlbuffer.store.moves.pool", "HISTORY_ENTRIES"): 300,
+    ("rlbuffer.store.moves.steps", "HISTORY_ENTRIES"): 300,
+    ("rlbuffer.store.moves.steps", "SUMMARY_LINES"): 300,
 }
 """What is kept for an hour, or 10,000 times, is kept for less here, so that all of it is full by half of the run."""
 MAX_GROWTH = 0.05

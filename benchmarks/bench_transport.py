@@ -18,11 +18,11 @@ import numpy as np
 import redis
 
 from benchmarks.report import Report
-from rlbuffer import wire
-from rlbuffer.records import Group, Rollout, VersionSpan
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store.base import PartRollout
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.records.rollout import Group, Rollout, VersionSpan
+from rlbuffer.store.protocol import PartRollout
 from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.wire import payload
 
 GROUP_BYTES = 512 * 1024
 """Payload of one group, about: 16 rollouts of 3,640 tokens at 9 bytes each."""
@@ -56,7 +56,7 @@ def run(report: Report) -> None:
     finally:
         store.close()
         shutil.rmtree(home, ignore_errors=True)
-    size = sum(len(payload) for group in groups for payload in wire.encode_push(group).payloads)
+    size = sum(len(payload) for group in groups for payload in payload.encode_push(group).payloads)
     show(report, rounds, gigabytes=size / 1e9)
     report.line(f"\nServer: {facts['name']} {facts['version']}, append-only file synced every second.")
     report.line("of raw: speed as a share of the bare command's for the same bytes in the same round.")
@@ -67,13 +67,13 @@ def one_round(store: RedisStore, groups: Sequence[Group], number: int) -> dict[s
     client = store.connection.client
     epoch = store.open_run().epoch
     names = [f"raw:{number}:{i}" for i in range(len(groups))]
-    pushes = [wire.encode_push(group) for group in groups]
+    pushes = [payload.encode_push(group) for group in groups]
     fields = [dict(zip(INDICES, push.payloads, strict=True)) for push in pushes]
     last = store.read_pool(count=1_000_000)
     spent = {
         "raw HSET": timed(partial(hset, client, names, fields)),
         "push": timed(partial(push_all, store, groups, number, epoch)),
-        "encoding alone": timed(lambda: [wire.encode_push(group) for group in groups]),
+        "encoding alone": timed(lambda: [payload.encode_push(group) for group in groups]),
     }
     (push_wall, push_cpu), (own_wall, own_cpu) = spent["push"], spent["encoding alone"]
     spent["push without encoding"] = max(push_wall - own_wall, 1e-9), max(push_cpu - own_cpu, 1e-9)
@@ -157,7 +157,7 @@ def pull_and_decode(store: RedisStore, refs: Sequence[PartRollout]) -> None:
     for ref, data in zip(refs, store.read_payloads(refs), strict=True):
         if data is None:
             raise RuntimeError(f"payload {ref.index} of {ref.payload_key} is missing")
-        wire.decode_rollout(data, expected=ref.info)
+        payload.decode_rollout(data, expected=ref.info)
 
 
 def timed(work: Callable[[], object]) -> Cost:

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.report import Report
-from rlbuffer.client import connect
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings, ServerSettings, WorkerSettings
-from rlbuffer.spans import VersionSpan
+from rlbuffer.client.buffer import connect
+from rlbuffer.config.settings import RunSettings, ServerSettings, WorkerSettings
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker import loop
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.loop import run_worker

@@ -26,16 +26,16 @@ import torch
 
 import rlbuffer
 from benchmarks.report import commit
-from rlbuffer.batches import Step
-from rlbuffer.client import Buffer, connect
-from rlbuffer.config import BatcherConfig
+from rlbuffer.client.buffer import Buffer, connect
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.settings import ModelSettings, RunSettings, TrainerSettings
 from rlbuffer.daemon import Daemon
-from rlbuffer.records import Group, PolicyVersion, Rollout
-from rlbuffer.settings import ModelSettings, RunSettings, TrainerSettings
-from rlbuffer.trainer.agreement import Ranks
-from rlbuffer.trainer.model import PackedPolicy, prepare
-from rlbuffer.trainer.schedules import learning_rate_at
-from rlbuffer.trainer.update import SUMS, Updates, make_optimizer, take_step
+from rlbuffer.records.micro_batch import Step
+from rlbuffer.records.rollout import Group, PolicyVersion, Rollout
+from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
+from rlbuffer.trainer.ranks.agreement import Ranks
+from rlbuffer.trainer.update.schedules import learning_rate_at
+from rlbuffer.trainer.update.update import SUMS, Updates, make_optimizer, take_step
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
 from rlbuffer.worker.envs import make_env

@@ -13,43 +13,43 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "AdapterConfig": "rlbuffer.config",
-    "AdapterProgress": "rlbuffer.batches",
-    "Batcher": "rlbuffer.batcher",
-    "BatcherConfig": "rlbuffer.config",
-    "Buffer": "rlbuffer.client",
-    "Decision": "rlbuffer.batches",
-    "Drop": "rlbuffer.batches",
-    "EnvConfig": "rlbuffer.config",
+    "AdapterConfig": "rlbuffer.config.batcher",
+    "AdapterProgress": "rlbuffer.records.micro_batch",
+    "Batcher": "rlbuffer.batcher.batcher",
+    "BatcherConfig": "rlbuffer.config.batcher",
+    "Buffer": "rlbuffer.client.buffer",
+    "Decision": "rlbuffer.records.micro_batch",
+    "Drop": "rlbuffer.records.micro_batch",
+    "EnvConfig": "rlbuffer.config.batcher",
     "FakeClock": "rlbuffer.testing",
-    "Group": "rlbuffer.records",
-    "GroupInfo": "rlbuffer.records",
-    "GroupView": "rlbuffer.views",
-    "Ledger": "rlbuffer.store.base",
-    "MicroBatch": "rlbuffer.batches",
-    "Normalizers": "rlbuffer.batches",
-    "Plan": "rlbuffer.batches",
-    "Policy": "rlbuffer.client",
-    "PolicyVersion": "rlbuffer.records",
-    "Pushed": "rlbuffer.records",
-    "Reader": "rlbuffer.reader",
-    "Report": "rlbuffer.store.base",
+    "Group": "rlbuffer.records.rollout",
+    "GroupInfo": "rlbuffer.records.rollout",
+    "GroupView": "rlbuffer.client.views",
+    "Ledger": "rlbuffer.store.protocol",
+    "MicroBatch": "rlbuffer.records.micro_batch",
+    "Normalizers": "rlbuffer.records.micro_batch",
+    "Plan": "rlbuffer.records.micro_batch",
+    "Policy": "rlbuffer.client.buffer",
+    "PolicyVersion": "rlbuffer.records.rollout",
+    "Pushed": "rlbuffer.records.rollout",
+    "Reader": "rlbuffer.client.reader",
+    "Report": "rlbuffer.store.protocol",
     "RlbufferError": "rlbuffer.errors",
-    "Rollout": "rlbuffer.records",
-    "Sample": "rlbuffer.batches",
-    "Step": "rlbuffer.batches",
-    "StepPlan": "rlbuffer.batches",
-    "StepView": "rlbuffer.views",
-    "Ticket": "rlbuffer.records",
-    "Turn": "rlbuffer.records",
-    "VersionSpan": "rlbuffer.records",
-    "Writer": "rlbuffer.writer",
-    "advantage": "rlbuffer.advantages",
-    "connect": "rlbuffer.client",
+    "Rollout": "rlbuffer.records.rollout",
+    "Sample": "rlbuffer.records.micro_batch",
+    "Step": "rlbuffer.records.micro_batch",
+    "StepPlan": "rlbuffer.records.micro_batch",
+    "StepView": "rlbuffer.client.views",
+    "Ticket": "rlbuffer.records.rollout",
+    "Turn": "rlbuffer.records.rollout",
+    "VersionSpan": "rlbuffer.records.rollout",
+    "Writer": "rlbuffer.client.writer",
+    "advantage": "rlbuffer.batcher.advantages",
+    "connect": "rlbuffer.client.buffer",
     "make_group": "rlbuffer.testing",
-    "pack": "rlbuffer.packing",
-    "plan": "rlbuffer.packing",
-    "redeal": "rlbuffer.packing",
+    "pack": "rlbuffer.packing.pack",
+    "plan": "rlbuffer.packing.pack",
+    "redeal": "rlbuffer.packing.pack",
 }
 _MODULES = ("errors", "testing")
 """Public modules beside the names."""
@@ -57,43 +57,43 @@ _MODULES = ("errors", "testing")
 if TYPE_CHECKING:
     from rlbuffer import errors as errors
     from rlbuffer import testing as testing
-    from rlbuffer.advantages import advantage as advantage
-    from rlbuffer.batcher import Batcher as Batcher
-    from rlbuffer.batches import AdapterProgress as AdapterProgress
-    from rlbuffer.batches import Decision as Decision
-    from rlbuffer.batches import Drop as Drop
-    from rlbuffer.batches import MicroBatch as MicroBatch
-    from rlbuffer.batches import Normalizers as Normalizers
-    from rlbuffer.batches import Plan as Plan
-    from rlbuffer.batches import Sample as Sample
-    from rlbuffer.batches import Step as Step
-    from rlbuffer.batches import StepPlan as StepPlan
-    from rlbuffer.client import Buffer as Buffer
-    from rlbuffer.client import Policy as Policy
-    from rlbuffer.client import connect as connect
-    from rlbuffer.config import AdapterConfig as AdapterConfig
-    from rlbuffer.config import BatcherConfig as BatcherConfig
-    from rlbuffer.config import EnvConfig as EnvConfig
+    from rlbuffer.batcher.advantages import advantage as advantage
+    from rlbuffer.batcher.batcher import Batcher as Batcher
+    from rlbuffer.client.buffer import Buffer as Buffer
+    from rlbuffer.client.buffer import Policy as Policy
+    from rlbuffer.client.buffer import connect as connect
+    from rlbuffer.client.reader import Reader as Reader
+    from rlbuffer.client.views import GroupView as GroupView
+    from rlbuffer.client.views import StepView as StepView
+    from rlbuffer.client.writer import Writer as Writer
+    from rlbuffer.config.batcher import AdapterConfig as AdapterConfig
+    from rlbuffer.config.batcher import BatcherConfig as BatcherConfig
+    from rlbuffer.config.batcher import EnvConfig as EnvConfig
     from rlbuffer.errors import RlbufferError as RlbufferError
-    from rlbuffer.packing import pack as pack
-    from rlbuffer.packing import plan as plan
-    from rlbuffer.packing import redeal as redeal
-    from rlbuffer.reader import Reader as Reader
-    from rlbuffer.records import Group as Group
-    from rlbuffer.records import GroupInfo as GroupInfo
-    from rlbuffer.records import PolicyVersion as PolicyVersion
-    from rlbuffer.records import Pushed as Pushed
-    from rlbuffer.records import Rollout as Rollout
-    from rlbuffer.records import Ticket as Ticket
-    from rlbuffer.records import Turn as Turn
-    from rlbuffer.records import VersionSpan as VersionSpan
-    from rlbuffer.store.base import Ledger as Ledger
-    from rlbuffer.store.base import Report as Report
+    from rlbuffer.packing.pack import pack as pack
+    from rlbuffer.packing.pack import plan as plan
+    from rlbuffer.packing.pack import redeal as redeal
+    from rlbuffer.records.micro_batch import AdapterProgress as AdapterProgress
+    from rlbuffer.records.micro_batch import Decision as Decision
+    from rlbuffer.records.micro_batch import Drop as Drop
+    from rlbuffer.records.micro_batch import MicroBatch as MicroBatch
+    from rlbuffer.records.micro_batch import Normalizers as Normalizers
+    from rlbuffer.records.micro_batch import Plan as Plan
+    from rlbuffer.records.micro_batch import Sample as Sample
+    from rlbuffer.records.micro_batch import Step as Step
+    from rlbuffer.records.micro_batch import StepPlan as StepPlan
+    from rlbuffer.records.rollout import Group as Group
+    from rlbuffer.records.rollout import GroupInfo as GroupInfo
+    from rlbuffer.records.rollout import PolicyVersion as PolicyVersion
+    from rlbuffer.records.rollout import Pushed as Pushed
+    from rlbuffer.records.rollout import Rollout as Rollout
+    from rlbuffer.records.rollout import Ticket as Ticket
+    from rlbuffer.records.rollout import Turn as Turn
+    from rlbuffer.records.rollout import VersionSpan as VersionSpan
+    from rlbuffer.store.protocol import Ledger as Ledger
+    from rlbuffer.store.protocol import Report as Report
     from rlbuffer.testing import FakeClock as FakeClock
     from rlbuffer.testing import make_group as make_group
-    from rlbuffer.views import GroupView as GroupView
-    from rlbuffer.views import StepView as StepView
-    from rlbuffer.writer import Writer as Writer
 
 __all__ = ["__version__", *sorted(_HOME)]
 

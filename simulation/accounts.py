@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlbuffer import wire
+from rlbuffer.wire import payload
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Pending:
 
     def ids(self) -> set[str]:
         """Its rollouts."""
-        return {r.rollout_id for r in wire.decode_info(self.metadata).rollouts}
+        return {r.rollout_id for r in payload.decode_info(self.metadata).rollouts}
 
 
 @dataclass(slots=True)

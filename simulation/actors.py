@@ -12,7 +12,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.batches import Step, digest_step
+from rlbuffer.client.reader import Reader
+from rlbuffer.client.writer import Writer
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import (
     AttemptFenced,
@@ -26,11 +28,9 @@ from rlbuffer.errors import (
     ServerUnreachable,
     StepRetired,
 )
-from rlbuffer.reader import Reader
-from rlbuffer.records import Group, PolicyVersion, Ticket
-from rlbuffer.settings import RunSettings
+from rlbuffer.records.micro_batch import Step, digest_step
+from rlbuffer.records.rollout import Group, PolicyVersion, Ticket
 from rlbuffer.store.redis_store import RedisStore
-from rlbuffer.writer import Writer
 from simulation.network import SimulatedConnection
 from simulation.rollouts import made_group
 from simulation.scheduler import Killed, Process

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlbuffer.config import BatcherConfig
-from rlbuffer.config_changes import config_digest
+from rlbuffer.client.operations import choose
+from rlbuffer.client.writer import Writer
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.daemon.config_changes import config_digest
 from rlbuffer.errors import ConfigChanged, EpochChanged, RunGone, ServerRefused, ServerUnreachable
-from rlbuffer.operations import choose
-from rlbuffer.writer import Writer
 from simulation.rollouts import made_group
 from simulation.scheduler import Process
 

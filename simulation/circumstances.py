@@ -11,14 +11,14 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.batcher import Batcher
-from rlbuffer.batches import Decision
+from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.errors import BackupError, ConfigError, RunGone, WrongAnswer
-from rlbuffer.store.backup import write_backup
-from rlbuffer.store.pool import AHEAD_MS
+from rlbuffer.records.micro_batch import Decision
+from rlbuffer.store.backup.backup import write_backup
+from rlbuffer.store.backup.restore import restore_backup
+from rlbuffer.store.moves.pool import AHEAD_MS
 from rlbuffer.store.redis_store import RedisStore
-from rlbuffer.store.restore import restore_backup
-from rlbuffer.wire import encode_push
+from rlbuffer.wire.payload import encode_push
 from simulation.actors import AWAY, Host
 from simulation.client import encoded
 from simulation.network import SimulatedConnection

@@ -9,7 +9,7 @@ from typing import Any
 from redis.exceptions import OutOfMemoryError
 
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.pool import CLOSING_REASONS
+from rlbuffer.store.moves.pool import CLOSING_REASONS
 from simulation.accounts import Pending
 from simulation.server import Command, Server
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from rlbuffer import wire
-from rlbuffer.batches import Normalizers, Step, version_trained
 from rlbuffer.errors import PayloadError
-from rlbuffer.infos import ENV_NAME, GroupInfo
+from rlbuffer.records.info import ENV_NAME, GroupInfo
+from rlbuffer.records.micro_batch import Normalizers, Step, version_trained
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.pool import reused_groups
-from rlbuffer.store.step_format import decode_header, decode_part, step_digest
+from rlbuffer.store.moves.pool import reused_groups
+from rlbuffer.store.moves.step_format import decode_header, decode_part, step_digest
+from rlbuffer.wire import payload
 from simulation.accounts import Live, Pending
 from simulation.fences import Fences
 from simulation.network import Network
@@ -485,8 +485,8 @@ class Invariants(Fences, Rewinds):
         sources = [self._left[key] for key in {m.payload_key.encode() for m in held} if key in self._left]
         if not sources:
             return
-        info: GroupInfo = wire.decode_info(sources[0].metadata)
-        if any(wire.decode_info(source.metadata).needs for source in sources):
+        info: GroupInfo = payload.decode_info(sources[0].metadata)
+        if any(payload.decode_info(source.metadata).needs for source in sources):
             self.fail("I6", f"step {step} trains group {group}, which needs a scorer yet")
         waited = now - min(source.pushed_ms for source in sources)
         if len({m.info.rollout_id for m in held}) != len(held) or len(held) > info.planned_size:

@@ -77,7 +77,7 @@ TESTS = {
         for script, names in SCRIPTS.items()
     },
     "rlbuffer/policy": ("tests/unit/test_[abgops]*.py", "tests/unit/test_memory_policy.py", "tests/unit/test_f*.py"),
-    "rlbuffer/batcher.py": ("tests/unit/test_b*.py", "tests/unit/test_adapters.py", "tests/unit/test_pool.py"),
+    "rlbuffer/batcher/batcher.py": ("tests/unit/test_b*.py", "tests/unit/test_adapters.py", "tests/unit/test_pool.py"),
     "rlbuffer/daemon": (
         "tests/unit/test_memory_policy.py",
         "tests/unit/test_takeover_garbage.py",
@@ -87,12 +87,12 @@ TESTS = {
         "tests/integration/test_env_pause.py",
         "tests/integration/test_store_reuse.py",
     ),
-    "rlbuffer/writer.py": ("tests/integration/test_writer.py",),
-    "rlbuffer/reader.py": ("tests/integration/test_reader_troubles.py", "tests/integration/test_recovery.py"),
-    "rlbuffer/heartbeats.py": ("tests/unit/test_pulse.py",),
-    "rlbuffer/store/verify_written.py": ("tests/integration/test_hostile_writes.py",),
-    "rlbuffer/store/recovery.py": tuple(f"tests/integration/test_{name}.py" for name in SCRIPTS["void"]),
-    "rlbuffer/store/answers.py": ("tests/integration/test_foreign_answers.py", "tests/integration/test_passwords.py"),
+    "rlbuffer/client/writer.py": ("tests/integration/test_writer.py",),
+    "rlbuffer/client/reader.py": ("tests/integration/test_reader_troubles.py", "tests/integration/test_recovery.py"),
+    "rlbuffer/process/heartbeat.py": ("tests/unit/test_pulse.py",),
+    "rlbuffer/store/verify/written.py": ("tests/integration/test_hostile_writes.py",),
+    "rlbuffer/store/moves/recovery.py": tuple(f"tests/integration/test_{name}.py" for name in SCRIPTS["void"]),
+    "rlbuffer/store/server/answers.py": ("tests/integration/test_foreign_answers.py", "tests/integration/test_passwords.py"),
     "": ("tests/unit/test_store_format.py", "tests/integration/test_store_*.py", "tests/integration/test_recovery.py"),
 }
 """Path of what is changed, or how it begins -> the quick tests that are asked when the simulation has found nothing."""

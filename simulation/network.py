@@ -28,10 +28,10 @@ from typing import Any
 from redis.exceptions import ConnectionError as Reset
 from redis.exceptions import TimeoutError as NoAnswer
 
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store.connection import Connection
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.store.limits import Limits
-from rlbuffer.store.script import Script
+from rlbuffer.store.server.connection import Connection
+from rlbuffer.store.server.script import Script
 from simulation.client import SimulatedClient
 from simulation.plan import FAULTS, Plan
 from simulation.scheduler import Killed, Process, Scheduler

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlbuffer.batches import Drop
 from rlbuffer.errors import EpochChanged, LeaseLost, NotFound, RunGone, StepRetired
-from rlbuffer.store.base import PoolEntry
+from rlbuffer.records.micro_batch import Drop
+from rlbuffer.store.protocol import PoolEntry
 from rlbuffer.store.session import text
 from simulation.actors import AWAY, Host
 from simulation.scheduler import Process

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlbuffer.config import BatcherConfig
+from rlbuffer.config.batcher import BatcherConfig
 from simulation.mutations import Mutation
 
 FAULTS = ("lost request", "lost reply", "late", "twice", "killed", "stopped", "restart", "cut")
@@ -101,21 +101,21 @@ SHOWN = (
 CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.daemon.leadership", "POLL_SECONDS"): 0.15,
     ("rlbuffer.daemon.leadership", "TELEMETRY_SECONDS"): 3.0,
-    ("rlbuffer.daemon.memory", "TELEMETRY_SECONDS"): 3.0,
-    ("rlbuffer.daemon.telling", "TELEMETRY_SECONDS"): 3.0,
-    ("rlbuffer.daemon.held", "PAGE"): 5,
-    ("rlbuffer.writer", "TICKET_SECONDS"): 3.0,
-    ("rlbuffer.reader", "BLOCK_SECONDS"): 1.0,
-    ("rlbuffer.reader", "HEARTBEAT_SECONDS"): 0.8,
-    ("rlbuffer.heartbeats", "BEAT_SECONDS"): 0.4,
-    ("rlbuffer.scorer.beat", "CLAIM_SECONDS"): 1.2,
+    ("rlbuffer.daemon.memory_watch", "TELEMETRY_SECONDS"): 3.0,
+    ("rlbuffer.daemon.events", "TELEMETRY_SECONDS"): 3.0,
+    ("rlbuffer.daemon.pending", "PAGE"): 5,
+    ("rlbuffer.client.writer", "TICKET_SECONDS"): 3.0,
+    ("rlbuffer.client.reader", "BLOCK_SECONDS"): 1.0,
+    ("rlbuffer.client.reader", "HEARTBEAT_SECONDS"): 0.8,
+    ("rlbuffer.process.heartbeat", "BEAT_SECONDS"): 0.4,
+    ("rlbuffer.scorer.heartbeat", "CLAIM_SECONDS"): 1.2,
     ("rlbuffer.scorer.loop", "CLAIM_SECONDS"): 1.2,
     ("rlbuffer.scorer.loop", "AGAIN_SECONDS"): 0.3,
     ("rlbuffer.scorer.loop", "PAGE"): 5,
-    ("rlbuffer.store.pool", "DROP_ENTRIES"): 2,
-    ("rlbuffer.store.telemetry", "FORGOTTEN_AFTER_MS"): 1500,
-    ("rlbuffer.writer", "SPOOL_PUSHES"): 3,
-    ("rlbuffer.store.steps", "SWEEP"): 4,
+    ("rlbuffer.store.moves.pool", "DROP_ENTRIES"): 2,
+    ("rlbuffer.store.moves.telemetry", "FORGOTTEN_AFTER_MS"): 1500,
+    ("rlbuffer.client.writer", "SPOOL_PUSHES"): 3,
+    ("rlbuffer.store.moves.steps", "SWEEP"): 4,
 }
 """Times and sizes that are made smaller, so that what they are for happens within seconds and with few groups."""
 
@@ -202,9 +202,9 @@ class Plan:
         """Values in the real modules that this seed replaces."""
         return CONSTANTS | {
             ("rlbuffer.store.session", "MINIMUM_TOMBSTONE_MS"): round(1000 * self.tombstone_seconds),
-            ("rlbuffer.store.lease", "MINIMUM_TOMBSTONE_MS"): round(1000 * self.tombstone_seconds),
-            ("rlbuffer.policy.pool", "TOMBSTONE_SECONDS"): self.tombstone_seconds,
-            ("rlbuffer.policy.age", "REMEMBERED_STEPS"): 3,
+            ("rlbuffer.store.moves.lease", "MINIMUM_TOMBSTONE_MS"): round(1000 * self.tombstone_seconds),
+            ("rlbuffer.batcher.pool_index", "TOMBSTONE_SECONDS"): self.tombstone_seconds,
+            ("rlbuffer.batcher.age", "REMEMBERED_STEPS"): 3,
         }
 
     def may_die(self, name: str) -> bool:

@@ -8,11 +8,11 @@ from dataclasses import fields
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
-from rlbuffer import wire
 from rlbuffer.errors import PayloadError
-from rlbuffer.infos import GroupInfo, RolloutInfo
-from rlbuffer.records import Group, Rollout
+from rlbuffer.records.info import GroupInfo, RolloutInfo
+from rlbuffer.records.rollout import Group, Rollout
 from rlbuffer.testing import make_group
+from rlbuffer.wire import payload
 
 SHAPES = 12
 KEPT = 10_000
@@ -59,9 +59,9 @@ class Codec:
     """
 
     def __init__(self) -> None:
-        self._encode, self._info, self._rollout = wire.encode_push, wire.decode_info, wire.decode_rollout
-        self._page = wire.decode_infos
-        self._pushes: dict[tuple[int, ...], tuple[Group, wire.EncodedPush]] = {}
+        self._encode, self._info, self._rollout = payload.encode_push, payload.decode_info, payload.decode_rollout
+        self._page = payload.decode_infos
+        self._pushes: dict[tuple[int, ...], tuple[Group, payload.EncodedPush]] = {}
         self._infos: dict[bytes, GroupInfo] = {}
         self._rollouts: dict[bytes, tuple[RolloutInfo | None, Rollout]] = {}
 
@@ -74,8 +74,8 @@ class Codec:
             (self._rollout, "decode_rollout", self.decode_rollout),
         ]
 
-    def encode_push(self, group: Group) -> wire.EncodedPush:
-        """As :func:`rlbuffer.wire.encode_push`."""
+    def encode_push(self, group: Group) -> payload.EncodedPush:
+        """As :func:`rlbuffer.wire.payload.encode_push`."""
         # A part is a group of its own every time, of the same rollouts; holding the group keeps their ids in use.
         place = tuple(id(rollout) for rollout in group.rollouts)
         found = self._pushes.get(place)
@@ -84,14 +84,14 @@ class Codec:
         return found[1]
 
     def decode_info(self, data: bytes) -> GroupInfo:
-        """As :func:`rlbuffer.wire.decode_info`."""
+        """As :func:`rlbuffer.wire.payload.decode_info`."""
         found = self._infos.get(data)
         if found is None:
             found = _room(self._infos)[data] = self._info(data)
         return found
 
     def decode_infos(self, pushes: Sequence[bytes]) -> list[GroupInfo | PayloadError]:
-        """As :func:`rlbuffer.wire.decode_infos`."""
+        """As :func:`rlbuffer.wire.payload.decode_infos`."""
         known = {data: self._infos[data] for data in pushes if data in self._infos}
         unknown = [data for data in pushes if data not in known]
         made = dict(zip(unknown, self._page(unknown), strict=True))
@@ -101,7 +101,7 @@ class Codec:
         return [known[data] if data in known else made[data] for data in pushes]
 
     def decode_rollout(self, data: bytes, *, expected: RolloutInfo | None = None) -> Rollout:
-        """As :func:`rlbuffer.wire.decode_rollout`."""
+        """As :func:`rlbuffer.wire.payload.decode_rollout`."""
         known, found = self._rollouts.get(data, (None, None))
         if found is None or known != expected:
             found = self._rollout(data, expected=expected)

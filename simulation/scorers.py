@@ -11,11 +11,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from rlbuffer.client.writer import Writer
+from rlbuffer.config.settings import ScoreSettings
 from rlbuffer.errors import PushGivenUp
-from rlbuffer.records import Group
+from rlbuffer.records.rollout import Group
 from rlbuffer.scorer.loop import POLL_SECONDS, _Found, _Scorer
-from rlbuffer.settings import ScoreSettings
-from rlbuffer.writer import Writer
 from simulation.actors import AWAY, NEED, Host
 from simulation.scheduler import Process
 

@@ -132,7 +132,7 @@ class World:
         """Runs the seed."""
         constants: dict[tuple[str, str], Any] = {
             **self.plan.constants(),
-            ("rlbuffer.daemon.held", "Batcher"): planner(self),
+            ("rlbuffer.daemon.pending", "Batcher"): planner(self),
         }
         with installed(self.scheduler, self.dice, constants):
             try:

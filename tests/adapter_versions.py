@@ -12,8 +12,8 @@ import torch
 from samplers_conformance import CONFIG
 from transformers import PreTrainedModel
 
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import ModelSettings
+from rlbuffer.config.settings import ModelSettings
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.weights.files import Written, publish_adapter, publish_base
 from rlbuffer.weights.model import build_model, config_of
 

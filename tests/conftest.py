@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store import server
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.store.server import embedded
 
 if TYPE_CHECKING:
     from forked import Parent
@@ -48,8 +48,8 @@ def parent() -> Iterator[Parent]:
 def stop_server(home: Path) -> None:
     """Stops the embedded server that a test left running under `home`, if any."""
     deadline = time.monotonic() + 10
-    while server.find(home) is not None and time.monotonic() < deadline:
-        if not server.ensure(home, ServerSettings()).release():
+    while embedded.find(home) is not None and time.monotonic() < deadline:
+        if not embedded.ensure(home, ServerSettings()).release():
             time.sleep(0.05)
 
 

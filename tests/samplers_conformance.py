@@ -19,16 +19,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rlbuffer.config.settings import ModelSettings, WorkerSettings
 from rlbuffer.errors import PromptTooLong, WeightsError
-from rlbuffer.packing import pack
-from rlbuffer.records import PolicyVersion, Ticket
-from rlbuffer.settings import ModelSettings, WorkerSettings
-from rlbuffer.trainer.model import prepare
-from rlbuffer.trainer.update import trained_tokens
+from rlbuffer.packing.pack import pack
+from rlbuffer.records.rollout import PolicyVersion, Ticket
+from rlbuffer.trainer.model.packed_policy import prepare
+from rlbuffer.trainer.update.update import trained_tokens
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
 from rlbuffer.worker.envs.vcopy import VCopy
-from rlbuffer.worker.groups import GroupMaker
+from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.samplers import Completion, Sampler, Sampling
 
 CONTEXT = 256

@@ -10,7 +10,7 @@ import click
 from rlbuffer_cli.starting import clear, starting
 
 if TYPE_CHECKING:
-    from rlbuffer.loading import Loaded
+    from rlbuffer.config.loading import Loaded
 
 EXIT_INTERRUPTED = 130
 
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def echo(text: str = "", *, err: bool = False) -> None:
     """Prints lines for people; what a server or a file put into them does not control the terminal."""
-    from rlbuffer.lines import printable
+    from rlbuffer.narration.numbers import printable
 
     clear()
     click.echo(printable(text, lines=True), err=err)
@@ -76,11 +76,11 @@ def load(
     config file can be imported from then on, until the command ends.
     """
     starting("reading the settings")
-    from rlbuffer import dotted
+    from rlbuffer.config import dotted
+    from rlbuffer.config.loading import folders_of
+    from rlbuffer.config.loading import load as load_settings
     from rlbuffer.errors import ConfigError
-    from rlbuffer.loading import folders_of
-    from rlbuffer.loading import load as load_settings
-    from rlbuffer.store.address import has_password, redacted
+    from rlbuffer.store.server.address import has_password, redacted
 
     if redis and has_password(redis):
         raise ConfigError(

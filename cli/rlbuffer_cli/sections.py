@@ -32,8 +32,8 @@ def only(kind: str, what: str, known: Sequence[str], none: str) -> str:
 
 def check(kind: str, key: str, known: Iterable[str], otherwise: str) -> None:
     """ConfigError unless there is a section `key`, with the name that may have been meant or else `otherwise`."""
+    from rlbuffer.client.filters import nearest
     from rlbuffer.errors import ConfigError
-    from rlbuffer.filters import nearest
 
     names = list(known)
     if key not in names:
@@ -51,13 +51,13 @@ def run_alone(
     work: Callable[[str, threading.Event, OnEvent], int],
 ) -> int:
     """Runs `work` (process name, stop, on_event) until a signal sets `stop`. -> its exit code."""
-    from rlbuffer import processes
+    from rlbuffer.run import members
 
     title = f"{key}-{replica}" if replica or replicas > 1 else key
-    processes.name_process(f"{kind} {title}")
-    processes.share_cores(SHARING)
+    members.name_process(f"{kind} {title}")
+    members.share_cores(SHARING)
     stop = threading.Event()
-    processes.stop_on_signals(stop)
+    members.stop_on_signals(stop)
     narrate = narrator(lambda line: echo(f"{datetime.now():%H:%M:%S} {line}"))
 
     def on_event(event: dict[str, Any]) -> None:
@@ -68,4 +68,4 @@ def run_alone(
 
     starting(f"{kind} {title}: loading what it works with (torch, the model)")
     code = work(title, stop, on_event)
-    return 0 if code == processes.DONE else code
+    return 0 if code == members.DONE else code

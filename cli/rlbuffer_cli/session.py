@@ -8,9 +8,9 @@ from rlbuffer_cli.options import EXIT_INTERRUPTED, echo
 from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
-    from rlbuffer.client import Buffer
-    from rlbuffer.loading import Loaded
-    from rlbuffer.settings import RunSettings
+    from rlbuffer.client.buffer import Buffer
+    from rlbuffer.config.loading import Loaded
+    from rlbuffer.config.settings import RunSettings
 
 
 def check_home(loaded: Loaded) -> None:
@@ -34,7 +34,7 @@ def open_existing(loaded: Loaded, *, run_given: bool, even_damaged: bool = False
     Raises:
         NotFound: there is no server data, or no such run on the server.
     """
-    from rlbuffer.client import connect
+    from rlbuffer.client.buffer import connect
     from rlbuffer.errors import NotFound
     from rlbuffer_cli.options import redis_origin
 
@@ -104,7 +104,7 @@ def resume_hint(settings: RunSettings, run: str, step: int) -> str:
 def say_ended(buffer: Buffer, settings: RunSettings, code: int) -> None:
     """Leaves for whoever looks later how a supervised run ended; the batcher's last sentence only says that it left."""
     from rlbuffer.errors import RlbufferError
-    from rlbuffer.policy import waiting
+    from rlbuffer.narration import waiting
 
     try:
         trained = buffer.store.trainer().trained

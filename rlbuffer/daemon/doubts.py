@@ -11,15 +11,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rlbuffer.batches import StepPlan
-from rlbuffer.daemon.telling import Emit
+from rlbuffer.daemon.events import Emit
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
-from rlbuffer.fills import ColumnSpec
-from rlbuffer.lines import printable
-from rlbuffer.policy import waiting
-from rlbuffer.step_columns import Columns
-from rlbuffer.store.base import PartRollout, PoolEntry, Store
+from rlbuffer.narration import waiting
+from rlbuffer.narration.numbers import printable
+from rlbuffer.packing.further_columns import ColumnSpec
+from rlbuffer.packing.step_columns import Columns
+from rlbuffer.records.micro_batch import StepPlan
 from rlbuffer.store.payloads import Trainable, read_rollouts
+from rlbuffer.store.protocol import PartRollout, PoolEntry, Store
 
 WATCHED_STEPS = 64
 """Payloads are looked into until so many steps were committed since the last bad one."""

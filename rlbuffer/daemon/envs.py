@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from rlbuffer.batcher import Batcher
-from rlbuffer.config import BatcherConfig
-from rlbuffer.daemon.telling import Emit
+from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.daemon.events import Emit
 from rlbuffer.errors import RlbufferError
-from rlbuffer.policy import waiting
-from rlbuffer.store.base import Store
+from rlbuffer.narration import waiting
+from rlbuffer.store.protocol import Store
 
 PAUSED_SECONDS = 0.5
 """How often the leader looks which envs are paused."""

@@ -11,24 +11,24 @@ from dataclasses import asdict
 
 import numpy as np
 
-from rlbuffer.batches import Decision, StepPlan
-from rlbuffer.config import BatcherConfig
-from rlbuffer.daemon.asked import AskWatch
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.settings import TrainerSettings, needed_columns
 from rlbuffer.daemon.doubts import Doubts
 from rlbuffer.daemon.envs import EnvWatch
-from rlbuffer.daemon.held import Held
+from rlbuffer.daemon.events import TELEMETRY_SECONDS, Teller
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
-from rlbuffer.daemon.memory import MemoryWatch, without_garbage_collection
+from rlbuffer.daemon.memory_watch import MemoryWatch, without_garbage_collection
+from rlbuffer.daemon.pending import Held
 from rlbuffer.daemon.scorers import ScorerWatch
 from rlbuffer.daemon.sources import SourceWatch
-from rlbuffer.daemon.telling import TELEMETRY_SECONDS, Teller
+from rlbuffer.daemon.watches import AskWatch
 from rlbuffer.daemon.workers import WorkerWatch
 from rlbuffer.errors import LeaseLost, StepRetired
-from rlbuffer.policy import waiting
-from rlbuffer.settings import TrainerSettings, needed_columns
-from rlbuffer.step_columns import agree
-from rlbuffer.store.base import Attempt, Store
-from rlbuffer.store.recovery import ATTEMPT_SECONDS
+from rlbuffer.narration import waiting
+from rlbuffer.packing.step_columns import agree
+from rlbuffer.records.micro_batch import Decision, StepPlan
+from rlbuffer.store.moves.recovery import ATTEMPT_SECONDS
+from rlbuffer.store.protocol import Attempt, Store
 
 POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""

@@ -14,8 +14,8 @@ import time
 from types import TracebackType
 
 from rlbuffer.errors import LeaseLost, ServerRefused, ServerUnreachable
-from rlbuffer.policy import waiting
-from rlbuffer.store.base import Store
+from rlbuffer.narration import waiting
+from rlbuffer.store.protocol import Store
 
 LONGEST_TURN_SECONDS = 600.0
 """A leader that has said nothing for this long hangs. The largest step that was tried, 100,000 rollouts for 512 ranks,

@@ -13,14 +13,14 @@ import time
 import uuid
 from collections.abc import Callable
 
-from rlbuffer.batcher import Batcher
-from rlbuffer.client import Buffer
-from rlbuffer.config import BatcherConfig
+from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.daemon.events import Emit, Teller
 from rlbuffer.daemon.leadership import Leadership
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
-from rlbuffer.daemon.memory import MemoryWatch
+from rlbuffer.daemon.memory_watch import MemoryWatch
 from rlbuffer.daemon.revisions import Revisions
-from rlbuffer.daemon.telling import Emit, Teller
 from rlbuffer.errors import (
     ConfigError,
     LeaseLost,
@@ -31,8 +31,8 @@ from rlbuffer.errors import (
     ServerRefused,
     ServerUnreachable,
 )
-from rlbuffer.policy import waiting
-from rlbuffer.store.base import Lease, Meta, Store
+from rlbuffer.narration import waiting
+from rlbuffer.store.protocol import Lease, Meta, Store
 
 LEASE_SECONDS = 5.0
 """A leader that is silent for this long may be replaced."""
@@ -182,7 +182,7 @@ class Daemon:
             has_heard, since, losses = leadership.has_heard, leadership.since, leadership.losses
 
     def _await_whole_file(self, keeper: LeaseKeeper, stop: threading.Event) -> None:
-        """Until the server's append-only file cannot hold half a transaction (:mod:`rlbuffer.store.append_file`)."""
+        """Until the server's append-only file cannot hold half a transaction (:mod:`rlbuffer.store.server.append_file`)."""
         pause = FIRST_LOOK_SECONDS
         while not stop.is_set() and (sentence := self._store.sentence_until_whole()):
             self._teller.say(sentence, {"idle": False})

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlbuffer.config import BatcherConfig
-from rlbuffer.config_changes import changes, check_change, config_digest
-from rlbuffer.daemon.telling import Emit
+from rlbuffer.batcher.ordering import load_selector
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.daemon.config_changes import changes, check_change, config_digest
+from rlbuffer.daemon.events import Emit
 from rlbuffer.errors import ConfigChanged, ConfigError
-from rlbuffer.policy.ordering import load_selector
-from rlbuffer.store.base import Meta, Store
+from rlbuffer.store.protocol import Meta, Store
 
 TRIES = 5
 """Times that a re-read config is asked for when others ask at the same moment."""

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rlbuffer.batcher import Batcher
-from rlbuffer.policy import waiting
-from rlbuffer.store.base import Store
+from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.narration import waiting
+from rlbuffer.store.protocol import Store
 
 LOOK_SECONDS = 1.0
 """How often the leader looks which scorers are alive, while groups wait for one."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from rlbuffer.batcher import Batcher
-from rlbuffer.store.base import Sources, Store
+from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.store.protocol import Sources, Store
 
 SOURCES_SECONDS = 0.5
 """How often the leader looks."""

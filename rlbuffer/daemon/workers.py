@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rlbuffer.lines import Failed, failures_of
-from rlbuffer.policy import waiting
-from rlbuffer.store.base import Store
+from rlbuffer.narration import waiting
+from rlbuffer.narration.numbers import Failed, failures_of
+from rlbuffer.store.protocol import Store
 
 LOOK_SECONDS = 1.0
 """How often the leader looks at the workers' heartbeats while a step waits."""

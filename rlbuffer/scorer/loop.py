@@ -19,21 +19,21 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlbuffer import wire
+from rlbuffer.client.views import stand_in
+from rlbuffer.config.settings import RunSettings, ScoreSettings
 from rlbuffer.errors import ConfigError, InvalidRollout, PayloadError, RlbufferError, RunDamaged, RunGone, ServerRefused
-from rlbuffer.host_checks import gives_nothing
-from rlbuffer.records import Group, Rollout
-from rlbuffer.scorer.beat import CLAIM_SECONDS, Beat
+from rlbuffer.process.threads import in_thread
+from rlbuffer.records.rollout import Group, Rollout
+from rlbuffer.run.host_checks import gives_nothing
+from rlbuffer.scorer.heartbeat import CLAIM_SECONDS, Beat
 from rlbuffer.scorer.rewards import RewardFailed, Rewards, make_rewards
-from rlbuffer.settings import RunSettings, ScoreSettings
-from rlbuffer.store.base import PoolEntry
-from rlbuffer.views import stand_in
-from rlbuffer.worker.threads import in_thread
+from rlbuffer.store.protocol import PoolEntry
+from rlbuffer.wire import payload
 
 if TYPE_CHECKING:
-    from rlbuffer.client import Buffer
+    from rlbuffer.client.buffer import Buffer
+    from rlbuffer.client.writer import Writer
     from rlbuffer.scorer.reference import Reference
-    from rlbuffer.writer import Writer
 
 PAGE = 1000
 """Pool entries per read."""
@@ -254,11 +254,11 @@ class _Scorer:
             for ref, data in zip(refs, self._store.read_payloads(refs), strict=True):
                 if data is None:
                     raise PayloadError(f"the payload of rollout {ref.info.rollout_id} is missing")
-                rollouts.append(wire.decode_rollout(data, expected=ref.info))
+                rollouts.append(payload.decode_rollout(data, expected=ref.info))
                 if self._reference is not None and self._options.column in info.needs:
                     self._reference.check(rollouts[-1])
             rest = self._store.read_group_payloads([entry.payload_key])[0]
-            answer, metadata = (None, {}) if rest is None else wire.decode_group_payload(rest)
+            answer, metadata = (None, {}) if rest is None else payload.decode_group_payload(rest)
             return Group(
                 group_id=info.group_id,
                 env=info.env,

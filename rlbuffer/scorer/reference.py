@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rlbuffer.config.settings import INITIAL_MODEL, RunSettings, ScoreSettings
 from rlbuffer.errors import ConfigError, InvalidRollout
-from rlbuffer.packing import pack, plan
-from rlbuffer.records import Rollout
-from rlbuffer.settings import INITIAL_MODEL, RunSettings, ScoreSettings
-from rlbuffer.trainer.model import PackedPolicy, prepare, vocabulary_of
-from rlbuffer.trainer.update import trained_tokens
+from rlbuffer.packing.pack import pack, plan
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare, vocabulary_of
+from rlbuffer.trainer.update.update import trained_tokens
 from rlbuffer.weights.model import build_model, narrow_dtype
 
 
@@ -27,7 +27,7 @@ class Reference:
     """A model that never changes.
 
     Args:
-        policy: as :func:`rlbuffer.trainer.model.prepare` makes it, on its device.
+        policy: as :func:`rlbuffer.trainer.model.packed_policy.prepare` makes it, on its device.
         row_tokens: tokens of a packed row; a longer rollout gets a row of its own length.
         temperature: that the logits are divided by where a rollout has no column ``temperatures``.
     """

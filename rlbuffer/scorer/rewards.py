@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlbuffer.dotted import load
+from rlbuffer.batcher.groups import REWARD
+from rlbuffer.config.dotted import load
+from rlbuffer.config.settings import ScoreSettings
 from rlbuffer.errors import InvalidRollout, RlbufferError
-from rlbuffer.policy.groups import REWARD
-from rlbuffer.records import Group, Rollout
-from rlbuffer.settings import ScoreSettings
-from rlbuffer.values import shown
-from rlbuffer.worker.threads import in_thread
+from rlbuffer.process.threads import in_thread
+from rlbuffer.records.checks import shown
+from rlbuffer.records.rollout import Group, Rollout
 
 NAMED = "rewards."
 """What a group needs whose rollouts lack the named reward NAME starts so: ``rewards.NAME``."""

@@ -81,7 +81,7 @@ class Keys:
 
     def producer(self, worker: str, incarnation: str) -> str:
         """Last push sequence of one process. Raises ConfigError for names that cannot stand in a key."""
-        from rlbuffer.infos import check_producer  # loads numpy, which a health check has no use for
+        from rlbuffer.records.info import check_producer  # loads numpy, which a health check has no use for
 
         check_producer(worker, incarnation)
         return f"{self.tag}:producer:{worker}:{incarnation}"

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlbuffer import wire
-from rlbuffer.assembly import fits
 from rlbuffer.errors import PayloadError
-from rlbuffer.fills import ColumnSpec
-from rlbuffer.records import Rollout
-from rlbuffer.store.base import PartRollout, Store
+from rlbuffer.packing.assembly import fits
+from rlbuffer.packing.further_columns import ColumnSpec
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.store.protocol import PartRollout, Store
+from rlbuffer.wire import payload
 
 FETCH_BYTES = 64 * 2**20
 """Payload bytes asked for in one call."""
@@ -66,7 +66,7 @@ def _rollout(ref: PartRollout, data: bytes | None, schema: Mapping[str, ColumnSp
     if ref.adapter and not can.adapters:
         return f"it is of adapter {ref.adapter!r}, and the trainer trains all weights and no adapters"
     try:
-        rollout = wire.decode_rollout(data, expected=ref.info)
+        rollout = payload.decode_rollout(data, expected=ref.info)
     except PayloadError as error:
         return str(error)
     if not fits(rollout, schema):

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store.attempts import TrainerMoves
-from rlbuffer.store.base import Report
-from rlbuffer.store.claims import ClaimMoves
-from rlbuffer.store.connection import Connection
-from rlbuffer.store.evaluations import EvaluationMoves
-from rlbuffer.store.lease import LeaseMoves
-from rlbuffer.store.operator import OperatorMoves
-from rlbuffer.store.recovery import RecoveryMoves
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.store.moves.attempts import TrainerMoves
+from rlbuffer.store.moves.evaluations import EvaluationMoves
+from rlbuffer.store.moves.lease import LeaseMoves
+from rlbuffer.store.moves.operator import OperatorMoves
+from rlbuffer.store.moves.recovery import RecoveryMoves
+from rlbuffer.store.moves.scoring import ClaimMoves
+from rlbuffer.store.moves.telemetry import Telemetry
+from rlbuffer.store.moves.tickets import TicketMoves
+from rlbuffer.store.moves.visits import Visits
+from rlbuffer.store.protocol import Report
+from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS
-from rlbuffer.store.telemetry import Telemetry
-from rlbuffer.store.tickets import TicketMoves
-from rlbuffer.store.verify import verify
-from rlbuffer.store.visits import Visits
+from rlbuffer.store.verify.verify import verify
 
 
 class RedisStore(
@@ -34,7 +34,7 @@ class RedisStore(
     Visits,
     Telemetry,
 ):
-    """A run on a Redis or Valkey server; see :class:`rlbuffer.store.base.Store` for every move."""
+    """A run on a Redis or Valkey server; see :class:`rlbuffer.store.protocol.Store` for every move."""
 
     def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
         super().__init__(connection, run, patience_seconds=patience_seconds)
@@ -70,7 +70,7 @@ def open_store(
     `password` counts where the url has none.
 
     Raises:
-        ServerUnreachable, ServerUnsuitable, ConfigError: see :class:`rlbuffer.store.connection.Connection`.
+        ServerUnreachable, ServerUnsuitable, ConfigError: see :class:`rlbuffer.store.server.connection.Connection`.
     """
     connection = Connection(url, home=home, server=server, name=name, origin=origin, password=password)
     return RedisStore(connection, run, patience_seconds=patience_seconds)

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import redis
 
+from rlbuffer.batcher.age import remembered_steps
+from rlbuffer.daemon.memory_rules import EARLY_SHARE
 from rlbuffer.errors import EpochChanged, LeaseLost, RlbufferError, RunGone, WrongType
-from rlbuffer.policy.age import remembered_steps
-from rlbuffer.policy.memory import EARLY_SHARE
-from rlbuffer.store.connection import Connection
 from rlbuffer.store.keys import Keys
+from rlbuffer.store.server.connection import Connection
 
 T = TypeVar("T")
 Fields = dict[bytes, bytes]
@@ -33,7 +33,7 @@ LAST_IN_STEP = 2**64 - 1
 EARLY_PERCENT = round(100 * EARLY_SHARE)
 MINIMUM_TOMBSTONE_MS = 3_600_000
 """Tombstones are kept for 2 x ``group_timeout_seconds``, and at least for one hour; and for some steps, whichever is
-later (:func:`rlbuffer.policy.age.remembered_steps`)."""
+later (:func:`rlbuffer.batcher.age.remembered_steps`)."""
 
 
 @cache

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
-from rlbuffer.dotted import make_importable
+from rlbuffer.config.dotted import make_importable
+from rlbuffer.config.loading import folders_of, load
 from rlbuffer.errors import RlbufferError
-from rlbuffer.lines import printable
-from rlbuffer.loading import folders_of, load
-from rlbuffer.processes import yield_cores
+from rlbuffer.narration.numbers import printable
+from rlbuffer.run.members import yield_cores
 
 
 def main(arguments: list[str]) -> int:
@@ -22,11 +22,11 @@ def main(arguments: list[str]) -> int:
         make_importable(folders_of(loaded.file))
         settings = loaded.settings
         if "RANK" not in os.environ:
-            from rlbuffer.trainer.launch import launch
+            from rlbuffer.trainer.launch.launcher import launch
 
             return launch(settings, world_size=settings.trainer.world_size)
         yield_cores()
-        from rlbuffer.trainer.rank import INTERRUPTED, run_rank
+        from rlbuffer.trainer.launch.rank import INTERRUPTED, run_rank
 
         code = 0 if run_rank(settings) else INTERRUPTED
         sys.stdout.flush()

@@ -6,10 +6,10 @@ The trainer only announces. Whether a version is any good is the workers' busine
 
 from __future__ import annotations
 
-from rlbuffer.batches import Step
-from rlbuffer.trainer.parallel import is_sharded
+from rlbuffer.records.micro_batch import Step
 from rlbuffer.trainer.publishing import announce_once, write_version
-from rlbuffer.trainer.setup import Session
+from rlbuffer.trainer.ranks.parallel import is_sharded
+from rlbuffer.trainer.session import Session
 
 
 class Announcer:

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from rlbuffer.advantages import advantage
-from rlbuffer.batches import Normalizers, Sample, Step
-from rlbuffer.packing import PackItem, assemble, plan
-from rlbuffer.records import PolicyVersion, Rollout
-from rlbuffer.settings import RunSettings
+from rlbuffer.batcher.advantages import advantage
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.packing.pack import PackItem, assemble, plan
+from rlbuffer.records.micro_batch import Normalizers, Sample, Step
+from rlbuffer.records.rollout import PolicyVersion, Rollout
 
 GROUPS = 8
 """Groups of a step."""
@@ -26,7 +26,7 @@ GROUP_SIZE = 4
 
 
 class FakeBuffer:
-    """Stands in for :class:`rlbuffer.client.Buffer` where the trainer needs it."""
+    """Stands in for :class:`rlbuffer.client.buffer.Buffer` where the trainer needs it."""
 
     def __init__(self, settings: RunSettings, *, vocabulary: int) -> None:
         self.settings = settings
@@ -76,7 +76,7 @@ class FakePolicy:
 
 
 class FakeReader:
-    """Yields made-up steps as :class:`rlbuffer.reader.Reader` yields pulled ones."""
+    """Yields made-up steps as :class:`rlbuffer.client.reader.Reader` yields pulled ones."""
 
     def __init__(
         self, settings: RunSettings, rank: int, world_size: int, vocabulary: int, pad_to_multiple_of: int

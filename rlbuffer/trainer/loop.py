@@ -11,18 +11,18 @@ Each word is a room: `setup` (device, ranks, policy), `pulls` (one step that all
 
 from __future__ import annotations
 
-from rlbuffer.settings import RunSettings
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.announcing import Announcer
-from rlbuffer.trainer.metrics import Stopwatch, Tally
+from rlbuffer.trainer.checkpoints.resuming import checkpoint, resume
 from rlbuffer.trainer.pulls import Pulls
-from rlbuffer.trainer.reports import OnEvent, Reports
-from rlbuffer.trainer.resuming import checkpoint, resume
-from rlbuffer.trainer.samples import show_samples
-from rlbuffer.trainer.schedules import learning_rate_at
-from rlbuffer.trainer.setup import open_session
-from rlbuffer.trainer.stalls import OnStall
-from rlbuffer.trainer.stopping import StopRequest
-from rlbuffer.trainer.update import Updates, take_step
+from rlbuffer.trainer.ranks.stalls import OnStall
+from rlbuffer.trainer.reports.debug_samples import show_samples
+from rlbuffer.trainer.reports.metrics import Stopwatch, Tally
+from rlbuffer.trainer.reports.reports import OnEvent, Reports
+from rlbuffer.trainer.session import open_session
+from rlbuffer.trainer.update.schedules import learning_rate_at
+from rlbuffer.trainer.update.update import Updates, take_step
 
 
 def train(

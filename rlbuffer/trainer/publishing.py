@@ -1,6 +1,6 @@
 """What samplers get of the policy: all weights, or with LoRA the adapter alone beside a base that is written once.
 
-A trainer of the user's own publishes through here, too: :meth:`rlbuffer.client.Policy.publish`.
+A trainer of the user's own publishes through here, too: :meth:`rlbuffer.client.buffer.Policy.publish`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import RlbufferError, WeightsError
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings
-from rlbuffer.trainer.agreement import Ranks
-from rlbuffer.trainer.lora import adapter_config, adapter_state
-from rlbuffer.trainer.model import PackedPolicy
-from rlbuffer.trainer.parallel import is_sharded, model_state
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.trainer.model.lora import adapter_config, adapter_state
+from rlbuffer.trainer.model.packed_policy import PackedPolicy
+from rlbuffer.trainer.ranks.agreement import Ranks
+from rlbuffer.trainer.ranks.parallel import is_sharded, model_state
 from rlbuffer.weights.cache import announced
 from rlbuffer.weights.files import Written, publish, publish_adapter, publish_base
 from rlbuffer.weights.model import config_of, narrow_dtype
 
 if TYPE_CHECKING:
-    from rlbuffer.client import Buffer
+    from rlbuffer.client.buffer import Buffer
     from rlbuffer.trainer.fake import FakeBuffer
 
 
@@ -102,7 +102,7 @@ def announce_once(
 
 
 def publish_model(buffer: Buffer, model: object, version: int, *, folder: Path | None, keep: int | None) -> bool:
-    """As :meth:`rlbuffer.client.Policy.publish`."""
+    """As :meth:`rlbuffer.client.buffer.Policy.publish`."""
     place = buffer.place
     if place is None:
         raise RlbufferError("policy().publish() needs this rank's reader: call buffer.reader(rank, world_size) before")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from rlbuffer.batches import Step
 from rlbuffer.errors import RlbufferError, StepDamaged
-from rlbuffer.trainer.agreement import Agreement, Verdict
-from rlbuffer.trainer.setup import Session
+from rlbuffer.records.micro_batch import Step
+from rlbuffer.trainer.ranks.agreement import Agreement, Verdict
+from rlbuffer.trainer.session import Session
 
 MAX_PULLS = 3
 """Times that a step is pulled because ranks hold different ones, before giving up."""

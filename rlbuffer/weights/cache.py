@@ -23,10 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings
-from rlbuffer.store.locks import try_lock
+from rlbuffer.process.file_locks import try_lock
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.weights.disk import flush
 from rlbuffer.weights.layout import (
     LIST_FILE,

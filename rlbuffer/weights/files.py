@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rlbuffer.errors import WeightsError
-from rlbuffer.records import PolicyVersion
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.weights.disk import flush, sha256_of
 from rlbuffer.weights.layout import (
     ADAPTER_CONFIG_FILE,

@@ -24,8 +24,8 @@ from typing import Any
 
 from aiohttp import web
 
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.settings import RunSettings
 from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
 from rlbuffer.weights.download import HAVE_HEADER
 from rlbuffer.weights.layout import FILE, NAME, parse_listen, versions

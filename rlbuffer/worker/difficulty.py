@@ -12,9 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ServerRefused
-from rlbuffer.records import Group, Ticket
-from rlbuffer.settings import WorkerSettings
+from rlbuffer.records.rollout import Group, Ticket
 from rlbuffer.worker.envs.base import Prompt
 
 SOLVED, FAILED, MIXED = "s", "f", "m"

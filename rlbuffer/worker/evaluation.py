@@ -16,15 +16,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
 from rlbuffer.errors import ServerRefused
-from rlbuffer.records import Rollout, Ticket
-from rlbuffer.settings import EvaluationSettings, WorkerSettings
+from rlbuffer.records.rollout import Rollout, Ticket
 from rlbuffer.worker.envs import Env, close_env, make_env
-from rlbuffer.worker.groups import GroupMaker
+from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.samplers.base import Sampler
 
 if TYPE_CHECKING:
-    from rlbuffer.client import Buffer
+    from rlbuffer.client.buffer import Buffer
 
 POLL_SECONDS = 0.5
 """Between two looks whether a version is due; one that is loaded is looked at then."""

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.policy.waiting import counted
+from rlbuffer.narration.waiting import counted
 
 LONG_SECONDS = 5.0
 """Work of an env that runs for longer is named, with the line that it is at."""

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
+from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
 from rlbuffer.errors import (
     ConfigError,
     EnvDone,
@@ -31,23 +32,22 @@ from rlbuffer.errors import (
     ServerRefused,
     ServerUnreachable,
 )
-from rlbuffer.policy.waiting import draining
-from rlbuffer.records import Group, PolicyVersion, Ticket
-from rlbuffer.settings import EvaluationSettings, WorkerSettings
+from rlbuffer.narration.waiting import draining
+from rlbuffer.process.threads import in_thread
+from rlbuffer.records.rollout import Group, PolicyVersion, Ticket
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.failures import place_of, traceback_of
-from rlbuffer.worker.groups import Aborted, GroupFailed, GroupMaker, in_words
-from rlbuffer.worker.pulse import TICKET_SECONDS, WITHOUT_A_WORD, Pulse, telling_why
+from rlbuffer.worker.group_maker import Aborted, GroupFailed, GroupMaker, in_words
+from rlbuffer.worker.heartbeat import TICKET_SECONDS, WITHOUT_A_WORD, Pulse, telling_why
 from rlbuffer.worker.samplers import Sampler, make_sampler
-from rlbuffer.worker.threads import in_thread
 from rlbuffer.worker.versions import Versions
 
 if TYPE_CHECKING:
-    from rlbuffer.client import Buffer
-    from rlbuffer.writer import Writer
+    from rlbuffer.client.buffer import Buffer
+    from rlbuffer.client.writer import Writer
 
 TAKE_SECONDS = 0.5
 """How long to wait for tickets before looking whether to stop."""

@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError
-from rlbuffer.records import PolicyVersion
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.weights.layout import is_url
 from rlbuffer.worker.envs import Env
 from rlbuffer.worker.samplers import Sampler
 
 if TYPE_CHECKING:
-    from rlbuffer.client import Policy
+    from rlbuffer.client.buffer import Policy
 
 RELOAD_SECONDS = 5.0
 """Before weights that could not be loaded are tried again."""

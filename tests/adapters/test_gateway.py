@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import PromptTooLong, SamplerUnavailable
-from rlbuffer.spans import VersionSpan
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker.envs import PolicyAccess
 from rlbuffer.worker.envs.gateway import SESSION_HEADER, Gateway, Session
 from rlbuffer.worker.samplers import Completion, Sampling

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import ConfigError, PromptTooLong, SamplerUnavailable
-from rlbuffer.records import Rollout
-from rlbuffer.spans import VersionSpan
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker.envs import PolicyAccess, make_env
 from rlbuffer.worker.samplers import Completion, Sampling
 

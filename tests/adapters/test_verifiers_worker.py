@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from test_verifiers_env import CALL, RENDERER, Script
 
-from rlbuffer.client import connect
+from rlbuffer.client.buffer import connect
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import SamplerUnavailable
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import WorkerSettings
-from rlbuffer.wire import decode_rollout
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker.envs import make_env
 from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Completion, Sampling

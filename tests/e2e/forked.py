@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import IO, Any
 
 MODULES = (
-    "rlbuffer.preload",
-    "rlbuffer.trainer.rank",
+    "rlbuffer.process.preload",
+    "rlbuffer.trainer.launch.rank",
     "torch.distributed.launcher.api",
     "transformers.models.qwen3.modeling_qwen3",
-    "rlbuffer.supervise",
+    "rlbuffer.run.supervisor",
     "rlbuffer.daemon.loop",
     "rlbuffer_cli.main",
 )
@@ -293,7 +293,7 @@ def _fork_forkserver(path: Any, arguments: Sequence[Any], descriptors: Sequence[
         _reset_signals()
         for instance in (resource_tracker._resource_tracker, forkserver._forkserver):
             instance.__init__()  # those of the process that it was forked from, one of them locked
-        from rlbuffer.forkserver import leave_terminal
+        from rlbuffer.process.forkserver import leave_terminal
 
         leave_terminal()
         exec(code, {})

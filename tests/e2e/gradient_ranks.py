@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from rlbuffer.batches import MicroBatch, Normalizers, Sample, Step
-from rlbuffer.packing import PackItem, assemble
-from rlbuffer.records import Rollout
-from rlbuffer.settings import TrainerSettings
-from rlbuffer.trainer.agreement import Ranks
-from rlbuffer.trainer.digests import digest_parameters
-from rlbuffer.trainer.model import prepare
-from rlbuffer.trainer.update import Updates, make_optimizer, take_step
+from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.packing.pack import PackItem, assemble
+from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Sample, Step
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.trainer.model.packed_policy import prepare
+from rlbuffer.trainer.ranks.agreement import Ranks
+from rlbuffer.trainer.ranks.digests import digest_parameters
+from rlbuffer.trainer.update.update import Updates, make_optimizer, take_step
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 
 ROW_TOKENS = 64

@@ -17,7 +17,7 @@ import pytest
 from forked import Parent, clean_environment, start
 
 import rlbuffer
-from rlbuffer.settings import RunSettings
+from rlbuffer.config.settings import RunSettings
 
 TINY = """
 run = "{run}"

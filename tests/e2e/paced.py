@@ -27,12 +27,12 @@ import numpy as np
 from homes import Home
 from numpy.typing import NDArray
 
-from rlbuffer import heartbeats
-from rlbuffer.client import connect
+from rlbuffer.client.buffer import connect
+from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import RlbufferError
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings, WorkerSettings
-from rlbuffer.spans import VersionSpan
+from rlbuffer.process import heartbeat
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker import loop
 from rlbuffer.worker.envs import Prompt, Skip, make_env
 from rlbuffer.worker.envs.order import PromptOrder
@@ -152,7 +152,7 @@ def _worker(options: argparse.Namespace) -> int:
     env = make_env("vcopy", name=options.env)
     if options.prompts:
         env = OneEpoch(name=options.env, size=options.prompts)
-        loop.TICKET_SECONDS, heartbeats.BEAT_SECONDS = 3.0, 0.5
+        loop.TICKET_SECONDS, heartbeat.BEAT_SECONDS = 3.0, 0.5
     with connect(run=options.run, config=RunSettings(home=options.home)) as buffer:
         run_worker(
             buffer,

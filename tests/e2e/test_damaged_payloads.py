@@ -12,8 +12,8 @@ import pytest
 from homes import Home
 
 import rlbuffer
-from rlbuffer import wire
 from rlbuffer.testing import make_group
+from rlbuffer.wire import payload
 
 pytestmark = pytest.mark.timeout(900)
 """A machine may be four times as slow as this one."""
@@ -84,14 +84,14 @@ def test_a_producer_whose_payloads_are_never_sound_does_not_end_the_trainer(
             writer.push(make_group(env=env, size=8, seed=number, version=version, worker=worker))
 
         def push_odd() -> None:
-            encode = wire.encode_push
+            encode = payload.encode_push
 
-            def damaged(*args: Any, **options: Any) -> wire.EncodedPush:
+            def damaged(*args: Any, **options: Any) -> payload.EncodedPush:
                 made = encode(*args, **options)
                 return replace(made, payloads=tuple(bytes([*p[:-1], p[-1] ^ 1]) for p in made.payloads))
 
             with monkeypatch.context() as patched:
-                patched.setattr(wire, "encode_push", damaged)
+                patched.setattr(payload, "encode_push", damaged)
                 push(odd, "odd")
 
         for _ in range(GROUPS):

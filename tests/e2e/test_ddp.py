@@ -15,9 +15,9 @@ import torch
 from forked import Forked, Parent
 from homes import parsed
 
-from rlbuffer.processes import to_json
-from rlbuffer.settings import RunSettings
-from rlbuffer.trainer.checkpoint import load_parameters, steps
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.run.members import to_json
+from rlbuffer.trainer.checkpoints.checkpoint import load_parameters, steps
 from rlbuffer.weights.model import TINY_QWEN3
 
 LAUNCH = """

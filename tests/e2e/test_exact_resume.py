@@ -12,7 +12,7 @@ import torch
 from homes import Home
 from test_replay import start_sources
 
-from rlbuffer.trainer.checkpoint import load_parameters
+from rlbuffer.trainer.checkpoints.checkpoint import load_parameters
 
 pytestmark = pytest.mark.timeout(900)
 """A machine may be many times as slow as this one."""

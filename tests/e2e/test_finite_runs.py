@@ -11,8 +11,8 @@ from collections import Counter
 from homes import TINY, Home
 from test_push_command import line
 
-from rlbuffer.policy.waiting import at_end
-from rlbuffer.store.base import Store
+from rlbuffer.narration.waiting import at_end
+from rlbuffer.store.protocol import Store
 
 PASSES = 2
 PROMPTS = {"long": 13, "short": 3}

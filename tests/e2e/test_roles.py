@@ -9,7 +9,7 @@ import pytest
 from homes import Home
 from own_server import OwnServer
 
-from rlbuffer.store.binary import find_binary
+from rlbuffer.store.server.binary import find_binary
 
 USERS = Path(__file__).parents[2] / "deploy" / "users.acl"
 SCORER = """

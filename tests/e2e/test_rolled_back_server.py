@@ -12,7 +12,7 @@ import pytest
 from homes import Home
 from test_replay import start_sources
 
-from rlbuffer.store.locks import exclusive
+from rlbuffer.process.file_locks import exclusive
 
 pytestmark = pytest.mark.timeout(900)
 """A machine may be four times as slow as this one."""

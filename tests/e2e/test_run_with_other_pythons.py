@@ -31,7 +31,7 @@ def test_a_worker_with_a_python_of_its_own_is_supervised_as_the_others(home: Hom
     supervisor = home.start("run", config, "--display", "plain", log="run")
     home.wait_until(lambda: steps() >= 1, seconds=180, why="the first step, which needs both workers")
     first = pid()
-    assert started.read_text().splitlines()[1:] == ["own 3 -m rlbuffer.processes worker vcopy 0 vcopy"]
+    assert started.read_text().splitlines()[1:] == ["own 3 -m rlbuffer.run.members worker vcopy 0 vcopy"]
 
     os.kill(first, signal.SIGKILL)
     home.wait_until(lambda: pid() not in (0, first), seconds=120, why="another worker in place of the killed one")

@@ -9,8 +9,8 @@ import time
 
 from homes import Home
 
-from rlbuffer.policy.waiting import for_scorer
-from rlbuffer.scorer.beat import CLAIM_SECONDS
+from rlbuffer.narration.waiting import for_scorer
+from rlbuffer.scorer.heartbeat import CLAIM_SECONDS
 from rlbuffer.testing import make_group
 
 SLOW_JUDGE = """

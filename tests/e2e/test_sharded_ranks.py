@@ -11,7 +11,7 @@ from forked import Parent
 from safetensors.torch import load_file
 from test_ddp import records, settings_of, start
 
-from rlbuffer.trainer.checkpoint import load_parameters
+from rlbuffer.trainer.checkpoints.checkpoint import load_parameters
 from rlbuffer.trainer.loop import train
 from rlbuffer.weights.layout import versions
 

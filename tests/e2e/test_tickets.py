@@ -11,7 +11,7 @@ from pathlib import Path
 from homes import Home
 from paced import events, kill, start_trainer, start_worker
 
-from rlbuffer.worker.pulse import TICKET_SECONDS
+from rlbuffer.worker.heartbeat import TICKET_SECONDS
 
 STEPS = 25
 CONFIG = """

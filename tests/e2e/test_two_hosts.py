@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from homes import Home
 
-from rlbuffer.store.binary import find_binary
+from rlbuffer.store.server.binary import find_binary
 
 FIRST, SECOND = "10.231.87.1", "10.231.87.2"
 TOKEN = "s3cret"

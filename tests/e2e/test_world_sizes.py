@@ -14,7 +14,7 @@ def test_eight_ranks_train_what_one_rank_trains(home: Home, dtype: str, toleranc
     """Takes a minute or two on two cores: eight ranks exchange gradients five times, then one trains alone."""
     import torch
 
-    from rlbuffer.trainer.checkpoint import load_parameters
+    from rlbuffer.trainer.checkpoints.checkpoint import load_parameters
 
     config = home.config(steps=STEPS, world_size=8, dtype=dtype, checkpoint_every=STEPS, keep_checkpoints=50)
     start_sources(home, config)

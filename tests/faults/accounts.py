@@ -13,9 +13,9 @@ from typing import Any
 
 from aof import Written
 
-from rlbuffer.batches import digest_step
-from rlbuffer.client import Buffer
-from rlbuffer.store.base import EnvLedger
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.records.micro_batch import digest_step
+from rlbuffer.store.protocol import EnvLedger
 
 Totals = dict[str, tuple[int, int]]
 """env -> rollouts, tokens."""

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlbuffer.store.base import StepPart
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.step_format import decode_part
+from rlbuffer.store.moves.step_format import decode_part
+from rlbuffer.store.protocol import StepPart
 
 EMPTY_BASE_BYTES = 512
 """An append-only file begins with a snapshot of an empty server, about 90 bytes; a larger one means a rewrite."""

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import redis
 
-from rlbuffer import wire
-from rlbuffer.messages import dumps
-from rlbuffer.records import Group
+from rlbuffer.records.rollout import Group
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.session import script_text
 from rlbuffer.testing import make_group
-from rlbuffer.wire_info import FORMAT, GROUP_KEYS, ROW
+from rlbuffer.wire import payload
+from rlbuffer.wire.bounded_msgpack import dumps
+from rlbuffer.wire.metadata import FORMAT, GROUP_KEYS, ROW
 
 Command = tuple[Any, ...]
 LARGEST = "18446744073709551615-18446744073709551615"
@@ -236,7 +236,7 @@ class Attacker:
         )
         if dice.random() < 0.5:
             group = self._extreme(group)
-        push = wire.encode_push(group)
+        push = payload.encode_push(group)
         suffix = self._suffix(seen)
         waiting = self.keys.unnamed_payload(group.group_id, suffix)
         payloads = [self._damaged(p, cuts=False) if dice.random() < 0.3 else p for p in push.payloads]
@@ -282,7 +282,7 @@ class Attacker:
         dice = self.dice
         self._count += 1
         group = make_group(env=self._env(), seed=self._count, size=2, group_id=f"evil.{self._count}")
-        push = wire.encode_push(group)
+        push = payload.encode_push(group)
         fields: dict[str, Any] = {"env": group.env, "group": group.group_id, "key": self._suffix(seen)}
         fields |= {"rollouts": 2, "tokens": push.info.tokens, "metadata": self._metadata(push)}
         if seen.entries and dice.random() < 0.4:
@@ -296,7 +296,7 @@ class Attacker:
             del fields[name]
         return [part for pair in fields.items() for part in pair] or ["x", "y"]
 
-    def _metadata(self, push: wire.EncodedPush) -> bytes:
+    def _metadata(self, push: payload.EncodedPush) -> bytes:
         """As it should be, with some bytes changed, or well formed with numbers that no rollout has."""
         dice = self.dice
         drawn = dice.random()

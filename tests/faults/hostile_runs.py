@@ -22,8 +22,8 @@ from kill_runs import home_step, write_config
 from outcome import Outcome, Say
 from own_server import OwnServer
 
-from rlbuffer.client import Buffer
-from rlbuffer.store.base import EnvLedger
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.store.protocol import EnvLedger
 from rlbuffer.testing import make_group
 
 RUN, OTHER = "tiny", "other"

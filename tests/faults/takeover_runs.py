@@ -14,7 +14,7 @@ from homes import Home
 from kill_runs import WORLD_SIZE, home_step, write_config
 from outcome import Outcome, Say
 
-from rlbuffer.client import Buffer
+from rlbuffer.client.buffer import Buffer
 from rlbuffer.daemon import LEASE_SECONDS
 
 ALLOWED_SECONDS = LEASE_SECONDS + 2.0

@@ -20,17 +20,17 @@ from aof import commands
 from outcome import Outcome, Say
 from own_server import OwnServer
 
-from rlbuffer.client import Buffer
-from rlbuffer.config import BatcherConfig
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.reader import Reader
+from rlbuffer.client.writer import Writer
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import EpochChanged, RlbufferError
-from rlbuffer.reader import Reader
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings, ServerSettings
-from rlbuffer.store.binary import SERVER_BIN, find_binary
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.store.server.binary import SERVER_BIN, find_binary
 from rlbuffer.testing import make_group
-from rlbuffer.writer import Writer
 
 SERVERS = "RLBUFFER_TEST_SERVERS"
 """Environment variable: further server programs, separated by colons."""

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerUnreachable
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store import server
-from rlbuffer.store.binary import ServerBinary, find_binary
+from rlbuffer.store.server import embedded
+from rlbuffer.store.server.binary import ServerBinary, find_binary
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def server_binary() -> ServerBinary:
 def server_home(server_binary: ServerBinary) -> Iterator[Path]:
     """Home of an embedded server that runs for the whole session. Do not kill this one: use `home` for that."""
     path = Path(tempfile.mkdtemp(prefix="rlb-session-"))
-    running = server.ensure(path, ServerSettings(maxmemory="1gb", appendfsync="no"))
+    running = embedded.ensure(path, ServerSettings(maxmemory="1gb", appendfsync="no"))
     yield path
     running.release()
     shutil.rmtree(path, ignore_errors=True)
@@ -47,7 +47,7 @@ def redis_url(request: pytest.FixtureRequest) -> str:
     named = os.environ.get("RLBUFFER_TEST_REDIS_URL", "")
     if named:
         return named
-    running = server.find(request.getfixturevalue("server_home"))
+    running = embedded.find(request.getfixturevalue("server_home"))
     if running is None:
         pytest.fail("the session's embedded server is not running: a test has stopped it")
     return running.address

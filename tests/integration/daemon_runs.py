@@ -12,10 +12,10 @@ from typing import Any
 
 from store_runs import Run
 
-from rlbuffer.client import Buffer
-from rlbuffer.config import BatcherConfig
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon, leadership
-from rlbuffer.settings import RunSettings
 
 LEASE_SECONDS = 20.0
 """One that is stopped gives it back at once; a busy machine must not take it from one that works."""

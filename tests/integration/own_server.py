@@ -14,7 +14,7 @@ from types import TracebackType
 
 import redis
 
-from rlbuffer.store.binary import find_binary
+from rlbuffer.store.server.binary import find_binary
 
 START_SECONDS = 30.0
 

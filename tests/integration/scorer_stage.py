@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlbuffer.client import Buffer, connect
-from rlbuffer.records import Group, Rollout
+from rlbuffer.client.buffer import Buffer, connect
+from rlbuffer.client.views import stand_in
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.records.rollout import Group, Rollout
 from rlbuffer.scorer.loop import run_scorer
-from rlbuffer.settings import RunSettings
-from rlbuffer.views import stand_in
-from rlbuffer.wire import decode_group_payload, decode_rollout
+from rlbuffer.wire.payload import decode_group_payload, decode_rollout
 
 PATIENCE_SECONDS = 240.0
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from store_runs import Run, plan_of
 
-from rlbuffer.batches import Drop
-from rlbuffer.records import PolicyVersion
-from rlbuffer.store.base import Claim, TrainedStep
+from rlbuffer.records.micro_batch import Drop
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.protocol import Claim, TrainedStep
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.testing import make_group
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from rlbuffer.batches import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
-from rlbuffer.records import Group
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store.base import Lease, PoolEntry, StepHeader
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.records.micro_batch import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.records.rollout import Group
+from rlbuffer.store.protocol import Lease, PoolEntry, StepHeader
 from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.testing import make_group
 

@@ -26,8 +26,8 @@ from samplers_conformance import (
     policies,
 )
 
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.settings import WorkerSettings
 from rlbuffer.weights.adapters import rank_and_scale, require_base, state_of
 from rlbuffer.weights.files import open_weights
 from rlbuffer.weights.layout import base_of

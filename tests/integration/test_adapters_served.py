@@ -13,10 +13,10 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.client import Buffer
-from rlbuffer.config import AdapterConfig
-from rlbuffer.settings import RunSettings
-from rlbuffer.store.verify import verify
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.config.batcher import AdapterConfig
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.store.verify.verify import verify
 from rlbuffer_cli.main import main
 
 pytest_plugins = ("store_fixtures",)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlbuffer.batches import Normalizers, Step
 from rlbuffer.errors import BatchTimeout, RankFailed, RlbufferError
-from rlbuffer.packing import pack
-from rlbuffer.records import Rollout
-from rlbuffer.trainer.agreement import Agreement, Ranks, Verdict
+from rlbuffer.packing.pack import pack
+from rlbuffer.records.micro_batch import Normalizers, Step
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.trainer.ranks.agreement import Agreement, Ranks, Verdict
 
 
 class Table:

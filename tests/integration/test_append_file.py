@@ -13,9 +13,9 @@ from daemon_runs import Served
 from own_server import OwnServer
 from store_runs import Run
 
-from rlbuffer.config import BatcherConfig
+from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import ServerUnsuitable
-from rlbuffer.store import append_file
+from rlbuffer.store.server import append_file
 
 CONFIG = BatcherConfig(64, step_groups=1)
 

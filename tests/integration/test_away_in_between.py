@@ -10,11 +10,11 @@ import pytest
 from store_runs import Run, plan_of
 
 import rlbuffer
-from rlbuffer.client import Buffer
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import LeaseLost
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.store.redis_store import RedisStore
 
 pytest_plugins = ("store_fixtures",)
@@ -61,7 +61,7 @@ def test_no_step_is_retired_and_nothing_swept_that_may_be_needed_again(run: Run)
 def test_a_sweep_ends_where_the_server_was_away(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.step("a.0", "a.1")
     run.train(1, oldest_kept=1)
-    monkeypatch.setattr("rlbuffer.store.steps.SWEEP", 1)
+    monkeypatch.setattr("rlbuffer.store.moves.steps.SWEEP", 1)
     look, asked = run.store.look, []
 
     def away_after_the_first_page(command: Any) -> Any:

@@ -13,15 +13,15 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.client import Buffer
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.errors import BackupError, RlbufferError, RunGone
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings, ServerSettings
-from rlbuffer.store import backup as backup_module
-from rlbuffer.store.backup import write_backup
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.backup import backup as backup_module
+from rlbuffer.store.backup.backup import write_backup
+from rlbuffer.store.backup.restore import check_backup, restore_backup
 from rlbuffer.store.keys import HEARTBEATS
 from rlbuffer.store.redis_store import RedisStore, open_store
-from rlbuffer.store.restore import check_backup, restore_backup
 
 pytest_plugins = ("store_fixtures",)
 
@@ -219,7 +219,7 @@ def test_a_run_that_is_deleted_meanwhile_leaves_no_file(busy: Run, file: Path, m
 def test_a_run_that_begins_while_it_is_restored_stays_as_it_is(
     busy: Run, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlbuffer.store import restore as restore_module
+    from rlbuffer.store.backup import restore as restore_module
 
     write_backup(busy.store, file)
     copy = sibling(busy, f"{busy.store.run}-copy")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from store_runs import Run
 
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store.backup import write_backup
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.store.backup.backup import write_backup
+from rlbuffer.store.backup.restore import restore_backup
 from rlbuffer.store.redis_store import open_store
-from rlbuffer.store.restore import restore_backup
 
 HALF_A_BACKUP = """
 import sys, time

@@ -12,15 +12,24 @@ import numpy as np
 import pytest
 import torch
 
+from rlbuffer.config.settings import RunSettings, TrainerSettings
 from rlbuffer.errors import CheckpointError
-from rlbuffer.settings import RunSettings, TrainerSettings
-from rlbuffer.trainer import checkpoint
-from rlbuffer.trainer.attention import NAME
-from rlbuffer.trainer.checkpoint import Checkpoint, load, load_parameters, newest, path_of, restore, save, steps
+from rlbuffer.process.stop_request import StopRequest
+from rlbuffer.trainer.checkpoints import checkpoint
+from rlbuffer.trainer.checkpoints.checkpoint import (
+    Checkpoint,
+    load,
+    load_parameters,
+    newest,
+    path_of,
+    restore,
+    save,
+    steps,
+)
 from rlbuffer.trainer.loop import train
-from rlbuffer.trainer.model import PackedPolicy
-from rlbuffer.trainer.stopping import StopRequest
-from rlbuffer.trainer.update import make_optimizer
+from rlbuffer.trainer.model.attention import NAME
+from rlbuffer.trainer.model.packed_policy import PackedPolicy
+from rlbuffer.trainer.update.update import make_optimizer
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 
 

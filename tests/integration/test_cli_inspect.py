@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import rlbuffer
-from rlbuffer.client import Buffer
-from rlbuffer.settings import RunSettings
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.config.settings import RunSettings
 from rlbuffer_cli.main import main
 from rlbuffer_cli.render import pool
 from rlbuffer_cli.session import say_ended

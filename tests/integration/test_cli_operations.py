@@ -17,10 +17,10 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.config_changes import config_digest
+from rlbuffer.daemon.config_changes import config_digest
 from rlbuffer.errors import SchemaMismatch
-from rlbuffer.policy import waiting
-from rlbuffer.records import PolicyVersion
+from rlbuffer.narration import waiting
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer_cli.main import main
 
 Call = Callable[..., tuple[int, str, str]]
@@ -106,7 +106,7 @@ def test_apply_waits_until_the_leader_has_taken_it(served: Served, call: Call) -
         3,
         "new.toml:4",
     )
-    assert outcome == {"schema": "rlbuffer.config/1", "run": served.run.store.run, "state": "taken", "revision": 2}
+    assert outcome == {"schema": "rlbuffer.config.batcher/1", "run": served.run.store.run, "state": "taken", "revision": 2}
     again = call("config", "apply", "--config", "new.toml")
     assert again == (0, f'run "{served.run.store.run}" has these settings already (revision 2)\n', "")
 
@@ -430,8 +430,8 @@ def test_reset_refuses_it_too_and_the_list_of_runs_goes_on(made: Run, call: Call
 def test_the_sentence_is_one_everywhere(served: Served, call: Call) -> None:
     """`serve`, `inspect`, `inspect --json` and the trainer's timeout carry what waiting.py says, but that no trainer is
     told to start one."""
+    from rlbuffer.client.reader import Reader
     from rlbuffer.errors import BatchTimeout
-    from rlbuffer.reader import Reader
 
     run = served.run
     served.serve(config())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from store_runs import Run
 
-from rlbuffer.client import Buffer
+from rlbuffer.client.buffer import Buffer
 from rlbuffer.errors import ServerFull
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer_cli.main import main

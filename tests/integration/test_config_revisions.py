@@ -11,10 +11,10 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.config_changes import config_digest
+from rlbuffer.client.operations import choose
+from rlbuffer.daemon.config_changes import config_digest
 from rlbuffer.errors import ConfigChanged, ConfigError, RunGone
-from rlbuffer.operations import choose
-from rlbuffer.records import PolicyVersion
+from rlbuffer.records.rollout import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 

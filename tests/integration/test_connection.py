@@ -17,11 +17,11 @@ import pytest
 import redis
 from faults import CuttingProxy, TalkingServer, info_reply
 
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, ServerRefused, ServerUnreachable, ServerUnsuitable, WrongAnswer, WrongType
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store.binary import ServerBinary
-from rlbuffer.store.connection import Connection
-from rlbuffer.store.server import EmbeddedServer, ensure
+from rlbuffer.store.server.binary import ServerBinary
+from rlbuffer.store.server.connection import Connection
+from rlbuffer.store.server.embedded import EmbeddedServer, ensure
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
 

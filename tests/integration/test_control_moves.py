@@ -9,8 +9,8 @@ import pytest
 from store_runs import Run
 
 from rlbuffer.errors import ConfigChanged, LeaseLost
-from rlbuffer.records import PolicyVersion
-from rlbuffer.store.base import Claim
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.protocol import Claim
 
 pytest_plugins = ("store_fixtures",)
 

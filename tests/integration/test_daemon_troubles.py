@@ -11,10 +11,10 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer import fills
-from rlbuffer.batches import Drop, digest_step
-from rlbuffer.reader import Reader
-from rlbuffer.records import PolicyVersion
+from rlbuffer.client.reader import Reader
+from rlbuffer.packing import further_columns
+from rlbuffer.records.micro_batch import Drop, digest_step
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.store.redis_store import RedisStore
 
 pytest_plugins = ("store_fixtures",)
@@ -138,12 +138,12 @@ def test_a_rollout_that_disagrees_with_the_trainer_s_declaration_is_masked_alike
     run.push("a.1", lengths=[20])
     served.serve(CONFIG)
     served.wait_for(lambda: run.store.meta().step == 1)
-    monkeypatch.setattr(fills, "_SPECS", dict(fills._SPECS))
-    fills.register_column("x", fill=0, dtype="f4", shape=(2,))
+    monkeypatch.setattr(further_columns, "_SPECS", dict(further_columns._SPECS))
+    further_columns.register_column("x", fill=0, dtype="f4", shape=(2,))
     reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
     first, again = reader.pull(1), reader.pull(1)
     assert first.damaged == again.damaged == ("a.0/0",)
-    said = [record.getMessage() for record in caplog.records if record.name == "rlbuffer.reader"]
+    said = [record.getMessage() for record in caplog.records if record.name == "rlbuffer.client.reader"]
     assert said == 2 * said[:1]
     assert said[0] == (
         "rank 0 leaves out 1 of its rollouts of step 1, whose payloads it cannot train. The first is a.0/0 of group "

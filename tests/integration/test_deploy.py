@@ -19,9 +19,9 @@ import redis
 import rlbuffer
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import ServerUnsuitable
-from rlbuffer.store.backup import write_backup
-from rlbuffer.store.binary import ServerBinary
-from rlbuffer.store.restore import restore_backup
+from rlbuffer.store.backup.backup import write_backup
+from rlbuffer.store.backup.restore import restore_backup
+from rlbuffer.store.server.binary import ServerBinary
 
 ROOT = Path(__file__).parents[2]
 ROLES = ("operator", "worker", "scorer", "trainer", "viewer")

@@ -11,11 +11,11 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer import wire
-from rlbuffer.reader import Reader
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings
+from rlbuffer.client.reader import Reader
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.store.payloads import Trainable
+from rlbuffer.wire import payload
 
 pytest_plugins = ("store_fixtures",)
 
@@ -31,14 +31,14 @@ def served(run: Run) -> Iterator[Served]:
 
 def push_damaged(run: Run, group_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a worker would whose payloads were never sound: every size is right, and a byte of each is not."""
-    encode = wire.encode_push
+    encode = payload.encode_push
 
-    def damaged(*args: object, **options: object) -> wire.EncodedPush:
+    def damaged(*args: object, **options: object) -> payload.EncodedPush:
         push = encode(*args, **options)  # type: ignore[arg-type]
         return replace(push, payloads=tuple(bytes([*p[:-1], p[-1] ^ 1]) for p in push.payloads))
 
     with monkeypatch.context() as patched:
-        patched.setattr(wire, "encode_push", damaged)
+        patched.setattr(payload, "encode_push", damaged)
         run.push(group_id, worker="odd\x1b one")
 
 

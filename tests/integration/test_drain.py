@@ -9,9 +9,9 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.operations import Drain, DrainState
-from rlbuffer.policy import waiting
-from rlbuffer.records import PolicyVersion
+from rlbuffer.client.operations import Drain, DrainState
+from rlbuffer.narration import waiting
+from rlbuffer.records.rollout import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlbuffer.client import Buffer, connect
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import EvaluationSettings
-from rlbuffer.spans import VersionSpan
+from rlbuffer.client.buffer import Buffer, connect
+from rlbuffer.config.settings import EvaluationSettings
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker import evaluation
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.samplers import Completion, Sampling

@@ -10,15 +10,15 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.client import Buffer
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.reader import Reader
+from rlbuffer.client.writer import Writer
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import EnvDone, EpochChanged, NotFound, RunGone
-from rlbuffer.policy import waiting
-from rlbuffer.reader import Reader
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings
-from rlbuffer.store.base import Store
+from rlbuffer.narration import waiting
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.protocol import Store
 from rlbuffer.testing import make_group
-from rlbuffer.writer import Writer
 
 pytest_plugins = ("store_fixtures",)
 

@@ -9,6 +9,7 @@ import pytest
 import redis
 from faults import TalkingServer, info_reply
 
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import (
     RlbufferError,
     ServerFull,
@@ -18,8 +19,7 @@ from rlbuffer.errors import (
     WrongAnswer,
     WrongType,
 )
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store.connection import Connection
+from rlbuffer.store.server.connection import Connection
 
 ROWS = [
     # What another server than the one that was meant answers: a loss, and tried again on a new connection.

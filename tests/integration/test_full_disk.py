@@ -16,11 +16,11 @@ from own_server import Disk, OwnServer
 from store_runs import Run
 
 import rlbuffer
+from rlbuffer.client.reader import Reader
+from rlbuffer.client.writer import Writer
 from rlbuffer.errors import ServerRefused
-from rlbuffer.reader import Reader
-from rlbuffer.records import PolicyVersion
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.testing import make_group
-from rlbuffer.writer import Writer
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=1000)
 ROOM_BYTES = 40_000

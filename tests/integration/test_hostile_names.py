@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 import rlbuffer
-from rlbuffer import wire
-from rlbuffer.records import PolicyVersion
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.testing import make_group
+from rlbuffer.wire import payload
 from rlbuffer_cli.main import main
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202eevil\u2066\x9b31m\r\u200b"
@@ -48,7 +48,7 @@ def spoil(buffer: rlbuffer.Buffer) -> None:
     keys, client = store.keys, store.client  # type: ignore[attr-defined]
     fields = {"env": EVIL, "group": EVIL, "key": EVIL, "rollouts": "1", "tokens": "8"}
     client.xadd(keys.pool, {**fields, "metadata": b"\x00"})
-    client.xadd(keys.pool, {**fields, "metadata": wire.encode_info(whole.info())})
+    client.xadd(keys.pool, {**fields, "metadata": payload.encode_info(whole.info())})
     client.hset(keys.ledger, f"{EVIL}:pushed:rollouts", 3)
     client.hset(keys.ledger, f"a:dropped:{EVIL}:rollouts", 3)
     client.zadd(keys.paused, {EVIL: 1})

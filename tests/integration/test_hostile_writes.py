@@ -8,13 +8,13 @@ import pytest
 from daemon_runs import Served
 from store_runs import Run
 
-from rlbuffer.config import BatcherConfig
+from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import LeaseLost, RunDamaged, ServerRefused, WrongType
-from rlbuffer.records import PolicyVersion
-from rlbuffer.store.pool import AHEAD_MS
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.moves.pool import AHEAD_MS
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.testing import make_group
-from rlbuffer.wire import encode_push
+from rlbuffer.wire.payload import encode_push
 
 pytest_plugins = ("store_fixtures",)
 CONFIG = BatcherConfig(64, step_groups=1, max_age=9)

@@ -14,14 +14,14 @@ from test_model_families import published, run, settings
 from test_packed_forward import GEMMA2, GPT2, QWEN3, made, row
 from transformers import AutoModelForCausalLM
 
+from rlbuffer.config.settings import LoraSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import LoraSettings
-from rlbuffer.trainer.checkpoint import load_parameters, path_of, restore
-from rlbuffer.trainer.lora import add_adapter
-from rlbuffer.trainer.model import PackedPolicy, packed_forward, prepare
-from rlbuffer.trainer.selftest import separate_logprobs
-from rlbuffer.trainer.update import make_optimizer
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.trainer.checkpoints.checkpoint import load_parameters, path_of, restore
+from rlbuffer.trainer.model.lora import add_adapter
+from rlbuffer.trainer.model.packed_policy import PackedPolicy, packed_forward, prepare
+from rlbuffer.trainer.model.selftest import separate_logprobs
+from rlbuffer.trainer.update.update import make_optimizer
 from rlbuffer.weights.adapters import state_of
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.weights.disk import sha256_of

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import rlbuffer
+from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.daemon import Daemon
-from rlbuffer.settings import TrainerSettings
 from rlbuffer.testing import make_group
 from rlbuffer.trainer.losses import loss_of
-from rlbuffer.trainer.update import trained_tokens
+from rlbuffer.trainer.update.update import trained_tokens
 
 CUT = {"a.1/3", "a.2/0", "a.2/1", "a.2/2", "a.2/3"}
 """One rollout of a group, and all of another one."""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import redis
 
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store.connection import Connection
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.store.server.connection import Connection
 
 pytestmark = pytest.mark.server
 

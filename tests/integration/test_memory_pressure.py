@@ -16,14 +16,14 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
+from rlbuffer.client.writer import Writer
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.daemon import memory_rules
+from rlbuffer.daemon.memory_rules import stored_bytes
 from rlbuffer.errors import ConfigError, RlbufferError, ServerFull, StepRetired
-from rlbuffer.policy import memory
-from rlbuffer.policy.memory import stored_bytes
-from rlbuffer.records import Group, PolicyVersion
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store import server
+from rlbuffer.records.rollout import Group, PolicyVersion
+from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group
-from rlbuffer.writer import Writer
 from rlbuffer_cli.main import main
 
 pytestmark = pytest.mark.server
@@ -36,7 +36,7 @@ SECONDS = 60.0
 def run(server_binary: object) -> Iterator[Run]:
     """A run on a small server of its own."""
     home = Path(tempfile.mkdtemp(prefix="rlb-"))
-    running = server.ensure(home, ServerSettings(appendfsync="no", maxmemory="16mb"))
+    running = embedded.ensure(home, ServerSettings(appendfsync="no", maxmemory="16mb"))
     made = Run(running.address, home)
     yield made
     made.close()
@@ -330,7 +330,7 @@ def test_without_maxmemory_trained_steps_go_before_they_fill_the_machine(
     """A trainer that never writes a checkpoint, on a server that refuses nothing; its machine is taken to be small."""
     run = served.run
     run.client.config_set("maxmemory", 0)
-    monkeypatch.setattr(memory, "MACHINE_SHARE", (16 << 20) / run.store.server()["machine"])
+    monkeypatch.setattr(memory_rules, "MACHINE_SHARE", (16 << 20) / run.store.server()["machine"])
     served.serve(CONFIG)
     writer = writer_of(run, [])
     for step in range(1, 61):

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from test_packed_forward import GEMMA2, GPT2, GRANITE, HYBRIDS, LLAMA, MISTRAL, QWEN3, QWEN3_MOE, row
 from transformers import AutoModelForCausalLM
 
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, PackedForwardError
-from rlbuffer.settings import RunSettings
-from rlbuffer.trainer.checkpoint import path_of, restore
+from rlbuffer.trainer.checkpoints.checkpoint import path_of, restore
 from rlbuffer.trainer.loop import train
-from rlbuffer.trainer.model import packed_forward, prepare
-from rlbuffer.trainer.selftest import separate_logprobs
-from rlbuffer.trainer.update import make_optimizer
+from rlbuffer.trainer.model.packed_policy import packed_forward, prepare
+from rlbuffer.trainer.model.selftest import separate_logprobs
+from rlbuffer.trainer.update.update import make_optimizer
 from rlbuffer.weights.layout import versions
 from rlbuffer.weights.model import build_model, model_from_config
 

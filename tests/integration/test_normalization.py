@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlbuffer.batches import MicroBatch, Normalizers, Plan, Sample
-from rlbuffer.packing import PackItem, assemble
-from rlbuffer.records import Rollout
-from rlbuffer.settings import TrainerSettings
-from rlbuffer.trainer.model import PackedPolicy, prepare
-from rlbuffer.trainer.update import SUMS, accumulate
+from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.packing.pack import PackItem, assemble
+from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Plan, Sample
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
+from rlbuffer.trainer.update.update import SUMS, accumulate
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 
 SHAPES = ((3, 9), (5, 2), (1, 17), (4, 6), (2, 30), (7, 1), (3, 12))

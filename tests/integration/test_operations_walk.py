@@ -11,10 +11,10 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.policy import waiting
-from rlbuffer.records import PolicyVersion
-from rlbuffer.store.backup import write_backup
-from rlbuffer.store.restore import restore_backup
+from rlbuffer.narration import waiting
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.backup.backup import write_backup
+from rlbuffer.store.backup.restore import restore_backup
 from rlbuffer_cli.main import main
 
 pytest_plugins = ("store_fixtures",)

@@ -9,8 +9,8 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.operations import choose
-from rlbuffer.records import PolicyVersion
+from rlbuffer.client.operations import choose
+from rlbuffer.records.rollout import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 

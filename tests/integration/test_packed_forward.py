@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlbuffer.errors import PackedForwardError
-from rlbuffer.trainer.attention import NAME, SegmentPlan
-from rlbuffer.trainer.logprobs import LogitShape
-from rlbuffer.trainer.model import packed_forward, prepare
-from rlbuffer.trainer.selftest import acting_window, self_test, separate_logprobs
+from rlbuffer.trainer.model.attention import NAME, SegmentPlan
+from rlbuffer.trainer.model.logprobs import LogitShape
+from rlbuffer.trainer.model.packed_policy import packed_forward, prepare
+from rlbuffer.trainer.model.selftest import acting_window, self_test, separate_logprobs
 from rlbuffer.weights.model import model_from_config
 
 LLAMA: Mapping[str, Any] = MappingProxyType(

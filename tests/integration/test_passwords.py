@@ -18,8 +18,8 @@ import redis
 from own_server import OwnServer
 
 import rlbuffer
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, ServerUnsuitable
-from rlbuffer.settings import RunSettings
 from rlbuffer_cli.main import main
 
 SECRET = "s#3/cr@t?&:%41"

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import rlbuffer
-from rlbuffer import placement
+from rlbuffer.config.loading import load
+from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.loading import load
-from rlbuffer.settings import RunSettings, WorkerSettings
+from rlbuffer.run import pythons
 
 
 @pytest.mark.parametrize(
@@ -29,13 +29,13 @@ def test_gpus_are_dealt_over_the_replicas_in_order(
     gpus: tuple[int | str, ...], replicas: int, dealt: list[tuple[int | str, ...]]
 ) -> None:
     options = WorkerSettings(env="vcopy", gpus=gpus, replicas=replicas)
-    assert [placement.gpus_of(options, replica) for replica in range(replicas)] == dealt
-    assert [placement.gpus_of(options, replicas + replica) for replica in range(replicas)] == dealt
+    assert [pythons.gpus_of(options, replica) for replica in range(replicas)] == dealt
+    assert [pythons.gpus_of(options, replicas + replica) for replica in range(replicas)] == dealt
 
 
 def test_a_process_without_gpus_of_its_own_sees_what_it_saw() -> None:
-    assert placement.visible(()) == {}
-    assert placement.visible((1, "GPU-5")) == {"CUDA_VISIBLE_DEVICES": "1,GPU-5"}
+    assert pythons.visible(()) == {}
+    assert pythons.visible((1, "GPU-5")) == {"CUDA_VISIBLE_DEVICES": "1,GPU-5"}
 
 
 @pytest.mark.parametrize(
@@ -79,16 +79,16 @@ def test_gpus_are_counted_by_the_drivers_files(tmp_path: Path, monkeypatch: pyte
     devices.mkdir()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert placement.gpus_here(driver, devices) == 0
+    assert pythons.gpus_here(driver, devices) == 0
     script(tmp_path / "nvidia-smi", "")
-    assert placement.gpus_here(driver, devices) is None
+    assert pythons.gpus_here(driver, devices) is None
     for bus in ("0000:01", "0000:02"):
         (driver / bus).mkdir(parents=True)
-    assert placement.gpus_here(driver, devices) == 2
+    assert pythons.gpus_here(driver, devices) == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert placement.gpus_here(driver, devices) == 1
+    assert pythons.gpus_here(driver, devices) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert placement.gpus_here(driver, devices) == 0
+    assert pythons.gpus_here(driver, devices) == 0
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_gpus_are_counted_by_the_drivers_files(tmp_path: Path, monkeypatch: pyte
 def test_more_ranks_than_gpus_are_refused_where_gpus_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: int | None, settings: str, text: str
 ) -> None:
-    monkeypatch.setattr("rlbuffer.host_checks.gpus_here", lambda: there)
+    monkeypatch.setattr("rlbuffer.run.host_checks.gpus_here", lambda: there)
     file = tmp_path / "rlbuffer.toml"
     file.write_text(f'[model.config]\nmodel_type = "qwen3"\n[trainer]\n{settings}\n')
     if not text:
@@ -118,10 +118,10 @@ def test_more_ranks_than_gpus_are_refused_where_gpus_are_counted(
 
 
 def test_a_worker_is_started_apart_only_when_it_must_be() -> None:
-    assert not placement.is_apart(WorkerSettings(env="vcopy", replicas=2))
-    assert placement.is_apart(WorkerSettings(env="vcopy", gpus=(0,)))
-    assert placement.is_apart(WorkerSettings(env="vcopy", python="python3"))
-    assert placement.is_apart(WorkerSettings(env="vcopy", environment={"A": "1"}))
+    assert not pythons.is_apart(WorkerSettings(env="vcopy", replicas=2))
+    assert pythons.is_apart(WorkerSettings(env="vcopy", gpus=(0,)))
+    assert pythons.is_apart(WorkerSettings(env="vcopy", python="python3"))
+    assert pythons.is_apart(WorkerSettings(env="vcopy", environment={"A": "1"}))
 
 
 def test_the_environment_has_the_own_variables_the_gpus_and_the_programs_beside_the_python(
@@ -130,7 +130,7 @@ def test_the_environment_has_the_own_variables_the_gpus_and_the_programs_beside_
     monkeypatch.setenv("PATH", "/bin")
     monkeypatch.setenv("KEPT", "yes")
     options = WorkerSettings(env="vcopy", gpus=(3, 4), replicas=2, environment={"OWN": "1"})
-    got = placement.environment_of(options, 1, "/venv/bin/python")
+    got = pythons.environment_of(options, 1, "/venv/bin/python")
     assert {name: got[name] for name in ("PATH", "KEPT", "OWN", "CUDA_VISIBLE_DEVICES")} == {
         "PATH": f"/venv/bin{os.pathsep}/bin",
         "KEPT": "yes",
@@ -154,9 +154,9 @@ def test_a_python_with_this_rlbuffer_is_accepted_and_a_link_to_it_is_not_followe
     link = tmp_path / "link"
     link.symlink_to(wrapper)
     settings = with_python(str(link))
-    placement.check_pythons(settings, sys.executable)
-    assert placement.python_of("vcopy", settings.worker["vcopy"], sys.executable) == str(link)
-    assert placement.python_of("vcopy", WorkerSettings(env="vcopy"), "/own") == "/own"
+    pythons.check_pythons(settings, sys.executable)
+    assert pythons.python_of("vcopy", settings.worker["vcopy"], sys.executable) == str(link)
+    assert pythons.python_of("vcopy", WorkerSettings(env="vcopy"), "/own") == "/own"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_python_with_this_rlbuffer_is_accepted_and_a_link_to_it_is_not_followe
 def test_a_python_without_this_rlbuffer_is_refused_with_what_to_install(tmp_path: Path, text: str, reason: str) -> None:
     python = script(tmp_path / "python", text)
     with pytest.raises(ConfigError) as caught:
-        placement.check_pythons(with_python(python, "vllm"), sys.executable)
+        pythons.check_pythons(with_python(python, "vllm"), sys.executable)
     assert str(caught.value) == (
         f"worker.vcopy.python = '{python}' {reason}\n"
         f"  Install it there:   {python} -m pip install 'rlbuffer[vllm]=={rlbuffer.__version__}'"
@@ -183,7 +183,7 @@ def test_a_python_without_this_rlbuffer_is_refused_with_what_to_install(tmp_path
 
 def test_a_python_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        placement.check_pythons(with_python("/no/such/python"), sys.executable)
+        pythons.check_pythons(with_python("/no/such/python"), sys.executable)
     assert str(caught.value) == "worker.vcopy.python = '/no/such/python' is not a program on this host"
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import rlbuffer
-from rlbuffer.client import Buffer
+from rlbuffer.client.buffer import Buffer
 from rlbuffer.errors import RlbufferError, WeightsError
 from rlbuffer.weights.files import load_state, open_weights
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config

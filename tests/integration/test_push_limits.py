@@ -12,10 +12,11 @@ from faults import SlowProxy
 from own_server import OwnServer
 
 import rlbuffer
-from rlbuffer import wire
 from rlbuffer.errors import InvalidRollout, PushGivenUp, ServerUnreachable
-from rlbuffer.store import connection, limits
+from rlbuffer.store import limits
+from rlbuffer.store.server import connection
 from rlbuffer.testing import make_group
+from rlbuffer.wire import payload
 
 MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("server_binary")
@@ -76,7 +77,7 @@ def test_a_push_above_the_servers_query_buffer_is_refused_before_anything_is_sen
         writer = buffer.writer("w")
         with pytest.raises(InvalidRollout) as caught:
             writer.push(group(1, size=MIB))
-        size = sum(len(payload) for payload in wire.encode_push(group(1, size=MIB)).payloads)
+        size = sum(len(payload) for payload in payload.encode_push(group(1, size=MIB)).payloads)
         assert str(caught.value) == (
             f"group a.1 cannot be pushed to {server.url}: it takes {size} bytes, above the server's "
             f"client-query-buffer-limit of {MIB}. Push it in parts, or raise the server's limit"
@@ -90,7 +91,7 @@ def test_a_push_above_the_servers_query_buffer_is_refused_before_anything_is_sen
 
 def test_the_largest_push_that_is_not_refused_is_taken(server: OwnServer) -> None:
     with buffer_of(server) as buffer:
-        details = len(wire.encode_push(group(1, size=4096)).payloads[0]) - 4096
+        details = len(payload.encode_push(group(1, size=4096)).payloads[0]) - 4096
         each = (MIB - limits.OVERHEAD_BYTES) // 2 - details
         writer = buffer.writer("w")
         assert writer.push(group(1, size=each - 16)).status == "stored"
@@ -118,7 +119,7 @@ def test_a_push_that_breaks_its_connection_each_time_is_given_up_and_the_worker_
         "group a.2 is given up and counted as lost: its push broke the connection again and again, to a server that "
         "answers others. Push it in smaller parts"
     )
-    size = sum(len(payload) for payload in wire.encode_push(group(2, size=MIB)).payloads)
+    size = sum(len(payload) for payload in payload.encode_push(group(2, size=MIB)).payloads)
     address = blind.store.connection.address  # type: ignore[attr-defined]
     sentence = f"the connection to {address} broke in the push of group a.2 ({size} bytes); the server answers others"
     assert set(heard) == {sentence}

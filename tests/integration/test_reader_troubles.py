@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from store_runs import Run
 
-import rlbuffer.reader
+import rlbuffer.client.reader
+from rlbuffer.client.reader import Reader
 from rlbuffer.errors import BatchTimeout, RlbufferError, RunGone
-from rlbuffer.reader import Reader
-from rlbuffer.records import PolicyVersion
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.moves.recovery import decode_claim
 from rlbuffer.store.payloads import Trainable
-from rlbuffer.store.recovery import decode_claim
 
 pytest_plugins = ("store_fixtures",)
 
@@ -60,7 +60,7 @@ def test_a_rank_that_acknowledges_nothing_waits_for_the_recovery(run: Run) -> No
 def test_ranks_whose_passes_do_not_match_are_told_of(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rlbuffer.reader, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(rlbuffer.client.reader, "HEARTBEAT_SECONDS", 0.1)
     for n in range(3):
         run.step(f"a.{n}", world_size=2)
     readers = [Reader(run.again(), rank=rank, world_size=2, timeout_seconds=30) for rank in (0, 1)]

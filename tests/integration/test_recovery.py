@@ -16,16 +16,16 @@ from store_runs import Run
 
 import rlbuffer
 import rlbuffer.errors
-from rlbuffer.client import Buffer
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.reader import Reader
+from rlbuffer.client.writer import Writer
+from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
-from rlbuffer.reader import Reader
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings, ServerSettings
-from rlbuffer.store import server as servers
-from rlbuffer.store.base import Claim
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.protocol import Claim
 from rlbuffer.store.redis_store import RedisStore
+from rlbuffer.store.server import embedded as servers
 from rlbuffer.testing import make_group
-from rlbuffer.writer import Writer
 
 pytest_plugins = ("store_fixtures",)
 
@@ -282,7 +282,7 @@ def test_append_only_file_from_before_three_steps(tmp_path: Path) -> None:
 
 
 def _connection(home: Path, settings: ServerSettings) -> Any:
-    from rlbuffer.store.connection import Connection
+    from rlbuffer.store.server.connection import Connection
 
     return Connection(None, home=home, server=settings, name="t")
 

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from store_runs import Run
 
-from rlbuffer import wire
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import BackupError, RlbufferError, RunGone
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store import backup as backup_module
-from rlbuffer.store import restore as restore_module
-from rlbuffer.store.backup import write_backup
-from rlbuffer.store.backup_format import FrameWriter, read_frames
+from rlbuffer.store.backup import backup as backup_module
+from rlbuffer.store.backup import restore as restore_module
+from rlbuffer.store.backup.backup import write_backup
+from rlbuffer.store.backup.format import FrameWriter, read_frames
+from rlbuffer.store.backup.restore import check_backup, restore_backup
 from rlbuffer.store.redis_store import RedisStore, open_store
-from rlbuffer.store.restore import check_backup, restore_backup
+from rlbuffer.wire import payload
 
 HEADER = {"format": 1, "run": "math", "schema": 2, "epoch": 1, "step": 0}
 META = {"key": "meta", "type": "hash", "ttl": -1, "first": True, "items": []}
@@ -128,7 +128,7 @@ def flipped(data: bytes) -> bytes:
             ),
         ),
         (
-            lambda data: data[:AFTER_HEADER] + raw(wire.dumps([1, 2])),
+            lambda data: data[:AFTER_HEADER] + raw(payload.dumps([1, 2])),
             (
                 "{file} is damaged at byte 69 (frame 2): it holds no map. "
                 "Take another copy of the file, or an older backup"

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, RlbufferError, SamplerUnavailable, WeightsError
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import WorkerSettings
-from rlbuffer.spans import VersionSpan
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import TINY_QWEN3, build_model, model_from_config
 from rlbuffer.weights.shapes import names_and_shapes
@@ -247,7 +247,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_logprobs_that_are_not_the_weights_are_told_with_both_numbers(tmp_path: Path) -> None:
-    from rlbuffer.settings import ModelSettings
+    from rlbuffer.config.settings import ModelSettings
     from rlbuffer.worker.selfcheck import logprobs_of
 
     model = build_model(ModelSettings(config=TINY_QWEN3), seed=0)

@@ -17,7 +17,8 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.config import BatcherConfig
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon.envs import EnvWatch
 from rlbuffer.errors import (
     BatchTimeout,
@@ -27,12 +28,11 @@ from rlbuffer.errors import (
     ServerUnsuitable,
     StepRetired,
 )
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings, ServerSettings
-from rlbuffer.store import server_files
-from rlbuffer.store.connection import Connection
-from rlbuffer.store.locks import exclusive
-from rlbuffer.supervise import Supervisor
+from rlbuffer.process.file_locks import exclusive
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.run.supervisor import Supervisor
+from rlbuffer.store.server import embedded_files
+from rlbuffer.store.server.connection import Connection
 
 pytest_plugins = ("store_fixtures",)
 
@@ -107,9 +107,9 @@ def test_a_lock_that_another_process_holds_is_not_waited_for_for_ever(tmp_path: 
 
 
 def test_a_socket_path_that_fits_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_files, "MAX_SOCKET_PATH_BYTES", 8)
+    monkeypatch.setattr(embedded_files, "MAX_SOCKET_PATH_BYTES", 8)
     with pytest.raises(ServerUnreachable) as caught:
-        server_files.socket_path(tmp_path)
+        embedded_files.socket_path(tmp_path)
     assert str(caught.value) == (
         f"no path short enough for a unix socket: {tmp_path} and the temporary directory are long."
     )

@@ -13,7 +13,7 @@ import pytest
 import redis
 from store_runs import Run, changed, plan_of
 
-from rlbuffer.batches import EntryUse, RolloutRef
+from rlbuffer.client.writer import Writer
 from rlbuffer.errors import (
     AttemptForgotten,
     EpochChanged,
@@ -26,10 +26,10 @@ from rlbuffer.errors import (
     StepRetired,
     TrainerAhead,
 )
-from rlbuffer.records import PolicyVersion
-from rlbuffer.store.base import Claim, TrainedStep
+from rlbuffer.records.micro_batch import EntryUse, RolloutRef
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.protocol import Claim, TrainedStep
 from rlbuffer.testing import make_group
-from rlbuffer.writer import Writer
 
 pytest_plugins = ("store_fixtures",)
 
@@ -415,7 +415,7 @@ def test_a_payload_that_is_not_stored_whole_is_refused(bare: Run, monkeypatch: p
 
 
 def test_an_entry_that_changed_since_it_was_read_stops_a_recovery(bare: Run) -> None:
-    from rlbuffer.store.recovery import encode_claim
+    from rlbuffer.store.moves.recovery import encode_claim
 
     bare.lead()
     bare.push("a.0")

@@ -15,18 +15,18 @@ from test_agreement import step
 from test_checkpoint import made, trained
 from torch import nn
 
+from rlbuffer.config.settings import ModelSettings, RunSettings, TrainerSettings
 from rlbuffer.errors import CheckpointError, ConfigError, PackedForwardError, RlbufferError, WeightsError
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import ModelSettings, RunSettings, TrainerSettings
-from rlbuffer.trainer import checkpoint
-from rlbuffer.trainer.agreement import Agreement, Ranks, Verdict
-from rlbuffer.trainer.attention import SegmentPlan, segment_attention
+from rlbuffer.process.stop_request import StopRequest
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.losses import register_loss
-from rlbuffer.trainer.model import PackedPolicy
+from rlbuffer.trainer.model.attention import SegmentPlan, segment_attention
+from rlbuffer.trainer.model.packed_policy import PackedPolicy
 from rlbuffer.trainer.pulls import Pulls
-from rlbuffer.trainer.setup import Session, device_of
-from rlbuffer.trainer.stopping import StopRequest
-from rlbuffer.trainer.update import take_step, trained_tokens
+from rlbuffer.trainer.ranks.agreement import Agreement, Ranks, Verdict
+from rlbuffer.trainer.session import Session, device_of
+from rlbuffer.trainer.update.update import take_step, trained_tokens
 from rlbuffer.weights.files import (
     CONFIG_FILE,
     WEIGHTS_FILE,

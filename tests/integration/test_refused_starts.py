@@ -14,12 +14,12 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
+from rlbuffer.client.reader import Reader
+from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import ConfigError, RunGone
-from rlbuffer.policy import waiting
-from rlbuffer.reader import Reader
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings, ScoreSettings, WorkerSettings
+from rlbuffer.narration import waiting
+from rlbuffer.records.rollout import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from store_runs import Run
 
-from rlbuffer import wire
-from rlbuffer.store import visits
-from rlbuffer.store.recovery import LISTED
+from rlbuffer.store.moves import visits
+from rlbuffer.store.moves.recovery import LISTED
 from rlbuffer.testing import make_group
+from rlbuffer.wire import payload
 
 pytest_plugins = ["store_fixtures"]
 
@@ -43,7 +43,7 @@ def test_the_history_of_a_rewind_names_thousands_of_groups_with_the_longest_name
         for group in groups:
             info = group.info()
             fields = {"env": info.env, "group": info.group_id, "key": "u.1", "rollouts": 1, "tokens": 2}
-            pipe.xadd(run.store.keys.pool, {**fields, "metadata": wire.encode_info(info)})
+            pipe.xadd(run.store.keys.pool, {**fields, "metadata": payload.encode_info(info)})
         pipe.execute()
     assert run.store.rewind(0)["entries"] == LISTED
     (record,) = run.store.history()

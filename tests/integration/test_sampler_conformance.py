@@ -23,7 +23,7 @@ from samplers_conformance import (
     ratios_to_the_trainer,
 )
 
-from rlbuffer.settings import WorkerSettings
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
 
 

@@ -10,7 +10,7 @@ import torch
 from scorer_stage import Stage, eventually
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.records import Rollout
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.testing import make_group
 from rlbuffer.weights.model import TINY_QWEN3, build_model
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from scorer_stage import OVER, Stage, eventually
 
-from rlbuffer import heartbeats
 from rlbuffer.errors import ConfigError
+from rlbuffer.process import heartbeat
 from rlbuffer.scorer import loop
 from rlbuffer.testing import make_group
 
@@ -122,7 +122,7 @@ def test_a_payload_that_is_gone_is_said(stages: Any):
 
 def test_an_answer_that_comes_after_another_scorers_is_a_duplicate(stages: Any, monkeypatch: pytest.MonkeyPatch):
     """The claim of a scorer that hung lapses, another is faster, and the first one's answer changes nothing."""
-    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 3600.0)
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 3600.0)
     monkeypatch.setattr(loop, "CLAIM_SECONDS", 0.1)
     stage = stages("judged")
     stage.writer.push(unscored(1))

@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 import redis
 
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, ServerUnreachable
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store.binary import ServerBinary
-from rlbuffer.store.locks import is_held
-from rlbuffer.store.server import _bury, ensure, find
-from rlbuffer.store.server_files import write_record
+from rlbuffer.process.file_locks import is_held
+from rlbuffer.store.server.binary import ServerBinary
+from rlbuffer.store.server.embedded import _bury, ensure, find
+from rlbuffer.store.server.embedded_files import write_record
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
 

@@ -19,8 +19,8 @@ from own_server import OwnServer
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.reader import Reader
-from rlbuffer.records import PolicyVersion
+from rlbuffer.client.reader import Reader
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.testing import make_group
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]

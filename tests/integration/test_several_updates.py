@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlbuffer.settings import RunSettings
-from rlbuffer.trainer.checkpoint import load, load_parameters
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.trainer.checkpoints.checkpoint import load, load_parameters
 from rlbuffer.trainer.loop import train
-from rlbuffer.trainer.schedules import learning_rate_at
+from rlbuffer.trainer.update.schedules import learning_rate_at
 from rlbuffer.weights.model import TINY_QWEN3
 
 SMALL = dict(TINY_QWEN3, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
@@ -79,7 +79,7 @@ def test_the_first_update_is_at_ratio_one_to_the_recomputed_policy(tmp_path: Pat
 
 
 def test_one_update_needs_no_pass_of_its_own_to_know_the_old_policy(tmp_path: Path, monkeypatch: Any) -> None:
-    from rlbuffer.trainer import update
+    from rlbuffer.trainer.update import update
 
     def never(*arguments: Any) -> None:
         raise AssertionError("a pass that is not needed")

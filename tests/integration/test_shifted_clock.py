@@ -17,10 +17,10 @@ from own_server import OwnServer
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.reader import Reader
-from rlbuffer.records import PolicyVersion
+from rlbuffer.client.reader import Reader
+from rlbuffer.client.writer import Writer
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.testing import make_group
-from rlbuffer.writer import Writer
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=1000)
 HALF_AN_HOUR = 1800.0

@@ -12,11 +12,11 @@ import pytest
 from daemon_runs import Served
 from store_runs import Run
 
-from rlbuffer.config import BatcherConfig
+from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon import lease_keeper
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.errors import LeaseLost
-from rlbuffer.records import PolicyVersion
+from rlbuffer.records.rollout import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 

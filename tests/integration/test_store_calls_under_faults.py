@@ -21,9 +21,9 @@ from faults import MOMENTS, CuttingProxy
 from store_call_rows import ROWS, Row
 from store_runs import Run
 
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import RlbufferError, ServerUnreachable
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store.base import Store
+from rlbuffer.store.protocol import Store
 from rlbuffer.store.redis_store import RedisStore, open_store
 
 TIMES = re.compile(

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from store_runs import Run
 
-from rlbuffer.batches import Drop
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerRefused, ServerUnreachable
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store import server
+from rlbuffer.records.micro_batch import Drop
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group
 
 pytestmark = pytest.mark.server
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.server
 def own(server_binary: object) -> Iterator[Run]:
     """A run on a server that nobody else uses."""
     home = Path(tempfile.mkdtemp(prefix="rlb-"))
-    running = server.ensure(home, ServerSettings(appendfsync="no"))
+    running = embedded.ensure(home, ServerSettings(appendfsync="no"))
     made = Run(running.address, home)
     yield made
     made.close()

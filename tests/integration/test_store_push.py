@@ -8,11 +8,11 @@ import time
 import pytest
 from store_runs import Run
 
-from rlbuffer import wire
+from rlbuffer.client.writer import Writer
 from rlbuffer.errors import ConfigError, ProducerGap, RunGone, ServerRefused
-from rlbuffer.store.base import PartRollout
+from rlbuffer.store.protocol import PartRollout
 from rlbuffer.testing import make_group
-from rlbuffer.writer import Writer
+from rlbuffer.wire import payload
 
 pytest_plugins = ("store_fixtures",)
 
@@ -43,7 +43,7 @@ def test_payloads_come_back_as_they_were_pushed(run):
     # Out of order and one twice: the answer follows the question.
     order = [2, 0, 2, 1]
     payloads = run.store.read_payloads([refs[i] for i in order])
-    assert [wire.decode_rollout(p, expected=refs[i].info) for i, p in zip(order, payloads, strict=True)] == [
+    assert [payload.decode_rollout(p, expected=refs[i].info) for i, p in zip(order, payloads, strict=True)] == [
         group.rollouts[i] for i in order
     ]
     assert run.store.read_payloads([]) == []
@@ -98,7 +98,7 @@ def test_push_is_a_duplicate_however_long_its_producer_was_silent(run):
 def _phase_1(run: Run, sequence: int, group_id: str) -> None:
     """The first half of a push that comes when the second half was carried out long ago."""
     name = run.store.keys.unnamed_payload(group_id, f"u.{sequence}")
-    push = wire.encode_push(make_group(env="a", size=2, group_id=group_id))
+    push = payload.encode_push(make_group(env="a", size=2, group_id=group_id))
     run.store._store_payload(name, push)
 
 
@@ -219,7 +219,7 @@ def test_entry_with_unreadable_metadata_is_named_and_still_accounted(run):
 def test_entry_whose_metadata_disagrees_with_its_counts_is_invalid(run):
     group = make_group(env="a", size=2, group_id="a.0", lengths=[5, 5])
     fields = {"env": "a", "group": "a.0", "key": "u.1", "rollouts": "2", "tokens": "11"}
-    run.client.xadd(run.store.keys.pool, {**fields, "metadata": wire.encode_push(group).metadata})
+    run.client.xadd(run.store.keys.pool, {**fields, "metadata": payload.encode_push(group).metadata})
     (entry,) = run.pool()
     assert entry.info is None
     assert entry.error == (
@@ -279,7 +279,7 @@ def test_a_worker_name_that_cannot_stand_in_a_key_is_refused(run, name):
 def test_an_entry_whose_payload_no_writer_can_have_stored_is_invalid(run, suffix):
     """A push by hand: COMMIT would keep it for another use as a record that a space divides."""
     group = make_group(env="a", size=2, group_id="a.0")
-    push, keys = wire.encode_push(group), run.store.keys
+    push, keys = payload.encode_push(group), run.store.keys
     where = (keys.meta, keys.pool, f"{keys.tag}:producer:w:u", keys.ledger, keys.garbage)
     amounts = (len(push.info.rollouts), push.info.tokens, push.metadata)
     name = keys.unnamed_payload("a.0", suffix)

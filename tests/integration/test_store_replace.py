@@ -7,9 +7,9 @@ import time
 import pytest
 from store_runs import Run
 
-from rlbuffer.client import Buffer
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.settings import RunSettings
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.testing import make_group
 

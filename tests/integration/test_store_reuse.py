@@ -11,11 +11,11 @@ from daemon_runs import Served
 from store_runs import Run, changed, plan_of
 
 import rlbuffer
-from rlbuffer.batches import Drop, StepPlan
-from rlbuffer.client import Buffer
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings
-from rlbuffer.store.base import Claim, EnvLedger, PoolEntry, TrainedStep
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.records.micro_batch import Drop, StepPlan
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.protocol import Claim, EnvLedger, PoolEntry, TrainedStep
 from rlbuffer.testing import make_group
 
 pytest_plugins = ("store_fixtures",)

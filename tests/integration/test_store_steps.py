@@ -8,8 +8,8 @@ import time
 import pytest
 from store_runs import Run, changed, plan_of
 
-from rlbuffer.batches import EntryUse
 from rlbuffer.errors import LeaseLost, NotFound, RlbufferError, StepRetired
+from rlbuffer.records.micro_batch import EntryUse
 
 pytest_plugins = ("store_fixtures",)
 

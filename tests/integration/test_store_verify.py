@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 from store_runs import Run, plan_of
 
-from rlbuffer import wire
-from rlbuffer.store.backup import _Hold
+from rlbuffer.store.backup.backup import _Hold
 from rlbuffer.testing import make_group
+from rlbuffer.wire import payload
 
 pytest_plugins = ("store_fixtures",)
 
@@ -66,8 +66,8 @@ def _rewrite(run: Run, entry_id: str, **fields: bytes | str | None) -> None:
 
 def _header(run: Run, step: int, /, **changes: object) -> None:
     fields = dict(run.client.xrange(run.store.keys.steps, f"{step}-0", f"{step}-0")[0][1])
-    record = {**wire.loads(fields[b"header"], limit=2**20), **changes}
-    _rewrite(run, f"{step}-0", header=wire.dumps(record))
+    record = {**payload.loads(fields[b"header"], limit=2**20), **changes}
+    _rewrite(run, f"{step}-0", header=payload.dumps(record))
 
 
 def _same_rollouts_again(run: Run) -> None:
@@ -164,7 +164,7 @@ CORRUPTIONS: list[tuple[str, Callable[[Run], object], str, str]] = [
     ),
     (
         "header junk",
-        lambda r: _rewrite(r, "3-0", header=wire.dumps({"step": 3})),
+        lambda r: _rewrite(r, "3-0", header=payload.dumps({"step": 3})),
         "I4",
         "step 3: entry 3-0 of the steps stream cannot be read",
     ),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, RunGone, SchemaMismatch
-from rlbuffer.settings import ServerSettings
 from rlbuffer.store.redis_store import open_store
 
 pytest_plugins = ("store_fixtures",)

@@ -15,16 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_runs import Run
 
-from rlbuffer.advantages import ESTIMATORS
-from rlbuffer.columns import COLUMN_DTYPES
-from rlbuffer.config import BatcherConfig, EnvConfig
+from rlbuffer.batcher.advantages import ESTIMATORS
+from rlbuffer.client.reader import Reader
+from rlbuffer.client.views import list_groups
+from rlbuffer.client.writer import Writer
+from rlbuffer.config.batcher import BatcherConfig, EnvConfig
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.fills import column_spec
-from rlbuffer.reader import Reader
-from rlbuffer.records import Group, PolicyVersion, Rollout
-from rlbuffer.values import MAX_NUMBER
-from rlbuffer.views import list_groups
-from rlbuffer.writer import Writer
+from rlbuffer.packing.further_columns import column_spec
+from rlbuffer.records.checks import MAX_NUMBER
+from rlbuffer.records.columns import COLUMN_DTYPES
+from rlbuffer.records.rollout import Group, PolicyVersion, Rollout
 
 LENGTH = 4
 NAN, INF = math.nan, math.inf

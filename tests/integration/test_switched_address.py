@@ -14,8 +14,8 @@ from faults import CuttingProxy
 from own_server import OwnServer
 from pairs import Pair
 
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store.connection import Connection
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.store.server.connection import Connection
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
 

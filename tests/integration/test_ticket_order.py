@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from store_runs import Run
 
-from rlbuffer.client import Buffer
-from rlbuffer.config import BatcherConfig
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon, leadership
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings
+from rlbuffer.records.rollout import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 

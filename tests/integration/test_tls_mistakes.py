@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from own_server import OwnServer
 
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, RlbufferError, ServerUnreachable, ServerUnsuitable
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store import connection
-from rlbuffer.store.connection import Connection
+from rlbuffer.store.server import connection
+from rlbuffer.store.server.connection import Connection
 
 AUTHORITY = """
 [ca]
@@ -204,7 +204,7 @@ def test_a_server_that_is_not_checked_is_warned_of(
         url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.certificate}&{loose}"
         with caplog.at_level(logging.WARNING), pytest.raises(RlbufferError):  # the endpoint hangs up
             Connection(url, home=home, server=ServerSettings(), name="test", patience_seconds=0.0)
-    said = [record.getMessage() for record in caplog.records if record.name == "rlbuffer.store.connection"]
+    said = [record.getMessage() for record in caplog.records if record.name == "rlbuffer.store.server.connection"]
     sentence = (
         f"Warning: the server at {url} is taken without a check of who it is ({loose}): whoever stands between reads "
         "the password and writes what is trained. Leave that out, and name a certificate that is its own or its CA's: "

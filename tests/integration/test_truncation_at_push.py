@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 import rlbuffer
-from rlbuffer import wire
 from rlbuffer.testing import make_group
+from rlbuffer.wire import payload
 
 CUTS = rlbuffer.BatcherConfig(10, oversized="truncate")
 DROPS = rlbuffer.BatcherConfig(10)
@@ -46,7 +46,7 @@ def test_the_runs_config_decides_whether_long_rollouts_are_cut(
     assert buffer.ledger().envs["a"].pushed == (2, sum(length for length, _ in stored))
     (entry,) = buffer.store.read_pool()
     data = buffer.store.client.hget(entry.payload_key, "1")  # type: ignore[attr-defined]
-    assert wire.decode_rollout(data, expected=entry.info.rollouts[1]).length == stored[1][0]  # type: ignore[union-attr]
+    assert payload.decode_rollout(data, expected=entry.info.rollouts[1]).length == stored[1][0]  # type: ignore[union-attr]
 
 
 def test_before_a_batcher_has_served_the_run_the_writers_own_settings_count() -> None:

@@ -13,14 +13,14 @@ import pytest
 from daemon_runs import Served
 from store_runs import Run, changed, plan_of
 
-from rlbuffer import wire
-from rlbuffer.config import BatcherConfig
+from rlbuffer.client.reader import Reader
+from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import PayloadError
-from rlbuffer.reader import Reader
-from rlbuffer.records import PolicyVersion
-from rlbuffer.store import steps
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.moves import steps
 from rlbuffer.testing import make_group
-from rlbuffer.wire_info import ROW
+from rlbuffer.wire import payload
+from rlbuffer.wire.metadata import ROW
 from rlbuffer_cli.main import main
 
 pytest_plugins = ["store_fixtures"]
@@ -40,7 +40,7 @@ def served(run: Run) -> Iterator[Served]:
 def push_as_before(run: Run, group_id: str, rewards: list[float]) -> None:
     """Pushes a group with these rewards as a version without a limit would have written it."""
     group = make_group(group_id=group_id, env="a", rewards=[0.0] * len(rewards))
-    original = wire.encode_push(group)
+    original = payload.encode_push(group)
     values = msgpack.unpackb(original.metadata)
     rows = bytearray(values["rows"])
     for i, reward in enumerate(rewards):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import rlbuffer
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
-from rlbuffer.settings import RunSettings
 from rlbuffer.testing import VOCABULARY, make_group
 from rlbuffer.trainer.loop import train
 from rlbuffer.weights.model import TINY_QWEN3

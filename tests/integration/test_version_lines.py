@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from store_runs import Run
 
+from rlbuffer.client.reader import Reader
+from rlbuffer.client.writer import Writer
 from rlbuffer.errors import EpochChanged
-from rlbuffer.reader import Reader
-from rlbuffer.records import PolicyVersion
-from rlbuffer.store.base import Claim
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.protocol import Claim
 from rlbuffer.testing import make_group
-from rlbuffer.writer import Writer
 
 pytest_plugins = ("store_fixtures",)
 

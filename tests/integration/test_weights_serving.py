@@ -15,9 +15,9 @@ import pytest
 import torch
 from weights_places import content, make_version, place
 
+from rlbuffer.config.settings import RunSettings, WeightsSettings
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import RunSettings, WeightsSettings
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.weights import serving
 from rlbuffer.weights.cache import VersionCache, announced
 from rlbuffer.weights.files import load_state, open_weights, publish

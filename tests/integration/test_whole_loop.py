@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import rlbuffer
-from rlbuffer.batches import digest_step
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import AttemptFenced, BatcherFailed, BatchTimeout, ConfigError, NotFound, StepRetired
+from rlbuffer.records.micro_batch import digest_step
 from rlbuffer.testing import make_group
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)

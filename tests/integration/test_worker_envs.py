@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from worker_stage import Counting, Stage, eventually, hurry
 
+from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.records import Rollout
-from rlbuffer.settings import ModelSettings
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.worker.envs import Prompt, Score, Skip, make_env
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from worker_stage import PATIENCE_SECONDS, Stage, eventually, hurry, without_place
 
+from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, ServerFull
-from rlbuffer.policy.waiting import draining
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import ModelSettings
-from rlbuffer.wire import decode_rollout
+from rlbuffer.narration.waiting import draining
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker import loop
 from rlbuffer.worker.envs import Prompt, Score, make_env
 
@@ -48,7 +48,7 @@ class Full:
 
 
 def test_a_worker_waits_for_a_full_server_and_says_so(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlbuffer.writer.LAST_DELAY_SECONDS", 0.1)
+    monkeypatch.setattr("rlbuffer.client.writer.LAST_DELAY_SECONDS", 0.1)
     stage.buffer.store = full = Full(stage.store)
     stage.allow(1)
     stage.announce(0)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from wrong_configs import GOOD, MODULES, TABLE
 
+from rlbuffer.config.loading import load
 from rlbuffer.errors import ConfigError
-from rlbuffer.host_checks import EVERYTHING
-from rlbuffer.loading import load
+from rlbuffer.run.host_checks import EVERYTHING
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_all_mistakes_of_one_file_are_told_at_once(folder: Path) -> None:
 def test_a_package_that_is_not_installed_is_named_with_what_brings_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlbuffer.host_checks.is_installed", lambda module: module in ("torch", "transformers"))
+    monkeypatch.setattr("rlbuffer.run.host_checks.is_installed", lambda module: module in ("torch", "transformers"))
     text = found(
         written(
             ("trainer", "tensorboard = true\nlora = { rank = 4 }"),

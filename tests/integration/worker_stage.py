@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from rlbuffer import heartbeats
-from rlbuffer.client import Buffer, connect
+from rlbuffer.client.buffer import Buffer, connect
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import WeightsError
-from rlbuffer.records import PolicyVersion, Rollout
-from rlbuffer.settings import WorkerSettings
-from rlbuffer.spans import VersionSpan
-from rlbuffer.wire import decode_rollout
+from rlbuffer.process import heartbeat
+from rlbuffer.records.rollout import PolicyVersion, Rollout
+from rlbuffer.records.spans import VersionSpan
+from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker import loop, versions
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.loop import run_worker
@@ -188,4 +188,4 @@ def hurry(monkeypatch: Any) -> None:
     monkeypatch.setattr(loop, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(loop, "SAY_WAITING_SECONDS", 0.1)
     monkeypatch.setattr(versions, "RELOAD_SECONDS", 0.1)
-    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)

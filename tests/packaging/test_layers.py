@@ -126,7 +126,7 @@ def test_decisions_use_no_server_no_clock_and_no_global_randomness(path: Path) -
 
 GENERATORS = {"Random", "SystemRandom", "default_rng", "Generator", "PCG64", "SeedSequence", "fork_rng"}
 """What makes a generator of one's own, and types."""
-KEEPS_GLOBAL_STATE = {"rlbuffer/trainer/setup.py", "rlbuffer/trainer/checkpoint.py"}
+KEEPS_GLOBAL_STATE = {"rlbuffer/trainer/session.py", "rlbuffer/trainer/checkpoints/checkpoint.py"}
 """The trainer seeds the global generators, and a checkpoint keeps their states: a loss may draw from them."""
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import rlbuffer
-from rlbuffer.dotted import look_up
-from rlbuffer.loading import load
+from rlbuffer.config.dotted import look_up
+from rlbuffer.config.loading import load
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name != "log.md")]

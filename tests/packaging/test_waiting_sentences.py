@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlbuffer.policy import memory, waiting
+from rlbuffer.daemon import memory_rules
+from rlbuffer.narration import waiting
 
 ROOT = Path(__file__).parents[2]
 NO_SENTENCES = {"progress", "counted", "to_trainer"}
@@ -50,7 +51,7 @@ def sentences() -> dict[str, object]:
     texts = {name: value for name, value in own.items() if isinstance(value, str) and name.isupper()}
     made = {n: f for n, f in own.items() if inspect.isfunction(f) and f.__module__ == waiting.__name__}
     functions = {name: function for name, function in made.items() if name not in NO_SENTENCES}
-    return texts | functions | {"full": memory.full}
+    return texts | functions | {"full": memory_rules.full}
 
 
 def entries() -> dict[str, tuple[str, str]]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlbuffer.batcher import Batcher
-from rlbuffer.config import BatcherConfig, budgets_at
-from rlbuffer.infos import GroupInfo, RolloutInfo
-from rlbuffer.policy.admission import ANY_ENV
+from rlbuffer.batcher.admission import ANY_ENV
+from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.config.batcher import BatcherConfig, budgets_at
+from rlbuffer.records.info import GroupInfo, RolloutInfo
 
 _SHORT = re.compile(r"(?P<env>\S+) is (?P<groups>\d+) groups? short of its share")
 

@@ -12,9 +12,9 @@ from closed_loop import group_info
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlbuffer.batcher import Batcher
-from rlbuffer.config import AdapterConfig, BatcherConfig
-from rlbuffer.infos import GroupInfo
+from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.config.batcher import AdapterConfig, BatcherConfig
+from rlbuffer.records.info import GroupInfo
 
 RNG = np.random.default_rng(0)
 NAMES = ("", "x", "y", "z")

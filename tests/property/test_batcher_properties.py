@@ -12,10 +12,10 @@ from closed_loop import EnvSpeed, group_info, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlbuffer.batcher import Batcher
-from rlbuffer.batches import Decision, StepPlan
-from rlbuffer.config import BatcherConfig
-from rlbuffer.infos import GroupInfo
+from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.records.info import GroupInfo
+from rlbuffer.records.micro_batch import Decision, StepPlan
 
 RNG = np.random.default_rng(0)
 

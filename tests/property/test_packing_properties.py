@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlbuffer.batches import MicroBatch, Normalizers, Plan, Sample
-from rlbuffer.packing import Arena, PackItem, assemble, fewest_rows, pack, plan, redeal
-from rlbuffer.records import Rollout, VersionSpan
+from rlbuffer.packing.pack import Arena, PackItem, assemble, fewest_rows, pack, plan, redeal
+from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Plan, Sample
+from rlbuffer.records.rollout import Rollout, VersionSpan
 
 examples = settings(derandomize=True, deadline=None, max_examples=150)
 

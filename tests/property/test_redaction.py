@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlbuffer.store.address import has_password, redacted
+from rlbuffer.store.server.address import has_password, redacted
 
 STRANGE = st.text(st.sampled_from("aZ1@#/?&:=%+ []\\\"'\n\té\u202e*$;|"), min_size=1, max_size=12)
 PASSWORDS = st.one_of(STRANGE, st.text(st.characters(codec="utf-8"), min_size=1, max_size=20))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from closed_loop import EnvSpeed, simulate
 
-from rlbuffer.config import BatcherConfig
+from rlbuffer.config.batcher import BatcherConfig
 
 SHARES = {"a": 0.5, "b": 0.3, "c": 0.2}
 LENGTHS = {"a": 100, "b": 60, "c": 200}

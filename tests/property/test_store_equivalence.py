@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlbuffer.batches import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import RlbufferError, ServerUnreachable
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store import server
-from rlbuffer.store.base import PoolEntry
+from rlbuffer.records.micro_batch import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.protocol import PoolEntry
 from rlbuffer.store.redis_store import open_store
+from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group
 
 pytestmark = pytest.mark.server
@@ -236,7 +236,7 @@ def _plan(entries: list[PoolEntry], step: int, world_size: int) -> StepPlan:
 def address() -> Iterator[str]:
     home = Path(tempfile.mkdtemp(prefix="rlb-"))
     try:
-        running = server.ensure(home, ServerSettings(appendfsync="no"))
+        running = embedded.ensure(home, ServerSettings(appendfsync="no"))
     except ServerUnreachable as error:
         if os.environ.get("CI") == "true":
             pytest.fail(str(error))

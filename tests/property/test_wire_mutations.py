@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.infos import GroupInfo, totals_of
-from rlbuffer.records import Group, Rollout, Turn, VersionSpan
+from rlbuffer.records.info import GroupInfo, totals_of
+from rlbuffer.records.rollout import Group, Rollout, Turn, VersionSpan
 from rlbuffer.testing import make_group
-from rlbuffer.wire import (
+from rlbuffer.wire.payload import (
     decode_group_payload,
     decode_info,
     decode_infos,

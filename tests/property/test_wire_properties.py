@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rlbuffer.columns import COLUMN_DTYPES
 from rlbuffer.errors import PayloadError
-from rlbuffer.messages import dumps, loads
-from rlbuffer.records import Group, Rollout, Turn, VersionSpan
-from rlbuffer.values import MAX_NUMBER
-from rlbuffer.wire import (
+from rlbuffer.records.checks import MAX_NUMBER
+from rlbuffer.records.columns import COLUMN_DTYPES
+from rlbuffer.records.rollout import Group, Rollout, Turn, VersionSpan
+from rlbuffer.wire.bounded_msgpack import dumps, loads
+from rlbuffer.wire.payload import (
     decode_group_payload,
     decode_info,
     decode_rollout,

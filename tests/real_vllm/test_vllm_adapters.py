@@ -13,7 +13,7 @@ from samplers_conformance import CHECKS, CONTEXT, Check, Stage, check_name
 from vllm_server import ENGINE, VllmServer, with_tokenizer
 from worker_run import VERSIONS, WorkerRun, versions_change_under_running_rollouts
 
-from rlbuffer.settings import WorkerSettings
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.weights.layout import base_of
 from rlbuffer.worker.samplers import make_sampler
 

@@ -16,8 +16,8 @@ from engine_kills import run_engine_kills
 from samplers_conformance import CONTEXT, PLAIN, PROMPTS, Stage, policies, worst_error
 from vllm_server import ENGINE
 
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import SamplerUnavailable
-from rlbuffer.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
 
 LONG = replace(PLAIN, max_new_tokens=CONTEXT - 10, stop_token_ids=())

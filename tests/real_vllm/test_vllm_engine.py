@@ -27,9 +27,9 @@ from samplers_conformance import (
 from vllm_server import ENGINE
 from worker_run import VERSIONS, WorkerRun, versions_change_under_running_rollouts
 
+from rlbuffer.config.sampling import refused_option
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.sampling import refused_option
-from rlbuffer.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
 
 OPTIONS = {**ENGINE, "max_model_len": CONTEXT}

@@ -25,7 +25,7 @@ from samplers_conformance import (
 from vllm_server import VllmServer, with_tokenizer
 from worker_run import VERSIONS, WorkerRun, versions_change_under_running_rollouts
 
-from rlbuffer.settings import WorkerSettings
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.worker.samplers import make_sampler
 from rlbuffer.worker.samplers.openai import OpenAISampler
 

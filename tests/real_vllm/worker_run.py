@@ -15,13 +15,13 @@ import numpy as np
 from samplers_conformance import CONTEXT, TOLERANCE, expected_logprobs
 from transformers import PreTrainedModel
 
-from rlbuffer.client import connect
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import WorkerSettings
-from rlbuffer.wire import decode_rollout
+from rlbuffer.client.buffer import connect
+from rlbuffer.config.settings import WorkerSettings
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker.envs import Prompt, Score
+from rlbuffer.worker.envs.episode import Episode
 from rlbuffer.worker.envs.vcopy import VCopy
-from rlbuffer.worker.episodes import Episode
 from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Sampling
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import redis
 
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerUnreachable
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store import server
-from rlbuffer.store.connection import Connection
+from rlbuffer.store.server import embedded
+from rlbuffer.store.server.connection import Connection
 from simulation.client import SimulatedClient
 from simulation.lua import Engine
 from simulation.server import Server
@@ -125,7 +125,7 @@ def plain(reply: Any) -> Any:
 def real() -> Iterator[redis.Redis]:
     home = Path(tempfile.mkdtemp(prefix="rlb-"))
     try:
-        running = server.ensure(home, ServerSettings(appendfsync="no"))
+        running = embedded.ensure(home, ServerSettings(appendfsync="no"))
     except ServerUnreachable as error:
         if os.environ.get("CI") == "true":
             pytest.fail(str(error))

@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from rlbuffer.batcher import Batcher
-from rlbuffer.config import BatcherConfig
+from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.testing import make_group
 
 RNG = np.random.default_rng(0)

@@ -6,10 +6,10 @@ import msgpack
 import pytest
 from batcher_calls import ask, batcher, drops_of, put
 
-from rlbuffer.batches import AdapterProgress
-from rlbuffer.config import AdapterConfig
+from rlbuffer.batcher.adapters import at_step
+from rlbuffer.config.batcher import AdapterConfig
 from rlbuffer.errors import RlbufferError
-from rlbuffer.policy.adapters import at_step
+from rlbuffer.records.micro_batch import AdapterProgress
 
 ONE_GROUP = {"step_groups": 1, "max_age": 1, "adapters": {"x": AdapterConfig(batch_size=6)}}
 

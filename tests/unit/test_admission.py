@@ -1,6 +1,13 @@
 import pytest
 
-from rlbuffer.policy.admission import START_TICKETS, EnvSupply, allowances, groups_per_step, missing, window
+from rlbuffer.batcher.admission import (
+    START_TICKETS,
+    EnvSupply,
+    allowances,
+    groups_per_step,
+    missing,
+    window,
+)
 
 
 def supply(*, window=1, pending=0, share=1.0, mean=(100.0, 100.0, 4.0), owed=0.0, **sizes):

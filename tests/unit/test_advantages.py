@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from batcher_calls import ask, batcher, drops_of, put
 
-from rlbuffer.advantages import ESTIMATORS, advantage
-from rlbuffer.config import EnvConfig
+from rlbuffer.batcher.advantages import ESTIMATORS, advantage
+from rlbuffer.config.batcher import EnvConfig
 from rlbuffer.errors import ConfigError, InvalidRollout
 
 

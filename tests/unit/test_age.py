@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlbuffer.policy.age import VersionIndex, age_at, is_future, oldest_version
+from rlbuffer.batcher.age import VersionIndex, age_at, is_future, oldest_version
 
 
 @dataclass(frozen=True)

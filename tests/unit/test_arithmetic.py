@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import ConfigError, PromptTooLong
-from rlbuffer.spans import VersionSpan
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker.envs import Score, make_env
 from rlbuffer.worker.envs.arithmetic import ARITHMETIC_SYMBOLS, calculate, encode
+from rlbuffer.worker.envs.episode import Episode
 from rlbuffer.worker.envs.vocabulary import SYMBOLS
-from rlbuffer.worker.episodes import Episode
 from rlbuffer.worker.samplers import Completion, Sampling
 
 

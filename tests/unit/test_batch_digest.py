@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlbuffer.batches import HASHED_ARRAYS, MicroBatch, Normalizers, Step, digest_step
-from rlbuffer.packing import pack
+from rlbuffer.packing.pack import pack
+from rlbuffer.records.micro_batch import HASHED_ARRAYS, MicroBatch, Normalizers, Step, digest_step
 from rlbuffer.testing import make_group
 
 

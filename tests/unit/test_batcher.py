@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from batcher_calls import ask, batcher, drops_of, put
 
-from rlbuffer.batches import Normalizers
-from rlbuffer.config import EnvConfig
+from rlbuffer.batcher.admission import ANY_ENV
+from rlbuffer.config.batcher import EnvConfig
 from rlbuffer.errors import RlbufferError
-from rlbuffer.policy.admission import ANY_ENV
+from rlbuffer.records.micro_batch import Normalizers
 from rlbuffer.testing import make_group
 
 

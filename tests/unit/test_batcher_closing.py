@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from test_batcher import ask, batcher, put
 
-from rlbuffer.config import EnvConfig
+from rlbuffer.config.batcher import EnvConfig
 
 
 def test_rows_that_no_packing_can_save_close_a_step_that_has_tokens_left():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from batcher_calls import ask, batcher, drops_of, put
 
-from rlbuffer.policy.admission import ANY_ENV
+from rlbuffer.batcher.admission import ANY_ENV
 
 HALVES = {"step_groups": 4, "budgets": {"math": 0.5, "code": 0.5}, "max_age": 99}
 
@@ -245,7 +245,7 @@ def test_what_exceeds_the_share_of_flat_groups_gives_its_place_back():
 
 @pytest.mark.parametrize(("seconds", "env", "stale"), [(10.0, "a", False), (10.1, "a", True), (10.1, "b", False)])
 def test_max_age_seconds_counts_from_the_push_and_has_overrides(seconds, env, stale):
-    from rlbuffer.config import EnvConfig
+    from rlbuffer.config.batcher import EnvConfig
 
     made = batcher(step_groups=1, max_age_seconds=10.0, envs={"b": EnvConfig(max_age_seconds=99.0)})
     put(made, "g", env=env, now=5.0, pushed=0.0)

@@ -1,8 +1,6 @@
 import pytest
 
-from rlbuffer.config import BatcherConfig
-from rlbuffer.errors import RlbufferError
-from rlbuffer.policy.budget import (
+from rlbuffer.batcher.budget import (
     MEAN_WINDOW,
     EnvAccount,
     charge,
@@ -14,6 +12,8 @@ from rlbuffer.policy.budget import (
     shares,
     size_of,
 )
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.errors import RlbufferError
 
 
 def config(**settings):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlbuffer.trainer.logprobs import chunk_tokens, token_logprobs
+from rlbuffer.trainer.model.logprobs import chunk_tokens, token_logprobs
 
 
 def inputs(n: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlbuffer.config import BatcherConfig
-from rlbuffer.config_changes import CONSEQUENCES, changes, check_change, config_digest
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.daemon.config_changes import CONSEQUENCES, changes, check_change, config_digest
 from rlbuffer.errors import ConfigError
 
 OLD = BatcherConfig(64, budgets={"a": 0.5, "b": 0.25})

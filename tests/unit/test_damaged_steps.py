@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlbuffer.batches import Normalizers
 from rlbuffer.errors import StepDamaged
+from rlbuffer.records.micro_batch import Normalizers
 from rlbuffer.trainer.pulls import MOST_DAMAGED_STEPS, Pulls
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rlbuffer.config.loading import Loaded, load
 from rlbuffer.errors import ConfigError
-from rlbuffer.loading import Loaded, load
 
 ONE = 'deterministic = true\n[worker.a]\nenv = "vcopy"\n'
 

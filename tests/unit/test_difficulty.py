@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ServerRefused
-from rlbuffer.records import Group, Rollout, Ticket
-from rlbuffer.settings import WorkerSettings
+from rlbuffer.records.rollout import Group, Rollout, Ticket
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Prompt
 

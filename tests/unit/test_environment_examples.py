@@ -16,14 +16,14 @@ import pytest
 from tiny_tokenizer import save_tokenizer
 from transformers import AutoTokenizer
 
+from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import PromptTooLong
-from rlbuffer.placement import shared_gpus
-from rlbuffer.records import Group, Ticket
-from rlbuffer.settings import RunSettings, WorkerSettings
-from rlbuffer.spans import VersionSpan
+from rlbuffer.records.rollout import Group, Ticket
+from rlbuffer.records.spans import VersionSpan
+from rlbuffer.run.pythons import shared_gpus
 from rlbuffer.worker.envs import ADAPTERS, BUILT_IN, make_env
 from rlbuffer.worker.envs.lookup import no_such_option, target
-from rlbuffer.worker.groups import GroupMaker
+from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.samplers import Completion, Sampling
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import PromptTooLong, SamplerUnavailable
-from rlbuffer.records import Group, PolicyVersion, Ticket
-from rlbuffer.settings import WorkerSettings
-from rlbuffer.spans import Turn, VersionSpan
+from rlbuffer.records.rollout import Group, PolicyVersion, Ticket
+from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.worker.envs import Prompt, Score
-from rlbuffer.worker.episodes import Episode
-from rlbuffer.worker.groups import Aborted, GroupFailed, GroupMaker
+from rlbuffer.worker.envs.episode import Episode
+from rlbuffer.worker.group_maker import Aborted, GroupFailed, GroupMaker
 from rlbuffer.worker.samplers import Completion, Sampling
 from rlbuffer.worker.samplers.batched import Batched
 

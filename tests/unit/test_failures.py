@@ -11,15 +11,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, InvalidRollout
-from rlbuffer.processes import WorkerNarrator
-from rlbuffer.records import Ticket
-from rlbuffer.settings import WorkerSettings
+from rlbuffer.records.rollout import Ticket
+from rlbuffer.run.members import WorkerNarrator
 from rlbuffer.worker import failures
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.failures import MOST_KINDS, Failures, UserWork, place_of, places_of_thread, traceback_of
-from rlbuffer.worker.groups import GroupFailed, GroupMaker, check_prompt
-from rlbuffer.worker.pulse import Pulse
+from rlbuffer.worker.group_maker import GroupFailed, GroupMaker, check_prompt
+from rlbuffer.worker.heartbeat import Pulse
 from rlbuffer.worker.samplers.base import Completion
 
 SOURCE = """

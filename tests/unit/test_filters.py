@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from rlbuffer.client.filters import parse
 from rlbuffer.errors import FilterError
-from rlbuffer.filters import parse
 
 
 def group(**changes: Any) -> SimpleNamespace:

@@ -1,8 +1,8 @@
 import pytest
 
-from rlbuffer.batches import EntryUse
-from rlbuffer.infos import GroupInfo, RolloutInfo
-from rlbuffer.policy.groups import GroupState, most_common
+from rlbuffer.batcher.groups import GroupState, most_common
+from rlbuffer.records.info import GroupInfo, RolloutInfo
+from rlbuffer.records.micro_batch import EntryUse
 
 
 def rollout(name, *, length=10, reward=1.0, version=0):

@@ -11,8 +11,8 @@ import msgpack
 import pytest
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.infos import GroupInfo, RolloutInfo, Totals, totals_of
-from rlbuffer.wire import decode_info, decode_infos, encode_info
+from rlbuffer.records.info import GroupInfo, RolloutInfo, Totals, totals_of
+from rlbuffer.wire.payload import decode_info, decode_infos, encode_info
 
 REWARD = 16
 """Where a row's reward begins."""

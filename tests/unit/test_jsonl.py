@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.jsonl import group_from_dict, group_from_line
-from rlbuffer.records import FIELD_NAMES, Turn, VersionSpan
-from rlbuffer.wire import encode_push
+from rlbuffer.records.rollout import FIELD_NAMES, Turn, VersionSpan
+from rlbuffer.wire.jsonl import group_from_dict, group_from_line
+from rlbuffer.wire.payload import encode_push
 
 
 def rollout(**changes: Any) -> dict[str, Any]:

@@ -9,11 +9,11 @@ import torch
 from test_packing import make_item, one
 from torch import Tensor, nn
 
-from rlbuffer.batches import MicroBatch, Normalizers, Step, digest_step
+from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.settings import TrainerSettings
+from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Step, digest_step
 from rlbuffer.trainer.losses import loss_of
-from rlbuffer.trainer.update import trained_tokens
+from rlbuffer.trainer.update.update import trained_tokens
 
 COUNTS = Normalizers(loss_tokens=3, rollouts=2, groups=1)
 

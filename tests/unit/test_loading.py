@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from rlbuffer.config.loading import load
+from rlbuffer.config.setting_tree import run_schema
+from rlbuffer.config.toml_lines import key_lines
 from rlbuffer.errors import ConfigError
-from rlbuffer.loading import load
-from rlbuffer.processes import from_json, to_json
-from rlbuffer.schema import run_schema
-from rlbuffer.toml_lines import key_lines
+from rlbuffer.run.members import from_json, to_json
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = """\

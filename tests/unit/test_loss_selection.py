@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlbuffer.settings import TrainerSettings
+from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.trainer.losses import LossSettings, TrainedTokens
 from rlbuffer.trainer.losses.selection import Means, covariance, drawn_covariance, largest, means_of
 
@@ -111,7 +111,7 @@ def test_only_tokens_of_some_covariance_that_are_not_clipped_are_drawn() -> None
 
 
 def test_the_share_of_uncertain_tokens_is_rounded_and_at_least_one() -> None:
-    from rlbuffer.trainer.survey import choose
+    from rlbuffer.trainer.update.token_choice import choose
 
     made = tokens([0.1, 0.2, 0.3, 0.4, 0.5], [1.0] * 5)
     for share, expected in ((0.5, 2), (0.01, 1), (0.7, 4)):
@@ -121,7 +121,7 @@ def test_the_share_of_uncertain_tokens_is_rounded_and_at_least_one() -> None:
 
 
 def test_choosing_in_each_micro_batch_would_choose_others() -> None:
-    from rlbuffer.trainer.survey import choose
+    from rlbuffer.trainer.update.token_choice import choose
 
     parts = [tokens([0.9, 0.8], [1.0, 1.0]), tokens([0.3, 0.1], [1.0, 1.0])]
     settings = TrainerSettings(top_entropy=0.5)

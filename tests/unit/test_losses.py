@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlbuffer.batches import Normalizers
+from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.settings import TrainerSettings
-from rlbuffer.trainer.loss_table import BUILT_IN
+from rlbuffer.records.micro_batch import Normalizers
 from rlbuffer.trainer.losses import (
     CORRECTIONS,
     LossSettings,
@@ -23,7 +22,8 @@ from rlbuffer.trainer.losses import (
     loss_of,
     token_weights,
 )
-from rlbuffer.trainer.survey import Known, choose
+from rlbuffer.trainer.losses.table import BUILT_IN
+from rlbuffer.trainer.update.token_choice import Known, choose
 
 POLICY = [0.5, 0.9, 0.3, 0.1]
 INFERENCE = [0.4, 0.5, 0.35, 0.6]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rlbuffer.config import BatcherConfig, EnvConfig
-from rlbuffer.daemon.memory import MemoryWatch
-from rlbuffer.policy import memory
-from rlbuffer.policy.memory import Forecast, Pressure
+from rlbuffer.config.batcher import BatcherConfig, EnvConfig
+from rlbuffer.daemon import memory_rules
+from rlbuffer.daemon.memory_rules import Forecast, Pressure
+from rlbuffer.daemon.memory_watch import MemoryWatch
 
 LIMIT = 1000
 SIZES = dict.fromkeys(range(1, 100), 50)
@@ -32,26 +32,26 @@ def seen(*used: int, limit: int = LIMIT) -> Pressure:
     ],
 )
 def test_steps_at_once_are_lookahead_and_the_largest_max_age_and_three(config: BatcherConfig, steps: int) -> None:
-    assert memory.steps_at_once(config) == steps
+    assert memory_rules.steps_at_once(config) == steps
 
 
 def test_a_full_step_takes_its_rows_at_nine_bytes_a_token_and_one_rollout_a_row() -> None:
     config = BatcherConfig(1000, micro_batches_per_rank=2, rows_per_micro_batch=3)
-    assert memory.capacity_bytes(config, 4) == 4 * 2 * 3 * (9 * 1000 + memory.ROLLOUT_BYTES)
+    assert memory_rules.capacity_bytes(config, 4) == 4 * 2 * 3 * (9 * 1000 + memory_rules.ROLLOUT_BYTES)
 
 
 @pytest.mark.parametrize("size", [{"step_groups": 4}, {"step_rollouts": 64}])
 def test_steps_of_a_number_of_groups_or_rollouts_are_known_when_they_are_there(size: dict[str, int]) -> None:
     config = BatcherConfig(1000, **size)  # type: ignore[arg-type]
-    assert memory.capacity_bytes(config, 4) is None
-    assert memory.mean_step_bytes(config, {1: (100, 2), 2: (300, 2)}, 4) == 200
+    assert memory_rules.capacity_bytes(config, 4) is None
+    assert memory_rules.mean_step_bytes(config, {1: (100, 2), 2: (300, 2)}, 4) == 200
 
 
 def test_measured_steps_that_close_by_rows_grow_with_the_ranks() -> None:
     config = BatcherConfig(1000)
-    assert memory.mean_step_bytes(config, {1: (100, 2), 2: (300, 4)}, 4) == 250
-    assert memory.mean_step_bytes(config, {1: (0, 2)}, 4) is None
-    assert memory.mean_step_bytes(config, {}, 4) is None
+    assert memory_rules.mean_step_bytes(config, {1: (100, 2), 2: (300, 4)}, 4) == 250
+    assert memory_rules.mean_step_bytes(config, {1: (0, 2)}, 4) is None
+    assert memory_rules.mean_step_bytes(config, {}, 4) is None
 
 
 @pytest.mark.parametrize(("step_bytes", "fits"), [(119, True), (120, True), (121, False)])
@@ -62,7 +62,7 @@ def test_five_steps_must_fit_sixty_percent(step_bytes: int, fits: bool) -> None:
 def test_a_refusal_names_the_numbers_and_what_to_change() -> None:
     config = BatcherConfig(8192, micro_batches_per_rank=8)
     forecast = Forecast(step_bytes=12 * 2**20, steps=5, limit=64 * 2**20)
-    assert memory.does_not_fit(forecast, config, world_size=4) == (
+    assert memory_rules.does_not_fit(forecast, config, world_size=4) == (
         "the run does not fit the server's memory: a step takes 12.0 MiB (32 rows of 8192 tokens, world size 4), and 5 "
         "of them (lookahead 1 + max_age 1 + 3) take 60.0 MiB, above 60 % of its maxmemory of 64.0 MiB. Give it at "
         "least 100 MiB (server.maxmemory; `redis-cli config set maxmemory` on a server of your own), or make steps "
@@ -70,7 +70,7 @@ def test_a_refusal_names_the_numbers_and_what_to_change() -> None:
         "batcher.lookahead or max_age"
     )
     measured = Forecast(step_bytes=12 * 2**20, steps=5, limit=64 * 2**20, measured=3)
-    text = memory.does_not_fit(measured, BatcherConfig(8192, step_groups=4), world_size=4)
+    text = memory_rules.does_not_fit(measured, BatcherConfig(8192, step_groups=4), world_size=4)
     assert "a step takes 12.0 MiB (the mean of the last 3 steps)" in text
     assert "make steps smaller (batcher.step_rollouts or step_groups)" in text
 
@@ -78,7 +78,7 @@ def test_a_refusal_names_the_numbers_and_what_to_change() -> None:
 def test_between_two_checkpoints_fits_what_seventy_percent_leave_beside_the_steps_at_once() -> None:
     forecast = Forecast(step_bytes=2**20, steps=5, limit=64 * 2**20)
     assert forecast.kept_steps == 44 - 4
-    assert memory.checkpoints_often(forecast, 1000) == (
+    assert memory_rules.checkpoints_often(forecast, 1000) == (
         "1000 steps between checkpoints (trainer.checkpoint_every) do not fit the server's memory (1.0 MiB a step, "
         "64.0 MiB in all): the trainer will be asked for one about every 40 steps."
     )
@@ -190,11 +190,11 @@ def test_after_an_early_retirement_a_checkpoint_is_asked_for_whatever_the_memory
 # -- in words ----------------------------------------------------------------------------------------------------------
 def test_a_full_server_says_what_fills_it() -> None:
     mib = 2**20
-    assert memory.full(63 * mib, 64 * mib, steps=40 * mib) == (
+    assert memory_rules.full(63 * mib, 64 * mib, steps=40 * mib) == (
         "The server's memory is full (63.0 of 64.0 MiB): pushes wait until steps retire. Checkpoint more often "
         "(trainer.checkpoint_every), or raise its maxmemory. "
     )
-    assert memory.full(63 * mib, 64 * mib, steps=15 * mib) == (
+    assert memory_rules.full(63 * mib, 64 * mib, steps=15 * mib) == (
         "The server's memory is full (63.0 of 64.0 MiB): pushes wait until steps retire. Little of it is in steps "
         "(15.0 MiB): groups that wait hold it, or other runs (`rlbuffer inspect`, `rlbuffer runs`). Raise its "
         "maxmemory, or make room there. "
@@ -204,11 +204,11 @@ def test_a_full_server_says_what_fills_it() -> None:
 @pytest.mark.parametrize(("first", "steps"), [(9, "step 9"), (3, "steps 3 to 9")])
 def test_an_early_retirement_says_what_a_trainer_needs_now(first: int, steps: str) -> None:
     begin = f"The server's memory was 86 % full (55.0 of 64.0 MiB): {steps} retired early"
-    assert memory.steps_retired_early(first, 9, 55 * 2**20, 64 * 2**20, checkpoint=8) == (
+    assert memory_rules.steps_retired_early(first, 9, 55 * 2**20, 64 * 2**20, checkpoint=8) == (
         f"{begin}, and no checkpoint holds them. A trainer that starts again needs one of step 9 or later; the next "
         "step asks for it."
     )
-    assert memory.steps_retired_early(first, 9, 55 * 2**20, 64 * 2**20, checkpoint=9) == (
+    assert memory_rules.steps_retired_early(first, 9, 55 * 2**20, 64 * 2**20, checkpoint=9) == (
         f"{begin}; the trainer's newest checkpoint, of step 9, holds them."
     )
 
@@ -228,7 +228,7 @@ class Unlimited:
 
 @pytest.mark.parametrize(("maxmemory", "machine", "limit"), [(7, 2000, 7), (0, 2000, 1000), (0, 0, 0)])
 def test_shares_are_of_maxmemory_or_else_of_half_the_machine(maxmemory: int, machine: int, limit: int) -> None:
-    assert memory.assumed_limit(maxmemory, machine) == limit
+    assert memory_rules.assumed_limit(maxmemory, machine) == limit
 
 
 @pytest.mark.parametrize(("used", "is_said"), [(849, False), (850, True), (2000, True)])
@@ -236,9 +236,9 @@ def test_a_server_without_a_limit_refuses_nothing_and_is_said_to_have_none(
     used: int, is_said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for pause in ("HURRY_SECONDS", "TELEMETRY_SECONDS"):
-        monkeypatch.setattr(f"rlbuffer.daemon.memory.{pause}", 0.0)
+        monkeypatch.setattr(f"rlbuffer.daemon.memory_watch.{pause}", 0.0)
     store: Any = Unlimited()
     store.used = used
     watch = MemoryWatch(store, BatcherConfig(64), lambda event: None, world_size=1, checkpoint_every=1)
-    said = [watch.sentence() for _ in range(memory.LOOKS)]
-    assert said[-1] == (memory.above_assumed(used, LIMIT) if is_said else "")
+    said = [watch.sentence() for _ in range(memory_rules.LOOKS)]
+    assert said[-1] == (memory_rules.above_assumed(used, LIMIT) if is_said else "")

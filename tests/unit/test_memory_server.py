@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from rlbuffer.settings import ServerSettings
-from rlbuffer.store.connection import Connection
-from rlbuffer.store.memory import memory_client, memory_name
-from rlbuffer.store.script import Script
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.store.server.connection import Connection
+from rlbuffer.store.server.in_process import memory_client, memory_name
+from rlbuffer.store.server.script import Script
 
 
 def connect(url: str, home: Path) -> Connection:

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from rlbuffer.trainer.metrics import FILE_NAME, MetricsFile
+from rlbuffer.trainer.reports.metrics import FILE_NAME, MetricsFile
 
 
 def read(directory: Path) -> list[dict[str, object]]:

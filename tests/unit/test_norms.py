@@ -7,7 +7,7 @@ import copy
 import torch
 from transformers import PreTrainedModel
 
-from rlbuffer.trainer.norms import norms_in_float64
+from rlbuffer.trainer.model.norms import norms_in_float64
 from rlbuffer.weights.model import model_from_config
 
 CONFIG = {

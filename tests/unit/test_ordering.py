@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from batcher_calls import ask, batcher, drops_of, put
 
+from rlbuffer.batcher.groups import GroupState
+from rlbuffer.batcher.ordering import PriorityIndex
 from rlbuffer.errors import ConfigError
-from rlbuffer.policy.groups import GroupState
-from rlbuffer.policy.ordering import PriorityIndex
 from rlbuffer.testing import make_group
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlbuffer.batches import Normalizers
+from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.settings import TrainerSettings
+from rlbuffer.records.micro_batch import Normalizers
 from rlbuffer.trainer.losses import LossSettings, TrainedTokens, get_loss, loss_of, register_loss
 
 LOSSES = Path(__file__).parents[2] / "rlbuffer" / "trainer" / "losses"

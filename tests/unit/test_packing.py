@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlbuffer import fills
-from rlbuffer.batches import MicroBatch, Normalizers, Sample
 from rlbuffer.errors import PackingError
-from rlbuffer.packing import Arena, PackItem, assemble, pack, register_column
-from rlbuffer.records import Rollout, VersionSpan
+from rlbuffer.packing import further_columns
+from rlbuffer.packing.pack import Arena, PackItem, assemble, pack, register_column
+from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Sample
+from rlbuffer.records.rollout import Rollout, VersionSpan
 
 COUNTS = Normalizers(loss_tokens=1, rollouts=1, groups=1)
 
@@ -221,7 +221,7 @@ def test_columns_of_two_dtypes_meet_in_one_that_holds_both() -> None:
 @pytest.fixture
 def declared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Declarations of a test do not outlive it."""
-    monkeypatch.setattr(fills, "_SPECS", dict(fills._SPECS))
+    monkeypatch.setattr(further_columns, "_SPECS", dict(further_columns._SPECS))
 
 
 @pytest.mark.usefixtures("declared")
@@ -331,7 +331,7 @@ def test_micro_batches_of_several_slabs_equal_those_made_one_by_one(monkeypatch:
     items = [make_item(3 + k, name=str(k), first=10 * k, mine=np.arange(3.0 + k)) for k in range(7)]
     rows: list[list[tuple[int, ...]]] = [[(0, 1)], [(2,)], [()], [(3, 4)], [(5,)], [(6,)]]
     together = assemble(rows, items, row_tokens=99, normalizers=COUNTS, pad_to_multiple_of=4, arena=Arena())
-    monkeypatch.setattr("rlbuffer.assembly.SLAB_TOKENS", 1)
+    monkeypatch.setattr("rlbuffer.packing.assembly.SLAB_TOKENS", 1)
     apart = assemble(rows, items, row_tokens=99, normalizers=COUNTS, pad_to_multiple_of=4)
     for left, right in zip(together, apart, strict=True):
         for name in ("input_ids", "position_ids", "cu_seqlens", "loss_mask", "advantages", "logprobs", "targets"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from test_packing import make_item, one
 
-from rlbuffer.batches import MicroBatch, Step
-from rlbuffer.packing import assemble
+from rlbuffer.packing.pack import assemble
+from rlbuffer.records.micro_batch import MicroBatch, Step
 
 
 def step_of(*micro_batches: MicroBatch) -> Step:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlbuffer.batches import Plan
 from rlbuffer.errors import PackingError, RlbufferError
-from rlbuffer.packing import fewest_rows, plan, redeal
+from rlbuffer.packing.pack import fewest_rows, plan, redeal
+from rlbuffer.records.micro_batch import Plan
 
 
 def rows_of(made: Plan) -> list[tuple[int, ...]]:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlbuffer.config import BatcherConfig
-from rlbuffer.policy.age import REMEMBERED_STEPS
-from rlbuffer.policy.pool import TOMBSTONE_SECONDS, Pool
+from rlbuffer.batcher.age import REMEMBERED_STEPS
+from rlbuffer.batcher.pool_index import TOMBSTONE_SECONDS, Pool
+from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.testing import make_group
 
 

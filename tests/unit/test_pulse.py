@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlbuffer import heartbeats
 from rlbuffer.errors import ServerUnreachable
-from rlbuffer.records import Ticket
-from rlbuffer.worker.pulse import Pulse
+from rlbuffer.process import heartbeat
+from rlbuffer.records.rollout import Ticket
+from rlbuffer.worker.heartbeat import Pulse
 
 TICKET = Ticket(env="a", number=3, group_id="a.3")
 
@@ -41,7 +41,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
     return Server()
 
 
@@ -106,7 +106,7 @@ def test_a_beat_that_fails_in_any_way_is_told_and_the_next_one_tries_again(
 
 def test_rates_are_per_second_since_the_oldest_beat(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((100.0, 104.0))
-    monkeypatch.setattr("rlbuffer.heartbeats.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("rlbuffer.process.heartbeat.time.monotonic", lambda: next(clock))
     pulse = Pulse(server, "w0", "a")
     pulse.rollouts, pulse.tokens = 8, 2000
     record = pulse.record()

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records import Group, Rollout, Turn, VersionSpan
-from rlbuffer.spans import MAX_SPANS
+from rlbuffer.records.checks import plain
+from rlbuffer.records.rollout import Group, Rollout, Turn, VersionSpan
+from rlbuffer.records.spans import MAX_SPANS
 from rlbuffer.testing import make_group
-from rlbuffer.values import plain
 
 BYTES = np.array([0, 1, 2, 1], np.uint8)
 

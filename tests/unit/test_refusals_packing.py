@@ -11,20 +11,25 @@ import msgpack
 import numpy as np
 import pytest
 
-from rlbuffer.advantages import advantage
-from rlbuffer.batches import Normalizers, Sample
-from rlbuffer.columns import as_column
+from rlbuffer.batcher import budget
+from rlbuffer.batcher.advantages import advantage
 from rlbuffer.errors import InvalidRollout, PackingError, PayloadError, RlbufferError
-from rlbuffer.packing import PackItem, assemble
-from rlbuffer.policy import budget
-from rlbuffer.records import Rollout
+from rlbuffer.packing.pack import PackItem, assemble
+from rlbuffer.records.columns import as_column
+from rlbuffer.records.micro_batch import Normalizers, Sample
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.recovery import decode_claim
-from rlbuffer.store.step_format import decode_header, decode_part
-from rlbuffer.store.steps import part_of
+from rlbuffer.store.moves.recovery import decode_claim
+from rlbuffer.store.moves.step_format import decode_header, decode_part
+from rlbuffer.store.moves.steps import part_of
 from rlbuffer.testing import make_group
-from rlbuffer.wire import decode_group_payload, decode_rollout, encode_group_payload, encode_rollout
-from rlbuffer.wire_info import decode_info, encode_info
+from rlbuffer.wire.metadata import decode_info, encode_info
+from rlbuffer.wire.payload import (
+    decode_group_payload,
+    decode_rollout,
+    encode_group_payload,
+    encode_rollout,
+)
 
 NORMALIZERS = Normalizers(loss_tokens=1, rollouts=1, groups=1)
 

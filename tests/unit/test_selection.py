@@ -2,10 +2,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlbuffer.batches import Plan
-from rlbuffer.policy.adapters import Queue
-from rlbuffer.policy.closing import longest_fit, needs_more_rows
-from rlbuffer.policy.selection import Limits, select
+from rlbuffer.batcher.adapters import Queue
+from rlbuffer.batcher.closing import longest_fit, needs_more_rows
+from rlbuffer.batcher.selection import Limits, select
+from rlbuffer.records.micro_batch import Plan
 
 
 def group(name, *lengths, adapter=""):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlbuffer.errors import ServerUnreachable
-from rlbuffer.store.binary import find_binary, version_tuple
+from rlbuffer.store.server.binary import find_binary, version_tuple
 
 
 def program(path: Path, answer: str) -> Path:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from rlbuffer.batches import MicroBatch, Normalizers, Step
-from rlbuffer.packing import pack
+from rlbuffer.packing.pack import pack
+from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Step
 from rlbuffer.testing import make_group
-from rlbuffer.trainer.agreement import Ranks
-from rlbuffer.trainer.slices import slices_of
-from rlbuffer.trainer.survey import _draws
+from rlbuffer.trainer.ranks.agreement import Ranks
+from rlbuffer.trainer.update.slices import slices_of
+from rlbuffer.trainer.update.token_choice import _draws
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 WHOLE = Normalizers(loss_tokens=1000, rollouts=100, groups=10)

@@ -9,8 +9,8 @@ import torch
 from torch.distributed import HashStore
 
 from rlbuffer.errors import BatchTimeout, RlbufferError
-from rlbuffer.trainer.agreement import Ranks
-from rlbuffer.trainer.stalls import StallWatch
+from rlbuffer.trainer.ranks.agreement import Ranks
+from rlbuffer.trainer.ranks.stalls import StallWatch
 
 CPU = torch.device("cpu")
 

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlbuffer.batches import Normalizers, Plan, RolloutRef, StepPlan
-from rlbuffer.records import Group
-from rlbuffer.step_columns import agree
+from rlbuffer.packing.step_columns import agree
+from rlbuffer.records.micro_batch import Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.records.rollout import Group
 from rlbuffer.testing import make_group
-from rlbuffer.wire import decode_info, encode_info
+from rlbuffer.wire.payload import decode_info, encode_info
 
 
 def group(seed: int, size: int = 1, **columns: Any) -> Group:

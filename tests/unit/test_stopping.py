@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlbuffer.trainer.stopping import StopRequest
+from rlbuffer.process.stop_request import StopRequest
 
 
 @pytest.fixture

@@ -9,14 +9,11 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from rlbuffer import wire
-from rlbuffer.batches import EntryUse, Normalizers, Plan, RolloutRef, StepPlan
 from rlbuffer.errors import ConfigError, PayloadError
-from rlbuffer.store.base import EnvLedger, Ledger, Meta, PoolEntry
+from rlbuffer.records.micro_batch import EntryUse, Normalizers, Plan, RolloutRef, StepPlan
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.ledger import parse_ledger
-from rlbuffer.store.session import script_text
-from rlbuffer.store.step_format import (
+from rlbuffer.store.moves.ledger import parse_ledger
+from rlbuffer.store.moves.step_format import (
     age_limit,
     decode_header,
     decode_part,
@@ -25,7 +22,10 @@ from rlbuffer.store.step_format import (
     part_records,
     step_digest,
 )
+from rlbuffer.store.protocol import EnvLedger, Ledger, Meta, PoolEntry
+from rlbuffer.store.session import script_text
 from rlbuffer.testing import make_group
+from rlbuffer.wire import payload
 
 PAYLOAD_KEYS = {"push": {"ARGV[3]", "payload"}, "commit": {"entries[i].key"}}
 """Script -> what it calls the payload keys that it touches."""
@@ -121,7 +121,7 @@ def planned() -> tuple[StepPlan, dict[str, PoolEntry]]:
     """Step 3: three rollouts of env a at ages 1, one of env b at age 0, on two ranks."""
     entries, refs = {}, []
     for number, (env, size, version) in enumerate((("a", 3, 1), ("b", 1, 2))):
-        info = wire.encode_push(make_group(env=env, size=size, version=version, seed=number)).info
+        info = payload.encode_push(make_group(env=env, size=size, version=version, seed=number)).info
         entry_id = f"{number + 1}-0"
         entries[entry_id] = PoolEntry(
             entry_id=entry_id,
@@ -165,7 +165,7 @@ def planned() -> tuple[StepPlan, dict[str, PoolEntry]]:
 
 def test_header_comes_back_with_the_ages_and_limits_of_its_commit():
     plan, entries = planned()
-    data = wire.dumps(header_record(plan, entries, meta(), None))
+    data = payload.dumps(header_record(plan, entries, meta(), None))
     header, limits = decode_header(data, digest="x", committed_ms=5)
     assert (header.step, header.epoch, header.previous_digest, header.digest, header.committed_ms) == (
         3,
@@ -182,7 +182,7 @@ def test_header_comes_back_with_the_ages_and_limits_of_its_commit():
 
 def test_rewards_that_are_not_there_have_no_mean():
     plan, entries = planned()
-    unscored = wire.encode_push(make_group(env="b", rewards=[None], version=2, seed=1)).info
+    unscored = payload.encode_push(make_group(env="b", rewards=[None], version=2, seed=1)).info
     entries["2-0"] = PoolEntry(
         entry_id="2-0", info=unscored, payload_key="k1", env="b", group_id="b.1", rollouts=1, tokens=unscored.tokens
     )
@@ -201,7 +201,7 @@ def test_age_limit_of_an_env_is_its_own_or_the_runs(config, env, limit):
 
 def test_parts_hold_each_ranks_rollouts_in_the_order_of_its_rows():
     plan, entries = planned()
-    first, second = (decode_part(wire.dumps(part)) for part in part_records(plan, entries))
+    first, second = (decode_part(payload.dumps(part)) for part in part_records(plan, entries))
     assert [r.info.rollout_id for r in first.rollouts] == ["b.1/0", "a.0/0", "a.0/2"]
     assert first.rows == (((0, 1),), ((2,),))
     assert [round(r.advantage, 6) for r in first.rollouts] == [0.0, 0.5, 0.1]
@@ -212,7 +212,7 @@ def test_parts_hold_each_ranks_rollouts_in_the_order_of_its_rows():
 
 def test_same_step_is_always_the_same_bytes():
     (plan, entries), (again, same) = planned(), planned()
-    assert [wire.dumps(p) for p in part_records(plan, entries)] == [wire.dumps(p) for p in part_records(again, same)]
+    assert [payload.dumps(p) for p in part_records(plan, entries)] == [payload.dumps(p) for p in part_records(again, same)]
 
 
 def test_plan_that_does_not_fit_its_entries_is_refused():
@@ -234,7 +234,7 @@ def test_digest_tells_apart_every_piece_and_where_it_ends(previous, header, part
 def test_damaged_headers_and_parts_are_payload_errors_and_nothing_else():
     plan, entries = planned()
     dice = random.Random(0)
-    whole = [wire.dumps(header_record(plan, entries, meta(), None)), *map(wire.dumps, part_records(plan, entries))]
+    whole = [payload.dumps(header_record(plan, entries, meta(), None)), *map(payload.dumps, part_records(plan, entries))]
     refused = 0
     for _ in range(3000):
         data = bytearray(dice.choice(whole))

@@ -3,8 +3,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from rlbuffer.settings import RunSettings
-from rlbuffer.supervise import Supervisor
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.run.supervisor import Supervisor
 
 
 def test_a_full_disk_is_said_once_and_stops_nobody_from_being_heard(tmp_path: Path) -> None:

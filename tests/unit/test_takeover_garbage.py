@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from rlbuffer.daemon.memory import without_garbage_collection
+from rlbuffer.daemon.memory_watch import without_garbage_collection
 
 
 def is_young(made):

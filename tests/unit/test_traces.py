@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlbuffer.spans import Turn, VersionSpan
+from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.worker.envs import PolicyAccess
 from rlbuffer.worker.envs.traces import TraceUnusable, rollout_of
 from rlbuffer.worker.samplers import Completion, Sampling

@@ -15,17 +15,17 @@ import torch
 import wandb
 
 import rlbuffer
+from rlbuffer.config.settings import RunSettings, TrainerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.lines import waited
-from rlbuffer.packing import pack
-from rlbuffer.records import Rollout
-from rlbuffer.settings import RunSettings, TrainerSettings
-from rlbuffer.trainer.agreement import Ranks
-from rlbuffer.trainer.metrics import finite
-from rlbuffer.trainer.ratios import Ratios, ratios_of
-from rlbuffer.trainer.samples import tables
-from rlbuffer.trainer.sinks import scalars, sinks_of
-from rlbuffer.trainer.speed import Work, peak_of
+from rlbuffer.narration.numbers import waited
+from rlbuffer.packing.pack import pack
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.trainer.ranks.agreement import Ranks
+from rlbuffer.trainer.reports.debug_samples import tables
+from rlbuffer.trainer.reports.metrics import finite
+from rlbuffer.trainer.reports.mfu import Work, peak_of
+from rlbuffer.trainer.reports.sinks import scalars, sinks_of
+from rlbuffer.trainer.update.ratios import Ratios, ratios_of
 
 
 def test_ratios_of_ranks_are_those_of_all_their_tokens() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlbuffer.records import Rollout
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.truncation import truncated, truncated_group
 from rlbuffer.testing import make_group
-from rlbuffer.truncation import truncated, truncated_group
 
 
 def two_turns() -> Rollout:

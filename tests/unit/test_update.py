@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import RlbufferError
-from rlbuffer.settings import TrainerSettings
-from rlbuffer.trainer.schedules import learning_rate_at
-from rlbuffer.trainer.update import make_optimizer, take_step
+from rlbuffer.trainer.update.schedules import learning_rate_at
+from rlbuffer.trainer.update.update import make_optimizer, take_step
 
 
 class Policy(nn.Module):

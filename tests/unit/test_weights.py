@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.records import PolicyVersion
-from rlbuffer.settings import ModelSettings
+from rlbuffer.records.rollout import PolicyVersion
 from rlbuffer.weights.files import ABANDONED_SECONDS, load_state, open_weights, publish, read_config, versions
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of, load_into, model_from_config
 

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
+from rlbuffer.config.settings import RunSettings, WeightsSettings
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.settings import RunSettings, WeightsSettings
 from rlbuffer.weights.cache import announced, spread
 from rlbuffer.weights.layout import MAX_FILES, ListedFile, parse_list, parse_listen
 

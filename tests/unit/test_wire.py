@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import InvalidRollout, PayloadError
-from rlbuffer.messages import dumps, loads
-from rlbuffer.records import Group, Rollout, RolloutInfo
+from rlbuffer.records.rollout import Group, Rollout, RolloutInfo
 from rlbuffer.testing import make_group
-from rlbuffer.wire import (
+from rlbuffer.wire.bounded_msgpack import dumps, loads
+from rlbuffer.wire.payload import (
     MAX_METADATA_BYTES,
     MAX_PAYLOAD_BYTES,
     decode_group_payload,

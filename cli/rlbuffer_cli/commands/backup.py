@@ -31,7 +31,7 @@ def command(
       rlbuffer backup math.rlb --run math
     """
     from rlbuffer.errors import BackupError
-    from rlbuffer.store.backup import write_backup
+    from rlbuffer.store.backup.backup import write_backup
     from rlbuffer.store.redis_store import RedisStore
     from rlbuffer_cli.session import open_existing
 

@@ -13,8 +13,8 @@ from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
-    from rlbuffer.client import Buffer
-    from rlbuffer.store.base import Meta
+    from rlbuffer.client.buffer import Buffer
+    from rlbuffer.store.protocol import Meta
 
 POLL_SECONDS = 0.1
 _SECRET = re.compile(r"\.environment\.|(?:^|[._])(?:api_?key|password|secret|token|credentials?)$", re.IGNORECASE)
@@ -51,7 +51,7 @@ def check(config: str | None, redis: str | None, run: str | None, home: str | No
     Example:
       rlbuffer config check --config rlbuffer.toml
     """
-    from rlbuffer.host_checks import EVERYTHING
+    from rlbuffer.run.host_checks import EVERYTHING
 
     loaded = options.load(config, redis, run, home, parts=EVERYTHING if purpose == "run" else (purpose,))
     where = str(loaded.file) if loaded.file else "no config file (all defaults)"
@@ -105,7 +105,7 @@ def apply(
     Example:
       rlbuffer config apply --config rlbuffer.toml --run math
     """
-    from rlbuffer.config_changes import changes, check_change, config_digest
+    from rlbuffer.daemon.config_changes import changes, check_change, config_digest
     from rlbuffer_cli.session import open_existing
 
     loaded = options.load(config, redis, run, home)
@@ -130,7 +130,7 @@ def apply(
         else:
             state, revision = "taken", _wait_until_taken(buffer, config_digest(wanted), seen, timeout)
     if as_json:
-        echo(json.dumps({"schema": "rlbuffer.config/1", "run": name, "state": state, "revision": revision}))
+        echo(json.dumps({"schema": "rlbuffer.config.batcher/1", "run": name, "state": state, "revision": revision}))
         return 0
     echo(
         {
@@ -170,7 +170,7 @@ def _wait_until_taken(buffer: Buffer, digest: str, seen: Meta, timeout: float) -
 
 def shown(name: str, value: Any) -> Any:
     """The value of a setting as people may see it."""
-    from rlbuffer.store.address import HIDDEN, redacted
+    from rlbuffer.store.server.address import HIDDEN, redacted
 
     if value and _SECRET.search(name):
         return HIDDEN

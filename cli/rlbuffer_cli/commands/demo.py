@@ -16,8 +16,8 @@ from rlbuffer_cli.options import echo
 from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
-    from rlbuffer.loading import Loaded
-    from rlbuffer.store.base import Ledger
+    from rlbuffer.config.loading import Loaded
+    from rlbuffer.store.protocol import Ledger
     from rlbuffer_cli.render.watch import Watch
 
 EDGE_STEPS = 10
@@ -54,13 +54,13 @@ def command(
       rlbuffer demo --deterministic    (twice: the same digest of the parameters)
       rlbuffer inspect            (in another terminal, meanwhile)
     """
-    from rlbuffer import processes
+    from rlbuffer.run import members
 
     if deterministic and config is not None:
         raise click.UsageError("--deterministic is the demo's own config: in yours set deterministic = true")
     loaded = _settings(config, redis, run, home, steps, seed, deterministic)
     stop = threading.Event()
-    processes.stop_on_signals(stop)
+    members.stop_on_signals(stop)
     starting("connecting to the server, loading torch")
     return _Demo(loaded, options.choose_display(display), seconds, seed).run(stop)
 
@@ -74,7 +74,7 @@ def _settings(
     seed: int,
     deterministic: bool,
 ) -> Loaded:
-    from rlbuffer.host_checks import EVERYTHING
+    from rlbuffer.run.host_checks import EVERYTHING
 
     run = run or f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     name, workers = ("demo_deterministic.toml", ["vcopy"]) if deterministic else ("demo.toml", ["vcopy", "repeat"])
@@ -99,8 +99,8 @@ class _Demo:
         self._is_time_up = False
 
     def run(self, stop: threading.Event) -> int:
-        from rlbuffer.client import connect
-        from rlbuffer.supervise import Supervisor
+        from rlbuffer.client.buffer import connect
+        from rlbuffer.run.supervisor import Supervisor
         from rlbuffer_cli.render.watch import Watch
         from rlbuffer_cli.session import say_ended
 
@@ -109,7 +109,7 @@ class _Demo:
             watch = Watch(buffer, settings.output_dir / "metrics.jsonl", on_step=self._on_step)
             supervisor = Supervisor(settings, say=self._say(watch), origin=origin)
             if self._shown == "rich":
-                from rlbuffer_cli.render.live import RunView
+                from rlbuffer_cli.render.run_view import RunView
 
                 with RunView(settings, watch, title=f'rlbuffer demo · run "{settings.run}"') as view:
                     code = supervisor.run(stop, lambda: self._tick(watch, stop, view.refresh))
@@ -150,13 +150,13 @@ class _Demo:
         if self._shown == "json":
             echo(json.dumps(step_event(record)))
         elif self._shown == "plain":
-            from rlbuffer_cli.render.metrics import train_line
+            from rlbuffer_cli.render.metrics_tail import train_line
 
             envs = "  ".join(f"{env} {r:.2f}" for env, r in record.get("rewards", {}).items() if r is not None)
             echo(f"{train_line(record, self._settings.trainer.steps)}  {envs}")
 
     def _summarize(self, watch: Watch, ledger: Ledger, code: int, restarts: int, log: str) -> None:
-        from rlbuffer.config import budgets_at
+        from rlbuffer.config.batcher import budgets_at
 
         summary = summary_event(watch, ledger, self._settings.run, str(self._settings.output_dir))
         summary |= {"exit_code": code, "restarts": restarts, "seed": self._seed}
@@ -217,7 +217,7 @@ def summary_event(watch: Watch, ledger: Ledger, run: str, folder: str) -> dict[s
 
 def summary_lines(summary: Mapping[str, Any], budgets: Mapping[str, float], log: str, home: str) -> list[str]:
     """The summary for people, with what to type next."""
-    from rlbuffer.lines import amount, duration
+    from rlbuffer.narration.numbers import amount, duration
     from rlbuffer_cli.render.text import wrapped
 
     ledger = summary["ledger"]

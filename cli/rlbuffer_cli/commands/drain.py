@@ -12,7 +12,7 @@ from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
-    from rlbuffer.client import Buffer
+    from rlbuffer.client.buffer import Buffer
 
 POLL_SECONDS = 0.3
 
@@ -59,8 +59,8 @@ def command(
 
 
 def _wait(buffer: Buffer, timeout: float | None, as_json: bool) -> int:
+    from rlbuffer.client.operations import Drain, pending_amounts
     from rlbuffer.errors import BatchTimeout, RlbufferError
-    from rlbuffer.operations import Drain, pending_amounts
     from rlbuffer_cli.commands.drop import amounts
 
     store, name = buffer.store, buffer.run

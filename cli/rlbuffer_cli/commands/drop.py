@@ -12,7 +12,7 @@ from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
-    from rlbuffer.operations import Chosen
+    from rlbuffer.client.operations import Chosen
 
 
 @click.command("drop")
@@ -34,8 +34,8 @@ def command(
       rlbuffer drop --where 'env:math reward<0.01'
       rlbuffer drop --where 'worker:inf-3' --run math --yes
     """
-    from rlbuffer.filters import parse
-    from rlbuffer.operations import choose
+    from rlbuffer.client.filters import parse
+    from rlbuffer.client.operations import choose
     from rlbuffer_cli.session import open_existing
 
     if not parse(where).terms:
@@ -70,7 +70,7 @@ def command(
 
 def amounts(groups: int, rollouts: int, tokens: int) -> str:
     """``12 groups (96 rollouts, 31k tokens)``."""
-    from rlbuffer.lines import amount
+    from rlbuffer.narration.numbers import amount
 
     return f"{groups} group{'s' * (groups != 1)} ({rollouts} rollouts, {amount(tokens)} tokens)"
 

@@ -10,7 +10,7 @@ from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
-    from rlbuffer.client import Buffer
+    from rlbuffer.client.buffer import Buffer
 
 
 @click.group("env")
@@ -103,8 +103,8 @@ def resume(env: str, config: str | None, redis: str | None, run: str | None, hom
 
 def _check_known(buffer: Buffer, env: str) -> None:
     """NotFound unless the run has met the env, or its settings or a worker name it: a typing error changes nothing."""
+    from rlbuffer.client.filters import nearest
     from rlbuffer.errors import NotFound
-    from rlbuffer.filters import nearest
 
     store = buffer.store
     sampled = {str(beat["env"]) for beat in store.heartbeats("worker").values() if "env" in beat}
@@ -118,7 +118,7 @@ def _check_known(buffer: Buffer, env: str) -> None:
 
 
 def _check(env: str) -> None:
-    from rlbuffer.records import ENV_NAME
+    from rlbuffer.records.rollout import ENV_NAME
 
     if not ENV_NAME.match(env):
         raise click.UsageError(f"{env!r} is not an env name: {ENV_NAME.pattern[:-2]}")

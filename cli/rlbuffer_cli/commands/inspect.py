@@ -11,7 +11,7 @@ from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
-    from rlbuffer.client import Buffer
+    from rlbuffer.client.buffer import Buffer
     from rlbuffer.errors import RlbufferError
 
 
@@ -67,7 +67,7 @@ def command(
             _tell_alive(alive, seconds, within)
             return 0
 
-    from rlbuffer.filters import parse
+    from rlbuffer.client.filters import parse
     from rlbuffer_cli.session import open_existing
 
     parse(where)  # a typing mistake needs no server
@@ -81,7 +81,7 @@ def command(
 
 
 def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -> int:
-    from rlbuffer.views import list_groups
+    from rlbuffer.client.views import list_groups
     from rlbuffer_cli.render import pool
 
     problems: list[RlbufferError] = []
@@ -113,7 +113,7 @@ def _alive(buffer: Buffer, who: str, within: float) -> int:
 
 
 def _tell_alive(who: str, seconds: float, within: float) -> None:
-    from rlbuffer.lines import duration
+    from rlbuffer.narration.numbers import duration
 
     echo(f"{who} was heard {duration(seconds)} ago" + ("" if seconds <= within else f", more than {within:g} s"))
 

@@ -16,7 +16,7 @@ from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
-    from rlbuffer.records import Group
+    from rlbuffer.records.rollout import Group
 
 SAY_SECONDS = 5.0
 """Between two words about what is waited for."""
@@ -57,7 +57,7 @@ def command(
     Example:
       rlbuffer push groups.jsonl --run math
     """
-    from rlbuffer.client import connect
+    from rlbuffer.client.buffer import connect
     from rlbuffer.errors import PushGivenUp, ServerRefused, ServerUnreachable
 
     loaded = options.load(config, redis, run, home)
@@ -123,7 +123,7 @@ def check_all(stream: IO[bytes], file: str) -> tuple[int, str]:
         InvalidRollout: the first bad line; the message begins with its place.
     """
     from rlbuffer.errors import InvalidRollout
-    from rlbuffer.wire import encode_push
+    from rlbuffer.wire.payload import encode_push
 
     digest = hashlib.sha256()
     count = 0
@@ -143,7 +143,7 @@ def read_groups(
 ) -> Iterator[Group]:
     """The groups of a file, one per line that is not blank; `seen` gets every line, `check` every group."""
     from rlbuffer.errors import InvalidRollout, PayloadError
-    from rlbuffer.jsonl import group_from_line
+    from rlbuffer.wire.jsonl import group_from_line
 
     number = 0
     while line := stream.readline(MAX_LINE_BYTES + 1):

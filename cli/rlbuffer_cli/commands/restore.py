@@ -29,10 +29,10 @@ def command(file: Path, as_json: bool, config: str | None, redis: str | None, ru
       rlbuffer restore math.rlb --redis redis://new-host:6379
       rlbuffer restore math.rlb --run math-copy
     """
-    from rlbuffer.client import connect
+    from rlbuffer.client.buffer import connect
     from rlbuffer.errors import BackupError
+    from rlbuffer.store.backup.restore import check_backup, restore_backup
     from rlbuffer.store.redis_store import RedisStore
-    from rlbuffer.store.restore import check_backup, restore_backup
 
     name = run or str(check_backup(file)["run"])
     loaded = options.load(config, redis, name, home)

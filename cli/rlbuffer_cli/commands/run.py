@@ -38,10 +38,10 @@ def command(
     Example:
       rlbuffer run rlbuffer.toml --steps 500
     """
-    from rlbuffer import processes
-    from rlbuffer.client import connect
-    from rlbuffer.host_checks import EVERYTHING
-    from rlbuffer.supervise import Supervisor
+    from rlbuffer.client.buffer import connect
+    from rlbuffer.run import members
+    from rlbuffer.run.host_checks import EVERYTHING
+    from rlbuffer.run.supervisor import Supervisor
     from rlbuffer_cli.session import say_ended
 
     flags = {"trainer.steps": ("--steps", steps)}
@@ -49,11 +49,11 @@ def command(
     settings = loaded.settings
     shown = options.choose_display(display)
     stop = threading.Event()
-    processes.stop_on_signals(stop)
+    members.stop_on_signals(stop)
     starting("connecting to the server, loading torch")
 
     if shown == "rich":
-        from rlbuffer_cli.render.live import watch_run
+        from rlbuffer_cli.render.run_view import watch_run
 
         code = watch_run(loaded, stop, planned=settings.trainer.steps)
     else:

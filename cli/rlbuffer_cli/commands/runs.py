@@ -25,7 +25,7 @@ def command(config: str | None, redis: str | None, run: str | None, home: str | 
     Example:
       rlbuffer runs --redis redis://host:6379
     """
-    from rlbuffer.client import connect
+    from rlbuffer.client.buffer import connect
     from rlbuffer.errors import RunGone, SchemaMismatch
     from rlbuffer_cli.session import check_home
 

@@ -56,8 +56,8 @@ def command(
     settings = loaded.settings
     sections.check("score", key, settings.score, "Give --model or --reward, or add the section.")
 
-    from rlbuffer import processes
-    from rlbuffer.lines import ScoreNarrator
+    from rlbuffer.narration.numbers import ScoreNarrator
+    from rlbuffer.run import members
 
     return sections.run_alone(
         "score",
@@ -66,7 +66,7 @@ def command(
         settings.score[key].replicas,
         display,
         ScoreNarrator,
-        lambda title, stop, on_event: processes.score(settings, key, replica, title, stop, on_event),
+        lambda title, stop, on_event: members.score(settings, key, replica, title, stop, on_event),
     )
 
 
@@ -74,7 +74,7 @@ def _only_scorer(config: str | None, model: str | None, reward: str | None) -> s
     """Which section is meant when no NAME is given: one of the flags alone, or the only one there is."""
     if model is not None or reward is not None:
         return "ref" if model is not None else "reward"
-    from rlbuffer.loading import load
+    from rlbuffer.config.loading import load
 
     return sections.only(
         "score",

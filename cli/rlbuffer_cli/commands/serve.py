@@ -15,7 +15,7 @@ from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
-    from rlbuffer.loading import Loaded
+    from rlbuffer.config.loading import Loaded
 
 
 @click.command("serve")
@@ -52,8 +52,8 @@ def command(
       rlbuffer worker --env vcopy --run math      (in a second terminal)
       rlbuffer train --world-size 2 --run math    (in a third)
     """
-    from rlbuffer import processes
-    from rlbuffer.lines import ServeNarrator
+    from rlbuffer.narration.numbers import ServeNarrator
+    from rlbuffer.run import members
     from rlbuffer_cli.render.foot import Foot
 
     if resume and fresh:
@@ -62,10 +62,10 @@ def command(
     settings = loaded.settings
     if resume or fresh:
         _check_run(loaded, resume=resume)
-    processes.name_process("serve")
+    members.name_process("serve")
     stop, hangup = threading.Event(), threading.Event()
-    processes.stop_on_signals(stop)
-    processes.set_on_hangup(hangup, stop)
+    members.stop_on_signals(stop)
+    members.set_on_hangup(hangup, stop)
     started = time.monotonic()
     shown = options.choose_display(display)
     status = _Status(settings.run)
@@ -86,7 +86,7 @@ def command(
                     status.step = int(event["step"])
                 narrator(event)
 
-        processes.serve(
+        members.serve(
             settings,
             stop,
             on_event,
@@ -118,7 +118,7 @@ class _Status:
         self._sentence = sentence
 
     def lines(self, width: int) -> list[str]:
-        from rlbuffer.lines import duration
+        from rlbuffer.narration.numbers import duration
 
         if self.step is None:
             return [f'run "{self._run}": connecting to the server ...']
@@ -131,7 +131,7 @@ class _Status:
 
 def _check_run(loaded: Loaded, *, resume: bool) -> None:
     """Raises NotFound when there is nothing to resume, RlbufferError when what shall be fresh is not."""
-    from rlbuffer.client import connect
+    from rlbuffer.client.buffer import connect
     from rlbuffer.errors import NotFound, RlbufferError, RunGone
     from rlbuffer_cli.session import check_home
 
@@ -163,8 +163,8 @@ def _check_run(loaded: Loaded, *, resume: bool) -> None:
 def banner(loaded: Loaded, ready: dict[str, Any], seconds: float) -> list[str]:
     """What `serve` says when it is ready: which server, and the settings that decide with where they came from."""
     from rlbuffer import __version__
-    from rlbuffer.config import budgets_at
-    from rlbuffer.lines import percent
+    from rlbuffer.config.batcher import budgets_at
+    from rlbuffer.narration.numbers import percent
 
     batcher = loaded.settings.batcher
     server = ready["server"]

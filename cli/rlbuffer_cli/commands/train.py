@@ -12,7 +12,7 @@ from rlbuffer_cli.options import echo
 from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
-    from rlbuffer.settings import RunSettings
+    from rlbuffer.config.settings import RunSettings
 
 
 @click.command("train")
@@ -57,8 +57,8 @@ def command(
     settings = loaded.settings
     starting("loading torch")
 
-    from rlbuffer.processes import name_process
-    from rlbuffer.trainer.launch import launch
+    from rlbuffer.run.members import name_process
+    from rlbuffer.trainer.launch.launcher import launch
 
     name_process("train")
     # A live view would draw over the tables.
@@ -80,7 +80,7 @@ def _follow(settings: RunSettings, shown: str, done: threading.Event, *, fake_da
     """rich and json show what rank 0 writes to the metrics; plain lines come from rank 0 itself."""
     if shown not in ("rich", "json"):
         return None
-    from rlbuffer_cli.render.metrics import follow_train
+    from rlbuffer_cli.render.metrics_tail import follow_train
 
     thread = threading.Thread(target=follow_train, args=(settings, shown, done, not fake_data), daemon=True)
     thread.start()

@@ -45,8 +45,8 @@ def serve(
     Example:
       rlbuffer weights serve --listen 0.0.0.0:9465 --upstream http://trainer:9465
     """
-    from rlbuffer import processes
     from rlbuffer.errors import ConfigError
+    from rlbuffer.run import members
     from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache, load_serving
     from rlbuffer.weights.layout import is_url
 
@@ -59,9 +59,9 @@ def serve(
     if upstream is not None and not is_url(upstream):
         raise click.UsageError(f"--upstream {upstream} must begin with http:// or https://")
     serving = load_serving()
-    processes.name_process("weights")
+    members.name_process("weights")
     stop = threading.Event()
-    processes.stop_on_signals(stop)
+    members.stop_on_signals(stop)
     cache = VersionCache.of(settings, stop=stop) if upstream else None
     folder = cache.directory if cache is not None else settings.output_dir / "weights"
     app = serving.make_app(folder, token=os.environ.get(TOKEN_VARIABLE, ""), upstream=upstream or "", cache=cache)

@@ -62,7 +62,7 @@ def command(
     settings = loaded.settings
     sections.check("worker", key, settings.worker, "Give --env, or add the section.")
 
-    from rlbuffer import processes
+    from rlbuffer.run import members
 
     return sections.run_alone(
         "worker",
@@ -70,8 +70,8 @@ def command(
         replica,
         settings.worker[key].replicas,
         display,
-        processes.WorkerNarrator,
-        lambda title, stop, on_event: processes.sample(settings, key, replica, title, stop, on_event),
+        members.WorkerNarrator,
+        lambda title, stop, on_event: members.sample(settings, key, replica, title, stop, on_event),
     )
 
 
@@ -85,9 +85,9 @@ def _tell_run(
     why: str,
 ) -> None:
     """A run that is there hears why this worker does not begin."""
+    from rlbuffer.config.loading import load
     from rlbuffer.errors import ConfigError, RlbufferError
-    from rlbuffer.loading import load
-    from rlbuffer.worker.pulse import telling_why
+    from rlbuffer.worker.heartbeat import telling_why
     from rlbuffer_cli.session import open_existing
 
     flags = {"redis_url": ("--redis", redis), "run": ("--run", run), "home": ("--home", home), **named}
@@ -101,7 +101,7 @@ def _only_worker(config: str | None, redis: str | None, run: str | None, home: s
     """Which section is meant when no NAME is given: one named like the env, or the only one there is."""
     if env is not None:
         return env.rpartition(":")[2].lower()
-    from rlbuffer.loading import load
+    from rlbuffer.config.loading import load
 
     return sections.only(
         "worker",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlbuffer.lines import amount, printable
+from rlbuffer.narration.numbers import amount, printable
 
 if TYPE_CHECKING:
-    from rlbuffer.store.base import Store
+    from rlbuffer.store.protocol import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,8 @@ class AdapterSummary:
 
 def summarize_adapters(store: Store) -> tuple[AdapterSummary, ...]:
     """Every adapter that was trained or announced, by name; all weights are the run's own line."""
+    from rlbuffer.batcher.adapters import AdapterAccount, AdapterAccounts
     from rlbuffer.errors import PayloadError, StepRetired
-    from rlbuffer.policy.adapters import AdapterAccount, AdapterAccounts
 
     accounts = AdapterAccounts.load(store.load_state()).accounts
     published = {adapter: policy.version for adapter, policy in store.policies().items()}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.lines import printable
+from rlbuffer.narration.numbers import printable
 from rlbuffer_cli.render.text import sparkline
 
 if TYPE_CHECKING:
-    from rlbuffer.store.base import Store
+    from rlbuffer.store.protocol import Store
 
 SHOWN = 1000
 """Newest results that are looked at."""

@@ -15,7 +15,7 @@ from typing import IO
 
 from rich.cells import cell_len, set_cell_size
 
-from rlbuffer.lines import printable
+from rlbuffer.narration.numbers import printable
 from rlbuffer_cli.starting import clear
 
 LOOK_SECONDS = 0.25

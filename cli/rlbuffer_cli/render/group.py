@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlbuffer.lines import amount, duration, printable
+from rlbuffer.narration.numbers import amount, duration, printable
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.pool import group_record
 from rlbuffer_cli.render.text import bar, show_table, sparkline, wrapped
 
 if TYPE_CHECKING:
-    from rlbuffer.records import Rollout
-    from rlbuffer.views import GroupDetail, GroupView, RolloutView
+    from rlbuffer.client.views import GroupDetail, GroupView, RolloutView
+    from rlbuffer.records.rollout import Rollout
 
 MAX_TEXT = 60
 

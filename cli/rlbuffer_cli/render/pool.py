@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.lines import amount, duration, failures_of, percent, printable
-from rlbuffer.policy.waiting import counted
+from rlbuffer.narration.numbers import amount, duration, failures_of, percent, printable
+from rlbuffer.narration.waiting import counted
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.adapters import AdapterSummary, adapter_line, summarize_adapters
 from rlbuffer_cli.render.evaluations import evaluation_lines, summarize_evaluations
 from rlbuffer_cli.render.text import bar, show_table, sparkline, utc, wrapped
 
 if TYPE_CHECKING:
-    from rlbuffer.client import Buffer
-    from rlbuffer.store.base import EnvLedger, Ledger, Store
-    from rlbuffer.views import GroupView
+    from rlbuffer.client.buffer import Buffer
+    from rlbuffer.client.views import GroupView
+    from rlbuffer.store.protocol import EnvLedger, Ledger, Store
 
 EVERY_PENDING = 10**9
 FRESH_SECONDS = 6.0
@@ -85,7 +85,7 @@ class RunSummary:
 
 def summarize(buffer: Buffer) -> RunSummary:
     """Reads everything that the header shows; changes nothing."""
-    from rlbuffer.config import budgets_at
+    from rlbuffer.config.batcher import budgets_at
 
     store = buffer.store
     meta, trainer, ledger = store.meta(), store.trainer(), store.ledger()
@@ -145,7 +145,7 @@ def last_seen(store: Store) -> dict[str, float]:
 
 
 def _empty() -> EnvLedger:
-    from rlbuffer.store.base import EnvLedger
+    from rlbuffer.store.protocol import EnvLedger
 
     return EnvLedger()
 

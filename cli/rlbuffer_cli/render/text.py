@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import click
 
-from rlbuffer.lines import printable
+from rlbuffer.narration.numbers import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_STRIP = 16

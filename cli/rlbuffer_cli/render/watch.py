@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlbuffer.client import Buffer
+from rlbuffer.client.buffer import Buffer
 from rlbuffer.errors import RlbufferError
-from rlbuffer_cli.render.metrics import MetricsTail
+from rlbuffer_cli.render.metrics_tail import MetricsTail
 
 LOOK_SECONDS = 1.0
 """Between two looks at the server."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlbuffer.batches import Sample
 from rlbuffer.errors import ConfigError
+from rlbuffer.records.micro_batch import Sample
 
 MOST_NATS = 20.0
 """Difference of logprobs above which a ratio grows no further, 4.9e8, and has no gradient. A sampler may report any
@@ -115,7 +115,7 @@ class TrainedTokens:
 class LossSettings:
     """``[trainer]``'s numbers for losses, with what was not set filled in by the loss's own defaults.
 
-    The settings of the same names in :class:`rlbuffer.settings.TrainerSettings` say what each is.
+    The settings of the same names in :class:`rlbuffer.config.settings.TrainerSettings` say what each is.
     """
 
     clip_low: float = 0.2

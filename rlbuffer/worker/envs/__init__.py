@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.records import ENV_NAME
+from rlbuffer.records.rollout import ENV_NAME
 from rlbuffer.worker.envs.arithmetic import Arithmetic
 from rlbuffer.worker.envs.base import (
     Env,

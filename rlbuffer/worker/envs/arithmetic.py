@@ -21,7 +21,7 @@ from rlbuffer.worker.envs.base import Prompt, Score
 from rlbuffer.worker.envs.vocabulary import END, SYMBOLS, positions_right
 
 if TYPE_CHECKING:
-    from rlbuffer.worker.episodes import Episode
+    from rlbuffer.worker.envs.episode import Episode
 
 ARITHMETIC_SYMBOLS = SYMBOLS + "+-*<>"
 """The 13 symbols of the other envs and five more: one model may learn them all."""

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import RlbufferError
-from rlbuffer.records import Rollout
+from rlbuffer.records.rollout import Rollout
 
 if TYPE_CHECKING:
-    from rlbuffer.worker.episodes import Ask, Episode
+    from rlbuffer.worker.envs.episode import Ask, Episode
     from rlbuffer.worker.samplers.base import Sampling
 
 

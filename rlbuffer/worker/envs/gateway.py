@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from rlbuffer.config.sampling import why_not
 from rlbuffer.errors import PromptTooLong, RlbufferError
-from rlbuffer.sampling import why_not
 from rlbuffer.worker.envs.base import PolicyAccess
 from rlbuffer.worker.samplers.base import Completion, Sampling
 

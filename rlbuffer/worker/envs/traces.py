@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from rlbuffer.errors import RlbufferError
-from rlbuffer.records import Rollout
-from rlbuffer.spans import Turn
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import Turn
 from rlbuffer.worker.envs.base import PolicyAccess, Score
-from rlbuffer.worker.episodes import Episode
+from rlbuffer.worker.envs.episode import Episode
 from rlbuffer.worker.samplers.base import Completion
 
 

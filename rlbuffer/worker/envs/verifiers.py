@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.records import Rollout
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.worker.envs.base import PolicyAccess, Prompt
 from rlbuffer.worker.envs.gateway import MODEL, Gateway, Session
 from rlbuffer.worker.envs.lookup import no_such_option

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlbuffer.config.sampling import refused_option
+from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.sampling import refused_option
-from rlbuffer.settings import WorkerSettings
 from rlbuffer.weights.layout import wrong_url
 from rlbuffer.worker.samplers.base import BatchSampler, Completion, Sampler, Sampling
 

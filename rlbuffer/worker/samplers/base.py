@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.records import PolicyVersion
-from rlbuffer.spans import VersionSpan
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.spans import VersionSpan
 
 ADAPTER_NAME = "rlbuffer"
 """What engines and requests call the LoRA adapter that is served."""

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, PromptTooLong, SamplerUnavailable, WeightsError
-from rlbuffer.spans import VersionSpan
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.layout import is_adapter
 from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling
 

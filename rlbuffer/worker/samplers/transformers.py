@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.records import PolicyVersion
-from rlbuffer.spans import VersionSpan
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.adapters import model_directory, state_of
 from rlbuffer.weights.files import load_state, open_weights, read_config
 from rlbuffer.weights.layout import base_of, is_adapter

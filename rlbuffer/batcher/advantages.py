@@ -1,0 +1,217 @@
+"""Group-relative advantage estimators, by name.
+
+An advantage compares a rollout with the others of its prompt. It is computed once, over all valid rollouts of a closed
+group and before any of them is left out, and is the same for every trained token of a rollout. With r the rewards of a
+group of n rollouts and r̄ their mean:
+
+========== ============================================ ================================================================
+name       advantage                                    source
+========== ============================================ ================================================================
+rloo       r_i - mean of the others                     Ahmadian et al. 2024, arXiv 2402.14740, section 3
+grpo       (r_i - r̄) / (std + 1e-6), std over n - 1     Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, section 4.1
+dr_grpo    r_i - r̄                                      Liu et al. 2025, arXiv 2503.20783, section 3
+max_rl     (r_i - r̄) / r̄, 0 where r̄ <= 0                Tajwar et al. 2026 (MaxRL), arXiv 2602.02710
+opo        r_i - mean weighted by sampled length        Hao et al. 2025, arXiv 2505.23585, section 3
+reinforce  r_i                                          Williams 1992, without a baseline
+========== ============================================ ================================================================
+
+``length_penalty`` is rloo of rewards that a long answer has less of: r_i (1 - a s(z_i)) where r_i > 0, and r_i itself
+elsewhere, so that being short never pays for a wrong answer. s is the sigmoid, a = 0.1, and z_i how many standard
+deviations the rollout is longer than the mean of the rollouts with a positive reward. Source: Arora and Zanette 2025,
+Training language models to reason efficiently, arXiv 2502.04463, section 3.1.
+
+A group of one gets 0 in all of them: there is nothing to compare it with.
+
+An estimator of the user's own is a callable named by a dotted path, ``package.module:name`` (a class is called without
+arguments first)::
+
+    def estimator(rewards: numpy.ndarray, lengths: numpy.ndarray, group: Mapping[str, Any]) -> numpy.ndarray: ...
+
+It gets copies of the rewards and of the sampled tokens, [n] float64 both, and what the batcher knows of the group (see
+`rlbuffer.batcher.step_plan.facts`), and gives [n] finite numbers. It must be deterministic: the same group must get the
+same advantages wherever the batcher runs, or a standby that takes over would plan another step. It runs in the batcher
+and sees no payloads. One that fails, or gives another number of numbers, is a ConfigError, which stops the batcher, and
+every rank is told. Where a number is not finite or beyond :data:`MAX_ADVANTAGE`, whoever computed it, the group cannot
+be trained: it is dropped, and the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rlbuffer.config.dotted import load, refused
+from rlbuffer.errors import ConfigError, InvalidRollout
+from rlbuffer.records.checks import MAX_NUMBER
+
+GRPO_EPSILON = 1e-6
+"""Added to the standard deviation, so that a nearly flat group does not explode."""
+BATCH_EPSILON = 1e-4
+"""The same for the deviation of a step's rewards; TRL's."""
+MAX_ADVANTAGE = 10 * MAX_NUMBER
+"""Largest advantage, either sign: the difference of any two rewards is far below it."""
+LENGTH_ALPHA = 0.1
+"""Share of a reward that an answer of endless length loses; the source tries 0.05 to 0.4."""
+
+Rewards = NDArray[np.float64]
+Estimator = Callable[[Rewards, Rewards | None], Rewards]
+
+
+def rloo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
+    """r_i - (sum - r_i) / (n - 1): the mean of the others is an unbiased baseline."""
+    others: Rewards = (rewards.sum() - rewards) / (len(rewards) - 1)
+    return rewards - others
+
+
+def grpo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
+    """(r_i - mean) / (std + 1e-6), with the standard deviation over n - 1."""
+    std = float(rewards.std(ddof=1))
+    return dr_grpo(rewards) / (std + GRPO_EPSILON)
+
+
+def dr_grpo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
+    """r_i - mean: no division, so that easy and hard prompts are not weighted up."""
+    return rewards - float(rewards.mean())
+
+
+def max_rl(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
+    """(r_i - mean) / mean, zeros where the mean is not positive: prompts count by the inverse of their pass rate."""
+    mean = float(rewards.mean())
+    return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)
+
+
+def opo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
+    """r_i - sum(length_j r_j) / sum(length_j): the baseline of least variance when gradients grow with length."""
+    if lengths is None:
+        raise InvalidRollout("advantage opo: lengths are required")
+    total = float(lengths.sum())
+    baseline = float(lengths @ rewards) / total if total > 0 else float(rewards.mean())
+    return rewards - baseline
+
+
+def reinforce(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
+    """r_i: no baseline."""
+    return rewards.copy()
+
+
+def length_penalty(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
+    """rloo of r_i (1 - 0.1 sigmoid((length_i - mean) / std)) where r_i > 0; mean and std over those rollouts."""
+    if lengths is None:
+        raise InvalidRollout("advantage length_penalty: lengths are required")
+    right = rewards > 0
+    penalized = rewards.copy()
+    if right.any():
+        spread = float(lengths[right].std())
+        z = (lengths[right] - float(lengths[right].mean())) / spread if spread > 0 else np.zeros(int(right.sum()))
+        penalized[right] *= 1 - LENGTH_ALPHA / (1 + np.exp(-z))
+    return rloo(penalized)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "rloo": rloo,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "max_rl": max_rl,
+    "opo": opo,
+    "reinforce": reinforce,
+    "length_penalty": length_penalty,
+}
+"""Every estimator by its name in ``batcher.advantage``."""
+
+
+def over_batch(advantages: Rewards, rewards: Rewards) -> Rewards:
+    """advantages / (std of all of a step's rewards over n - 1, + 1e-4): every prompt by the same number.
+
+    A group's own deviation weighs up prompts that are nearly solved, or nearly never; the batch's does not. Where all
+    rewards are equal nothing is divided.
+
+    Shapes: [n] and [n] float64, the rollouts of a step -> [n]. Source: TRL's ``scale_rewards = "batch"``; Liu et al.
+    2025 (Lite PPO), arXiv 2508.08221, section 4.1; REINFORCE++, arXiv 2501.03262, section 3.2, normalises so, too.
+    """
+    std = float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0
+    return advantages / (std + BATCH_EPSILON) if std > 0 else advantages
+
+
+Loaded = Callable[[Rewards, Rewards | None, Mapping[str, Any]], Rewards]
+"""An estimator, built in or the user's own: rewards, lengths and facts of the group in, checked advantages out."""
+
+
+def load_estimator(name: str, *, setting: str = "batcher.advantage") -> Loaded:
+    """The estimator of this name.
+
+    Args:
+        name: of a built-in one, or ``package.module:name``.
+        setting: where the name stands, for the message.
+
+    Raises:
+        ConfigError: there is none, or it cannot be imported.
+    """
+    built_in = ESTIMATORS.get(name)
+    if built_in is not None:
+        return lambda rewards, lengths, group: built_in(rewards, lengths)
+    if ":" not in name:
+        near = get_close_matches(name, ESTIMATORS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"advantage {name!r} is not an estimator: {', '.join(ESTIMATORS)}.{hint}", setting=setting)
+    own = load(setting, name, "(rewards, lengths, group)")
+
+    def checked(rewards: Rewards, lengths: Rewards | None, group: Mapping[str, Any]) -> Rewards:
+        for_whom = f" for group {group['group_id']} of env {group['env']}" if "group_id" in group else ""
+        try:
+            # Copies: what it does with them must not change what is trained.
+            given = own(rewards.copy(), None if lengths is None else lengths.copy(), dict(group))
+            values = np.array(given, dtype=np.float64)
+        except Exception as error:  # it is not our code
+            raise refused(setting, name, f"failed{for_whom}: {type(error).__name__}: {error}") from error
+        if values.shape != rewards.shape:
+            what = f"numbers of shape {list(values.shape)}"
+            raise refused(setting, name, f"gave {what}{for_whom}: it must be one for each of {len(rewards)} rollouts")
+        return values
+
+    return checked
+
+
+def advantage(name: str, rewards: ArrayLike, *, lengths: ArrayLike | None = None, **info: Any) -> Rewards:
+    """The advantages of one group's rollouts.
+
+    Shapes: ``rewards`` and ``lengths`` [n]; the result is [n] float64. ``lengths`` are sampled tokens (`opo` and
+    `length_penalty` need them). Further keywords are facts of the group for estimators of the user's own, which are
+    named ``package.module:name``; the built-in ones do not look at them.
+
+    Raises:
+        ConfigError: no estimator has this name, or the user's own cannot be imported or failed.
+        InvalidRollout: a reward is not finite, shapes differ, an estimator that needs lengths got none, or an advantage
+            is not finite or beyond 1e13, either sign.
+
+    Example:
+        >>> advantage("rloo", [0.0, 0.5, 1.0]).tolist()
+        [-0.75, 0.0, 0.75]
+    """
+    return estimate(load_estimator(name), name, rewards, lengths, info)
+
+
+def estimate(
+    estimator: Loaded, name: str, rewards: ArrayLike, lengths: ArrayLike | None, group: Mapping[str, Any]
+) -> Rewards:
+    """The advantages by an estimator that is loaded; otherwise as :func:`advantage`."""
+    values = np.asarray(rewards, dtype=np.float64)
+    if values.ndim != 1 or not np.isfinite(values).all():
+        raise InvalidRollout(f"advantage {name}: rewards must be finite numbers of shape [n], got {rewards!r}")
+    weights = None if lengths is None else np.asarray(lengths, dtype=np.float64)
+    if weights is not None and weights.shape != values.shape:
+        raise InvalidRollout(f"advantage {name}: {weights.size} lengths do not match {len(values)} rewards")
+    if len(values) <= 1:
+        return np.zeros_like(values)
+    with np.errstate(all="ignore"):  # what comes of it is looked at below
+        found = estimator(values, weights, group)
+    usable = np.abs(found) <= MAX_ADVANTAGE
+    if not usable.all():
+        odd = float(found[~usable][0])
+        raise InvalidRollout(
+            f"advantage {name} is {odd!r}: it must be finite and at most {MAX_ADVANTAGE:g}, either sign"
+        )
+    return found

@@ -1,0 +1,404 @@
+"""The batcher: infos of pushed groups in, decisions out.
+
+Pure: no server, no clock, no randomness but the generator it is given, so that the same calls give the same decisions
+on every machine and a restart from a saved state goes on with the same bytes. What it decides happens elsewhere::
+
+    add(info) ... next(step) -> Decision --commit--> committed(plan)
+                                         --gone----> refused(plan, gone)
+                                         --drops---> dropped(drops)
+
+A decision moves nothing of the account: deficits and means follow only `committed`. What must be dropped leaves the
+index at once and is repeated by every decision until `dropped` confirms it.
+
+Time: `now` is any clock that does not run backwards, the same one in `add` and `next`. A group's timeout counts from
+the `now` of its first part's `add` and is looked at only in `next`; a new leader that passes its own time to `add`
+starts the timeouts anew, so time in which no batcher ran does not count.
+
+Cost: a step touches the groups that it selects or drops, and running sums of the others (:mod:`rlbuffer.batcher.pool_index`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rlbuffer.batcher import adapters, allowances, budget, closing, explaining, step_plan
+from rlbuffer.batcher.groups import GroupState
+from rlbuffer.batcher.ordering import load_selector
+from rlbuffer.batcher.pool_index import Pool
+from rlbuffer.batcher.selection import Limits, Trial, select
+from rlbuffer.batcher.situation import Situation
+from rlbuffer.batcher.spillover import Patience
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.errors import RlbufferError
+from rlbuffer.records.micro_batch import Decision, Drop, Plan, StepPlan
+from rlbuffer.records.rollout import GroupInfo
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """The last plan, and the accounts as they will be when it is committed."""
+
+    step: int
+    group_ids: tuple[str, ...]
+    accounts: dict[str, budget.EnvAccount]
+    adapters: adapters.AdapterAccounts
+    at: float
+
+
+class Batcher:
+    """Decides what each step trains on. See the module's docstring for the order of calls.
+
+    Args:
+        config: the settings; changing them means a new batcher.
+        state: `Decision.state` of the last committed step; None starts a new run.
+
+    Raises:
+        RlbufferError: the state was written by another version.
+        ConfigError: `order` names a selector, or `advantage` an estimator, that cannot be imported.
+    """
+
+    def __init__(self, config: BatcherConfig, state: Mapping[str, Any] | None = None) -> None:
+        self._config = config
+        self._pool = Pool(config)
+        self._patience = Patience(config)
+        self._known = Situation(
+            config=config,
+            pool=self._pool,
+            patience=self._patience,
+            accounts=budget.load(state),
+            adapters=adapters.AdapterAccounts.load(state),
+        )
+        self._step = int((state or {}).get("step", 0))
+        """The last committed one, as far as the state tells."""
+        self._at = float((state or {}).get("at", "-inf"))
+        """When it was decided: over a takeover, too, so that a step does not wait anew."""
+        self._waits_since = self._at
+        self._decided: _Decided | None = None
+        self._selector = load_selector(config)
+        self._estimators = step_plan.load_estimators(config)
+
+    # -- what happened ------------------------------------------------------------------------------------------------
+    def add(
+        self,
+        info: GroupInfo,
+        *,
+        entry_id: str,
+        now: float,
+        uses: int = 0,
+        pushed: float | None = None,
+        replaces: str = "",
+    ) -> None:
+        """Takes in one push: a group or a part of one. An entry that is known already is ignored.
+
+        Args:
+            info: what was pushed.
+            entry_id: its entry in the pool.
+            now: seconds; the group's timeout counts from here.
+            uses: steps that trained the group before; then it must be whole in this one push (else see `restore`).
+            pushed: when it was pushed, on the same clock, if that was before `now`; `max_age_seconds` counts from here.
+            replaces: the entry whose place it took, with what that one needed; it is not in the store any more.
+
+        Raises:
+            RlbufferError: the group was used as often as `max_uses` allows, so it cannot be pending.
+        """
+        if uses:
+            self.restore([(entry_id, info)], uses=uses, now=now, pushed=pushed)
+            return
+        self._pool.add(info, entry_id, now, pushed, replaces)
+        if not replaces:
+            self._patience.heard(info.env, self._pool.now)
+
+    def restore(
+        self, parts: Sequence[tuple[str, GroupInfo]], *, uses: int, now: float, pushed: float | None = None
+    ) -> None:
+        """Takes in a group that was trained before and may be trained again: all its (entry id, push), whole.
+
+        Raises:
+            RlbufferError: the group was used as often as `max_uses` allows.
+        """
+        if uses >= self._config.max_uses:
+            group_id = parts[0][1].group_id
+            raise RlbufferError(f"group {group_id} was trained {uses} times: max_uses is {self._config.max_uses}")
+        self._pool.restore(parts, uses=uses, now=now, pushed=pushed)
+
+    def remove(self, entry_id: str) -> None:
+        """Forgets an entry that is gone from the store; if its group has other parts, they are dropped as invalid."""
+        self._pool.remove(entry_id)
+
+    def close(self, group_ids: Iterable[str]) -> None:
+        """Takes in tombstones: whatever comes of these groups is late."""
+        self._pool.close(group_ids)
+
+    def set_published(self, version: int, adapter: str = "") -> None:
+        """Takes in which policy version of an adapter workers can sample from now; -1 when none was announced."""
+        self._known.published[adapter] = version
+
+    def pause(self, env: str) -> None:
+        """`env` takes no part until it is resumed: no tickets, nothing of it is selected, no step waits for it.
+
+        What it has in the pool stays there and grows older. Its share goes to the others in proportion.
+        """
+        self._known.paused.add(env)
+        self._patience.forget(env)
+
+    def resume(self, env: str) -> None:
+        """`env` takes part again; what it missed while it was paused is not owed to it."""
+        self._known.paused.discard(env)
+
+    def set_sources(self, *, done: Collection[str], said: Collection[str] = (), others: Collection[str] = ()) -> None:
+        """Takes in of which envs nothing more comes, and who else may still send something.
+
+        No step waits for envs that are done. What forms of them closes with the next decision where that was `said`;
+        else, as ever, when it is whole or its time is up: an env is done by its tickets when a part of each group was
+        read. Once there are no others but paused envs, the steps take what there is; the last decision is `is_over`.
+        """
+        known = self._known
+        known.done, known.said, known.others = frozenset(done), frozenset(said), frozenset(others)
+
+    @property
+    def needs(self) -> dict[tuple[str, str], int]:
+        """(env, what is missing) -> forming groups that wait for a scorer to add it."""
+        return {key: count for key, count in self._pool.needs.items() if count}
+
+    @property
+    def forming(self) -> int:
+        """Groups that wait for more of their rollouts."""
+        return sum(len(env.order) for env in self._pool.envs.values())
+
+    def committed(self, plan: StepPlan) -> None:
+        """The store committed the plan of the last decision: its groups are gone, the accounts move.
+
+        Raises:
+            RlbufferError: it is not the plan that was decided last.
+        """
+        decided = self._decided
+        if decided is None or (decided.step, decided.group_ids) != (plan.step, plan.group_ids):
+            raise RlbufferError(f"step {plan.step} was committed, but it is not the plan that was decided last")
+        self._known.accounts, self._known.adapters = decided.accounts, decided.adapters
+        self._step, self._at, self._decided = decided.step, decided.at, None
+        self._waits_since = self._at
+        self._patience.committed(is_full=plan.closed_by not in ("timeout", "partial"))
+        self._pool.consume(plan.group_ids)
+
+    def refused(self, plan: StepPlan, gone: Iterable[str]) -> None:
+        """The store refused the plan because entries are gone: forgets them; `next` may plan the step again."""
+        self._decided = None
+        for entry_id in gone:
+            self._pool.remove(entry_id)
+
+    def dropped(self, drops: Iterable[Drop]) -> None:
+        """The store made these drops: forgets them. Until then `next` repeats them."""
+        self._pool.confirm(drops)
+
+    def pending_tokens(self, env: str) -> int:
+        """Tokens of the env's valid rollouts that wait to be trained, forming and ready."""
+        return self._pool.pending_tokens(env)
+
+    # -- what to do ---------------------------------------------------------------------------------------------------
+    def next(self, step: int, *, world_size: int, now: float, rng: np.random.Generator) -> Decision:
+        """Decides about `step`: a plan, or why there is none yet; and what must be dropped in either case.
+
+        Call it only when the step may be committed (`step <= trained + 1 + lookahead`); asking again changes nothing.
+
+        Args:
+            step: from 1; the one after the last committed.
+            world_size: ranks that the plan deals rows to.
+            now: seconds, on the clock of `add`.
+            rng: for selectors that draw; the built-in orders do not.
+
+        Raises:
+            ConfigError: the user's selector or estimator failed.
+        """
+        pool, patience, known = self._pool, self._patience, self._known
+        pool.advance(now, step, forgets=not any(known.adapters.accounts), done=known.done & known.said)
+        self._waits_since = min(self._waits_since, pool.now)  # no step waits for a clock that was set back
+        pool.sweep_future(lambda adapter: known.own_step(adapter, step))
+        for env in list(pool.envs):
+            for adapter in list(pool.envs[env].lanes):
+                if not known.lags(env, adapter, step):
+                    pool.sweep_stale(env, known.own_step(adapter, step), adapter)
+        if self._selector is not None:
+            pool.rank(self._selector, rng)
+        limits = known.limits(world_size)
+        fractions = known.fractions(step)
+        patience.judge(pool.now, [env for env in fractions if budget.has_budget(self._config, env)])
+        while True:
+            trial = self._select(step, limits, fractions)
+            for group in trial.surplus:
+                pool.drop_flat(group)
+            known.short = frozenset(trial.short)
+            wanted = allowances.wanted(known, trial, step)
+            patience.looked(
+                pool.now,
+                short=[env for env in trial.short + trial.lent if not known.env_lags(env, step)],
+                wanted=[env for env in wanted if not known.env_lags(env, step)],
+            )
+            found = self._close(trial, limits, world_size) or self._close_rest(step, limits, fractions, world_size)
+            if found is None:
+                break
+            laid_out = _laid_out(found[0], found[2])
+            advantages, untrainable = step_plan.advantages_of(laid_out, self._config, self._estimators)
+            for group, why in untrainable:  # nobody can train them: the step is made of others
+                pool.drop(group, "invalid", why)
+            if untrainable:
+                continue
+            if found[2] not in ("timeout", "end") or step_plan.teaches(found[0], advantages):
+                break
+            # It would only move the learning rate: it waits on, or goes when there is nothing to wait for.
+            if found[2] == "timeout":
+                found = None
+                break
+            fresh = [group for group in found[0] if not group.used]
+            for group in fresh:
+                pool.drop(group, "flat", "nothing more comes, and no rollout of what is left has an advantage")
+            if not fresh:  # nothing would be left out of the next look
+                found = None
+                break
+        drops = tuple(pool.drops.values())
+        if found is None:
+            self._decided = None
+            return Decision(
+                plan=None,
+                state=self._state(self._step, self._at, known.accounts, known.adapters),
+                drops=drops,
+                waiting=explaining.sentence(known, step, trial, limits, fractions),
+                allowances=allowances.allow(known, step, limits, wanted=wanted),
+                dead=patience.dead(pool.now),
+                is_over=known.is_over,
+            )
+        groups, plan, closed_by = found
+        sizes = [(g.env, g.tokens, g.rollouts) for g in groups]
+        accounts = budget.settle(known.accounts, sizes, fractions, self._config.unit)
+        accounted, progress = known.adapters.settle(step, groups, self._config, known.published)
+        progress, asked = adapters.asking(progress, known.published, known.youngest_limit, step)
+        laid_out = _laid_out(groups, closed_by)
+        step_plan = step_plan.step_plan(step, laid_out, advantages, plan, closed_by, self._config, progress)
+        self._decided = _Decided(step, step_plan.group_ids, accounts, accounted, pool.now)
+        known.short = frozenset()
+        after = replace(known, accounts=accounts, adapters=accounted)
+        return Decision(
+            plan=step_plan,
+            state=self._state(step, pool.now, accounts, accounted),
+            drops=drops,
+            allowances=allowances.allow(after, step + 1, limits, taken=groups),
+            waiting_for_version=asked,
+            dead=patience.dead(pool.now),
+        )
+
+    def allowances(
+        self, step: int, *, world_size: int, version: int | None = None, wanted: Collection[str] = ()
+    ) -> dict[str, int]:
+        """env -> tickets that may be out while `step` is the next to be planned; ``*`` stands for envs not named.
+
+        Decisions carry them; between decisions (the step may not be committed yet) ask here as groups come in.
+
+        Args:
+            step: the one after the last committed.
+            world_size: ranks of the step.
+            version: published policy version, if newer than what `set_published` said.
+            wanted: envs that get at least one ticket as long as a group sampled now can still train.
+        """
+        if version is not None:
+            self.set_published(version)
+        return allowances.allow(self._known, step, self._known.limits(world_size), wanted=wanted)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+    @staticmethod
+    def _state(
+        step: int, at: float, accounts: Mapping[str, budget.EnvAccount], adapted: adapters.AdapterAccounts
+    ) -> dict[str, Any]:
+        state = budget.dump(accounts) | adapted.dump() | {"step": step}
+        return state | {"at": at} if math.isfinite(at) else state
+
+    def _select(self, step: int, limits: Limits, fractions: Mapping[str, float], *, waits: bool = True) -> Trial:
+        """One trial; unless it `waits`, no env is waited for, and the others fill its place."""
+        config, known = self._config, self._known
+        return select(
+            candidates={env: known.queue(env, pool, step) for env, pool in self._pool.envs.items()},
+            deficits={env: account.deficit for env, account in known.accounts.items()},
+            fractions=fractions,
+            means={env: mean[0] for env, mean in known.means(fractions).items()},
+            budgeted=[
+                env
+                for env in fractions
+                if waits and fractions[env] > 0 and env not in known.done and budget.has_budget(config, env)
+            ],
+            limits=limits,
+            unit=config.unit,
+            close_fill=config.close_fill,
+            excused=self._patience.excused(self._pool.now),
+            overdue=self._patience.overdue(self._pool.now),
+        )
+
+    def _close(self, trial: Trial, limits: Limits, world_size: int) -> tuple[Sequence[GroupState], Plan, str] | None:
+        """The groups of the step, their plan and what closed it; None when the step stays open."""
+        groups = trial.groups
+        micro_steps = self._config.micro_batches_per_rank
+
+        def planner(some: Sequence[GroupState]) -> Plan:
+            return step_plan.plan_groups(some, self._config, world_size)
+
+        if trial.ended == "count":
+            closed_by = "groups" if limits.groups is not None else "rollouts"
+            return groups, planner(_laid_out(groups, closed_by)), closed_by
+        if groups and trial.ended == "short" and self._patience.may_close(self._pool.now, trial.short):
+            return *self._as_it_is(groups, limits, world_size), "partial"
+        if not limits.by_rows:
+            return None
+        is_full = trial.ended == "full"
+        if not is_full and trial.balanced:
+            plan = planner(groups[: trial.balanced])
+            if plan.micro_steps <= micro_steps:
+                return groups[: trial.balanced], plan, "fill"
+            is_full = True
+        # Any packing leaves at most one row of an adapter less than half full: below that there is always room.
+        kinds = len({group.adapter for group in groups})
+        if not is_full and 2 * trial.tokens > (limits.rows + 1 - kinds) * limits.row_tokens:
+            is_full = closing.needs_more_rows(groups, limits.row_tokens, limits.rows)
+        if not is_full:
+            return None
+        count, plan = closing.longest_fit(groups, planner, micro_steps)
+        return groups[:count], plan, "capacity"
+
+    def _as_it_is(
+        self, groups: Sequence[GroupState], limits: Limits, world_size: int
+    ) -> tuple[Sequence[GroupState], Plan]:
+        """As many of these groups as the step holds, and their plan."""
+
+        def planner(some: Sequence[GroupState]) -> Plan:
+            return step_plan.plan_groups(some, self._config, world_size)
+
+        if not limits.by_rows:
+            return groups, planner(groups)
+        count, plan = closing.longest_fit(groups, planner, self._config.micro_batches_per_rank)
+        return groups[:count], plan
+
+    def _close_rest(
+        self, step: int, limits: Limits, fractions: Mapping[str, float], world_size: int
+    ) -> tuple[Sequence[GroupState], Plan, str] | None:
+        """What is ready, of a step that is not waited for any longer: it has waited for `fill_timeout_seconds`, or
+        nothing more comes."""
+        known, timeout, now = self._known, self._config.fill_timeout_seconds, self._pool.now
+        is_last = known.is_last
+        if not is_last and (timeout is None or now - self._waits_since < timeout):
+            return None
+        groups = self._select(step, limits, fractions, waits=False).groups
+        fresh = [group.pushed for group in groups if not group.used]
+        if fresh and (is_last or (timeout is not None and now - min(fresh) >= timeout)):
+            return *self._as_it_is(groups, limits, world_size), "end" if is_last else "timeout"
+        if is_last:
+            self._pool.let_go(paused=known.paused)
+        return None
+
+
+def _laid_out(groups: Sequence[GroupState], closed_by: str) -> Sequence[GroupState]:
+    """The groups as a step holds them: by name where their number closes it, so that the same groups are the same step,
+    in whatever order they came; else in the order of selection, of which a step is the beginning."""
+    if closed_by not in ("groups", "rollouts"):
+        return groups
+    return sorted(groups, key=lambda group: (group.env, len(group.group_id), group.group_id))

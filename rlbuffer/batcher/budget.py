@@ -1,0 +1,188 @@
+"""Who is owed how much: deficit round robin over envs.
+
+Every env has a share of what a step trains, in tokens, rollouts or groups. Whenever a group of size w is selected, each
+env is credited its share of w and the env that gave the group is charged w; who is owed most in proportion to its share
+gives the next one, whole (:mod:`rlbuffer.batcher.selection`). Deficits carry over from step to step, so that shares hold
+in the long run within one group even when a single step is too small to hold them.
+Source: Shreedhar and Varghese 1995, Efficient fair queuing using deficit round robin, with a continuous quantum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlbuffer.config.batcher import BatcherConfig, budgets_at, fraction_at
+from rlbuffer.errors import RlbufferError
+
+MEAN_WINDOW = 64
+"""Trained groups over which an env's mean group is remembered: long enough to be steady, short enough to follow."""
+
+
+@dataclass(slots=True)
+class EnvAccount:
+    """What is remembered of an env from step to step; moves only when a step is committed."""
+
+    deficit: float = 0.0
+    """What the env is owed, in the budget's unit; negative when it gave more than its share."""
+    groups: int = 0
+    """Trained groups that the means were made of, at most MEAN_WINDOW."""
+    tokens: float = 0.0
+    """Mean tokens of a trained group."""
+    rollouts: float = 0.0
+    """Mean rollouts of a trained group."""
+    largest: float = 0.0
+    """Largest group ever trained, in the budget's unit."""
+    variance: float = 0.0
+    """Of the tokens of a trained group."""
+
+    def learn(self, tokens: int, rollouts: int, size: int) -> None:
+        """Takes one trained group into the running means."""
+        off = tokens - self.tokens
+        self.tokens += off / (self.groups + 1)
+        # Source: Welford 1962, a method for calculating corrected sums of squares.
+        self.variance += (off * (tokens - self.tokens) - self.variance) / (self.groups + 1)
+        self.rollouts += (rollouts - self.rollouts) / (self.groups + 1)
+        self.groups = min(self.groups + 1, MEAN_WINDOW - 1)
+        self.largest = max(self.largest, size)
+
+    def clamp(self, share: float, largest: float) -> None:
+        """Bounds the deficit by the env's `share` of one step, beyond the `largest` group of any env.
+
+        An env that had nothing for long must not flood the next steps. But a deficit of up to one group is how shares
+        smaller than a group are kept at all, so that much is never forgotten.
+        """
+        limit = share + largest
+        self.deficit = min(max(self.deficit, -limit), limit)
+
+
+def size_of(unit: str, *, tokens: int, rollouts: int) -> int:
+    """What a group counts in the budget's unit."""
+    return tokens if unit == "tokens" else rollouts if unit == "rollouts" else 1
+
+
+def has_budget(config: BatcherConfig, env: str) -> bool:
+    """True when a share is promised to this env by name: then a step waits for it when it is short."""
+    return env in config.budgets or env == config.remainder
+
+
+def is_off(config: BatcherConfig, env: str, step: int) -> bool:
+    """True when the schedule gives this env nothing at `step`: then nothing is expected of it."""
+    return env != config.remainder and env in config.budgets and fraction_at(config.budgets[env], step) == 0
+
+
+def is_open(config: BatcherConfig, step: int) -> bool:
+    """True when envs that nobody named may have a share of `step`."""
+    return config.remainder in ("proportional", "equal") and _rest(budgets_at(config.budgets, step)) > 1e-9
+
+
+def _rest(budgets: Mapping[str, float]) -> float:
+    return max(0.0, 1.0 - sum(budgets.values()))
+
+
+def known_envs(config: BatcherConfig, seen: Iterable[str]) -> list[str]:
+    """Envs that have a budget or have sent a group, sorted."""
+    named = set(config.budgets)
+    if config.remainder not in ("proportional", "equal"):
+        named.add(config.remainder)
+    return sorted(named.union(seen))
+
+
+def shares(
+    config: BatcherConfig,
+    envs: Iterable[str],
+    ready: Mapping[str, float] | None,
+    *,
+    step: int = 1,
+    paused: Collection[str] = (),
+) -> dict[str, float]:
+    """env -> fraction of `step`, summing to 1 when any env can have one.
+
+    Args:
+        config: budgets and who gets what they leave over.
+        envs: the known envs.
+        step: scheduled budgets are looked up here.
+        paused: envs that take no part; what was theirs goes to the others in proportion.
+        ready: env -> what it has ready in the budget's unit; `proportional` splits the rest by it. None: before
+            anything is sampled, `proportional` means equal: an env without data must be given leave to make some.
+
+    What nobody without a budget can take goes to the envs with one, in proportion: a step cannot be left unfilled.
+    """
+    budgets = budgets_at(config.budgets, step)
+    out = {e: f for e, f in (dict.fromkeys(envs, 0.0) | budgets).items() if e not in paused}
+    rest = _rest(budgets)
+    if rest > 1e-9:
+        others = [e for e in out if e not in budgets]
+        if config.remainder == "equal" or (config.remainder == "proportional" and ready is None):
+            for env in others:
+                out[env] += rest / len(others)
+        elif config.remainder == "proportional" and ready is not None:
+            total = sum(ready.get(e, 0.0) for e in others)
+            for env in others:
+                out[env] += rest * ready.get(env, 0.0) / total if total else 0.0
+        elif config.remainder not in paused:
+            out[config.remainder] = out.get(config.remainder, 0.0) + rest
+    total = sum(out.values())
+    return {e: out[e] / total if total else 0.0 for e in sorted(out)}
+
+
+def charge(deficits: MutableMapping[str, float], fractions: Mapping[str, float], env: str, size: float) -> None:
+    """Moves the deficits for one selected group: everyone is credited, `env` pays."""
+    for name, fraction in fractions.items():
+        deficits[name] += fraction * size
+    deficits[env] -= size
+
+
+def settle(
+    accounts: Mapping[str, EnvAccount],
+    groups: Iterable[tuple[str, int, int]],
+    fractions: Mapping[str, float],
+    unit: str,
+) -> dict[str, EnvAccount]:
+    """New accounts, as they are once a step of these groups is committed; `accounts` stay as they were.
+
+    Args:
+        groups: (env, tokens, rollouts) of each group, in the order in which they were selected.
+        fractions: env -> share, summing to 1; holds every env of `groups`.
+        unit: tokens | rollouts | groups.
+    """
+    out = {env: replace(account) for env, account in accounts.items()}
+    for env in fractions:
+        out.setdefault(env, EnvAccount())
+    deficits = {env: out[env].deficit for env in fractions}
+    total = 0
+    for env, tokens, rollouts in groups:
+        size = size_of(unit, tokens=tokens, rollouts=rollouts)
+        total += size
+        charge(deficits, fractions, env, size)
+        out[env].learn(tokens, rollouts, size)
+    largest = max(account.largest for account in out.values())
+    for env, deficit in deficits.items():
+        out[env].deficit = deficit
+        out[env].clamp(fractions[env] * total, largest)
+    return out
+
+
+def dump(accounts: Mapping[str, EnvAccount]) -> dict[str, Any]:
+    """The accounts as msgpack types."""
+    return {
+        "schema": 1,
+        "envs": {
+            env: [a.deficit, a.groups, a.tokens, a.rollouts, a.largest, a.variance]
+            for env, a in sorted(accounts.items())
+        },
+    }
+
+
+def load(state: Mapping[str, Any] | None) -> dict[str, EnvAccount]:
+    """The inverse of :func:`dump`; None is a new run.
+
+    Raises:
+        RlbufferError: the state is not one that this version wrote.
+    """
+    if state is None:
+        return {}
+    if state.get("schema") != 1 or not isinstance(state.get("envs"), Mapping):
+        raise RlbufferError(f"the batcher's saved state has schema {state.get('schema')!r}, this version reads 1")
+    return {env: EnvAccount(*values) for env, values in state["envs"].items()}

@@ -1,0 +1,340 @@
+"""Parts merge into groups, and a group decides when it is whole.
+
+::
+
+    forming --(planned_size valid rollouts, or nothing more to come, or the timeout)--> ready
+       |                                                                                  |
+       +------------------------------> dropped(reason) <---------------------------------+
+
+A part is one push, so one pool entry. What happens to its rollouts is decided as it arrives: valid ones join, others
+are set aside with a reason and are accounted for together with the entry that holds them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from rlbuffer.records.info import are_flat
+from rlbuffer.records.micro_batch import Drop, EntryUse
+from rlbuffer.records.rollout import REASONS, GroupInfo, RolloutInfo
+
+REWARD = "reward"
+"""What a group needs whose rollouts are not scored yet."""
+
+
+class Member(NamedTuple):
+    """A valid rollout of a group, and where its payload is."""
+
+    entry_id: str
+    place: int
+    """Payload field of that push."""
+    info: RolloutInfo
+
+
+class Rejected(NamedTuple):
+    """Why a part, or one rollout of it, does not join its group."""
+
+    reason: str
+    detail: str
+
+
+class GroupState:
+    """One group as the batcher holds it: its parts, its valid rollouts, and running sums of them."""
+
+    __slots__ = (
+        "_ids",
+        "_members",
+        "_whole",
+        "adapter",
+        "arrived",
+        "env",
+        "group_id",
+        "is_closed",
+        "max_version",
+        "min_version",
+        "needs",
+        "parts",
+        "planned_size",
+        "prompt_id",
+        "pushed",
+        "rejected",
+        "rollouts",
+        "since",
+        "tokens",
+        "used",
+    )
+
+    def __init__(self, info: GroupInfo, since: float, pushed: float | None = None, used: int = 0) -> None:
+        self.group_id = info.group_id
+        self.env = info.env
+        self.prompt_id = info.prompt_id
+        self.adapter = info.adapter
+        self.planned_size = info.planned_size
+        self.since = since
+        """Time of the first part, on the clock that the batcher is given."""
+        self.pushed = since if pushed is None else pushed
+        """When the first part was pushed: before `since` when no batcher ran then."""
+        self.used = used
+        """Steps that trained it before."""
+        self.parts: dict[str, GroupInfo] = {}
+        """entry id -> push, of the parts that hold a valid rollout."""
+        self.rejected: dict[str, list[tuple[str, RolloutInfo]]] = {}
+        """entry id -> (reason, rollout) of what those parts hold besides."""
+        self.rollouts = 0
+        """Number of valid rollouts."""
+        self.arrived = 0
+        """Distinct rollouts seen, valid or not."""
+        self.needs: frozenset[str] = frozenset()
+        self.is_closed = False
+        """Ready: takes no more rollouts."""
+        self.tokens = 0
+        """Of the valid rollouts."""
+        self.min_version = 0
+        self.max_version = 0
+        # The first part, if all of it joined. Most groups of a large pool are one such push, and nobody looks at their
+        # rollouts until they are selected or dropped: the list of them and their ids are made when they are asked for.
+        self._whole: tuple[str, GroupInfo] | None = None
+        self._members: list[Member] | None = None
+        self._ids: set[str] | None = None
+
+    @property
+    def members(self) -> list[Member]:
+        """Valid rollouts, in order of arrival."""
+        if self._members is None:
+            entry_id, rollouts = ("", ()) if self._whole is None else (self._whole[0], self._whole[1].rollouts)
+            self._members = [Member(entry_id, index, rollout) for index, rollout in enumerate(rollouts)]
+        return self._members
+
+    @property
+    def ids(self) -> set[str]:
+        """Of the rollouts that came, valid or not."""
+        if self._ids is None:
+            self._ids = {member.info.rollout_id for member in self.members}
+        return self._ids
+
+    @property
+    def is_flat(self) -> bool:
+        """True when the rewards of the valid rollouts tell nothing apart."""
+        if self._members is None and self._whole is not None:
+            return self._whole[1].totals.is_flat
+        return are_flat([m.info.reward for m in self.members])
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the valid rollouts; None when there are none."""
+        rewards = self.rewards
+        return sum(rewards) / len(rewards) if rewards else None
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the valid rollouts; all of them once the group is ready."""
+        return [m.info.reward for m in self.members if m.info.reward is not None]
+
+    def take(self, entry_id: str, info: GroupInfo, row_tokens: int) -> Rejected | None:
+        """Merges one part. -> why the whole part is rejected, or None when a rollout of it joined."""
+        if (
+            self.env != info.env
+            or self.prompt_id != info.prompt_id
+            or self.adapter != info.adapter
+            or self.planned_size != info.planned_size
+        ):
+            return self._foreign(info)
+        if not info.totals.rollouts:
+            return Rejected("invalid", "a part without rollouts")
+        if self._takes_whole(entry_id, info, row_tokens):
+            return None
+        members, ids = self.members, self.ids
+        joined: list[Member] = []
+        rejected: list[tuple[str, RolloutInfo]] = []
+        details: dict[str, str] = {}
+        for index, rollout in enumerate(info.rollouts):
+            found = self._judge(rollout, info, row_tokens, len(members) + len(joined))
+            if found is None or found.reason in ("oversized", "invalid"):
+                ids.add(rollout.rollout_id)
+                self.arrived += 1
+            if found is None:
+                joined.append(Member(entry_id, index, rollout))
+            else:
+                rejected.append((found.reason, rollout))
+                details.setdefault(found.reason, found.detail)
+        if not joined:
+            reason = most_common(reason for reason, _ in rejected)
+            return Rejected(reason, details[reason])
+        self.parts[entry_id] = info
+        self.needs |= set(info.needs)
+        if rejected:
+            self.rejected[entry_id] = rejected
+        oldest = min(m.info.min_version for m in joined)
+        self.min_version = min(self.min_version, oldest) if members else oldest
+        self.max_version = max(self.max_version, *(m.info.max_version for m in joined))
+        self.tokens += sum(m.info.length for m in joined)
+        members.extend(joined)
+        self.rollouts = len(members)
+        return None
+
+    def exchange(
+        self, old: str, entry_id: str, info: GroupInfo, row_tokens: int
+    ) -> list[tuple[str, GroupInfo, Rejected]]:
+        """Puts a push in the place of one of its parts: the same rollouts, with what that one needed.
+
+        -> the parts (entry id, push, why) that do not fit any more.
+        """
+        parts = [(entry_id, info) if key == old else (key, part) for key, part in self.parts.items()]
+        # Rollouts of parts that were rejected whole have come all the same.
+        elsewhere = self.ids - {r.rollout_id for part in self.parts.values() for r in part.rollouts}
+        self.parts, self.rejected = {}, {}
+        self.rollouts = self.arrived = self.tokens = self.min_version = self.max_version = 0
+        self.needs = frozenset()
+        self._whole = self._members = self._ids = None
+        out = []
+        for key, part in parts:
+            why = self.take(key, part, row_tokens)
+            if why is not None:
+                out.append((key, part, why))
+        if elsewhere:
+            self.ids.update(elsewhere)
+            self.arrived += len(elsewhere)
+        return out
+
+    def _foreign(self, info: GroupInfo) -> Rejected:
+        for name in ("env", "prompt_id", "adapter"):
+            mine, theirs = getattr(self, name), getattr(info, name)
+            if mine != theirs:
+                return Rejected("invalid", f"{name} {theirs!r} differs from the group's {mine!r}")
+        return Rejected("invalid", f"planned_size {info.planned_size!r} differs from the group's {self.planned_size!r}")
+
+    def _takes_whole(self, entry_id: str, info: GroupInfo, row_tokens: int) -> bool:
+        """Merges a part of which nothing can be rejected, the first one of its group: nearly every push is one.
+
+        -> whether it did. A leader that takes over looks at every push of its pool here, and at no rollout.
+        """
+        totals = info.totals
+        if (
+            self.arrived
+            or self.rollouts
+            or self.is_closed
+            or totals.rollouts > self.planned_size
+            or totals.longest > row_tokens
+            or not (totals.is_scored or REWARD in info.needs)
+            or not totals.is_distinct
+        ):
+            return False
+        self.parts[entry_id] = info
+        self._whole = (entry_id, info)
+        self._members = self._ids = None
+        self.rollouts = self.arrived = totals.rollouts
+        if info.needs:
+            self.needs = frozenset(info.needs)
+        self.min_version, self.max_version, self.tokens = totals.oldest, totals.newest, totals.tokens
+        return True
+
+    def _judge(self, rollout: RolloutInfo, part: GroupInfo, row_tokens: int, valid: int) -> Rejected | None:
+        if rollout.rollout_id in self.ids:
+            return Rejected("duplicate", f"rollout {rollout.rollout_id} came before")
+        if self.is_closed or valid >= self.planned_size:
+            return Rejected("late", f"the group was closed with {valid} of {self.planned_size} rollouts")
+        if rollout.length > row_tokens:
+            return Rejected("oversized", f"length {rollout.length} > row_tokens {row_tokens}")
+        if rollout.reward is None and REWARD not in part.needs:
+            return Rejected("invalid", f"rollout {rollout.rollout_id} has no reward")
+        return None
+
+    def is_whole(self, min_group_size: int) -> bool:
+        """True when the group can close now: all planned rollouts have come, and enough of them are valid."""
+        return not self.needs and self.has_all and self.rollouts >= max(1, min_group_size)
+
+    @property
+    def has_all(self) -> bool:
+        """True when as many rollouts as planned have come, valid or not: waiting longer brings nothing."""
+        return self.arrived >= self.planned_size
+
+    def too_small(self, min_group_size: int, *, is_over: bool, timeout_seconds: float | None) -> Rejected | None:
+        """Why the group can no longer become ready, or None. `is_over`: its time is up, or, where `timeout_seconds` is
+        None, nothing more comes of its env."""
+        if not is_over and (self.needs or not self.has_all):
+            return None
+        when = (
+            ""
+            if not is_over
+            else ", and its env is done"
+            if timeout_seconds is None
+            else f" after {timeout_seconds:g} s"
+        )
+        if self.needs:
+            return Rejected("small", f"still needs {', '.join(sorted(self.needs))}{when}")
+        least = max(1, min_group_size)
+        if self.rollouts < least:
+            return Rejected("small", f"{self.rollouts} valid rollouts < min_group_size {least}{when}")
+        return None
+
+    def uses(self, max_uses: int = 1) -> list[EntryUse]:
+        """What packing the group does with each of its entries, exactly.
+
+        What an entry holds beyond the packed rollouts is dropped with the first use.
+        """
+        packed: dict[str, list[int]] = {entry_id: [0, 0] for entry_id in self.parts}
+        for member in self.members:
+            count = packed[member.entry_id]
+            count[0] += 1
+            count[1] += member.info.length
+        out = []
+        for entry_id, (rollouts, tokens) in packed.items():
+            dropped: dict[str, list[int]] = {}
+            for reason, rollout in self.rejected.get(entry_id, ()) if not self.used else ():
+                count = dropped.setdefault(reason, [0, 0])
+                count[0] += 1
+                count[1] += rollout.length
+            out.append(
+                EntryUse(
+                    entry_id=entry_id,
+                    env=self.env,
+                    packed_rollouts=rollouts,
+                    packed_tokens=tokens,
+                    dropped=tuple((r, dropped[r][0], dropped[r][1]) for r in REASONS if r in dropped),
+                    group_id=self.group_id,
+                    uses=self.used,
+                    is_kept=self.used + 1 < max_uses,
+                )
+            )
+        return out
+
+    def drop(self, reason: str, detail: str) -> Drop:
+        """The drop of the whole group: all its entries with everything they hold.
+
+        A group that was used holds nothing any more that the ledger could drop: it is only released.
+        """
+        return Drop(
+            group_id=self.group_id,
+            env=self.env,
+            reason=reason,
+            rollouts=0 if self.used else sum(p.totals.rollouts for p in self.parts.values()),
+            tokens=0 if self.used else sum(p.tokens for p in self.parts.values()),
+            entry_ids=tuple(self.parts),
+            detail=detail,
+            min_version=self.min_version,
+            reward=self.reward,
+        )
+
+
+def drop_part(entry_id: str, info: GroupInfo, why: Rejected) -> Drop:
+    """The drop of one pool entry that does not join its group."""
+    rewards = [r.reward for r in info.rollouts if r.reward is not None]
+    return Drop(
+        group_id=info.group_id,
+        env=info.env,
+        reason=why.reason,
+        rollouts=info.totals.rollouts,
+        tokens=info.tokens,
+        entry_ids=(entry_id,),
+        detail=why.detail,
+        min_version=info.totals.oldest,
+        reward=sum(rewards) / len(rewards) if rewards else None,
+    )
+
+
+def most_common(reasons: Iterable[str]) -> str:
+    """The reason that occurs most often; of equals the first in the order of tables."""
+    counts = Counter(reasons)
+    return max(counts, key=lambda reason: (counts[reason], -REASONS.index(reason)))

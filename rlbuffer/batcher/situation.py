@@ -1,0 +1,181 @@
+"""What the batcher knows: the pool, the accounts, what is published, who is paused. Its questions, no decisions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+from rlbuffer.batcher import budget
+from rlbuffer.batcher.adapters import AdapterAccounts, Queue
+from rlbuffer.batcher.age import oldest_version
+from rlbuffer.batcher.groups import GroupState
+from rlbuffer.batcher.pool_index import EnvPool, Lane, Pool
+from rlbuffer.batcher.selection import Limits
+from rlbuffer.batcher.spillover import Patience
+from rlbuffer.config.batcher import BatcherConfig
+
+EMPTY = EnvPool()
+Mean = tuple[float, float, float]
+"""Mean group in (budget's unit, tokens, rollouts)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Situation:
+    """Everything that a decision is made of."""
+
+    config: BatcherConfig
+    pool: Pool
+    patience: Patience
+    accounts: Mapping[str, budget.EnvAccount]
+    """env -> account, as after the last committed step."""
+    adapters: AdapterAccounts
+    published: dict[str, int] = field(default_factory=dict)
+    """adapter -> version that workers can sample from; -1 when none was announced."""
+    paused: set[str] = field(default_factory=set)
+    done: frozenset[str] = frozenset()
+    """Envs of which nothing more comes but what is pending, and further parts of it,"""
+    said: frozenset[str] = frozenset()
+    """and those of which no part comes either, because somebody has said so."""
+    others: frozenset[str] = frozenset()
+    """Whoever else may still send something."""
+    short: frozenset[str] = frozenset()
+    """Envs that the open step waits for."""
+
+    # -- envs ---------------------------------------------------------------------------------------------------------
+    def known(self) -> list[str]:
+        """Envs that have a budget or have sent a group, sorted."""
+        return budget.known_envs(self.config, [*self.accounts, *self.pool.envs])
+
+    def is_finished(self, env: str) -> bool:
+        """True when nothing more comes of it, and all that came is gone from the pool."""
+        pool = self.env(env)
+        return env in self.done and not pool.order and not any(len(lane.ready) for lane in pool.lanes.values())
+
+    @property
+    def absent(self) -> set[str]:
+        """Envs that take no part in a step: those that are paused, and those that are done and used up."""
+        return self.paused | {env for env in self.done if self.is_finished(env)}
+
+    @property
+    def is_closing(self) -> bool:
+        """True when nothing more comes at all: what is ready is what there is. Paused envs do not count."""
+        return bool(self.done) and self.done.union(self.paused).issuperset(self.others.union(self.known()))
+
+    @property
+    def is_last(self) -> bool:
+        """True when nothing more becomes ready either: no group waits for a scorer."""
+        return self.is_closing and not any(p.order for e, p in self.pool.envs.items() if e not in self.paused)
+
+    @property
+    def is_over(self) -> bool:
+        """True when the run has nothing more to do."""
+        everybody = self.others.union(self.known())
+        return bool(self.done) and self.done.issuperset(everybody) and self.pool.is_empty
+
+    def env(self, env: str) -> EnvPool:
+        """What is pending of it."""
+        return self.pool.envs.get(env, EMPTY)
+
+    def fractions(self, step: int) -> dict[str, float]:
+        """env -> its share of `step`."""
+        unit = self.config.unit
+        ready: dict[str, float] = {
+            env: pool.ready_groups
+            if unit == "groups"
+            else budget.size_of(unit, tokens=pool.ready_tokens, rollouts=pool.ready_rollouts)
+            for env, pool in self.pool.envs.items()
+        }
+        return budget.shares(self.config, self.known(), ready, step=step, paused=self.absent)
+
+    def mean(self, env: str) -> Mean | None:
+        """The env's mean group: of those trained, else of those ready; None when there are none."""
+        account = self.accounts.get(env)
+        if account is not None and account.groups:
+            return self._units(account.tokens, account.rollouts)
+        return self.ready_mean(env)
+
+    def ready_mean(self, env: str) -> Mean | None:
+        """The mean of the env's ready groups; None when there are none."""
+        pool = self.env(env)
+        if not pool.ready_groups:
+            return None
+        return self._units(pool.ready_tokens / pool.ready_groups, pool.ready_rollouts / pool.ready_groups)
+
+    def spread(self, env: str) -> float:
+        """Standard deviation of the tokens of a group that trained; 0 before there are any."""
+        account = self.accounts.get(env)
+        return 0.0 if account is None else math.sqrt(account.variance)
+
+    def _units(self, tokens: float, rollouts: float) -> Mean:
+        unit = {"tokens": tokens, "rollouts": rollouts}.get(self.config.unit, 1.0)
+        return unit, tokens, rollouts
+
+    def means(self, envs: Iterable[str]) -> dict[str, Mean]:
+        """env -> its mean group, of the other envs where it has none; (0, 0, 0) for none at all."""
+        found = {env: self.mean(env) for env in envs}
+        means = {env: mean for env, mean in found.items() if mean is not None}
+        sums = [sum(column) for column in zip(*means.values(), strict=True)] or [0.0, 0.0, 0.0]
+        count = max(1, len(means))
+        other = (sums[0] / count, sums[1] / count, sums[2] / count)
+        return means | {env: other for env in found if env not in means}
+
+    # -- versions -----------------------------------------------------------------------------------------------------
+    def own_step(self, adapter: str, step: int) -> int:
+        """`step` in the adapter's own count."""
+        return self.adapters.own_step(adapter, step, self.published)
+
+    def sampled(self, env: str) -> list[str]:
+        """Adapters that are sampled in `env`, as far as is known: those it has sent, else any that is published."""
+        sent = self.env(env).lanes.keys() | self.adapters.tags.get(env, {}).keys()
+        return sorted(sent or [a for a, v in self.published.items() if v >= 0] or [""])
+
+    def lags(self, env: str, adapter: str, step: int) -> bool:
+        """True when the adapter's published version is so old that nothing sampled now could train at `step`."""
+        published = self.published.get(adapter)
+        oldest = oldest_version(self.own_step(adapter, step), self.config.for_env(env, "max_age"))
+        return published is not None and published < oldest
+
+    def env_lags(self, env: str, step: int) -> bool:
+        """True when that is so for whatever the env samples."""
+        return all(self.lags(env, adapter, step) for adapter in self.sampled(env))
+
+    def youngest_limit(self, adapter: str) -> int | None:
+        """The smallest `max_age` of the envs that sample `adapter`; None when no env does."""
+        known = [env for env in self.known() if env not in self.paused and adapter in self.sampled(env)]
+        ages = [self.config.for_env(env, "max_age") for env in known]
+        if not ages and adapter in self.published and not self.known():
+            return self.config.max_age
+        return min(ages, default=None)
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+    def queue(self, env: str, pool: EnvPool, step: int) -> Queue:
+        """The env's ready groups in the order in which they should train."""
+        max_age = self.config.for_env(env, "max_age")
+        lanes = {
+            adapter: self._walk(lane, oldest_version(self.own_step(adapter, step), max_age))
+            for adapter, lane in pool.lanes.items()
+        }
+        return Queue(lanes, self.adapters.tags.get(env), self.config.unit)
+
+    def _walk(self, lane: Lane, oldest: int) -> Iterator[GroupState]:
+        newest_first = self.config.order != "oldest_first"
+        fresh = (
+            lane.ranked.walk(oldest=oldest)
+            if self.pool.ranks
+            else lane.ready.walk(newest_first=newest_first, oldest=oldest)
+        )
+        return chain(fresh, lane.used.walk(newest_first=newest_first, oldest=oldest))
+
+    def limits(self, world_size: int) -> Limits:
+        """How much a step may hold."""
+        config = self.config
+        return Limits(
+            rows=world_size * config.micro_batches_per_rank * config.rows_per_micro_batch,
+            row_tokens=config.row_tokens,
+            groups=config.step_groups,
+            rollouts=config.step_rollouts,
+            flat=config.flat if isinstance(config.flat, float) else None,
+            used=config.replay_fraction,
+        )

@@ -1,0 +1,89 @@
+"""How long a step waits for an env: the timers of `spillover` and of dead envs. No clock: `now` is given.
+
+An env is **short** while it is owed more than its mean group and has nothing ready; after `spill_after_seconds` of that
+`borrow` lets the others fill its place until it has something again, `partial` closes the step as it is. An env is
+**dead** when a step has waited for it for `env_dead_after_seconds` and nothing came of it, not even a part of a group:
+an env of which nothing is wanted may be silent for ever, and so may one that only the trainer holds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from rlbuffer.config.batcher import BatcherConfig
+
+
+class Patience:
+    """Since when the open step has waited for each env, and which envs are dead."""
+
+    __slots__ = ("_config", "_dead", "_heard", "_short", "_wanted")
+
+    def __init__(self, config: BatcherConfig) -> None:
+        self._config = config
+        self._short: dict[str, float] = {}
+        """env -> since when it has been short."""
+        self._wanted: dict[str, float] = {}
+        """env -> since when a step has needed it."""
+        self._heard: dict[str, float] = {}
+        self._dead: dict[str, float] = {}
+        """env -> since when it is silent."""
+
+    def heard(self, env: str, now: float) -> None:
+        """Something of `env` came."""
+        self._heard[env] = now
+        self._dead.pop(env, None)
+
+    def forget(self, env: str) -> None:
+        """`env` is paused: nothing is expected of it."""
+        for timers in (self._short, self._wanted, self._dead):
+            timers.pop(env, None)
+
+    def looked(self, now: float, *, short: Iterable[str], wanted: Iterable[str]) -> None:
+        """What the last trial found: the envs that are short, and those that the open step needs."""
+        self._short = {env: self._short.get(env, now) for env in short}
+        self._wanted = {env: self._wanted.get(env, now) for env in wanted}
+
+    def committed(self, *, is_full: bool = True) -> None:
+        """A step went out: what the next one waits for is counted anew, but who borrows goes on.
+
+        One that went out because it had waited for long enough lacked what it had waited for, and so did one in which
+        others filled the place of an env that was short: silence goes on.
+        """
+        if is_full:
+            self._wanted = {env: since for env, since in self._wanted.items() if env in self._short}
+        if self._config.spillover != "borrow":
+            self._short = {}
+
+    def judge(self, now: float, budgeted: Collection[str]) -> None:
+        """Finds the envs that are dead by now.
+
+        An env without a budget holds no step up by itself: it is dead only when all that the step needs are silent.
+        """
+        limit = self._config.env_dead_after_seconds
+        since = {env: max(first, self._heard.get(env, first)) for env, first in self._wanted.items()}
+        silent = {env: first for env, first in since.items() if now - first >= limit}
+        if len(silent) < len(since):
+            silent = {env: first for env, first in silent.items() if env in budgeted}
+        self._dead = {**silent, **self._dead}
+
+    def dead(self, now: float) -> dict[str, float]:
+        """Dead env -> seconds of silence."""
+        return {env: now - first for env, first in sorted(self._dead.items())}
+
+    def excused(self, now: float) -> set[str]:
+        """Envs that a step does not wait for though they are short."""
+        excused = set(self._dead) if self._config.on_dead_env == "borrow" else set()
+        if self._config.spillover == "borrow":
+            excused.update(env for env in self._short if self._is_over(env, now))
+        return excused
+
+    def overdue(self, now: float) -> set[str]:
+        """Envs that have been short for so long that `partial` closes the step without them."""
+        return {e for e in self._short if self._is_over(e, now)} if self._config.spillover == "partial" else set()
+
+    def may_close(self, now: float, short: Iterable[str]) -> bool:
+        """True when `partial` closes the step that waits for these envs."""
+        return not self.overdue(now).isdisjoint(short)
+
+    def _is_over(self, env: str, now: float) -> bool:
+        return env in self._short and now - self._short[env] >= self._config.spill_after_seconds

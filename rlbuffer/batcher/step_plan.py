@@ -1,0 +1,150 @@
+"""A selection of groups as the step that is committed: rows, advantages, and what becomes of every pool entry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.batcher.advantages import Loaded, estimate, load_estimator, over_batch
+from rlbuffer.batcher.groups import GroupState
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.errors import InvalidRollout
+from rlbuffer.packing.planner import plan
+from rlbuffer.records.micro_batch import AdapterProgress, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.records.rollout import RolloutInfo
+
+
+def plan_groups(groups: Sequence[GroupState], config: BatcherConfig, world_size: int) -> Plan:
+    """The rows of these groups' rollouts; index i of the plan is the i-th rollout, group by group."""
+    adapters = [g.adapter for g in groups for _ in g.members] if any(g.adapter for g in groups) else None
+    return plan(
+        [m.info.length for g in groups for m in g.members],
+        row_tokens=config.row_tokens,
+        world_size=world_size,
+        rows_per_micro_batch=config.rows_per_micro_batch,
+        cost=config.cost,
+        adapters=adapters,
+    )
+
+
+def load_estimators(config: BatcherConfig) -> dict[str, Loaded]:
+    """Every estimator that the settings name, by its name.
+
+    Raises:
+        ConfigError: one of the user's own cannot be imported.
+    """
+    places = {f"batcher.envs.{env}.advantage": o.advantage for env, o in config.envs.items() if o.advantage is not None}
+    places["batcher.advantage"] = config.advantage
+    return {name: load_estimator(name, setting=place) for place, name in places.items()}
+
+
+def facts(group: GroupState) -> dict[str, Any]:
+    """What an estimator of the user's own is told of a group besides its rewards: of the valid rollouts, in order.
+
+    group_id, env, prompt_id, adapter; and per rollout, as tuples: rollout_ids, rewards (the named ones, each a dict),
+    lengths and prompt_tokens (all tokens, and the prompt's), is_truncated, min_policy_versions, max_policy_versions.
+    """
+    infos = [member.info for member in group.members]
+    return {
+        "group_id": group.group_id,
+        "env": group.env,
+        "prompt_id": group.prompt_id,
+        "adapter": group.adapter,
+        "rollout_ids": tuple(info.rollout_id for info in infos),
+        "rewards": tuple(dict(info.rewards) for info in infos),
+        "lengths": tuple(info.length for info in infos),
+        "prompt_tokens": tuple(info.prompt_tokens for info in infos),
+        "is_truncated": tuple(info.is_truncated for info in infos),
+        "min_policy_versions": tuple(info.min_version for info in infos),
+        "max_policy_versions": tuple(info.max_version for info in infos),
+    }
+
+
+def advantages_of(
+    groups: Sequence[GroupState], config: BatcherConfig, estimators: Mapping[str, Loaded]
+) -> tuple[NDArray[np.float32], list[tuple[GroupState, str]]]:
+    """-> [rollouts] float32, group by group, by each env's estimator; and the groups that have none that can be
+    trained, with the reason. When there are any, the advantages are those of the others.
+
+    What `advantage_scale` divides by is of the rollouts of one adapter: two policies do not share a batch. A rollout
+    that is masked has counted in all of it, and gets 0.
+
+    Raises:
+        ConfigError: an estimator of the user's own failed.
+    """
+    found, untrainable = [], []
+    for group in groups:
+        name = config.for_env(group.env, "advantage")
+        lengths = [member.info.loss_tokens for member in group.members]
+        told = facts(group) if ":" in name else {}
+        try:
+            found.append(estimate(estimators[name], name, group.rewards, lengths, told))
+        except InvalidRollout as error:
+            untrainable.append((group, str(error)))
+    advantages = np.concatenate([np.zeros(0), *found])
+    if untrainable:
+        return advantages.astype(np.float32), untrainable
+    if config.advantage_scale == "batch":
+        rewards = np.array([reward for group in groups for reward in group.rewards], dtype=np.float64)
+        adapters = np.array([group.adapter for group in groups for _ in group.members])
+        for adapter in np.unique(adapters):
+            mine = adapters == adapter
+            advantages[mine] = over_batch(advantages[mine], rewards[mine])
+    advantages[[is_masked(member.info, config) for group in groups for member in group.members]] = 0.0
+    return advantages.astype(np.float32), untrainable
+
+
+def is_masked(info: RolloutInfo, config: BatcherConfig) -> bool:
+    """Whether a rollout of a step is not trained: ``truncated = "mask"``."""
+    return info.is_truncated and config.truncated == "mask"
+
+
+def teaches(groups: Sequence[GroupState], advantages: NDArray[np.float32]) -> bool:
+    """True when at least one rollout of these groups has an advantage, and tokens to train."""
+    tokens = np.array([member.info.loss_tokens for group in groups for member in group.members])
+    return bool(np.any(advantages * tokens))
+
+
+def step_plan(
+    step: int,
+    groups: Sequence[GroupState],
+    advantages: NDArray[np.float32],
+    rows: Plan,
+    closed_by: str,
+    config: BatcherConfig,
+    progress: Mapping[str, AdapterProgress],
+) -> StepPlan:
+    """The step that trains `groups` with these `advantages`, laid out as `rows`; every entry accounted."""
+    refs = [
+        RolloutRef(
+            entry_id=member.entry_id,
+            index=member.place,
+            rollout_id=member.info.rollout_id,
+            group_id=group.group_id,
+            env=group.env,
+            adapter=group.adapter,
+            length=member.info.length,
+            loss_tokens=0 if is_masked(member.info, config) else member.info.loss_tokens,
+            min_version=member.info.min_version,
+        )
+        for group in groups
+        for member in group.members
+    ]
+    return StepPlan(
+        step=step,
+        group_ids=tuple(group.group_id for group in groups),
+        rollouts=tuple(refs),
+        advantages=advantages,
+        plan=rows,
+        normalizers=Normalizers(
+            loss_tokens=sum(ref.loss_tokens for ref in refs), rollouts=len(refs), groups=len(groups)
+        ),
+        tokens=sum(group.tokens for group in groups),
+        closed_by=closed_by,
+        entries=tuple(use for group in groups for use in group.uses(config.max_uses)),
+        adapters=progress,
+        masks_truncated=config.truncated == "mask",
+    )

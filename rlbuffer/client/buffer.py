@@ -1,0 +1,332 @@
+"""The front door: ``connect()`` gives a Buffer, and a Buffer gives writers, readers, the policy and views of a run.
+
+Example::
+
+    with rlbuffer.connect("redis://host:6379", run="math") as buffer:
+        writer = buffer.writer("worker-0")
+        for ticket in writer.take("gsm8k", 4):
+            writer.push(sample(ticket))
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlbuffer.client.reader import Reader
+from rlbuffer.client.views import GroupDetail, GroupView, StepView, find_group, list_groups, view_step
+from rlbuffer.client.writer import Writer
+from rlbuffer.config.batcher import BatcherConfig, refusal
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.errors import BatchTimeout, ConfigError, RlbufferError
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.payloads import Trainable
+from rlbuffer.store.protocol import Ledger, Report, Store
+from rlbuffer.store.redis_store import open_store
+
+URL_VARIABLE = "RLBUFFER_REDIS_URL"
+HOME_VARIABLE = "RLBUFFER_HOME"
+PASSWORD_VARIABLE = "RLBUFFER_REDIS_PASSWORD"
+PASSWORD_FILE_VARIABLE = "RLBUFFER_REDIS_PASSWORD_FILE"
+
+
+class Policy:
+    """The policy versions of a run: which is current, and saying that a new one can be sampled from."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self._store = buffer.store
+
+    def current(self, adapter: str = "") -> PolicyVersion:
+        """The newest announced version; its ``version`` is -1 when none was announced yet."""
+        return self._store.policy(adapter)
+
+    def announce(self, version: int, *, location: str, size: int, checksum: str, adapter: str = "") -> bool:
+        """Says that `version` can be sampled from. -> False when an equal or newer one is announced already.
+
+        `location` is where samplers find the weights, `size` their bytes, `checksum` as the publisher computed it; all
+        may be empty for samplers that need no weights. A trainer that announces before it reads begins its attempt
+        here.
+
+        Raises:
+            AttemptFenced: a newer attempt of the trainer has taken over.
+            RlbufferError: no trainer has started an attempt (:meth:`Reader.start` does).
+        """
+        number = self._buffer.start_attempt() or self._store.trainer().number
+        if not number:
+            raise RlbufferError("no trainer has started: call reader.start() on rank 0 before announcing a version")
+        announced = PolicyVersion(version=version, location=location, size=size, checksum=checksum, adapter=adapter)
+        reader = self._buffer.attempting
+        return self._store.announce(number, announced) if reader is None else reader.announce(announced)
+
+    def publish(
+        self, model: object, version: int, folder: str | Path | None = None, *, keep: int | None = None
+    ) -> bool:
+        """Writes the weights of `model` as a policy version, and says that it can be sampled from.
+
+        Workers sample with nothing else, so a trainer publishes the weights that it begins with before its first step
+        (``publish(model, reader.step)``), and those of each step after it. Every rank calls it; rank 0 writes. A
+        version that samplers have already, or a newer one, is not written again: so it is after a resume.
+
+        Args:
+            model: a Hugging Face model, as it is or wrapped by DDP, FSDP2 or torch.compile. Weights are written in the
+                model's dtype.
+            version: how many steps its weights have been trained for: ``step.number`` after a step.
+            folder: where trainer and workers see it; None: that of the run's settings. ``weights.url`` of the settings
+                is announced where it is set, and `folder` is then what is served there.
+            keep: versions that stay in `folder`, the newest; None: ``trainer.keep_versions`` of the settings (4).
+
+        Returns:
+            True on rank 0 when it was written and announced.
+
+        Raises:
+            WeightsError: `model` is something else, or the filesystem refused.
+            RlbufferError: this buffer has no reader, so nobody knows which rank this is.
+            AttemptFenced: a newer attempt of the trainer has taken over.
+        """
+        from rlbuffer.trainer.publishing import publish_model
+
+        place = None if folder is None else Path(folder)
+        return publish_model(self._buffer, model, version, folder=place, keep=keep)
+
+    def wait(self, version: int, *, timeout_seconds: float, adapter: str = "") -> PolicyVersion:
+        """Waits until `version` or a newer one is announced.
+
+        Raises:
+            BatchTimeout: it was not announced in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while (current := self.current(adapter)).version < version:
+            if time.monotonic() >= deadline:
+                raise BatchTimeout(
+                    f"policy version {version} was not announced within {timeout_seconds:g} s; "
+                    f"the current one is {current.version}"
+                )
+            time.sleep(0.05)
+        return current
+
+
+class Buffer:
+    """One run on one server. A context manager; safe to use from several threads."""
+
+    def __init__(self, store: Store, *, settings: RunSettings) -> None:
+        self.store = store
+        self.settings = settings
+        self._readers: list[Reader] = []
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self.store.run
+
+    @property
+    def attempt(self) -> int:
+        """Number of the attempt that a reader of this buffer started; 0 when none did."""
+        return max((reader.attempt for reader in self._readers), default=0)
+
+    @property
+    def attempting(self) -> Reader | None:
+        """The reader that started the attempt."""
+        return max((r for r in self._readers if r.attempt), key=lambda r: r.attempt, default=None)
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """(rank, world size) of this buffer's reader; None when it has none."""
+        return (self._readers[0].rank, self._readers[0].world_size) if self._readers else None
+
+    def start_attempt(self) -> int:
+        """Begins the attempt of this buffer's rank-0 reader, if it has one. -> its number, else 0."""
+        for reader in self._readers:
+            if reader.rank == 0:
+                reader.start()
+        return self.attempt
+
+    def writer(
+        self,
+        worker: str,
+        *,
+        incarnation: str | None = None,
+        patience_seconds: float = 300.0,
+        on_retry: Callable[[RlbufferError], None] | None = None,
+        ticket_seconds: float | None = None,
+        section: str = "",
+    ) -> Writer:
+        """A writer for `worker`. `incarnation` names the producer itself where it must survive a restart.
+
+        A worker's name is of letters, digits and ``_.:@/-``, an incarnation of letters, digits, ``_`` and ``-``.
+
+        `on_retry` hears what the writer waits for, each time before it tries again; what it raises ends the waiting.
+        `ticket_seconds` is how long a ticket stays out without `renew` (60 s): who renews in the background may take
+        less, so that the prompts of a worker that dies are taken up sooner. `section` is the ``[worker.NAME]`` that it
+        was started for: a run whose supervisor waits for it does not end before it has taken tickets.
+        """
+        epoch = self.store.open_run().epoch
+        return Writer(
+            self.store,
+            worker,
+            epoch=epoch,
+            incarnation=incarnation,
+            patience_seconds=patience_seconds,
+            on_retry=on_retry,
+            config=self.settings.batcher,
+            ticket_seconds=ticket_seconds,
+            section=section,
+        )
+
+    def reader(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        timeout_seconds: float = 300.0,
+        pad_token_id: int = 0,
+        pad_to_multiple_of: int = 1,
+        vocabulary: int | None = None,
+        adapters: bool = True,
+        columns: Sequence[str] = (),
+    ) -> Reader:
+        """A reader for one data-parallel rank; rank 0's acknowledges for all.
+
+        `vocabulary` is how many token ids the model has, `adapters` whether LoRA adapters are trained, `columns` the
+        further columns that no rollout may lack: one with any other token, of an adapter where none is trained, or
+        without such a column is masked and counted as damaged.
+        """
+        self.store.open_run()
+        reader = Reader(
+            self.store,
+            rank=rank,
+            world_size=world_size,
+            timeout_seconds=timeout_seconds,
+            pad_token_id=pad_token_id,
+            pad_to_multiple_of=pad_to_multiple_of,
+            can=Trainable(vocabulary=vocabulary, adapters=adapters, columns=tuple(columns)),
+        )
+        self._readers.append(reader)
+        return reader
+
+    def policy(self) -> Policy:
+        """The policy versions of the run."""
+        return Policy(self)
+
+    def ledger(self) -> Ledger:
+        """The account per env: pushed = pending + packed + trained + dropped."""
+        return self.store.ledger()
+
+    def groups(self, where: str = "", limit: int = 100) -> list[GroupView]:
+        """Groups of the run, newest first, that match the filter `where` (see ``rlbuffer inspect --help``)."""
+        return list_groups(self.store, where=where, limit=limit)
+
+    def group(self, group_id: str) -> GroupDetail:
+        """One group whole, by its id, a rollout's id, or a unique prefix. Raises NotFound."""
+        return find_group(self.store, group_id)
+
+    def step(self, n: int) -> StepView:
+        """A committed step. Raises NotFound, StepRetired, or RunGone when the server has no run of this name."""
+        return view_step(self.store, n)
+
+    def verify(self) -> Report:
+        """Recomputes the ledger and every invariant that can be seen from outside."""
+        return self.store.verify()
+
+    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
+        """Telemetry of a ``worker`` | ``scorer`` | ``rank`` | ``batcher``: shown to people, decides nothing."""
+        self.store.heartbeat(kind, name, record)
+
+    def close(self) -> None:
+        """Closes readers and connections; the last user of an embedded server stops it."""
+        for reader in self._readers:
+            reader.close()
+        self._readers.clear()
+        self.store.close()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(
+    url: str | None = None,
+    *,
+    run: str = "default",
+    config: RunSettings | BatcherConfig | Mapping[str, Any] | str | Path | None = None,
+    name: str = "",
+    origin: str = "",
+) -> Buffer:
+    """Connects to a run.
+
+    `url` is ``redis://``, ``rediss://``, ``unix://``, or ``memory://`` for a server inside this process (with the
+    real scripts; needs ``rlbuffer[memory]``). None: the environment's ``RLBUFFER_REDIS_URL``, then the config's
+    `redis_url`, then an embedded server under the config's `home`, started when it is not running. `config` is the
+    path of an ``rlbuffer.toml``, its content as a mapping, or a settings object; its `run` counts unless `run` is
+    given.
+
+    An address without a password gets that of ``RLBUFFER_REDIS_PASSWORD``, else that of the file which the setting
+    `redis_password_file` (or ``RLBUFFER_REDIS_PASSWORD_FILE``) names.
+
+    Raises:
+        ConfigError: a setting, or the name of the run, is not valid.
+        ServerUnreachable: nothing answers there.
+        ServerUnsuitable: it is too old, or set to evict keys.
+    """
+    settings = _settings(config)
+    if config is not None and run == "default":
+        run = settings.run
+    if url is None:
+        url = os.environ.get(URL_VARIABLE) or settings.redis_url
+        origin = origin or (URL_VARIABLE if os.environ.get(URL_VARIABLE) else "")
+    settings = settings.model_copy(update={"run": run, "redis_url": url})
+    store = open_store(
+        url,
+        run=run,
+        home=settings.home.expanduser(),
+        server=settings.server,
+        name=name,
+        origin=origin,
+        password=_password(settings) if url else "",
+    )
+    return Buffer(store, settings=settings)
+
+
+def _password(settings: RunSettings) -> str:
+    """What the address need not hold: of the environment, else of the file that the settings name; "" for neither."""
+    given = os.environ.get(PASSWORD_VARIABLE, "")
+    if given or settings.redis_password_file is None:
+        return given
+    file = settings.redis_password_file.expanduser()
+    try:
+        password = file.read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the password file {file}: {reason}", setting="redis_password_file") from None
+    if not password:
+        raise ConfigError(f"the password file {file} is empty", setting="redis_password_file")
+    return password
+
+
+def _settings(config: RunSettings | BatcherConfig | Mapping[str, Any] | str | Path | None) -> RunSettings:
+    if isinstance(config, RunSettings):
+        return config
+    if isinstance(config, str | Path):
+        from rlbuffer.config.loading import load
+
+        return load(Path(config)).settings
+    home = os.environ.get(HOME_VARIABLE)
+    given: dict[str, Any] = {"home": Path(home)} if home else {}
+    if os.environ.get(PASSWORD_FILE_VARIABLE):
+        given["redis_password_file"] = Path(os.environ[PASSWORD_FILE_VARIABLE])
+    if isinstance(config, BatcherConfig):
+        return RunSettings(**given, batcher=config)
+    try:
+        return RunSettings.model_validate(given | dict(config or {}))
+    except ValidationError as error:
+        raise refusal(error) from None

@@ -1,0 +1,219 @@
+"""How far the trainer is, and how it says so: the attempt, its reports, and what it hands back to a server that forgot.
+
+    acknowledged -> (the server loses its newest writes) -> handed back -> (recovery: a new epoch) -> acknowledged
+
+The last steps and the announced policy versions are remembered here, because a server that lost acknowledged writes
+can learn them only from the trainer.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlbuffer.errors import AttemptForgotten, EpochChanged, RunGone, ServerRefused, TrainerAhead
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.moves.recovery import pack_step, unpack_step
+from rlbuffer.store.protocol import Claim, Meta, Store, TrainedStep
+
+REMEMBERED_STEPS = 8
+"""Steps that are handed back at most: with AOF every second a server loses one or two seconds of them."""
+TRIES = 4
+"""Reports in a row that find the run in another epoch than the one before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the trainer is. Replaced as a whole, so that the heartbeat never reads half of it."""
+
+    step: int = 0
+    digest: str = ""
+    steps: tuple[TrainedStep, ...] = ()
+    """The last ones, the oldest first."""
+
+    def after(self, step: TrainedStep) -> Place:
+        """One step further, or back at a step that is trained again."""
+        before = tuple(s for s in self.steps if s.step < step.step)
+        return Place(step=step.step, digest=step.digest, steps=(*before, step)[-REMEMBERED_STEPS:])
+
+
+class Progress:
+    """What one rank knows of the trainer's progress; rank 0's reports for all. Safe from several threads."""
+
+    def __init__(self, store: Store, *, world_size: int, reports: bool) -> None:
+        self._store = store
+        self._world_size = world_size
+        self._reports = reports
+        self._lock = threading.Lock()  # reports in the order in which they were made
+        self._losses = store.losses()
+        self._announced: dict[str, PolicyVersion] = {}
+        self.place = Place()
+        self.attempt = 0
+        self.epoch = 0
+        """Newest epoch of the run that is known."""
+        self._reported = 0
+        """The epoch that the server is in, as it last said."""
+        self._newest = 0
+        """Newest version that earlier attempts have made in this line, as far as the server knew at the beginning."""
+        self.oldest_kept = 0
+        self.checkpoint = 0
+        """The newest that was written; 0 before the first."""
+        self._taken = (0, "")
+        """The step that is being trained, and the server that had it when it was given out."""
+
+    def begin(self, resume_step: int | None) -> None:
+        """Begins an attempt on the reporting rank; `resume_step` other than the place's forgets the place."""
+        if resume_step is not None and resume_step != self.place.step:
+            self.place = Place(step=resume_step)
+        if self._reports:
+            self._register()
+        elif not self.epoch:
+            self.epoch = self._store.meta().epoch
+
+    def takes(self, step: int, digest: str) -> bool:
+        """The trainer trains a step from now on. -> False when the server has lost it since it was pulled ahead."""
+        server, header = self._store.server_id(), self._store.wait_step(step, block_seconds=0.0)
+        is_here = header is not None and header.digest == digest
+        self._taken = (step, server) if is_here else (0, "")
+        return is_here
+
+    def lets_go(self) -> None:
+        """The step that it had taken is not trained: it asks for it, or another one, anew."""
+        self._taken = (0, "")
+
+    def trained(self, step: TrainedStep, *, epoch: int) -> None:
+        """Acknowledges a step. Raises as :meth:`report`."""
+        self.place = self.place.after(step)
+        self.epoch = max(self.epoch, epoch)
+        self.report()
+
+    def report(self) -> None:
+        """Says how far the trainer is; hands back what the server forgot.
+
+        Raises:
+            AttemptFenced: a newer attempt has taken over.
+            RunGone: the run is not there any more, was rewound, or has another step and nothing can be handed back.
+        """
+        if not self._reports or not self.attempt:
+            return
+        with self._lock:
+            for tries in range(TRIES):
+                try:
+                    self._say()
+                except EpochChanged as change:
+                    if not change.follows(self.epoch) or tries == TRIES - 1:
+                        raise
+                    # The server's loss was recovered: the run goes on after what this trainer had.
+                    self._reported, self._losses, self._newest = change.epoch, -1, self.place.step
+                    self.epoch = max(self.epoch, change.epoch)
+                except AttemptForgotten as forgotten:
+                    self._again(forgotten)
+                else:
+                    return
+
+    def announce(self, version: PolicyVersion) -> bool:
+        """Announces a version, and remembers it for a server that forgets. -> False when a newer one is there.
+
+        A server that takes no writes for now is told with the next report that it takes.
+        """
+        known = self._announced.get(version.adapter)
+        if known is None or version.version >= known.version:
+            self._announced[version.adapter] = version
+        try:
+            try:
+                return self._store.announce(self.attempt, version)
+            except AttemptForgotten:
+                self.report()
+                return self._store.announce(self.attempt, version)
+        except ServerRefused:
+            with self._lock:
+                self._losses = -1
+            return True
+
+    def check_run(self) -> Meta:
+        """-> the run as it is, for a rank that waits. Raises RunGone when no step can come any more."""
+        meta = self._store.meta()
+        if meta.step < self.place.step:
+            self._check_epoch(meta)
+        return meta
+
+    def is_going_back(self, step: int) -> bool:
+        """Whether the run is about to go on from before `step`, although the step is retired: what the trainer handed
+        back was not carried out yet, or just now."""
+        return bool(self._store.trainer().claim) or self._store.meta().retired < step
+
+    def state_dict(self) -> dict[str, Any]:
+        place = self.place
+        steps = [pack_step(step) for step in place.steps]
+        return {"step": place.step, "epoch": self.epoch, "digest": place.digest, "steps": steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        steps = tuple(unpack_step(step) for step in state.get("steps", ()))
+        self.place = Place(step=int(state["step"]), digest=str(state["digest"]), steps=steps)
+        self.epoch = int(state["epoch"])
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+    def _say(self) -> None:
+        losses, place, (taken, server) = self._store.losses(), self.place, self._taken
+        values: dict[str, Any] = {
+            "epoch": self._reported,
+            "trained": place.step,
+            "digest": place.digest,
+            "oldest_kept": self.oldest_kept,
+            "checkpoint": self.checkpoint,
+            "newest": self._newest,
+            # Another server may not have the step that is being trained. Until its word on that, nothing is committed
+            # there, and what was sampled from it, should this trainer end, is of a line that is given up.
+            "server": server if taken > place.step else "",
+        }
+        try:
+            self._store.report(self.attempt, **values)
+        except TrainerAhead:
+            claim = self._claim()
+            if claim is None or self._store.report(self.attempt, **values, claim=claim):
+                raise
+            return
+        if losses != self._losses:
+            # The server was away, or went on after a loss: it may have forgotten what could be sampled from.
+            for version in list(self._announced.values()):
+                self._store.announce(self.attempt, version)
+            self._losses = losses
+
+    def _claim(self) -> Claim | None:
+        place = self.place
+        if place.step and not place.digest:
+            return None  # nothing is known of the step
+        return Claim(step=place.step, epoch=self.epoch, digest=place.digest, steps=place.steps)
+
+    def _register(self) -> None:
+        attempt = self._store.attempt(
+            uuid=uuid.uuid4().hex, world_size=self._world_size, resume_step=self.place.step, claim=self._claim()
+        )
+        self.attempt, self._reported, self._newest = attempt.number, attempt.epoch, attempt.newest
+        self.epoch = max(self.epoch, attempt.epoch)
+
+    def _again(self, forgotten: AttemptForgotten) -> None:
+        """The server has lost this very attempt: it is registered again, unless the run is gone or another one."""
+        try:
+            meta = self._store.meta()
+        except RunGone:
+            raise forgotten from None
+        self._check_epoch(meta)
+        self._register()
+
+    def _check_epoch(self, meta: Meta) -> None:
+        message = f"run {self._store.run!r} is in epoch {meta.epoch}, the trainer in {self.epoch}: it was reset"
+        change = EpochChanged(message, epoch=meta.epoch, since=meta.since)
+        if not change.follows(self.epoch):
+            raise change
+
+
+def remembered(
+    step: int, digest: str, group_ids: tuple[str, ...], envs: Mapping[str, Mapping[str, Any]]
+) -> TrainedStep:
+    """A step's header as it is kept."""
+    totals = {env: (int(values["rollouts"]), int(values["tokens"])) for env, values in envs.items()}
+    return TrainedStep(step=step, digest=digest, group_ids=group_ids, envs=totals)

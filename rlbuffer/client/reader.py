@@ -1,0 +1,490 @@
+"""The trainer's side: pull committed steps in order, assemble this rank's micro-batches, acknowledge what was trained.
+
+A committed step is immutable: reading it again gives the same bytes. At another world size than the one it was planned
+for, its rows are dealt again; rollouts, advantages and normalisers stay the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rlbuffer.client.progress import Progress, remembered
+from rlbuffer.client.refusals import Refusals, no_batch
+from rlbuffer.client.skew import Skew
+from rlbuffer.errors import (
+    BatcherFailed,
+    BatchTimeout,
+    NotFound,
+    PayloadError,
+    RlbufferError,
+    ServerRefused,
+    ServerUnreachable,
+    StepRetired,
+)
+from rlbuffer.narration.waiting import for_step
+from rlbuffer.packing.arena import Arena
+from rlbuffer.packing.further_columns import ColumnSpec, column_spec
+from rlbuffer.packing.pack import PackItem, assemble, redeal
+from rlbuffer.records.micro_batch import Normalizers, Plan, Sample, Step
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.payloads import Trainable, read_rollouts
+from rlbuffer.store.protocol import PartRollout, StepHeader, Store
+from rlbuffer.wire import payload
+
+BLOCK_SECONDS = 1.0
+"""One blocking read; between two the reader looks for a fatal error of the batcher and for its own end."""
+HEARTBEAT_SECONDS = 1.0
+"""How often the rank says that it is alive; rank 0's report is the attempt's heartbeat as well. A batcher that has
+taken over waits for it before it commits, and shall commit within a lease and two seconds of the other's last word."""
+CLOSED = "the reader was closed"
+ANYTHING = Trainable()
+_log = logging.getLogger(__name__)
+
+
+class _Ended(Exception):
+    """The caller of :meth:`Reader.steps` does not wait any longer, or the run has ended."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fetch:
+    """A step that is being pulled. Nobody waits for an abandoned one, so it must not keep its thread."""
+
+    future: Future[Step]
+    is_abandoned: threading.Event = field(default_factory=threading.Event)
+
+    def abandon(self) -> None:
+        self.is_abandoned.set()
+        self.future.cancel()
+
+
+class Reader:
+    """Pulls the steps of one rank. Made by :meth:`rlbuffer.client.buffer.Buffer.reader`; docs/trainers.md has whole loops.
+
+    Asking for the next step acknowledges the last one as trained; the next step is already being pulled meanwhile,
+    and pulling acknowledges nothing.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        pad_token_id: int = 0,
+        pad_to_multiple_of: int = 1,
+        can: Trainable = ANYTHING,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is outside world size {world_size}")
+        self._store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_seconds = timeout_seconds
+        self._pad_token_id = pad_token_id
+        self._pad_to_multiple_of = pad_to_multiple_of
+        self._can = can
+        self._is_finished = False
+        self._arena = Arena()
+        self._assembling = threading.Lock()  # an arena serves one caller at a time; `pull` may run beside a prefetch
+        self._progress = Progress(store, world_size=world_size, reports=rank == 0)
+        self.has_ended = False
+        """The run has ended: every env was done, and the last step was trained. :meth:`steps` stops then."""
+        self._fault: RlbufferError | None = None
+        self._stop = threading.Event()
+        self._refusals = Refusals(f"rank {rank}", self._stop)
+        self._skew = Skew(rank, world_size)
+        self._pool: ThreadPoolExecutor | None = None
+        self._heart: threading.Thread | None = None
+        self._fetches: set[Future[Step]] = set()
+
+    @property
+    def attempt(self) -> int:
+        """Number of the registered attempt; 0 before :meth:`start` and on ranks other than 0."""
+        return self._progress.attempt
+
+    @property
+    def step(self) -> int:
+        """The last step that is acknowledged as trained, or that :meth:`load_state_dict` has set; 0 at the beginning.
+
+        It is the policy version of a trainer that begins, or goes on, there.
+        """
+        return self._progress.place.step
+
+    def start(self, resume_step: int | None = None) -> None:
+        """Begins an attempt: from here on an older trainer of this run is fenced. :meth:`steps` calls it if nobody did.
+
+        `resume_step` is the last step that the trainer's state contains; None: what :meth:`load_state_dict` set, or 0.
+        """
+        if self._pool is not None:
+            return
+        self._refusals.waited_out(lambda: self._progress.begin(resume_step))
+        # A write on every rank: where the server takes none, all of them wait here, and none in an exchange.
+        self._refusals.waited_out(self._say_alive)
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rlbuffer-prefetch")
+        self._heart = threading.Thread(target=self._beat, name="rlbuffer-heartbeat", daemon=True)
+        self._heart.start()
+
+    def steps(self, start: int | None = None, *, until: Callable[[], bool] | None = None) -> Iterator[Step]:
+        """Yields step after step, from `start` (default: the one after the last trained) until the caller stops.
+
+        Asking for the next step acknowledges the last one as trained. Whoever stops earlier calls :meth:`trained`.
+        While it waits for a step it asks `until` about once a second, and ends when that says True: so a signal
+        handler need only leave a note. It ends as well when the run has ended (`has_ended`): every env is done, and
+        everything is trained.
+
+        Raises:
+            BatchTimeout: no step came within `timeout_seconds`; the message says what the batcher waits for.
+            BatcherFailed: the batcher stopped with a fatal error.
+            RunGone: the run is not on the server any more, or was rewound.
+            StepRetired: the step was trained, checkpointed and removed; resume from a newer checkpoint.
+            AttemptFenced: a newer attempt has taken over.
+        """
+        self.start(None if start is None else start - 1)
+        if self.rank == 0 and self._store.policy().version < 0:
+            self.announce(PolicyVersion(version=self._progress.place.step))
+        number = self._progress.place.step + 1 if start is None else start
+        self._progress.lets_go()
+        fetch = self._fetch(number)
+        try:
+            while True:
+                try:
+                    step = self._await(number, fetch.future, until)
+                except _Ended:
+                    return
+                if not self._progress.takes(step.number, step.digest):
+                    fetch = self._fetch(number)
+                    continue
+                fetch = self._fetch(number + 1)
+                yield step
+                if step.number > self._progress.place.step:
+                    self.trained(step)
+                number = step.number + 1
+        finally:
+            fetch.abandon()
+
+    def pull(self, number: int) -> Step:
+        """Pulls one step, waiting for it as :meth:`steps` does; acknowledges nothing.
+
+        Raises:
+            NotFound: the run has ended before this step.
+        """
+        self.start()
+        fetch = self._fetch(number)
+        try:
+            return self._await(number, fetch.future)
+        except _Ended:
+            raise NotFound(f"run {self._store.run!r} has ended: there will be no step {number}.") from None
+        finally:
+            fetch.abandon()
+
+    def trained(self, step: Step | int) -> None:
+        """Acknowledges `step` (or the step of that number) as trained.
+
+        Its rollouts move from packed to trained, and the next may be committed. :meth:`steps` does it when the next
+        step is asked for. A server that takes no writes for now (a full disk, a failover) is told as soon as it does.
+
+        Raises:
+            AttemptFenced: a newer attempt has taken over.
+            NotFound: no step of this number is committed.
+            StepRetired: it was retired.
+        """
+        self._raise_fault()
+        if isinstance(step, Step):
+            place = remembered(step.number, step.digest, tuple(step.header["group_ids"]), step.header["envs"])
+            self._refusals.told_later(lambda: self._progress.trained(place, epoch=step.epoch))
+        else:
+            header = self._store.wait_step(step, block_seconds=0.0)
+            if header is None:
+                last = self._store.meta().step
+                raise NotFound(f"run {self._store.run!r} has no step {step}: the last committed one is {last}.")
+            place = remembered(header.step, header.digest, header.group_ids, header.envs)
+            self._refusals.told_later(lambda: self._progress.trained(place, epoch=header.epoch))
+
+    def checkpointed(self, step: Step | int, *, oldest_kept: int | None = None) -> None:
+        """Says that a checkpoint of `step` exists; steps up to `oldest_kept` (default `step`) may be retired.
+
+        Raises:
+            AttemptFenced: a newer attempt has taken over.
+        """
+        self._raise_fault()
+        number = step.number if isinstance(step, Step) else step
+        self._progress.oldest_kept = max(self._progress.oldest_kept, number if oldest_kept is None else oldest_kept)
+        self._progress.checkpoint = number
+        self._refusals.told_later(self._progress.report)
+
+    def announce(self, version: PolicyVersion) -> bool:
+        """As :meth:`rlbuffer.client.buffer.Policy.announce`; a server that loses its newest writes is told again."""
+        return self._progress.announce(version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep to continue the same sequence of steps."""
+        return self._progress.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues after the step that `state` was taken at. Before :meth:`start`."""
+        self._progress.load_state_dict(state)
+
+    def finished(self) -> None:
+        """Says that the planned steps are made, so that whoever looks later hears it, unless the server is away."""
+        self._is_finished = True
+        with suppress(RlbufferError):
+            self._say_alive()
+
+    def close(self) -> None:
+        """Stops the prefetch and the heartbeat; acknowledges nothing. Does not wait for a server that is away."""
+        self._stop.set()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            wait(tuple(self._fetches), timeout=2 * BLOCK_SECONDS)
+        if self._heart is not None:
+            self._heart.join(timeout=4 * HEARTBEAT_SECONDS)
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+    def _fetch(self, number: int) -> _Fetch:
+        if self._pool is None or self._stop.is_set():
+            raise RlbufferError(CLOSED)
+        is_abandoned = threading.Event()
+        fetch = _Fetch(self._pool.submit(self._pull, number, is_abandoned), is_abandoned)
+        self._fetches.add(fetch.future)
+        fetch.future.add_done_callback(self._fetches.discard)
+        return fetch
+
+    def _await(self, number: int, future: Future[Step], until: Callable[[], bool] | None = None) -> Step:
+        """The prefetched step; the time allowed counts from the asking, not from when the prefetch began."""
+        deadline = time.monotonic() + self.timeout_seconds
+        waiting = False
+        try:
+            while not wait([future], timeout=min(BLOCK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
+                self._raise_fault()
+                if self._stop.is_set():
+                    raise RlbufferError(f"{CLOSED} while it waited for step {number}")
+                if until is not None and until():
+                    raise _Ended
+                self._check_run(number)
+                if self._refusals.current:
+                    # Nothing can be committed: the time allowed begins anew when the server takes writes again.
+                    deadline = time.monotonic() + self.timeout_seconds
+                if time.monotonic() >= deadline:
+                    raise BatchTimeout(no_batch(self._store, number, self.timeout_seconds))
+                waiting = True
+                self._say_waiting(for_step(number))
+            self._raise_fault()
+            return future.result()
+        except CancelledError:
+            raise RlbufferError(f"{CLOSED} while it waited for step {number}") from None
+        finally:
+            if waiting and not self._stop.is_set():
+                self._say_waiting("")
+
+    def _check_run(self, number: int) -> None:
+        """Every rank looks for itself: rank 0 would say it only in an exchange that the others do not come to."""
+        meta = self._progress.check_run()
+        if meta.error:
+            raise BatcherFailed(f"the batcher of run {self._store.run!r} failed: {meta.error}")
+        self.has_ended = meta.ended is not None and number > meta.step and self._store.has_ended()
+        if self.has_ended:
+            raise _Ended
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_SECONDS):
+            try:
+                self._progress.report()
+                self._say_alive()
+                self._look_at_the_others()
+                self._refusals.are_over()
+            except ServerUnreachable:
+                # The server is away: the next beat tries again, and whoever needs it waits with a message of its own.
+                continue
+            except ServerRefused as error:
+                self._refusals.note(error)
+            except RlbufferError as error:
+                # A newer attempt, or a run that is gone or was rewound: no step can come any more.
+                self._fault = error
+                return
+            except Exception as error:  # without its heartbeat the rank must not go on, and whoever waits must hear why
+                self._fault = RlbufferError(
+                    f"the heartbeat of rank {self.rank} failed: {type(error).__name__}: {error}"
+                )
+                self._fault.__cause__ = error
+                return
+
+    def _say_alive(self) -> None:
+        record = {"step": self._progress.place.step, "world_size": self.world_size, "pid": os.getpid()}
+        record |= self._can.record()
+        if self._is_finished:
+            record["finished"] = self._progress.place.step
+        self._refusals.shown(lambda: self._store.heartbeat("rank", str(self.rank), record))
+
+    def _look_at_the_others(self) -> None:
+        beats = self._store.heartbeats("rank") if self._skew.watches else {}
+        if wrong := self._skew.look(self.step, beats, now=time.monotonic()):
+            _log.warning("run %s: %s", self._store.run, wrong)
+
+    def _say_waiting(self, sentence: str) -> None:
+        with suppress(ServerRefused):
+            self._refusals.shown(lambda: self._store.set_waiting(f"rank {self.rank}", sentence))
+
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
+    # -- pulling ---------------------------------------------------------------------------------------------------
+    def _pull(self, number: int, is_abandoned: threading.Event) -> Step:
+        missed = ""
+        while True:
+            if self._stop.is_set() or is_abandoned.is_set():
+                raise RlbufferError(f"{CLOSED} while it waited for step {number}")
+            try:
+                header = self._store.wait_step(number, block_seconds=BLOCK_SECONDS)
+            except StepRetired:
+                if not self._progress.is_going_back(number):
+                    raise
+                self._stop.wait(0.1)
+                continue
+            if header is None:
+                continue
+            try:
+                rows, refs, plan = self._part(header)
+                break
+            except NotFound:
+                # The server has lost the step between the two reads, or has it again after a rollback that undid its
+                # retirement. A step that has no part the second time either is damaged.
+                again = self._store.wait_step(number, block_seconds=0.0)
+                if again is not None and again.digest == header.digest == missed:
+                    raise
+                missed = header.digest
+        schema = {
+            name: column_spec(name) or ColumnSpec(fill=0, dtype=np.dtype(dtype), shape=shape)
+            for name, (dtype, shape) in header.columns.items()
+        }
+        items, damaged = self._items(refs, schema, header)
+        normalizers = Normalizers(**header.normalizers)
+        with self._assembling:
+            micro_batches = assemble(
+                rows,
+                items,
+                row_tokens=plan.row_tokens,
+                normalizers=normalizers,
+                pad_token_id=self._pad_token_id,
+                pad_to_multiple_of=self._pad_to_multiple_of,
+                arena=self._arena,
+                schema=schema,
+            )
+        if damaged:
+            first, wrong = damaged[0]
+            _log.warning(
+                "rank %d leaves out %d of its rollouts of step %d, whose payloads it cannot train. The first is %s of "
+                "group %s, env %s: %s",
+                *(self.rank, len(damaged), number, first.info.rollout_id, first.group_id, first.env, wrong),
+            )
+            names = [f"{ref.group_id} {ref.info.rollout_id}" for ref, _ in damaged]
+            self._refusals.waited_out(lambda: self._store.count_damaged(number, names))
+        return Step(
+            number=header.step,
+            epoch=header.epoch,
+            digest=header.digest,
+            world_size=self.world_size,
+            updates=(micro_batches,),
+            normalizers=normalizers,
+            rollouts=header.rollouts,
+            groups=len(header.group_ids),
+            damaged=tuple(ref.info.rollout_id for ref, _ in damaged),
+            header={
+                "tokens": header.tokens,
+                "reward": header.reward,
+                "age": header.age,
+                "max_age": header.max_age,
+                "fill": header.fill,
+                "closed_by": header.closed_by,
+                "envs": header.envs,
+                "group_ids": header.group_ids,
+                "checkpoint_now": header.checkpoint_now,
+                "waiting_for_version": header.waiting_for_version,
+                "world_size": header.world_size,
+            },
+            adapters=header.adapters,
+        )
+
+    def _part(self, header: StepHeader) -> tuple[Sequence[Any], list[PartRollout], Plan]:
+        """This rank's rows with indices into the rollouts that it needs, and the plan they come from."""
+        same = header.world_size == self.world_size
+        parts = self._store.read_parts(header.step, [self.rank] if same else None)
+        rollouts: list[PartRollout] = []
+        per_rank = []
+        for part in parts:
+            base = len(rollouts)
+            rollouts.extend(part.rollouts)
+            per_rank.append([tuple(tuple(base + i for i in row) for row in rows) for rows in part.rows])
+        plan = Plan(
+            rows=tuple(zip(*per_rank, strict=True)),
+            world_size=len(parts),
+            row_tokens=parts[0].row_tokens,
+            rows_per_micro_batch=parts[0].rows_per_micro_batch,
+        )
+        if same:
+            return [step[0] for step in plan.rows], rollouts, plan
+        plan = redeal(plan, self.world_size)
+        rows = [step[self.rank] for step in plan.rows]
+        used = sorted({i for step in rows for row in step for i in row})
+        place = {index: k for k, index in enumerate(used)}
+        return (
+            [tuple(tuple(place[i] for i in row) for row in step) for step in rows],
+            [rollouts[i] for i in used],
+            plan,
+        )
+
+    def _items(
+        self, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec], header: StepHeader
+    ) -> tuple[list[PackItem], list[tuple[PartRollout, str]]]:
+        """Every rollout, and those that are missing, damaged or not to be trained here, with what is wrong: they
+        become masked padding."""
+        answers = self._answers(refs)
+        items: list[PackItem] = []
+        damaged: list[tuple[PartRollout, str]] = []
+        for ref, found in read_rollouts(self._store, refs, schema, self._can):
+            info = ref.info
+            rollout = None if isinstance(found, str) else found
+            if isinstance(found, str):
+                damaged.append((ref, found))
+            elif header.masks(info):
+                rollout = replace(found, loss_mask=np.zeros_like(found.loss_mask))
+            sample = Sample(
+                rollout_id=info.rollout_id,
+                group_id=ref.group_id,
+                env=ref.env,
+                reward=info.reward,
+                rewards=info.rewards,
+                advantage=ref.advantage,
+                policy_versions=(info.min_version, info.max_version),
+                answer=answers.get(ref.payload_key),
+                prompt_tokens=info.prompt_tokens,
+                length=info.length,
+                adapter=ref.adapter,
+                is_truncated=info.is_truncated,
+                attachments={} if rollout is None else rollout.attachments,
+            )
+            items.append(PackItem(rollout=rollout, length=info.length, sample=sample, adapter=ref.adapter))
+        return items, damaged
+
+    def _answers(self, refs: Sequence[PartRollout]) -> dict[str, Any]:
+        keys = list(dict.fromkeys(ref.payload_key for ref in refs))
+        answers = {}
+        for key, data in zip(keys, self._store.read_group_payloads(keys), strict=True):
+            if data is not None:
+                try:
+                    answers[key] = payload.decode_group_payload(data)[0]
+                except PayloadError:
+                    # Nothing trains on an answer: a damaged one is shown as missing, as the group's view does.
+                    answers[key] = None
+        return answers

@@ -1,0 +1,82 @@
+"""What a rank does when it does not get on: the server takes no writes for now (a full disk, too few replicas, a
+failover), or no step comes.
+
+Nobody gives up for a refusal. What is said once more by the next heartbeat is left to it; what is needed at once is
+waited for, and the reason is said, then every minute again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnsuitable, WrongAnswer
+from rlbuffer.narration.waiting import SILENT_BATCHER, Lasting, to_trainer
+from rlbuffer.store.protocol import Store
+
+PAUSE_SECONDS = 0.5
+"""Before what was refused is asked again."""
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Refusals:
+    """The refusals that `who` has met. Safe from several threads."""
+
+    def __init__(self, who: str, stop: threading.Event) -> None:
+        self._who, self._stop = who, stop
+        self._lasting = Lasting()
+        self.current = ""
+        """Why the server takes no writes at this moment, "" while it does."""
+
+    def note(self, error: RlbufferError) -> None:
+        """The server has refused."""
+        self.current = str(error)
+        self._say("waits", error)
+
+    def are_over(self) -> None:
+        """It has taken a write."""
+        if self.current:
+            self.current = ""
+            self._lasting.is_over()
+
+    def told_later(self, report: Callable[[], None]) -> None:
+        """Reports what the next heartbeat reports again, so a refusal is no harm."""
+        try:
+            report()
+        except ServerRefused as error:
+            self.note(error)
+
+    def shown(self, note: Callable[[], None]) -> None:
+        """Writes what is for people only: not being allowed to is a warning. Raises ServerRefused."""
+        try:
+            note()
+        except (ServerUnsuitable, WrongAnswer) as error:
+            self._say("cannot show what it does", error)
+
+    def waited_out(self, work: Callable[[], T]) -> T:
+        """What `work` gives once the server takes it. Raises ServerRefused when it is stopped before."""
+        while True:
+            try:
+                return work()
+            except ServerRefused as error:
+                self.note(error)
+                if self._stop.wait(PAUSE_SECONDS):
+                    raise
+
+    def _say(self, what: str, error: RlbufferError) -> None:
+        if self._lasting.is_due(f"{what} {error}", time.monotonic()):
+            _log.warning("%s %s: %s", self._who, what, error)
+
+
+def no_batch(store: Store, number: int, seconds: float) -> str:
+    """Why step `number` has not come within `seconds`, as far as the run knows."""
+    workers = store.heartbeats("worker")
+    seen = min(((float(beat.get("seconds_ago", 0.0)), name) for name, beat in workers.items()), default=None)
+    last = "No worker has been seen." if seen is None else f"Last worker seen: {seen[1]}, {seen[0]:.0f} s ago."
+    said = to_trainer(store.waiting().get("batcher", "")) or SILENT_BATCHER
+    return f"no batch for step {number} within {seconds:g} s. {said} {last}"

@@ -1,0 +1,394 @@
+"""Settings of the batcher, with default, unit and reason. Everything that can never make a batch is refused here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+from pydantic import ConfigDict, PlainValidator, ValidationError, ValidationInfo, field_validator
+from pydantic.dataclasses import dataclass
+
+from rlbuffer.batcher.advantages import ESTIMATORS
+from rlbuffer.errors import ConfigError
+from rlbuffer.records.rollout import ENV_NAME
+
+_T = TypeVar("_T")
+
+ORDERS = ("newest_first", "oldest_first", "priority")
+"""Built-in orders of an env's groups."""
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
+"""The user's own selector or estimator: ``package.module:name``."""
+ADAPTER_LENGTH = 128
+"""Longest name of an adapter, in characters."""
+
+
+def _refusing_as_config_error(cls: type[_T]) -> type[_T]:
+    """Whoever makes the record by hand gets the ConfigError that a file would give, and not pydantic's error."""
+    check = cls.__init__
+
+    @functools.wraps(check)
+    def init(self: Any, *args: Any, **values: Any) -> None:
+        try:
+            check(self, *args, **values)
+        except ValidationError as error:
+            raise refusal(error, section="batcher", names=[f.name for f in dataclasses.fields(self)]) from None
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
+
+
+def refusal(error: ValidationError, *, section: str = "", names: Sequence[str] = ()) -> ConfigError:
+    """The first of pydantic's complaints as one line; the rest usually follow from it.
+
+    `section` stands before the setting's name; `names` are the record's fields, for arguments by position.
+    """
+    first = error.errors(include_url=False)[0]
+    path = first["loc"]
+    if path and isinstance(path[0], int):  # an argument by position
+        path = (*names[path[0] : path[0] + 1], *path[1:])
+    setting = ".".join([section] * bool(section) + [str(part) for part in path])
+    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        near = get_close_matches(str(path[-1]), names, n=1)
+        hint = f" Did you mean {section}.{near[0]}?" if near and len(path) == 1 else ""
+        return ConfigError(f"{setting} is not a setting.{hint}", setting=setting)
+    if first["type"] in ("missing", "missing_argument"):
+        return ConfigError(f"{setting} is required", setting=setting)
+    message = first["msg"].removeprefix("Value error, ")
+    return ConfigError(f"{setting} = {first['input']!r}: {message[:1].lower()}{message[1:]}", setting=setting)
+
+
+Points = tuple[tuple[int, float], ...]
+"""A fraction scheduled over steps: (step, fraction), linear in between, constant before the first and after the last
+one."""
+
+
+def no_truth_as_number(value: Any, annotation: Any) -> Any:
+    """`value`; ValueError where it is true or false, or holds one, and a number is asked for: Python counts them as 1
+    and 0."""
+    if "bool" not in str(annotation):
+        for inner in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(inner, bool):
+                raise ValueError(f"{str(inner).lower()} is no value of this setting")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read_flat(value: Any) -> str | float:
+    """`keep`, `drop` or a fraction; a variable of the environment writes the fraction as text."""
+    if value in ("keep", "drop"):
+        return str(value)
+    try:
+        number = float(value) if isinstance(value, str) or _is_number(value) else math.nan
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise ValueError("must be keep, drop or a fraction between 0 and 1")
+    return number
+
+
+def _read_budget(value: Any) -> float | Points:
+    """A fraction, or points of one."""
+    if _is_number(value):
+        return float(value)
+    points = list(value) if isinstance(value, list | tuple) else []
+    for point in points:
+        if not (isinstance(point, list | tuple) and len(point) == 2 and all(_is_number(n) for n in point)):
+            points = []
+            break
+    if not points or any(step != int(step) for step, _ in points):
+        raise ValueError("must be a fraction, or a list of [step, fraction]")
+    return tuple((int(step), float(fraction)) for step, fraction in points)
+
+
+def fraction_at(budget: float | Sequence[Sequence[float]], step: int) -> float:
+    """What a budget, fixed or scheduled, is at a step.
+
+    Example:
+        >>> [fraction_at(((10, 0.2), (20, 0.4)), step) for step in (1, 10, 15, 99)]
+        [0.2, 0.2, 0.30000000000000004, 0.4]
+    """
+    if isinstance(budget, int | float):
+        return float(budget)
+    before, after = budget[0], budget[-1]
+    for point in budget:
+        if point[0] <= step:
+            before = point
+        else:
+            after = point
+            break
+    if before[0] >= after[0] or step <= before[0]:
+        return float(before[1])
+    return float(before[1] + (after[1] - before[1]) * (step - before[0]) / (after[0] - before[0]))
+
+
+def budgets_at(budgets: Mapping[str, float | Sequence[Sequence[float]]], step: int) -> dict[str, float]:
+    """env -> fraction at `step`."""
+    return {env: fraction_at(budget, step) for env, budget in budgets.items()}
+
+
+class _Section:
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check(cls, value: Any, info: ValidationInfo) -> Any:
+        return no_truth_as_number(value, cls.__annotations__[info.field_name or ""])
+
+
+@_refusing_as_config_error
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class EnvConfig(_Section):
+    """Overrides for one env; None means the batcher's own value."""
+
+    max_age: int | None = None
+    """Policy versions."""
+    max_age_seconds: float | None = None
+    """Seconds since a group's first push."""
+    min_group_size: int | None = None
+    """Rollouts."""
+    advantage: str | None = None
+    """Estimator by name, or the user's own."""
+
+
+@_refusing_as_config_error
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class AdapterConfig(_Section):
+    """Settings of one LoRA adapter."""
+
+    batch_size: int
+    """Rollouts of one of its optimizer steps, at least."""
+
+
+@_refusing_as_config_error
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class BatcherConfig(_Section):
+    """How the batcher forms steps.
+
+    Raises:
+        ConfigError: a value is outside its range or can never make a batch; the message names the setting.
+    """
+
+    row_tokens: int
+    """Tokens a row may hold: the longest rollout, and what one forward pass has memory for."""
+    micro_batches_per_rank: int = 1
+    """Forward passes per rank and step. A step's capacity is world size x this x rows_per_micro_batch rows."""
+    rows_per_micro_batch: int = 1
+    """Rows of one forward pass."""
+    step_rollouts: int | None = None
+    """Close a step at this many rollouts instead of by capacity."""
+    step_groups: int | None = None
+    """Close a step at this many groups instead of by capacity."""
+    close_fill: float = 0.95
+    """Share of the capacity at which a step with every env near its share closes at once. 0-1."""
+    lookahead: int = 1
+    """Steps that may be committed ahead of the trainer: 1 is one-step off-policy, 0 waits for each step."""
+    max_age: int = 1
+    """Policy versions: a rollout older than this at the step that would train it is dropped as stale."""
+    max_age_seconds: float | None = None
+    """Seconds since a group's first push; None: no limit."""
+    min_group_size: int = 1
+    """Rollouts with which a group may still be trained after the timeout."""
+    group_timeout_seconds: float = 300.0
+    """Seconds after which a group that is not full closes with what it has, or is dropped as small."""
+    flat: Annotated[str | float, PlainValidator(_read_flat)] = "keep"
+    """Groups whose rewards are all within 1e-6: keep (dropping can starve an env that is solved), drop, or the share
+    of a step, 0-1, up to which they are kept; what exceeds it is dropped."""
+    oversized: Literal["drop", "truncate"] = "drop"
+    """Rollouts longer than a row: dropped by the batcher, or cut by the writer at push and flagged is_truncated."""
+    advantage: str = "rloo"
+    """Estimator by name: rloo, grpo, dr_grpo, max_rl, opo, reinforce, length_penalty, or the user's own,
+    ``package.module:name``."""
+    budgets: Mapping[str, Annotated[float | Points, PlainValidator(_read_budget)]] = field(default_factory=dict)
+    """env -> fraction of a step's tokens, or a list of [step, fraction], linear in between. Sum at most 1 at every
+    step; the remainder goes to the envs not named."""
+    remainder: str = "proportional"
+    """Who gets what budgets leave over: proportional | equal | the name of an env."""
+    unit: Literal["tokens", "rollouts", "groups"] = "tokens"
+    """What budgets count."""
+    order: str = "newest_first"
+    """Which group of an env goes first: newest_first (the freshest data), oldest_first (fewer groups thrown away),
+    priority (largest variance in reward), or the user's own selector, ``package.module:name``."""
+    spillover: Literal["block", "borrow", "partial"] = "block"
+    """What happens when an env is short of its share: wait for it; let the other envs fill its place, which it gets
+    back later; or close the step with what is there."""
+    spill_after_seconds: float = 60.0
+    """Seconds that an env is short before spillover acts; `block` never does."""
+    max_uses: int = 1
+    """How many steps may train a group. Fresh groups go first: used ones only fill what they leave."""
+    replay_fraction: float = 0.5
+    """Largest share of a step that was trained before. 0-1. Without effect while `max_uses` is 1."""
+    cost: tuple[int, int] = (24576, 1)
+    """(a, b): a rollout of L tokens costs a*L + b*L^2; the default fits a 7B model."""
+    envs: Mapping[str, EnvConfig] = field(default_factory=dict)
+    """Overrides per env."""
+    # Only by name: what stands above has a public order.
+    env_dead_after_seconds: float = field(default=120.0, kw_only=True)
+    """Seconds that a step waits for an env without hearing of it before the env counts as dead."""
+    on_dead_env: Literal["wait", "borrow", "stop"] = field(default="wait", kw_only=True)
+    """What happens then: wait on, with an alert; go on without it until it sends something; or stop the run."""
+    adapters: Mapping[str, AdapterConfig] = field(default_factory=dict, kw_only=True)
+    """LoRA adapter -> its batch size, where it differs."""
+    adapter_batch_size: int = field(default=64, kw_only=True)
+    """Rollouts of one optimizer step of an adapter that `adapters` does not name, at least."""
+    fill_timeout_seconds: float | None = field(default=None, kw_only=True)
+    """Seconds that a step waits to fill, since the one before was committed and the first group came that could train;
+    then what is ready trains, and what an env was short of it gets later. None: it waits until it is full."""
+    advantage_scale: Literal["none", "batch"] = field(default="none", kw_only=True)
+    """What advantages are divided by: nothing, or the standard deviation of all rewards of the step."""
+    truncated: Literal["train", "mask"] = field(default="train", kw_only=True)
+    """Rollouts that are flagged is_truncated: trained, or masked once their rewards have counted in their group."""
+
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+        _check_shares(self)
+        _check_overrides(self)
+        object.__setattr__(self, "budgets", MappingProxyType(dict(self.budgets)))
+        object.__setattr__(self, "envs", MappingProxyType(dict(self.envs)))
+        object.__setattr__(self, "adapters", MappingProxyType(dict(self.adapters)))
+
+    def for_env(self, env: str, setting: str) -> Any:
+        """The value of `setting` for `env`: its override, else the batcher's."""
+        override = self.envs.get(env)
+        value = None if override is None else getattr(override, setting)
+        return getattr(self, setting) if value is None else value
+
+    @property
+    def largest_max_age(self) -> int:
+        """Of all envs."""
+        return max((self.max_age, *(env.max_age or 0 for env in self.envs.values())))
+
+    def batch_size(self, adapter: str) -> int:
+        """Rollouts of one optimizer step of `adapter`, at least."""
+        own = self.adapters.get(adapter)
+        return self.adapter_batch_size if own is None else own.batch_size
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every setting as msgpack types; what the run's config digest is made of."""
+        out: dict[str, Any] = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name in ("envs", "adapters"):
+                value = {k: dataclasses.asdict(v) for k, v in value.items()}
+            elif isinstance(value, Mapping):
+                value = {k: [list(point) for point in v] if isinstance(v, tuple) else v for k, v in value.items()}
+            elif isinstance(value, tuple):
+                value = list(value)
+            out[f.name] = value
+        return out
+
+
+def _refuse(setting: str, why: str) -> NoReturn:
+    raise ConfigError(f"batcher.{setting} {why}", setting=f"batcher.{setting}")
+
+
+def _check_ranges(config: BatcherConfig) -> None:
+    for names, least, what in (
+        (("row_tokens", "micro_batches_per_rank", "rows_per_micro_batch"), 1, "must be at least 1"),
+        (("min_group_size", "max_uses", "step_rollouts", "step_groups", "adapter_batch_size"), 1, "must be at least 1"),
+        (("lookahead", "max_age"), 0, "must not be negative"),
+    ):
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and value < least:
+                _refuse(name, f"= {value} {what}")
+    if config.step_rollouts is not None and config.step_groups is not None:
+        _refuse("step_rollouts", "and batcher.step_groups exclude each other: set one")
+    for name in ("close_fill", "replay_fraction"):
+        value = getattr(config, name)
+        if not 0 <= value <= 1:
+            _refuse(name, f"= {value} must lie between 0 and 1")
+    for name in (
+        "group_timeout_seconds",
+        "spill_after_seconds",
+        "env_dead_after_seconds",
+        "fill_timeout_seconds",
+        "max_age_seconds",
+    ):
+        _check_seconds(name, getattr(config, name))
+    if config.order not in ORDERS and not DOTTED.match(config.order):
+        _refuse(
+            "order",
+            f"= {config.order!r} must be {', '.join(ORDERS)} or a selector of yours as package.module:name",
+        )
+    if min(config.cost) < 0 or sum(config.cost) == 0:
+        _refuse("cost", f"= {list(config.cost)} must be two numbers >= 0, not both 0")
+
+
+def _check_seconds(name: str, value: float | None) -> None:
+    if value is not None and not (math.isfinite(value) and value > 0):
+        _refuse(name, f"= {value} must be a positive number of seconds")
+
+
+def _check_shares(config: BatcherConfig) -> None:
+    steps = {1}
+    for env, budget in config.budgets.items():
+        if not ENV_NAME.match(env):
+            _refuse(f"budgets.{env}", "is not an env name")
+        if isinstance(budget, tuple):
+            steps |= _check_points(f"budgets.{env}", budget)
+        elif not (math.isfinite(budget) and 0 < budget <= 1):
+            _refuse(f"budgets.{env}", f"= {budget} must be above 0 and at most 1")
+    # Between two points the sum is linear: it is largest at one of them.
+    for step in sorted(steps):
+        total = sum(budgets_at(config.budgets, step).values())
+        if total > 1 + 1e-9:
+            when = f" at step {step}" if len(steps) > 1 else ""
+            _refuse("budgets", f"sum to {total:g}{when}: fractions above 1 can never be met")
+    if config.remainder not in ("proportional", "equal") and not ENV_NAME.match(config.remainder):
+        _refuse("remainder", f"= {config.remainder!r} must be proportional, equal or the name of an env")
+
+
+def _check_points(name: str, points: Points) -> set[int]:
+    """-> the steps of a schedule."""
+    shown = [list(point) for point in points]
+    steps = [step for step, _ in points]
+    if any(step < 1 for step in steps) or any(b <= a for a, b in itertools.pairwise(steps)):
+        _refuse(name, f"= {shown} must name steps from 1 on, in ascending order")
+    if not all(math.isfinite(fraction) and 0 <= fraction <= 1 for _, fraction in points):
+        _refuse(name, f"= {shown} must hold fractions between 0 and 1")
+    if not any(fraction for _, fraction in points):
+        _refuse(name, f"= {shown} is 0 at every step: leave the env out")
+    return set(steps)
+
+
+def _check_overrides(config: BatcherConfig) -> None:
+    _check_estimator("advantage", config.advantage, scale=config.advantage_scale)
+    for env, override in config.envs.items():
+        place = f"envs.{env}"
+        if not ENV_NAME.match(env):
+            _refuse(place, "is not an env name")
+        if override.advantage is not None:
+            _check_estimator(f"{place}.advantage", override.advantage, scale=config.advantage_scale)
+        _check_seconds(f"{place}.max_age_seconds", override.max_age_seconds)
+        if override.max_age is not None and override.max_age < 0:
+            _refuse(f"{place}.max_age", f"= {override.max_age} must not be negative")
+        if override.min_group_size is not None and override.min_group_size < 1:
+            _refuse(f"{place}.min_group_size", f"= {override.min_group_size} must be at least 1")
+
+    for adapter, settings in config.adapters.items():
+        place = f"adapters.{adapter}"
+        if not adapter:
+            _refuse("adapters", "names the adapter '': all weights make an optimizer step with every step")
+        if len(adapter) > ADAPTER_LENGTH:
+            _refuse(place, f"is not an adapter name: it has {len(adapter)} characters, at most {ADAPTER_LENGTH}")
+        if settings.batch_size < 1:
+            _refuse(f"{place}.batch_size", f"= {settings.batch_size} must be at least 1")
+
+
+def _check_estimator(setting: str, name: str, *, scale: str) -> None:
+    if name not in ESTIMATORS and not DOTTED.match(name):
+        names = ", ".join(ESTIMATORS)
+        _refuse(setting, f"= {name!r} is not an estimator: {names}, or one of yours as package.module:name")
+    if name == "grpo" and scale == "batch":
+        _refuse(
+            setting, "= 'grpo' divides by each group's deviation: with batcher.advantage_scale = 'batch' use dr_grpo"
+        )

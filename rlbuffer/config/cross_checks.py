@@ -1,0 +1,483 @@
+"""Settings that are each fine and together can never make a batch, or hardly what was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from rlbuffer.config.batcher import budgets_at
+from rlbuffer.config.sampling import LEAST_TEMPERATURE
+from rlbuffer.config.settings import (
+    EvaluationSettings,
+    RunSettings,
+    ScoreSettings,
+    WorkerSettings,
+    needed_columns,
+)
+from rlbuffer.daemon.memory_rules import Forecast, capacity_bytes, does_not_fit, steps_at_once
+from rlbuffer.errors import ConfigError
+from rlbuffer.records.columns import COLUMN_NAME, REQUIRED_COLUMNS
+from rlbuffer.run.pythons import GPU_VARIABLE, shared_gpus
+
+Places = Callable[..., str]
+"""Names of settings -> where they came from."""
+BOUNDS = (("mask_low", "mask_high"), ("sequence_low", "sequence_high"), ("cov_low", "cov_high"))
+"""Settings of the trainer, the lower one first."""
+LATE = 2**53
+"""A step after every schedule of budgets has ended."""
+NOWHERE = ("0.0.0.0", "::")
+"""Addresses to listen at, and not to ask."""
+PROMPTS = 16
+"""Prompts of an env whose length is looked at; a rollout has at least one token more than its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """Something that cannot work, as one text with its place."""
+
+    text: str
+    settings: tuple[str, ...]
+    """The settings that make it."""
+
+
+def together(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """What can be seen in the settings alone, and cannot work: every mistake of it."""
+    yield from _addresses(settings, places)
+    yield from _gpus(settings, places)
+    yield from _nucleus(settings, places)
+    yield from _temperatures(settings, places)
+    yield from _requests(settings, places)
+    yield from _publishing(settings, places)
+    yield from _group_sizes(settings, places)
+    yield from _rows(settings, places)
+    yield from _orders(settings, places)
+    yield from _scorers(settings, places)
+    yield from _references(settings, places)
+    yield from _memory(settings, places)
+    yield from _trainer(settings, places)
+    yield from _deterministic(settings, places)
+
+
+def doubts(settings: RunSettings, places: Places) -> tuple[str, ...]:
+    """A sentence for each combination that works, but hardly as meant."""
+    return tuple(_doubts(settings, places))
+
+
+def placed(error: ConfigError, places: Places, setting: str = "") -> Mistake:
+    """A refusal as a mistake of `setting`, or of the one that it names."""
+    name = shown = setting or error.setting
+    while (place := places(shown)) == "default" and "." in shown:
+        shown = shown.rpartition(".")[0]  # what is missing stands nowhere: where it should
+    return Mistake(str(error) if place == "default" else f"{place}  {error}", (name,))
+
+
+def _nucleus(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """vLLM gives logprobs over the whole vocabulary with the temperature, or under a nucleus, and not both."""
+    for name, options in settings.worker.items():
+        if options.sampler != "transformers" and options.top_p < 1 and options.temperature != 1:
+            pair = f"worker.{name}.top_p", f"worker.{name}.temperature"
+            yield Mistake(
+                f"worker.{name}.top_p = {options.top_p:g} needs temperature = 1 with sampler {options.sampler}, not "
+                f"{options.temperature:g}: vLLM would give logprobs of what the nucleus leaves, and every ratio would "
+                f"be wrong by its mass ({places(*pair)}).",
+                pair,
+            )
+
+
+def _temperatures(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """vLLM samples with its own least temperature where less is asked for."""
+    for name, options in settings.worker.items():
+        if options.sampler != "transformers" and options.temperature < LEAST_TEMPERATURE:
+            setting = f"worker.{name}.temperature"
+            yield Mistake(
+                f"{setting} = {options.temperature:g} with sampler {options.sampler}: vLLM would sample at "
+                f"{LEAST_TEMPERATURE:g} without a word ({places(setting)}).",
+                (setting,),
+            )
+
+
+def _requests(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """What the agents of a verifiers env would ask of the worker's sampler, and be refused in every rollout."""
+    from rlbuffer.worker.envs.gateway import refusal
+
+    sections: list[tuple[str, WorkerSettings | EvaluationSettings, float]]
+    sections = [(f"worker.{name}", options, options.top_p) for name, options in settings.worker.items()]
+    sections += [(f"eval.{name}", evaluation, 1.0) for name, evaluation in settings.eval.items()]
+    for section, options, top_p in sections:
+        if options.env != "verifiers":
+            continue
+        agents = options.env_options.get("agents")
+        named = agents.items() if isinstance(agents, Mapping) else ()
+        for name, given in (("agent", options.env_options.get("agent")), *((f"agents.{n}", a) for n, a in named)):
+            sampling = given.get("sampling") if isinstance(given, Mapping) else None
+            if not isinstance(sampling, Mapping):
+                continue
+            extra = sampling.get("extra_body")
+            wanted = {**(extra if isinstance(extra, Mapping) else {}), **sampling}
+            lengths = ("extra_body", "max_completion_tokens")
+            wanted = {key: value for key, value in wanted.items() if value is not None and key not in lengths}
+            if text := refusal(wanted, temperature=options.temperature, top_p=top_p):
+                setting = f"{section}.env_options.{name}.sampling"
+                yield Mistake(f"{setting}: {text} ({places(setting)}).", (setting,))
+
+
+def _deterministic(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """What makes two runs of the same settings differ."""
+    if not settings.deterministic:
+        return
+    batcher, workers = settings.batcher, settings.worker
+    wrong: list[tuple[str, str]] = []
+    if (count := sum(options.replicas for options in workers.values())) > 1:
+        wrong.append(("worker", f"{count} workers must be one: of several nobody knows whose group comes first"))
+    ages = {f"batcher.envs.{env}.max_age": override.max_age for env, override in batcher.envs.items()}
+    for name, value in ({"batcher.max_age": batcher.max_age, "batcher.lookahead": batcher.lookahead} | ages).items():
+        if value:
+            wrong.append((name, f"{name} = {value} must be 0"))
+    for name in ("fill_timeout_seconds", "max_age_seconds"):
+        if (seconds := getattr(batcher, name)) is not None:
+            wrong.append((f"batcher.{name}", f"batcher.{name} = {seconds:g} must go: it goes by the clock"))
+    for worker, options in workers.items():
+        name, groups = f"worker.{worker}.groups_per_batch", options.groups_per_batch
+        if groups != batcher.step_groups:
+            wrong.append((name, f"{name} = {groups} must be batcher.step_groups = {batcher.step_groups}"))
+        if options.sampler != "transformers":
+            name = f"worker.{worker}.sampler"
+            wrong.append((name, f"{name} = {options.sampler!r} must be 'transformers': engines batch what comes first"))
+    wrong += [(f"eval.{name}", f"eval.{name} must go: it draws from the worker's sampler") for name in settings.eval]
+    for name, text in wrong:
+        yield Mistake(f"deterministic = true: {text} ({places(name, 'deterministic')}).", (name, "deterministic"))
+
+
+def _never(text: str, places: Places, *settings: str) -> Mistake:
+    return Mistake(f"these settings can never make a batch: {text} ({places(*settings)}).", settings)
+
+
+def _addresses(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    from rlbuffer.store.server.embedded_files import check_memory
+    from rlbuffer.weights.layout import host_of, is_url, parse_listen, wrong_url
+
+    weights = settings.weights
+    try:
+        check_memory(settings.server)
+    except ConfigError as error:
+        yield placed(error, places)
+    if weights.listen:
+        try:
+            if parse_listen(weights.listen)[1] == 0:
+                text = f"weights.listen = {weights.listen!r}: port 0 is another one at every start, and nobody knows it"
+                raise ConfigError(text, setting="weights.listen")
+        except ConfigError as error:
+            yield placed(error, places)
+    urls = [("weights.url", weights.url)] * bool(weights.url) + [("weights.relays", url) for url in weights.relays]
+    for name, url in urls:
+        if not is_url(url):
+            yield placed(ConfigError(f"{name} = {url!r} must begin with http:// or https://", setting=name), places)
+        elif wrong_url(url):
+            yield placed(ConfigError(f"{name} = {url!r} {wrong_url(url)}", setting=name), places)
+        elif host_of(url) in NOWHERE:
+            text = f"{name} = {url!r} is no address that others can reach: write the host's name"
+            yield placed(ConfigError(text, setting=name), places)
+
+
+def _publishing(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    # Between two published versions the workers' newest weights are up to publish_every - 1 versions old already.
+    behind = settings.trainer.publish_every - 1
+    batcher = settings.batcher
+    ages = [("batcher.max_age", batcher.max_age)] + [
+        (f"batcher.envs.{env}.max_age", override.max_age)
+        for env, override in batcher.envs.items()
+        if override.max_age is not None
+    ]
+    for name, age in ages:
+        if behind > age:
+            yield _never(
+                f"publish_every = {settings.trainer.publish_every} leaves the newest weights up to {behind} versions "
+                f"behind, but {name.removeprefix('batcher.')} = {age}",
+                places,
+                "trainer.publish_every",
+                name,
+            )
+
+
+def _group_sizes(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    for worker, options in settings.worker.items():
+        required = settings.batcher.for_env(options.env, "min_group_size")
+        if required > options.group_size:
+            override = settings.batcher.envs.get(options.env)
+            own = override is not None and override.min_group_size is not None
+            name = f"batcher.envs.{options.env}.min_group_size" if own else "batcher.min_group_size"
+            yield _never(
+                f"min_group_size = {required}, but the workers' group_size = {options.group_size}",
+                places,
+                name,
+                f"worker.{worker}.group_size",
+            )
+
+
+def _gpus(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    kinds: list[tuple[str, WorkerSettings | ScoreSettings]] = [(f"worker.{n}", o) for n, o in settings.worker.items()]
+    for name, options in [*kinds, *((f"score.{n}", o) for n, o in settings.score.items())]:
+        if len(options.gpus) % options.replicas:
+            pair = f"{name}.gpus", f"{name}.replicas"
+            yield Mistake(
+                f"{name}.gpus = {list(options.gpus)} cannot be dealt equally over {options.replicas} replicas "
+                f"({places(*pair)}).",
+                pair,
+            )
+    for name, worker in settings.worker.items():
+        setting = f"worker.{name}.environment"
+        for variable in worker.environment:
+            if not variable or "=" in variable or "\0" in variable:
+                yield placed(ConfigError(f"{setting}: {variable!r} is no name of a variable", setting=setting), places)
+        if worker.gpus and GPU_VARIABLE in worker.environment:
+            text = f"{setting}: {GPU_VARIABLE} says the same as worker.{name}.gpus: leave one out"
+            yield placed(ConfigError(text, setting=setting), places)
+    trainer = settings.trainer
+    if len(set(map(str, trainer.gpus))) < len(trainer.gpus):
+        text = f"trainer.gpus = {list(trainer.gpus)} names a GPU twice: ranks need one each"
+        yield placed(ConfigError(text, setting="trainer.gpus"), places)
+    if trainer.gpus and len(trainer.gpus) < trainer.world_size and trainer.device != "cpu":
+        pair = "trainer.gpus", "trainer.world_size"
+        yield Mistake(
+            f"trainer.gpus = {list(trainer.gpus)}: trainer.world_size = {trainer.world_size} ranks need one each "
+            f"({places(*pair)}).",
+            pair,
+        )
+
+
+def _rows(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    # Only built-in envs are asked for a prompt: reading a config file runs nobody's code.
+    from rlbuffer.worker.envs import BUILT_IN, make_env
+
+    row_tokens = settings.batcher.row_tokens
+    for worker, options in settings.worker.items():
+        if options.env not in BUILT_IN:
+            continue
+        try:
+            env = make_env(options.env, **options.env_options)
+            shortest = 1 + min(len(env.prompt(number).tokens) for number in range(PROMPTS))
+        except ConfigError as error:
+            yield placed(error, places, f"worker.{worker}.env_options")
+            continue
+        except (TypeError, ValueError) as error:
+            what = f"env {options.env} cannot be made with {dict(options.env_options)}: {error}"
+            yield placed(ConfigError(what), places, f"worker.{worker}.env_options")
+            continue
+        if shortest > row_tokens:
+            yield _never(
+                f"row_tokens = {row_tokens}, but the shortest rollout of {options.env} has {shortest} tokens",
+                places,
+                "batcher.row_tokens",
+                f"worker.{worker}.env",
+            )
+
+
+def _orders(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """Bounds in the wrong order leave nothing between them."""
+    trainer = settings.trainer
+    pairs = [
+        (f"trainer.{low}", getattr(trainer, low), f"trainer.{high}", getattr(trainer, high)) for low, high in BOUNDS
+    ]
+    for name, worker in settings.worker.items():
+        if worker.skip_visits:
+            failed, solved = f"worker.{name}.skip_failed", f"worker.{name}.skip_solved"
+            pairs.append((failed, worker.skip_failed, solved, worker.skip_solved))
+    for low, least, high, most in pairs:
+        if least >= most:
+            yield Mistake(f"{low} = {least:g} is not below {high} = {most:g} ({places(low, high)}).", (low, high))
+    near = get_close_matches(settings.batcher.remainder, ("proportional", "equal"), n=1, cutoff=0.75)
+    if near and settings.batcher.remainder != near[0]:
+        text = f"batcher.remainder = {settings.batcher.remainder!r} is no env here. Did you mean {near[0]}?"
+        yield placed(ConfigError(text, setting="batcher.remainder"), places)
+
+
+def _scorers(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """What scorers add, and what groups need."""
+    known = "reward, rewards.NAME"
+    for name, scoring in settings.score.items():
+        setting = f"score.{name}"
+        if scoring.model and (scoring.column in REQUIRED_COLUMNS or not COLUMN_NAME.match(scoring.column)):
+            text = f"{setting}.column = {scoring.column!r} is no name of a further column"
+            yield placed(ConfigError(text, setting=f"{setting}.column"), places)
+        if scoring.gives and not scoring.reward:
+            text = f"{setting}.gives does nothing: it says what {setting}.reward adds, which is not set"
+            yield placed(ConfigError(text, setting=f"{setting}.gives"), places)
+        for gives in scoring.gives:
+            if not _is_reward(gives):
+                text = f"{setting}.gives: {gives!r} is none of {known}"
+                yield placed(ConfigError(text, setting=f"{setting}.gives"), places)
+    for name, worker in settings.worker.items():
+        for need in worker.needs:
+            if not _is_reward(need) and (need in REQUIRED_COLUMNS or not COLUMN_NAME.match(need)):
+                text = f"worker.{name}.needs: {need!r} is no name of a column, and none of {known}"
+                yield placed(ConfigError(text, setting=f"worker.{name}.needs"), places)
+
+
+def _references(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """Without ref_logprobs nobody can train a rollout with a KL; of the envs here only the user's own may give them."""
+    from rlbuffer.worker.envs import ADAPTERS, BUILT_IN
+
+    for name, worker in settings.worker.items():
+        if "ref_logprobs" in worker.needs or worker.env not in (*BUILT_IN, *ADAPTERS):
+            continue
+        for column in needed_columns(settings.trainer):
+            pair = "trainer.kl_beta", f"worker.{name}"
+            yield Mistake(
+                f"trainer.kl_beta = {settings.trainer.kl_beta:g} needs {column}, and env {worker.env} "
+                f'gives none: set worker.{name}.needs = ["{column}"] and a [score.NAME] with model = "initial" '
+                f"({places(*pair)}).",
+                pair,
+            )
+
+
+def _is_reward(name: str) -> bool:
+    return name == "reward" or (name.startswith("rewards.") and len(name) > len("rewards."))
+
+
+def _memory(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """Whether the embedded server holds the steps that must be there at once."""
+    from rlbuffer.store.server.embedded_files import memory_bytes
+
+    if settings.redis_url:
+        return
+    try:
+        limit = memory_bytes(settings.server)
+    except ConfigError:
+        return  # said already
+    world_size = settings.trainer.world_size
+    size = capacity_bytes(settings.batcher, world_size)
+    if not limit or size is None:
+        return
+    forecast = Forecast(step_bytes=size, steps=steps_at_once(settings.batcher), limit=limit)
+    if not forecast.fits:
+        names = "server.maxmemory", "batcher.row_tokens"
+        text = does_not_fit(forecast, settings.batcher, world_size=world_size)
+        yield Mistake(f"{text} ({places(*names)}).", names)
+
+
+def _trainer(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    from rlbuffer.trainer.losses import table
+    from rlbuffer.trainer.update import schedules
+
+    for mistake in (*table.mistakes(settings.trainer), *schedules.mistakes(settings.trainer)):
+        yield placed(mistake, places)
+
+
+def _doubts(settings: RunSettings, places: Places) -> list[str]:
+    out = []
+    batcher = settings.batcher
+    oldest = max([batcher.max_age, *(o.max_age for o in batcher.envs.values() if o.max_age is not None)])
+    if batcher.max_uses > oldest + 1:
+        out.append(
+            f"batcher.max_uses = {batcher.max_uses} is never reached: with max_age = {oldest} a group is young enough "
+            f"for {oldest + 1} step{'s' * (oldest > 0)} ({places('batcher.max_uses', 'batcher.max_age')})."
+        )
+    sampled = _sampled(settings)
+    is_known = bool(settings.worker) and None not in sampled
+    for env in settings.batcher.budgets:
+        if is_known and env not in sampled:
+            out.append(
+                f"batcher.budgets.{env}: no worker here samples {env}; steps wait until one elsewhere does "
+                f"({places(f'batcher.budgets.{env}')})."
+            )
+    if settings.batcher.budgets and sum(budgets_at(settings.batcher.budgets, LATE).values()) > 1 - 1e-9:
+        for worker, options in settings.worker.items():
+            env_name = _name_of(options)
+            if env_name is not None and env_name not in settings.batcher.budgets:
+                out.append(
+                    f"worker.{worker} samples {env_name}, which has no budget while the others take all of it: "
+                    f"its groups will never train ({places(f'worker.{worker}.env', 'batcher.budgets')})."
+                )
+    for worker, options in settings.worker.items():
+        if options.temperature != settings.trainer.temperature:
+            out.append(
+                f"worker.{worker}.temperature = {options.temperature:g}, but trainer.temperature = "
+                f"{settings.trainer.temperature:g}: the trainer would compare logprobs of two distributions "
+                f"({places(f'worker.{worker}.temperature', 'trainer.temperature')})."
+            )
+    for worker, options in settings.worker.items():
+        given = {add for s in settings.score.values() if not s.envs or options.env in s.envs for add in s.adds}
+        lacking = [need for need in options.needs if need not in given]
+        if lacking:
+            out.append(
+                f"worker.{worker}.needs: no [score.NAME] section gives {', '.join(lacking)}; its groups wait until a "
+                f"scorer elsewhere does ({places(f'worker.{worker}.needs')})."
+            )
+    planned = batcher.step_groups is None and batcher.step_rollouts is None
+    if planned and settings.trainer.updates_per_pass > batcher.micro_batches_per_rank:
+        out.append(
+            f"trainer.updates_per_pass = {settings.trainer.updates_per_pass}, but a step has "
+            f"{batcher.micro_batches_per_rank} micro-batches on a rank, and an update has at least one "
+            f"({places('trainer.updates_per_pass', 'batcher.micro_batches_per_rank')})."
+        )
+    if settings.weights.listen and not settings.weights.url:
+        out.append(
+            f"weights.listen is set and weights.url is not: versions are announced as paths, and nobody will ask the "
+            f"server for them ({places('weights.listen')})."
+        )
+    return out + _more_doubts(settings, places, sampled if is_known else set())
+
+
+def _more_doubts(settings: RunSettings, places: Places, sampled: set[str | None]) -> list[str]:
+    out = []
+    batcher, trainer, weights = settings.batcher, settings.trainer, settings.weights
+    overridden = [(f"batcher.envs.{env}", env) for env in batcher.envs]
+    if batcher.remainder not in ("proportional", "equal"):
+        overridden.append(("batcher.remainder", batcher.remainder))
+    overridden += [(f"score.{name}.envs", env) for name, options in settings.score.items() for env in options.envs]
+    for setting, env in overridden:
+        if sampled and env not in sampled:
+            out.append(f"{setting}: no worker here samples {env}, so it says nothing here ({places(setting)}).")
+    first: dict[str, tuple[str, WorkerSettings]] = {}
+    for worker, options in settings.worker.items():
+        env_name = _name_of(options)
+        other, same = first.setdefault(env_name or f"worker {worker}", (worker, options))
+        if (same.env, same.env_options) != (options.env, options.env_options):
+            out.append(
+                f"worker.{other} and worker.{worker} both sample {env_name}, with other options: a ticket's number is "
+                f"another prompt in each. Give one another name in its env_options "
+                f"({places(f'worker.{worker}.env_options', f'worker.{worker}.env')})."
+            )
+        if options.group_size == 1:
+            out.append(
+                f"worker.{worker}.group_size = 1: advantages compare the rollouts of a group, so all of them are 0 "
+                f"({places(f'worker.{worker}.group_size')})."
+            )
+        if options.max_new_tokens >= batcher.row_tokens and batcher.oversized == "drop":
+            out.append(
+                f"worker.{worker}.max_new_tokens = {options.max_new_tokens}: what is longer than batcher.row_tokens = "
+                f"{batcher.row_tokens} is dropped ({places(f'worker.{worker}.max_new_tokens', 'batcher.row_tokens')})."
+            )
+    kinds = [(f"worker.{n}", o.gpus, o.device) for n, o in settings.worker.items() if o.sampler == "transformers"]
+    for name, gpus, device in [("trainer", trainer.gpus, trainer.device), *kinds]:
+        if gpus and device == "cpu":
+            pair = f"{name}.gpus", f"{name}.device"
+            out.append(f"{name}.gpus = {list(gpus)} does nothing with device = cpu ({places(*pair)}).")
+    for setting, value, reader in (
+        ("stable", trainer.stable and trainer.schedule != "wsd_sqrt", "schedule = wsd_sqrt"),
+        ("min_learning_rate", trainer.min_learning_rate and trainer.schedule == "constant", "another schedule"),
+        ("kl_estimator", trainer.kl_estimator != "k3" and not trainer.kl_beta, "kl_beta above 0"),
+        ("lora", trainer.lora.targets != ("all-linear",) and not trainer.lora.rank, "lora.rank above 0"),
+    ):
+        if value:
+            out.append(f"trainer.{setting} does nothing without {reader} ({places(f'trainer.{setting}')}).")
+    if weights.url and not weights.listen:
+        out.append(
+            f"weights.url is set and weights.listen is not: another server must be there ({places('weights.url')})."
+        )
+    elif weights.relays and not weights.url:
+        out.append(f"weights.relays are asked only for versions with a weights.url ({places('weights.relays')}).")
+    return out + [f"{sentence}: they share its memory." for sentence in shared_gpus(settings)]
+
+
+def _sampled(settings: RunSettings) -> set[str | None]:
+    """Names of the envs that workers here sample; None where one is not known before the env is made."""
+    return {_name_of(options) for options in settings.worker.values()}
+
+
+def _name_of(options: WorkerSettings) -> str | None:
+    named = options.env_options.get("name")
+    if isinstance(named, str) and named:
+        return named
+    return None if ":" in options.env else options.env

@@ -1,0 +1,408 @@
+"""Settings from file, environment and flags, each with the place it came from.
+
+Order: ``rlbuffer.toml`` (``--config``, ``RLBUFFER_CONFIG``, or the one in the current directory) -> ``RLBUFFER_*`` ->
+flags; the last one wins. ``RLBUFFER_RUN`` is `run`, ``RLBUFFER_BATCHER__MAX_AGE`` is `batcher.max_age`: two
+underscores stand for the dot.
+
+Every mistake is one line that begins with the place: ``rlbuffer.toml:8  batcher.max_agee is not a setting. ...``. All
+are found at once: what is wrong is noted and left out, and the rest is looked at as if it had not been given. What may
+only follow from another mistake is not told.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlbuffer.config.cross_checks import doubts, together
+from rlbuffer.config.sampling import why_not
+from rlbuffer.config.setting_tree import Free, Leaf, Node, Section, children, run_schema
+from rlbuffer.config.settings import RunSettings, WorkerSettings
+from rlbuffer.config.toml_lines import key_lines
+from rlbuffer.errors import ConfigError
+from rlbuffer.run.host_checks import Parts, on_host
+
+PREFIX = "RLBUFFER_"
+DEFAULT_FILE = "rlbuffer.toml"
+OTHER_VARIABLES = frozenset(
+    {
+        "RLBUFFER_CONFIG",
+        "RLBUFFER_DEBUG",
+        "RLBUFFER_REDIS_PASSWORD",
+        "RLBUFFER_SERVER_BIN",
+        "RLBUFFER_WEIGHTS_TOKEN",
+    }
+)
+"""Variables that are not settings; RLBUFFER_TEST_* neither."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """Settings and where each came from."""
+
+    settings: RunSettings
+    sources: Mapping[str, str]
+    """Dotted name of every setting that was given -> ``rlbuffer.toml:7`` | ``RLBUFFER_RUN`` | ``--run``."""
+    warnings: tuple[str, ...] = ()
+    """Combinations that work but hardly as meant, one sentence each."""
+    file: Path | None = None
+
+    def source(self, name: str) -> str:
+        """Where the setting `name` came from: its place, its section's place, or ``default``."""
+        return place_of(name, self.sources) or "default"
+
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Every setting as (dotted name, value), in the order of the schema."""
+        settings = self.settings
+        values = settings.model_dump(exclude={"batcher"}) | {"batcher": settings.batcher.as_dict()}
+        for name in type(settings).model_fields:
+            yield from _flatten((name,), values[name])
+
+
+def load(
+    config: str | Path | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
+    parts: Parts = (),
+) -> Loaded:
+    """Loads the settings of a run.
+
+    Args:
+        config: The file; None: ``RLBUFFER_CONFIG``, else ``./rlbuffer.toml`` if there is one.
+        environ: None: the process's environment.
+        flags: Dotted name -> (flag as typed, value); a value of None was not given.
+        parts: What shall run here: what it needs must be on this host (:mod:`rlbuffer.run.host_checks`).
+
+    Raises:
+        ConfigError: a file that cannot be read, settings or variables that do not exist, values out of range or that
+            can never work together, or what `parts` need and is not here: all of it in one message.
+    """
+    environ = os.environ if environ is None else environ
+    data: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    wrong = _Wrong()
+    schema = run_schema()
+    file = _find(config, environ)
+    if file is not None:
+        data = _read(file, schema, sources, wrong)
+    for variable, value in sorted(environ.items()):
+        if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES or variable.startswith("RLBUFFER_TEST_"):
+            continue
+        if value == "":  # `RLBUFFER_RUN= rlbuffer ...` is how a shell unsets one
+            continue
+        given = _variable(variable, value, schema, data, wrong)
+        if given is not None:
+            path, parsed = given
+            _put(data, path, parsed)
+            sources[".".join(path)] = variable
+    for name, (flag, value) in flags.items():
+        if value is not None:
+            _put(data, tuple(name.split(".")), value)
+            sources[name] = flag
+    if data.get("redis_url") == "":
+        data["redis_url"] = None
+    if str(data.get("deterministic", False)).lower() in ("true", "1", "yes", "on"):
+        _determine(data, sources)
+    settings = _validated(data, sources, wrong)
+
+    def places(*names: str) -> str:
+        return _places(names, sources)
+
+    for mistake in (*together(settings, places), *on_host(settings, places, parts, folders_of(file))):
+        wrong.note(mistake.text, *mistake.settings)
+    wrong.refuse()
+    return Loaded(settings=settings, sources=MappingProxyType(sources), warnings=doubts(settings, places), file=file)
+
+
+def _determine(data: dict[str, Any], sources: dict[str, str]) -> None:
+    """What ``deterministic = true`` sets where nothing else does; what contradicts it is found later."""
+    place = f"deterministic, {sources['deterministic']}"
+    workers = data.get("worker")
+    named = {f"worker.{name}.groups_per_batch": options for name, options in workers.items()} if workers else {}
+    sizes = [o["groups_per_batch"] for o in named.values() if isinstance(o, dict) and "groups_per_batch" in o]
+    batcher = data.get("batcher")
+    own = batcher.get("step_groups") if isinstance(batcher, dict) else None
+    groups = own or (sizes or [WorkerSettings.model_fields["groups_per_batch"].default])[0]
+    wanted = {"batcher.max_age": 0, "batcher.lookahead": 0, "batcher.step_groups": groups} | dict.fromkeys(
+        named, groups
+    )
+    for name, value in wanted.items():
+        if name not in sources:
+            _put(data, tuple(name.split(".")), value)
+            sources[name] = place
+
+
+def folders_of(file: Path | None) -> list[str]:
+    """Where modules of the user's own are looked for, after ``sys.path``: the config file's folder."""
+    return [] if file is None else [str(file.absolute().parent)]
+
+
+class _Wrong:
+    """The mistakes so far."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+        """Text -> the setting."""
+        self._left_out: set[str] = set()
+
+    def note(self, text: str, *settings: str) -> None:
+        """Takes in a mistake, unless one of its settings was left out: it may only follow from that."""
+        if not any(map(self._is_left_out, settings)):
+            self._found.setdefault(text, settings[0] if settings else "")
+
+    def leave_out(self, *settings: str) -> None:
+        """Nothing more is said of these: their values are not what was meant."""
+        self._left_out |= set(settings)
+
+    def refuse(self) -> None:
+        """Raises ConfigError when there are any."""
+        if not self._found:
+            return
+        texts, first = list(self._found), next(iter(self._found.values()))
+        if len(texts) > 1:
+            lines = "\n".join(f"  {text}".replace("\n", "\n  ") for text in texts)
+            texts = [f"{len(texts)} mistakes in the settings:\n{lines}"]
+        raise ConfigError(texts[0], setting=first)
+
+    def _is_left_out(self, setting: str) -> bool:
+        return any(
+            setting == other or setting.startswith(f"{other}.") or other.startswith(f"{setting}.")
+            for other in self._left_out
+        )
+
+
+def _validated(data: dict[str, Any], sources: Mapping[str, str], wrong: _Wrong) -> RunSettings:
+    """The settings, what is wrong with them noted and left out."""
+    while True:
+        if isinstance(data.get("batcher"), dict):
+            data["batcher"].setdefault("row_tokens", RunSettings().batcher.row_tokens)
+        try:
+            return RunSettings.model_validate(data)
+        except ValidationError as error:
+            found = [(_translated(e, sources), tuple(str(part) for part in e["loc"])) for e in error.errors()]
+        except ConfigError as error:
+            found = [(_with_place(str(error), place_of(error.setting, sources)), tuple(error.setting.split(".")))]
+        names = [_leave_out(data, path) for _, path in found]
+        for (text, path), name in zip(found, names, strict=True):
+            wrong.note(text, ".".join(path))
+            wrong.leave_out(*[name] * bool(name))
+        if not any(names):
+            wrong.refuse()
+
+
+def _leave_out(data: dict[str, Any], path: tuple[str, ...]) -> str:
+    """Removes the innermost table entry on `path`. -> its name; "" when nothing of it is there (any more)."""
+    inner: Any = data
+    last: tuple[dict[str, Any], int] | None = None
+    for depth, part in enumerate(path):
+        if not isinstance(inner, dict) or part not in inner:
+            break
+        last, inner = (inner, depth), inner[part]
+    if last is None:
+        return ""
+    table, depth = last
+    del table[path[depth]]
+    return ".".join(path[: depth + 1])
+
+
+def place_of(name: str, sources: Mapping[str, str]) -> str:
+    """Place of `name`, else of something inside it, else of what it is in; "" when it was never given."""
+    if name in sources:
+        return sources[name]
+    for other, place in sources.items():
+        if other.startswith(f"{name}."):
+            return place
+    return ""
+
+
+# -- file ----------------------------------------------------------------------------------------------------------
+def _find(config: str | Path | None, environ: Mapping[str, str]) -> Path | None:
+    if config is not None:
+        return Path(config)
+    if environ.get("RLBUFFER_CONFIG"):
+        return Path(environ["RLBUFFER_CONFIG"])
+    default = Path(DEFAULT_FILE)
+    return default if default.is_file() else None
+
+
+def _read(file: Path, schema: Section, sources: dict[str, str], wrong: _Wrong) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {file}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text (byte {error.start})") from None
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_toml_error(file, str(error))) from None
+    lines = key_lines(text)
+
+    def place(path: tuple[str, ...]) -> str:
+        return f"{file}:{lines.get(path) or lines.get(path[:-1]) or 1}"
+
+    for path in _leaf_paths(data):
+        sources[".".join(path)] = place(path)
+    known: dict[str, Any] = _known(data, schema, (), place, wrong)
+    return known
+
+
+def _toml_error(file: Path, message: str) -> str:
+    head, _, tail = message.rpartition(" (at line ")
+    if not head:
+        return f"{file} is not valid TOML: {message}"
+    line, _, column = tail.rstrip(")").partition(", column ")
+    return f"{file}:{line}  not valid TOML: {head} (column {column})"
+
+
+def _leaf_paths(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaf_paths(value, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def _known(
+    value: Any, node: Node, path: tuple[str, ...], place: Callable[[tuple[str, ...]], str], wrong: _Wrong
+) -> Any:
+    """`value` without the settings that there are not; each is noted."""
+    if isinstance(node, Free | Leaf):
+        return value
+    if not isinstance(value, Mapping):
+        kind = "a section" if isinstance(node, Section) else "a table"
+        name = ".".join(path)
+        wrong.note(f"{place(path)}  {name} is {kind} ([{name}]), got {value!r}", name)
+        wrong.leave_out(name)
+        return {}
+    out = {}
+    for key, inner in value.items():
+        child = node.fields.get(key) if isinstance(node, Section) else node.child
+        full = (*path, key)
+        if child is None:
+            siblings = list(node.fields) if isinstance(node, Section) else []
+            text, meant = _unknown(full, siblings)
+            wrong.note(f"{place(full)}  {text}", ".".join(full))
+            wrong.leave_out(*[".".join(meant)] * bool(meant))
+        else:
+            out[key] = _known(inner, child, full, place, wrong)
+    return out
+
+
+def _unknown(path: tuple[str, ...], siblings: list[str]) -> tuple[str, tuple[str, ...]]:
+    """What to say of a name that is none, and what may have been meant: the same word elsewhere first, then the nearest
+    beside it, then anywhere."""
+    reason = why_not(path[-1]) if path[0] in ("worker", "eval") and len(path) == 3 else ""
+    if reason:
+        return f"{'.'.join(path)} is not a setting: {reason}.", ()
+    known = run_schema().names()
+    elsewhere = {name[-1]: name for name in reversed(known) if "*" not in name[-1]}
+    found = elsewhere.get(path[-1])
+    if found is None:
+        close = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6)
+        found = (*path[:-1], close[0]) if close else None
+    if found is None:
+        close = difflib.get_close_matches(path[-1], list(elsewhere), n=1, cutoff=0.75)
+        found = elsewhere[close[0]] if close else None
+    nearest = f" Did you mean {'.'.join(found).replace('*', 'NAME')}?" if found else ""
+    text = f"{'.'.join(path)} is not a setting.{nearest or ' `rlbuffer config show` lists all settings.'}"
+    return text, found or ()
+
+
+# -- environment -----------------------------------------------------------------------------------------------------
+def _variable(
+    variable: str, text: str, schema: Section, data: Mapping[str, Any], wrong: _Wrong
+) -> tuple[tuple[str, ...], Any] | None:
+    """(path, value) of a variable; None when there is no such one. Names that the user chose are matched with those in
+    the file, ignoring case."""
+    path: list[str] = []
+    node: Node | None = schema
+    known: Any = data
+    for part in variable.removeprefix(PREFIX).lower().split("__"):
+        names = list(known) if isinstance(known, Mapping) else []
+        name = next((n for n in names if n.lower() == part), part)
+        node = children(node, name) if node is not None else None
+        path.append(name)
+        known = known.get(name) if isinstance(known, Mapping) else None
+        if node is None:
+            break
+    if node is None or isinstance(node, Section):
+        wrong.note(f"{variable} is not a variable that rlbuffer knows.{_suggest_variable(variable)}", variable)
+        return None
+    if isinstance(node, Leaf) and not (node.is_structured or text[:1] in "[{"):
+        return tuple(path), text
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    return tuple(path), _known(value, node, tuple(path), lambda path: variable, wrong)
+
+
+def _suggest_variable(variable: str) -> str:
+    names = [PREFIX + "__".join(k).upper() for k in run_schema().names() if "*" not in k] + sorted(OTHER_VARIABLES)
+    close = difflib.get_close_matches(variable, names, n=1, cutoff=0.6)
+    return f" Did you mean {close[0]}?" if close else " A setting's variable is e.g. RLBUFFER_BATCHER__MAX_AGE."
+
+
+def _put(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for part in path[:-1]:
+        inner = data.setdefault(part, {})
+        if not isinstance(inner, dict):
+            inner = data[part] = {}
+        data = inner
+    data[path[-1]] = value
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+MEANING = {"tuple_type": "must be a list", "dict_type": "must be a table", "mapping_type": "must be a table"}
+"""Kind of pydantic's complaints -> what to say in the words of TOML."""
+
+
+def _translated(complaint: Any, sources: Mapping[str, str]) -> str:
+    """One of pydantic's complaints as one line."""
+    name = ".".join(str(part) for part in complaint["loc"])
+    if complaint["type"] == "missing":
+        return _with_place(f"{name} is required", place_of(name.rpartition(".")[0], sources))
+    message = MEANING.get(complaint["type"]) or complaint["msg"].removeprefix("Value error, ")
+    text = f"{name} = {complaint['input']!r}: {message[:1].lower()}{message[1:]}"
+    if name.endswith(".[key]"):
+        name = name.removesuffix(".[key]")
+        text = f"{complaint['loc'][0]}: a name has 1 to 64 of A-Z a-z 0-9 _ . -, got {complaint['input']!r}"
+    place = place_of(name, sources)
+    while not place and "." in name:
+        name = name.rpartition(".")[0]
+        place = place_of(name, sources)
+    return _with_place(text, place)
+
+
+def _with_place(text: str, place: str) -> str:
+    return f"{place}  {text}" if place else text
+
+
+def _places(names: tuple[str, ...], sources: Mapping[str, str]) -> str:
+    """Places of several settings, a repeated file name left out: ``rlbuffer.toml:9, :21``."""
+    out: list[str] = []
+    last = ""
+    for name in names:
+        place = place_of(name, sources) or "default"
+        file, colon, line = place.rpartition(":")
+        out.append(f":{line}" if colon and file == last else place)
+        last = file if colon else ""
+    return ", ".join(out)
+
+
+def _flatten(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flatten((*path, str(key)), inner)
+    else:
+        yield ".".join(path), value

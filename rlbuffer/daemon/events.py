@@ -1,0 +1,75 @@
+"""What the leader says while it runs: events for its own output, the waiting sentence for everybody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rlbuffer.records.micro_batch import Drop
+from rlbuffer.store.protocol import Store
+
+TELEMETRY_SECONDS = 1.0
+"""How often the waiting sentence and the heartbeat are written although nothing changed."""
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+class Teller:
+    """Tells the same from one place: `inspect`, `train` and this process's own output carry one sentence.
+
+    Args:
+        store: where the sentence is written.
+        emit: takes events.
+    """
+
+    def __init__(self, store: Store, emit: Emit) -> None:
+        self._store = store
+        self.emit = emit
+        self._told = ("", float("-inf"))
+        self._trouble = ""
+        self._drops: dict[str, list[int]] = {}
+
+    def forget(self) -> None:
+        """A new leadership: the sentence is told again, and drops are counted anew."""
+        self._told = ("", float("-inf"))
+        self._drops = {}
+
+    def say(self, sentence: str, beat: Mapping[str, Any], trouble: str = "") -> None:
+        """The waiting sentence, "" when nothing is waited for; with it the leader's heartbeat, which is `beat`.
+
+        `trouble` is what somebody must cure, in the sentence or beside it.
+        """
+        before, at = self._told
+        now = time.monotonic()
+        if sentence != before and sentence:
+            self.emit({"event": "waiting", "sentence": sentence})
+        if trouble and trouble != self._trouble:
+            self._trouble = trouble
+            self.emit({"event": "trouble", "sentence": trouble})
+        if sentence != before or now - at > TELEMETRY_SECONDS:
+            self._told = (sentence, now)
+            self._store.set_waiting("batcher", sentence)
+            self._store.heartbeat("batcher", "leader", beat)
+
+    def dropped(self, drops: Iterable[Drop]) -> None:
+        """Groups were dropped: an event each, and counted for the next step's line."""
+        for drop in drops:
+            self.count(drop.reason, drop.rollouts, drop.tokens)
+            self.emit({"event": "drop", **asdict(drop)})
+
+    def count(self, reason: str, rollouts: int, tokens: int) -> None:
+        """Adds to what was dropped since the last step."""
+        totals = self._drops.setdefault(reason, [0, 0])
+        totals[0] += rollouts
+        totals[1] += tokens
+
+    def step(self, header: Mapping[str, Any], build_ms: float) -> None:
+        """A step was committed: one event with all that was dropped since the last one."""
+        self.emit({"event": "step", **header, "build_ms": build_ms, "drops": self._drops})
+        self.settled()
+
+    def settled(self) -> None:
+        """The drops since the last step are told."""
+        self._drops = {}

@@ -1,0 +1,322 @@
+"""The server's memory: what a run will need of it, and what to do when it fills up.
+
+    below 70 %   nothing
+    from 70 %    the next header asks for a checkpoint: it lets steps retire that no checkpoint holds yet
+    from 85 %    the oldest trained steps retire anyway, down to 75 %; untrained ones never
+    full         pushes wait; commits, training and retirement go on
+
+Shares are of `maxmemory`, of all that counts against it: other runs and the clients' buffers too. Those buffers come
+and go with every payload, so a decision goes by the smaller of two looks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlbuffer.config.batcher import BatcherConfig
+
+FORECAST_SHARE = 0.60
+"""Of maxmemory: what the steps that must be there at the same time may take."""
+ASK_SHARE = 0.70
+"""Of maxmemory: from here on a checkpoint is asked for."""
+EARLY_SHARE = 0.85
+"""Of maxmemory: from here on trained steps retire before a checkpoint holds them."""
+ENOUGH_SHARE = 0.75
+"""Of maxmemory: early retirement goes on down to this."""
+FULL_SHARE = 0.97
+"""Of maxmemory: from here on pushes may be refused."""
+MACHINE_SHARE = 0.50
+"""Of its machine's memory: what a server without maxmemory is taken to have, so that a trainer that never writes a
+checkpoint does not fill the machine."""
+WORTH_SHARE = 0.10
+"""Of maxmemory: a checkpoint is not asked for when less than this could be freed by it."""
+TOKEN_BYTES = 9
+"""Of the required columns: tokens int32, loss_mask bool, logprobs float32."""
+ROLLOUT_BYTES = 450
+"""What the server holds of a rollout beyond its required columns: details and alignment (90), keys and the allocator's
+rounding (160-410), its places in the pool and in its step's part (150). Measured with Valkey 9.1.2, groups of 8."""
+STORED_BYTES = 350
+"""The same beyond its payload, which has the details in it."""
+WATCH_SHARE = 0.30
+"""Of maxmemory: from here on the server is looked at more often. A quick run fills a small one by 15 % a second."""
+CAUTION = 0.75
+"""Share of what is missing that steps retire early for, before the server is looked at again: with a step go the groups
+that were dropped beside it, which nobody has counted."""
+LOOKS = 2
+"""A decision goes by the smallest of this many looks."""
+LAST_GAP = 64
+"""Most steps between two checkpoints that are asked for without effect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What the steps of a run take on the server."""
+
+    step_bytes: int
+    """One step, as it is expected to be."""
+    steps: int
+    """Steps that must be there at once: lookahead + max_age + 3."""
+    limit: int
+    """The server's maxmemory, bytes."""
+    measured: int = 0
+    """Committed steps that `step_bytes` is the mean of; 0: it comes from the settings."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the steps that must be there at once."""
+        return self.steps * self.step_bytes
+
+    @property
+    def fits(self) -> bool:
+        """They take at most :data:`FORECAST_SHARE` of the limit."""
+        return self.needed <= FORECAST_SHARE * self.limit
+
+    @property
+    def kept_steps(self) -> int:
+        """Trained steps that can wait for a checkpoint before one is asked for; at least 1."""
+        return max(1, int(ASK_SHARE * self.limit / max(1, self.step_bytes)) - (self.steps - 1))
+
+
+def steps_at_once(config: BatcherConfig) -> int:
+    """lookahead + max_age + 3, with the largest max_age of all envs: ``lookahead`` + 1 steps that are committed and not
+    trained, ``max_age`` + 1 of what is pushed and not committed, and one that is trained and not retired."""
+    ages = [config.max_age, *(env.max_age for env in config.envs.values() if env.max_age is not None)]
+    return config.lookahead + max(ages) + 3
+
+
+def is_by_capacity(config: BatcherConfig) -> bool:
+    """Steps close when their rows are full, not at a number of rollouts or groups."""
+    return config.step_rollouts is None and config.step_groups is None
+
+
+def capacity_bytes(config: BatcherConfig, world_size: int) -> int | None:
+    """Bytes that a full step takes: ``rows x (row_tokens x 9 + 450)``, rows = world size x rows per rank.
+
+    A row is counted as one rollout: the least there can be, so that nothing is refused that could have worked. Further
+    columns and texts are not known either. None when steps close at a number of rollouts or groups: how long those are
+    is known when the first step is there.
+    """
+    if not is_by_capacity(config):
+        return None
+    rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
+    return rows * (config.row_tokens * TOKEN_BYTES + ROLLOUT_BYTES)
+
+
+def stored_bytes(*, payload_bytes: int, rollouts: int) -> int:
+    """Bytes that a committed step takes on the server: its payloads and :data:`STORED_BYTES` per rollout."""
+    return payload_bytes + STORED_BYTES * rollouts
+
+
+def mean_step_bytes(config: BatcherConfig, steps: Mapping[int, tuple[int, int]], world_size: int) -> int | None:
+    """Mean bytes of the committed `steps` (step -> bytes, planned world size), as they would be at `world_size`.
+
+    Steps that close by their rows grow with the number of ranks, the others do not. None when there are no steps.
+    """
+    scaled = [
+        size * world_size / max(1, planned) if is_by_capacity(config) else float(size)
+        for size, planned in steps.values()
+        if size
+    ]
+    return round(sum(scaled) / len(scaled)) if scaled else None
+
+
+class Pressure:
+    """Decides what is done about the server's memory. No server, no clock: what is seen goes in by :meth:`look`.
+
+    Lifecycle of an asked-for checkpoint: asked in the header of step s -> reported, or step s + 1 is trained ->
+    the oldest kept one may let steps retire -> asked again if memory is still short. Without any effect the time
+    between two doubles: a trainer that keeps many checkpoints would otherwise write one after every step.
+    """
+
+    def __init__(self) -> None:
+        self.limit = 0
+        """maxmemory in bytes; 0: none."""
+        self._looks: list[int] = []
+        self._is_retiring = False
+        self._asked = 0
+        """Last step whose header asked."""
+        self._retired_then = -1
+        """Last retired step when it was asked."""
+        self._gap = 1
+        self._must_ask = False
+
+    @property
+    def used(self) -> int | None:
+        """Bytes in use by the smallest of the last looks; None until there are enough of them."""
+        return min(self._looks) if len(self._looks) >= LOOKS else None
+
+    @property
+    def may_be_short(self) -> bool:
+        """The newest look, not the smallest, is above :data:`WATCH_SHARE`, or there are too few of them."""
+        return len(self._looks) < LOOKS or (bool(self.limit) and self._looks[-1] >= WATCH_SHARE * self.limit)
+
+    @property
+    def share(self) -> float:
+        """`used` over the limit; 0.0 when one of them is not known."""
+        return self.used / self.limit if self.limit and self.used is not None else 0.0
+
+    def look(self, used: int, limit: int) -> None:
+        """Takes in what the server said, in bytes."""
+        self.limit = limit
+        self._looks = [*self._looks, used][-LOOKS:]
+
+    def freed(self) -> None:
+        """Something was unlinked: what was seen before does not count any more."""
+        self._looks = []
+
+    # -- 85 % ------------------------------------------------------------------------------------------------------
+    def retires_up_to(self, *, retired: int, done: int, sizes: Mapping[int, int]) -> int | None:
+        """The last step to retire early now, None when nothing has to go.
+
+        As many of the oldest as it takes to come near :data:`ENOUGH_SHARE`, by what they take on the server; then it is
+        looked at again, when memory has been given back.
+
+        Args:
+            retired: last retired step.
+            done: last step that the trainer is through with.
+            sizes: step -> bytes; after one that is not named, the server is looked at again.
+        """
+        used = self.used
+        if used is None or not self.limit:
+            return None
+        if used >= EARLY_SHARE * self.limit:
+            self._is_retiring = True
+        elif used < ENOUGH_SHARE * self.limit:
+            self._is_retiring = False
+        if not self._is_retiring:
+            return None
+        missing = CAUTION * (used - ENOUGH_SHARE * self.limit)
+        last = retired
+        while missing >= 0 and last < done:
+            last += 1
+            if not sizes.get(last):
+                break
+            missing -= sizes[last]
+        return last if last > retired else None
+
+    def must_ask(self) -> None:
+        """No checkpoint holds what was retired: the next header asks for one, whatever the memory is by then."""
+        self._must_ask = True
+
+    # -- 70 % ------------------------------------------------------------------------------------------------------
+    def asks(self, step: int, *, retired: int, done: int, sizes: Mapping[int, int], checkpoint: int = 0) -> bool:
+        """Whether the header of `step` asks for a checkpoint.
+
+        Args:
+            step: the one to be committed.
+            retired, done, sizes: as in :meth:`retires_up_to`.
+            checkpoint: the trainer's newest; 0 when it does not say.
+        """
+        if self._asked and done <= self._asked and checkpoint < self._asked:
+            return False  # it is still being made
+        if self._must_ask:
+            return True
+        if self.share < ASK_SHARE:
+            return False
+        freeable = sum(size for number, size in sizes.items() if retired < number <= done)
+        if freeable < WORTH_SHARE * self.limit:
+            return False
+        return retired != self._retired_then or step > self._asked + self._gap
+
+    def asked(self, step: int, *, retired: int) -> None:
+        """The header of `step` has asked for a checkpoint, for whatever reason."""
+        self._gap = min(2 * self._gap, LAST_GAP) if retired == self._retired_then else 1
+        self._asked, self._retired_then, self._must_ask = step, retired, False
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+NO_LIMIT = (
+    "The server has no memory limit (maxmemory 0), so it refuses no push: producers without tickets can fill its "
+    "machine's memory. Set one, for example `redis-cli config set maxmemory 8gb`."
+)
+
+
+def assumed_limit(maxmemory: int, machine: int) -> int:
+    """Bytes that the shares are of: maxmemory, else :data:`MACHINE_SHARE` of the machine's memory; 0: not known."""
+    return maxmemory or int(MACHINE_SHARE * machine)
+
+
+def no_limit(limit: int) -> str:
+    """The server has no maxmemory; `limit` is what it is taken to have."""
+    if not limit:
+        return f"{NO_LIMIT} Until then trained steps go with the trainer's checkpoints alone."
+    return f"{NO_LIMIT} Until then trained steps go as if it were {_mib(limit)}, half of that machine's."
+
+
+def above_assumed(used: int, limit: int) -> str:
+    """What a server without maxmemory holds is above what early retirement keeps it at. Another sentence follows."""
+    return (
+        f"The server has no memory limit (maxmemory 0) and uses {_mib(used)}, above {100 * EARLY_SHARE:.0f} % of half "
+        f"its machine's memory ({_mib(limit)}): set one, or take groups away that wait (`rlbuffer inspect`). "
+    )
+
+
+def does_not_fit(forecast: Forecast, config: BatcherConfig, *, world_size: int) -> str:
+    """Why a run is refused, with the numbers and what to change."""
+    if forecast.measured:
+        source = f"the mean of the last {forecast.measured} steps"
+    else:
+        rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
+        source = f"{rows} row{'s' * (rows != 1)} of {config.row_tokens} tokens, world size {world_size}"
+    least = math.ceil(forecast.needed / FORECAST_SHARE / 2**20)
+    smaller = (
+        "batcher.row_tokens, micro_batches_per_rank or rows_per_micro_batch, trainer.world_size"
+        if is_by_capacity(config)
+        else "batcher.step_rollouts or step_groups"
+    )
+    oldest = forecast.steps - config.lookahead - 3
+    return (
+        f"the run does not fit the server's memory: a step takes {_mib(forecast.step_bytes)} ({source}), and "
+        f"{forecast.steps} of them (lookahead {config.lookahead} + max_age {oldest} + 3) take {_mib(forecast.needed)}, "
+        f"above {100 * FORECAST_SHARE:.0f} % of its maxmemory of {_mib(forecast.limit)}. Give it at least {least} MiB "
+        f"(server.maxmemory; `redis-cli config set maxmemory` on a server of your own), or make steps smaller "
+        f"({smaller}), or lower batcher.lookahead or max_age"
+    )
+
+
+def checkpoints_often(forecast: Forecast, checkpoint_every: int) -> str:
+    """The trainer's own checkpoints come too seldom for this server."""
+    return (
+        f"{checkpoint_every} steps between checkpoints (trainer.checkpoint_every) do not fit the server's memory "
+        f"({_mib(forecast.step_bytes)} a step, {_mib(forecast.limit)} in all): the trainer will be asked for one about "
+        f"every {forecast.kept_steps} step{'s' * (forecast.kept_steps != 1)}."
+    )
+
+
+def checkpoint_asked(step: int) -> str:
+    """Above :data:`ASK_SHARE`."""
+    return (
+        f"The server's memory is above {100 * ASK_SHARE:.0f} %: step {step} asks the trainer for a checkpoint, so that "
+        "steps can retire."
+    )
+
+
+def steps_retired_early(first: int, last: int, used: int, limit: int, *, checkpoint: int) -> str:
+    """Above :data:`EARLY_SHARE`. `checkpoint`: the trainer's newest."""
+    steps = f"step {last}" if first == last else f"steps {first} to {last}"
+    first_words = (
+        f"The server's memory was {100 * used / limit:.0f} % full ({used / 2**20:.1f} of {_mib(limit)}): {steps}"
+    )
+    if last <= checkpoint:
+        return f"{first_words} retired early; the trainer's newest checkpoint, of step {checkpoint}, holds them."
+    return (
+        f"{first_words} retired early, and no checkpoint holds them. A trainer that starts again needs one of step "
+        f"{last} or later; the next step asks for it."
+    )
+
+
+def full(used: int, limit: int, *, steps: int) -> str:
+    """The server takes no pushes; in bytes, `steps` what the run's steps take of it. Another sentence follows."""
+    first = f"The server's memory is full ({used / 2**20:.1f} of {_mib(limit)}): pushes wait until steps retire. "
+    if steps < limit / 4:
+        return (
+            f"{first}Little of it is in steps ({_mib(steps)}): groups that wait hold it, or other runs "
+            "(`rlbuffer inspect`, `rlbuffer runs`). Raise its maxmemory, or make room there. "
+        )
+    return f"{first}Checkpoint more often (trainer.checkpoint_every), or raise its maxmemory. "
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,299 @@
+"""The server's memory, as the leader watches it: the forecast at the start, and what happens when it fills up.
+
+The decisions are :mod:`rlbuffer.daemon.memory_rules`'s; here they are carried out and told.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.daemon.events import TELEMETRY_SECONDS, Emit
+from rlbuffer.daemon.memory_rules import (
+    EARLY_SHARE,
+    FULL_SHARE,
+    Forecast,
+    Pressure,
+    above_assumed,
+    assumed_limit,
+    capacity_bytes,
+    checkpoint_asked,
+    checkpoints_often,
+    does_not_fit,
+    full,
+    mean_step_bytes,
+    no_limit,
+    steps_at_once,
+    steps_retired_early,
+    stored_bytes,
+)
+from rlbuffer.errors import ConfigError
+from rlbuffer.store.protocol import Attempt, Meta, StepHeader, Store
+
+HURRY_SECONDS = 0.1
+"""How often the server is looked at while its memory may become short; :data:`TELEMETRY_SECONDS` otherwise."""
+LAG_SECONDS = 5.0
+"""Longest that memory which the server has still to give back is waited for before it is looked at anyway."""
+HOLD_SECONDS = 60.0
+"""Longest that the payloads of what retired early are waited for before more retires."""
+ALIVE_SECONDS = 10.0
+"""A trainer that was heard within this time is at work. While none is, nothing retires early: the next one starts from
+its checkpoint and needs the steps after it."""
+MEASURED_STEPS = 64
+"""Steps that the mean size of a step is taken over."""
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """No collection of cycles while a large pool is read: all that is made stays, and looking at it again and again
+    is two fifths of the CPU of a takeover of 100,000 groups. After it all counts as old, so that the next collections
+    of what is young do not look at it either."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            if not gc.get_freeze_count():  # what somebody else froze stays frozen
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation
+            gc.enable()
+
+
+class MemoryWatch:
+    """Watches the server for one leadership.
+
+    Args:
+        store: the run.
+        config: what steps are made of.
+        emit: takes events.
+        world_size: ranks that the settings name; counts until a trainer has joined.
+        checkpoint_every: steps between the trainer's checkpoints by the settings.
+    """
+
+    def __init__(
+        self, store: Store, config: BatcherConfig, emit: Emit, *, world_size: int, checkpoint_every: int
+    ) -> None:
+        self._store = store
+        self._losses = store.losses()
+        self._config = config
+        self._emit = emit
+        self._world_size = world_size
+        self._checkpoint_every = checkpoint_every
+        self._pressure = Pressure()
+        self._is_assumed = False
+        """The server has no maxmemory: the limit is a share of its machine's memory."""
+        self._looked = float("-inf")
+        self._freed = float("-inf")
+        self._unswept_since: float | None = None
+        """When steps retired early and nothing of theirs could be removed yet."""
+        self._marked = 0
+        """The step whose header asks for a checkpoint because memory is short."""
+        self._attempt = 0
+        """The attempt whose world size was looked at."""
+        self._sizes: dict[int, int] = {}
+        """Step -> bytes that it takes on the server; the live ones."""
+        self._planned: dict[int, int] = {}
+        """Step -> world size that it was planned for."""
+
+    # -- the forecast ----------------------------------------------------------------------------------------------
+    def start(self, token: int, meta: Meta) -> dict[str, Any]:
+        """Takes in the live steps, sweeps what an earlier leader left, and looks whether the run can fit.
+
+        A run that is at work already with these settings is not ended by a leader that starts again: it is warned of.
+
+        Args:
+            token: of the lease.
+            meta: of the run, before these settings are written to it.
+
+        -> what the ``ready`` event says of it.
+
+        Raises:
+            ConfigError: the steps that must be there at once do not fit the server's memory.
+        """
+        for header in self._store.headers():
+            self._note(header, retired=meta.retired)
+        forecast = self._forecast(self._world_size)
+        if meta.step == 0 or meta.config != self._config.as_dict():
+            self._refuse(forecast, self._world_size)
+        if meta.retired:
+            self._store.retire(token, meta.retired, since=self._losses)
+        if forecast is None:
+            return {}
+        return {
+            "step_bytes": forecast.step_bytes,
+            "steps": forecast.steps,
+            "limit": forecast.limit,
+            "measured": forecast.measured,
+            "kept_steps": forecast.kept_steps,
+        }
+
+    def check(self, meta: Meta | None) -> None:
+        """Whether these settings may take the place of others, or begin a run (None): to be asked of a watch of its
+        own, before they do.
+
+        Raises:
+            ConfigError: the steps that must be there at once do not fit the server's memory.
+        """
+        for header in self._store.headers() if meta is not None else ():
+            self._note(header, retired=0 if meta is None else meta.retired)
+        self._refuse(self._forecast(self._world_size), self._world_size)
+
+    def tell(self) -> None:
+        """Warns of what the settings and the server's memory mean for each other."""
+        limit = self._limit()
+        if limit == 0:
+            assumed = assumed_limit(0, int(self._store.server()["machine"]))
+            self._emit({"event": "memory", "state": "unlimited", "limit": assumed, "sentence": no_limit(assumed)})
+        forecast = self._forecast(self._world_size)
+        if forecast is not None and not forecast.fits:
+            sentence = does_not_fit(forecast, self._config, world_size=self._world_size)
+            self._emit({"event": "memory", "state": "tight", "sentence": f"{sentence[:1].upper()}{sentence[1:]}."})
+        elif forecast is not None and forecast.kept_steps < self._checkpoint_every:
+            self._emit(
+                {
+                    "event": "memory",
+                    "state": "often",
+                    "steps": forecast.kept_steps,
+                    "sentence": checkpoints_often(forecast, self._checkpoint_every),
+                }
+            )
+
+    def joined(self, token: int, trainer: Attempt) -> None:
+        """A trainer has joined: its world size decides.
+
+        Raises:
+            ConfigError: what a step of that many ranks takes does not fit; all ranks are told.
+        """
+        if trainer.number == self._attempt or (trainer.seen_seconds_ago or 0.0) > ALIVE_SECONDS:
+            return
+        self._attempt = trainer.number
+        self._world_size = trainer.world_size
+        if self._planned and self._planned[max(self._planned)] == trainer.world_size:
+            return  # such steps are being made already
+        try:
+            self._refuse(self._forecast(trainer.world_size), trainer.world_size)
+        except ConfigError as error:
+            self._store.set_error(token, f"{type(error).__name__}: {error}")
+            raise
+
+    def _limit(self) -> int | None:
+        """maxmemory, 0 when there is none; None for the model of a server, which has no memory to speak of."""
+        facts = self._store.server()
+        return None if facts["name"] == "memory" else int(facts["maxmemory"])
+
+    def _forecast(self, world_size: int) -> Forecast | None:
+        limit = self._limit()
+        newest = {step: (self._sizes[step], self._planned[step]) for step in sorted(self._sizes)[-MEASURED_STEPS:]}
+        size = mean_step_bytes(self._config, newest, world_size)
+        measured = len(newest) if size is not None else 0
+        if size is None:
+            size = capacity_bytes(self._config, world_size)
+        if not limit or size is None:
+            return None
+        return Forecast(step_bytes=size, steps=steps_at_once(self._config), limit=limit, measured=measured)
+
+    def _refuse(self, forecast: Forecast | None, world_size: int) -> None:
+        if forecast is None or forecast.fits:
+            return
+        raise ConfigError(does_not_fit(forecast, self._config, world_size=world_size), setting="server.maxmemory")
+
+    # -- while the run goes on -------------------------------------------------------------------------------------
+    def relieve(self, token: int, trainer: Attempt, meta: Meta) -> bool:
+        """Looks at the server when it is time; retires trained steps early when they must go. -> whether it did."""
+        is_fresh = self._look()
+        done = min(trainer.at, trainer.trained, meta.step)
+        if self._unswept_since is not None and time.monotonic() - self._unswept_since < HOLD_SECONDS:
+            if is_fresh and self._store.retire(token, meta.retired, since=self._losses):
+                self._unswept_since = None
+                self._pressure.freed()
+            return False
+        if trainer.seen_seconds_ago is None or trainer.seen_seconds_ago > ALIVE_SECONDS:
+            return False
+        up_to = self._pressure.retires_up_to(retired=meta.retired, done=done, sizes=self._sizes)
+        if up_to is None:
+            return False
+        used, limit = self._pressure.used or 0, self._pressure.limit
+        first = meta.retired + 1
+        swept = self._store.retire(token, up_to, early={"used": used, "limit": limit}, since=self._losses)
+        self.retired(up_to)
+        self._unswept_since = None if swept else time.monotonic()
+        if up_to > trainer.checkpoint:
+            self._pressure.must_ask()
+        self._emit(
+            {
+                "event": "memory",
+                "state": "retired early",
+                "first": first,
+                "last": up_to,
+                "used": used,
+                "limit": limit,
+                "checkpoint": trainer.checkpoint,
+                "sentence": steps_retired_early(first, up_to, used, limit, checkpoint=trainer.checkpoint),
+            }
+        )
+        return True
+
+    def retired(self, up_to: int) -> None:
+        """Steps up to `up_to` are gone; their memory comes back a little later."""
+        for step in [step for step in self._sizes if step <= up_to]:
+            del self._sizes[step], self._planned[step]
+        self._pressure.freed()
+        self._freed = time.monotonic()
+
+    def marked(self, meta: Meta, trainer: Attempt) -> Meta:
+        """`meta` as the next header is made from it: with the wish for a checkpoint when memory is short."""
+        done = min(trainer.at, trainer.trained, meta.step)
+        step = meta.step + 1
+        if not self._pressure.asks(
+            step, retired=meta.retired, done=done, sizes=self._sizes, checkpoint=trainer.checkpoint
+        ):
+            return meta
+        self._marked = step
+        return replace(meta, checkpoint_now=True)
+
+    def committed(self, header: StepHeader, meta: Meta) -> None:
+        """A step is committed."""
+        self._note(header, retired=meta.retired)
+        if header.checkpoint_now and header.step == self._marked:
+            sentence = checkpoint_asked(header.step)
+            self._emit({"event": "memory", "state": "checkpoint", "step": header.step, "sentence": sentence})
+
+    def sentence(self) -> str:
+        """What to say when the server takes no pushes for want of memory, else ""."""
+        self._look()
+        used, limit = self._pressure.used, self._pressure.limit
+        if used is None or not limit:
+            return ""
+        if self._is_assumed:  # nothing is refused there
+            return above_assumed(used, limit) if used >= EARLY_SHARE * limit else ""
+        if used < FULL_SHARE * limit:
+            return ""
+        return full(used, limit, steps=sum(self._sizes.values()))
+
+    def _note(self, header: StepHeader, *, retired: int) -> None:
+        self._sizes[header.step] = stored_bytes(payload_bytes=header.bytes, rollouts=header.rollouts)
+        self._planned[header.step] = header.world_size
+        if header.checkpoint_now:
+            self._pressure.asked(header.step, retired=retired)
+
+    def _look(self) -> bool:
+        """-> whether the server was looked at."""
+        now = time.monotonic()
+        pause = HURRY_SECONDS if self._pressure.may_be_short else TELEMETRY_SECONDS
+        if now - self._looked < pause:
+            return False
+        self._looked = now
+        facts: Mapping[str, Any] = self._store.server()
+        # What was unlinked is given back by a thread of the server's; until then its memory only looks used.
+        if int(facts.get("unfreed", 0)) and now - self._freed < LAG_SECONDS:
+            return False
+        self._is_assumed = not int(facts["maxmemory"])
+        limit = assumed_limit(int(facts["maxmemory"]), int(facts["machine"]))
+        self._pressure.look(int(facts["used_memory"]), limit)
+        return True

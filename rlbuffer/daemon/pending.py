@@ -1,0 +1,215 @@
+"""What the leader holds in memory: every pool entry, read once, and the batcher that decides about them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rlbuffer.batcher.adapters import at_step
+from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.daemon.events import Teller
+from rlbuffer.errors import LeaseLost, StepRetired
+from rlbuffer.records.micro_batch import Drop, StepPlan
+from rlbuffer.store.moves.pool import AHEAD_MS
+from rlbuffer.store.protocol import PoolEntry, Store
+
+PAGE = 1000
+"""Pool entries per read."""
+_NUMBER = re.compile(r"[0-9]{1,15}\Z")
+"""Of a ticket: its group is called ``<env>.<number>``."""
+
+
+class Held:
+    """The pool as this leader knows it. Drops go through here, so that server, batcher and memory agree.
+
+    Args:
+        store: the run.
+        config: what steps are made of.
+        teller: hears of every drop.
+        token: the leader's fencing token.
+        since: server time of the takeover, Unix seconds.
+    """
+
+    def __init__(self, store: Store, config: BatcherConfig, teller: Teller, *, token: int, since: float) -> None:
+        self._store = store
+        self._config = config
+        self._teller = teller
+        self._token = token
+        self._since = since
+        self._began = time.monotonic()
+        self._entries: dict[str, PoolEntry] = {}
+        self._used: set[str] = set()
+        """Entries of groups that were trained and may be again; they are in `_entries`, but not in the pool."""
+        self._cursor = "0-0"
+        self._tickets: dict[str, list[int]] = {}
+        """env -> numbers of tickets whose groups are read, which are still out."""
+        self.replaced = 0
+        """Entries read that took the place of another, whose payload is garbage since."""
+        self.batcher = Batcher(config, state=_state(store))
+        self.batcher.close(store.closed_groups())
+
+    @property
+    def pending(self) -> int:
+        """Entries in the pool."""
+        return len(self._entries) - len(self._used)
+
+    def entries(self) -> Iterable[PoolEntry]:
+        """All that is held, used groups too."""
+        return self._entries.values()
+
+    def of(self, plan: StepPlan) -> dict[str, PoolEntry]:
+        """entry id -> entry, of what the plan trains."""
+        return {use.entry_id: self._entries[use.entry_id] for use in plan.entries}
+
+    def restore(self) -> None:
+        """Takes in the groups that may be used again; releases those that this config or version cannot use."""
+        for group in self._store.reused():
+            parts = [(entry.entry_id, entry.info) for entry in group.entries if entry.info is not None]
+            self._entries |= {entry.entry_id: entry for entry in group.entries}
+            self._used |= {entry.entry_id for entry in group.entries}
+            if group.uses < self._config.max_uses and len(parts) == len(group.entries) > 0:
+                pushed = group.entries[0].pushed_ms / 1000
+                self.batcher.restore(parts, uses=group.uses, now=self._since, pushed=pushed)
+            elif group.entries:
+                env, entry_ids = group.entries[0].env, tuple(entry.entry_id for entry in group.entries)
+                self.drop([Drop(group.group_id, env, "void", 0, 0, entry_ids=entry_ids)])
+
+    def renumber(self) -> None:
+        """The pool's ids say when a push came. One that was added by hand with an id far ahead would let the time of
+        every group be up, and no push come after it.
+
+        Raises:
+            LeaseLost: ids were ahead of the server's clock, and are others now.
+        """
+        moved = self._store.renumber(self._token)
+        if moved is not None:
+            raise LeaseLost(
+                f"the pool of run {self._store.run!r} had given ids ahead of the server's clock: {moved} entries have "
+                "others now, and everything is read again"
+            )
+
+    def ingest(self, *, block_seconds: float) -> int:
+        """Reads one page of the pool. -> entries read; 0 when there is nothing new."""
+        entries = self._store.read_pool(self._cursor, count=PAGE, block_seconds=block_seconds)
+        if not entries:
+            return 0
+        now = self._since + time.monotonic() - self._began
+        if int(entries[-1].entry_id.partition("-")[0]) > 1000 * now + AHEAD_MS:
+            self.renumber()
+        undecodable: list[tuple[Drop, list[PoolEntry]]] = []
+        for entry in entries:
+            self._cursor = entry.entry_id
+            if entry.info is None:
+                undecodable.append((_invalid(entry, entry.error), [entry]))
+                continue
+            self._entries[entry.entry_id] = entry
+            replaces = self._replaced(entry)
+            pushed = entry.pushed_ms / 1000
+            # Time in which no batcher ran does not count against a group that is not full yet.
+            now = max(pushed, self._since)
+            self.batcher.add(entry.info, entry_id=entry.entry_id, now=now, pushed=pushed, replaces=replaces)
+            env, _, number = entry.group_id.rpartition(".")
+            if env == entry.env and _NUMBER.match(number):
+                self._tickets.setdefault(env, []).append(int(number))
+        if undecodable:
+            self._store.drop(self._token, undecodable)
+            self._teller.dropped(drop for drop, _ in undecodable)
+        return len(entries)
+
+    def _replaced(self, entry: PoolEntry) -> str:
+        """The entry whose place this one took; "" when it only says so: PUSH lets only the same rollouts do that."""
+        old = self._entries.get(entry.replaces)
+        if old is not None:
+            if _shape(old) != _shape(entry):
+                return ""
+            del self._entries[entry.replaces]
+        self.replaced += bool(entry.replaces)
+        return entry.replaces
+
+    def close_tickets(self) -> None:
+        """Deletes the tickets of what was read. Only after the new allowances are published: with a ticket less out
+        under the old ones, a worker would take one for a group that nobody needs."""
+        for env in list(self._tickets):
+            self._store.close_tickets(env, self._tickets.pop(env))
+
+    def drop(self, drops: Iterable[Drop]) -> None:
+        """Carries out what the batcher decided to drop."""
+        drops = tuple(drops)
+        if not drops:
+            return
+        self._store.drop(self._token, [(d, [self._entries[e] for e in d.entry_ids]) for d in drops])
+        self.batcher.dropped(drops)
+        # What was trained before is only released: its place in the account stays.
+        self._teller.dropped(drop for drop in drops if not self._used.issuperset(drop.entry_ids))
+        for drop in drops:
+            self._forget(drop.entry_ids)
+
+    def drop_broken(self, broken: Mapping[str, str]) -> None:
+        """Pushes that cannot be trained (their payloads are gone, or do not go with the others) drop as invalid.
+
+        Args:
+            broken: entry id -> what is wrong with it.
+        """
+        for entry_id, reason in broken.items():
+            entry = self._entries.get(entry_id)
+            if entry is None:
+                continue  # it went with another part of its group
+            whole, drop = [entry], _invalid(entry, reason)
+            if entry_id in self._used:  # what waits for another use goes whole: its other parts would be nobody's
+                whole = [e for i, e in self._entries.items() if i in self._used and e.group_id == entry.group_id]
+            else:
+                self._teller.dropped([drop])
+            for part in whole:
+                self.batcher.remove(part.entry_id)
+            self._store.drop(self._token, [(drop, whole)])
+            self._forget([part.entry_id for part in whole])
+
+    def refused(self, plan: StepPlan, gone: Iterable[str]) -> None:
+        """The server has entries of the plan no more."""
+        self._forget(gone)
+        self.batcher.refused(plan, gone)
+
+    def committed(self, plan: StepPlan) -> None:
+        """The plan is a step."""
+        self.batcher.committed(plan)
+        for use in plan.entries:
+            if use.is_kept:
+                self._used.add(use.entry_id)
+            else:
+                self._forget([use.entry_id])
+            for reason, rollouts, tokens in use.dropped:
+                self._teller.count(reason, rollouts, tokens)
+
+    def _forget(self, entry_ids: Iterable[str]) -> None:
+        for entry_id in entry_ids:
+            self._entries.pop(entry_id, None)
+            self._used.discard(entry_id)
+
+
+def _shape(entry: PoolEntry) -> tuple[str, str, int, int]:
+    return entry.env, entry.group_id, entry.rollouts, entry.tokens
+
+
+def _state(store: Store) -> Mapping[str, Any] | None:
+    """The batcher's state as after the run's last step; the run may have been taken back since it was saved."""
+    step = store.meta().step
+    try:
+        header = store.wait_step(step, block_seconds=0.0) if step else None
+    except StepRetired:
+        header = None  # only untrained steps can be taken back without force, and those are there
+    return at_step(store.load_state(), step=step, progress=None if header is None else header.adapters)
+
+
+def _invalid(entry: PoolEntry, detail: str) -> Drop:
+    return Drop(
+        group_id=entry.group_id,
+        env=entry.env,
+        reason="invalid",
+        rollouts=entry.rollouts,
+        tokens=entry.tokens,
+        entry_ids=(entry.entry_id,),
+        detail=detail,
+    )

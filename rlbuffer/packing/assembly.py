@@ -1,0 +1,381 @@
+"""Assembly: the rollouts of a rank's rows become micro-batches, column by column.
+
+Nothing here looks at a token. Every column of a micro-batch is one `numpy.concatenate` of the rollouts' own arrays
+into memory that an :class:`~rlbuffer.packing.arena.Arena` reuses; positions and fills are slices of ready-made ramps. That
+runs at several hundred million tokens a second on one core, near what copying the same bytes costs
+(``python -m benchmarks.bench_assembly``), against a few million for lists of Python integers.
+
+What a rollout cannot give is masked, never left out: a rollout that is missing or damaged becomes padding of its
+planned length, so all ranks keep the same shapes and a replay gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.errors import PackingError
+from rlbuffer.packing.arena import Allocate, Arena, aligned
+from rlbuffer.packing.further_columns import ColumnSpec, column_spec
+from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Row, Sample
+from rlbuffer.records.rollout import Rollout
+
+DUMMY_TOKENS = 8
+"""Tokens of a dummy micro-batch: enough for every layer to have something to multiply, too few to cost anything."""
+
+SLAB_TOKENS = 65536
+"""Tokens that are written in one go: several small micro-batches share the cost of the numpy calls, and what one call
+wrote is still in the cache for the next."""
+
+FIXED_COLUMNS: tuple[tuple[str, Any], ...] = (
+    ("input_ids", np.int32),
+    ("position_ids", np.int32),
+    ("loss_mask", np.bool_),
+    ("advantages", np.float32),
+    ("logprobs", np.float32),
+    ("targets", np.int64),
+    ("sample_index", np.int32),
+    ("policy_versions", np.int64),
+)
+"""Arrays [T] that every micro-batch has."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackItem:
+    """One rollout as assembly takes it."""
+
+    rollout: Rollout | None
+    """None when it is missing or damaged: masked padding of the planned length takes its place."""
+    length: int
+    """Tokens, as planned."""
+    sample: Sample
+    """What the trainer is told; its advantage is broadcast to the trained tokens (a column ``advantages`` wins)."""
+    adapter: str = ""
+    """"" is all weights."""
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise PackingError(f"assemble: rollout {self.sample.rollout_id!r} has length {self.length}")
+        if self.rollout is not None and self.rollout.length != self.length:
+            raise PackingError(
+                f"assemble: rollout {self.sample.rollout_id!r} has {self.rollout.length} tokens, {self.length} planned"
+            )
+
+
+def assemble(
+    rows: Sequence[Sequence[Row]],
+    items: Sequence[PackItem],
+    *,
+    row_tokens: int,
+    normalizers: Normalizers,
+    pad_token_id: int = 0,
+    pad_to_multiple_of: int = 1,
+    ignore_index: int = -100,
+    arena: Arena | None = None,
+    columns: Sequence[str] = (),
+    schema: Mapping[str, ColumnSpec] | None = None,
+    update: int = 0,
+) -> tuple[MicroBatch, ...]:
+    """Assembles one rank's micro-batches: ``rows[micro_step]`` are the rows of each, as indices into `items`.
+
+    A micro-batch concatenates its rows, those of one adapter next to each other; the padding of a row is a segment
+    of its own at the row's end. One whose rows are all () is a dummy: :data:`DUMMY_TOKENS` masked tokens in fresh
+    arrays. All micro-batches have the same further columns: `columns` and every one that an item has; where a rollout
+    lacks one, its declared fill stands in (:func:`~rlbuffer.packing.further_columns.register_column`; 0 without declaration), and
+    `MicroBatch.lacking` says where. With
+    `schema` the columns are those that it names, and every rollout must go with it (:func:`fits`): so all ranks of a
+    step have the same ones.
+
+    Memory: without `arena` every array is fresh. With one, arrays are cut from memory that is used again once nobody
+    holds an array of that micro-batch (see :mod:`rlbuffer.packing.arena`).
+
+    Raises:
+        PackingError: a row exceeds `row_tokens` or mixes adapters; an index is out of range; a column comes in shapes
+            or dtypes that do not go together, or is asked for in `columns` with nothing known of it.
+    """
+    if pad_to_multiple_of < 1:
+        raise PackingError(f"assemble: pad_to_multiple_of = {pad_to_multiple_of} must be at least 1")
+    layout = _Layout(
+        schema=_schema(items, columns) if schema is None else schema,
+        row_tokens=row_tokens,
+        pad_token_id=pad_token_id,
+        pad_to_multiple_of=pad_to_multiple_of,
+        ignore_index=ignore_index,
+        normalizers=normalizers,
+        update=update,
+    )
+    made: list[MicroBatch] = []
+    slab: list[_Segments] = []
+    for step in rows:
+        segments = _segments(step, items, layout)
+        if not segments.samples:
+            made += [*_write(slab, layout, arena), *_write([segments], layout, None)]
+            slab = []
+            continue
+        slab.append(segments)
+        if sum(s.tokens for s in slab) >= SLAB_TOKENS:
+            made += _write(slab, layout, arena)
+            slab = []
+    made += _write(slab, layout, arena)
+    return tuple(made)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """What all micro-batches of one call share."""
+
+    schema: Mapping[str, ColumnSpec]
+    row_tokens: int
+    pad_token_id: int
+    pad_to_multiple_of: int
+    ignore_index: int
+    normalizers: Normalizers
+    update: int
+
+
+@dataclass(slots=True)
+class _Segments:
+    """The segments of one micro-batch, in order; padding has no rollout and no owner."""
+
+    lengths: list[int] = field(default_factory=list)
+    rollouts: list[Rollout | None] = field(default_factory=list)
+    """None: masked, either padding or a damaged rollout."""
+    owners: list[int] = field(default_factory=list)
+    """Index into `samples`, -1 for padding."""
+    samples: list[Sample] = field(default_factory=list)
+    adapter_tokens: dict[str, int] = field(default_factory=dict)
+    tokens: int = 0
+
+    def add(self, length: int, rollout: Rollout | None, owner: int) -> None:
+        self.lengths.append(length)
+        self.rollouts.append(rollout)
+        self.owners.append(owner)
+        self.tokens += length
+
+
+def fits(rollout: Rollout, schema: Mapping[str, ColumnSpec]) -> bool:
+    """Whether the rollout's further columns are among those of `schema`, of its shapes, in dtypes that convert."""
+    for name, array in rollout.columns.items():
+        if name == "advantages":
+            if array.ndim != 1 or array.dtype.kind == "b":
+                return False
+        elif (
+            name not in schema
+            or array.shape[1:] != schema[name].shape
+            or not _converts(array.dtype, schema[name].dtype)
+        ):
+            return False
+    return True
+
+
+# -- further columns ---------------------------------------------------------------------------------------------------
+def _schema(items: Sequence[PackItem], required: Sequence[str]) -> dict[str, ColumnSpec]:
+    """Name -> dtype, trailing shape and fill of every further column, in the order of names."""
+    arrays: dict[str, dict[tuple[np.dtype[Any], tuple[int, ...]], str]] = {name: {} for name in required}
+    for item in items:
+        if item.rollout is not None and item.rollout.columns:
+            for name, array in item.rollout.columns.items():
+                kinds = arrays.setdefault(name, {})
+                kinds.setdefault((array.dtype, array.shape[1:]), item.sample.rollout_id)
+    advantages = arrays.pop("advantages", {})
+    for (dtype, shape), where in advantages.items():
+        if shape or dtype.kind == "b":
+            raise PackingError(
+                f"assemble: column advantages of rollout {where!r} is {_kind(dtype, shape)}, not [T] numbers"
+            )
+    return {name: _spec(name, arrays[name]) for name in sorted(arrays)}
+
+
+def _spec(name: str, kinds: Mapping[tuple[np.dtype[Any], tuple[int, ...]], str]) -> ColumnSpec:
+    spec = column_spec(name)
+    if spec is None:
+        if not kinds:
+            raise PackingError(
+                f"assemble: column {name} is required, but no rollout here has it and its dtype is not declared: "
+                f"call register_column({name!r}, fill=..., dtype=...)"
+            )
+        dtype = np.result_type(*(dtype for dtype, _ in kinds))
+        spec = ColumnSpec(fill=0, dtype=dtype, shape=next(iter(kinds))[1])
+        wanted = " as in other rollouts"
+    else:
+        wanted = " as declared"
+    for (dtype, shape), where in kinds.items():
+        if shape != spec.shape or not _converts(dtype, spec.dtype):
+            raise PackingError(
+                f"assemble: column {name} of rollout {where!r} is {_kind(dtype, shape)}, "
+                f"not {_kind(spec.dtype, spec.shape)}{wanted}"
+            )
+    return spec
+
+
+def _converts(dtype: np.dtype[Any], to: np.dtype[Any]) -> bool:
+    """Whether values keep their meaning: rounding to a float is fine, wrapping an integer is not."""
+    return np.can_cast(dtype, to, "safe") or (to.kind == "f" and dtype.kind in "iuf")
+
+
+def _kind(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    return f"{dtype.name} [{', '.join(['T', *map(str, shape)])}]"
+
+
+# -- micro-batches -----------------------------------------------------------------------------------------------------
+def _segments(rows: Sequence[Row], items: Sequence[PackItem], layout: _Layout) -> _Segments:
+    out = _Segments()
+    for adapter, row in _by_adapter(rows, items):
+        before = out.tokens
+        for index in row:
+            item = items[index]
+            out.add(item.length, item.rollout, len(out.samples))
+            out.samples.append(item.sample)
+        tokens = out.tokens - before
+        if tokens > layout.row_tokens:
+            raise PackingError(
+                f"assemble: a row of {len(row)} rollouts has {tokens} tokens; it holds {layout.row_tokens}"
+            )
+        padding = -tokens % layout.pad_to_multiple_of
+        if padding:
+            out.add(padding, None, -1)
+        out.adapter_tokens[adapter] = out.adapter_tokens.get(adapter, 0) + tokens + padding
+    if not out.samples:
+        tokens = min(DUMMY_TOKENS, layout.row_tokens)
+        out.add(tokens + -tokens % layout.pad_to_multiple_of, None, -1)
+        out.adapter_tokens[""] = out.tokens
+    return out
+
+
+def _write(slab: Sequence[_Segments], layout: _Layout, arena: Arena | None) -> list[MicroBatch]:
+    """Writes the columns of consecutive micro-batches in one go and cuts them apart: views of the same arrays."""
+    if not slab:
+        return []
+    lengths = [length for s in slab for length in s.lengths]
+    rollouts = [rollout for s in slab for rollout in s.rollouts]
+    sizes = np.array(lengths, np.int64)
+    total = int(sizes.sum())
+    new: Allocate = np.empty
+    if arena is not None:
+        fixed = sum(aligned((total,), dtype) for _, dtype in FIXED_COLUMNS)
+        new = arena.block(fixed + sum(aligned((total, *s.shape), s.dtype) for s in layout.schema.values()))
+    arrays = {name: new((total,), dtype) for name, dtype in FIXED_COLUMNS}
+    for name, column, fill in (
+        ("input_ids", "tokens", layout.pad_token_id),
+        ("loss_mask", "loss_mask", False),
+        ("logprobs", "logprobs", 0.0),
+    ):
+        parts = [None if rollout is None else getattr(rollout, column) for rollout in rollouts]
+        _concatenate(arrays[name], parts, lengths, fill)
+    ramp = np.arange(max(lengths), dtype=np.int32)
+    np.concatenate([ramp[:length] for length in lengths], out=arrays["position_ids"])
+    _per_rollout(arrays, slab, sizes)
+    _versions(arrays["policy_versions"], rollouts, lengths)
+    _targets(arrays["targets"], arrays["input_ids"], np.cumsum(sizes), rollouts, layout.ignore_index)
+    further = {}
+    for name, spec in layout.schema.items():
+        further[name] = new((total, *spec.shape), spec.dtype)
+        parts = [None if rollout is None else rollout.columns.get(name) for rollout in rollouts]
+        _concatenate(further[name], parts, lengths, spec.fill)
+    lacking = _lacking(rollouts, layout.schema, sizes)
+
+    made, start = [], 0
+    for segments in slab:
+        end = start + segments.tokens
+        cu_seqlens = np.zeros(len(segments.lengths) + 1, np.int32)
+        np.cumsum(segments.lengths, out=cu_seqlens[1:])
+        made.append(
+            MicroBatch(
+                **{name: array[start:end] for name, array in arrays.items()},
+                cu_seqlens=cu_seqlens,
+                columns={name: array[start:end] for name, array in further.items()},
+                samples=tuple(segments.samples),
+                adapter_tokens=segments.adapter_tokens,
+                normalizers=layout.normalizers,
+                is_dummy=not segments.samples,
+                update=layout.update,
+                lacking={k: array[start:end] for k, array in lacking.items() if array[start:end].any()},
+            )
+        )
+        start = end
+    return made
+
+
+def _lacking(
+    rollouts: Sequence[Rollout | None], names: Iterable[str], lengths: NDArray[np.int64]
+) -> dict[str, NDArray[np.bool_]]:
+    """Column -> [T] bool, of those that some rollout came without; one that is missing itself lacks nothing."""
+    out = {}
+    for name in names:
+        without = np.array([rollout is not None and name not in rollout.columns for rollout in rollouts])
+        if without.any():
+            out[name] = np.repeat(without, lengths)
+    return out
+
+
+def _by_adapter(rows: Sequence[Row], items: Sequence[PackItem]) -> list[tuple[str, Row]]:
+    """The rows that are not empty, those of one adapter together, adapters in order of appearance."""
+    named: dict[str, list[Row]] = {}
+    for row in rows:
+        if not row:
+            continue
+        if min(row) < 0 or max(row) >= len(items):
+            raise PackingError(f"assemble: row {tuple(row)} is out of range for {len(items)} items")
+        adapters = {items[index].adapter for index in row}
+        if len(adapters) > 1:
+            raise PackingError(f"assemble: a row mixes the adapters {', '.join(map(repr, sorted(adapters)))}")
+        named.setdefault(adapters.pop(), []).append(row)
+    return [pair for adapter, group in named.items() for pair in zip(repeat(adapter), group, strict=False)]
+
+
+def _concatenate(out: NDArray[Any], parts: Sequence[NDArray[Any] | None], lengths: Sequence[int], fill: float) -> None:
+    """Writes the parts one after the other into `out`; `fill` where a segment has none."""
+    missing = [length for part, length in zip(parts, lengths, strict=True) if part is None]
+    blank = np.full((max(missing, default=0), *out.shape[1:]), fill, out.dtype)
+    filled = [blank[:length] if part is None else part for part, length in zip(parts, lengths, strict=True)]
+    np.concatenate(filled, out=out, casting="same_kind")
+
+
+def _per_rollout(arrays: Mapping[str, NDArray[Any]], slab: Sequence[_Segments], lengths: NDArray[np.int64]) -> None:
+    """What has one value per rollout: the sample's index, and its advantage on trained tokens.
+
+    A column ``advantages`` of the rollout wins over the sample's.
+    """
+    owners = [owner for s in slab for owner in s.owners]
+    values = [s.samples[owner].advantage if owner >= 0 else 0.0 for s in slab for owner in s.owners]
+    advantages = arrays["advantages"]
+    arrays["sample_index"][:] = np.repeat(np.array(owners, np.int32), lengths)
+    advantages[:] = np.repeat(np.array(values, np.float32), lengths)
+    start = 0
+    for segments in slab:
+        for length, rollout in zip(segments.lengths, segments.rollouts, strict=True):
+            if rollout is not None and "advantages" in rollout.columns:
+                advantages[start : start + length] = rollout.columns["advantages"]
+            start += length
+    np.multiply(advantages, arrays["loss_mask"], out=advantages)
+    np.add(advantages, np.float32(0), out=advantages)  # a negative advantage times an untrained token is -0.0
+
+
+def _versions(out: NDArray[np.int64], rollouts: Sequence[Rollout | None], lengths: Sequence[int]) -> None:
+    """The policy version that sampled each token; -1 where none did."""
+    out.fill(-1)
+    start = 0
+    for rollout, length in zip(rollouts, lengths, strict=True):
+        for version, first, end in () if rollout is None else rollout.version_spans:
+            out[start + first : start + end] = version
+        start += length
+
+
+def _targets(
+    out: NDArray[np.int64],
+    input_ids: NDArray[np.int32],
+    ends: NDArray[np.int64],
+    rollouts: Sequence[Rollout | None],
+    ignore_index: int,
+) -> None:
+    """The next token inside the same rollout; `ignore_index` at each end and where there is no rollout."""
+    out[:-1] = input_ids[1:]
+    out[ends - 1] = ignore_index
+    for number, rollout in enumerate(rollouts):
+        if rollout is None:
+            out[ends[number - 1] if number else 0 : ends[number]] = ignore_index

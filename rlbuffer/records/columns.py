@@ -1,0 +1,105 @@
+"""Columns: the arrays of a rollout, one value per token, and the rules they keep.
+
+Packing and the wire know columns only by name, dtype and shape, never by meaning: a new quantity needs no new code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rlbuffer.errors import InvalidRollout
+from rlbuffer.records.checks import MAX_NUMBER
+
+COLUMN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}\Z")
+MAX_DIMENSIONS = 8
+"""Dimensions that a column or an attachment may have."""
+MAX_ARRAYS = 256
+"""Columns, and attachments, that a rollout may have."""
+
+REQUIRED_COLUMNS: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {"tokens": np.dtype("<i4"), "loss_mask": np.dtype("?"), "logprobs": np.dtype("<f4")}
+)
+
+COLUMN_DTYPES = frozenset(
+    np.dtype(d) for d in ("?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<i8", "<f2", "<f4", "<f8")
+)
+"""Dtypes that a column or an attachment may have: fixed size, little-endian, no objects."""
+
+
+def as_column(
+    name: str, values: ArrayLike, dtype: np.dtype[Any] | None = None, *, kind: str = "column"
+) -> NDArray[Any]:
+    """`values` as a read-only, contiguous array of an allowed dtype that nobody else can write to.
+
+    An array that the caller could still change is copied, because a record is checked only once. One that is
+    read-only down to its memory (decoded bytes, a frozen array) is kept as it is, without a copy.
+    """
+    try:
+        given = np.asarray(values)
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidRollout(f"{kind} {name}: not a rectangular array of numbers") from None
+    array = given if dtype is None or given.dtype == dtype else _cast(f"{kind} {name}", given, dtype)
+    if array.dtype.kind in "iuf" and array.dtype != array.dtype.newbyteorder("<"):
+        array = array.astype(array.dtype.newbyteorder("<"))
+    if array.dtype not in COLUMN_DTYPES:
+        raise InvalidRollout(f"{kind} {name}: dtype {array.dtype} is not supported")
+    if array.ndim > MAX_DIMENSIONS:
+        raise InvalidRollout(f"{kind} {name}: {array.ndim} dimensions, at most {MAX_DIMENSIONS} are supported")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise InvalidRollout(f"{kind} {name}: not finite at position {_first(~np.isfinite(array))}")
+    if kind == "column" and (array.dtype.kind == "f" or name == "advantages"):
+        _refuse_untrainable(name, array)
+    if array.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
+        # A byte above 1 under a bool view counts differently in every operation.
+        raise InvalidRollout(f"{kind} {name}: not a boolean at position {_first(array.view(np.uint8) > 1)}")
+    array = np.asarray(array, order="C")
+    if array is given and not _frozen(array):
+        array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def _cast(label: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    if array.size and dtype.kind == "i" and array.dtype.kind not in "iu":
+        raise InvalidRollout(f"{label}: expected integers, got {array.dtype}")
+    if array.size and dtype.kind == "b" and not (array.dtype.kind in "iu" and np.isin(array, (0, 1)).all()):
+        raise InvalidRollout(f"{label}: expected booleans, got {array.dtype}")
+    if dtype.kind == "f" and array.dtype.kind not in "fiu":
+        raise InvalidRollout(f"{label}: expected numbers, got {array.dtype}")
+    if dtype.kind == "i" and array.size:
+        low, high = int(array.min()), int(array.max())
+        if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
+            raise InvalidRollout(f"{label}: {low}..{high} does not fit {dtype}")
+    with np.errstate(over="ignore"):
+        return array.astype(dtype)
+
+
+def _refuse_untrainable(name: str, array: NDArray[Any]) -> None:
+    if array.size and max(float(array.max()), -float(array.min())) > MAX_NUMBER:
+        place = _first(np.abs(array.astype(np.float64)) > MAX_NUMBER)
+        raise InvalidRollout(
+            f"column {name}: the number at position {place} is beyond the limit of {MAX_NUMBER:g}, either sign"
+        )
+
+
+def _first(bad: NDArray[np.bool_]) -> int:
+    """Index along the first axis of the first True."""
+    return int(np.argmax(bad.reshape(len(bad), -1).any(axis=1))) if bad.ndim else 0
+
+
+def _frozen(array: NDArray[Any]) -> bool:
+    """Whether nothing that is in reach of others can write to the array's memory."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        if owner.flags.writeable:
+            return False
+        owner = owner.base
+    if isinstance(owner, memoryview):
+        owner = owner.obj
+    return owner is None or isinstance(owner, bytes)

@@ -1,0 +1,214 @@
+"""What the batcher sees: rollouts and groups without their payloads, 49 bytes a rollout and some 150 a group."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from rlbuffer.errors import ConfigError, InvalidRollout
+from rlbuffer.records.checks import as_integer, as_number, as_text, shown
+
+GROUP_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
+ENV_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+WORKER_NAME = re.compile(r"[A-Za-z0-9_.:@/-]{1,128}\Z")
+INCARNATION = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
+"""Without a space, a colon or a dot: it stands between those in keys and records on the server."""
+ColumnKind = tuple[str, str, tuple[int, ...]]
+"""Name, dtype (``<f4``) and trailing shape of a further column."""
+MAX_ROLLOUT_ID = 160
+"""Characters: a group id, a slash and an index fit."""
+FLAT_WITHIN = 1e-6
+"""Rewards of a group that lie within this of each other count as equal: sums of the same parts differ by less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutInfo:
+    """What the batcher sees of one rollout."""
+
+    rollout_id: str
+    """Unique in its group."""
+    length: int
+    """Tokens."""
+    prompt_tokens: int
+    """Tokens before the first trained one."""
+    loss_tokens: int
+    """Trained tokens."""
+    reward: float | None
+    """Scalar of at most 1e12, either sign, or None until scored."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Named components of the reward."""
+    min_version: int
+    """Oldest policy version that sampled a token."""
+    max_version: int
+    """Newest policy version that sampled a token."""
+    turns: int = 0
+    """Number of turns."""
+    is_truncated: bool = False
+    """Sampling ended at a length limit."""
+    size: int = 0
+    """Bytes of the encoded payload; 0 before encoding."""
+    checksum: int = 0
+    """CRC-32 that the encoded payload carries in its header; 0 before encoding."""
+
+
+class Totals(NamedTuple):
+    """What the rollouts of one push amount to: enough to hold a whole group, without looking at any of them."""
+
+    rollouts: int
+    tokens: int
+    longest: int
+    """Tokens of the longest rollout."""
+    oldest: int
+    """Smallest `min_version`."""
+    newest: int
+    """Largest `max_version`."""
+    is_scored: bool
+    """Every rollout has a reward."""
+    is_flat: bool
+    """As :func:`are_flat` says of the rewards."""
+    is_distinct: bool
+    """No id occurs twice."""
+
+
+class _Unpacked:
+    """What a :class:`GroupInfo` holds besides its fields. Neither takes part in comparisons, copies or pickles.
+
+    A leader that takes over reads a million rollouts and looks at few of them: those of a decoded push stay packed
+    until somebody asks for `rollouts`.
+    """
+
+    __slots__ = ("_unpack", "totals")
+    _unpack: Callable[[], tuple[RolloutInfo, ...]]
+    totals: Totals
+    """What `rollouts` amount to."""
+
+    if not TYPE_CHECKING:  # a checker would take any misspelt name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for a slot that is still empty."""
+            if name == "rollouts":
+                made = self._unpack()
+            elif name == "totals":
+                made = totals_of(self.rollouts)
+            else:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            object.__setattr__(self, name, made)
+            return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupInfo(_Unpacked):
+    """What the batcher sees of one push: a group, or a part of one, without its payload."""
+
+    group_id: str
+    """`[A-Za-z0-9_.:-]{1,128}`, unique in the run."""
+    env: str
+    """Named source of tasks."""
+    prompt_id: str
+    """What the rollouts share."""
+    adapter: str = ""
+    """LoRA adapter that sampled them; "" is all weights."""
+    planned_size: int
+    """Rollouts planned for the whole group."""
+    rollouts: tuple[RolloutInfo, ...]
+    """The rollouts of this push, in payload order: rollout i is payload field ``str(i)``."""
+    columns: tuple[ColumnKind, ...] = ()
+    """Every kind of further column that a rollout of this push has, in order."""
+    needs: tuple[str, ...] = ()
+    """What must still be added before the group is ready, e.g. ``ref_logprobs``."""
+    worker: str = ""
+    """Who pushed it."""
+    created: float | None = None
+    """Unix seconds at the worker; None when unknown. Shown to people, decides nothing."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rollouts in this push."""
+        return self.totals.tokens
+
+
+def are_flat(rewards: Collection[float | None]) -> bool:
+    """Whether rewards tell nothing apart: all lie within :data:`FLAT_WITHIN`, or all are missing."""
+    scored = [reward for reward in rewards if reward is not None]
+    return not scored or (len(scored) == len(rewards) and max(scored) - min(scored) <= FLAT_WITHIN)
+
+
+def totals_of(rollouts: Sequence[RolloutInfo]) -> Totals:
+    """What the rollouts of one push amount to; all zero when there are none."""
+    rewards = {r.reward for r in rollouts}
+    return Totals(
+        rollouts=len(rollouts),
+        tokens=sum(r.length for r in rollouts),
+        longest=max((r.length for r in rollouts), default=0),
+        oldest=min((r.min_version for r in rollouts), default=0),
+        newest=max((r.max_version for r in rollouts), default=0),
+        is_scored=None not in rewards,
+        is_flat=are_flat(rewards),
+        is_distinct=len({r.rollout_id for r in rollouts}) == len(rollouts),
+    )
+
+
+def check_producer(worker: str, incarnation: str) -> None:
+    """What a producer is called becomes part of keys, and of records whose fields a space divides.
+
+    Raises:
+        ConfigError: a character that cannot stand there.
+    """
+    for name, value, pattern in (("worker name", worker, WORKER_NAME), ("incarnation", incarnation, INCARNATION)):
+        if not isinstance(value, str) or not pattern.match(value):
+            raise ConfigError(f"the {name} must match {pattern.pattern[:-2]}, got {shown(value)}")
+
+
+def unfrozen(record: type[Any]) -> type[Any]:
+    """A class with the slots of a frozen record: an object of it becomes that record when its ``__class__`` is set so.
+
+    The constructor of a frozen record sets every field by a call, which is most of the time of a decoder that has
+    checked the values already.
+    """
+    return type(f"Unfrozen{record.__name__}", record.__bases__, {"__slots__": record.__slots__})
+
+
+class GroupFields(Protocol):
+    """What a group and its info have in common."""
+
+    @property
+    def group_id(self) -> str: ...
+    @property
+    def env(self) -> str: ...
+    @property
+    def prompt_id(self) -> str: ...
+    @property
+    def adapter(self) -> str: ...
+    @property
+    def planned_size(self) -> int: ...
+    @property
+    def needs(self) -> tuple[str, ...]: ...
+    @property
+    def worker(self) -> str: ...
+    @property
+    def created(self) -> float | None: ...
+
+
+def group_fields(record: GroupFields) -> dict[str, Any]:
+    """What a group and its info have in common, checked: everything but the rollouts.
+
+    Raises:
+        InvalidRollout: a field is of the wrong type or outside its range.
+    """
+    for name, pattern in (("group_id", GROUP_ID), ("env", ENV_NAME)):
+        value = getattr(record, name)
+        if not isinstance(value, str) or not pattern.match(value):
+            raise InvalidRollout(f"{name}: expected {pattern.pattern[:-2]}, got {shown(value)}")
+    needs: object = record.needs
+    if not isinstance(needs, list | tuple):
+        raise InvalidRollout(f"needs: expected a list of names, got {shown(needs)}")
+    return {
+        "prompt_id": as_text("prompt_id", record.prompt_id, limit=256),
+        "adapter": as_text("adapter", record.adapter, limit=128),
+        "worker": as_text("worker", record.worker, limit=128),
+        "planned_size": as_integer("planned_size", record.planned_size, low=1, high=2**31 - 1),
+        "needs": tuple(as_text(f"needs[{i}]", n, limit=64) for i, n in enumerate(needs)),
+        "created": None if record.created is None else as_number("created", record.created),
+    }

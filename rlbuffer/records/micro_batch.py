@@ -1,0 +1,392 @@
+"""What a step is made of: the plan that the batcher commits, and the micro-batches that a rank trains on.
+
+A step's life: the batcher makes a :class:`StepPlan`, the store commits it, each rank's reader turns its part into a
+:class:`Step` of :class:`MicroBatch` es.
+
+The order of the fields that have no default is public: these records can be made by position, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.errors import PackingError
+from rlbuffer.records.padded import Padded, padded
+
+if TYPE_CHECKING:
+    import torch
+
+Row = tuple[int, ...]
+"""Indices of the rollouts of one row; () is a dummy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Which rollout goes into which row, of which micro-step, of which rank."""
+
+    rows: tuple[tuple[tuple[Row, ...], ...], ...]
+    """``rows[micro_step][rank]`` is a tuple of `rows_per_micro_batch` rows; a row is a tuple of indices, () a dummy."""
+    world_size: int
+    """Ranks."""
+    row_tokens: int
+    """Tokens that a row may hold."""
+    rows_per_micro_batch: int = 1
+    """Rows of one forward pass on one rank."""
+    pad_to_multiple_of: int = 1
+    """Rows are padded to a multiple of this many tokens."""
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward passes that every rank makes."""
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Normalizers:
+    """The update's counts over all ranks: what a loss divides by."""
+
+    loss_tokens: int
+    """Trained tokens."""
+    rollouts: int
+    """Rollouts."""
+    groups: int
+    """Groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRef:
+    """One rollout of a step plan, and where its payload is."""
+
+    entry_id: str
+    """Pool entry (one push) that holds it."""
+    index: int
+    """Payload field of that push: ``str(index)``."""
+    rollout_id: str
+    group_id: str
+    env: str
+    adapter: str
+    length: int
+    """Tokens."""
+    loss_tokens: int
+    """Trained tokens; 0 where the step masks it."""
+    min_version: int
+    """Oldest policy version that sampled a token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterProgress:
+    """How far an adapter is with a step, this step included; "" is all weights, whose own steps are the run's."""
+
+    samples: int
+    """Rollouts trained in this run."""
+    tokens: int
+    """Tokens of them."""
+    step: int
+    """Its own steps: the version that it has once this step is trained."""
+    ready_to_update: bool
+    """Its batch is whole with this step: its optimizer steps once, then its version `step` can be published."""
+    version: int
+    """The version that it has while this step trains: what ages are counted from."""
+    gathered: int = 0
+    """Rollouts since its last own step, those of this step included."""
+    rollouts: int = 0
+    """Of this step."""
+    waiting_for_version: int | None = None
+    """Publish after this step even if it is no regular point, unless this version or a newer one is published."""
+
+
+def version_trained(adapters: Mapping[str, AdapterProgress], adapter: str, step: int) -> int:
+    """The version of `adapter` that `step` trains: a rollout's age there is this - its `min_policy_version`."""
+    progress = adapters.get(adapter) if adapter else None
+    return step - 1 if progress is None else progress.version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryUse:
+    """What a step does with one pool entry; packed and dropped add up to the whole entry."""
+
+    entry_id: str
+    env: str
+    packed_rollouts: int
+    packed_tokens: int
+    dropped: tuple[tuple[str, int, int], ...] = ()
+    """(reason, rollouts, tokens) of what the entry holds beyond what is packed; () when the group was used before."""
+    group_id: str = ""
+    uses: int = 0
+    """Steps that trained its group before."""
+    is_kept: bool = False
+    """Its group may be used again after this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step trains on; immutable once committed."""
+
+    step: int
+    group_ids: tuple[str, ...]
+    """Groups in the order in which they were selected; of a step that closes at a number of them, by name."""
+    rollouts: tuple[RolloutRef, ...]
+    """The rollouts that `plan` indexes."""
+    advantages: NDArray[np.float32]
+    """[rollouts] float32; one per rollout, broadcast to its trained tokens (a column ``advantages`` wins)."""
+    plan: Plan
+    normalizers: Normalizers
+    tokens: int
+    """Tokens of all rollouts."""
+    closed_by: str
+    """``capacity`` | ``fill`` | ``groups`` | ``rollouts`` | ``partial`` | ``timeout`` | ``end``: what ended it."""
+    entries: tuple[EntryUse, ...] = ()
+    """Every pool entry that the commit consumes."""
+    adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
+    """Adapter -> how far it is with this step, of all that were trained so far."""
+    masks_truncated: bool = False
+    """No token of a truncated rollout is trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A group, or rollouts of one, that will not be trained."""
+
+    group_id: str
+    env: str
+    reason: str
+    """One of :data:`rlbuffer.records.rollout.REASONS`."""
+    rollouts: int
+    tokens: int
+    entry_ids: tuple[str, ...] = ()
+    """Pool entries that the drop consumes whole."""
+    detail: str = ""
+    """The rule with its value and its limit: ``age 3 > max_age 1 at step 12``."""
+    min_version: int = 0
+    reward: float | None = None
+    """Mean reward, for the history."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What the batcher would do now. Nothing has happened yet: only `Batcher.committed` moves its state."""
+
+    plan: StepPlan | None
+    state: Mapping[str, Any]
+    """The batcher's own state as after this plan; msgpack types; goes into the commit."""
+    drops: tuple[Drop, ...] = ()
+    """What must be dropped now, whether or not there is a plan."""
+    waiting: str = ""
+    """Why there is no plan, in one sentence; empty when there is one."""
+    allowances: Mapping[str, int] = field(default_factory=dict)
+    """env -> tickets that may be out."""
+    waiting_for_version: int | None = None
+    """The plan's header asks for this version: what is published is too old for the step after it."""
+    dead: Mapping[str, float] = field(default_factory=dict)
+    """env of which steps need something -> seconds that it has been silent, when that is too long."""
+    is_over: bool = False
+    """Nothing is pending, and nothing more comes of any env."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a trainer may want to know of one rollout in a micro-batch."""
+
+    rollout_id: str
+    group_id: str
+    env: str
+    reward: float | None
+    rewards: Mapping[str, float]
+    advantage: float
+    policy_versions: tuple[int, int]
+    """(oldest, newest)."""
+    answer: Any
+    prompt_tokens: int
+    length: int
+    adapter: str = ""
+    """LoRA adapter that it trains; "" is all weights."""
+    is_truncated: bool = False
+    attachments: Mapping[str, NDArray[Any]] = field(default_factory=dict, compare=False)
+    """The rollout's own: named arrays of any shape. Empty where it is damaged."""
+
+
+def _on_host(array: Any) -> NDArray[Any]:
+    """A numpy view or copy of an array that `MicroBatch.to` may have turned into a tensor on a device."""
+    return array if isinstance(array, np.ndarray) else np.asarray(array.cpu())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """The rows of one forward pass on one rank, packed: all arrays are [T], aligned to the token itself.
+
+    The logprob of token t comes from the logits at t - 1; `targets` gives the same alignment from the other side:
+    ``targets[t]`` is the token that the logits at t predict, `ignore_index` at the end of each rollout and in padding.
+    """
+
+    input_ids: NDArray[np.int32]
+    """[T] int32; padding is `pad_token_id`."""
+    position_ids: NDArray[np.int32]
+    """[T] int32; from 0 in every rollout."""
+    cu_seqlens: NDArray[np.int32]
+    """[S + 1] int32; segment boundaries, each rollout one, the padding of a row one more."""
+    loss_mask: NDArray[np.bool_]
+    """[T] bool; True where a token is trained."""
+    advantages: NDArray[np.float32]
+    """[T] float32; 0 where not trained."""
+    logprobs: NDArray[np.float32]
+    """[T] float32; inference logprobs, 0 where not sampled."""
+    targets: NDArray[np.int64]
+    """[T] int64; next token inside the same rollout, `ignore_index` elsewhere."""
+    sample_index: NDArray[np.int32]
+    """[T] int32; index into `samples`, -1 in padding. A damaged rollout keeps its index and is masked."""
+    columns: Mapping[str, NDArray[Any]]
+    """Further columns, [T] or [T, ...], filled where a rollout lacks one (see `lacking`)."""
+    samples: tuple[Sample, ...]
+    """The rollouts, in segment order."""
+    adapter_tokens: Mapping[str, int]
+    """adapter -> tokens, padding included, in the order of the rows: running sums cut T by adapter."""
+    normalizers: Normalizers
+    """Of the whole update, over all ranks."""
+    is_dummy: bool
+    """Nothing here is trained; it exists so that every rank makes the same number of forward passes."""
+    update: int = 0
+    """Index of the update inside the step."""
+    lacking: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
+    """Column -> [T] bool; True where the token's rollout came without it, so that what stands there is its fill. Only
+    columns that a rollout of this micro-batch lacks are named. Not part of the digest: it follows from what is."""
+    policy_versions: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[T] int64; the policy version that sampled the token, -1 where none did. Empty in one that was made by hand."""
+
+    @property
+    def length(self) -> int:
+        """Tokens T, padding included."""
+        return len(self.input_ids)
+
+    def unpack(self, values: Any) -> list[Any]:
+        """Cuts [T, ...] values (numpy or torch) into one piece per sample, padding left out.
+
+        The inverse of packing: ``micro_batch.unpack(micro_batch.input_ids)[i]`` is the i-th rollout's tokens. The
+        pieces are views where slicing gives views.
+
+        Raises:
+            PackingError: `values` do not have T rows.
+        """
+        if len(values) != self.length:
+            raise PackingError(f"unpack: {len(values)} values do not match {self.length} tokens")
+        bounds = _on_host(self.cu_seqlens)
+        starts, ends = bounds[:-1], bounds[1:]
+        held = _on_host(self.sample_index)[starts] >= 0
+        return [values[start:end] for start, end in zip(starts[held].tolist(), ends[held].tolist(), strict=True)]
+
+    def padded(self, *, rows: int = 1, pad_token_id: int = 0, pad_to_multiple_of: int = 1) -> Padded:
+        """One rollout a row, [B, L], of a micro-batch that is on the host. See :class:`rlbuffer.records.padded.Padded`."""
+        return padded((self,), rows=rows, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
+
+    def attention_mask(self) -> NDArray[np.bool_]:
+        """[T, T] bool; True where the row's token may attend to the column's: the same segment, not later."""
+        bounds = _on_host(self.cu_seqlens)
+        segment = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+        same: NDArray[np.bool_] = segment[:, None] == segment[None, :]
+        return np.tril(same)
+
+    def to(self, device: str | torch.device, *, non_blocking: bool = False) -> MicroBatch:
+        """The same micro-batch with torch tensors on `device` in place of the arrays; imports torch when called.
+
+        Host memory is pinned on its way to a GPU, and the copy does not hold up the caller: torch keeps the pinned
+        block until the copy is done.
+        """
+        import torch
+
+        is_cuda = torch.device(device).type == "cuda"
+
+        def move(array: Any) -> Any:
+            tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array, copy=True))
+            if is_cuda and tensor.device.type == "cpu":
+                return tensor.pin_memory().to(device, non_blocking=True)
+            return tensor.to(device, non_blocking=non_blocking)
+
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {k: move(v) for k, v in values.items() if isinstance(v, np.ndarray) or hasattr(v, "device")}
+        tables = {name: {k: move(v) for k, v in values[name].items()} for name in ("columns", "lacking")}
+        return MicroBatch(**(values | moved | tables))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What one rank trains on in one step. Iterating gives its micro-batches, over all updates."""
+
+    number: int
+    """From 1: step s trains version s - 1 and makes version s."""
+    epoch: int
+    """Grows when a run is rewound or recovered, and with a new line of policy versions."""
+    digest: str
+    """SHA-256 of the step, chained on the last one's; equal on all ranks."""
+    world_size: int
+    updates: tuple[tuple[MicroBatch, ...], ...]
+    """``updates[update]`` are the micro-batches of one optimizer update."""
+    normalizers: Normalizers
+    """Over all ranks."""
+    rollouts: int
+    """Over all ranks."""
+    groups: int
+    """Over all ranks."""
+    damaged: tuple[str, ...] = ()
+    """Ids of this rank's rollouts that were missing or damaged and became masked padding."""
+    header: Mapping[str, Any] = field(default_factory=dict)
+    """Totals of the step as committed: per env tokens, rollouts, reward, ages; for reports."""
+    adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
+    """Adapter ("" is all weights) -> how far it is with this step: which optimizers step after it."""
+
+    def padded(self, *, rows: int = 1, pad_token_id: int = 0, pad_to_multiple_of: int = 1) -> Padded:
+        """All of this rank's rollouts as one batch for one forward pass: one rollout a row, [B, L].
+
+        B differs from rank to rank, unless all ask for the same number of `rows`, as many as any of them has or more.
+        """
+        return padded(tuple(self), rows=rows, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for update in self.updates:
+            yield from update
+
+    def __len__(self) -> int:
+        return sum(len(update) for update in self.updates)
+
+
+HASHED_ARRAYS = (
+    "input_ids",
+    "position_ids",
+    "cu_seqlens",
+    "loss_mask",
+    "advantages",
+    "logprobs",
+    "targets",
+    "sample_index",
+    "policy_versions",
+)
+"""Arrays of a micro-batch in the order in which they are hashed; its columns follow, by name."""
+
+
+def digest_step(step: Step) -> str:
+    """SHA-256 (hex) of all arrays of all of this rank's micro-batches, in order.
+
+    Names, dtypes and shapes count too. A trainer that resumes sees the same digests again for the steps that it
+    replays (at the same world size).
+    """
+    digest = hashlib.sha256()
+    for micro_batch in step:
+        _add_micro_batch(digest, micro_batch)
+    return digest.hexdigest()
+
+
+def _add_micro_batch(digest: Any, micro_batch: MicroBatch) -> None:
+    for name in HASHED_ARRAYS:
+        _add_array(digest, name, getattr(micro_batch, name))
+    for name in sorted(micro_batch.columns):
+        _add_array(digest, f"columns.{name}", micro_batch.columns[name])
+
+
+def _add_array(digest: Any, name: str, array: Any) -> None:
+    values = np.ascontiguousarray(array)
+    digest.update(f"{name}:{values.dtype.str}:{values.shape};".encode())
+    digest.update(values.reshape(-1).view(np.uint8).data)

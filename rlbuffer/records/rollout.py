@@ -1,0 +1,459 @@
+"""What moves through the buffer: rollouts, groups, and what the batcher sees of them.
+
+A rollout is a small table: one row per token, one column per quantity. A group holds the rollouts of one prompt.
+A :class:`GroupInfo` is a group (or a part of one) without its payload: all that a decision needs, 49 bytes a
+rollout and some 150 a group.
+
+Life of a group::
+
+    forming -> ready -> packed -> trained
+       |         |
+       +---------+----> dropped(reason)
+
+Records are frozen; their invariants are checked once, at construction, and violations raise
+:class:`~rlbuffer.errors.InvalidRollout` with the field and the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rlbuffer.errors import InvalidRollout
+from rlbuffer.records.checks import (
+    as_flag,
+    as_integer,
+    as_mapping,
+    as_number,
+    as_text,
+    plain,
+    same,
+    shown,
+)
+from rlbuffer.records.columns import COLUMN_NAME, MAX_ARRAYS, REQUIRED_COLUMNS, as_column
+from rlbuffer.records.info import (
+    ENV_NAME,
+    GROUP_ID,
+    MAX_ROLLOUT_ID,
+    GroupInfo,
+    RolloutInfo,
+    group_fields,
+)
+from rlbuffer.records.spans import Turn, VersionSpan, as_spans, as_turns
+
+_T = TypeVar("_T")
+
+REASONS = ("stale", "future", "small", "flat", "oversized", "invalid", "late", "duplicate", "void", "operator")
+"""Why rollouts are dropped; the order is the order of tables and metrics."""
+
+
+MAX_LOGPROB = np.float32(1e-3)
+"""Logprobs end at 0; samplers that compute in 16 bits round a little above it."""
+MAX_LOCATION = 2**13
+"""Characters of the place of a policy version: every worker reads all of them, all the time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One scored, sampled trajectory: a table with one row per token.
+
+    There is no prompt/completion split beyond the mask: an agentic rollout interleaves context and sampled spans.
+
+    Raises:
+        InvalidRollout: a column has another length, a wrong dtype or a value that is not finite; a logprob, of any
+            column whose name ends in ``logprobs``, is above 0 (1e-3 is rounding); a reward or a float of a column is
+            beyond 1e12, either sign, so that it cannot be trained; the first token is trained; spans overlap or do not
+            cover the trained tokens; a version is negative.
+    """
+
+    rollout_id: str = ""
+    """Unique in its group; empty until pushed (then ``<group_id>/<index>``)."""
+    tokens: NDArray[np.int32]
+    """[T] int32; token ids, context and sampled tokens interleaved."""
+    loss_mask: NDArray[np.bool_]
+    """[T] bool; True where a token is trained. The first is False: nothing predicts it."""
+    logprobs: NDArray[np.float32]
+    """[T] float32; inference logprob of each sampled token under the version that sampled it, 0 elsewhere."""
+    reward: float | None = None
+    """Scalar of at most 1e12, either sign, or None until scored."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Named components of the reward."""
+    successes: Mapping[str, bool] = field(default_factory=dict)
+    """Named verdicts."""
+    version_spans: tuple[VersionSpan, ...]
+    """Which policy version sampled which tokens: ascending, disjoint, covering every trained token."""
+    turns: tuple[Turn, ...] = ()
+    """Which role spoke which tokens: ascending, disjoint."""
+    finish_reason: str = ""
+    """Why sampling ended: ``stop``, ``length``, ..."""
+    is_truncated: bool = False
+    """Sampling ended because a length limit was reached."""
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Further quantities per token, each [T] or [T, ...]; ``advantages`` wins over the estimator."""
+    attachments: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Named arrays of any shape that are not per token."""
+    text: str | None = None
+    """Rendered transcript, for people."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The user's own; msgpack types only."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "rollout_id", as_text("rollout_id", self.rollout_id, limit=MAX_ROLLOUT_ID))
+        for name, dtype in REQUIRED_COLUMNS.items():
+            array = as_column(name, getattr(self, name), dtype)
+            if array.ndim != 1:
+                raise InvalidRollout(f"column {name}: expected shape [T], got {list(array.shape)}")
+            put(self, name, array)
+        length = len(self.tokens)
+        if length == 0:
+            raise InvalidRollout("column tokens: empty")
+        if int(self.tokens.min()) < 0:
+            raise InvalidRollout(f"column tokens: negative token id at position {int(np.argmax(self.tokens < 0))}")
+        columns = _arrays("column", self.columns)
+        for name, array in (("loss_mask", self.loss_mask), ("logprobs", self.logprobs), *columns.items()):
+            if array.ndim == 0 or len(array) != length:
+                shape = list(array.shape)
+                raise InvalidRollout(f"column {name}: {shape} rows do not match {length} tokens")
+        for name, array in (("logprobs", self.logprobs), *columns.items()):
+            if name.endswith("logprobs"):
+                _refuse_above_0(name, array)
+        if self.loss_mask[0]:
+            raise InvalidRollout("column loss_mask: the first token cannot be trained")
+        put(self, "columns", MappingProxyType(columns))
+        put(self, "attachments", MappingProxyType(_arrays("attachment", self.attachments)))
+        if self.reward is not None:
+            put(self, "reward", as_number("reward", self.reward))
+        put(self, "rewards", _named_values("rewards", self.rewards, as_number))
+        put(self, "successes", _named_values("successes", self.successes, as_flag))
+        put(self, "version_spans", as_spans(self.version_spans, length, self.loss_mask))
+        put(self, "turns", as_turns(self.turns, length))
+        put(self, "finish_reason", as_text("finish_reason", self.finish_reason, limit=64))
+        put(self, "is_truncated", as_flag("is_truncated", self.is_truncated))
+        if self.text is not None:
+            put(self, "text", as_text("text", self.text))
+        metadata = plain("metadata", as_mapping("metadata", self.metadata))
+        put(self, "metadata", MappingProxyType(metadata))
+
+    @property
+    def length(self) -> int:
+        """Number of tokens T."""
+        return len(self.tokens)
+
+    @property
+    def loss_tokens(self) -> int:
+        """Number of trained tokens."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens before the first trained one (T when none is trained)."""
+        first = int(self.loss_mask.argmax())
+        return first if self.loss_mask[first] else self.length
+
+    @property
+    def min_policy_version(self) -> int:
+        """The oldest policy version that sampled a token."""
+        return min(span.policy_version for span in self.version_spans)
+
+    @property
+    def max_policy_version(self) -> int:
+        """The newest policy version that sampled a token."""
+        return max(span.policy_version for span in self.version_spans)
+
+    @classmethod
+    def from_completion(
+        cls,
+        *,
+        prompt_ids: ArrayLike,
+        token_ids: ArrayLike,
+        logprobs: ArrayLike,
+        reward: float | None,
+        policy_version: int,
+        **fields: Any,
+    ) -> Rollout:
+        """Builds a single-turn rollout: a prompt, then sampled tokens, all of them trained.
+
+        Shapes: ``prompt_ids`` [P], P >= 1; ``token_ids`` and ``logprobs`` [C].
+        """
+        prompt, sampled = (_column("tokens", ids) for ids in (prompt_ids, token_ids))
+        inference = _column("logprobs", logprobs)
+        if sampled.shape != inference.shape:
+            raise InvalidRollout(
+                f"column logprobs: {list(inference.shape)} rows do not match {list(sampled.shape)} token ids"
+            )
+        turns = [
+            {"role": "user", "tokens": prompt},
+            {"role": "assistant", "tokens": sampled, "logprobs": inference},
+        ]
+        return cls.from_turns(turns, reward=reward, policy_version=policy_version, **fields)
+
+    @classmethod
+    def from_turns(
+        cls, turns: Sequence[Mapping[str, Any]], *, reward: float | None, policy_version: int, **fields: Any
+    ) -> Rollout:
+        """Builds a rollout from turns in order; a turn with ``logprobs`` was sampled and is trained.
+
+        Each turn is a mapping with ``role`` and ``tokens`` [n], and optionally ``logprobs`` [n], ``policy_version``
+        (else the rollout's), ``reward`` and ``metadata``.
+        """
+        tokens, mask, logprobs, spans, marks = [], [], [], [], []
+        position = 0
+        for i, turn in enumerate(turns):
+            for name in ("role", "tokens"):
+                if name not in as_mapping(f"turns[{i}]", turn):
+                    raise InvalidRollout(f"turns[{i}].{name}: missing")
+            ids = _column("tokens", turn["tokens"])
+            sampled = turn.get("logprobs") is not None
+            values = _column("logprobs", turn["logprobs"]) if sampled else np.zeros(len(ids), np.float32)
+            end = position + len(ids)
+            if len(values) != len(ids):
+                raise InvalidRollout(f"column logprobs: {len(values)} rows do not match {len(ids)} tokens of a turn")
+            tokens.append(ids)
+            mask.append(np.full(len(ids), sampled))
+            logprobs.append(values)
+            if sampled and len(ids):
+                spans.append(VersionSpan(turn.get("policy_version", policy_version), position, end))
+            marks.append(Turn(turn["role"], position, end, turn.get("reward"), turn.get("metadata")))
+            position = end
+        if not tokens:
+            raise InvalidRollout("turns: empty")
+        return cls(
+            tokens=_joined(tokens),
+            loss_mask=_joined(mask),
+            logprobs=_joined(logprobs),
+            reward=reward,
+            version_spans=tuple(spans) or (VersionSpan(policy_version, 0, position),),
+            turns=tuple(marks),
+            **fields,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rollout):
+            return NotImplemented
+        return all(same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Read-only mappings do not pickle; samplers do send rollouts between their own processes.
+        return _rebuilt, (type(self), _field_values(self))
+
+
+def _refuse_above_0(name: str, array: NDArray[Any]) -> None:
+    above = array > MAX_LOGPROB
+    if above.any():
+        at = tuple(int(index) for index in np.argwhere(above)[0])
+        raise InvalidRollout(
+            f"column {name}: {float(array[at]):.6g} at position {at[0]} is above 0, so it is no logarithm of a "
+            "probability; are these logits, or logprobs with the sign turned?"
+        )
+
+
+def _column(name: str, values: ArrayLike) -> NDArray[Any]:
+    array = as_column(name, values, REQUIRED_COLUMNS[name])
+    if array.ndim != 1:
+        raise InvalidRollout(f"column {name}: expected shape [n], got {list(array.shape)}")
+    return array
+
+
+def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    joined = np.concatenate(arrays)
+    joined.flags.writeable = False  # ours alone: the record keeps it without another copy
+    return joined
+
+
+def _arrays(kind: str, values: Any) -> dict[str, NDArray[Any]]:
+    out = {}
+    for name, array in as_mapping(f"{kind}s", values).items():
+        if not isinstance(name, str) or not COLUMN_NAME.match(name) or (kind == "column" and name in REQUIRED_COLUMNS):
+            raise InvalidRollout(f"{kind} name {shown(name)} is not allowed")
+        out[str(name)] = as_column(name, array, kind=kind)
+    if len(out) > MAX_ARRAYS:
+        raise InvalidRollout(f"{kind}s: {len(out)} are more than {MAX_ARRAYS}")
+    return out
+
+
+def _named_values(field_name: str, values: Any, check: Callable[[str, Any], _T]) -> Mapping[str, _T]:
+    out = {}
+    for name, value in as_mapping(field_name, values).items():
+        out[as_text(f"{field_name} name", name, limit=64)] = check(f"{field_name}.{name}", value)
+    return MappingProxyType(out)
+
+
+def _field_values(record: Any) -> dict[str, Any]:
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    return {k: dict(v) if isinstance(v, MappingProxyType) else v for k, v in values.items()}
+
+
+def _rebuilt(cls: type[_T], values: Mapping[str, Any]) -> _T:
+    return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one prompt, or a part of them (parts share ``group_id`` and ``planned_size``).
+
+    The order of the fields is public: a group can be made by position, too.
+    """
+
+    group_id: str
+    """`[A-Za-z0-9_.:-]{1,128}`, unique in the run."""
+    env: str
+    """`[A-Za-z0-9_.-]{1,64}`; named source of tasks."""
+    prompt_id: str
+    """What the rollouts share."""
+    rollouts: tuple[Rollout, ...]
+    """At least one; ids are filled in as ``<group_id>/<index>`` where empty."""
+    planned_size: int
+    """Rollouts planned for the whole group."""
+    adapter: str = ""
+    """LoRA adapter that sampled them; "" is all weights."""
+    answer: Any = None
+    """Reference answer; msgpack types only; part of the payload."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The user's own; msgpack types only; part of the payload."""
+    needs: tuple[str, ...] = ()
+    """What must still be added before the group is ready."""
+    worker: str = ""
+    """Who pushed it."""
+    created: float | None = None
+    """Unix seconds at the worker."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        for name, value in group_fields(self).items():
+            put(self, name, value)
+        rollouts = tuple(self.rollouts)
+        if not rollouts:
+            raise InvalidRollout("rollouts: empty")
+        for i, rollout in enumerate(rollouts):
+            if not isinstance(rollout, Rollout):
+                raise InvalidRollout(f"rollouts[{i}]: expected a Rollout, got {shown(rollout)}")
+        if len(rollouts) > self.planned_size:
+            raise InvalidRollout(f"rollouts: {len(rollouts)} are more than planned_size = {self.planned_size}")
+        rollouts = tuple(_named(r, f"{self.group_id}/{i}") for i, r in enumerate(rollouts))
+        ids = [r.rollout_id for r in rollouts]
+        if len(set(ids)) != len(ids):
+            twice = next(i for i in ids if ids.count(i) > 1)
+            raise InvalidRollout(f"rollouts: id {twice!r} occurs twice in group {self.group_id}")
+        put(self, "rollouts", rollouts)
+        put(self, "answer", plain("answer", self.answer))
+        metadata = plain("metadata", as_mapping("metadata", self.metadata))
+        put(self, "metadata", MappingProxyType(metadata))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), _field_values(self))
+
+    def info(self) -> GroupInfo:
+        """What the batcher sees of this group: no payloads."""
+        return GroupInfo(
+            group_id=self.group_id,
+            env=self.env,
+            prompt_id=self.prompt_id,
+            adapter=self.adapter,
+            planned_size=self.planned_size,
+            needs=self.needs,
+            worker=self.worker,
+            created=self.created,
+            columns=tuple(sorted({(n, a.dtype.str, a.shape[1:]) for r in self.rollouts for n, a in r.columns.items()})),
+            rollouts=tuple(
+                RolloutInfo(
+                    rollout_id=r.rollout_id,
+                    length=r.length,
+                    prompt_tokens=r.prompt_tokens,
+                    loss_tokens=r.loss_tokens,
+                    reward=r.reward,
+                    rewards=dict(r.rewards),
+                    min_version=r.min_policy_version,
+                    max_version=r.max_policy_version,
+                    turns=len(r.turns),
+                    is_truncated=r.is_truncated,
+                )
+                for r in self.rollouts
+            ),
+        )
+
+
+def _named(rollout: Rollout, rollout_id: str) -> Rollout:
+    """The same rollout with an id where it has none; its other fields were checked already."""
+    if rollout.rollout_id:
+        return rollout
+    copy = object.__new__(Rollout)
+    for f in fields(rollout):
+        object.__setattr__(copy, f.name, rollout_id if f.name == "rollout_id" else getattr(rollout, f.name))
+    return copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """Leave to sample one group now: number ``n`` of an env is its n-th prompt."""
+
+    env: str
+    number: int
+    """From 0; the group samples prompt ``number`` of the env's order."""
+    group_id: str
+    """``<env>.<number>``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """What became of a push."""
+
+    entry_id: str
+    """Id of its entry in the pool."""
+    status: str
+    """``stored`` | ``duplicate``; of what was to be replaced and was gone, ``duplicate`` without an entry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyVersion:
+    """Weights that can be sampled from.
+
+    Raises:
+        InvalidRollout: a number is no integer up to 2**53 - 1, or a text is too long.
+    """
+
+    version: int
+    """Number of trained steps in the weights; -1 when nothing was announced yet."""
+    location: str = ""
+    """Where the weights are; empty when the version is announced without weights."""
+    size: int = 0
+    """Bytes."""
+    checksum: str = ""
+    """Of the weights, as the publisher computed it."""
+    adapter: str = ""
+    """"" is all weights."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "version", as_integer("policy version", self.version, low=-1))
+        put(self, "location", as_text("policy location", self.location, limit=MAX_LOCATION))
+        put(self, "size", as_integer("policy size", self.size))
+        put(self, "checksum", as_text("policy checksum", self.checksum, limit=256))
+        put(self, "adapter", as_text("policy adapter", self.adapter, limit=128))
+
+
+FIELD_NAMES = {cls.__name__: frozenset(f.name for f in fields(cls)) for cls in (Rollout, Group)}
+"""Names that a line of ``rlbuffer push`` may use."""
+
+__all__ = [
+    "ENV_NAME",
+    "FIELD_NAMES",
+    "GROUP_ID",
+    "REASONS",
+    "Group",
+    "GroupInfo",
+    "PolicyVersion",
+    "Pushed",
+    "Rollout",
+    "RolloutInfo",
+    "Ticket",
+    "Turn",
+    "VersionSpan",
+]

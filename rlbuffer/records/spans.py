@@ -1,0 +1,102 @@
+"""Stretches of a rollout: which policy version sampled which tokens, and which role spoke them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.errors import InvalidRollout
+from rlbuffer.records.checks import MAX_COUNT, as_integer, as_number, as_text, plain, shown
+
+MAX_SPANS = 2**14
+"""Version spans, and turns, of one rollout."""
+
+
+class VersionSpan(NamedTuple):
+    """Tokens ``start`` to ``end`` (exclusive) were sampled by ``policy_version``."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+class Turn(NamedTuple):
+    """Tokens ``start`` to ``end`` (exclusive) belong to ``role``; reward and metadata of the turn are optional."""
+
+    role: str
+    start: int
+    end: int
+    reward: float | None = None
+    metadata: Mapping[str, Any] | None = None
+
+
+def as_spans(spans: Any, length: int, mask: NDArray[np.bool_]) -> tuple[VersionSpan, ...]:
+    """Checked version spans: ascending, disjoint, covering every trained token of a rollout of `length` tokens."""
+    out, position = [], 0
+    covered = np.zeros(length, np.bool_)
+    for item in _items("version_spans", spans):
+        try:
+            version, start, end = item
+        except (TypeError, ValueError):
+            raise InvalidRollout(f"version_spans: expected (policy_version, start, end), got {shown(item)}") from None
+        version = as_integer("version_spans", version, low=-(2**63), high=2**63)
+        if version < 0:
+            raise InvalidRollout(f"version_spans: negative policy version {version}")
+        as_integer("version_spans", version, high=MAX_COUNT)
+        start, end = _bounds("version_spans", start, end, position, length)
+        if start == end:
+            raise InvalidRollout(f"version_spans: [{start}, {end}) is empty")
+        covered[start:end] = True
+        position = end
+        out.append(VersionSpan(version, start, end))
+    _few("version_spans", len(out))
+    if not out:
+        raise InvalidRollout("version_spans: at least one is required")
+    bare = mask & ~covered
+    if bare.any():
+        raise InvalidRollout(f"version_spans: the trained token at position {int(np.argmax(bare))} is in no span")
+    return tuple(out)
+
+
+def as_turns(turns: Any, length: int) -> tuple[Turn, ...]:
+    """Checked turns: ascending and disjoint inside a rollout of `length` tokens; a turn may be empty."""
+    out, position = [], 0
+    for i, item in enumerate(_items("turns", turns)):
+        try:
+            if isinstance(item, str | bytes | Mapping):
+                raise TypeError
+            turn = Turn(*item)
+        except TypeError:
+            raise InvalidRollout(f"turns: expected (role, start, end, reward?, metadata?), got {shown(item)}") from None
+        start, position = _bounds("turns", turn.start, turn.end, position, length)
+        role = as_text(f"turns[{i}].role", turn.role, limit=64)
+        reward = None if turn.reward is None else as_number(f"turns[{i}].reward", turn.reward)
+        metadata = None
+        if turn.metadata is not None:
+            if not isinstance(turn.metadata, Mapping):
+                raise InvalidRollout(f"turns[{i}].metadata: expected a mapping, got {shown(turn.metadata)}")
+            metadata = plain(f"turns[{i}].metadata", turn.metadata) or None
+        out.append(Turn(role, start, position, reward, metadata))
+    _few("turns", len(out))
+    return tuple(out)
+
+
+def _items(name: str, values: Any) -> Iterable[Any]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise InvalidRollout(f"{name}: expected a list, got {shown(values)}")
+    return values
+
+
+def _bounds(name: str, start: Any, end: Any, position: int, length: int) -> tuple[int, int]:
+    low, high = (as_integer(name, x, low=-(2**63), high=2**63) for x in (start, end))
+    if not position <= low <= high <= length:
+        raise InvalidRollout(f"{name}: [{low}, {high}) is out of order or outside {length} tokens")
+    return low, high
+
+
+def _few(name: str, count: int) -> None:
+    if count > MAX_SPANS:
+        raise InvalidRollout(f"{name}: {count} are more than {MAX_SPANS}")

@@ -1,0 +1,155 @@
+"""Where the processes of a run are put: which GPUs they see, which Python runs them, with which environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import rlbuffer
+from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
+from rlbuffer.errors import ConfigError
+
+PROBE_SECONDS = 120.0
+"""Longest that another Python may take to import rlbuffer: a cold network disk must fit."""
+_PROBE = "import rlbuffer.run.members, rlbuffer; print(rlbuffer.__version__)"
+
+
+GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+_answers: dict[tuple[str, str], str] = {}
+"""(Python, PYTHONPATH) -> what is wrong with it, as the check found: the start does not ask again."""
+
+
+def visible(gpus: Sequence[int | str]) -> dict[str, str]:
+    """The variables that make a process see `gpus` alone; none for an empty list. Before CUDA is first used."""
+    return {GPU_VARIABLE: ",".join(map(str, gpus))} if gpus else {}
+
+
+def gpus_here(driver: Path = Path("/proc/driver/nvidia/gpus"), devices: Path = Path("/dev")) -> int | None:
+    """GPUs that a process of this host sees, without asking CUDA; None where that is not known."""
+    visible_ones = os.environ.get(GPU_VARIABLE)
+    if driver.is_dir():
+        count = len(list(driver.iterdir()))
+        named = None if visible_ones is None else [name for name in visible_ones.split(",") if name.strip()]
+        return count if named is None else min(count, len(named))
+    others = ("nvidia0", "nvidiactl", "nvidia-caps", "dxg", "kfd")
+    return None if any((devices / name).exists() for name in others) or shutil.which("nvidia-smi") else 0
+
+
+def gpus_of(options: WorkerSettings | ScoreSettings, replica: int) -> tuple[int | str, ...]:
+    """The GPUs of one replica: the list dealt out in order, equally many each.
+
+    Numbers from `replicas` on are those of other hosts, where the list is dealt out anew.
+    """
+    replica %= options.replicas
+    each = len(options.gpus) // options.replicas
+    return options.gpus[replica * each : (replica + 1) * each]
+
+
+def shared_gpus(settings: RunSettings) -> list[str]:
+    """A sentence per GPU that is given to more than one kind of process on this machine."""
+    owners: dict[str, list[str]] = {}
+    named: list[tuple[str, tuple[int | str, ...]]] = [("trainer", settings.trainer.gpus)]
+    named += [(f"worker.{name}", options.gpus) for name, options in settings.worker.items()]
+    named += [(f"score.{name}", options.gpus) for name, options in settings.score.items()]
+    for name, gpus in named:
+        for gpu in dict.fromkeys(map(str, gpus)):
+            owners.setdefault(gpu, []).append(name)
+    return [f"GPU {gpu} is given to {' and '.join(names)}" for gpu, names in owners.items() if len(names) > 1]
+
+
+def is_apart(options: WorkerSettings) -> bool:
+    """The worker needs an interpreter of its own: one that has imported torch may have asked for GPUs, and has made its
+    thread pools.
+    """
+    return bool(options.python or options.environment or options.gpus)
+
+
+def python_of(name: str, options: WorkerSettings, own: str) -> str:
+    """The program that runs ``[worker.NAME]``; `own` when it names none.
+
+    Raises:
+        ConfigError: there is no such program.
+    """
+    if not options.python:
+        return own
+    found = shutil.which(Path(options.python).expanduser())
+    if found is None:
+        raise ConfigError(
+            f"worker.{name}.python = {options.python!r} is not a program on this host", setting=f"worker.{name}.python"
+        )
+    return os.path.abspath(found)  # noqa: PTH100 - a link is not followed: a virtual environment's Python is one
+
+
+def environment_of(options: WorkerSettings, replica: int, python: str) -> dict[str, str]:
+    """The whole environment of a worker with an interpreter of its own. Programs beside `python` come first on PATH:
+    engines that compile at run time look for their tools there.
+    """
+    path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
+    return {**os.environ, "PATH": path, **options.environment, **visible(gpus_of(options, replica))}
+
+
+def check_pythons(settings: RunSettings, own: str) -> None:
+    """Makes sure that every other Python is there and has this rlbuffer, before anything is started.
+
+    Raises:
+        ConfigError: what is missing, and how to install it.
+    """
+    for error in wrong_pythons(settings, own):
+        raise error
+
+
+def wrong_pythons(settings: RunSettings, own: str) -> Iterator[ConfigError]:
+    """Every other Python that is not there or lacks this rlbuffer: what is missing, and how to install it."""
+    for name, options in settings.worker.items():
+        if not options.python:
+            continue
+        try:
+            python = python_of(name, options, own)
+        except ConfigError as error:
+            yield error
+            continue
+        environment = environment_of(options, 0, python)
+        key = python, environment.get("PYTHONPATH", "")
+        if key not in _answers:
+            _answers[key] = _probe(python, environment)
+        if _answers[key]:
+            yield ConfigError(
+                f"worker.{name}.python = {options.python!r} {_answers[key]}\n"
+                f"  Install it there:   {options.python} -m pip install 'rlbuffer[{_extra(options)}]=="
+                f"{rlbuffer.__version__}'",
+                setting=f"worker.{name}.python",
+            )
+
+
+def _probe(python: str, environment: Mapping[str, str]) -> str:
+    """What is wrong with a Python, as the end of a sentence; "" when nothing is."""
+    try:
+        answer = subprocess.run(
+            [python, "-c", _PROBE],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+            check=False,
+            env=environment,
+        )
+    except OSError as error:
+        return f"cannot be run ({error.strerror})."
+    except subprocess.TimeoutExpired:
+        return f"did not import rlbuffer within {PROBE_SECONDS:.0f} s."
+    if answer.returncode:
+        lines = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
+        return f"cannot import rlbuffer ({lines[-1]})."
+    version = answer.stdout.strip()
+    if version != rlbuffer.__version__:
+        return f"has rlbuffer {version}, this is {rlbuffer.__version__}."
+    return ""
+
+
+def _extra(options: WorkerSettings) -> str:
+    return "train" if options.sampler == "transformers" else options.sampler

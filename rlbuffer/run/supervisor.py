@@ -1,0 +1,422 @@
+"""``rlbuffer run``: every process of a run on this machine, restarted when it dies, with one log.
+
+The embedded server starts when the supervisor connects. `serve` is a light process of its own; workers and the trainer
+are forked from one forkserver that has torch already (:mod:`rlbuffer.process.forkserver`), but for workers with a Python, GPUs
+or an environment of their own (:mod:`rlbuffer.run.pythons`). A process that ends is started again after a pause that
+doubles while it keeps failing. The run is over when the trainer has made its steps; ctrl-C drains workers, batcher and
+trainer, in that order.
+
+``<run_dir>/run.log`` holds what all of them said, ``<run_dir>/pids.json`` who they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import IO, Any
+
+from rlbuffer.batcher.ordering import load_selector
+from rlbuffer.batcher.step_plan import load_estimators
+from rlbuffer.client.buffer import Buffer, connect
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.errors import ConfigError, RlbufferError
+from rlbuffer.narration.waiting import at_end
+from rlbuffer.process import forkserver
+from rlbuffer.run import members, pythons
+
+POLL_SECONDS = 0.1
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.2, 10.0
+"""Pause before a restart; doubled each time that the process did not live for :data:`STEADY_SECONDS`."""
+STEADY_SECONDS = 30.0
+MAX_FAILURES = 8
+"""Failures in a row after which a process that never gets steady ends the run."""
+DRAIN_SECONDS = 20.0
+"""Time that a process has to finish what it is doing before it is killed."""
+OBSERVE_SECONDS = 0.5
+FRESH_SECONDS = 6.0
+"""A rank that has said nothing for longer may be gone."""
+INTERRUPTED = 130
+
+Say = Callable[[str, str], None]
+"""(process name, line)."""
+
+
+@dataclass(slots=True)
+class Child:
+    """One supervised process."""
+
+    name: str
+    start: Callable[[], Any]
+    """Starts it; returns a Popen or a multiprocessing Process."""
+    process: Any = None
+    started: float = 0.0
+    failures: int = 0
+    restart_at: float = 0.0
+    restarts: int = field(default=0)
+    is_finished: bool = False
+    """It has done all that it had to do."""
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid) if self.process is not None else 0
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        if self.process is None:
+            return None
+        poll = self.process.poll if isinstance(self.process, subprocess.Popen) else None
+        code = poll() if poll else self.process.exitcode
+        return None if code is None else int(code)
+
+
+class Supervisor:
+    """Starts, watches, restarts and drains the processes of one run."""
+
+    def __init__(self, settings: RunSettings, *, say: Say, origin: str = "") -> None:
+        self.settings = settings
+        self._tell = say
+        self._origin = origin
+        self._json = members.to_json(settings)
+        self._context: ForkServerContext | None = None
+        self._log: IO[str] | None = None
+        self._log_lock = threading.Lock()
+        self._log_is_broken = False
+        self._readers: list[threading.Thread] = []
+        self._seen: dict[str, int] = {}
+        """Pids that this process did not start: the embedded server, the ranks."""
+        self._pids: dict[str, int] = {}
+        self._has_served = False
+        self.trainer_done = False
+        self.restarts = 0
+
+    def run(self, stop: threading.Event, tick: Callable[[], None] = lambda: None) -> int:
+        """Runs until the trainer has made its steps or `stop` is set; calls `tick` about ten times a second.
+
+        -> 0 when the trainer finished; else the exit code of the process that could not be kept alive, or 130 when
+        stopped early.
+
+        Raises:
+            ServerUnreachable, ServerUnsuitable: there is no server to run on.
+            ConfigError: a worker's Python is not there, or has not this rlbuffer; a function of the batcher's cannot be
+                imported.
+        """
+        settings = self.settings
+        pythons.check_pythons(settings, sys.executable)
+        # The batcher would refuse them as well, when the run is begun already.
+        load_selector(settings.batcher)
+        load_estimators(settings.batcher)
+        settings.run_dir.mkdir(parents=True, exist_ok=True)
+        self._log = (settings.run_dir / "run.log").open("a", encoding="utf-8")
+        replicas = [w.replicas for w in settings.worker.values()] + [s.replicas for s in settings.score.values()]
+        members.share_cores(settings.trainer.world_size + sum(replicas))
+        try:
+            self._context = self._start_forkserver()
+            with connect(
+                settings.redis_url, run=settings.run, config=settings, name="supervisor", origin=self._origin
+            ) as buffer:
+                buffer.store.open_run()
+                buffer.store.expect(settings.worker)
+                server = buffer.store.server()
+                self.say("run", f"run {settings.run!r} on {server['name']} {server['version']} at {server['address']}")
+                ended = threading.Event()
+                observer = threading.Thread(target=self._observe, args=(buffer, ended), name="observe", daemon=True)
+                observer.start()
+                children = self._children()
+                try:
+                    return self._watch(children, buffer, stop, tick)
+                finally:
+                    self._drain(children)
+                    ended.set()
+                    observer.join(timeout=DRAIN_SECONDS)
+        finally:
+            for thread in self._readers:
+                thread.join(timeout=1.0)
+            with contextlib.suppress(OSError):  # the disk is full: that was said
+                self._log.close()
+            (settings.run_dir / "pids.json").unlink(missing_ok=True)
+
+    def say(self, name: str, line: str) -> None:
+        """One line of the one log."""
+        try:
+            with self._log_lock:
+                if self._log is not None and not self._log.closed:
+                    self._log.write(f"{datetime.now():%H:%M:%S} {name:<14} {line}\n")
+                    self._log.flush()
+        except OSError as error:
+            # A full disk must not stop whoever copies a process's output: its pipe would fill, and the process with it.
+            if not self._log_is_broken:
+                self._log_is_broken = True
+                self._tell("run", f"{self.log_path} cannot be written: {error.strerror}. Lines are missing there")
+        self._tell(name, line)
+
+    # -- starting --------------------------------------------------------------------------------------------------
+    def _start_forkserver(self) -> ForkServerContext:
+        """Its own output goes into the log as the trainer's: the ranks inherit it."""
+        reading, writing = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kept = os.dup(1), os.dup(2)
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        try:
+            context = forkserver.start(_model_modules(self.settings))
+        finally:
+            for number, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+            os.close(writing)
+        self._read("train", os.fdopen(reading, encoding="utf-8", errors="replace"))
+        return context
+
+    def _children(self) -> list[Child]:
+        children = [Child(name="serve", start=self._start_serve)]
+        for key, options in self.settings.worker.items():
+            for replica in range(options.replicas):
+                title = key if options.replicas == 1 else f"{key}-{replica}"
+                name = f"worker {title}"
+                children.append(
+                    Child(
+                        name=name,
+                        start=lambda key=key, replica=replica, title=title: self._start_worker(  # type: ignore[misc]
+                            key, replica, title
+                        ),
+                    )
+                )
+        for key, scoring in self.settings.score.items():
+            for replica in range(scoring.replicas):
+                title = key if scoring.replicas == 1 else f"{key}-{replica}"
+                children.append(
+                    Child(
+                        name=f"score {title}",
+                        start=lambda key=key, replica=replica, title=title: self._start_scorer(  # type: ignore[misc]
+                            key, replica, title
+                        ),
+                    )
+                )
+        children.append(Child(name="train", start=lambda: self._fork("train", members.trainer_main, (self._json,))))
+        return children
+
+    def _start_serve(self) -> subprocess.Popen[str]:
+        process = self._start_apart("serve", sys.executable, ["serve", *["--again"] * self._has_served], None)
+        self._has_served = True
+        return process
+
+    def _start_worker(self, key: str, replica: int, title: str) -> Any:
+        name, options = f"worker {title}", self.settings.worker[key]
+        if not pythons.is_apart(options):
+            return self._fork(name, members.member_main, (self._json, "worker", key, replica, title))
+        python = pythons.python_of(key, options, sys.executable)
+        environment = pythons.environment_of(options, replica, python)
+        return self._start_apart(name, python, ["worker", key, str(replica), title], environment)
+
+    def _start_scorer(self, key: str, replica: int, title: str) -> Any:
+        name, options = f"score {title}", self.settings.score[key]
+        if not options.gpus:
+            return self._fork(name, members.member_main, (self._json, "score", key, replica, title))
+        environment = {**os.environ, **pythons.visible(pythons.gpus_of(options, replica))}
+        return self._start_apart(name, sys.executable, ["score", key, str(replica), title], environment)
+
+    def _start_apart(
+        self, name: str, python: str, arguments: list[str], environment: Mapping[str, str] | None
+    ) -> subprocess.Popen[str]:
+        """A process with an interpreter of its own. It ends when its stdin does: when this process is gone."""
+        process = subprocess.Popen(
+            [python, "-m", "rlbuffer.run.members", *arguments],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # ctrl-C is the supervisor's: it drains in order
+        )
+        if process.stdin is None or process.stdout is None:
+            raise RlbufferError(f"the process of {name} was started without pipes")
+        self._read(name, process.stdout)
+        with contextlib.suppress(BrokenPipeError):  # it has ended already: its exit code says so
+            process.stdin.write(self._json + "\n")
+            process.stdin.flush()  # and stays open
+        return process
+
+    def _fork(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> ForkServerProcess:
+        if self._context is None:
+            raise RlbufferError("the forkserver was not started")
+        reading, writing = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=target, args=(*arguments, writing), name=f"rlbuffer {name}")
+        process.start()
+        writing.close()
+        stream = os.fdopen(os.dup(reading.fileno()), encoding="utf-8", errors="replace")
+        reading.close()
+        self._read(name, stream)
+        return process
+
+    def _read(self, name: str, stream: IO[str]) -> None:
+        def copy() -> None:
+            with stream:
+                for line in stream:
+                    if line.strip():
+                        self.say(name, line.rstrip())
+
+        thread = threading.Thread(target=copy, name=f"log-{name}", daemon=True)
+        thread.start()
+        self._readers.append(thread)
+
+    # -- watching --------------------------------------------------------------------------------------------------
+    def _watch(self, children: list[Child], buffer: Buffer, stop: threading.Event, tick: Callable[[], None]) -> int:
+        losses = buffer.store.losses()
+        while not stop.is_set():
+            if buffer.store.losses() != losses:
+                # The server may be back without what a worker pushed last: whoever is done looks again.
+                losses = buffer.store.losses()
+                for child in children:
+                    child.is_finished = False
+            for child in children:
+                if stop.is_set():
+                    break
+                code = None if child.is_finished else self._look_after(child, buffer)
+                if code is not None:
+                    return code
+            self._write_pids({child.name: child.pid for child in children if child.pid})
+            tick()
+            stop.wait(POLL_SECONDS)
+        return INTERRUPTED
+
+    def _observe(self, buffer: Buffer, ended: threading.Event) -> None:
+        """Looks up who the server and the ranks are; in a thread, because it waits while the server is away."""
+        said = ""
+        while not ended.wait(OBSERVE_SECONDS):
+            try:
+                ranks = buffer.store.heartbeats("rank")
+                seen = {f"rank {name}": int(r["pid"]) for name, r in ranks.items() if _is_there(r)}
+            except RlbufferError:
+                continue  # the server is being restarted by whoever needs it; who it is then is seen next time
+            except Exception as error:  # anybody may write there, and pids are for people
+                if str(error) != said:
+                    said = str(error)
+                    self.say("run", f"the ranks' heartbeats cannot be read: {type(error).__name__}: {error}")
+                continue
+            embedded = getattr(getattr(buffer.store, "connection", None), "embedded", None)
+            if embedded is not None:
+                seen["server"] = int(embedded.pid)
+            for name in sorted(seen.keys() - self._seen.keys()):
+                self.say("run", f"{name} has pid {seen[name]}")
+            self._seen = seen
+
+    def _look_after(self, child: Child, buffer: Buffer) -> int | None:
+        """Starts or restarts one process. -> the run's exit code when it is over."""
+        now = time.monotonic()
+        if child.process is None:
+            if now >= child.restart_at:
+                child.process = child.start()
+                child.started = time.monotonic()
+                self.say(child.name, f"started, pid {child.pid}")
+            return None
+        code = child.exit_code()
+        if code is None:
+            return None
+        child.process = None
+        if child.name == "train" and code == 0:
+            self.trainer_done = True
+            self.say(
+                "run", self._how_it_ended(buffer) or f"the trainer has made its {self.settings.trainer.steps} steps"
+            )
+            return 0
+        if code == members.DONE or (child.name == "serve" and code == 0 and self._how_it_ended(buffer)):
+            child.is_finished = True
+            return None
+        child.failures = 1 if now - child.started > STEADY_SECONDS else child.failures + 1
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        if code == ConfigError.exit_code or child.failures >= MAX_FAILURES:
+            self.say("run", f"{child.name} {how}, {child.failures} failures in a row: giving up. See {self.log_path}")
+            return code if code > 0 else 1
+        pause = min(FIRST_PAUSE_SECONDS * 2 ** (child.failures - 1), LAST_PAUSE_SECONDS)
+        child.restart_at = now + pause
+        child.restarts += 1
+        self.restarts += 1
+        self.say("run", f"{child.name} {how}; starting it again in {pause:.1f} s")
+        return None
+
+    def _how_it_ended(self, buffer: Buffer) -> str:
+        """ "" while the run has something to do, or nobody can tell."""
+        try:
+            ended = buffer.store.meta().ended if buffer.store.has_ended() else None
+        except RlbufferError:
+            return ""
+        return "" if ended is None else at_end(ended)
+
+    @property
+    def log_path(self) -> str:
+        """Where everything that was said is kept."""
+        return str(self.settings.run_dir / "run.log")
+
+    def _write_pids(self, started: dict[str, int]) -> None:
+        pids = {"run": os.getpid()} | started | self._seen
+        if pids == self._pids:
+            return
+        self._pids = pids
+        path = self.settings.run_dir / "pids.json"
+        temporary = path.with_suffix(".tmp")
+        with contextlib.suppress(OSError):  # a list for people: a full disk must not end what it lists
+            temporary.write_text(json.dumps(pids, indent=2) + "\n", encoding="utf-8")
+            temporary.replace(path)
+
+    # -- draining --------------------------------------------------------------------------------------------------
+    def _drain(self, children: list[Child]) -> None:
+        """Workers first, so that nothing new is sampled; the trainer last, so that it can finish its step."""
+        serve, train = children[0], children[-1]
+        for stage in (children[1:-1], [serve], [train]):
+            for child in stage:
+                if child.process is not None and child.exit_code() is None:
+                    _signal(child.pid, signal.SIGTERM)
+            deadline = time.monotonic() + DRAIN_SECONDS
+            for child in stage:
+                while child.process is not None and child.exit_code() is None:
+                    if time.monotonic() > deadline:
+                        self.say("run", f"{child.name} did not stop within {DRAIN_SECONDS:.0f} s: killed")
+                        _signal(child.pid, signal.SIGKILL)
+                        deadline = time.monotonic() + DRAIN_SECONDS
+                    time.sleep(0.02)
+                if isinstance(child.process, subprocess.Popen) and child.process.stdin is not None:
+                    with contextlib.suppress(BrokenPipeError):  # it ended before it had read its settings
+                        child.process.stdin.close()
+                child.process = None
+
+
+def _is_there(rank: Mapping[str, Any]) -> bool:
+    """A rank of this machine that still runs: heartbeats outlive whoever was killed."""
+    if rank["seconds_ago"] > FRESH_SECONDS or "pid" not in rank:
+        return False
+    try:
+        os.kill(int(rank["pid"]), 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return  # it ended by itself in between
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _model_modules(settings: RunSettings) -> list[str]:
+    kind = settings.model.config.get("model_type", "")
+    return [f"transformers.models.{kind}.modeling_{kind}"] if kind else []

@@ -1,0 +1,39 @@
+"""The scorer's heartbeat, which keeps its claims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rlbuffer.process.heartbeat import Heartbeats
+from rlbuffer.store.protocol import Store
+
+CLAIM_SECONDS = 8.0
+"""How long a claim outlives its scorer: three beats missed, and a reconnect. Then another takes its groups over."""
+
+
+class Beat(Heartbeats):
+    """Says what a scorer gives and has done; renews its claims."""
+
+    def __init__(self, store: Store, name: str, *, owner: str, gives: Sequence[str], envs: Sequence[str]) -> None:
+        super().__init__("rlbuffer-beat")
+        self.late = 0
+        """Groups that somebody else had scored, or that were dropped, before this scorer was done."""
+        self._store, self._name, self._owner = store, name, owner
+        self._gives, self._envs = list(gives), list(envs)
+        self._held: set[str] = set()
+
+    def hold(self, entry_ids: Iterable[str]) -> None:
+        """From now on these claims are renewed, and no others."""
+        with self._holding:
+            self._held = set(entry_ids)
+
+    def record(self) -> dict[str, Any]:
+        """What a heartbeat says; msgpack types."""
+        return {"gives": self._gives, "envs": self._envs, "late": self.late} | super().record()
+
+    def _renew(self) -> None:
+        self._store.renew_scoring(sorted(self._held), owner=self._owner, ttl_seconds=CLAIM_SECONDS)
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        self._store.heartbeat("scorer", self._name, record)

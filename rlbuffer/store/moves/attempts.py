@@ -1,0 +1,209 @@
+"""The trainer's moves: ATTEMPT, REPORT, ANNOUNCE, each fenced by the attempt's number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rlbuffer.errors import (
+    AttemptFenced,
+    AttemptForgotten,
+    EpochChanged,
+    RlbufferError,
+    RunGone,
+    StepRetired,
+    TrainerAhead,
+)
+from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.store.moves.recovery import encode_claim
+from rlbuffer.store.protocol import Attempt, Claim
+from rlbuffer.store.session import Session, text
+from rlbuffer.wire import payload
+
+MAX_RECORD_BYTES = 64 * 2**10
+"""Largest record of a policy version."""
+
+
+class TrainerMoves(Session):
+    """What rank 0 says, and what is known of the trainer."""
+
+    def attempt(self, *, uuid: str, world_size: int, resume_step: int, claim: Claim | None = None) -> Attempt:
+        """ATTEMPT: from here on older attempts are fenced. The same `uuid` again gives the same attempt.
+
+        A policy version above the run's last step, made from steps that the server has lost, is taken back. A trainer
+        whose checkpoint is ahead of the server hands back `claim`, and the leader lets the run go on from there.
+
+        Raises:
+            RunGone: there is no such run, or it does not reach to `resume_step` and nothing of it is handed back.
+            StepRetired: the steps after `resume_step` are gone.
+        """
+        keys = (self.keys.trainer, self.keys.meta, self.keys.policy, self.keys.steps)
+        given = ("", "", b"") if claim is None else (claim.epoch, claim.digest, encode_claim(claim))
+        reply = self.move("attempt", keys, (uuid, world_size, resume_step, *given, self.server_id()))
+        status = text(reply[0])
+        if status == "OK":
+            return replace(self.trainer(), newest=int(reply[2]))
+        if status == "GONE":
+            raise RunGone(f"run {self.run!r} is not on the server ({self.keys.meta}): open it first")
+        if status == "AHEAD":
+            raise RunGone(
+                f"the trainer resumes after step {resume_step}, but run {self.run!r} ends at step {text(reply[1])}: "
+                f"the checkpoint belongs to another run or to steps that were taken back, or the server lost its "
+                f"newest steps. The trainer takes its newest checkpoint: move later ones away, or use another run name"
+            )
+        if status == "DIGEST":
+            raise RunGone(
+                f"the trainer resumes after step {resume_step}, but run {self.run!r} has another step {resume_step} "
+                f"({text(reply[1])[:12]}): the checkpoint belongs to another run or to a step that was taken back. The "
+                f"trainer takes its newest checkpoint: move later ones away, or use another run name"
+            )
+        if status == "RETIRED":
+            retired = text(reply[1])
+            reason = self.early_reason(resume_step + 1)
+            why = f"retired early ({reason})" if reason else "retired"
+            raise StepRetired(
+                f"the trainer resumes after step {resume_step}, but steps up to {retired} of run {self.run!r} were "
+                f"{why}: resume from a checkpoint of step {retired} or later, start another run, or take this one back "
+                f"to step {resume_step} with `rlbuffer rewind {resume_step} --force`"
+            )
+        raise self.unexpected("attempt", reply)
+
+    def trainer(self) -> Attempt:
+        """The registered attempt; number 0 when there was none."""
+
+        def read(client: Any) -> tuple[Any, Any]:
+            with client.pipeline(transaction=False) as pipe:
+                pipe.hgetall(self.keys.trainer)
+                pipe.time()
+                fields, time = pipe.execute()
+                return fields, time
+
+        fields, (seconds, micros) = self.look(read)
+        if not fields:
+            return Attempt(number=0)
+
+        def number(name: bytes) -> int:
+            return int(fields.get(name, 0))
+
+        return Attempt(
+            number=number(b"number"),
+            world_size=number(b"world_size"),
+            resume_step=number(b"resume"),
+            epoch=number(b"epoch"),
+            trained=number(b"trained"),
+            digest=text(fields.get(b"digest", b"")),
+            oldest_kept=number(b"oldest_kept"),
+            at=number(b"at"),
+            checkpoint=number(b"checkpoint"),
+            seen_ms=number(b"seen"),
+            claim=fields.get(b"claim", b""),
+            server=text(fields.get(b"server", b"")),
+            seen_seconds_ago=max(0.0, int(seconds) + int(micros) / 1e6 - number(b"seen") / 1000),
+        )
+
+    def report(
+        self,
+        number: int,
+        *,
+        epoch: int,
+        trained: int,
+        digest: str,
+        oldest_kept: int,
+        checkpoint: int = 0,
+        newest: int = 0,
+        claim: Claim | None = None,
+        server: str = "",
+    ) -> bool:
+        """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone.
+
+        `server` is the one whose steps the trainer has; "" is this one.
+
+        -> True; False when the server does not have the step that was trained and `claim` was handed back to it.
+
+        Raises:
+            AttemptFenced: a newer attempt has taken over.
+            AttemptForgotten: the server has lost this attempt.
+            EpochChanged: the run is in another epoch.
+            TrainerAhead: the run does not have step `trained`, or has another one; nothing was handed back.
+        """
+        keys = self.keys
+        handed_back = b"" if claim is None else encode_claim(claim)
+        reply = self.move(
+            "report",
+            (keys.trainer, keys.meta, keys.steps, keys.ledger, keys.policy),
+            (number, epoch, trained, digest, oldest_kept, handed_back, checkpoint, newest, server or self.server_id()),
+        )
+        status = text(reply[0])
+        if status == "OK":
+            return True
+        if claim is not None and status in ("AHEAD", "DIGEST"):
+            return False
+        there = text(reply[1])
+        if status == "FENCED":
+            raise self._superseded(number, there)
+        if status == "EPOCH":
+            raise EpochChanged(
+                f"run {self.run!r} is in epoch {there or 'none'}, the trainer in {epoch}: it was reset or rewound",
+                epoch=int(there or 0),
+                since=int(reply[2] or 0),
+            )
+        if status == "AHEAD":
+            raise TrainerAhead(
+                f"the trainer has trained step {trained}, but run {self.run!r} ends at step {there}: "
+                f"the server lost acknowledged writes (power cut or failover)"
+            )
+        if status == "DIGEST":
+            raise TrainerAhead(
+                f"the trainer trained step {trained} with digest {digest}, but run {self.run!r} has {there} there"
+            )
+        if status == "MISSING":
+            raise RlbufferError(f"run {self.run!r} has lost step {there}, which was never trained ({keys.steps})")
+        raise self.unexpected("report", reply)
+
+    def announce(self, number: int, version: PolicyVersion) -> bool:
+        """ANNOUNCE. -> False when an equal or newer version is already there, unless only this one has weights.
+
+        Raises AttemptFenced, RunGone.
+        """
+        if version.version < 0:
+            raise ValueError(f"policy version {version.version} must not be negative")
+        record = payload.dumps([version.location, version.size, version.checksum])
+        keys = self.keys
+        reply = self.move(
+            "announce",
+            (keys.trainer, keys.meta, keys.policy),
+            (number, version.adapter, version.version, record, payload.dumps(["", 0, ""])),
+        )
+        if text(reply[0]) == "FENCED":
+            raise self._superseded(number, text(reply[1]))
+        return text(reply[0]) == "OK"
+
+    def policy(self, adapter: str = "") -> PolicyVersion:
+        """The current version; version -1 when none was announced."""
+        value = self.look(lambda client: client.hget(self.keys.policy, adapter))
+        if value is None:
+            return PolicyVersion(version=-1, adapter=adapter)
+        return _policy(adapter, value)
+
+    def policies(self) -> dict[str, PolicyVersion]:
+        """Adapter ("" is all weights) -> its current version, of all that were announced."""
+        fields = self.look(lambda client: client.hgetall(self.keys.policy))
+        return {text(adapter): _policy(text(adapter), value) for adapter, value in fields.items()}
+
+    def _superseded(self, number: int, current: str) -> AttemptFenced | AttemptForgotten:
+        # Numbers only grow, so a smaller one is of a server that came back without its newest writes.
+        if int(current) < number:
+            return AttemptForgotten(
+                f"run {self.run!r} is not on the server any more, nor is attempt {number} of its trainer "
+                f"({self.keys.trainer}): the server was emptied, or it lost its data"
+            )
+        return AttemptFenced(
+            f"attempt {number} of run {self.run!r} is over: attempt {current} has taken over ({self.keys.trainer})"
+        )
+
+
+def _policy(adapter: str, value: bytes) -> PolicyVersion:
+    """A field of `policy`."""
+    _, version, record = value.split(b" ", 2)
+    location, size, checksum = payload.loads(record, limit=MAX_RECORD_BYTES)
+    return PolicyVersion(version=int(version), location=location, size=size, checksum=checksum, adapter=adapter)

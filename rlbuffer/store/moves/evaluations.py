@@ -1,0 +1,107 @@
+"""Evaluation results: one per policy version and env, whoever made it, beside the account and never in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlbuffer.errors import PayloadError, ServerRefused, WrongAnswer
+from rlbuffer.store.session import Fields, Session, number, ranged, text
+from rlbuffer.wire import payload
+
+KEPT = 10_000
+"""Results kept, about."""
+KNOWN_MS = 7 * 86_400_000
+"""How long it is known that a version was evaluated."""
+MAX_RECORD_BYTES = 2**20
+"""Largest result that is decoded."""
+_DONE = b"done"
+
+
+class EvaluationMoves(Session):
+    """Who evaluates what, and what came of it."""
+
+    _evaluated: dict[tuple[str, int], int]
+    """(env, version) -> the line of versions in which this process took its evaluation."""
+
+    def claim_evaluation(self, env: str, version: int, *, owner: str, ttl_seconds: float) -> bool:
+        """Takes the evaluation of a version on an env. -> False when it is done, or another is at it.
+
+        A claim lapses after `ttl_seconds`, so that another worker takes over from a dead one. Asked again by the same
+        owner, it is prolonged.
+        """
+        line, milliseconds = self._line(), max(1, round(1000 * ttl_seconds))
+        key = self.keys.evaluating(env, version, line)
+        self._evaluated[env, version] = line
+
+        def claim(client: Any) -> bool:
+            if client.set(key, owner, nx=True, px=milliseconds):
+                return True
+            if client.get(key) != owner.encode():
+                return False
+            return bool(client.pexpire(key, milliseconds))
+
+        return self.look(claim)
+
+    def release_evaluation(self, env: str, version: int, *, owner: str) -> None:
+        """Gives a claim back: what was sampled does not count."""
+        key = self.keys.evaluating(env, version, self._evaluated.get((env, version), 0))
+
+        def release(client: Any) -> None:
+            if client.get(key) == owner.encode():
+                client.delete(key)
+
+        self.look(release)
+
+    def add_evaluation(self, env: str, version: int, record: Mapping[str, Any]) -> None:
+        """Keeps a result. Repeated after a lost reply it may be there twice: the first one counts.
+
+        Raises:
+            ServerRefused: an entry that was added by hand has taken the last id; the leader makes the stream anew.
+        """
+        line = self._evaluated.get((env, version)) or self._line()
+        fields = {"env": env, "version": version, "line": line, "record": payload.dumps(dict(record))}
+
+        try:
+            self.look(lambda client: client.xadd(self.keys.eval, fields, maxlen=KEPT, approximate=True))
+        except WrongAnswer as error:
+            raise ServerRefused(f"{self.keys.eval} takes no result: {error}") from None
+        # Not before: done is what has a result.
+        self.look(lambda client: client.set(self.keys.evaluating(env, version, line), _DONE, px=KNOWN_MS))
+
+    def _line(self) -> int:
+        """The epoch in which version numbers began to mean what they mean now."""
+        line, since = self.look(lambda client: client.hmget(self.keys.meta, ["line", "since"]))
+        return int(line or since or 0)
+
+    def evaluations(self, *, limit: int = 1000) -> list[dict[str, Any]]:
+        """Results, the oldest first: ``env``, ``version``, ``at`` (Unix seconds), and what the record holds.
+
+        Of a version that several lines have made, that of the newest one.
+
+        Args:
+            limit: how many of the newest entries are looked at.
+        """
+        newest = self.look_at(lambda client: client.xrevrange(self.keys.eval, count=limit), [])
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        lines: dict[tuple[str, int], bytes] = {}
+        for entry_id, fields in reversed(ranged(newest)):
+            result = evaluation_of(entry_id, fields)
+            if result is None:
+                continue
+            what, line = (result["env"], result["version"]), fields.get(b"line", b"")
+            if what not in found or lines[what] != line:
+                found[what], lines[what] = result, line
+        return list(found.values())
+
+
+def evaluation_of(entry_id: str, fields: Fields) -> dict[str, Any] | None:
+    """A result as it was added; None when it did not come through :meth:`EvaluationMoves.add_evaluation`."""
+    env, version = text(fields.get(b"env", b"")), number(fields.get(b"version"))
+    try:
+        record = payload.loads(fields.get(b"record", b""), limit=MAX_RECORD_BYTES)
+    except PayloadError:
+        return None
+    if not env or version is None or not isinstance(record, dict):
+        return None
+    return {**record, "env": env, "version": version, "at": int(entry_id.partition("-")[0]) / 1000}

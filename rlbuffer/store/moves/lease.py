@@ -1,0 +1,91 @@
+"""LEASE: who leads the run, and what only the leader may say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from rlbuffer.batcher.age import remembered_steps
+from rlbuffer.errors import RunGone
+from rlbuffer.store.protocol import Lease
+from rlbuffer.store.session import MINIMUM_TOMBSTONE_MS, Session, text
+from rlbuffer.wire import payload
+
+
+def tombstone_ms(config: Mapping[str, Any]) -> int:
+    """How long tombstones are kept: late parts of a group can come for as long as the group could have waited."""
+    timeout = config.get("group_timeout_seconds")
+    wanted = 2000 * timeout if isinstance(timeout, int | float) else 0
+    return max(MINIMUM_TOMBSTONE_MS, round(wanted))
+
+
+def tombstone_steps(config: Mapping[str, Any]) -> int:
+    """For how many steps tombstones are kept: as many as could train what was sampled before."""
+    ages = [config.get("max_age"), *(env.get("max_age") for env in dict(config.get("envs") or {}).values())]
+    return remembered_steps(max((age for age in ages if isinstance(age, int)), default=0))
+
+
+class LeaseMoves(Session):
+    """The leader's fence and its announcements."""
+
+    _tokens: dict[str, int]
+    """owner -> the token that this process last heard of."""
+
+    def lease(self, owner: str, *, ttl_seconds: float) -> Lease:
+        """LEASE acquire or renew."""
+        status, token, holder, remaining = self._say("acquire", owner, round(1000 * ttl_seconds))
+        number = int(token)
+        held = text(status) != "HELD"
+        # An acquisition whose reply was lost is answered as a renewal when it is repeated. To this process it is new.
+        renewed = text(status) == "RENEWED" and self._tokens.get(owner) == number
+        if held:
+            self._tokens[owner] = number
+        return Lease(
+            token=number, held=held, owner=text(holder), remaining_seconds=int(remaining) / 1000, renewed=renewed
+        )
+
+    def release_lease(self, owner: str) -> None:
+        """Lets another lead at once. Nothing happens when `owner` does not lead."""
+        self._say("release", owner)
+        self._tokens.pop(owner, None)
+
+    def set_config(self, token: int, config: Mapping[str, Any], digest: str, *, settles: str = "") -> int:
+        """The settings that the run's steps are made with from now on. -> their revision. Raises LeaseLost.
+
+        `settles` is the digest of the wanted config that need not be looked at any more.
+        """
+        reply = self._as_leader("config", token, payload.dumps(dict(config)), digest, settles)
+        self.tombstone_ms, self.tombstone_steps = tombstone_ms(config), tombstone_steps(config)
+        return int(reply[1])
+
+    def refuse_config(self, token: int, digest: str, reason: str) -> None:
+        """The wanted config of this digest cannot be used: whoever asked for it is told why. Raises LeaseLost."""
+        self._as_leader("refuse", token, digest, reason)
+
+    def set_error(self, token: int, message: str) -> None:
+        """The batcher's fatal error, shown to every waiting rank; "" clears it. Raises LeaseLost."""
+        self._as_leader("error", token, message)
+
+    def set_allowances(self, token: int, allowances: Mapping[str, int]) -> None:
+        """How many tickets of each env may be out; an env that is not named has none. Raises LeaseLost."""
+        self._as_leader("allow", token, *(x for env, n in allowances.items() for x in (env, max(0, int(n)))))
+
+    def set_ended(self, token: int, step: int | None, written: Mapping[bytes, bytes] = MappingProxyType({})) -> bool:
+        """The run has ended after `step`; None takes that back. `written` is what the leader has seen of the ends.
+        -> False: it has more to do after all. Raises LeaseLost."""
+        seen = (word for pair in written.items() for word in pair)
+        return text(self._as_leader("end", token, "" if step is None else step, *seen)[0]) == "OK"
+
+    def _as_leader(self, action: str, token: int, *args: Any) -> list[Any]:
+        reply = self._say(action, token, *args)
+        if text(reply[0]) == "FENCED":
+            raise self.lost(reply[1])
+        return reply
+
+    def _say(self, action: str, *args: Any) -> list[Any]:
+        keys = self.keys
+        reply = self.move("lease", (keys.lease, keys.meta, keys.allowance, keys.pool, keys.ends), (action, *args))
+        if text(reply[0]) == "GONE":
+            raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
+        return reply

@@ -1,0 +1,357 @@
+"""The pool: pushes that are pending. PUSH brings them in, DROP and COMMIT take them out, nothing else touches them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rlbuffer.errors import (
+    InvalidRollout,
+    PayloadError,
+    ProducerGap,
+    PushBroken,
+    RlbufferError,
+    RunGone,
+    ServerRefused,
+    ServerUnreachable,
+    WrongType,
+)
+from rlbuffer.records.info import GroupInfo, unfrozen
+from rlbuffer.records.micro_batch import Drop
+from rlbuffer.records.rollout import Group
+from rlbuffer.store.keys import SUFFIX, Keys
+from rlbuffer.store.protocol import PoolEntry, Reused
+from rlbuffer.store.session import Entry, Fields, Session, number, text
+from rlbuffer.wire import payload
+
+WEEK_MS = 7 * 86_400_000
+"""How long a payload that never became pending is kept."""
+AHEAD_MS = 3_600_000
+"""An id of the pool this far ahead of the server's clock was not given by it, or the clock was set back since."""
+DROP_ENTRIES = 500
+"""Pool entries per DROP: about 1.5 ms of the server's time."""
+HISTORY_ENTRIES = 10_000
+"""Records of drops and steps that are kept."""
+CLOSING_REASONS = frozenset({"stale", "future", "small", "flat", "void", "operator"})
+"""Reasons that end a group as a whole and leave a tombstone. The others concern rollouts or parts of one: the group may
+still be trained with the rest, so a tombstone would lose it at the next takeover."""
+_UnfrozenEntry = unfrozen(PoolEntry)
+
+
+class PoolMoves(Session):
+    """PUSH, INGEST, DROP and PIN, and who scores what."""
+
+    _fresh: dict[str, int]
+    """incarnation -> the sequence that the server certainly does not have yet."""
+
+    def push(
+        self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int, replaces: str = ""
+    ) -> tuple[str, str]:
+        """PUSH: payload first, under the push's own key, then the script that makes it pending.
+
+        `replaces` names a pending entry whose place it takes. When that is gone, this push is a duplicate.
+        """
+        push = payload.encode_push(group)
+        info = push.info
+        producer_key = self.keys.producer(producer, incarnation)
+        suffix = f"{incarnation}.{sequence}"
+        waiting = self.keys.unnamed_payload(group.group_id, suffix)
+        args: list[Any] = [epoch, sequence, waiting, group.env, group.group_id, suffix]
+        args += [len(info.rollouts), info.tokens, push.metadata, replaces, self.keys.payload_prefix]
+        try:
+            # Most repetitions need not carry the payload again: they ask first.
+            if self._fresh.pop(incarnation, None) == sequence or sequence > self._sequence_of(producer_key):
+                self._store_payload(waiting, push)
+            reply = self._move_push(producer_key, args)
+        except ServerUnreachable as error:
+            if not self._answers():
+                raise
+            raise PushBroken(
+                f"the connection to {self.connection.address} broke in the push of group {group.group_id} "
+                f"({sum(_sizes(push).values())} bytes); the server answers others"
+            ) from error
+        if text(reply[0]) == "MISSING":
+            raise ServerRefused(f"the payload of push {suffix} is not on the server any more ({waiting}): sent again")
+        if text(reply[0]) == "UNEQUAL":
+            env, name, rollouts, tokens = (text(part) for part in reply[1:])
+            raise InvalidRollout(
+                f"group {group.group_id} ({group.env}, {len(info.rollouts)} rollouts, {info.tokens} tokens) cannot "
+                f"replace {replaces}, which holds {name} ({env}, {rollouts} rollouts, {tokens} tokens)"
+            )
+        return self._pushed(reply, producer, incarnation, sequence, epoch)
+
+    def _pushed(
+        self, reply: Sequence[Any], producer: str, incarnation: str, sequence: int, epoch: int
+    ) -> tuple[str, str]:
+        status = text(reply[0])
+        if status == "LATE" or status == "LOST":
+            self._fresh[incarnation] = sequence + 1
+            return ("duplicate" if status == "LATE" else "lost"), ""
+        if status == "OK" or status == "DUP":
+            if text(reply[1]):  # else the server has later pushes, too
+                self._fresh[incarnation] = sequence + 1
+            return ("stored" if status == "OK" else "duplicate"), text(reply[1])
+        if status == "JAMMED":
+            raise ServerRefused(
+                f"the pool of run {self.run!r} takes no push ({self.keys.pool}: {text(reply[1])}): an entry did not "
+                "come through rlbuffer. A batcher makes the pool anew when only its last id is wrong"
+            )
+        if status == "GAP":
+            raise ProducerGap(
+                f"push {sequence} of producer {producer!r} came, but the server's last is {text(reply[1])}: "
+                f"it lost acknowledged writes ({self.keys.producer(producer, incarnation)})",
+                last=int(reply[1]),
+            )
+        if status == "GONE":
+            raise self.gone(reply, epoch)
+        raise self.unexpected("push", reply)
+
+    def give_up(self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int) -> tuple[str, str]:
+        """PUSH without rollouts: the sequence is used up, and counted as lost, unless the push is stored already."""
+        suffix = f"{incarnation}.{sequence}"
+        waiting = self.keys.unnamed_payload(group.group_id, suffix)
+        args: list[Any] = [epoch, sequence, waiting, group.env, group.group_id, suffix]
+        args += [0, 0, b"", "", self.keys.payload_prefix]
+        reply = self._move_push(self.keys.producer(producer, incarnation), args)
+        status, entry_id = self._pushed(reply, producer, incarnation, sequence, epoch)
+        return (status if entry_id else "lost"), entry_id  # a duplicate without an entry: given up before
+
+    def _move_push(self, producer_key: str, args: Sequence[Any]) -> list[Any]:
+        keys = self.keys
+        return self.move("push", (keys.meta, keys.pool, producer_key, keys.ledger, keys.garbage), args, repeat=False)
+
+    def _answers(self) -> bool:
+        """Whether the server answers something small now."""
+        try:
+            self.connection.call(lambda: self.client.exists(self.keys.meta), patience_seconds=0.0, repeat=False)
+        except RlbufferError:
+            return False
+        return True
+
+    def _sequence_of(self, producer_key: str) -> int:
+        def last() -> Any:
+            return self.client.hget(producer_key, "sequence")
+
+        return number(self.connection.call(last, patience_seconds=self.patience_seconds, repeat=False)) or 0
+
+    def _store_payload(self, key: str, push: payload.EncodedPush) -> None:
+        """Raises InvalidRollout, before anything is sent, when the server can never take it."""
+        fields: dict[Any, Any] = {str(i): payload for i, payload in enumerate(push.payloads)}
+        if push.group_payload is not None:
+            fields["group"] = push.group_payload
+        sizes = _sizes(push)
+        size = sum(sizes.values())
+        refusal = self.connection.limits(self.patience_seconds).refusal(sizes)
+        if refusal:
+            raise InvalidRollout(
+                f"group {push.info.group_id} cannot be pushed to {self.connection.address}: {refusal}. Push it in "
+                "parts, or raise the server's limit"
+            )
+
+        def store() -> list[Any]:
+            with self.connection.sender(size).pipeline(transaction=True) as pipe:
+                pipe.unlink(key)
+                pipe.hset(key, mapping=fields)
+                pipe.hlen(key)
+                pipe.pexpire(key, WEEK_MS)
+                return list(pipe.execute())
+
+        reply = self.connection.call(store, patience_seconds=self.patience_seconds, repeat=False)
+        if reply[2] != len(fields) or not reply[3]:
+            raise ServerRefused(f"the server answered {reply} when {len(fields)} fields were stored under {key}")
+
+    def read_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
+        """INGEST: entries after the cursor, in the order in which they were pushed."""
+        found = self.stream(self.keys.pool, after, count=count, block_seconds=block_seconds)
+        return pool_entries(self.keys, found)
+
+    def renumber(self, token: int) -> int | None:
+        """RENUMBER: brings the pool's ids back to the clock, and those of the evaluations' results.
+
+        -> entries of the pool that have other ids now; None: all was well.
+
+        Raises:
+            LeaseLost: another leads.
+        """
+        with suppress(WrongType):  # a key that only a user of wider rights can make, and nothing decides by
+            self.move("renumber", (self.keys.lease, self.keys.eval), (token, AHEAD_MS))
+        reply = self.move("renumber", (self.keys.lease, self.keys.pool), (token, AHEAD_MS))
+        if text(reply[0]) == "FENCED":
+            raise self.lost(reply[1])
+        return int(reply[1]) if text(reply[0]) == "MOVED" else None
+
+    def reused(self) -> list[Reused]:
+        """Groups that were trained and may be trained again, in the order of their first push."""
+        fields = self.look(lambda client: client.hgetall(self.keys.reuse))
+        return reused_groups(self.keys, fields)
+
+    def drop(self, token: int, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> None:
+        """DROP, in calls of at most :data:`DROP_ENTRIES` entries. Raises LeaseLost."""
+        self._drop(token, drops)
+
+    def _drop(self, token: int | str, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> int:
+        """-> pushes that left the pool. An empty token is an operator's."""
+        keys = self.keys
+        dropped = 0
+        where = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
+        for chunk in _chunks(drops):
+            args: list[Any] = [token, keys.payload_prefix, HISTORY_ENTRIES, len(chunk)]
+            for drop, entry_ids, is_last in chunk:
+                closes = "1" if is_last and drop.reason in CLOSING_REASONS else "0"
+                record = _drop_record(drop) if is_last else b""
+                args += [drop.group_id, drop.env, drop.reason, closes, record, len(entry_ids), *entry_ids]
+            reply = self.move("drop", where, args)
+            if text(reply[0]) == "FENCED":
+                raise self.lost(reply[1])
+            if text(reply[0]) == "GONE":
+                raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
+            dropped += int(reply[1])
+        return dropped
+
+
+def _sizes(push: payload.EncodedPush) -> dict[str, int]:
+    """Bytes of each value of a push's payload, under what it is called in messages."""
+    ids = [f"rollout {rollout.rollout_id}" for rollout in push.info.rollouts]
+    sizes = {name: len(payload) for name, payload in zip(ids, push.payloads, strict=True)}
+    return sizes | {"answer and metadata": len(push.group_payload or b"")}
+
+
+def pool_entries(keys: Keys, found: Sequence[Entry]) -> list[PoolEntry]:
+    """Pool entries as the server has them. What cannot be decoded is named in `error`, not raised: it must go."""
+    infos = payload.decode_infos([fields.get(b"metadata", b"") for _, fields in found])
+    return [_entry(keys, entry_id, fields, info) for (entry_id, fields), info in zip(found, infos, strict=True)]
+
+
+def _entry(keys: Keys, entry_id: str, fields: Fields, info: GroupInfo | PayloadError) -> PoolEntry:
+    if isinstance(info, GroupInfo) and _agrees(fields, info):
+        made = _UnfrozenEntry()
+        made.entry_id = entry_id
+        made.info = info
+        made.payload_key = keys.payload(info.group_id, text(fields.get(b"key", b"")))
+        made.env = info.env
+        made.group_id = info.group_id
+        made.rollouts = info.totals.rollouts
+        made.tokens = info.totals.tokens
+        made.error = ""
+        made.replaces = text(fields.get(b"replaces", b""))
+        made.first_ms = _first_ms(fields, entry_id)
+        made.__class__ = PoolEntry
+        entry: PoolEntry = made
+        return entry
+    # Cut to what is allowed: an entry that somebody wrote by hand must not fill the history.
+    env, group_id = text(fields.get(b"env", b"")[:64]), text(fields.get(b"group", b"")[:128])
+    rollouts, tokens = _count(fields, b"rollouts"), _count(fields, b"tokens")
+    if isinstance(info, PayloadError):
+        error = f"metadata: {info}"
+    elif SUFFIX.match(fields.get(b"key", b"")) is None:
+        error = f"its payload's key ends with {text(fields.get(b'key', b'')[:64])!r}, not with INCARNATION.SEQUENCE"
+    else:
+        error = (
+            f"metadata of {info.group_id} ({info.env}, {info.totals.rollouts} rollouts, {info.tokens} tokens) "
+            f"disagrees with its entry: {group_id} ({env}, {rollouts} rollouts, {tokens} tokens)"
+        )
+    return PoolEntry(
+        entry_id=entry_id,
+        info=None,
+        payload_key=keys.payload(group_id, text(fields.get(b"key", b""))),
+        env=env,
+        group_id=group_id,
+        rollouts=rollouts,
+        tokens=tokens,
+        error=error,
+        replaces=text(fields.get(b"replaces", b"")[:64]),
+        first_ms=_first_ms(fields, entry_id),
+    )
+
+
+def _first_ms(fields: Fields, entry_id: str) -> int:
+    """When the rollouts were first pushed; not later than the entry itself says."""
+    return min(_count(fields, b"pushed"), int(entry_id.partition("-")[0]))
+
+
+def _agrees(fields: Fields, info: GroupInfo) -> bool:
+    """Whether the entry says of its push what the metadata says, and names a payload that a push can have."""
+    totals = info.totals
+    return (
+        SUFFIX.match(fields.get(b"key", b"")) is not None
+        and fields.get(b"env") == info.env.encode()
+        and fields.get(b"group") == info.group_id.encode()
+        and _count(fields, b"rollouts") == totals.rollouts
+        and _count(fields, b"tokens") == totals.tokens
+    )
+
+
+def reused_groups(keys: Keys, fields: Mapping[bytes, bytes]) -> list[Reused]:
+    """The reuse hash decoded; commit.lua says what is in it."""
+    groups: dict[str, tuple[int, int]] = {}
+    found: list[Entry] = []
+    owners: list[str] = []
+    for name, value in fields.items():
+        group_id, _, entry_id = text(name).partition(" ")
+        if not entry_id:
+            uses, _, step = text(value).partition(" ")
+            groups[group_id] = (int(uses), int(step))
+            continue
+        env, key, rollouts, tokens, metadata = value.split(b" ", 4)
+        push = {b"env": env, b"group": group_id.encode(), b"key": key, b"metadata": metadata}
+        found.append((entry_id, {**push, b"rollouts": rollouts, b"tokens": tokens}))
+        owners.append(group_id)
+    entries: dict[str, list[PoolEntry]] = {}
+    for group_id, entry in zip(owners, pool_entries(keys, found), strict=True):
+        entries.setdefault(group_id, []).append(entry)
+    out = [
+        Reused(
+            group_id=group_id,
+            uses=uses,
+            step=step,
+            entries=tuple(sorted(entries.get(group_id, ()), key=lambda entry: _place(entry.entry_id))),
+        )
+        for group_id, (uses, step) in groups.items()
+    ]
+    return sorted(out, key=lambda group: [_place(entry.entry_id) for entry in group.entries])
+
+
+def _place(entry_id: str) -> tuple[int, int]:
+    at, _, sequence = entry_id.partition("-")
+    return int(at), int(sequence or 0)
+
+
+def _count(fields: Fields, name: bytes) -> int:
+    """As DROP counts it: what is not a plain number of at most 15 digits is 0."""
+    return number(fields.get(name)) or 0
+
+
+def _chunks(
+    drops: Sequence[tuple[Drop, Sequence[PoolEntry]]],
+) -> Iterator[list[tuple[Drop, list[str], bool]]]:
+    """Drops in calls of at most :data:`DROP_ENTRIES` entries; the flag marks the last piece of a drop."""
+    chunk: list[tuple[Drop, list[str], bool]] = []
+    held = 0
+    for drop, entries in drops:
+        ids = [entry.entry_id for entry in entries]
+        for start in range(0, len(ids), DROP_ENTRIES):
+            piece = ids[start : start + DROP_ENTRIES]
+            if held + len(piece) > DROP_ENTRIES:
+                yield chunk
+                chunk, held = [], 0
+            chunk.append((drop, piece, start + DROP_ENTRIES >= len(ids)))
+            held += len(piece)
+    if chunk:
+        yield chunk
+
+
+def _drop_record(drop: Drop) -> bytes:
+    return payload.dumps(
+        {
+            "event": "drop",
+            "group_id": drop.group_id,
+            "env": drop.env,
+            "reason": drop.reason,
+            "rollouts": drop.rollouts,
+            "tokens": drop.tokens,
+            "detail": drop.detail,
+            "min_version": drop.min_version,
+            "reward": drop.reward,
+        }
+    )

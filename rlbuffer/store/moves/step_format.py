@@ -1,0 +1,294 @@
+"""A step as it is stored: a header, a part per planned rank, and the digest that chains them to the step before.
+
+Both are msgpack with fixed field order, so that the same step is always the same bytes. The digest and the time of the
+commit stand beside the header, not in it: one is computed from it, the other is the server's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar, cast
+
+import msgpack
+import numpy as np
+
+from rlbuffer.errors import PayloadError
+from rlbuffer.packing.step_columns import Columns, agree
+from rlbuffer.records.micro_batch import AdapterProgress, RolloutRef, StepPlan, version_trained
+from rlbuffer.records.rollout import RolloutInfo
+from rlbuffer.store.protocol import Meta, PartRollout, PoolEntry, StepHeader, StepPart
+from rlbuffer.wire import payload
+
+MAX_STEP_BYTES = 512 * 2**20
+"""Largest header or part that is decoded: the server's own limit for one value."""
+
+Built = TypeVar("Built")
+
+
+def step_digest(previous: str, header: bytes, parts: Sequence[bytes]) -> str:
+    """SHA-256, in hex, over the digest before, the header and the parts in the order of ranks, each with its length."""
+    digest = hashlib.sha256()
+    for piece in (previous.encode(), header, *parts):
+        digest.update(len(piece).to_bytes(8, "little"))
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def encode(record: Mapping[str, Any]) -> bytes:
+    """The bytes of a header or part. Its values were checked when they came in, or by `check_numbers`, so they are not
+    looked at again here: that would be two thirds of the cost of a commit."""
+    return cast(bytes, msgpack.packb(record))
+
+
+def check_numbers(header: Mapping[str, Any], plan: StepPlan) -> None:
+    """What is computed for a step, and did not come in with its rollouts, can be read again: nobody can train a step
+    that cannot, and it stays for ever.
+
+    Raises:
+        PayloadError: a number is not finite.
+    """
+    try:
+        payload.check(dict(header))
+        payload.check([float(np.sum(np.abs(plan.advantages, dtype=np.float64)))])
+    except PayloadError as error:
+        raise PayloadError(f"step {plan.step} is not committed, because it could never be read: {error}") from None
+
+
+def header_record(
+    plan: StepPlan, entries: Mapping[str, PoolEntry], meta: Meta, waiting_for: int | None
+) -> dict[str, Any]:
+    """The header of a planned step; means over rollouts, rewards over the scored ones only."""
+    groups: dict[str, set[str]] = {}
+    members: dict[str, list[tuple[RolloutRef, float | None]]] = {}
+    for ref in plan.rollouts:
+        groups.setdefault(ref.env, set()).add(ref.group_id)
+        members.setdefault(ref.env, []).append((ref, info_of(ref, entries).reward))
+    envs = {}
+    for env in sorted(members):
+        refs = [ref for ref, _ in members[env]]
+        ages = [_age(plan, ref) for ref in refs]
+        envs[env] = {
+            "rollouts": len(refs),
+            "tokens": sum(ref.length for ref in refs),
+            "groups": len(groups[env]),
+            "reward": _mean([reward for _, reward in members[env] if reward is not None]),
+            "age": _mean(ages) or 0.0,
+            "max_age": max(ages),
+        }
+    ages = [_age(plan, ref) for ref in plan.rollouts]
+    layout = plan.plan
+    capacity = layout.world_size * layout.micro_steps * layout.rows_per_micro_batch * layout.row_tokens
+    return {
+        "step": plan.step,
+        "epoch": meta.epoch,
+        "previous_digest": meta.digest,
+        "world_size": layout.world_size,
+        "normalizers": {
+            "loss_tokens": plan.normalizers.loss_tokens,
+            "rollouts": plan.normalizers.rollouts,
+            "groups": plan.normalizers.groups,
+        },
+        "rollouts": len(plan.rollouts),
+        "tokens": plan.tokens,
+        "bytes": sum(info_of(ref, entries).size for ref in plan.rollouts),
+        "group_ids": list(plan.group_ids),
+        "closed_by": plan.closed_by,
+        "fill": plan.tokens / capacity if capacity else 0.0,
+        "envs": envs,
+        "reward": _mean([r for pairs in members.values() for _, r in pairs if r is not None]),
+        "age": _mean(ages) or 0.0,
+        "max_age": max(ages, default=0),
+        "waiting_for_version": waiting_for,
+        "checkpoint_now": meta.checkpoint_now,
+        "uses": {use.group_id: use.uses for use in plan.entries if use.uses},
+        "max_uses": int(meta.config.get("max_uses", 1)),
+        "revision": meta.revision,
+        "columns": {name: [dtype, *shape] for name, (dtype, shape) in _columns_of(plan, entries).items()},
+        # The rule that held at the commit, so that it can be checked after the config has changed.
+        "age_limits": {env: age_limit(meta.config, env) for env in envs},
+        "masks_truncated": plan.masks_truncated,
+        "adapters": {adapter: asdict(progress) for adapter, progress in sorted(plan.adapters.items())},
+    }
+
+
+def _age(plan: StepPlan, ref: RolloutRef) -> int:
+    return version_trained(plan.adapters, ref.adapter, plan.step) - ref.min_version
+
+
+def age_limit(config: Mapping[str, Any], env: str) -> int | None:
+    """`max_age` for `env` in a run's config; None when the run has no config."""
+    own = (config.get("envs") or {}).get(env) or {}
+    limit = own.get("max_age")
+    return config.get("max_age") if limit is None else limit
+
+
+def part_records(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str = "") -> list[dict[str, Any]]:
+    """The parts of a planned step, in the order of ranks; indices are the part's own.
+
+    Payload keys stand in them without the run's `prefix`, so that a step is the same bytes, and has the same digest,
+    in a run that was restored under another name.
+    """
+    layout = plan.plan
+    advantages = np.asarray(plan.advantages, dtype=np.float32)
+    records = []
+    for rank in range(layout.world_size):
+        place: dict[int, int] = {}
+        rows = []
+        for micro_step in layout.rows:
+            own = []
+            for row in micro_step[rank]:
+                own.append([place.setdefault(index, len(place)) for index in row])
+            rows.append(own)
+        sources: dict[str, int] = {}
+        adapters: list[str] = []
+        rollouts = []
+        for index in place:
+            ref = plan.rollouts[index]
+            source = sources.setdefault(ref.entry_id, len(sources))
+            if source == len(adapters):
+                adapters.append(ref.adapter)
+            rollouts.append([source, ref.index, float(advantages[index]), *_info_list(info_of(ref, entries))])
+        records.append(
+            {
+                "step": plan.step,
+                "rank": rank,
+                "row_tokens": layout.row_tokens,
+                "rows_per_micro_batch": layout.rows_per_micro_batch,
+                "sources": [
+                    _source(entries[key], adapter, prefix) for key, adapter in zip(sources, adapters, strict=True)
+                ],
+                "rollouts": rollouts,
+                "rows": rows,
+            }
+        )
+    return records
+
+
+def _source(entry: PoolEntry, adapter: str, prefix: str) -> list[Any]:
+    info = entry.info
+    told = ("", 0, "") if info is None else (info.prompt_id, info.planned_size, info.worker)
+    return [entry.payload_key.removeprefix(prefix), entry.group_id, entry.env, adapter, *told, entry.pushed_ms]
+
+
+def _columns_of(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> Columns:
+    infos = {ref.entry_id: entries[ref.entry_id].info for ref in plan.rollouts}
+    columns, _ = agree(plan, {entry_id: info for entry_id, info in infos.items() if info is not None})
+    return columns
+
+
+def info_of(ref: RolloutRef, entries: Mapping[str, PoolEntry]) -> RolloutInfo:
+    """What the pool says about a planned rollout.
+
+    Raises:
+        PayloadError: the plan names a rollout that its entry does not hold.
+    """
+    info = entries[ref.entry_id].info
+    if info is None or not 0 <= ref.index < len(info.rollouts) or info.rollouts[ref.index].rollout_id != ref.rollout_id:
+        raise PayloadError(f"entry {ref.entry_id} does not hold rollout {ref.rollout_id} at index {ref.index}")
+    return info.rollouts[ref.index]
+
+
+def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepHeader, dict[str, Any]]:
+    """-> the header, and the age limits per env that held when it was committed."""
+
+    def build(record: dict[str, Any]) -> tuple[StepHeader, dict[str, Any]]:
+        limits = dict(record.pop("age_limits"))
+        group_ids = tuple(record.pop("group_ids"))
+        columns = {name: (dtype, tuple(shape)) for name, (dtype, *shape) in record.pop("columns").items()}
+        adapters = {name: AdapterProgress(**progress) for name, progress in record.pop("adapters", {}).items()}
+        header = StepHeader(
+            digest=digest,
+            committed_ms=committed_ms,
+            group_ids=group_ids,
+            columns=columns,
+            adapters=adapters,
+            **record,
+        )
+        return header, limits
+
+    return _decoded("step header", data, build)
+
+
+def decode_part(data: bytes, prefix: str = "") -> StepPart:
+    """A part as the reader wants it; `prefix` is that of the run's payload keys."""
+
+    def build(record: dict[str, Any]) -> StepPart:
+        sources = record["sources"]
+        rollouts = tuple(_part_rollout(item, sources, prefix) for item in record["rollouts"])
+        rows = tuple(tuple(tuple(row) for row in rows) for rows in record["rows"])
+        if any(not 0 <= index < len(rollouts) for micro_step in rows for row in micro_step for index in row):
+            raise ValueError("a row names a rollout that the part does not have")
+        return StepPart(
+            step=record["step"],
+            rank=record["rank"],
+            rollouts=rollouts,
+            rows=rows,
+            row_tokens=record["row_tokens"],
+            rows_per_micro_batch=record["rows_per_micro_batch"],
+        )
+
+    return _decoded("step part", data, build)
+
+
+def _decoded(what: str, data: bytes, build: Callable[[dict[str, Any]], Built]) -> Built:
+    try:
+        return build(payload.loads(data, limit=MAX_STEP_BYTES))
+    except PayloadError as error:
+        raise PayloadError(f"{what}: {error}") from None
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise PayloadError(f"{what}: unexpected content ({type(error).__name__}: {error})") from None
+
+
+def _info_list(info: RolloutInfo) -> list[Any]:
+    return [
+        info.rollout_id,
+        info.length,
+        info.prompt_tokens,
+        info.loss_tokens,
+        info.reward,
+        dict(info.rewards),
+        info.min_version,
+        info.max_version,
+        info.turns,
+        info.is_truncated,
+        info.size,
+        info.checksum,
+    ]
+
+
+def _part_rollout(item: Sequence[Any], sources: Sequence[Sequence[Any]], prefix: str) -> PartRollout:
+    source, index, advantage, *values = item
+    key, group_id, env, adapter, prompt_id, planned_size, worker, pushed_ms = sources[source]
+    names = (
+        "rollout_id",
+        "length",
+        "prompt_tokens",
+        "loss_tokens",
+        "reward",
+        "rewards",
+        "min_version",
+        "max_version",
+        "turns",
+        "is_truncated",
+        "size",
+        "checksum",
+    )
+    return PartRollout(
+        payload_key=prefix + key,
+        index=index,
+        info=RolloutInfo(**dict(zip(names, values, strict=True))),
+        group_id=group_id,
+        env=env,
+        adapter=adapter,
+        advantage=advantage,
+        prompt_id=prompt_id,
+        planned_size=planned_size,
+        worker=worker,
+        pushed_ms=pushed_ms,
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(sum(values) / len(values)) if values else None

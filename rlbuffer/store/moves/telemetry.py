@@ -1,0 +1,122 @@
+"""Heartbeats, waiting sentences and counters: shown to people, decide nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlbuffer.errors import PayloadError, ServerUnsuitable, WrongType
+from rlbuffer.store.keys import HEARTBEATS
+from rlbuffer.store.session import Session, answers, number, text
+from rlbuffer.wire import payload
+
+FORGOTTEN_AFTER_MS = 3_600_000
+"""Silence after which a process is no longer shown."""
+MAX_RECORD_BYTES = 2**20
+"""Largest heartbeat that is decoded."""
+NAMED_DAMAGED = 10_000
+"""Damaged rollouts of a step that are named."""
+_log = logging.getLogger(__name__)
+
+
+class Telemetry(Session):
+    """What processes say about themselves, stamped with the server's clock."""
+
+    _refused: set[str]
+    """Keys that the server does not let this process write."""
+
+    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
+        """Says that `name` lives, with whatever it wants to show. `kind`: a key of HEARTBEATS."""
+        if kind not in HEARTBEATS:
+            raise ValueError(f"heartbeat kind {kind!r} must be one of {', '.join(HEARTBEATS)}")
+        self._note(self.keys.heartbeats(kind), name, payload.dumps(dict(record)))
+
+    def heartbeats(self, kind: str) -> Mapping[str, Mapping[str, Any]]:
+        """name -> its last record, with ``seconds_ago`` added, by the server's clock; what is no heartbeat is left out.
+
+        Any process of the kind writes there: no field of a record is certain to be there, nor of a type.
+        """
+        key = self.keys.heartbeats(kind)
+
+        def read(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                pipe.hgetall(key)
+                pipe.time()
+                return answers(pipe)
+
+        fields, (seconds, micros) = self.look(read)
+        now = int(seconds) + int(micros) / 1e6
+        out = {}
+        for name, value in sorted((fields or {}).items()):
+            beat = heartbeat_of(value)
+            if beat is not None:
+                at, record = beat
+                out[text(name)] = {**record, "seconds_ago": max(0.0, now - at / 1000)}
+        return out
+
+    def set_waiting(self, who: str, sentence: str) -> None:
+        """What `who` waits for, in one sentence; "" when it does not wait."""
+        self._note(self.keys.waiting, who, sentence)
+
+    def waiting(self) -> Mapping[str, str]:
+        """who -> the sentence that it last said."""
+        fields = self.look_at(lambda client: client.hgetall(self.keys.waiting), {})
+        return {text(who): text(value.partition(b" ")[2]) for who, value in sorted(fields.items())}
+
+    def count_damaged(self, step: int, rollouts: Sequence[str]) -> None:
+        """Rollouts of `step`, each as ``<group> <rollout>``, found missing or damaged when they were pulled.
+
+        Each counts once: a replay, a second reader or a repeated call finds it noted already.
+        """
+        if rollouts:
+            keys = self.keys
+            self._tell((keys.ledger, keys.damaged, keys.meta), ("damaged", step, *rollouts))
+
+    def damaged_in(self, first: int, last: int) -> dict[int, int]:
+        """Step -> its rollouts that are counted as damaged; only steps with some, from `first` to `last`."""
+        steps = range(first, last + 1)
+
+        def count(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for step in steps:
+                    pipe.zcount(self.keys.damaged, step, step)
+                return answers(pipe)
+
+        counts = self.look(count) if steps else []
+        return {step: int(n) for step, n in zip(steps, counts, strict=True) if n}
+
+    def damaged_of(self, step: int) -> list[str]:
+        """Damaged rollouts of a step, each as ``<group> <rollout>``; at most :data:`NAMED_DAMAGED`."""
+        found = self.look(lambda client: client.zrangebyscore(self.keys.damaged, step, step, 0, NAMED_DAMAGED))
+        return [text(name).partition(" ")[2] for name in found]
+
+    def count_lost(self, pushes: int) -> None:
+        """Pushes that a producer knows are missing on the server and cannot send again."""
+        # A lost reply may count twice. That is better than a writer that fails because it could not count.
+        self._tell((self.keys.ledger,), ("count", "lost", pushes))
+
+    def _note(self, key: str, name: str, record: str | bytes) -> None:
+        self._tell((key,), ("note", name, record, FORGOTTEN_AFTER_MS))
+
+    def _tell(self, keys: Sequence[str], args: Sequence[Any]) -> None:
+        """One move of telemetry. A server that does not allow it is told of once: nobody stops working for it."""
+        try:
+            self.move("telemetry", keys, args)
+        except (ServerUnsuitable, WrongType) as error:
+            if keys[0] not in self._refused:
+                self._refused.add(keys[0])
+                _log.warning("not written to %s, now and later: %s", keys[0], error)
+
+
+def heartbeat_of(value: bytes) -> tuple[int, dict[str, Any]] | None:
+    """Server ms and the record of a heartbeat; None when it is none."""
+    at, _, data = value.partition(b" ")
+    milliseconds = number(at)
+    try:
+        record = payload.loads(data, limit=MAX_RECORD_BYTES)
+    except PayloadError:
+        return None
+    if milliseconds is None or not isinstance(record, dict):
+        return None
+    return milliseconds, record

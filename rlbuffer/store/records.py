@@ -1,0 +1,324 @@
+"""What the store tells: the records that its moves take and answer, as docs/protocol.md describes them.
+
+All times are the server's clock, in seconds unless named otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlbuffer.records.micro_batch import AdapterProgress
+from rlbuffer.records.rollout import GroupInfo, RolloutInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolEntry:
+    """One push that is pending."""
+
+    entry_id: str
+    info: GroupInfo | None
+    """None when the metadata could not be decoded; `error` says why."""
+    payload_key: str
+    env: str
+    group_id: str
+    rollouts: int
+    """As the ledger counted them at push; also there when `info` is None."""
+    tokens: int
+    error: str = ""
+    replaces: str = ""
+    """The entry whose place it took, when a scorer added what that one needed; "" otherwise."""
+    first_ms: int = 0
+    """Then: when the rollouts were first pushed."""
+
+    @property
+    def pushed_ms(self) -> int:
+        """Server time when the rollouts were pushed, in milliseconds (the first half of the stream id)."""
+        return self.first_ms or int(self.entry_id.split("-", 1)[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reused:
+    """A group that was trained and may be trained again."""
+
+    group_id: str
+    uses: int
+    """Steps that trained it."""
+    step: int
+    """The last of them."""
+    entries: tuple[PoolEntry, ...]
+    """Its pushes, which are not in the pool any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """What the lease script answered."""
+
+    token: int
+    """Fencing token; grows with every new holder."""
+    held: bool
+    """This owner holds it now."""
+    owner: str
+    """Who holds it."""
+    remaining_seconds: float
+    renewed: bool
+    """It was renewed without having lapsed: nobody else can have led in between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meta:
+    """The run's meta hash."""
+
+    schema: int
+    epoch: int
+    step: int
+    """Last committed step; 0 before the first."""
+    digest: str
+    """Of the last committed step; "" before the first."""
+    retired: int
+    """Last retired step."""
+    config: Mapping[str, Any]
+    config_digest: str
+    error: str
+    """Fatal error of the batcher; "" when there is none."""
+    since: int = 0
+    """First epoch that this one goes on from: equal to `epoch` but after a recovery of lost writes or a new line of
+    versions."""
+    checkpoint_now: bool = False
+    """The next step's header asks the trainer for a checkpoint."""
+    revision: int = 0
+    """Of `config`: grows with each one that the leader accepts, from 1; 0 before the first."""
+    asked: int = 0
+    """Grows with everything that operators ask: what the leader holds in memory may not be true any more."""
+    wanted: Mapping[str, Any] = field(default_factory=dict)
+    """The config that an operator wants and no leader has taken yet; empty when there is none."""
+    wanted_digest: str = ""
+    refused: str = ""
+    """Why the leader did not take the last wanted config: its digest, a blank, the reason."""
+    draining_ms: int = 0
+    """Server time since when no tickets are given, in milliseconds; 0 while they are."""
+    ended: int | None = None
+    """The step after which the run has ended: every env was done then, and nothing was pending."""
+    early: int = 0
+    """Last step that retired early, because the server's memory was short; 0: none did."""
+    early_ms: int = 0
+    """Server time of it, in milliseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Who may still send something."""
+
+    done: frozenset[str] = frozenset()
+    """Envs with an end of which every ticket was given, and none is out."""
+    said: frozenset[str] = frozenset()
+    """Those of them whose end a producer or an operator has said: no part of a group comes any more either."""
+    open: frozenset[str] = frozenset()
+    """Other envs that were sampled, or whose workers have come."""
+    expected: frozenset[str] = frozenset()
+    """Worker sections whose workers have not come yet, and so which envs they sample is not known."""
+    ends: Mapping[str, int] = field(default_factory=dict)
+    """env -> how many tickets it has; only envs with an end."""
+    written: Mapping[bytes, bytes] = field(default_factory=dict)
+    """The hash of ends as it stood on the server: the run ends only while it still stands so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of the trainer, fenced by its number."""
+
+    number: int
+    """0 before the first attempt."""
+    world_size: int = 0
+    resume_step: int = 0
+    epoch: int = 0
+    trained: int = 0
+    """Last trained step; never goes back, over attempts too."""
+    at: int = 0
+    """Last step that this attempt's state contains: below `trained` while it trains steps again."""
+    checkpoint: int = 0
+    """This attempt's newest checkpoint: the one that it resumed from, or wrote last. 0: the fresh weights."""
+    digest: str = ""
+    oldest_kept: int = 0
+    """Oldest checkpoint that the trainer still has: steps up to it may be retired."""
+    seen_seconds_ago: float | None = None
+    seen_ms: int = 0
+    """Server time of its last accepted word, in milliseconds."""
+    newest: int = 0
+    """No attempt has made a version above this one in this line; known to the attempt's own process."""
+    server: str = ""
+    """Which server the trainer last spoke to (:meth:`Store.server_id`)."""
+    claim: bytes = b""
+    """Steps that the trainer has and the server has not, handed back by it (:class:`Claim`); empty when there are
+    none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStep:
+    """A step as the trainer remembers it, for a server that may forget it."""
+
+    step: int
+    digest: str
+    group_ids: tuple[str, ...]
+    envs: Mapping[str, tuple[int, int]]
+    """env -> rollouts, tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a trainer hands back to a server that has lost acknowledged writes."""
+
+    step: int
+    """Last step that the trainer's state contains."""
+    epoch: int
+    """Newest epoch that the trainer knows."""
+    digest: str
+    """Of `step`."""
+    steps: tuple[TrainedStep, ...]
+    """The last ones up to `step`, the oldest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHeader:
+    """`<s>-0` of the steps stream."""
+
+    step: int
+    epoch: int
+    digest: str
+    previous_digest: str
+    world_size: int
+    normalizers: Mapping[str, int]
+    rollouts: int
+    tokens: int
+    group_ids: tuple[str, ...]
+    closed_by: str
+    fill: float
+    """Tokens over capacity, 0-1."""
+    envs: Mapping[str, Mapping[str, Any]]
+    """env -> rollouts, tokens, groups, reward (mean or None), age (mean), max_age."""
+    reward: float | None
+    """Mean over rollouts."""
+    age: float
+    """Mean over rollouts."""
+    max_age: int
+    committed_ms: int
+    columns: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Further column -> dtype and trailing shape: the same in all micro-batches of all ranks."""
+    waiting_for_version: int | None = None
+    """The trainer publishes after this step, also where `publish_every` would not, unless this version or a newer one
+    is published by then."""
+    checkpoint_now: bool = False
+    """The trainer writes a checkpoint when it has trained this step."""
+    uses: Mapping[str, int] = field(default_factory=dict)
+    """group id -> steps that trained it before this one, of the groups that were."""
+    max_uses: int = 1
+    """The rule that held at the commit."""
+    revision: int = 0
+    """Of the config that made it."""
+    bytes: int = 0
+    """Of its rollouts' payloads."""
+    adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
+    """Adapter ("" is all weights) -> how far it is with this step, of all that were trained so far."""
+    masks_truncated: bool = False
+    """No token of a truncated rollout is trained, whatever its payload says."""
+
+    def masks(self, info: RolloutInfo) -> bool:
+        """Whether this rollout of the step is there, and not trained."""
+        return self.masks_truncated and info.is_truncated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRollout:
+    """A rollout as a step's part names it: enough to pull it, and to stand in for it when it is damaged."""
+
+    payload_key: str
+    index: int
+    info: RolloutInfo
+    group_id: str
+    env: str
+    adapter: str
+    advantage: float
+    prompt_id: str = ""
+    """This and what follows is for people who look at a consumed group; nothing trains on it."""
+    planned_size: int = 0
+    worker: str = ""
+    pushed_ms: int = 0
+    """Server time of its push."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """`<s>-<r+1>`: what planned rank r trains on."""
+
+    step: int
+    rank: int
+    rollouts: tuple[PartRollout, ...]
+    rows: tuple[tuple[tuple[int, ...], ...], ...]
+    """``rows[micro_step]`` are the rank's rows; indices into `rollouts`, () a dummy."""
+    row_tokens: int
+    rows_per_micro_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvLedger:
+    """One env's account, in rollouts and tokens: pushed = pending + packed + trained + sum of dropped."""
+
+    pushed: tuple[int, int] = (0, 0)
+    pending: tuple[int, int] = (0, 0)
+    packed: tuple[int, int] = (0, 0)
+    trained: tuple[int, int] = (0, 0)
+    dropped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """reason -> (rollouts, tokens)."""
+    reused: tuple[int, int] = (0, 0)
+    """Counted beside the account: what later steps took again of what was packed once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """The whole account; `pending` is what `pushed` leaves over."""
+
+    envs: Mapping[str, EnvLedger]
+    damaged: int = 0
+    """Rollouts found missing or damaged when pulled; each once per step."""
+    lost: int = 0
+    """Pushes that producers know are missing on the server."""
+
+    def total(self) -> EnvLedger:
+        """Sum over the envs."""
+
+        def add(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+            return sum(p[0] for p in pairs), sum(p[1] for p in pairs)
+
+        accounts = list(self.envs.values())
+        reasons = sorted({r for a in accounts for r in a.dropped})
+        return EnvLedger(
+            pushed=add([a.pushed for a in accounts]),
+            pending=add([a.pending for a in accounts]),
+            packed=add([a.packed for a in accounts]),
+            trained=add([a.trained for a in accounts]),
+            dropped={r: add([a.dropped.get(r, (0, 0)) for a in accounts]) for r in reasons},
+            reused=add([a.reused for a in accounts]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One violated invariant."""
+
+    invariant: str
+    """``I1`` ... ``I13`` of docs/protocol.md."""
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `verify` found. `ok` when there are no findings."""
+
+    findings: tuple[Finding, ...]
+    checked: Mapping[str, int]
+    """What was looked at: entries, rollouts, steps, payloads."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings

@@ -1,0 +1,150 @@
+"""What the server's refusals and errors mean: as errors of ours, and what a caller can do about them.
+
+=============  ===================================================================================================
+lost           no answer, or none of the protocol: whether the command was carried out is unknown
+elsewhere      this server is not the one to talk to (any more): demoted, still loading, not the owner of the slot
+for now        it would be the right one and does not want to, for a reason that passes
+wrong          the command, the login or the key is wrong; sending it again gives the same answer
+=============  ===================================================================================================
+
+The first two are losses: the server that is reached next may lack what was acknowledged before.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import redis
+
+from rlbuffer.errors import (
+    RlbufferError,
+    ServerFull,
+    ServerRefused,
+    ServerUnreachable,
+    ServerUnsuitable,
+    WrongAnswer,
+    WrongType,
+)
+from rlbuffer.store.server import tls
+
+ELSEWHERE = {
+    "LOADING": "it is still loading its data",
+    "READONLY": "it is a replica. Use an address that follows the primary, or wait for the failover to end",
+    "MASTERDOWN": "it is a replica without its primary",
+    "UNBLOCKED": "it has just become a replica",
+    "MOVED": "another node of its cluster has the run. Use an address that follows the primary",
+    "ASK": "the cluster is moving the slot to another node",
+    "TRYAGAIN": "the cluster is moving the slot",
+    "CLUSTERDOWN": "the cluster has no owner for a part of its slots",
+}
+"""Code of the server's error -> what it means and what to do. Connections are made anew, so that an address that leads
+to another server by then is followed."""
+FOR_NOW = {
+    "OOM": "it is at its memory limit (maxmemory). It takes pushes again when steps retire; or raise the limit",
+    "MISCONF": "it cannot write to its disk. Free space where its data are, then look at its log",
+    "NOREPLICAS": "it has too few replicas (min-replicas-to-write)",
+    "BUSY": "a script has kept it busy for seconds. See SLOWLOG; SCRIPT KILL ends one that has written nothing",
+    "NOSCRIPT": "it forgets scripts as fast as they are loaded",
+}
+ACT = frozenset({"OOM", "MISCONF", "NOREPLICAS"})
+"""Refusals on which the caller must act (spool, throttle, wait and say so): it is told at once."""
+WRONG = frozenset({"ERR", "CROSSSLOT", "BUSYGROUP", "NOGROUP", "NOPROTO", "INVALIDOBJ"})
+"""Codes that say that the command does not fit the server or the key. A code that stands nowhere here is of a server or
+a proxy that this version does not know, and is taken for a refusal that passes."""
+TOO_MANY_CLIENTS = "max number of clients"
+
+
+@dataclass(frozen=True, slots=True)
+class Understood:
+    """An error of redis-py as it is to be taken."""
+
+    failure: RlbufferError
+    may_pass: bool = False
+    """Calling again may help, within the caller's patience."""
+    is_loss: bool = False
+    """The server that answers next may be another one, or the same without its newest writes."""
+
+
+def understand(error: redis.RedisError, *, address: str, source: str, is_embedded: bool, is_known: bool) -> Understood:
+    """What an error of redis-py means.
+
+    Args:
+        address: of the server, without its password.
+        source: a sentence that says where the address comes from; may be empty.
+        is_known: the server has taken this process's login before.
+    """
+    code, words = code_of(error), words_of(error)
+    told = f"the server at {address} refused: "
+    if code == "OOM":
+        return Understood(ServerFull(told + FOR_NOW[code]))
+    if code in ELSEWHERE:
+        return Understood(ServerRefused(f"{told}{ELSEWHERE[code]} ({words})"), may_pass=True, is_loss=True)
+    if code in FOR_NOW:
+        return Understood(ServerRefused(f"{told}{FOR_NOW[code]} ({words})"), may_pass=code not in ACT)
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError) and is_known:
+        # Somebody changes users at this moment, or a new primary does not have them yet.
+        return Understood(
+            ServerRefused(f"{told}it does not take this process's login any more: {words.rstrip('.')}.{source}"),
+            may_pass=True,
+            is_loss=True,
+        )
+    if code == "WRONGTYPE":
+        return Understood(
+            WrongType(f"{told}a key of the run holds another type than rlbuffer puts there. `rlbuffer verify` names it")
+        )
+    if isinstance(error, _LOGIN) or any(denial in words for denial in DENIED_INSIDE):
+        return Understood(
+            ServerUnsuitable(
+                f"the server at {address} does not allow this: {words}.{source}\n"
+                "  Look at the user in the address, at its password (there, in RLBUFFER_REDIS_PASSWORD or in "
+                "redis_password_file), and at the server's ACL for that user."
+            )
+        )
+    wrong = tls.mistake(error)
+    if wrong and not is_known:
+        return Understood(ServerUnsuitable(f"no TLS connection to the server at {address}: {wrong}.{source}"))
+    if isinstance(error, _LOST) or TOO_MANY_CLIENTS in words:
+        what = "the embedded server" if is_embedded else "Redis"
+        return Understood(
+            ServerUnreachable(f"cannot reach {what} at {address} ({_reason(error)})."), may_pass=True, is_loss=True
+        )
+    if isinstance(error, redis.DataError):
+        return Understood(WrongAnswer(f"the client cannot send this to the server at {address}: {words}"))
+    if code in WRONG or not re.fullmatch(r"[A-Z][A-Z0-9_]+", code):
+        return Understood(
+            WrongAnswer(f"the server at {address} answered with an error: {f'{code} ' if code == 'ERR' else ''}{words}")
+        )
+    return Understood(ServerRefused(f"{told}{words}"), may_pass=True)
+
+
+DENIED_INSIDE = ("ACL failure in script", "The user executing the script")
+"""A command that the user's ACL denies inside a script comes as an error of the script."""
+_LOGIN = (
+    redis.AuthenticationError,
+    redis.exceptions.AuthorizationError,
+    redis.exceptions.NoPermissionError,
+    redis.exceptions.AuthenticationWrongNumberOfArgsError,
+)
+_LOST = (redis.ConnectionError, redis.TimeoutError, redis.InvalidResponse)
+
+
+def code_of(error: redis.RedisError) -> str:
+    """The code that a server's error begins with."""
+    return error.status_code or words_of(error).partition(" ")[0]
+
+
+def words_of(error: redis.RedisError) -> str:
+    """What the server said. A pipeline puts the whole command in front, a payload's bytes with it."""
+    return str(error).rpartition("caused error: ")[2]
+
+
+def _reason(error: redis.RedisError) -> str:
+    below = error.__cause__ or error.__context__
+    if isinstance(below, OSError) and below.strerror:
+        return below.strerror.lower()
+    if isinstance(error, redis.TimeoutError):
+        return "no answer in time"
+    if isinstance(error, redis.InvalidResponse):
+        return "what answers there does not speak the protocol"
+    return str(error).rstrip(".").lower()

@@ -1,0 +1,428 @@
+"""The connection to the server: how commands are sent, what is repeated when it breaks, and what its refusals mean.
+
+redis-py 8 as shipped repeats every command ten times on a lost connection, writes too: one XADD whose replies were lost
+three times left four entries. Its own repetition is off here. Callers say through :meth:`Connection.call` what may be
+repeated, and only that is. Other defaults that do not fit:
+
+- A blocking read longer than `socket_timeout` is silently issued again: it has a client of its own whose timeout is
+  above every block, and blocks are at most two seconds.
+- hiredis copies big arguments (1.14 CPU-seconds per GB); the Python packer hands them to the socket as they are (0.26).
+- Maintenance notifications, on by default with RESP3, look up host names; they are for one vendor's cloud. Off.
+
+Replies have redis-py's RESP3 shapes, the same on a server and in memory: an XREAD gives ``{key: [[(id, fields)]]}``.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import ConnectionPool, PythonRespSerializer
+from redis.maint_notifications import MaintNotificationsConfig
+from redis.retry import Retry
+
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.errors import ServerUnreachable, ServerUnsuitable
+from rlbuffer.store.limits import Limits, read_limits, timeout_seconds
+from rlbuffer.store.server import tls
+from rlbuffer.store.server.address import options_of, redacted, source_of
+from rlbuffer.store.server.answers import understand
+from rlbuffer.store.server.binary import MINIMUM_VERSION, version_tuple
+from rlbuffer.store.server.embedded import EmbeddedServer, ensure, identity
+from rlbuffer.store.server.in_process import memory_client, memory_name
+from rlbuffer.store.server.script import Script
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 10.0
+"""How long a call is repeated when the caller does not say."""
+COMMAND_TIMEOUT_SECONDS = 20.0
+"""Of everything but large pushes, whose time grows with their size (:mod:`rlbuffer.store.limits`)."""
+CONNECT_TIMEOUT_SECONDS = 5.0
+BLOCK_SECONDS = 2.0
+"""Longest BLOCK of a blocking read."""
+BLOCKING_TIMEOUT_SECONDS = BLOCK_SECONDS + 10.0
+SOCKET_READ_BYTES = 1 << 20
+"""Half the CPU of the default 64 KiB when payloads are read."""
+PACK_CUTOFF_BYTES = 6000
+"""Arguments above this are sent uncopied."""
+FIRST_PAUSE_SECONDS = 0.02
+LONGEST_PAUSE_SECONDS = 1.0
+_RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
+
+FACTS = {
+    "used_memory": "used_memory",
+    "maxmemory": "maxmemory",
+    "machine": "total_system_memory",
+    "unfreed": "lazyfree_pending_objects",
+    "buffers": "mem_clients_normal",
+    "policy": "maxmemory_policy",
+}
+"""What :meth:`Connection.describe` says -> the field of INFO."""
+
+
+class _BrokenUnused(redis.ConnectionError):
+    """A connection of the pool was closed between two commands."""
+
+
+class _Pool(ConnectionPool):
+    """Keeps no connection that was made before a loss: it may lead to a server that is not the primary any more."""
+
+    is_stale: Callable[[Any], bool] = staticmethod(lambda connection: False)
+
+    def release(self, connection: Any) -> None:
+        if self.is_stale(connection):
+            connection.disconnect()
+        super().release(connection)
+
+
+class Connection:
+    """The clients of one process for one server. Thread-safe; usable after a fork.
+
+    Args:
+        url: ``redis://``, ``rediss://``, ``unix://`` or ``memory://NAME``; None for the embedded server.
+        home: where the embedded server lives.
+        server: settings of the embedded server.
+        name: shown by CLIENT LIST.
+        password: of the user in `url`, where that has none.
+        origin: where `url` comes from, like ``rlbuffer.toml:1`` or ``RLBUFFER_REDIS_URL``; error messages say it.
+
+    Raises:
+        ServerUnreachable: no server there within `patience_seconds`.
+        ServerUnsuitable: too old, evicts keys, refuses the login, or is a cluster of several shards.
+        ConfigError: `url` is none of the above.
+    """
+
+    def __init__(
+        self,
+        url: str | None,
+        *,
+        home: Path,
+        server: ServerSettings,
+        name: str,
+        origin: str = "",
+        password: str = "",
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        self._home = home
+        self._settings = server
+        self._name = re.sub(r"[^!-~]", "-", name)
+        self._origin = origin
+        self._password = password
+        self._warned = ""
+        self._lock = threading.RLock()
+        self._limits: tuple[int, Limits] | None = None
+        """Losses when they were read, and what the server takes."""
+        self._senders: dict[float, redis.Redis] = {}
+        """Timeout in seconds -> the client for commands that may take so long."""
+        self._is_closed = False
+        self.embedded: EmbeddedServer | None = None
+        self.is_memory = False
+        """The in-process model instead of a server."""
+        self.losses = 0
+        """Times that the connection was lost. What the server had acknowledged before may be gone with it."""
+        self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """The losses when a connection of the pool was last made."""
+        self._is_known = False
+        """The server has taken this process's login."""
+        if not url:
+            self.embedded = ensure(home, server)
+            self._url = self.embedded.address
+        else:
+            self._url = url
+            self.is_memory = memory_name(url) is not None
+        self._connect()
+        try:
+            if not self.is_memory:
+                self.call(self._check, patience_seconds=patience_seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def client(self) -> redis.Redis:
+        """For commands. Ask for it at every call: a reconnect may replace it."""
+        return self._client
+
+    def sender(self, size: int) -> redis.Redis:
+        """The client for a command of `size` bytes: its timeout grows with them."""
+        seconds = timeout_seconds(size, COMMAND_TIMEOUT_SECONDS)
+        if seconds == COMMAND_TIMEOUT_SECONDS or self.is_memory:
+            return self._client
+        with self._lock:
+            if seconds not in self._senders:
+                self._senders[seconds] = self._make_client(seconds)
+            return self._senders[seconds]
+
+    def limits(self, patience_seconds: float = PATIENCE_SECONDS) -> Limits:
+        """How large a push may be here; read once, and again after the connection was lost."""
+        if self._limits is None or self._limits[0] != self.losses:
+            losses = self.losses
+            read = Limits if self.is_memory else lambda: read_limits(self._client)
+            self._limits = losses, self.call(read, patience_seconds=patience_seconds, repeat=True)
+        return self._limits[1]
+
+    @property
+    def blocking(self) -> redis.Redis:
+        """For reads that block, at most :data:`BLOCK_SECONDS`; each caller gets a connection of its own."""
+        return self._blocking
+
+    @property
+    def address(self) -> str:
+        """The server's URL, without its password."""
+        return redacted(self._url)
+
+    def script(self, text: str) -> Script:
+        """A callable ``script(keys, args)`` of a Lua file's text; call it inside :meth:`call`."""
+        return Script(lambda: self._client, text, has_flags=not self.is_memory)
+
+    def call(self, fn: Callable[[], T], *, patience_seconds: float = PATIENCE_SECONDS, repeat: bool = True) -> T:
+        """Runs `fn`, again on a lost connection as long as patience lasts, with growing random pauses.
+
+        A lost connection leaves it unknown whether the server did the work: with ``repeat=False`` `fn` runs once and
+        the caller decides. Either way an embedded server that died is started again. An attempt in progress is not cut
+        short, so a server that hangs can take one command timeout more.
+
+        Every error of redis-py comes out as one of ours:
+
+        Raises:
+            ServerUnreachable: the connection was lost, or could not be made, and patience is over.
+            ServerRefused: the server does not want to, for a reason that passes; :mod:`rlbuffer.store.server.answers`.
+            ServerUnsuitable: the server refuses the login or denies the command.
+            WrongAnswer: the command does not fit what is there, such as a key of another type.
+        """
+        begun = time.monotonic()
+        tries = 0
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            if self._is_closed:
+                raise ServerUnreachable(f"this connection to {self.address} is closed")
+            tries += 1
+            try:
+                answer = fn()
+                self._is_known = True
+                return answer
+            except _BrokenUnused:
+                self._lose()
+                tries -= 1
+                continue  # nothing was sent
+            except redis.RedisError as error:
+                understood = understand(
+                    error,
+                    address=self.address,
+                    source=self._source(),
+                    is_embedded=self.embedded is not None,
+                    is_known=self._is_known,
+                )
+                cause = error
+            failure = understood.failure
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            wait = pause * _RANDOM.uniform(0.5, 1.0)
+            elapsed = time.monotonic() - begun
+            if understood.is_loss:
+                self._lose()
+            if isinstance(failure, ServerUnreachable):
+                failure = self._recovered(failure, patience_seconds - elapsed)
+                elapsed = time.monotonic() - begun
+            if not (repeat and understood.may_pass and elapsed + wait <= patience_seconds):
+                if isinstance(failure, ServerUnreachable):
+                    failure = ServerUnreachable(f"{failure}\n{self._advice(cause, tries, elapsed)}")
+                raise failure from cause
+            time.sleep(wait)
+
+    def server_id(self, patience_seconds: float) -> str:
+        """Which server this is: a process, and since when it is a primary."""
+        if self.is_memory:
+            return "memory"
+        info = self.call(lambda: dict(self._client.info()), patience_seconds=patience_seconds, repeat=True)
+        return f"{info.get('run_id', '')} {info.get('master_replid', '')}"
+
+    def describe(self) -> dict[str, Any]:
+        """name, version, address, embedded, policy; in bytes: maxmemory (0: no limit), machine (memory of its
+        machine; 0: not known), used_memory (what counts against
+        it), unfreed (objects that are unlinked and not given back yet: a number, not bytes), buffers (of the clients).
+        """
+        facts: dict[str, Any] = {
+            "name": "memory",
+            "version": "",
+            "address": self.address,
+            "embedded": self.embedded is not None,
+            "used_memory": 0,
+            "maxmemory": 0,
+            "machine": 0,
+            "unfreed": 0,
+            "buffers": 0,
+            "policy": "noeviction",
+        }
+        if self.is_memory:
+            return facts
+        info: dict[str, Any] = self.call(
+            lambda: dict(self._client.info()), patience_seconds=PATIENCE_SECONDS, repeat=True
+        )
+        facts["name"], facts["version"] = identity(info)
+        for key, field in FACTS.items():
+            facts[key] = info.get(field, facts[key])
+        # The server leaves its own file's buffer out when it compares with the limit.
+        facts["used_memory"] -= int(info.get("mem_not_counted_for_evict", 0))
+        return facts
+
+    def close(self) -> None:
+        """Closes the clients and leaves the embedded server, which the last user stops. Safe to repeat."""
+        with self._lock:
+            self._is_closed = True
+            for client in (self._client, self._blocking, *self._senders.values()):
+                # In memory a thread that is in the middle of a call keeps its connection busy; it goes with the thread.
+                with suppress(ValueError):
+                    client.close()
+                    client.connection_pool.disconnect()
+            if self.embedded is not None:
+                self.embedded.release()
+
+    def _connect(self) -> None:
+        if self.is_memory:
+            self._client = self._blocking = memory_client(memory_name(self._url) or "")
+            return
+        self._senders.clear()
+        self._client = self._make_client(COMMAND_TIMEOUT_SECONDS)
+        self._blocking = self._make_client(BLOCKING_TIMEOUT_SECONDS)
+
+    def _make_client(self, timeout_seconds: float) -> redis.Redis:
+        pool = _Pool(
+            **self._url_options(),
+            client_name=self._name or None,
+            protocol=3,
+            driver_info=None,  # CLIENT SETINFO is of Redis 7.2, and no user of an ACL file for 7.0 may send it
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=timeout_seconds,
+            socket_connect_timeout=CONNECT_TIMEOUT_SECONDS,
+            socket_read_size=SOCKET_READ_BYTES,
+            maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            redis_connect_func=self._made_anew,
+            max_connections=1000,
+        )
+        pool.is_stale = lambda connection: self._made.get(connection) != self.losses
+        packer = PythonRespSerializer(PACK_CUTOFF_BYTES, pool.get_encoder().encode)
+        pool.connection_kwargs = {**pool.connection_kwargs, "command_packer": packer}
+        return redis.Redis(connection_pool=pool)
+
+    def _lose(self) -> None:
+        """Counts a loss. No open connection outlives it: behind one address there may be another primary by now."""
+        self.losses += 1
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Closes the connections that nobody uses at this moment; the others are closed when they come back."""
+        if not self.is_memory:
+            for client in (self._client, self._blocking, *tuple(self._senders.values())):
+                client.connection_pool.disconnect(inuse_connections=False)
+
+    def _made_anew(self, connection: Any) -> None:
+        """The pool has made one of its connections, and sends nothing on it before this.
+
+        One that broke while nobody used it would be made again without a word, and what is about to be sent would go
+        to a server that may be back without its newest writes. Unless it broke before the last loss that was counted.
+        """
+        if self._made.pop(connection, None) == self.losses:
+            raise _BrokenUnused("the connection was closed while nobody used it")
+        self._made[connection] = self.losses
+        connection.on_connect()
+
+    def _url_options(self) -> dict[str, Any]:
+        options = options_of(self._url, self._source())
+        self._warn_once(tls.check_options(options, self.address, self._source()))
+        if self._password and self.embedded is None:
+            options.setdefault("password", self._password)
+        return options
+
+    def _warn_once(self, warning: str) -> None:
+        if warning and warning != self._warned:
+            self._warned = warning
+            _log.warning("Warning: %s", warning)
+
+    def _check(self) -> None:
+        """Raises ServerUnsuitable when a run cannot live here. A user who may not ask (ACL) is trusted."""
+        try:
+            info: dict[str, Any] = dict(self._client.info())
+        except redis.exceptions.NoPermissionError:
+            return
+        name, version = identity(info)
+        place = f"{name.capitalize()} {version} at {self.address}"
+        if version_tuple(version) < MINIMUM_VERSION:
+            raise ServerUnsuitable(
+                f"{place} is too old: a run needs Redis 7.0 or Valkey 7.2, or newer.{self._source()}"
+            )
+        policy = info.get("maxmemory_policy", "noeviction")
+        if policy != "noeviction":
+            raise ServerUnsuitable(
+                f"{place} may evict keys of a run (maxmemory-policy {policy}).{self._source()}\n"
+                "  Set it:   redis-cli config set maxmemory-policy noeviction"
+            )
+        if info.get("cluster_enabled"):
+            cluster = self._client.execute_command("CLUSTER INFO")  # type: ignore[no-untyped-call]
+            shards = int(cluster.get("cluster_size", 0))
+            if shards > 1:
+                raise ServerUnsuitable(
+                    f"{place} is a cluster of {shards} shards; this version works with one shard.{self._source()}"
+                )
+
+    def _recovered(self, failure: ServerUnreachable, seconds: float) -> ServerUnreachable:
+        """Starts the embedded server again if it died. -> what is wrong now: the failure, or why it does not start."""
+        with self._lock:
+            if self.embedded is None or self._is_closed:
+                return failure
+            try:
+                fresh = ensure(self._home, self._settings, timeout_seconds=max(seconds, 5.0))
+            except ServerUnreachable as error:
+                return error
+            old, self.embedded = self.embedded, fresh
+            old.release()
+            if fresh.address != self._url:
+                self._url = fresh.address
+                self._connect()
+            return failure
+
+    def _source(self) -> str:
+        return source_of(self._origin)
+
+    def _advice(self, error: redis.RedisError, tries: int, seconds: float) -> str:
+        spent = "Tried once." if tries == 1 else f"Tried {tries} times in {seconds:.{0 if seconds >= 9.95 else 1}f} s."
+        if self.embedded is not None:
+            return f"  {spent} Its log: {self.embedded.log}"
+        source = f" The address comes from {self._origin}." if self._origin else ""
+        if not self._is_known and _refused(error) is None:
+            found = tls.suspicion(error, self._url_options(), is_tls=self._url.startswith("rediss:"))
+            if found:
+                return f"  {spent}{source}\n  {found}"
+        instead = "leave redis_url out"
+        if self._origin.startswith("--"):
+            instead = f"leave {self._origin.split()[0]} out"
+        elif re.fullmatch(r"[A-Z0-9_]+", self._origin):
+            instead = f"unset {self._origin}"
+        return f"  {spent}{source}\n  Start one:   docker compose up -d redis\n  Or use the embedded one: {instead}."
+
+
+def _refused(error: BaseException) -> BaseException | None:
+    """What says that nothing listens there, or that the host does not exist."""
+    below = error.__cause__ or error.__context__
+    return below if isinstance(below, ConnectionRefusedError | socket.gaierror) else None

@@ -1,0 +1,138 @@
+"""The files of the embedded server under ``home/server/``: configuration, pid file, socket, log."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.errors import ConfigError, ServerUnreachable
+
+MAX_SOCKET_PATH_BYTES = 100
+"""The kernel's limit is 108 on Linux and 104 on macOS, the closing zero included."""
+
+LOG_TAIL_LINES = 8
+
+_MEMORY = re.compile(r"[0-9]+(b|k|kb|m|mb|g|gb)?", re.IGNORECASE)
+
+
+def configuration(directory: Path, socket: Path, settings: ServerSettings) -> str:
+    """The text of the configuration file. A file, because arguments would show in the process list.
+
+    Raises:
+        ConfigError: `maxmemory` is no size.
+    """
+    check_memory(settings)
+    lines = {
+        "port": "0",
+        "unixsocket": _quoted(socket),
+        "unixsocketperm": "700",
+        "dir": _quoted(directory),
+        "appendonly": "yes",
+        "appendfsync": settings.appendfsync,
+        # A kill can cut the last command short; the rest of the file is whole.
+        "aof-load-truncated": "yes",
+        "save": '""',
+        "maxmemory": settings.maxmemory,
+        "maxmemory-policy": "noeviction",
+        "daemonize": "no",
+        "loglevel": "notice",
+        "logfile": _quoted(directory / "server.log"),
+    }
+    return "".join(f"{name} {value}\n" for name, value in lines.items())
+
+
+def check_memory(settings: ServerSettings) -> None:
+    """Raises ConfigError when `maxmemory` is no size."""
+    if _MEMORY.fullmatch(settings.maxmemory) is None:
+        raise ConfigError(
+            f"server.maxmemory = {settings.maxmemory!r} is not a size: write a number and b, kb, mb or gb, like 2gb.",
+            setting="server.maxmemory",
+        )
+
+
+def memory_bytes(settings: ServerSettings) -> int:
+    """`maxmemory` in bytes, as the server reads it; 0: no limit.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    check_memory(settings)
+    number, unit = re.fullmatch(r"([0-9]+)([a-z]*)", settings.maxmemory.lower()).groups()  # type: ignore[union-attr]
+    thousands = {"": 1, "b": 1, "k": 1000, "kb": 1024, "m": 1000**2, "mb": 1024**2, "g": 1000**3, "gb": 1024**3}
+    return int(number) * thousands[unit]
+
+
+def socket_path(directory: Path) -> Path:
+    """A path short enough for a unix socket: in the home, else in a private directory named after the home's hash."""
+    path = directory / "server.sock"
+    if len(os.fsencode(path)) < MAX_SOCKET_PATH_BYTES:
+        return path
+    name = f"rlbuffer-{hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]}"
+    for parent in (Path(tempfile.gettempdir()), Path("/tmp")):
+        path = parent / name / "server.sock"
+        if len(os.fsencode(path)) >= MAX_SOCKET_PATH_BYTES:
+            continue
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        found = path.parent.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
+            raise ServerUnreachable(
+                f"cannot use {path.parent} for the embedded server's socket: it must be a directory that belongs to "
+                "you with mode 0700.\n  Remove it, or choose a shorter home."
+            )
+        return path
+    raise ServerUnreachable(
+        f"no path short enough for a unix socket: {directory} and the temporary directory are long."
+    )
+
+
+def write_record(directory: Path, *, pid: int, socket: str, program: str | None) -> None:
+    """Writes the pid file; `program` guards against a number that the kernel has given to something else."""
+    write_private(directory / "server.json", json.dumps({"pid": pid, "socket": socket, "program": program}) + "\n")
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """``pid``, ``socket`` and ``program`` of the server last started, {} when there is none."""
+    try:
+        record = json.loads((directory / "server.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def write_private(path: Path, text: str) -> None:
+    """Whole or not at all, readable by its owner only."""
+    part = path.with_name(path.name + ".part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    part.replace(path)
+
+
+def _quoted(path: Path) -> str:
+    escaped = str(path).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def socket_address(socket: str) -> str:
+    """The socket as a URL."""
+    return f"unix://{quote(socket)}?db=0"
+
+
+def log_tail(directory: Path) -> str:
+    """The end of the server's log, as the indented part of an error message."""
+    log = directory / "server.log"
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 8192))
+            lines = file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    except OSError:
+        lines = []
+    return f"  The last lines of {log}:\n" + "\n".join(f"    {line}" for line in lines if line.strip())

@@ -1,0 +1,184 @@
+"""The payload part of `verify`: what is referenced is there and is what it says, what is not goes away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rlbuffer.errors import PayloadError
+from rlbuffer.store.protocol import PartRollout
+from rlbuffer.store.session import answers, text
+from rlbuffer.store.verify.snapshot import Findings, Snapshot, take_snapshot
+from rlbuffer.wire import payload
+
+if TYPE_CHECKING:
+    from rlbuffer.store.redis_store import RedisStore
+
+PAGE = 500
+"""Keys asked about in one round trip."""
+PAYLOAD_BYTES = 32 * 2**20
+"""Payloads decoded at a time."""
+
+
+def check_payloads(store: RedisStore, shot: Snapshot, findings: Findings) -> Mapping[str, int]:
+    """I2 and I11. -> what was looked at."""
+    sizes = _check_sizes(store, shot, findings)
+    _check_permanent(store, shot, findings)
+    decoded = _check_untrained(store, shot, findings)
+    orphans = _check_orphans(store, shot, findings)
+    return {"payloads": sizes, "payloads_decoded": decoded, "payload_keys_unreferenced": orphans}
+
+
+def _check_sizes(store: RedisStore, shot: Snapshot, findings: Findings) -> int:
+    """Every reference of the pool and of the live steps leads to a field of the announced size."""
+    wanted: list[tuple[str, int, int, str]] = []
+    for entry in shot.pool:
+        if entry.info is not None:
+            wanted += [
+                (entry.payload_key, i, info.size, f"pending push {entry.entry_id}")
+                for i, info in enumerate(entry.info.rollouts)
+            ]
+    for group in shot.reused:
+        for entry in group.entries:
+            wanted += [
+                (entry.payload_key, i, info.size, f"group {group.group_id}, kept for another use")
+                for i, info in enumerate(entry.info.rollouts if entry.info else ())
+            ]
+    for step in shot.steps:
+        wanted += [
+            (member.payload_key, member.index, member.info.size, f"step {step.number}")
+            for part in step.parts
+            for member in part.rollouts
+        ]
+    wrong = []
+    for start in range(0, len(wanted), PAGE):
+        page = wanted[start : start + PAGE]
+
+        def read(client: Any, page: Sequence[tuple[str, int, int, str]] = page) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for key, index, _, _ in page:
+                    pipe.hstrlen(key, str(index))
+                return answers(pipe)
+
+        wrong += [(*item, size) for item, size in zip(page, store.look(read), strict=True) if size != item[2]]
+    if wrong:
+        # A run at work may have dropped or retired them since the snapshot: then they are gone rightly.
+        still = _in_use(take_snapshot(store))
+        for key, index, size, who, there in wrong:
+            if key in still:
+                state = f"has {there} bytes, announced were {size}" if there else "is missing"
+                findings.add("I11", f"{who}: payload {index} of {key} {state}")
+    return len(wanted)
+
+
+def _check_permanent(store: RedisStore, shot: Snapshot, findings: Findings) -> None:
+    """Nothing that the pool, a live step, another use or a producer refers to has a time to live."""
+    keys = store.keys
+    names = {key: f"payload {key} is in use, but" for key in _in_use(shot)}
+    control = store.look(lambda client: list(client.scan_iter(match=f"{keys.tag}:*", count=1000)))
+    lapsing = tuple(f"{keys.tag}:{kind}:" for kind in ("scoring", "evaluating", "restoring"))
+    lapsing += (keys.holds,)  # of a backup at work
+    names |= {key: f"{key}" for key in map(text, control) if not key.startswith(lapsing)}
+    expiring = _expiring(store, sorted(names))
+    if expiring:
+        still = _in_use(take_snapshot(store))
+        for key, left in expiring.items():
+            if key in still or key.startswith(keys.tag):
+                findings.add("I11", f"{names[key]} lapses in {left / 1000:.0f} s")
+
+
+def _expiring(store: RedisStore, keys: Sequence[str]) -> dict[str, int]:
+    """Key -> milliseconds that it has yet to live, of those that have such a time."""
+    found: dict[str, int] = {}
+    for start in range(0, len(keys), PAGE):
+        page = keys[start : start + PAGE]
+
+        def read(client: Any, page: Sequence[str] = page) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for key in page:
+                    pipe.pttl(key)
+                return list(pipe.execute())
+
+        found |= {key: left for key, left in zip(page, store.look(read), strict=True) if left >= 0}
+    return found
+
+
+def _check_untrained(store: RedisStore, shot: Snapshot, findings: Findings) -> int:
+    """What is yet to be trained decodes, with its checksum, and agrees with what the step says about it.
+
+    Trained steps are left to the sizes: what was damaged there was treated alike by all ranks, and is counted.
+    """
+    decoded = 0
+    for step in shot.steps:
+        if step.number <= shot.trained:
+            continue
+        for page in _pages([member for part in step.parts for member in part.rollouts]):
+            for member, data in zip(page, store.read_payloads(page), strict=True):
+                if data is None:
+                    continue  # reported by its size
+                decoded += 1
+                try:
+                    payload.decode_rollout(data, expected=member.info)
+                except PayloadError as error:
+                    findings.add(
+                        "I2", f"step {step.number}: rollout {member.info.rollout_id} in {member.payload_key}: {error}"
+                    )
+    return decoded
+
+
+def _pages(members: Sequence[PartRollout]) -> Iterator[list[PartRollout]]:
+    page: list[PartRollout] = []
+    held = 0
+    for member in members:
+        if page and held + member.info.size > PAYLOAD_BYTES:
+            yield page
+            page, held = [], 0
+        page.append(member)
+        held += member.info.size
+    if page:
+        yield page
+
+
+def _check_orphans(store: RedisStore, shot: Snapshot, findings: Findings) -> int:
+    """A payload that nothing names has a time to live: what a producer that died between its two phases leaves."""
+    known = _referenced(shot)
+    # A run's name may hold no character that a pattern gives a meaning, so the prefix matches itself only.
+    pattern = store.keys.payload_prefix + "*"
+    keys = [text(key) for key in store.look(lambda client: list(client.scan_iter(match=pattern, count=1000)))]
+    unnamed = [key for key in keys if key not in known]
+    permanent = []
+    for start in range(0, len(unnamed), PAGE):
+        page = unnamed[start : start + PAGE]
+
+        def read(client: Any, page: Sequence[str] = page) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for key in page:
+                    pipe.pttl(key)
+                return list(pipe.execute())
+
+        permanent += [key for key, ttl in zip(page, store.look(read), strict=True) if ttl == -1]
+    if permanent:
+        known = _referenced(take_snapshot(store))
+        for key in permanent:
+            if key not in known and store.look(partial(_time_to_live, key=key)) == -1:
+                findings.add("I11", f"payload {key} belongs to nothing and would stay for ever")
+    return len(unnamed)
+
+
+def _time_to_live(client: Any, key: str) -> Any:
+    return client.pttl(key)
+
+
+def _referenced(shot: Snapshot) -> set[str]:
+    """Payload keys that the pool, a live step or the list of garbage names."""
+    return _in_use(shot) | shot.garbage.keys()
+
+
+def _in_use(shot: Snapshot) -> set[str]:
+    """Payload keys that the pool, a live step or a group that may be used again names."""
+    keys = {entry.payload_key for entry in shot.pool}
+    keys |= {entry.payload_key for group in shot.reused for entry in group.entries}
+    for step in shot.steps:
+        keys |= {member.payload_key for part in step.parts for member in part.rollouts}
+    return keys

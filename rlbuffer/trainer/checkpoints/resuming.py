@@ -1,0 +1,74 @@
+"""Where a run is, and how it goes on from there: from the newest whole checkpoint, and into the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlbuffer.trainer.checkpoints import checkpoint as checkpoints
+from rlbuffer.trainer.checkpoints.checkpoint import Checkpoint
+from rlbuffer.trainer.session import Session
+
+
+@dataclass(slots=True, kw_only=True)
+class Place:
+    """How far the run is; the loop moves it."""
+
+    step: int = 0
+    """Last trained step."""
+    updates: int = 0
+    """Optimizer updates made; the schedule's place."""
+    checkpointed: int = 0
+    """Step of the last checkpoint."""
+    resumed_from: int = 0
+    """Step of the checkpoint that this attempt began with; 0: fresh weights."""
+
+
+def resume(session: Session, *, warn: Callable[[str], None]) -> Place:
+    """Loads the newest whole checkpoint; which one that is, rank 0 decides for all.
+
+    `warn` is told of newer ones that cannot be used.
+    """
+    folder = _folder(session)
+    step, problems = checkpoints.newest(folder) if session.is_first else (0, [])
+    instead = "an older checkpoint is used" if step else "there is no older one: training begins again at step 1"
+    for problem in problems:
+        warn(f"{problem}; {instead}")
+    step = session.ranks.first(step)
+    if step == 0:
+        return Place()
+    loaded = checkpoints.load(folder, step, run=session.settings.run)
+    path = checkpoints.path_of(folder, step)
+    checkpoints.restore(path, session.policy, session.optimizer, ranks=session.ranks)
+    session.reader.load_state_dict(loaded.reader)
+    checkpoints.restore_random_state(path, loaded, rank=session.ranks.rank)
+    return Place(step=loaded.step, updates=loaded.updates, checkpointed=loaded.step, resumed_from=loaded.step)
+
+
+def checkpoint(session: Session, place: Place) -> Path:
+    """Writes a checkpoint, each rank its part, and says so to the server. -> where it is."""
+    saved = checkpoints.save(
+        _folder(session),
+        Checkpoint(
+            step=place.step,
+            updates=place.updates,
+            reader=session.reader.state_dict(),
+            world_size=session.ranks.world_size,
+            run=session.settings.run,
+        ),
+        session.policy,
+        session.optimizer,
+        keep=session.settings.trainer.keep_checkpoints,
+        ranks=session.ranks,
+    )
+    # The fresh weights count as checkpoint 0, because they can be made again: nothing is retired before a real
+    # checkpoint is the oldest of `keep`, so a short run can be replayed, and looked into, from step 1.
+    kept = saved[0] if len(saved) >= session.settings.trainer.keep_checkpoints else 0
+    place.checkpointed = place.step
+    session.reader.checkpointed(place.step, oldest_kept=session.ranks.first(kept))
+    return checkpoints.path_of(_folder(session), place.step)
+
+
+def _folder(session: Session) -> Path:
+    return session.settings.output_dir / "checkpoints"

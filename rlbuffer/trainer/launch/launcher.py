@@ -1,0 +1,192 @@
+"""Starts the ranks of one machine through torch's elastic launcher, and starts them again when one is lost.
+
+A rank that dies (killed, out of memory, a bug) takes the others with it; all start again from the newest checkpoint.
+An error of rlbuffer's own (no batch in time, a wrong setting) would come again: it ends the job with its exit code and
+one message. Ranks are forked from a process that has imported torch and transformers once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlbuffer.client.buffer import URL_VARIABLE
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.narration.numbers import printable
+from rlbuffer.process import forkserver
+from rlbuffer.run.members import to_json, yield_cores
+from rlbuffer.run.pythons import visible
+from rlbuffer.weights.cache import load_serving
+
+if TYPE_CHECKING:
+    from rlbuffer.trainer.launch.rank import Report
+
+LEAVE_SECONDS = 15
+"""Time that ranks have to leave once asked to: a step and a checkpoint."""
+
+LASTED_SECONDS = 60.0
+"""Ranks that ran this long were well: an end after it starts the count of restarts anew."""
+
+
+def launch(
+    settings: RunSettings,
+    *,
+    world_size: int,
+    output: Path | None = None,
+    quiet: bool = False,
+    fake_data: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> int:
+    """Runs `world_size` ranks on this machine until the planned steps are trained.
+
+    Call it from the main thread: it handles SIGINT and SIGTERM by letting the ranks write a checkpoint and leave.
+
+    Args:
+        output: in place of ``settings.trainer.output``.
+        quiet: rank 0 prints no line per step (``metrics.jsonl`` has them anyway).
+        fake_data: made-up steps in place of a server.
+        say: where messages go; default: stderr.
+
+    Returns:
+        0 when the steps are trained, 130 when interrupted, else the exit code of what ended it; the message was said.
+    """
+    tell = say or _print
+    trainer = settings.trainer.model_copy(
+        update={"world_size": world_size} | ({"output": output.absolute()} if output is not None else {})
+    )
+    # Ranks act on what was given here, not on the environment of the process that they are forked from.
+    url = os.environ.get(URL_VARIABLE) or settings.redis_url
+    settings = settings.model_copy(update={"trainer": trainer, "redis_url": url})
+    os.environ.update(visible(trainer.gpus))  # before anything looks for GPUs; inherited by the ranks
+    yield_cores()  # before anything imports torch
+    forkserver.start(_model_modules(settings))
+    with contextlib.ExitStack() as stack:
+        if settings.weights.listen and not fake_data:
+            server = stack.enter_context(load_serving().serve_beside(settings))
+            tell(f"policy versions are served at {settings.weights.listen} ({server.url} from here)")
+        return _run(settings, world_size, quiet, fake_data, tell)
+
+
+def _run(settings: RunSettings, world_size: int, quiet: bool, fake_data: bool, tell: Callable[[str], None]) -> int:
+    """Starts the ranks until they have trained, or may not be started again. -> exit code."""
+    restarts = 0
+    while True:
+        began = time.monotonic()
+        try:
+            end = _run_once(settings, world_size, quiet, fake_data)
+        except KeyboardInterrupt:
+            return 130
+        if end.exit_code == 0 or end.is_final:
+            if end.text:
+                tell(end.text)
+            return end.exit_code
+        restarts = restarts + 1 if time.monotonic() - began < LASTED_SECONDS else 1
+        if restarts > settings.trainer.max_restarts:
+            tell(f"{end.text}\nGiving up after {settings.trainer.max_restarts} restarts (trainer.max_restarts).")
+            return end.exit_code
+        tell(
+            f"{end.text}\nStarting all {world_size} ranks again from the newest checkpoint "
+            f"(restart {restarts} of {settings.trainer.max_restarts})."
+        )
+
+
+class _End:
+    """How one start of the ranks ended."""
+
+    def __init__(self, exit_code: int, text: str = "", *, is_final: bool = False) -> None:
+        self.exit_code = exit_code
+        self.text = text
+        self.is_final = is_final
+
+
+def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bool) -> _End:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from rlbuffer.trainer.launch.end_together import EndTogether
+    from rlbuffer.trainer.launch.rank import rank_main, read_reports
+
+    _quieten("torch.distributed.elastic", "torch.multiprocessing")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        run_id=uuid.uuid4().hex,
+        role="rank",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="forkserver",
+        shutdown_timeout=LEAVE_SECONDS,
+    )
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with tempfile.TemporaryDirectory(prefix="rlbuffer-ranks-") as reports, EndTogether(Path(reports)) as together:
+        try:
+            elastic_launch(config, rank_main)(to_json(settings), reports, quiet, fake_data)
+        except ChildFailedError as error:
+            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            return _cause(read_reports(Path(reports)), codes, world_size, together.killed)
+        except SignalException:
+            return _End(130, is_final=True)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    return _End(0)
+
+
+def _cause(reports: Sequence[Report], codes: Mapping[int, int], world_size: int, ended: Collection[int] = ()) -> _End:
+    """What to say and do: the first rank that failed by itself counts, not those that lost it.
+
+    `codes` are the exit codes that the launcher saw before it ended the other ranks; `ended` are ranks that had to be
+    killed, because they did not end by themselves when another one had.
+    """
+    if any(report.kind == "stopped" for report in reports):
+        return _End(130, is_final=True)
+    own = [report for report in reports if not report.is_consequence]
+    for report in [r for r in own if r.is_final] + [r for r in own if not r.is_final]:
+        if report.is_final:
+            return _End(report.exit_code, f"Error: {report.message}", is_final=True)
+        return _End(1, f"Rank {report.rank} failed:\n{report.trace.rstrip()}")
+    if ended and reports and all(report.is_consequence for report in reports):
+        hung = min(ended)
+        return _End(1, f"Rank {hung} did not answer: the others waited for it in an exchange, and it was ended.")
+    killed = [rank for rank, code in codes.items() if code < 0]
+    silent = sorted(set(range(world_size)) - {report.rank for report in reports})
+    for rank in killed or silent[:1]:
+        code = codes.get(rank, 0)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "ended without a word (killed?)"
+        return _End(1, f"Rank {rank} {how}.")
+    if reports:
+        return _End(reports[0].exit_code, f"Rank {reports[0].rank} failed:\n{reports[0].trace or reports[0].message}")
+    return _End(1, f"The ranks ended with exit codes {dict(codes)}.")
+
+
+def _quieten(*packages: str) -> None:
+    """The launcher's own account of a failure is forty lines; ours is the rank's message."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(packages):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _model_modules(settings: RunSettings) -> list[str]:
+    """The model's own module, so that the ranks do not each import it."""
+    model_type = settings.model.config.get("model_type")
+    return ["rlbuffer.trainer.launch.rank"] + (
+        [f"transformers.models.{model_type}.modeling_{model_type}"] if isinstance(model_type, str) else []
+    )
+
+
+def _print(text: str) -> None:
+    print(printable(text, lines=True), file=sys.stderr, flush=True)

@@ -1,0 +1,176 @@
+"""One rank's process: set up, train, and leave a report of how it ended for the launcher."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.errors import RankFailed, RlbufferError
+from rlbuffer.narration.numbers import example_lines, printable
+from rlbuffer.process.stop_request import StopRequest
+from rlbuffer.run.members import from_json, name_process
+from rlbuffer.run.pythons import visible
+from rlbuffer.trainer.launch.end_together import note_end, note_start
+from rlbuffer.trainer.loop import train
+from rlbuffer.trainer.ranks.stalls import OnStall
+
+INTERRUPTED = 130
+"""Exit code of a rank that was asked to stop, and did after a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """How a rank ended, when not by finishing."""
+
+    rank: int
+    kind: str
+    """Name of the exception; ``stopped`` when it was asked to."""
+    message: str
+    exit_code: int
+    is_final: bool
+    """Starting again would end the same way: the error is one of rlbuffer's own."""
+    is_consequence: bool
+    """Another rank's end caused this one's."""
+    trace: str = ""
+
+    def write(self, directory: Path) -> None:
+        """Leaves the report in `directory`."""
+        path = directory / f"rank-{self.rank}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        temporary.replace(path)
+
+
+def read_reports(directory: Path) -> list[Report]:
+    """The reports in `directory`, earliest first."""
+    paths = sorted(directory.glob("rank-*.json"), key=lambda p: p.stat().st_mtime_ns)
+    return [Report(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+
+
+def report_of(rank: int, error: Exception) -> Report:
+    """What the launcher should know of an error."""
+    return Report(
+        rank=rank,
+        kind=type(error).__name__,
+        message=str(error) or type(error).__name__,
+        exit_code=error.exit_code if isinstance(error, RlbufferError) else 1,
+        is_final=isinstance(error, RlbufferError),
+        is_consequence=isinstance(error, RankFailed) or _is_lost_peer(error),
+        trace="" if isinstance(error, RlbufferError) else "".join(traceback.format_exception(error)),
+    )
+
+
+def rank_main(settings_json: str, reports: str, quiet: bool, fake_data: bool) -> None:
+    """What the launcher runs in each process; rank and world size come from the environment that it sets."""
+    _end_with_launcher()
+    if sys.platform == "linux":
+        # All ranks are on this machine: gloo need not find out, and possibly fail to, what the host's name means.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    rank = int(os.environ["RANK"])
+    note_start(Path(reports), rank)
+
+    def leave(error: Exception) -> None:
+        report_of(rank, error).write(Path(reports))
+        sys.stdout.flush()
+        # The interpreter's own end would wait for threads that wait for a peer that is gone.
+        os._exit(error.exit_code if isinstance(error, RlbufferError) else 1)
+
+    try:
+        finished = run_rank(from_json(settings_json), quiet=quiet, fake_data=fake_data, on_stall=leave)
+    except Exception as error:
+        leave(error)
+        return
+    if not finished:
+        Report(rank=rank, kind="stopped", message="", exit_code=INTERRUPTED, is_final=True, is_consequence=False).write(
+            Path(reports)
+        )
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
+    note_end(Path(reports), rank)
+
+
+def run_rank(
+    settings: RunSettings, *, quiet: bool = False, fake_data: bool = False, on_stall: OnStall | None = None
+) -> bool:
+    """Trains as the rank that the environment names. -> whether the planned steps were made."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    name_process(f"rank {rank}")
+    os.environ.update(visible(settings.trainer.gpus))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+    stop = StopRequest()
+    stop.on_signals(signal.SIGTERM, signal.SIGINT)
+    return train(
+        settings,
+        rank=rank,
+        world_size=world_size,
+        on_event=None if quiet else _print_event,
+        on_stall=on_stall,
+        stop=stop,
+        fake_data=fake_data,
+    )
+
+
+def _print_event(event: Mapping[str, Any]) -> None:
+    print(printable(line_of(event), lines=True), flush=True)
+
+
+def line_of(event: Mapping[str, Any]) -> str:
+    """An event as one plain line."""
+    kind = event["event"]
+    if kind == "step":
+        reward = "-" if event["reward"] is None else f"{event['reward']:.3f}"
+        rewards = " ".join(f"{env} {r:.3f}" for env, r in event["rewards"].items() if r is not None)
+        return (
+            f"step {event['step']}  reward {reward} ({rewards})  loss {event['loss']:+.4f}  "
+            f"entropy {event['entropy']:.3f}  kl {event['kl']:.4f}  clipped {event['clip_fraction']:.1%}  "
+            f"grad {event['grad_norm']:.2f}  age {event['age'] or 0:.2f}  tokens {event['tokens']}  "
+            f"{event['seconds']['total']:.2f} s  wait {event['wait']:.0%}"
+            + "".join(f"\n  {line}" for line in example_lines(event.get("examples", ())))
+        )
+    if kind == "start":
+        origin = f"from the checkpoint of step {event['step']}" if event["step"] else "from step 0"
+        ranks = "1 rank" if event["world_size"] == 1 else f"{event['world_size']} ranks"
+        return (
+            f"training {event['parameters']:,} parameters on {ranks} ({event['device']}, "
+            f"{event['attention']}), {origin} to {event['steps']}; output in {event['output']}"
+        )
+    if kind == "checkpoint":
+        return f"checkpoint of step {event['step']} in {event['path']}"
+    if kind == "end":
+        why = f": {reason[:1].lower()}{reason[1:]}" if (reason := event.get("reason")) else ""
+        return f"{'finished' if event['finished'] else 'stopped'} at step {event['step']}{why}"
+    return str(event.get("message", kind))
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    """Whether an exchange failed because another rank had left: gloo and nccl say so in words only."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "tcpstore")
+    )
+
+
+def _end_with_launcher() -> None:
+    """Leaves at once when the launcher is gone, whatever killed it: its successor starts ranks of its own."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch-launcher", daemon=True).start()

@@ -1,0 +1,185 @@
+"""Which losses and corrections there are, and which settings each of them reads.
+
+Known without torch, so that every command can refuse a loss that there is not, and a setting that the chosen loss would
+never look at. What they compute is in :mod:`rlbuffer.trainer.losses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Literal, get_args
+
+from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.errors import ConfigError
+
+Divisor = Literal["rollouts", "tokens", "longest"]
+"""``rollouts``: each rollout's mean over its trained tokens, over the update's rollouts. ``tokens``: the update's
+trained tokens. ``longest``: rollouts x a constant number of tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossFacts:
+    """What is known of a loss before it is computed."""
+
+    reads: tuple[str, ...] | None = None
+    """Settings of ``[trainer]`` that it looks at; None: it does not say, so none is refused."""
+    divisor: Divisor = "tokens"
+    corrections: tuple[str, ...] = ()
+    """That are part of it, beside those that ``trainer.correction`` names."""
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """Its own values of `LossSettings`, where the user sets none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionFacts:
+    """What is known of a correction."""
+
+    reads: tuple[str, ...]
+    needs_old: bool = True
+    """It compares the old policy with the inference policy, so both must be there."""
+
+
+_BOUNDS = ("clip_low", "clip_high")
+_CLIPPED = (*_BOUNDS, "clip_ceiling", "dual_clip")
+_MASK = ("mask_low", "mask_high")
+_SEQUENCE = ("sequence_low", "sequence_high")
+
+LOSSES: dict[str, LossFacts] = {
+    "clip": LossFacts(reads=_CLIPPED, divisor="rollouts"),
+    "dapo": LossFacts(reads=_CLIPPED),
+    "dr_grpo": LossFacts(reads=_CLIPPED, divisor="longest"),
+    "ratio": LossFacts(reads=("max_ratio",)),
+    "kl_cov": LossFacts(reads=("cov_fraction", "cov_coefficient")),
+    "clip_cov": LossFacts(reads=(*_CLIPPED, "cov_fraction", "cov_low", "cov_high"), defaults={"cov_fraction": 0.0002}),
+    "gspo": LossFacts(reads=_BOUNDS, divisor="rollouts", defaults={"clip_low": 3e-4, "clip_high": 4e-4}),
+    "cispo": LossFacts(reads=("max_ratio",), defaults={"max_ratio": 5.0}),
+    "masked_ratio": LossFacts(reads=_MASK),
+    "dppo_tv": LossFacts(reads=("tv_low", "tv_high", "tv_penalty")),
+    "tis": LossFacts(reads=_CLIPPED, divisor="rollouts", corrections=("tis",)),
+    "icepop": LossFacts(reads=_CLIPPED, corrections=("icepop",)),
+    "decoupled": LossFacts(reads=_CLIPPED, corrections=("tis",), defaults={"correction_cap": 5.0}),
+}
+"""Every loss by its name in ``trainer.loss``."""
+
+CORRECTIONS: Mapping[str, CorrectionFacts] = {
+    "tis": CorrectionFacts(reads=("correction_cap",)),
+    "icepop": CorrectionFacts(reads=_MASK),
+    "sequence_tis": CorrectionFacts(reads=("correction_cap",)),
+    "sequence_mask": CorrectionFacts(reads=_SEQUENCE),
+    "geometric_mask": CorrectionFacts(reads=_SEQUENCE),
+    "negative_mask": CorrectionFacts(reads=("mask_kl",), needs_old=False),
+}
+"""Every correction by its name in ``trainer.correction``."""
+
+BUILT_IN = tuple(LOSSES)
+"""Names of the losses above: :func:`declare` adds to them."""
+
+OWN_ONLY, LONGEST_ONLY = ("loss_options", "loss_columns"), "max_length"
+"""What only a loss of the user's own reads; what only the divisor ``longest`` does."""
+
+
+def declare(name: str, facts: LossFacts) -> None:
+    """Adds a loss, or declares it again.
+
+    Raises:
+        ConfigError: there is no such divisor.
+    """
+    if facts.divisor not in get_args(Divisor):
+        raise ConfigError(f"loss {name!r}: divisor {facts.divisor!r} must be rollouts, tokens or longest")
+    LOSSES[name] = facts
+
+
+def facts_of(name: str) -> LossFacts:
+    """Of the loss `name`; a function of the user's own (``package.module:name``) says nothing.
+
+    Raises:
+        ConfigError: there is no such loss.
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+    if ":" in name:
+        return LossFacts()
+    near = get_close_matches(name, LOSSES, n=1)
+    hint = f". Did you mean {near[0]}?" if near else ". Your own is named as package.module:name" * ("." in name)
+    raise ConfigError(
+        f"trainer.loss = {name!r} is not a loss: {', '.join(sorted(LOSSES))}{hint}", setting="trainer.loss"
+    )
+
+
+def corrections_of(trainer: TrainerSettings) -> tuple[str, ...]:
+    """Names of the corrections in force: the loss's own, then the settings'."""
+    return tuple(dict.fromkeys((*facts_of(trainer.loss).corrections, *trainer.correction)))
+
+
+def uses_old(trainer: TrainerSettings) -> bool:
+    """Whether ratios are against the policy at the start of the step, and not against the inference policy."""
+    if trainer.old_logprobs != "auto":
+        return trainer.old_logprobs == "recomputed"
+    return any(CORRECTIONS[name].needs_old for name in corrections_of(trainer))
+
+
+def mistakes(trainer: TrainerSettings) -> Iterator[ConfigError]:
+    """A loss that there is not, corrections of ratios that correct nothing, settings that nothing reads."""
+    try:
+        facts = facts_of(trainer.loss)
+    except ConfigError as error:
+        yield error
+        return
+    idle = [name for name in corrections_of(trainer) if CORRECTIONS[name].needs_old]
+    if idle and not uses_old(trainer):
+        yield ConfigError(
+            f"trainer.old_logprobs = 'inference', but {', '.join(idle)} weighs tokens by the old policy over the "
+            "inference policy, which would be 1: set trainer.old_logprobs = 'auto' or 'recomputed'",
+            setting="trainer.old_logprobs",
+        )
+    yield from _unread(trainer, facts)
+
+
+def check_losses(trainer: TrainerSettings) -> None:
+    """Refuses the first of the :func:`mistakes`.
+
+    Raises:
+        ConfigError: says which.
+    """
+    for mistake in mistakes(trainer):
+        raise mistake
+
+
+def _unread(trainer: TrainerSettings, facts: LossFacts) -> Iterator[ConfigError]:
+    if facts.reads is None:
+        return
+    chosen = f"trainer.loss = {trainer.loss!r}" + (
+        f" with trainer.correction = {list(trainer.correction)}" if trainer.correction else ""
+    )
+    divisor = facts.divisor if trainer.normalizer == "auto" else trainer.normalizer
+    read = {*facts.reads, *(name for c in corrections_of(trainer) for name in CORRECTIONS[c].reads)}
+    for name, readers in _readers().items():
+        value = getattr(trainer, name)
+        if name in read or value == TrainerSettings.model_fields[name].get_default(call_default_factory=True):
+            continue
+        if name == LONGEST_ONLY:
+            if divisor != "longest":
+                yield _nothing(name, value, f"the divisor {divisor!r}", "trainer.normalizer = 'longest'")
+            continue
+        yield _nothing(name, value, chosen, readers)
+
+
+def _nothing(name: str, value: object, chosen: str, readers: str) -> ConfigError:
+    shown = dict(value) if isinstance(value, Mapping) else value
+    return ConfigError(
+        f"trainer.{name} = {shown!r} does nothing: {chosen} does not read it. Leave it out; it is read by {readers}",
+        setting=f"trainer.{name}",
+    )
+
+
+def _readers() -> dict[str, str]:
+    """Setting that not every loss reads -> who does, for people."""
+    readers: dict[str, list[str]] = {}
+    for what, table in (("", LOSSES), ("the correction ", CORRECTIONS)):
+        for name, facts in table.items():
+            for setting in facts.reads or ():
+                readers.setdefault(setting, []).append(f"{what}{name}")
+    own = dict.fromkeys(OWN_ONLY, "a loss of your own") | {LONGEST_ONLY: "the divisor longest"}
+    return {name: ", ".join(who) for name, who in readers.items()} | own

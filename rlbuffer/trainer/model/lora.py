@@ -1,0 +1,89 @@
+"""LoRA: low-rank adapters in the place of trained weights, through PEFT.
+
+The adapter's matrices are put into the model's own modules and are all that trains. PEFT is imported only when
+``[trainer.lora]`` asks for it; what is published is its own layout, which engines load as it is.
+
+Source: LoRA, arXiv 2106.09685; PEFT's ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlbuffer.config.settings import LoraSettings
+from rlbuffer.errors import ConfigError
+
+_ADAPTER = "default"
+_SIGN = ".lora_"
+_PREFIX = "base_model.model."
+"""What PEFT puts before the names of a model's modules in an adapter's file."""
+
+
+def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int) -> None:
+    """Puts a fresh adapter into the model, in place; only its matrices train from then on.
+
+    It changes nothing yet, since one of its two factors is zero. The same seed gives the same adapter everywhere, and
+    the global random state is left as it was.
+
+    Raises:
+        ConfigError: PEFT is not installed; no module has a name of `targets`; the head is one of them.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.lora.rank = {settings.rank} needs PEFT ({error}): pip install 'rlbuffer[lora]'",
+            setting="trainer.lora.rank",
+        ) from error
+    targets = list(settings.targets)
+    made: Any = peft.LoraConfig  # declares alpha as int; any number does
+    config = made(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        lora_dropout=0.0,
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2's linear layers
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    outside: list[Any] = [model.get_output_embeddings(), model.get_input_embeddings()]  # type: ignore[no-untyped-call]
+    dtype = next(model.parameters()).dtype
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            peft.inject_adapter_in_model(config, model, _ADAPTER)
+    except ValueError as error:
+        raise ConfigError(f"trainer.lora.targets = {targets}: {error}", setting="trainer.lora.targets") from error
+    if [model.get_output_embeddings(), model.get_input_embeddings()] != outside:  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            f"trainer.lora.targets = {targets} names the embeddings or the head: the head is computed in chunks of "
+            "its own matrix, which an adapter there would not reach. Leave them out",
+            setting="trainer.lora.targets",
+        )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = _SIGN in name
+        parameter.data = parameter.data.to(dtype)
+
+
+def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapter's tensors among a model's, under the names that PEFT's files have."""
+    return {f"{_PREFIX}{name.replace(f'.{_ADAPTER}.', '.')}": t for name, t in state.items() if _SIGN in name}
+
+
+def adapter_config(model: PreTrainedModel, *, base: str) -> dict[str, Any]:
+    """``adapter_config.json``, JSON types; `base` is the location of the model that the adapter is for."""
+    held: Any = model
+    values = dict(held.peft_config[_ADAPTER].to_dict())
+    values |= {"base_model_name_or_path": base, "inference_mode": True}
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", str(value))

@@ -1,0 +1,202 @@
+"""A Hugging Face causal LM that takes packed rows, checked at start: packed must equal separate.
+
+Libraries decide from subtle signs whether a row is packed (transformers 5 honours restarting position ids only with
+``use_cache=False`` and without a mask; otherwise it silently attends across rollouts, 0.4 nats off). So nothing is
+taken on trust: :mod:`rlbuffer.trainer.model.selftest` runs short segments both ways before anything is trained.
+
+Two layouts. *Packed*: the row goes through the model as it is, and attention keeps its segments apart. *Padded*: for
+models that carry a state from token to token, which no attention can keep apart. There the row's rollouts go through
+the model as right-padded batches of similar lengths; only the head still sees one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from rlbuffer.errors import PackedForwardError
+from rlbuffer.trainer.model.attention import NAME, SegmentPlan
+from rlbuffer.trainer.model.logprobs import PLAIN, LogitShape, token_logprobs
+from rlbuffer.trainer.model.norms import norms_in_float64
+from rlbuffer.trainer.model.selftest import PackedForward, backbone_of, logit_shape_of, self_test
+
+Layout = Literal["packed", "padded"]
+
+ATTENTIONS: dict[str, tuple[str, ...]] = {"packed": (NAME, "sdpa", "eager"), "padded": ("sdpa", "eager")}
+"""What is tried per layout, the cheapest first. sdpa and eager need a dense [T, T] mask for a packed row."""
+
+
+class PackedPolicy(nn.Module):
+    """A causal LM whose forward pass takes one packed row and gives logprobs and entropies of chosen tokens.
+
+    Made by :func:`prepare`. The language model is `model`; parameters are its own, under the prefix ``model.``.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        attention: str,
+        layout: Layout = "packed",
+        shape: LogitShape = PLAIN,
+        compute: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.attention = attention
+        """:data:`rlbuffer.trainer.model.attention.NAME`, or the library's ``sdpa`` or ``eager`` where that does not fit."""
+        self.layout: Layout = layout
+        self.shape = shape
+        self.compute = compute
+        """Dtype of the products, where it is not the parameters' own (autocast)."""
+        self.in_one_batch = False
+        """Padded: one call of the model per micro-batch, also where that pads more. Sharded ranks need equal calls."""
+        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if head is None or not isinstance(getattr(head, "weight", None), Tensor):
+            raise PackedForwardError(f"{type(model).__name__} has no output embeddings: it is not a causal LM")
+        self._head: list[nn.Module] = [head]
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """[T, D] last hidden states of a packed row; every segment sees only itself."""
+        together = self.in_one_batch and self.layout == "padded"
+        plan = SegmentPlan(cu_seqlens.cpu().numpy(), input_ids.device, in_one_batch=together)
+        if self.layout == "padded":
+            return plan.map(self._padded, input_ids.long())
+        output = backbone_of(self.model)(
+            input_ids=input_ids[None].long(),
+            position_ids=position_ids[None].long(),
+            use_cache=False,
+            **({"segments": plan} if self.attention == NAME else {}),
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _padded(self, width: int, parts: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+        """[n, width] tokens -> [n, width, D]. What is padded stands to the right: no real token can see it."""
+        output = backbone_of(self.model)(
+            input_ids=parts[0], attention_mask=None if mask is None else mask.long(), use_cache=False
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        chosen: Tensor,
+        temperature: Tensor | float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Logprob and entropy of the chosen tokens, under all tokens before them in their segment.
+
+        Shapes: ``input_ids``, ``position_ids`` [T]; ``cu_seqlens`` [S + 1]; ``chosen`` [N] indices of tokens, none of
+        them the first of its segment; ``temperature`` a number or [N]; -> ([N], [N]), nats.
+        """
+        kind = input_ids.device.type
+        with torch.autocast(kind, dtype=self.compute or torch.bfloat16, enabled=self.compute is not None):
+            hidden = self.hidden_states(input_ids, position_ids, cu_seqlens)
+        head = self._head[0]
+        if self.compute is not None:
+            hidden = hidden.to(self.compute)
+        with torch.autocast(kind, enabled=False):
+            logprobs, entropy = token_logprobs(
+                hidden[chosen - 1],
+                head.weight,  # type: ignore[arg-type]
+                input_ids[chosen].long(),
+                bias=getattr(head, "bias", None),
+                temperature=temperature,
+                shape=self.shape,
+            )
+        return logprobs, entropy
+
+
+def prepare(
+    model: PreTrainedModel,
+    *,
+    layout: Layout = "packed",
+    compute: torch.dtype | None = None,
+    longest: int | None = None,
+    recompute: bool = False,
+) -> PackedPolicy:
+    """Makes a packed policy of `model`, on the device that it is on, and proves that packed equals separate.
+
+    Dropout is turned off: with it the trained policy would not be the one that sampled. The segment attention is tried
+    first; models with needs of their own (attention sinks) fall back to the library's, with a dense mask.
+
+    Args:
+        compute: dtype of the products, when it is another one than the parameters'; both are tested.
+        longest: tokens of the longest rollout; a sliding window that is no shorter cannot act, and is not tested.
+        recompute: activations inside each layer are computed again in the backward pass instead of being kept.
+
+    Raises:
+        PackedForwardError: nothing gives the same logprobs packed as separately (models with state across tokens, or
+            whose head does more than a matrix product, a scale and a cap); the message has every reason.
+    """
+    model.eval()  # type: ignore[no-untyped-call]
+    if next(model.parameters()).dtype == torch.float64:
+        norms_in_float64(model)
+    if recompute:
+        for layer in decoder_layers(model):
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    name = type(model).__name__
+    reasons = []
+    try:
+        shape = logit_shape_of(model)
+    except PackedForwardError as error:
+        raise PackedForwardError(f"{name} cannot be trained: {error}") from error
+    for attention in ATTENTIONS[layout]:
+        policy = PackedPolicy(model, attention=attention, layout=layout, shape=shape)
+        try:
+            model.set_attn_implementation(attention)
+            for policy.compute in (None,) if compute is None else (None, compute):
+                self_test(
+                    model,
+                    packed_forward(policy),
+                    longest=longest,
+                    compute=policy.compute,
+                    keeps_rows=layout == "padded",
+                )
+        except (PackedForwardError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            reasons.append(f"{attention}: {str(error).partition('. ')[0]}")
+            continue
+        return policy
+    if layout == "packed":
+        raise PackedForwardError(
+            f"{name} cannot be trained on packed rows. {'; '.join(reasons)}. "
+            'Models that carry a state from token to token need trainer.layout = "padded"'
+        )
+    raise PackedForwardError(f"{name} cannot be trained on padded rows either. {'; '.join(reasons)}")
+
+
+def packed_forward(policy: PackedPolicy) -> PackedForward:
+    """The policy's forward pass in the form that :func:`self_test` takes."""
+
+    def forward(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        chosen = torch.nonzero(position_ids > 0)[:, 0]
+        logprobs, _ = policy(input_ids, position_ids, cu_seqlens, chosen)
+        out = logprobs.new_zeros(len(input_ids))
+        out[chosen] = logprobs
+        scattered: Tensor = out
+        return scattered
+
+    return forward
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks that the model stacks, in order: what is recomputed, or sharded, as one."""
+    base: nn.Module = backbone_of(model)
+    stacks = [list(child) for child in base.children() if isinstance(child, nn.ModuleList)]
+    stacks = stacks or [list(module) for module in base.modules() if isinstance(module, nn.ModuleList)][:1]
+    return max(stacks, key=len, default=[])
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Symbols that the model has an embedding for."""
+    embeddings: Any = model.get_input_embeddings()
+    return int(embeddings.weight.shape[0])

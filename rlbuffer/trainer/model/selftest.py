@@ -1,0 +1,212 @@
+"""The proof, at every start, that packed rollouts get the logprobs that they get alone.
+
+The reference is the library's own model run on one rollout at a time with its plainest attention (``eager``, which
+refuses nothing and ignores nothing), and its own head. Everything faster has to agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlbuffer.errors import PackedForwardError
+from rlbuffer.trainer.model.logprobs import LogitShape
+
+SELF_TEST_LENGTHS = (7, 1, 19, 5, 33, 12)
+"""Tokens of the self-test's segments: a lone token, and both sides of the smallest batch of the segment attention."""
+
+BEYOND_WINDOW = 33
+"""Tokens by which one more segment is longer than a sliding window."""
+
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Nats that packed and separate logprobs may differ by at most. float64 is not tighter because the models' norms and
+rotary tables compute in float32 inside."""
+
+PackedForward = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(input_ids [T], position_ids [T], cu_seqlens [S + 1]) -> [T] logprob of each token, 0 for the first of a segment."""
+
+
+@torch.no_grad()
+def self_test(
+    model: PreTrainedModel,
+    forward: PackedForward,
+    *,
+    longest: int | None = None,
+    compute: torch.dtype | None = None,
+    keeps_rows: bool = False,
+) -> None:
+    """Runs a few segments packed by `forward` and one by one by the library, and compares.
+
+    Also changes the first segment, and the last token of the last one, and looks whether anything between notices:
+    that finds a leak even in a model whose weights are still too small for attention to matter. With a sliding window
+    one segment is longer than it, and the window must be seen: without it the library's own logprobs must be others,
+    or nothing would have been proven.
+
+    Args:
+        longest: tokens of the longest rollout that will come; None: unknown.
+        compute: dtype of the products in both, when it is another one than the parameters'.
+        keeps_rows: `forward` gives the model one rollout per row, so windows are the library's own affair.
+
+    Raises:
+        PackedForwardError: with the largest difference and what it means.
+    """
+    parameter = next(model.parameters())
+    device, tolerance = parameter.device, TOLERANCES[compute or parameter.dtype]
+    window = acting_window(model, longest)
+    lengths = SELF_TEST_LENGTHS if window is None else (*SELF_TEST_LENGTHS, tested_tokens(model, window, longest))
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = len(embeddings.weight)
+    rng = np.random.default_rng(0)
+    tokens = torch.from_numpy(rng.integers(0, vocabulary, sum(lengths))).to(device)
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    bounds = np.concatenate(([0], np.cumsum(lengths)))
+    cu_seqlens = torch.from_numpy(bounds).to(device)
+    packed = forward(tokens, positions, cu_seqlens)
+    pieces = [tokens[a:b] for a, b in pairwise(bounds.tolist())]
+    separate = torch.cat([separate_logprobs(model, piece, compute=compute) for piece in pieces])
+    difference = float((packed - separate).abs().max())
+    if not difference <= tolerance:
+        raise PackedForwardError(
+            f"packed logprobs differ from separate ones by {difference:.2g} nats (at most {tolerance:g})"
+        )
+    first, last = lengths[0], lengths[-1]
+    changed = tokens.clone()
+    changed[:first] = (changed[:first] + 1) % vocabulary
+    changed[-1] = (changed[-1] + 1) % vocabulary
+    moved = (forward(changed, positions, cu_seqlens) - packed).abs()
+    leak, ahead = float(moved[first:-last].max()), float(moved[-last:-1].max())
+    if not leak <= tolerance / 100:
+        raise PackedForwardError(f"changing one rollout moves the logprobs of another by {leak:.2g} nats")
+    if not ahead <= tolerance / 100:
+        raise PackedForwardError(
+            f"changing a rollout's last token moves the logprobs before it by {ahead:.2g} nats: the model is not causal"
+        )
+    if window is not None and compute is None and not keeps_rows:
+        with _without_window(model):
+            seen = float((separate_logprobs(model, pieces[-1]) - separate[-last:]).abs().max())
+        if not seen > tolerance:
+            raise PackedForwardError(
+                f"the self-test cannot see the model's window of {window} tokens: without it logprobs of "
+                f"{last} tokens move by {seen:.2g} nats only, so nothing proves that packed rows honour it"
+            )
+
+
+def separate_logprobs(model: PreTrainedModel, tokens: Tensor, *, compute: torch.dtype | None = None) -> Tensor:
+    """[L] logprobs of one rollout on its own by the library's own attention and head; 0 for the first token."""
+    with (
+        _attention(model, "eager"),
+        torch.autocast(tokens.device.type, dtype=compute or torch.bfloat16, enabled=compute is not None),
+    ):
+        logits = model(input_ids=tokens[None].long(), use_cache=False).logits[0]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_p = torch.log_softmax(logits[:-1], dim=-1)
+    picked: Tensor = log_p.gather(1, tokens[1:, None].long())[:, 0]
+    return torch.cat((picked.new_zeros(1), picked))
+
+
+@torch.no_grad()
+def logit_shape_of(model: PreTrainedModel) -> LogitShape:
+    """What the model does to its logits, chosen among what its config names by comparing with the model itself.
+
+    The same name means a factor in one library model and a divisor in another, so the name alone decides nothing.
+
+    Raises:
+        PackedForwardError: none of them gives the model's own logits.
+    """
+    config: Any = model.config.get_text_config()
+    scales = {1.0}
+    for name in ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"):
+        value = getattr(config, name, None)
+        if isinstance(value, int | float) and value:
+            scales |= {float(value), 1.0 / float(value)}
+    caps = {0.0}
+    for name in ("final_logit_softcapping", "logits_soft_cap"):
+        value = getattr(config, name, None)
+        caps |= {float(value)} if isinstance(value, int | float) else set()
+    parameter = next(model.parameters())
+    embeddings: Any = model.get_input_embeddings()
+    tokens = torch.arange(min(16, len(embeddings.weight)), device=parameter.device)
+    with _attention(model, "eager"):
+        expected = model(input_ids=tokens[None], use_cache=False).logits[0]
+        hidden = backbone_of(model)(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is None:
+        raise PackedForwardError(f"{type(model).__name__} has no output embeddings: it is not a causal LM")
+    logits = torch.nn.functional.linear(hidden, head.weight, getattr(head, "bias", None))
+    shapes = [LogitShape(scale=scale, cap=cap) for scale in sorted(scales) for cap in sorted(caps)]
+    differences = [float((shape.apply(logits) - expected).abs().max()) for shape in shapes]
+    best = int(np.argmin(differences))
+    # Of logits, not of logprobs: a part in 1e4 of the largest, in 16 bit as much as the self-test allows.
+    tolerance = TOLERANCES[parameter.dtype] * max(1.0, float(expected.abs().max()))
+    if not differences[best] <= tolerance:
+        raise PackedForwardError(
+            f"its logits are not those of its head's matrix, scaled and capped as its config says: they differ by "
+            f"{differences[best]:.2g}"
+        )
+    return shapes[best]
+
+
+def backbone_of(model: PreTrainedModel) -> Any:
+    """The model without its head: what gives ``last_hidden_state``."""
+    candidates = (model.base_model, model.get_decoder(), getattr(model, "model", model))  # type: ignore[no-untyped-call]
+    return next((base for base in candidates if base is not model), model)
+
+
+def acting_window(model: PreTrainedModel, longest: int | None) -> int | None:
+    """Tokens of the shortest sliding window (or attention chunk) that a rollout can exceed; None for none."""
+    config: Any = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    windows = []
+    for name, kind in WINDOWS.items():
+        value = getattr(config, name, None)
+        acts = kinds is None or any(kind in str(k) for k in kinds)
+        if isinstance(value, int) and acts and getattr(config, "use_sliding_window", True):
+            windows.append(value)
+    shortest = min(windows, default=0)
+    return shortest if shortest and all(shortest < limit for limit in _limits(config, longest)) else None
+
+
+WINDOWS = {"sliding_window": "sliding", "attention_chunk_size": "chunked", "window_size": "local"}
+"""Setting of a config -> what the layers that it holds for are called in its list of layers."""
+
+
+def tested_tokens(model: PreTrainedModel, window: int, longest: int | None) -> int:
+    """Tokens of the self-test's segment that exceeds the window, as far as rollouts and the model allow."""
+    return min([window + BEYOND_WINDOW, *_limits(model.config.get_text_config(), longest)])
+
+
+def _limits(config: Any, longest: int | None) -> list[int]:
+    """Tokens that no rollout exceeds: the longest that will come, and what the model has positions for."""
+    return [int(limit) for limit in (longest, getattr(config, "max_position_embeddings", None)) if limit]
+
+
+@contextmanager
+def _without_window(model: PreTrainedModel) -> Iterator[None]:
+    """Lets the library's own model attend to everything before a token, for comparison."""
+    config: Any = model.config.get_text_config()
+    old = {name: getattr(config, name) for name in WINDOWS if isinstance(getattr(config, name, None), int)}
+    for name in old:
+        setattr(config, name, 1 << 30)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            setattr(config, name, value)
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The library's own attention of this name, for a while."""
+    ours = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ours)

@@ -1,0 +1,117 @@
+"""How ranks share one policy: each holds all of it (DDP), or a part of every tensor (FSDP2).
+
+DDP exchanges gradients and nothing else; every rank holds parameters, gradients and optimizer state of the whole
+model. FSDP2 splits all three over the ranks and gathers one decoder layer at a time, for what DDP has no memory for.
+Both average the gradient over ranks in the last backward pass of an update, and only there; under FSDP2 the gradients
+of the passes before it are kept whole meanwhile.
+
+The embedding, the final norm and the head form one part, gathered for the whole forward pass: the chunked head reads
+its matrix outside of the head's own module, and tied embeddings are one tensor in two places.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from rlbuffer.trainer.model.packed_policy import PackedPolicy, decoder_layers
+from rlbuffer.trainer.ranks.agreement import Ranks
+
+Parallel = Literal["ddp", "fsdp"]
+
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+"""DDP's switch, by its name in this torch. Buffers (rotary tables) are constants: exchanging them only costs time."""
+
+
+def distribute(policy: PackedPolicy, ranks: Ranks, *, parallel: Parallel) -> nn.Module:
+    """The module whose forward pass every rank calls. With one rank it is the policy itself.
+
+    Call it before the optimizer is made: sharding puts other parameters into the policy.
+    """
+    if ranks.world_size == 1:
+        return policy
+    if parallel == "ddp":
+        ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+        options: dict[str, Any] = {"device_ids": ids, _SYNC_BUFFERS: False}
+        return DistributedDataParallel(policy, **options)
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    for layer in decoder_layers(policy.model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+    policy.in_one_batch = True
+    return policy
+
+
+@contextmanager
+def exchanging(module: nn.Module, is_last: bool) -> Iterator[None]:
+    """Gradients of a backward pass in here are exchanged if it is the update's last one, else only added up."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(is_last)
+    quiet = isinstance(module, DistributedDataParallel) and not is_last
+    with module.no_sync() if quiet else nullcontext():  # type: ignore[operator]
+        yield
+
+
+def clip_gradients(parameters: list[nn.Parameter], limit: float) -> float:
+    """Scales the gradients to a global L2 norm of `limit` at most. -> the norm before, over all ranks' parts."""
+    norm = nn.utils.clip_grad_norm_(parameters, limit)
+    return float(whole(norm))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which ranks may hold parts, whole. All ranks must ask for it."""
+    gathered: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return gathered
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Ranks hold parts of its parameters."""
+    return isinstance(module, FSDPModule)
+
+
+def model_state(
+    module: PackedPolicy | PreTrainedModel, *, dtype: torch.dtype | None = None, only_trained: bool = False
+) -> dict[str, Tensor]:
+    """name -> whole tensor of the language model, by the library's own names. Sharded: all ranks must call it.
+
+    A tied tensor stands under its first name only: gathered or converted, nobody could tell any more that it is one.
+    Only rank 0 gets a sharded model's tensors, on the CPU.
+
+    Args:
+        dtype: floating-point tensors are given in this one.
+        only_trained: a sharded model's frozen parameters are neither gathered nor given.
+    """
+    model, prefix = (module.model, "model.") if isinstance(module, PackedPolicy) else (module, "")
+    if is_sharded(module):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only_trained)
+        named: dict[str, Any] = get_model_state_dict(module, options=options)
+        state: dict[str, Tensor] = {name.removeprefix(prefix): tensor for name, tensor in named.items()}
+    else:
+        state = model.state_dict()
+    tied = tied_names(model)
+    kept = {name: tensor for name, tensor in state.items() if name not in tied}
+    if dtype is None:
+        return kept
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in kept.items()}
+
+
+def tied_names(module: nn.Module) -> set[str]:
+    """Names of parameters that are another name's tensor: every name of it but the first."""
+    first: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if first.setdefault(id(parameter), name) != name}

@@ -1,0 +1,113 @@
+"""A rank that hangs in its data is told from one that is busy, and ends the job in seconds.
+
+Exchanges cannot tell them apart: whoever waits in one knows only that somebody is missing, and a rank may be long for
+good reasons (it writes weights, or a checkpoint). So every rank leaves a note in the process group's store of what it
+does. A committed step can be read by all ranks at once: one that is still pulling it, seconds after another has it,
+hangs (its disk, its connection, a column's decoder), and waiting longer would not help.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from torch.distributed.distributed_c10d import Store
+
+from rlbuffer.errors import BatchTimeout, RlbufferError
+from rlbuffer.narration.numbers import printable
+from rlbuffer.trainer.ranks.agreement import Ranks
+
+LOOK_SECONDS = 0.5
+"""How often a rank that waits for the others looks at their notes."""
+
+OnStall = Callable[[RlbufferError], None]
+"""Called in a thread of its own; the main thread is stuck in an exchange, so it must end the process."""
+
+
+class StallWatch:
+    """This rank's note, and its look at the others' while it waits for them. Alone, it does nothing."""
+
+    def __init__(self, ranks: Ranks, store: Store | None, *, seconds: float, on_stall: OnStall | None) -> None:
+        self._ranks = ranks
+        self._store = store
+        self._seconds = seconds
+        self._on_stall = on_stall or say_and_leave
+        self._held: int | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._note("begins")
+
+    def __enter__(self) -> StallWatch:
+        if self._store is not None:
+            self._thread = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held = None
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * LOOK_SECONDS)
+
+    def pulling(self, step: int) -> None:
+        """This rank begins to wait for `step`."""
+        self._note(f"pulls {step}")
+
+    @contextmanager
+    def holding(self, step: int) -> Iterator[None]:
+        """This rank has `step` and waits, within the block, for the others to have it."""
+        self._note(f"has {step}")
+        self._held = step
+        try:
+            yield
+        finally:
+            self._held = None
+
+    def _note(self, text: str) -> None:
+        if self._store is not None:
+            self._store.set(str(self._ranks.rank), text)
+
+    def _watch(self) -> None:
+        since: dict[int, float] = {}
+        step: int | None = None
+        while not self._ended.wait(LOOK_SECONDS):
+            held = self._held
+            if held is None or held != step:
+                step, since = held, {}
+                continue
+            now = time.monotonic()
+            since = {rank: since.get(rank, now) for rank in self._late(held)}
+            stalled = [rank for rank, first in since.items() if now - first >= self._seconds]
+            if stalled and self._held == held:
+                self._on_stall(BatchTimeout(self._message(stalled[0], held)))
+                return
+
+    def _late(self, step: int) -> list[int]:
+        """Ranks that still pull `step`."""
+        if self._store is None:
+            return []
+        try:
+            notes = {r: self._store.get(str(r)) for r in range(self._ranks.world_size) if r != self._ranks.rank}
+        except RuntimeError:
+            return []  # the rank that serves the store has ended: the exchange says so
+        return [rank for rank, note in notes.items() if note == f"pulls {step}".encode()]
+
+    def _message(self, stalled: int, step: int) -> str:
+        return (
+            f"rank {self._ranks.rank} has step {step}, and rank {stalled} has been pulling it for {self._seconds:g} s "
+            f"more: rank {stalled} hangs in its data. Look at its host and its connection to the server; "
+            "trainer.stall_seconds is how long the others wait"
+        )
+
+
+def say_and_leave(error: RlbufferError) -> None:
+    """Ends this process with the error's exit code."""
+    print(printable(f"Error: {error}", lines=True), file=sys.stderr, flush=True)
+    os._exit(error.exit_code)

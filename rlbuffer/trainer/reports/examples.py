@@ -1,0 +1,59 @@
+"""The best and the worst rollout of one group, every few steps: numbers rise for many reasons, texts show which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
+
+MOST_TOKENS = 200
+"""Trained tokens shown of a rollout, the last ones: that is where the answer stands."""
+
+
+def examples_of(step: Step, decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
+    """The rollouts with the highest and the lowest reward of one group; none where no rollout has a reward.
+
+    Looked at are those that this rank holds, and the group is the one whose rewards lie furthest apart. `decode` gives
+    the text of token ids, "" where there is no tokenizer.
+
+    Returns:
+        [best, worst], or one where all are alike: name (``best`` | ``worst``), group_id, rollout_id, env, reward,
+        advantage, tokens (how many are trained), token_ids (the last :data:`MOST_TOKENS`), text.
+    """
+    groups: dict[str, list[tuple[float, MicroBatch, int]]] = {}
+    for micro_batch in step:
+        for i, sample in enumerate(micro_batch.samples):
+            if sample.reward is not None:
+                groups.setdefault(sample.group_id, []).append((sample.reward, micro_batch, i))
+    if not groups:
+        return []
+
+    def spread(found: Sequence[tuple[float, MicroBatch, int]]) -> float:
+        rewards = [reward for reward, _, _ in found]
+        return max(rewards) - min(rewards)
+
+    chosen = max(groups.values(), key=spread)
+    best, worst = max(chosen, key=lambda found: found[0]), min(chosen, key=lambda found: found[0])
+    named = [("best", best)] if best is worst else [("best", best), ("worst", worst)]
+    return [_example(name, micro_batch, i, decode) for name, (_, micro_batch, i) in named]
+
+
+def _example(name: str, micro_batch: MicroBatch, i: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    sample: Sample = micro_batch.samples[i]
+    tokens = torch.as_tensor(micro_batch.unpack(micro_batch.input_ids)[i])
+    trained = tokens[torch.as_tensor(micro_batch.unpack(micro_batch.loss_mask)[i]).bool()].tolist()
+    shown = trained[-MOST_TOKENS:]
+    return {
+        "name": name,
+        "group_id": sample.group_id,
+        "rollout_id": sample.rollout_id,
+        "env": sample.env,
+        "reward": sample.reward,
+        "advantage": sample.advantage,
+        "tokens": len(trained),
+        "token_ids": shown,
+        "text": decode(shown),
+    }

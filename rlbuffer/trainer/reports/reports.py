@@ -1,0 +1,131 @@
+"""What a run tells of itself: ``metrics.jsonl`` always, lines on the console, TensorBoard and W&B where asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rlbuffer.errors import RlbufferError
+from rlbuffer.narration.numbers import RECENT_STEPS, waited
+from rlbuffer.narration.waiting import at_end
+from rlbuffer.records.micro_batch import Step, digest_step
+from rlbuffer.trainer.checkpoints.resuming import Place
+from rlbuffer.trainer.ranks.digests import digest_parameters
+from rlbuffer.trainer.reports.debug_samples import text_decoder
+from rlbuffer.trainer.reports.examples import examples_of
+from rlbuffer.trainer.reports.metrics import MetricsFile, Stopwatch, Tally, step_record
+from rlbuffer.trainer.reports.mfu import Work, peak_of
+from rlbuffer.trainer.reports.sinks import Sink, sinks_of
+from rlbuffer.trainer.session import Session
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+class Reports:
+    """Every rank has one and counts; rank 0 writes."""
+
+    def __init__(self, session: Session, on_event: OnEvent | None) -> None:
+        self._session = session
+        self._on_event = on_event if session.is_first else None
+        self._metrics = MetricsFile(session.settings.output_dir) if session.is_first else None
+        self._sinks: list[Sink] = sinks_of(session.settings) if session.is_first else []
+        self._decode: Callable[[Sequence[int]], str] | None = None
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
+        self._parameters = sum(p.numel() for p in session.policy.parameters())
+        self._work = Work(session.policy.model, self._parameters)
+        self._peak = peak_of(session.ranks.device, session.settings.trainer.peak_flops)
+
+    def __enter__(self) -> Reports:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for sink in self._sinks:
+            sink.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def warn(self, message: str) -> None:
+        """Something that a person should know, and that stops nothing."""
+        self._event("warning", message=message)
+
+    def start(self, place: Place) -> None:
+        """Training is about to begin, or to go on."""
+        session = self._session
+        self._event(
+            "start",
+            step=place.step,
+            steps=session.settings.trainer.steps,
+            world_size=session.ranks.world_size,
+            device=str(session.ranks.device),
+            attention=session.policy.attention,
+            parameters=self._parameters,
+            output=str(session.settings.output_dir),
+        )
+
+    def step(self, step: Step, tally: Tally, watch: Stopwatch, place: Place, *, damaged_tokens: int) -> None:
+        """A step was trained, published and acknowledged. All ranks call it.
+
+        Raises:
+            RlbufferError: the ranks' parameters differ (only where ``check_parameters`` is set).
+        """
+        session = self._session
+        counted = tally.over_ranks(watch)
+        record = step_record(
+            step,
+            counted,
+            gradient_norm=tally.gradient_norm,
+            learning_rate=tally.learning_rate,
+            damaged_tokens=damaged_tokens,
+            watch=watch,
+            world_size=session.ranks.world_size,
+        )
+        if self._peak:
+            squares = counted["length_squares"] * session.settings.trainer.passes
+            flops = self._work.flops(counted["trained_tokens"], squares)
+            seconds = record["seconds"]["total"] * session.ranks.world_size
+            record["mfu"] = flops / (seconds * self._peak)
+        self._recent.append((watch.seconds.get("wait", 0.0), record["seconds"]["total"]))
+        slow = waited([w for w, _ in self._recent], [t for _, t in self._recent])
+        record |= {"slow_side": slow.text if slow.is_long else "", "resumed_from": place.resumed_from}
+        record |= self._proofs(step)
+        every = session.settings.trainer.example_every
+        if session.is_first and every and step.number % every == 0:
+            self._decode = self._decode or text_decoder(session.settings)
+            record["examples"] = examples_of(step, self._decode)
+        if self._metrics is not None:
+            self._metrics.write(record)
+        for sink in self._sinks:
+            sink.write(record)
+        if self._on_event is not None:
+            self._on_event(record)
+        if slow.is_long and step.number % RECENT_STEPS == 0:
+            self._event("notice", message=slow.text)
+        if len(set(record.get("parameters_sha256", ()))) > 1:
+            raise RlbufferError(f"step {step.number}: the ranks' parameters differ: {record['parameters_sha256']}")
+
+    def checkpoint(self, place: Place, path: Path) -> None:
+        """A checkpoint was written."""
+        self._event("checkpoint", step=place.step, path=str(path))
+
+    def end(self, place: Place, *, finished: bool, has_ended: bool = False) -> None:
+        """Training is over: the planned steps are made, or (`has_ended`) all that the run had to train is trained."""
+        self._event("end", step=place.step, finished=finished, reason=at_end(place.step) if has_ended else "")
+
+    def _event(self, kind: str, **values: Any) -> None:
+        if self._on_event is not None:
+            self._on_event({"event": kind, **values})
+
+    def _proofs(self, step: Step) -> dict[str, Any]:
+        """Hashes that were asked for, of all ranks."""
+        settings, ranks = self._session.settings.trainer, self._session.ranks
+        proofs: dict[str, Any] = {}
+        if settings.check_parameters:
+            proofs["parameters_sha256"] = ranks.gather_digests(digest_parameters(self._session.policy))
+        if settings.record_batches:
+            proofs["batch_sha256"] = ranks.gather_digests(digest_step(step))
+        return proofs

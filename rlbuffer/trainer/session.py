@@ -1,0 +1,190 @@
+"""What a rank needs before it can train: device, other ranks, policy, optimizer, and somebody to pull from."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from rlbuffer.client.buffer import Buffer, connect
+from rlbuffer.client.reader import Reader
+from rlbuffer.config.settings import RunSettings, needed_columns
+from rlbuffer.errors import ConfigError
+from rlbuffer.process.stop_request import StopRequest
+from rlbuffer.run.host_checks import router_loss
+from rlbuffer.trainer.fake import FakeBuffer, FakeReader
+from rlbuffer.trainer.losses.table import check_losses
+from rlbuffer.trainer.model.lora import add_adapter
+from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare, vocabulary_of
+from rlbuffer.trainer.publishing import write_base
+from rlbuffer.trainer.ranks.agreement import Ranks
+from rlbuffer.trainer.ranks.parallel import distribute
+from rlbuffer.trainer.ranks.stalls import OnStall, StallWatch
+from rlbuffer.trainer.update.schedules import check_schedule
+from rlbuffer.trainer.update.update import make_optimizer
+from rlbuffer.weights.files import Written
+from rlbuffer.weights.model import build_model, narrow_dtype
+
+EXCHANGE_GRACE_SECONDS = 60.0
+"""How much longer than the wait for a step a rank waits for the other ranks in an exchange."""
+
+_KEPT_OPEN: list[nn.Module] = []
+"""What holds a gloo process group is never let go of. Its destructor joins a thread while it holds Python's lock, and
+that thread may be waiting for the lock to release the last exchange's tensors: torch 2.13 then hangs for good. Ranks
+end by ``os._exit``, as every forked process does; nothing is lost, because nothing is in flight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Session:
+    """Everything that one rank trains with."""
+
+    settings: RunSettings
+    ranks: Ranks
+    policy: PackedPolicy
+    """The model, as it is checkpointed and published."""
+    module: nn.Module
+    """What the forward pass goes through: `policy`, shared over the ranks."""
+    optimizer: torch.optim.Optimizer
+    buffer: Buffer | FakeBuffer
+    reader: Reader | FakeReader
+    stop: StopRequest
+    stalls: StallWatch
+    base: Written | None = None
+    """The model beside a LoRA adapter, once written; on rank 0."""
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0 writes what is written once."""
+        return self.ranks.rank == 0
+
+    def write_pids(self) -> None:
+        """``ranks.json``: rank -> pid, for whoever wants to look at one of them, or to kill it. All ranks call it."""
+        pids = self.ranks.gather(torch.tensor([os.getpid()], dtype=torch.int64))[:, 0].tolist()
+        if self.is_first:
+            path: Path = self.settings.output_dir / "ranks.json"
+            temporary = path.with_suffix(".json.tmp")
+            temporary.write_text(json.dumps({f"rank-{r}": pid for r, pid in enumerate(pids)}) + "\n", encoding="utf-8")
+            temporary.replace(path)
+
+
+@contextmanager
+def open_session(
+    settings: RunSettings,
+    *,
+    rank: int,
+    world_size: int,
+    stop: StopRequest | None,
+    fake_data: bool,
+    on_stall: OnStall | None = None,
+) -> Iterator[Session]:
+    """Joins the other ranks, builds or loads the policy, and connects.
+
+    Raises:
+        ConfigError: no such device or loss, settings that it does not read, a model that asks for a router loss.
+        PackedForwardError: see `prepare`.
+    """
+    check_losses(settings.trainer)
+    check_schedule(settings.trainer)
+    device = device_of(settings)
+    if settings.deterministic and device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
+    ranks = Ranks(rank, world_size, device)
+    store = _join(settings, device) if world_size > 1 else None
+    _seed(settings.trainer.seed)
+    model = build_model(settings.model, seed=settings.trainer.seed)
+    if why := router_loss(model.config.to_dict()):
+        raise ConfigError(why, setting="model")
+    nn.Module.to(model, device)
+    vocabulary = vocabulary_of(model)
+    source: Buffer | FakeBuffer
+    if fake_data:
+        source = FakeBuffer(settings, vocabulary=vocabulary)
+    else:
+        source = connect(settings.redis_url, run=settings.run, config=settings, name=f"rank-{rank}")
+    with source as buffer:
+        policy = prepare(
+            model,
+            layout=settings.trainer.layout,
+            compute=narrow_dtype(settings.model),
+            longest=settings.batcher.row_tokens,
+            recompute=settings.trainer.gradient_checkpointing,
+        )
+        base = None
+        if settings.trainer.lora.rank:
+            base = write_base(settings, policy) if rank == 0 else None
+            add_adapter(policy.model, settings.trainer.lora, seed=settings.trainer.seed)
+        module = distribute(policy, ranks, parallel=settings.trainer.parallel)
+        with StallWatch(ranks, store, seconds=settings.trainer.stall_seconds, on_stall=on_stall) as stalls:
+            yield Session(
+                settings=settings,
+                ranks=ranks,
+                policy=policy,
+                module=module,
+                optimizer=make_optimizer(policy, settings.trainer),
+                buffer=buffer,
+                reader=buffer.reader(
+                    rank,
+                    world_size,
+                    timeout_seconds=settings.trainer.timeout_seconds,
+                    pad_to_multiple_of=settings.trainer.pad_to_multiple_of,
+                    vocabulary=vocabulary,
+                    adapters=False,
+                    columns=needed_columns(settings.trainer),
+                ),
+                stop=stop or StopRequest(),
+                stalls=stalls,
+                base=base,
+            )
+    if device.type == "cuda" and world_size > 1:
+        dist.destroy_process_group()
+    elif world_size > 1:
+        _KEPT_OPEN.append(module)
+
+
+def device_of(settings: RunSettings) -> torch.device:
+    """The device that this rank trains on; with CUDA, the one of its LOCAL_RANK."""
+    wanted = settings.trainer.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device = cuda, but torch sees no CUDA device", setting="trainer.device")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _seed(seed: int) -> None:
+    """The same on every rank; from a checkpoint on, each goes on with its own states."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def _join(settings: RunSettings, device: torch.device) -> Store | None:
+    """Joins the process group; a lost rank ends the others' exchanges, at the latest after the timeout. -> its store.
+
+    None where the caller has joined one already.
+    """
+    if dist.is_initialized():
+        return None
+    store, rank, world_size = next(rendezvous("env://"))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore("exchange", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=settings.trainer.timeout_seconds + EXCHANGE_GRACE_SECONDS),
+    )
+    return PrefixStore("place", store)

@@ -1,0 +1,223 @@
+"""One micro-batch through the policy, and one optimizer update made of micro-batches.
+
+Alignment: everything in a micro-batch belongs to the token itself, and the logits that predict a token stand one
+place before it. Only trained tokens pass the head, so prompts and padding cost no logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.errors import RlbufferError
+from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Step
+from rlbuffer.trainer.losses import TrainedTokens, loss_of, settings_of, uses_old
+from rlbuffer.trainer.ranks.agreement import Ranks
+from rlbuffer.trainer.ranks.parallel import clip_gradients, exchanging
+from rlbuffer.trainer.update.pass_times import Pace
+from rlbuffer.trainer.update.ratios import Ratios
+from rlbuffer.trainer.update.slices import Slice, slices_of
+from rlbuffer.trainer.update.token_choice import Known, old_logprobs, survey
+
+SUMS = ("loss", "entropy", "kl", "clipped", "loss_tokens", "tokens")
+"""What every update sums over its micro-batches, and the ranks over each other. ``tokens`` is without padding."""
+
+
+def trained_tokens(
+    policy: nn.Module, micro_batch: MicroBatch, *, temperature: float = 1.0, version: int | None = None
+) -> TrainedTokens:
+    """Runs the policy over a micro-batch that holds torch tensors and gives what the losses need of it.
+
+    A column ``temperatures`` wins over `temperature`, for the rollouts that have it; a column ``weights`` weighs tokens
+    in the loss. `version` is the policy version that is trained, which ages are counted from.
+    """
+    arrays: Any = micro_batch
+    chosen = torch.nonzero(arrays.loss_mask)[:, 0]
+    if len(chosen) and int(chosen[0]) == 0:
+        raise RlbufferError("micro-batch: token 0 is trained, but nothing predicts it")
+    temperatures = arrays.columns.get("temperatures")
+    scale: Tensor | float = temperature
+    if temperatures is not None:
+        scale = temperatures[chosen]
+        if "temperatures" in arrays.lacking:
+            scale = torch.where(arrays.lacking["temperatures"][chosen], temperature, scale)
+    logprobs, entropy = policy(arrays.input_ids, arrays.position_ids, arrays.cu_seqlens, chosen, scale)
+    reference, weights = arrays.columns.get("ref_logprobs"), arrays.columns.get("weights")
+    return TrainedTokens(
+        logprobs=logprobs,
+        entropy=entropy,
+        inference_logprobs=arrays.logprobs[chosen].to(logprobs.dtype),
+        advantages=arrays.advantages[chosen].to(logprobs.dtype),
+        rollout=arrays.sample_index[chosen].long(),
+        ref_logprobs=None if reference is None else reference[chosen].to(logprobs.dtype),
+        weights=None if weights is None else weights[chosen].to(logprobs.dtype),
+        samples=micro_batch.samples,
+        ages=None if version is None else version - arrays.policy_versions[chosen],
+        columns={name: values[chosen] for name, values in arrays.columns.items()},
+        lacking={name: found for name, is_bare in arrays.lacking.items() if (found := is_bare[chosen]).any()},
+    )
+
+
+def accumulate(
+    policy: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    settings: TrainerSettings,
+    normalizers: Normalizers,
+    *,
+    world_size: int,
+    longest: int,
+    device: torch.device,
+    version: int | None = None,
+    known: Sequence[Known] | None = None,
+    ratios: Ratios | None = None,
+    pace: Pace | None = None,
+) -> Tensor:
+    """Adds the gradients of one update, exchanged and averaged over ranks in the last backward pass. -> sums [SUMS].
+
+    Gradients are averaged over ranks, so the loss is multiplied by their number: what remains is the sum over all
+    ranks of terms over global counts. A dummy micro-batch has no trained token, so its loss is an empty sum; that is
+    still a function of every parameter (with gradient 0), so every rank makes the same exchanges.
+
+    `version` is the policy version that is trained; `known` is what :func:`rlbuffer.trainer.update.token_choice.survey` found out
+    before, one per micro-batch; `ratios` takes in every trained token's ratio to the inference policy, `pace` the time
+    of the passes: ``forward``, ``backward``, and the last backward pass, in which the ranks wait for each other, as
+    ``exchange``.
+    """
+    pace = pace or Pace(device)
+    sums = torch.zeros(len(SUMS), dtype=torch.float64)
+    for i, host_batch in enumerate(micro_batches):
+        micro_batch = host_batch.to(device)
+        is_last = i == len(micro_batches) - 1
+        with exchanging(policy, is_last):
+            with pace.measure("forward"):
+                tokens = trained_tokens(policy, micro_batch, temperature=settings.temperature, version=version)
+                if known is not None:
+                    tokens = known[i].add_to(tokens)
+                share = loss_of(tokens, settings, normalizers, longest=longest)
+            with pace.measure("exchange" if is_last and world_size > 1 else "backward"):
+                (share * world_size).backward()  # type: ignore[no-untyped-call]
+        sums += _sums(tokens, share, micro_batch, settings)
+        if ratios is not None:
+            ratios.add(tokens.logprobs.detach() - tokens.inference_logprobs)
+    return sums
+
+
+class Updates:
+    """The updates of one step: their slices, in order, and what must be known of the step before the first of them.
+
+    All ranks make the same updates of the same step; making the object may run the policy, and exchange counts.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        step: Step,
+        settings: TrainerSettings,
+        ranks: Ranks,
+        *,
+        longest: int,
+        ratios: Ratios | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        self._policy = policy
+        self._version = step.number - 1
+        self._settings = settings
+        self._ranks = ranks
+        self._longest = longest
+        self._ratios = ratios
+        self._pace = pace
+        self.parts: tuple[Slice, ...] = slices_of(step, ranks, settings.updates_per_pass) * settings.passes
+        """One per update."""
+        self._old: list[Tensor] | None = None
+        if uses_old(settings) and len(self.parts) > 1:
+            self._old = old_logprobs(policy, tuple(step), self._forward, ranks.device)
+
+    def accumulate(self, part: Slice) -> Tensor:
+        """Adds the gradients of one update, as :func:`accumulate` does. -> sums [SUMS]."""
+        end = part.start + len(part.micro_batches)
+        known = survey(
+            self._policy,
+            part.micro_batches,
+            self._settings,
+            old=None if self._old is None else self._old[part.start : end],
+            forward=self._forward,
+            total=self._ranks.sum,
+            device=self._ranks.device,
+        )
+        return accumulate(
+            self._policy,
+            part.micro_batches,
+            self._settings,
+            part.normalizers,
+            world_size=self._ranks.world_size,
+            longest=self._longest,
+            device=self._ranks.device,
+            version=self._version,
+            known=known,
+            ratios=self._ratios,
+            pace=self._pace,
+        )
+
+    def _forward(self, policy: nn.Module, micro_batch: MicroBatch) -> TrainedTokens:
+        return trained_tokens(policy, micro_batch, temperature=self._settings.temperature, version=self._version)
+
+
+def take_step(
+    policy: nn.Module, optimizer: torch.optim.Optimizer, *, learning_rate: float, gradient_clip: float, place: str
+) -> float:
+    """Clips the averaged gradient and updates the parameters. -> the gradient's norm before clipping.
+
+    Raises:
+        RlbufferError: the norm is not finite. Every rank sees the same one, and so all stop.
+    """
+    parameters = [p for p in policy.parameters() if p.grad is not None]
+    norm = clip_gradients(parameters, gradient_clip)
+    if not torch.isfinite(torch.tensor(norm)):
+        raise RlbufferError(
+            f"{place}: the gradient's norm is {norm}. The parameters are left as they were; look at the step with "
+            "`rlbuffer inspect`, lower trainer.learning_rate or trainer.max_ratio, or resume from an older checkpoint"
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def make_optimizer(policy: nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:
+    """AdamW; weight decay for matrices only, since norms and biases have nothing to shrink to."""
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas, foreach=True
+    )
+
+
+@torch.no_grad()
+def _sums(tokens: TrainedTokens, share: Tensor, micro_batch: MicroBatch, settings: TrainerSettings) -> Tensor:
+    """Of one micro-batch, in the order of :data:`SUMS`. kl is the k3 estimate to the inference policy.
+
+    ``clipped`` counts tokens whose ratio is outside of the loss's clip, whether or not it clips.
+    """
+    difference = (tokens.logprobs - tokens.inference_logprobs).double()
+    ratio = torch.exp(difference)
+    told, of_old = settings_of(settings), tokens.ratio
+    clipped = (of_old < 1 - told.clip_low) | (of_old > 1 + told.clip_high)
+    values = torch.stack(
+        [
+            share.double(),
+            tokens.entropy.double().sum(),
+            (ratio - 1 - difference).sum(),
+            clipped.double().sum(),
+            torch.tensor(float(len(difference)), dtype=torch.float64, device=share.device),
+            torch.tensor(float(sum(s.length for s in micro_batch.samples)), dtype=torch.float64, device=share.device),
+        ]
+    )
+    return values.cpu()

@@ -1,0 +1,381 @@
+"""Rollouts to bytes and back, without a copy and without trust.
+
+A rollout's payload (little-endian, every array aligned to 8 bytes, the gaps zero)::
+
+    header      24 bytes: magic "RLBR", format, arrays, bytes of details, tokens T, bytes in all, checksum
+    details     one msgpack list: ids, rewards, spans, turns, metadata, and the column table (name, dtype, shape)
+    arrays      tokens [T] i4, loss_mask [T] bool, logprobs [T] f4, the columns, the attachments, the text in UTF-8
+
+The checksum is a CRC-32 over everything but itself, header included: it finds every flipped bit and every burst of up
+to 32. Offsets are not stored but follow from the shapes, so that no two arrays can overlap. Decoding is `np.frombuffer`
+on the received bytes: 9 bytes and no Python object per token.
+
+A push's metadata, which is all that the batcher reads, is in :mod:`rlbuffer.wire.metadata`; the group's answer and metadata
+travel as a payload of their own (magic "RLBG").
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.errors import InvalidRollout, PayloadError
+from rlbuffer.records.checks import MAX_ITEMS
+from rlbuffer.records.columns import COLUMN_DTYPES, MAX_ARRAYS, MAX_DIMENSIONS, REQUIRED_COLUMNS
+from rlbuffer.records.rollout import Group, GroupInfo, Rollout, RolloutInfo, Turn
+from rlbuffer.wire.bounded_msgpack import check as check
+from rlbuffer.wire.bounded_msgpack import dumps as dumps
+from rlbuffer.wire.bounded_msgpack import loads as loads
+from rlbuffer.wire.metadata import MAX_METADATA_BYTES as MAX_METADATA_BYTES
+from rlbuffer.wire.metadata import MAX_PAYLOAD_BYTES as MAX_PAYLOAD_BYTES
+from rlbuffer.wire.metadata import decode_info as decode_info
+from rlbuffer.wire.metadata import encode_info as encode_info
+from rlbuffer.wire.metadata_pages import decode_infos as decode_infos
+
+FORMAT = 1
+"""Grows when the layout changes; a reader refuses any other."""
+MAX_DETAILS_BYTES = 4 * 2**20
+"""Turns and metadata of one rollout, or answer and metadata of one group: they become Python objects when read."""
+
+_HEADER = struct.Struct("<4sHHIIII")
+_ROLLOUT, _GROUP = b"RLBR", b"RLBG"
+_CHECKSUM_AT = _HEADER.size - 4
+_ALIGNMENT = 8
+_DTYPES = {dtype.str.lstrip("<|"): dtype for dtype in COLUMN_DTYPES}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPush:
+    """A group as it goes onto the wire."""
+
+    info: GroupInfo
+    """With size and checksum of every rollout."""
+    metadata: bytes
+    """`info`, encoded: at most 64 KiB."""
+    payloads: tuple[bytes, ...]
+    """Rollout i is payload field ``str(i)``."""
+    group_payload: bytes | None
+    """Payload field ``group``: answer and metadata; None when there is neither."""
+
+
+def encode_push(group: Group) -> EncodedPush:
+    """Encodes a group for PUSH.
+
+    Raises:
+        InvalidRollout: a rollout's payload is above 64 MiB, or the push's metadata above 64 KiB; the message names the
+            rollout and the sizes. Both are found before anything is copied.
+    """
+    info = group.info()
+    encode_info(info)  # sizes and checksums have a fixed width: what fits without them fits with them
+    for rollout in group.rollouts:
+        _refuse_giant(rollout)
+    payloads = tuple(encode_rollout(rollout) for rollout in group.rollouts)
+    rollouts = tuple(
+        replace(r, size=len(p), checksum=payload_checksum(p)) for r, p in zip(info.rollouts, payloads, strict=True)
+    )
+    info = replace(info, rollouts=rollouts)
+    try:
+        group_payload = encode_group_payload(group.answer, group.metadata)
+    except PayloadError as error:
+        raise InvalidRollout(f"group {group.group_id}: {error}") from None
+    return EncodedPush(info=info, metadata=encode_info(info), payloads=payloads, group_payload=group_payload)
+
+
+def payload_checksum(data: bytes) -> int:
+    """The checksum that an encoded payload carries: what `RolloutInfo.checksum` holds."""
+    return int(_HEADER.unpack_from(data)[-1]) if len(data) >= _HEADER.size else 0
+
+
+def encode_rollout(rollout: Rollout) -> bytes:
+    """The payload of one rollout.
+
+    Raises:
+        InvalidRollout: it would be larger than 64 MiB, or its turns and metadata larger than 4 MiB.
+    """
+    _refuse_giant(rollout)
+    text = None if rollout.text is None else rollout.text.encode()
+    arrays = _arrays_of(rollout)
+    details = [
+        rollout.rollout_id,
+        rollout.reward,
+        rollout.rewards,
+        rollout.successes,
+        rollout.finish_reason,
+        rollout.is_truncated,
+        [number for span in rollout.version_spans for number in span],
+        rollout.turns,
+        [[name, _CODES[a.dtype], *a.shape[1:]] for name, a in rollout.columns.items()],
+        [[name, _CODES[a.dtype], *a.shape] for name, a in rollout.attachments.items()],
+        None if text is None else len(text),
+        rollout.metadata,
+    ]
+    try:
+        packed = dumps(details, max_items=MAX_ITEMS)
+    except PayloadError as error:
+        raise InvalidRollout(f"rollout {rollout.rollout_id}: metadata {error}") from None
+    if len(packed) > MAX_DETAILS_BYTES:
+        raise InvalidRollout(
+            f"rollout {rollout.rollout_id}: turns and metadata take {len(packed)} bytes, above the limit of "
+            f"{MAX_DETAILS_BYTES}; large values belong to text, columns or attachments"
+        )
+    chunks: list[Any] = [packed]
+    at = _HEADER.size + len(packed)
+    parts: list[Any] = [*arrays.values(), *([] if text is None else [text])]
+    for part in parts:
+        gap = -at % _ALIGNMENT
+        chunks += [bytes(gap), part]
+        at += gap + (len(part) if isinstance(part, bytes) else part.nbytes)
+    if at > MAX_PAYLOAD_BYTES:
+        raise _giant(rollout, at)
+    return _framed(_ROLLOUT, len(arrays), len(packed), rollout.length, at, chunks)
+
+
+def decode_rollout(data: bytes, *, expected: RolloutInfo | None = None) -> Rollout:
+    """The rollout of a payload; its arrays are read-only views of `data`.
+
+    `expected` is what the push's metadata said: any disagreement with it is an error, so that a payload cannot stand in
+    for another one.
+
+    Raises:
+        PayloadError: not a payload of this format, damaged, above 64 MiB, a record that breaks its own rules, or
+            another rollout than expected.
+    """
+    count, details, tokens, at = _unframed(data, _ROLLOUT)
+    if expected is not None and expected.size:  # 0: described before it was encoded
+        size, checksum = len(data), payload_checksum(data)
+        if (size, checksum) != (expected.size, expected.checksum):
+            raise PayloadError(
+                f"rollout {expected.rollout_id}: {size} bytes with checksum {checksum:08x} do not agree with the "
+                f"metadata: {expected.size} bytes with checksum {expected.checksum:08x}"
+            )
+    try:
+        rollout = _rollout(data, count, details, tokens, at)
+    except PayloadError:
+        raise
+    except (InvalidRollout, ValueError, TypeError, OverflowError) as error:
+        raise PayloadError(f"invalid rollout payload: {error}") from None
+    if expected is not None:
+        _compare(rollout, expected)
+    return rollout
+
+
+def encode_group_payload(answer: Any, metadata: Any) -> bytes | None:
+    """Answer and metadata of a group; None when there is nothing to keep.
+
+    Raises:
+        PayloadError: they take more than 4 MiB, or hold what msgpack cannot.
+    """
+    if answer is None and not metadata:
+        return None
+    packed = dumps([answer, metadata], max_items=MAX_ITEMS)
+    if len(packed) > MAX_DETAILS_BYTES:
+        raise PayloadError(f"answer and metadata take {len(packed)} bytes, above the limit of {MAX_DETAILS_BYTES}")
+    return _framed(_GROUP, 0, len(packed), 0, _HEADER.size + len(packed), [packed])
+
+
+def decode_group_payload(data: bytes) -> tuple[Any, dict[str, Any]]:
+    """(answer, metadata) of a group payload.
+
+    Raises:
+        PayloadError: not a group payload of this format, or damaged.
+    """
+    count, details, tokens, at = _unframed(data, _GROUP)
+    if count or tokens or at != len(data):
+        raise PayloadError("invalid group payload: bytes after the details")
+    if not isinstance(details, list) or len(details) != 2 or not isinstance(details[1], dict):
+        raise PayloadError("invalid group payload: expected answer and metadata")
+    return details[0], details[1]
+
+
+def _framed(magic: bytes, arrays: int, details: int, tokens: int, total: int, chunks: Sequence[Any]) -> bytes:
+    header = _HEADER.pack(magic, FORMAT, arrays, details, tokens, total, 0)[:_CHECKSUM_AT]
+    checksum = zlib.crc32(header)
+    for chunk in chunks:
+        checksum = zlib.crc32(chunk, checksum)
+    return b"".join([header, struct.pack("<I", checksum), *chunks])
+
+
+def _unframed(data: bytes, magic: bytes) -> tuple[int, Any, int, int]:
+    """(arrays, details, tokens, offset behind the details) of a payload whose checksum holds."""
+    if not isinstance(data, bytes):
+        raise PayloadError(f"expected bytes, got {type(data).__name__}")
+    if len(data) < _HEADER.size:
+        raise PayloadError(f"payload of {len(data)} bytes is shorter than its header of {_HEADER.size}")
+    found, version, arrays, details_bytes, tokens, total, checksum = _HEADER.unpack_from(data)
+    if found != magic:
+        raise PayloadError(f"not a payload: starts with {found!r}, expected {magic!r}")
+    if version != FORMAT:
+        raise PayloadError(f"payload format {version} is not the one this version reads, {FORMAT}")
+    if len(data) > MAX_PAYLOAD_BYTES:
+        raise PayloadError(f"payload of {len(data)} bytes is above the limit of {MAX_PAYLOAD_BYTES}")
+    if total != len(data):
+        raise PayloadError(f"payload of {len(data)} bytes should have {total}")
+    view = memoryview(data)
+    actual = zlib.crc32(view[_HEADER.size :], zlib.crc32(view[:_CHECKSUM_AT]))
+    if actual != checksum:
+        raise PayloadError(f"payload is damaged: checksum {actual:08x}, expected {checksum:08x}")
+    at = _HEADER.size + details_bytes
+    if at > total:
+        raise PayloadError(f"details of {details_bytes} bytes do not fit a payload of {total}")
+    return arrays, loads(view[_HEADER.size : at], limit=MAX_DETAILS_BYTES, max_items=MAX_ITEMS), tokens, at
+
+
+class _Cursor:
+    """Walks the arrays behind the details; knows what is left, so that no shape can ask for more."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self.data = data
+        self.at = at
+
+    def skip(self, size: int) -> int:
+        start = self.at + (-self.at % _ALIGNMENT)
+        if start + size > len(self.data):
+            raise PayloadError(f"payload is too short: {size} bytes at {start} of {len(self.data)}")
+        if any(self.data[self.at : start]):
+            raise PayloadError(f"payload has bytes between its arrays at {self.at}")
+        self.at = start + size
+        return start
+
+    def array(self, dtype: np.dtype[Any], shape: Sequence[int]) -> NDArray[Any]:
+        count = math.prod(shape)
+        start = self.skip(count * dtype.itemsize)
+        if count == 0:
+            return np.zeros(shape, dtype)
+        return np.frombuffer(self.data, dtype, count, start).reshape(shape)
+
+
+class _Details(NamedTuple):
+    """The details list in order; :func:`encode_rollout` writes it."""
+
+    rollout_id: Any
+    reward: Any
+    rewards: Any
+    successes: Any
+    finish_reason: Any
+    is_truncated: Any
+    spans: Any
+    turns: Any
+    columns: Any
+    attachments: Any
+    text_bytes: Any
+    metadata: Any
+
+
+def _rollout(data: bytes, count: int, details: Any, tokens: int, at: int) -> Rollout:
+    if not isinstance(details, list) or len(details) != len(_Details._fields):
+        raise PayloadError("invalid rollout payload: details are not the list of this format")
+    d = _Details(*details)
+    tables = [_table("columns", d.columns, (tokens,)), _table("attachments", d.attachments, ())]
+    if count != len(REQUIRED_COLUMNS) + sum(len(table) for table in tables):
+        raise PayloadError(f"invalid rollout payload: {count} arrays in the header, others in the table")
+    cursor = _Cursor(data, at)
+    required = {name: cursor.array(dtype, (tokens,)) for name, dtype in REQUIRED_COLUMNS.items()}
+    columns, attachments = ({k: cursor.array(*v) for k, v in table.items()} for table in tables)
+    text = None
+    if d.text_bytes is not None:
+        size = _count("text", d.text_bytes)
+        start = cursor.skip(size)
+        text = data[start : start + size].decode()
+    if cursor.at != len(data):
+        raise PayloadError(f"payload has {len(data) - cursor.at} bytes too many")
+    if not isinstance(d.spans, list) or len(d.spans) % 3:
+        raise PayloadError("invalid rollout payload: version_spans")
+    if not isinstance(d.turns, list) or not all(isinstance(t, list) and len(t) == len(Turn._fields) for t in d.turns):
+        raise PayloadError("invalid rollout payload: turns")
+    return Rollout(
+        rollout_id=d.rollout_id,
+        **required,
+        reward=d.reward,
+        rewards=d.rewards,
+        successes=d.successes,
+        version_spans=tuple(d.spans[i : i + 3] for i in range(0, len(d.spans), 3)),  # type: ignore[misc]
+        turns=d.turns,  # type: ignore[arg-type]
+        finish_reason=d.finish_reason,
+        is_truncated=d.is_truncated,
+        columns=columns,
+        attachments=attachments,
+        text=text,
+        metadata=d.metadata,
+    )
+
+
+def _table(name: str, rows: Any, leading: tuple[int, ...]) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+    if not isinstance(rows, list) or len(rows) > MAX_ARRAYS:
+        raise PayloadError(f"invalid rollout payload: table of {name}")
+    table: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+    for row in rows:
+        if not isinstance(row, list) or len(row) < 2 or not all(isinstance(x, str) for x in row[:2]):
+            raise PayloadError(f"invalid rollout payload: table of {name}")
+        dtype = _DTYPES.get(row[1])
+        if dtype is None:
+            raise PayloadError(f"invalid rollout payload: {row[0]!r} has the unknown dtype {row[1]!r}")
+        shape = leading + tuple(_count(row[0], n) for n in row[2:])
+        if row[0] in table or len(shape) > MAX_DIMENSIONS:
+            raise PayloadError(f"invalid rollout payload: table of {name}")
+        table[row[0]] = dtype, shape
+    return table
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_PAYLOAD_BYTES:
+        raise PayloadError(f"invalid rollout payload: {name!r} has the size {value!r}")
+    return value
+
+
+def _arrays_of(rollout: Rollout) -> dict[str, NDArray[Any]]:
+    """Every array in wire order. Keys are for messages: a column and an attachment may share a name."""
+    required = {name: getattr(rollout, name) for name in REQUIRED_COLUMNS}
+    attachments = {f"attachment {name}": array for name, array in rollout.attachments.items()}
+    return required | dict(rollout.columns) | attachments
+
+
+def _refuse_giant(rollout: Rollout) -> None:
+    """Refuses what is too large before anything of it is copied."""
+    arrays = _arrays_of(rollout)
+    size = _HEADER.size + sum(a.nbytes for a in arrays.values()) + len(rollout.text or "")
+    if size > MAX_PAYLOAD_BYTES:
+        raise _giant(rollout, size)
+    for name, array in arrays.items():
+        # Of no bytes, because another dimension is 0, and still more than a decoder believes.
+        if any(n > MAX_PAYLOAD_BYTES for n in array.shape):
+            raise InvalidRollout(f"rollout {rollout.rollout_id}: {name} has the shape {list(array.shape)}")
+
+
+def _giant(rollout: Rollout, size: int) -> InvalidRollout:
+    parts = {name: array.nbytes for name, array in _arrays_of(rollout).items()} | {"text": len(rollout.text or "")}
+    largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    return InvalidRollout(
+        f"rollout {rollout.rollout_id}: payload of {size} bytes is above the limit of {MAX_PAYLOAD_BYTES} (64 MiB); "
+        f"the largest parts: {', '.join(f'{name} {n}' for name, n in largest)}"
+    )
+
+
+_COMPARED: tuple[tuple[str, Callable[[Rollout], Any], Callable[[RolloutInfo], Any]], ...] = (
+    ("rollout_id", lambda r: r.rollout_id, lambda i: i.rollout_id),
+    ("length", lambda r: r.length, lambda i: i.length),
+    ("prompt_tokens", lambda r: r.prompt_tokens, lambda i: i.prompt_tokens),
+    ("loss_tokens", lambda r: r.loss_tokens, lambda i: i.loss_tokens),
+    ("reward", lambda r: r.reward, lambda i: i.reward),
+    ("rewards", lambda r: dict(r.rewards), lambda i: dict(i.rewards)),
+    ("min_version", lambda r: r.min_policy_version, lambda i: i.min_version),
+    ("max_version", lambda r: r.max_policy_version, lambda i: i.max_version),
+    ("turns", lambda r: len(r.turns), lambda i: i.turns),
+    ("is_truncated", lambda r: r.is_truncated, lambda i: i.is_truncated),
+)
+
+
+def _compare(rollout: Rollout, expected: RolloutInfo) -> None:
+    for name, of_rollout, of_info in _COMPARED:
+        found, wanted = of_rollout(rollout), of_info(expected)
+        if found != wanted:
+            raise PayloadError(
+                f"rollout {expected.rollout_id}: {name} = {found!r} does not agree with the metadata: {wanted!r}"
+            )

@@ -1,0 +1,306 @@
+"""From a ticket to a group: its rollouts sampled, played and scored, whatever single ones of them do."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.config.settings import WorkerSettings
+from rlbuffer.errors import InvalidRollout, RlbufferError, SamplerUnavailable
+from rlbuffer.process.threads import in_thread
+from rlbuffer.records.checks import shown
+from rlbuffer.records.rollout import Group, Rollout, Ticket
+from rlbuffer.worker.envs.base import (
+    Env,
+    MultiTurnEnv,
+    PolicyAccess,
+    Prompt,
+    Score,
+    SingleTurnEnv,
+    WholeRolloutEnv,
+)
+from rlbuffer.worker.envs.episode import Episode
+from rlbuffer.worker.failures import UserWork, Work, exited
+from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
+
+T = TypeVar("T")
+
+
+class GroupFailed(RlbufferError):
+    """Too few rollouts of a group could be made."""
+
+
+class Aborted(RlbufferError):
+    """The sampler was told to stop: nothing is wrong with the group."""
+
+
+def check_prompt(tokens: NDArray[np.int32], vocabulary: int) -> None:
+    """Before a sampler is asked: a token that its model does not have would fail all that is sampled beside it.
+
+    Raises:
+        InvalidRollout: no token ids, none at all, or one outside of the vocabulary.
+    """
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+        raise InvalidRollout(f"a prompt's tokens must be an array of token ids, got {shown(tokens)}")
+    outside = (ids < 0) | (ids >= (vocabulary or 2**31))  # 0: the sampler does not know it
+    if outside.any():
+        at = int(outside.argmax())
+        raise InvalidRollout(
+            f"token {at} of a prompt is {ids[at]}, and the model's vocabulary has {vocabulary} ids: is it of another "
+            "tokenizer?"
+        )
+
+
+def in_words(error: BaseException, settings: WorkerSettings) -> str:
+    """Kind and text of an error; of a rollout that was not made in time, the limit."""
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"not finished within rollout_timeout_seconds = {settings.rollout_timeout_seconds:g}"
+    return f"{type(error).__name__}: {error}"
+
+
+class GroupMaker:
+    """Makes groups of one env with one sampler.
+
+    Args:
+        env: single-turn, multi-turn, or one that makes rollouts itself.
+        sampler: has loaded a version.
+        settings: group size, sampling, timeouts, retries.
+        worker: the producer's name.
+        temperature: instead of the settings'; 0 takes the likeliest token.
+        assumed_temperature: what the trainer takes where a rollout does not say.
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        sampler: Sampler,
+        settings: WorkerSettings,
+        *,
+        worker: str,
+        temperature: float | None = None,
+        assumed_temperature: float = 1.0,
+    ) -> None:
+        self._env = env
+        self._sampler = sampler
+        self._settings = settings
+        self._worker = worker
+        self._assumed = assumed_temperature
+        self.sampling = Sampling(
+            max_new_tokens=settings.max_new_tokens or env.max_new_tokens,
+            temperature=settings.temperature if temperature is None else temperature,
+            top_p=settings.top_p,
+            stop_token_ids=tuple(env.eos_token_ids),
+        )
+        """How every completion is drawn, unless an episode says otherwise."""
+        self._most = settings.max_concurrent_rollouts or getattr(env, "max_concurrent", 0)
+        self._slots: AbstractAsyncContextManager[Any] = asyncio.Semaphore(self._most) if self._most else nullcontext()
+        """Held while a rollout is played, or scored: waiting for one is no part of a rollout's time."""
+        self._ending = asyncio.Event()
+        self.work = UserWork(env)
+        """What of the env runs at this moment."""
+        self.way = next(way for way in ("rollout", "play", "score") if hasattr(env, way))
+        """The env's function that makes, plays or scores a rollout."""
+
+    def prompt(self, number: int) -> Prompt:
+        """The env's prompt of ticket `number`. Raises what the env raises, TypeError and InvalidRollout."""
+        with self.work.doing("prompt"):
+            prompt = self._env.prompt(number)
+        if not isinstance(prompt, Prompt):
+            raise TypeError(f"prompt() gave a {type(prompt).__name__} in place of a Prompt")
+        check_prompt(prompt.tokens, self._sampler.vocab_size)
+        return prompt
+
+    def end(self) -> None:
+        """From now on nothing unfinished is waited for: a group is made of the rollouts that are there, or not."""
+        self._ending.set()
+
+    async def make(self, ticket: Ticket, prompt: Prompt) -> Group:
+        """Samples and scores the group of a ticket.
+
+        A group is made when more than half of its rollouts are: `planned_size` is then what there is, and the metadata
+        says how many failed. The same holds for rollouts that are unfinished when the worker ends.
+
+        Raises:
+            GroupFailed: half of the rollouts, or more, failed; the message has the first reason.
+            Aborted: sampling was stopped.
+            SamplerUnavailable: the sampler is away.
+            InvalidRollout: the env gave something that no record allows.
+        """
+        size = self._settings.group_size
+        outcomes: Sequence[Rollout | BaseException]
+        if self.way != "score":
+            outcomes = await self._until_the_end([self._tried(prompt) for _ in range(size)])
+        else:
+            (scored,) = await self._until_the_end([self._scored(prompt)])
+            if isinstance(scored, TimeoutError):
+                raise GroupFailed(in_words(scored, self._settings)) from scored
+            if isinstance(scored, BaseException):
+                raise scored
+            outcomes = scored
+        rollouts = [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for error in errors:
+            if not isinstance(error, Exception):
+                raise error
+        unfinished = [error for error in errors if isinstance(error, SamplerUnavailable | Aborted)]
+        is_enough = 2 * len(rollouts) > size
+        if unfinished and not (is_enough and self._ending.is_set()):
+            raise unfinished[0]
+        if not is_enough:
+            raise GroupFailed(in_words(errors[0], self._settings)) from errors[0]
+        counts = {"failed_rollouts": len(errors) - len(unfinished), "unfinished_rollouts": len(unfinished)}
+        return self._group(ticket, prompt, rollouts, counts)
+
+    async def _until_the_end(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
+        """Does all of it, or what is finished when the worker ends; the rest is Aborted."""
+        tasks = [asyncio.ensure_future(one) for one in work]
+        ending = asyncio.ensure_future(self._ending.wait())
+        left: set[asyncio.Future[Any]] = set(tasks)
+        try:
+            while left and not ending.done():
+                done, _ = await asyncio.wait({*left, ending}, return_when=asyncio.FIRST_COMPLETED)
+                left -= done
+        finally:
+            for task in (*tasks, ending):
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        return [Aborted("the worker ends") if isinstance(o, asyncio.CancelledError) else o for o in outcomes]
+
+    # -- one completion per rollout ------------------------------------------------------------------------------------
+    async def _scored(self, prompt: Prompt) -> list[Rollout | BaseException]:
+        env = cast(SingleTurnEnv, self._env)
+        deadline = time.monotonic() + self._settings.rollout_timeout_seconds
+        async with asyncio.timeout(self._settings.rollout_timeout_seconds):
+            completions = await self._sampler.sample(prompt.tokens, n=self._settings.group_size, sampling=self.sampling)
+        if any(completion.finish_reason == "abort" for completion in completions):
+            raise Aborted("sampling was stopped")
+        left = max(0.0, deadline - time.monotonic())
+        if inspect.iscoroutinefunction(env.score):
+            scores = await asyncio.gather(
+                *(self._within(left, env.score(prompt, c.tokens, finish_reason=c.finish_reason)) for c in completions),
+                return_exceptions=True,
+            )
+        else:
+            scores = await self._in_thread(left, env, prompt, completions)
+        return [self._finished(prompt, c, score) for c, score in zip(completions, scores, strict=True)]
+
+    async def _in_thread(
+        self, seconds: float, env: SingleTurnEnv, prompt: Prompt, completions: Sequence[Completion]
+    ) -> list[Any]:
+        """Scores a group in one thread: it may be slow, and the other groups must not wait for it."""
+
+        def score_all() -> list[Any]:
+            out: list[Any] = []
+            with self.work.doing("score"):
+                for completion in completions:
+                    try:
+                        out.append(env.score(prompt, completion.tokens, finish_reason=completion.finish_reason))
+                    except Exception as error:  # the env is the user's code: whatever it raises costs this rollout only
+                        out.append(error)
+                    except SystemExit as error:
+                        out.append(exited(error))
+            return out
+
+        async with self._slots, asyncio.timeout(seconds):
+            return await in_thread(score_all)
+
+    async def _within(self, seconds: float, scoring: Any) -> Any:
+        async with self._slots, asyncio.timeout(seconds):
+            with self.work.doing("score"):
+                return await scoring
+
+    def _finished(self, prompt: Prompt, completion: Completion, score: Any) -> Rollout | BaseException:
+        if isinstance(score, BaseException):
+            return score
+        if not isinstance(score, Score):
+            return TypeError(f"score() gave a {type(score).__name__} in place of a Score")
+        episode = Episode(prompt.tokens, self._ask, self.sampling)
+        episode.add(completion)
+        return self._rollout(episode, score)
+
+    # -- several completions per rollout -------------------------------------------------------------------------------
+    async def _tried(self, prompt: Prompt) -> Rollout | BaseException:
+        """One rollout, tried again as often as the settings say."""
+        tries = self._settings.rollout_retries
+        one = self._made if self.way == "rollout" else self._played
+        while True:
+            try:
+                async with self._slots, asyncio.timeout(self._settings.rollout_timeout_seconds):
+                    with self.work.doing(self.way):
+                        return await one(prompt)
+            except (SamplerUnavailable, Aborted):
+                raise
+            except Exception as error:  # the env is the user's code
+                if tries == 0:
+                    return error
+                tries -= 1
+
+    async def _played(self, prompt: Prompt) -> Rollout:
+        env = cast(MultiTurnEnv, self._env)
+        episode = Episode(prompt.tokens, self._ask, self.sampling)
+        score = await env.play(prompt, episode)
+        if not isinstance(score, Score):
+            raise TypeError(f"play() gave a {type(score).__name__} in place of a Score")
+        if not episode.sampled_tokens:
+            raise GroupFailed("the episode ended before the policy sampled a token")
+        return episode.rollout(score, text=env.render(episode.tokens))
+
+    async def _made(self, prompt: Prompt) -> Rollout:
+        env = cast(WholeRolloutEnv, self._env)
+        ask = partial(self._ask, work=UserWork.current())
+        rollout = await env.rollout(prompt, PolicyAccess(ask=ask, sampling=self.sampling))
+        if not isinstance(rollout, Rollout):
+            raise GroupFailed(f"the env made a {type(rollout).__name__} instead of a Rollout")
+        if not rollout.loss_mask.any():
+            raise GroupFailed("the env made a rollout of which no token is trained")
+        return rollout
+
+    async def _ask(self, tokens: NDArray[np.int32], sampling: Sampling, work: Work | None = None) -> Completion:
+        check_prompt(tokens, self._sampler.vocab_size)
+        with self.work.paused(work):
+            completion = (await self._sampler.sample(tokens, n=1, sampling=sampling))[0]
+        if completion.finish_reason == "abort":
+            raise Aborted("sampling was stopped")
+        return completion
+
+    # -- records -------------------------------------------------------------------------------------------------------
+    def _rollout(self, episode: Episode, score: Score) -> Rollout | BaseException:
+        try:
+            return episode.rollout(score, text=self._env.render(episode.tokens))
+        except Exception as error:  # a reward that is no number, a `render` that fails
+            return error
+
+    def _group(self, ticket: Ticket, prompt: Prompt, rollouts: Sequence[Rollout], missing: Mapping[str, int]) -> Group:
+        metadata = {**prompt.metadata, **{name: count for name, count in missing.items() if count}}
+        if self.sampling.top_p != 1:
+            metadata["top_p"] = self.sampling.top_p
+        return Group(
+            group_id=ticket.group_id,
+            env=ticket.env,
+            prompt_id=prompt.prompt_id,
+            rollouts=tuple(map(self._saying_its_temperature, rollouts)),
+            planned_size=len(rollouts),
+            answer=prompt.answer,
+            metadata=metadata,
+            needs=self._settings.needs,
+            worker=self._worker,
+            created=time.time(),
+        )
+
+    def _saying_its_temperature(self, rollout: Rollout) -> Rollout:
+        """With a column of it, unless the trainer takes this very one for granted, wherever it stands: 1."""
+        temperature = self.sampling.temperature
+        if "temperatures" in rollout.columns or not temperature or temperature == self._assumed == 1:
+            return rollout
+        told = np.full(rollout.length, temperature, np.float32)
+        return replace(rollout, columns={**rollout.columns, "temperatures": told})

@@ -1,0 +1,116 @@
+"""The worker's heartbeat, which keeps its tickets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlbuffer.config.settings import WorkerSettings
+from rlbuffer.errors import ConfigError, RlbufferError
+from rlbuffer.narration.numbers import failures_of
+from rlbuffer.process.heartbeat import Heartbeats
+from rlbuffer.records.rollout import Ticket
+from rlbuffer.worker.failures import Failures, UserWork
+
+if TYPE_CHECKING:
+    from rlbuffer.client.buffer import Buffer
+
+TICKET_SECONDS = 12.0
+"""How long a ticket stays out when its worker has died: five beats missed, and a reconnect."""
+
+
+WITHOUT_A_WORD = "ended without a word"
+"""The kind of failure of a process that was there no more."""
+
+
+class Renewer(Protocol):
+    """What a pulse needs of a Writer."""
+
+    def renew(self, tickets: Iterable[Ticket], /) -> None: ...
+
+
+class Heart(Protocol):
+    """What a pulse needs of a Buffer."""
+
+    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any], /) -> None: ...
+
+
+@contextmanager
+def telling_why(buffer: Buffer, name: str, settings: WorkerSettings) -> Iterator[None]:
+    """A worker that cannot begin says why to a run that is there: its heartbeat is the last one."""
+    try:
+        yield
+    except ConfigError as error:
+        pulse = Pulse(buffer, name, str(settings.env_options.get("name") or settings.env))
+        pulse.ended = str(error)
+        with suppress(RlbufferError):
+            buffer.store.meta()  # RunGone where there is none: this begins none
+            buffer.heartbeat("worker", name, pulse.record())
+        raise
+
+
+class Pulse(Heartbeats):
+    """Says what a worker samples with and has pushed; renews its tickets."""
+
+    def __init__(self, buffer: Heart, name: str, env: str, work: UserWork | None = None) -> None:
+        super().__init__("rlbuffer-pulse")
+        self.version = -1
+        """Policy version that samples."""
+        self.skipped = 0
+        """Tickets closed because nothing was to be sampled for them."""
+        self.failures = Failures()
+        """Groups given up, by kind."""
+        self.ended = ""
+        """Why the worker ends, where that is no order."""
+        self._work = work or UserWork()
+        self._work.first = self._beat
+        self._buffer, self._name, self._env = buffer, name, env
+        self._writer: Renewer | None = None
+        self._held: dict[int, Ticket] = {}
+
+    def look_back(self, beats: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+        """A sentence when the process before this one ended while a function of the env ran. Its failures count on."""
+        last = beats.get(self._name, {})
+        doing = str(last.get("doing") or "")
+        if doing:
+            self.failures.go_on(failures_of(last).kinds)
+            what = f"the worker's process before this one ended while {doing} ran"
+            self.failures.note(WITHOUT_A_WORD, what)
+            yield what
+
+    def hold(self, writer: Renewer) -> None:
+        """From now on tickets are renewed through this writer."""
+        with self._holding:
+            self._writer, self._held = writer, {}
+
+    def add(self, tickets: Iterable[Ticket]) -> None:
+        """From now on these tickets are renewed, too."""
+        with self._holding:
+            self._held |= {ticket.number: ticket for ticket in tickets}
+
+    def remove(self, ticket: Ticket) -> None:
+        """It is renewed no more: a renewal after a ticket was given back would take it out again."""
+        with self._holding:
+            self._held.pop(ticket.number, None)
+
+    def let_go(self) -> list[Ticket]:
+        """From now on no ticket is renewed. -> those that were held."""
+        with self._holding:
+            held, self._held = list(self._held.values()), {}
+            return held
+
+    def record(self) -> dict[str, Any]:
+        """What a heartbeat says; msgpack types."""
+        own = {"env": self._env, "version": self.version, "skipped": self.skipped}
+        failed = {"failures": self.failures.record(), "failure": self.failures.last, "busy": self._work.sentence()}
+        # Of a process that ends without a word this is what is known.
+        doing = "" if self._closed.is_set() else self._work.now()
+        return own | failed | {"doing": doing, "ended": self.ended} | super().record()
+
+    def _renew(self) -> None:
+        if self._writer is not None and self._held:
+            self._writer.renew(tuple(self._held.values()))
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        self._buffer.heartbeat("worker", self._name, record)
