@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from benchmarks.report import Report, best_of
 from benchmarks.workloads import WORKLOADS, Workload
 from rlbuffer.packing.pack import Arena, PackItem, assemble, plan
-from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Sample
+from rlbuffer.records.micro_batch import MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout, VersionSpan
+from rlbuffer.records.step_plan import Normalizers
 
 NORMALIZERS = Normalizers(loss_tokens=1, rollouts=1, groups=1)
 """Any: assembly only passes them on."""

@@ -23,7 +23,7 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.daemon.loop import LEASE_SECONDS
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.redis_store import open_store
 
 RANKS = 512

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.report import Report, best_of
 from benchmarks.workloads import COST, WORKLOADS, Workload
 from rlbuffer.packing.pack import fewest_rows, plan
-from rlbuffer.records.micro_batch import Plan
+from rlbuffer.records.step_plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.testing import make_group

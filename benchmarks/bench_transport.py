@@ -19,7 +19,8 @@ import redis
 
 from benchmarks.report import Report
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.records.rollout import Group, Rollout, VersionSpan
+from rlbuffer.records.group import Group
+from rlbuffer.records.rollout import Rollout, VersionSpan
 from rlbuffer.store.protocol import PartRollout
 from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.wire import payload

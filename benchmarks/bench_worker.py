@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from benchmarks.report import Report
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import RunSettings, ServerSettings, WorkerSettings
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker import loop
 from rlbuffer.worker.envs import Prompt, Score

@@ -30,8 +30,10 @@ from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import ModelSettings, RunSettings, TrainerSettings
 from rlbuffer.daemon import Daemon
+from rlbuffer.records.group import Group
 from rlbuffer.records.micro_batch import Step
-from rlbuffer.records.rollout import Group, PolicyVersion, Rollout
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
 from rlbuffer.trainer.ranks.agreement import Ranks
 from rlbuffer.trainer.update.schedules import learning_rate_at

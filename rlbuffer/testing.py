@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rlbuffer.records.rollout import Group, Rollout, Turn, VersionSpan
+from rlbuffer.records.group import Group
+from rlbuffer.records.rollout import Rollout, Turn, VersionSpan
 
 VOCABULARY = 256
 """Token ids of made groups are below this."""

@@ -28,8 +28,9 @@ from rlbuffer.errors import (
     ServerUnreachable,
     StepRetired,
 )
+from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.micro_batch import Step, digest_step
-from rlbuffer.records.rollout import Group, PolicyVersion, Ticket
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.redis_store import RedisStore
 from simulation.network import SimulatedConnection
 from simulation.rollouts import made_group

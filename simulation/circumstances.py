@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.errors import BackupError, ConfigError, RunGone, WrongAnswer
-from rlbuffer.records.micro_batch import Decision
+from rlbuffer.records.step_plan import Decision
 from rlbuffer.store.backup.backup import write_backup
 from rlbuffer.store.backup.restore import restore_backup
 from rlbuffer.store.moves.pool import AHEAD_MS

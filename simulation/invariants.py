@@ -13,7 +13,8 @@ from typing import Any
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import ENV_NAME, GroupInfo
-from rlbuffer.records.micro_batch import Normalizers, Step, version_trained
+from rlbuffer.records.micro_batch import Step
+from rlbuffer.records.step_plan import Normalizers, version_trained
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.pool import reused_groups
 from rlbuffer.store.moves.step_format import decode_header, decode_part, step_digest

@@ -92,7 +92,10 @@ TESTS = {
     "rlbuffer/process/heartbeat.py": ("tests/unit/test_pulse.py",),
     "rlbuffer/store/verify/written.py": ("tests/integration/test_hostile_writes.py",),
     "rlbuffer/store/moves/recovery.py": tuple(f"tests/integration/test_{name}.py" for name in SCRIPTS["void"]),
-    "rlbuffer/store/server/answers.py": ("tests/integration/test_foreign_answers.py", "tests/integration/test_passwords.py"),
+    "rlbuffer/store/server/answers.py": (
+        "tests/integration/test_foreign_answers.py",
+        "tests/integration/test_passwords.py",
+    ),
     "": ("tests/unit/test_store_format.py", "tests/integration/test_store_*.py", "tests/integration/test_recovery.py"),
 }
 """Path of what is changed, or how it begins -> the quick tests that are asked when the simulation has found nothing."""

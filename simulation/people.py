@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlbuffer.errors import EpochChanged, LeaseLost, NotFound, RunGone, StepRetired
-from rlbuffer.records.micro_batch import Drop
+from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.protocol import PoolEntry
 from rlbuffer.store.session import text
 from simulation.actors import AWAY, Host

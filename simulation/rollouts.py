@@ -9,8 +9,9 @@ from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 from rlbuffer.errors import PayloadError
+from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo, RolloutInfo
-from rlbuffer.records.rollout import Group, Rollout
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 

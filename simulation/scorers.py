@@ -14,7 +14,7 @@ from typing import Any
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ScoreSettings
 from rlbuffer.errors import PushGivenUp
-from rlbuffer.records.rollout import Group
+from rlbuffer.records.group import Group
 from rlbuffer.scorer.loop import POLL_SECONDS, _Found, _Scorer
 from simulation.actors import AWAY, NEED, Host
 from simulation.scheduler import Process

@@ -13,7 +13,7 @@ from samplers_conformance import CONFIG
 from transformers import PreTrainedModel
 
 from rlbuffer.config.settings import ModelSettings
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.files import Written, publish_adapter, publish_base
 from rlbuffer.weights.model import build_model, config_of
 

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from rlbuffer.config.settings import ModelSettings, WorkerSettings
 from rlbuffer.errors import PromptTooLong, WeightsError
 from rlbuffer.packing.pack import pack
-from rlbuffer.records.rollout import PolicyVersion, Ticket
+from rlbuffer.records.group import Ticket
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.model.packed_policy import prepare
 from rlbuffer.trainer.update.update import trained_tokens
 from rlbuffer.weights.files import publish

@@ -32,7 +32,7 @@ def only(kind: str, what: str, known: Sequence[str], none: str) -> str:
 
 def check(kind: str, key: str, known: Iterable[str], otherwise: str) -> None:
     """ConfigError unless there is a section `key`, with the name that may have been meant or else `otherwise`."""
-    from rlbuffer.client.filters import nearest
+    from rlbuffer.config.nearest import nearest
     from rlbuffer.errors import ConfigError
 
     names = list(known)

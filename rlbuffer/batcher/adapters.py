@@ -29,7 +29,7 @@ from rlbuffer.batcher.budget import size_of
 from rlbuffer.batcher.groups import GroupState
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import RlbufferError
-from rlbuffer.records.micro_batch import AdapterProgress
+from rlbuffer.records.step_plan import AdapterProgress
 
 Tags = MutableMapping[str, int]
 """adapter -> where its last group ended, in the budget's unit, from the beginning of the env's group in service."""

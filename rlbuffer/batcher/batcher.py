@@ -35,8 +35,8 @@ from rlbuffer.batcher.situation import Situation
 from rlbuffer.batcher.spillover import Patience
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import RlbufferError
-from rlbuffer.records.micro_batch import Decision, Drop, Plan, StepPlan
 from rlbuffer.records.rollout import GroupInfo
+from rlbuffer.records.step_plan import Decision, Drop, Plan, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlbuffer.config.batcher import BatcherConfig, budgets_at, fraction_at
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.fractions import budgets_at, fraction_at
 from rlbuffer.errors import RlbufferError
 
 MEAN_WINDOW = 64

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.batcher.groups import GroupState
 from rlbuffer.packing.planner import fewest_rows
-from rlbuffer.records.micro_batch import Plan
+from rlbuffer.records.step_plan import Plan
 
 Planner = Callable[[Sequence[GroupState]], Plan]
 

@@ -80,3 +80,12 @@ def _need(
         dead_seconds=known.patience.dead(known.pool.now).get(env),
         lost=pool.lost,
     )
+
+
+def progress(trial: Trial, limits: Limits) -> tuple[float, str]:
+    """How full the step is: share, 0-1, and the same in words."""
+    if limits.groups is not None:
+        return len(trial.groups) / limits.groups, f"{len(trial.groups)} of {limits.groups} groups ready"
+    if limits.rollouts is not None:
+        return trial.rollouts / limits.rollouts, f"{trial.rollouts} of {limits.rollouts} rollouts ready"
+    return trial.tokens / limits.tokens, f"{trial.tokens} of {limits.tokens} tokens ready"

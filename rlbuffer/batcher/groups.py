@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from rlbuffer.records.info import are_flat
-from rlbuffer.records.micro_batch import Drop, EntryUse
 from rlbuffer.records.rollout import REASONS, GroupInfo, RolloutInfo
+from rlbuffer.records.step_plan import Drop, EntryUse
 
 REWARD = "reward"
 """What a group needs whose rollouts are not scored yet."""

@@ -17,8 +17,8 @@ from rlbuffer.batcher.groups import GroupState, Rejected, drop_part
 from rlbuffer.batcher.ordering import PriorityIndex, Selector, priority_of
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.micro_batch import Drop
 from rlbuffer.records.rollout import GroupInfo
+from rlbuffer.records.step_plan import Drop
 
 TOMBSTONE_SECONDS = 3600.0
 """How long a closed group is remembered at least, so that a late part of it is known as late; and for some steps."""

@@ -13,8 +13,8 @@ from rlbuffer.batcher.groups import GroupState
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.packing.planner import plan
-from rlbuffer.records.micro_batch import AdapterProgress, Normalizers, Plan, RolloutRef, StepPlan
 from rlbuffer.records.rollout import RolloutInfo
+from rlbuffer.records.step_plan import AdapterProgress, Normalizers, Plan, RolloutRef, StepPlan
 
 
 def plan_groups(groups: Sequence[GroupState], config: BatcherConfig, world_size: int) -> Plan:

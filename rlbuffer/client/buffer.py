@@ -22,10 +22,11 @@ from pydantic import ValidationError
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.views import GroupDetail, GroupView, StepView, find_group, list_groups, view_step
 from rlbuffer.client.writer import Writer
-from rlbuffer.config.batcher import BatcherConfig, refusal
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.refusal import refusal
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import BatchTimeout, ConfigError, RlbufferError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.protocol import Ledger, Report, Store
 from rlbuffer.store.redis_store import open_store

@@ -6,7 +6,6 @@ Pure: a filter looks at the attributes of whatever view it is given, never at a 
 
 from __future__ import annotations
 
-import difflib
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from rlbuffer.config.nearest import nearest
 from rlbuffer.errors import FilterError
 from rlbuffer.records.rollout import REASONS
 
@@ -126,9 +126,3 @@ def _number(field: str, text: str) -> float:
     if match is None:
         raise FilterError(f"{field} is compared with a number (8, 0.5, 8k, 2M), got {text!r}")
     return float(match.group(1)) * _SCALE[match.group(2).lower()]
-
-
-def nearest(name: str, names: tuple[str, ...] | list[str]) -> str:
-    """`` Did you mean X?`` with the nearest name, or nothing when none is near."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f" Did you mean {close[0]}?" if close else ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rlbuffer.client.filters import parse
 from rlbuffer.client.views import pending_groups
-from rlbuffer.records.micro_batch import Drop
+from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.protocol import PoolEntry, Store
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbuffer.errors import AttemptForgotten, EpochChanged, RunGone, ServerRefused, TrainerAhead
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.moves.recovery import pack_step, unpack_step
 from rlbuffer.store.protocol import Claim, Meta, Store, TrainedStep
 

@@ -35,8 +35,9 @@ from rlbuffer.narration.waiting import for_step
 from rlbuffer.packing.arena import Arena
 from rlbuffer.packing.further_columns import ColumnSpec, column_spec
 from rlbuffer.packing.pack import PackItem, assemble, redeal
-from rlbuffer.records.micro_batch import Normalizers, Plan, Sample, Step
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.micro_batch import Sample, Step
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.step_plan import Normalizers, Plan
 from rlbuffer.store.payloads import Trainable, read_rollouts
 from rlbuffer.store.protocol import PartRollout, StepHeader, Store
 from rlbuffer.wire import payload

@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
-from rlbuffer.records.micro_batch import version_trained
 from rlbuffer.records.rollout import RolloutInfo
+from rlbuffer.records.step_plan import version_trained
 from rlbuffer.store.protocol import PartRollout, PoolEntry, StepHeader, Store
 from rlbuffer.wire import payload
 

@@ -29,8 +29,9 @@ from rlbuffer.errors import (
     ServerUnreachable,
 )
 from rlbuffer.records.checks import as_integer
+from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.info import check_producer
-from rlbuffer.records.rollout import ENV_NAME, Group, Pushed, Ticket
+from rlbuffer.records.rollout import ENV_NAME
 from rlbuffer.records.truncation import truncated_group
 from rlbuffer.store.protocol import Store
 

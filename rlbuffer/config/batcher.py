@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field
-from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import ConfigDict, PlainValidator, ValidationError, ValidationInfo, field_validator
+from pydantic import ConfigDict, PlainValidator, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
 from rlbuffer.batcher.advantages import ESTIMATORS
+from rlbuffer.config.fractions import Points, _read_budget, _read_flat, budgets_at
+from rlbuffer.config.refusal import _refusing_as_config_error
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.rollout import ENV_NAME
-
-_T = TypeVar("_T")
 
 ORDERS = ("newest_first", "oldest_first", "priority")
 """Built-in orders of an env's groups."""
@@ -28,46 +26,6 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
 """The user's own selector or estimator: ``package.module:name``."""
 ADAPTER_LENGTH = 128
 """Longest name of an adapter, in characters."""
-
-
-def _refusing_as_config_error(cls: type[_T]) -> type[_T]:
-    """Whoever makes the record by hand gets the ConfigError that a file would give, and not pydantic's error."""
-    check = cls.__init__
-
-    @functools.wraps(check)
-    def init(self: Any, *args: Any, **values: Any) -> None:
-        try:
-            check(self, *args, **values)
-        except ValidationError as error:
-            raise refusal(error, section="batcher", names=[f.name for f in dataclasses.fields(self)]) from None
-
-    cls.__init__ = init  # type: ignore[method-assign]
-    return cls
-
-
-def refusal(error: ValidationError, *, section: str = "", names: Sequence[str] = ()) -> ConfigError:
-    """The first of pydantic's complaints as one line; the rest usually follow from it.
-
-    `section` stands before the setting's name; `names` are the record's fields, for arguments by position.
-    """
-    first = error.errors(include_url=False)[0]
-    path = first["loc"]
-    if path and isinstance(path[0], int):  # an argument by position
-        path = (*names[path[0] : path[0] + 1], *path[1:])
-    setting = ".".join([section] * bool(section) + [str(part) for part in path])
-    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        near = get_close_matches(str(path[-1]), names, n=1)
-        hint = f" Did you mean {section}.{near[0]}?" if near and len(path) == 1 else ""
-        return ConfigError(f"{setting} is not a setting.{hint}", setting=setting)
-    if first["type"] in ("missing", "missing_argument"):
-        return ConfigError(f"{setting} is required", setting=setting)
-    message = first["msg"].removeprefix("Value error, ")
-    return ConfigError(f"{setting} = {first['input']!r}: {message[:1].lower()}{message[1:]}", setting=setting)
-
-
-Points = tuple[tuple[int, float], ...]
-"""A fraction scheduled over steps: (step, fraction), linear in between, constant before the first and after the last
-one."""
 
 
 def no_truth_as_number(value: Any, annotation: Any) -> Any:
@@ -78,63 +36,6 @@ def no_truth_as_number(value: Any, annotation: Any) -> Any:
             if isinstance(inner, bool):
                 raise ValueError(f"{str(inner).lower()} is no value of this setting")
     return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _read_flat(value: Any) -> str | float:
-    """`keep`, `drop` or a fraction; a variable of the environment writes the fraction as text."""
-    if value in ("keep", "drop"):
-        return str(value)
-    try:
-        number = float(value) if isinstance(value, str) or _is_number(value) else math.nan
-    except ValueError:
-        number = math.nan
-    if not 0 <= number <= 1:
-        raise ValueError("must be keep, drop or a fraction between 0 and 1")
-    return number
-
-
-def _read_budget(value: Any) -> float | Points:
-    """A fraction, or points of one."""
-    if _is_number(value):
-        return float(value)
-    points = list(value) if isinstance(value, list | tuple) else []
-    for point in points:
-        if not (isinstance(point, list | tuple) and len(point) == 2 and all(_is_number(n) for n in point)):
-            points = []
-            break
-    if not points or any(step != int(step) for step, _ in points):
-        raise ValueError("must be a fraction, or a list of [step, fraction]")
-    return tuple((int(step), float(fraction)) for step, fraction in points)
-
-
-def fraction_at(budget: float | Sequence[Sequence[float]], step: int) -> float:
-    """What a budget, fixed or scheduled, is at a step.
-
-    Example:
-        >>> [fraction_at(((10, 0.2), (20, 0.4)), step) for step in (1, 10, 15, 99)]
-        [0.2, 0.2, 0.30000000000000004, 0.4]
-    """
-    if isinstance(budget, int | float):
-        return float(budget)
-    before, after = budget[0], budget[-1]
-    for point in budget:
-        if point[0] <= step:
-            before = point
-        else:
-            after = point
-            break
-    if before[0] >= after[0] or step <= before[0]:
-        return float(before[1])
-    return float(before[1] + (after[1] - before[1]) * (step - before[0]) / (after[0] - before[0]))
-
-
-def budgets_at(budgets: Mapping[str, float | Sequence[Sequence[float]]], step: int) -> dict[str, float]:
-    """env -> fraction at `step`."""
-    return {env: fraction_at(budget, step) for env, budget in budgets.items()}
 
 
 class _Section:

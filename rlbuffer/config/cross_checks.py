@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from rlbuffer.config.batcher import budgets_at
+from rlbuffer.config.fractions import budgets_at
+from rlbuffer.config.gpus import shared_gpus
 from rlbuffer.config.sampling import LEAST_TEMPERATURE
 from rlbuffer.config.settings import (
     EvaluationSettings,
@@ -18,7 +19,7 @@ from rlbuffer.config.settings import (
 from rlbuffer.daemon.memory_rules import Forecast, capacity_bytes, does_not_fit, steps_at_once
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.columns import COLUMN_NAME, REQUIRED_COLUMNS
-from rlbuffer.run.pythons import GPU_VARIABLE, shared_gpus
+from rlbuffer.run.pythons import GPU_VARIABLE
 
 Places = Callable[..., str]
 """Names of settings -> where they came from."""

@@ -6,6 +6,7 @@ The batcher's own settings are :class:`rlbuffer.config.batcher.BatcherConfig`. V
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
 
+from rlbuffer.config import dotted
 from rlbuffer.config.batcher import BatcherConfig, no_truth_as_number
 
 LARGEST_SEED = 2**63 - 1
@@ -418,3 +420,20 @@ class RunSettings(_Section):
     def output_dir(self) -> Path:
         """Where the trainer writes. Another one than the run's lets a second trainer replay the recorded steps."""
         return self.trainer.output.expanduser() if self.trainer.output is not None else self.run_dir
+
+
+_FOLDERS = "folders"
+"""Beside the settings: where modules of the user's own are."""
+
+
+def to_json(settings: RunSettings) -> str:
+    """Settings as JSON, and where modules of the user's own are; :func:`from_json` is the inverse."""
+    data = settings.model_dump(mode="json", exclude={"batcher"})
+    return json.dumps({**data, "batcher": settings.batcher.as_dict(), _FOLDERS: dotted.FOLDERS})
+
+
+def from_json(text: str) -> RunSettings:
+    """The inverse of :func:`to_json`: modules of the user's own can be imported after it."""
+    data = json.loads(text)
+    dotted.make_importable(data.pop(_FOLDERS, ()))
+    return RunSettings.model_validate(data)

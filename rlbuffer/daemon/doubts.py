@@ -17,7 +17,7 @@ from rlbuffer.narration import waiting
 from rlbuffer.narration.numbers import printable
 from rlbuffer.packing.further_columns import ColumnSpec
 from rlbuffer.packing.step_columns import Columns
-from rlbuffer.records.micro_batch import StepPlan
+from rlbuffer.records.step_plan import StepPlan
 from rlbuffer.store.payloads import Trainable, read_rollouts
 from rlbuffer.store.protocol import PartRollout, PoolEntry, Store
 

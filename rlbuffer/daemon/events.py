@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rlbuffer.records.micro_batch import Drop
+from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.protocol import Store
 
 TELEMETRY_SECONDS = 1.0

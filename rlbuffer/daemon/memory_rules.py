@@ -16,13 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.store.keys import EARLY_SHARE
 
 FORECAST_SHARE = 0.60
 """Of maxmemory: what the steps that must be there at the same time may take."""
 ASK_SHARE = 0.70
 """Of maxmemory: from here on a checkpoint is asked for."""
-EARLY_SHARE = 0.85
-"""Of maxmemory: from here on trained steps retire before a checkpoint holds them."""
 ENOUGH_SHARE = 0.75
 """Of maxmemory: early retirement goes on down to this."""
 FULL_SHARE = 0.97

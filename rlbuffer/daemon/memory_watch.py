@@ -15,7 +15,6 @@ from typing import Any
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.events import TELEMETRY_SECONDS, Emit
 from rlbuffer.daemon.memory_rules import (
-    EARLY_SHARE,
     FULL_SHARE,
     Forecast,
     Pressure,
@@ -33,6 +32,7 @@ from rlbuffer.daemon.memory_rules import (
     stored_bytes,
 )
 from rlbuffer.errors import ConfigError
+from rlbuffer.store.keys import EARLY_SHARE
 from rlbuffer.store.protocol import Attempt, Meta, StepHeader, Store
 
 HURRY_SECONDS = 0.1

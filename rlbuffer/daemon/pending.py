@@ -12,7 +12,7 @@ from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.events import Teller
 from rlbuffer.errors import LeaseLost, StepRetired
-from rlbuffer.records.micro_batch import Drop, StepPlan
+from rlbuffer.records.step_plan import Drop, StepPlan
 from rlbuffer.store.moves.pool import AHEAD_MS
 from rlbuffer.store.protocol import PoolEntry, Store
 

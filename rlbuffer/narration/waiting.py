@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlbuffer.batcher.selection import Limits, Trial
-
 NO_TRAINER = "No trainer has joined yet: start one with `rlbuffer train`."
 UNHEARD = "The batcher has not heard of this trainer yet."
 NO_VERSION = "The trainer has not announced a policy version yet; it does when its model is loaded."
@@ -60,15 +58,6 @@ class EnvNeed:
 def counted(kinds: Mapping[str, int]) -> str:
     """``KeyError 12, TimeoutError 1``: the most frequent first."""
     return ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items(), key=lambda item: (-item[1], item[0])))
-
-
-def progress(trial: Trial, limits: Limits) -> tuple[float, str]:
-    """How full the step is: share, 0-1, and the same in words."""
-    if limits.groups is not None:
-        return len(trial.groups) / limits.groups, f"{len(trial.groups)} of {limits.groups} groups ready"
-    if limits.rollouts is not None:
-        return trial.rollouts / limits.rollouts, f"{trial.rollouts} of {limits.rollouts} rollouts ready"
-    return trial.tokens / limits.tokens, f"{trial.tokens} of {limits.tokens} tokens ready"
 
 
 def for_version(step: int, *, needed: int, published: int, max_age: int, env: str = "", adapter: str = "") -> str:

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from rlbuffer.errors import PackingError
 from rlbuffer.packing.arena import Allocate, Arena, aligned
 from rlbuffer.packing.further_columns import ColumnSpec, column_spec
-from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Row, Sample
+from rlbuffer.records.micro_batch import MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.step_plan import Normalizers, Row
 
 DUMMY_TOKENS = 8
 """Tokens of a dummy micro-batch: enough for every layer to have something to multiply, too few to cost anything."""

@@ -16,8 +16,9 @@ from rlbuffer.packing.arena import Arena
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.further_columns import register_column
 from rlbuffer.packing.planner import fewest_rows, plan, redeal
-from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Sample
+from rlbuffer.records.micro_batch import MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.step_plan import Normalizers
 
 
 def pack(

@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike
 
 from rlbuffer.errors import PackingError
 from rlbuffer.packing.rows import Ints, cost_of_rows, fill, micro_batches, round_up
-from rlbuffer.records.micro_batch import Plan, Row
+from rlbuffer.records.step_plan import Plan, Row
 
 
 def plan(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlbuffer.records.info import ColumnKind, GroupInfo
-from rlbuffer.records.micro_batch import StepPlan
+from rlbuffer.records.step_plan import StepPlan
 
 Columns = dict[str, tuple[str, tuple[int, ...]]]
 """Name -> dtype and trailing shape."""

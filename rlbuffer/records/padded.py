@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Sample
+    from rlbuffer.records.micro_batch import MicroBatch, Sample
+    from rlbuffer.records.step_plan import Normalizers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

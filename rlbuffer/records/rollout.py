@@ -27,7 +27,6 @@ from numpy.typing import ArrayLike, NDArray
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import (
     as_flag,
-    as_integer,
     as_mapping,
     as_number,
     as_text,
@@ -36,14 +35,15 @@ from rlbuffer.records.checks import (
     shown,
 )
 from rlbuffer.records.columns import COLUMN_NAME, MAX_ARRAYS, REQUIRED_COLUMNS, as_column
+from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.info import (
     ENV_NAME,
     GROUP_ID,
     MAX_ROLLOUT_ID,
     GroupInfo,
     RolloutInfo,
-    group_fields,
 )
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import Turn, VersionSpan, as_spans, as_turns
 
 _T = TypeVar("_T")
@@ -295,91 +295,6 @@ def _rebuilt(cls: type[_T], values: Mapping[str, Any]) -> _T:
     return cls(**values)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The rollouts of one prompt, or a part of them (parts share ``group_id`` and ``planned_size``).
-
-    The order of the fields is public: a group can be made by position, too.
-    """
-
-    group_id: str
-    """`[A-Za-z0-9_.:-]{1,128}`, unique in the run."""
-    env: str
-    """`[A-Za-z0-9_.-]{1,64}`; named source of tasks."""
-    prompt_id: str
-    """What the rollouts share."""
-    rollouts: tuple[Rollout, ...]
-    """At least one; ids are filled in as ``<group_id>/<index>`` where empty."""
-    planned_size: int
-    """Rollouts planned for the whole group."""
-    adapter: str = ""
-    """LoRA adapter that sampled them; "" is all weights."""
-    answer: Any = None
-    """Reference answer; msgpack types only; part of the payload."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The user's own; msgpack types only; part of the payload."""
-    needs: tuple[str, ...] = ()
-    """What must still be added before the group is ready."""
-    worker: str = ""
-    """Who pushed it."""
-    created: float | None = None
-    """Unix seconds at the worker."""
-
-    def __post_init__(self) -> None:
-        put = object.__setattr__
-        for name, value in group_fields(self).items():
-            put(self, name, value)
-        rollouts = tuple(self.rollouts)
-        if not rollouts:
-            raise InvalidRollout("rollouts: empty")
-        for i, rollout in enumerate(rollouts):
-            if not isinstance(rollout, Rollout):
-                raise InvalidRollout(f"rollouts[{i}]: expected a Rollout, got {shown(rollout)}")
-        if len(rollouts) > self.planned_size:
-            raise InvalidRollout(f"rollouts: {len(rollouts)} are more than planned_size = {self.planned_size}")
-        rollouts = tuple(_named(r, f"{self.group_id}/{i}") for i, r in enumerate(rollouts))
-        ids = [r.rollout_id for r in rollouts]
-        if len(set(ids)) != len(ids):
-            twice = next(i for i in ids if ids.count(i) > 1)
-            raise InvalidRollout(f"rollouts: id {twice!r} occurs twice in group {self.group_id}")
-        put(self, "rollouts", rollouts)
-        put(self, "answer", plain("answer", self.answer))
-        metadata = plain("metadata", as_mapping("metadata", self.metadata))
-        put(self, "metadata", MappingProxyType(metadata))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (type(self), _field_values(self))
-
-    def info(self) -> GroupInfo:
-        """What the batcher sees of this group: no payloads."""
-        return GroupInfo(
-            group_id=self.group_id,
-            env=self.env,
-            prompt_id=self.prompt_id,
-            adapter=self.adapter,
-            planned_size=self.planned_size,
-            needs=self.needs,
-            worker=self.worker,
-            created=self.created,
-            columns=tuple(sorted({(n, a.dtype.str, a.shape[1:]) for r in self.rollouts for n, a in r.columns.items()})),
-            rollouts=tuple(
-                RolloutInfo(
-                    rollout_id=r.rollout_id,
-                    length=r.length,
-                    prompt_tokens=r.prompt_tokens,
-                    loss_tokens=r.loss_tokens,
-                    reward=r.reward,
-                    rewards=dict(r.rewards),
-                    min_version=r.min_policy_version,
-                    max_version=r.max_policy_version,
-                    turns=len(r.turns),
-                    is_truncated=r.is_truncated,
-                )
-                for r in self.rollouts
-            ),
-        )
-
-
 def _named(rollout: Rollout, rollout_id: str) -> Rollout:
     """The same rollout with an id where it has none; its other fields were checked already."""
     if rollout.rollout_id:
@@ -388,55 +303,6 @@ def _named(rollout: Rollout, rollout_id: str) -> Rollout:
     for f in fields(rollout):
         object.__setattr__(copy, f.name, rollout_id if f.name == "rollout_id" else getattr(rollout, f.name))
     return copy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
-    """Leave to sample one group now: number ``n`` of an env is its n-th prompt."""
-
-    env: str
-    number: int
-    """From 0; the group samples prompt ``number`` of the env's order."""
-    group_id: str
-    """``<env>.<number>``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pushed:
-    """What became of a push."""
-
-    entry_id: str
-    """Id of its entry in the pool."""
-    status: str
-    """``stored`` | ``duplicate``; of what was to be replaced and was gone, ``duplicate`` without an entry."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyVersion:
-    """Weights that can be sampled from.
-
-    Raises:
-        InvalidRollout: a number is no integer up to 2**53 - 1, or a text is too long.
-    """
-
-    version: int
-    """Number of trained steps in the weights; -1 when nothing was announced yet."""
-    location: str = ""
-    """Where the weights are; empty when the version is announced without weights."""
-    size: int = 0
-    """Bytes."""
-    checksum: str = ""
-    """Of the weights, as the publisher computed it."""
-    adapter: str = ""
-    """"" is all weights."""
-
-    def __post_init__(self) -> None:
-        put = object.__setattr__
-        put(self, "version", as_integer("policy version", self.version, low=-1))
-        put(self, "location", as_text("policy location", self.location, limit=MAX_LOCATION))
-        put(self, "size", as_integer("policy size", self.size))
-        put(self, "checksum", as_text("policy checksum", self.checksum, limit=256))
-        put(self, "adapter", as_text("policy adapter", self.adapter, limit=128))
 
 
 FIELD_NAMES = {cls.__name__: frozenset(f.name for f in fields(cls)) for cls in (Rollout, Group)}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlbuffer.records.rollout import Group, Rollout, Turn, VersionSpan
+from rlbuffer.records.group import Group
+from rlbuffer.records.rollout import Rollout, Turn, VersionSpan
 
 
 def truncated(rollout: Rollout, length: int) -> Rollout:

@@ -6,124 +6,33 @@ file says by then. Every process ends when its supervisor is gone, whatever kill
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlbuffer.config import dotted
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.settings import RunSettings
+from rlbuffer.config.gpus import gpus_of, visible
+from rlbuffer.config.settings import RunSettings, from_json
 from rlbuffer.errors import RlbufferError
-from rlbuffer.narration.numbers import ScoreNarrator, amount, printable
-from rlbuffer.narration.waiting import AGAIN_SECONDS, Lasting, counted
-from rlbuffer.run.pythons import gpus_of, visible
+from rlbuffer.narration.numbers import printable
+from rlbuffer.narration.scorer import ScoreNarrator
+from rlbuffer.narration.worker import WorkerNarrator
+from rlbuffer.process.environment import name_process
+from rlbuffer.process.signals import end_with, end_with_supervisor, stop_on_signals
 
 DONE = 10
 """What the supervisor hears from a worker whose env is done, or a scorer of a run that has ended: it is not to be
 started again."""
-GRACE_SECONDS = 10.0
-"""Time between being asked to stop and leaving anyway, once the supervisor is gone."""
-
-
-_FOLDERS = "folders"
-"""Beside the settings: where modules of the user's own are."""
-
-
-def to_json(settings: RunSettings) -> str:
-    """Settings as JSON, and where modules of the user's own are; :func:`from_json` is the inverse."""
-    data = settings.model_dump(mode="json", exclude={"batcher"})
-    return json.dumps({**data, "batcher": settings.batcher.as_dict(), _FOLDERS: dotted.FOLDERS})
-
-
-def from_json(text: str) -> RunSettings:
-    """The inverse of :func:`to_json`: modules of the user's own can be imported after it."""
-    data = json.loads(text)
-    dotted.make_importable(data.pop(_FOLDERS, ()))
-    return RunSettings.model_validate(data)
 
 
 def say(text: str) -> None:
     """One line on stdout, at once: stdout is a pipe to the supervisor."""
     print(printable(text, lines=True), flush=True)
-
-
-def name_process(title: str) -> None:
-    """What `ps` shows; nothing where setproctitle is not installed."""
-    with contextlib.suppress(ImportError):
-        from setproctitle import setproctitle
-
-        setproctitle(f"rlbuffer {title}")
-
-
-def share_cores(busy: int) -> None:
-    """Threads for one of `busy` processes, unless the user has set them; before torch is imported.
-
-    Otherwise every process starts a thread per core, and they spin while they wait for each other: with two workers
-    and two ranks on two busy cores, a worker sampled about five times slower that way.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // busy)))
-    yield_cores()
-
-
-def yield_cores() -> None:
-    """Threads that wait for each other sleep, unless the user has set it; before torch is imported.
-
-    Threads that spin hold the core that the awaited one needs: where others were at work on the cores, a trainer's step
-    of 2 s took 28 s.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def stop_on_signals(stop: threading.Event) -> None:
-    """SIGTERM and SIGINT set `stop`; a second one leaves at once with exit code 130."""
-
-    def handle(number: int, frame: object) -> None:
-        if stop.is_set():
-            os._exit(130)
-        stop.set()
-
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(signal.SIGINT, handle)
-
-
-def set_on_hangup(hangup: threading.Event, stop: threading.Event) -> None:
-    """SIGHUP sets `hangup`; but `stop`, when it comes because the terminal of this process is gone."""
-    had_terminal = os.isatty(0)
-
-    def handle(number: int, frame: object) -> None:
-        (stop if had_terminal and not os.isatty(0) else hangup).set()
-
-    signal.signal(signal.SIGHUP, handle)
-
-
-def end_with(wait_for_end: Callable[[], Any]) -> None:
-    """Sends this process SIGTERM when `wait_for_end` returns, and leaves after :data:`GRACE_SECONDS` regardless."""
-
-    def watch() -> None:
-        wait_for_end()
-        os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait(GRACE_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="watch-supervisor", daemon=True).start()
-
-
-def end_with_supervisor() -> None:
-    """For processes made by the forkserver: the supervisor that asked for this one holds the other end of a pipe."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        end_with(parent.join)
 
 
 # -- worker ----------------------------------------------------------------------------------------------------------
@@ -153,96 +62,6 @@ def sample(
             section=key,
         )
     return DONE if is_done else 0
-
-
-class WorkerNarrator:
-    """Tells a worker's events: versions and groups summed up every few seconds, a trouble or what is waited for at once
-    and, while it lasts, every minute."""
-
-    def __init__(self, tell: Callable[[str], None], *, every_seconds: float = 10.0) -> None:
-        self._tell = tell
-        self._every = every_seconds
-        self._since = time.monotonic()
-        self._sums = {"groups": 0, "rollouts": 0, "tokens": 0}
-        self._rewards = 0.0
-        self._version = -1
-        self._has_pushed = False
-        self._lasting = Lasting()
-        self._failed: Counter[str] = Counter()
-        self._last_failure = ""
-        self._told_failures = float("-inf")
-
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        kind = event["event"]
-        if kind == "version":
-            if self._version < 0:
-                self._tell(f"sampling with policy version {event['version']}")
-            self._version = int(event["version"])
-        elif kind == "checked":
-            self._tell(f"the sampler's logprobs are those of the published weights (to {event['difference']:.1g})")
-        elif kind == "evaluation":
-            self._tell(
-                f"eval/{event['env']}/reward/mean {event['reward/mean']:.3f} +- {event['reward/error']:.3f}"
-                f"  version {event['version']}  {event['rollouts']} rollouts in {event['seconds']:.1f} s"
-            )
-        elif kind == "group":
-            self._lasting.is_over()
-            self._sums["groups"] += 1
-            self._sums["rollouts"] += int(event["rollouts"])
-            self._sums["tokens"] += int(event["tokens"])
-            self._rewards += float(event["reward"]) * int(event["rollouts"])
-            if not self._has_pushed or time.monotonic() - self._since >= self._every:
-                self._tell_groups()
-        elif kind == "done":
-            self._tell(str(event["sentence"]))
-        elif kind == "trouble" and "kind" in event:
-            self._fail(event)
-        elif kind == "trouble":
-            if self._lasting.is_due(str(event["error"]), time.monotonic()):
-                self._tell(f"! {event['error']}")
-        elif kind == "stopped":
-            self._tell_groups()
-            self._tell_failures()
-            failed = f", {event['failed_groups']} given up" if event["failed_groups"] else ""
-            self._tell(f"stopped after {event['groups']} groups, {event['rollouts']} rollouts{failed}")
-        elif kind == "waiting":
-            # Its numbers change while what is waited for is the same.
-            if self._lasting.is_due(re.sub(r"\d+", "", str(event["waiting"])), time.monotonic()):
-                self._tell(str(event["waiting"]))
-        else:
-            self._tell(f"! {event['error']}")
-
-    def _fail(self, event: Mapping[str, Any]) -> None:
-        """A group was given up: the first of a kind is told with its traceback, the others are counted."""
-        if event["traceback"]:
-            self._tell(f"! {event['error']}\n{event['traceback']}")
-            self._told_failures = max(self._told_failures, time.monotonic())
-            return
-        self._failed[event["kind"]] += 1
-        self._last_failure = str(event["error"])
-        if time.monotonic() - self._told_failures >= AGAIN_SECONDS:
-            self._tell_failures()
-
-    def _tell_failures(self) -> None:
-        if self._failed:
-            self._tell(
-                f"! {sum(self._failed.values())} more groups given up ({counted(self._failed)}), the last: "
-                f"{self._last_failure}"
-            )
-        self._failed.clear()
-        self._told_failures = time.monotonic()
-
-    def _tell_groups(self) -> None:
-        rollouts = self._sums["rollouts"]
-        if rollouts:
-            rate = rollouts / max(time.monotonic() - self._since, 1e-3)
-            self._tell(
-                f"pushed {self._sums['groups']} groups, {rollouts} rollouts, {amount(self._sums['tokens'])} tokens"
-                f"  reward {self._rewards / rollouts:.2f}  version {self._version}"
-                + (f"  {rate:.0f} rollouts/s" if self._has_pushed else "")
-            )
-        self._since, self._rewards, self._has_pushed = time.monotonic(), 0.0, True
-        self._sums = dict.fromkeys(self._sums, 0)
 
 
 # -- scorer ----------------------------------------------------------------------------------------------------------
@@ -332,7 +151,7 @@ def serve_main() -> None:
     With ``--again`` this process takes the place of one that ended: the run's settings count, which an operator may
     have changed since.
     """
-    from rlbuffer.narration.numbers import ServeNarrator
+    from rlbuffer.narration.serve import ServeNarrator
 
     settings, stop = _begin("serve")
     narrator = ServeNarrator(say)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import rlbuffer
-from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
+from rlbuffer.config.gpus import gpus_of, visible
+from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import ConfigError
 
 PROBE_SECONDS = 120.0
@@ -24,11 +25,6 @@ _answers: dict[tuple[str, str], str] = {}
 """(Python, PYTHONPATH) -> what is wrong with it, as the check found: the start does not ask again."""
 
 
-def visible(gpus: Sequence[int | str]) -> dict[str, str]:
-    """The variables that make a process see `gpus` alone; none for an empty list. Before CUDA is first used."""
-    return {GPU_VARIABLE: ",".join(map(str, gpus))} if gpus else {}
-
-
 def gpus_here(driver: Path = Path("/proc/driver/nvidia/gpus"), devices: Path = Path("/dev")) -> int | None:
     """GPUs that a process of this host sees, without asking CUDA; None where that is not known."""
     visible_ones = os.environ.get(GPU_VARIABLE)
@@ -38,28 +34,6 @@ def gpus_here(driver: Path = Path("/proc/driver/nvidia/gpus"), devices: Path = P
         return count if named is None else min(count, len(named))
     others = ("nvidia0", "nvidiactl", "nvidia-caps", "dxg", "kfd")
     return None if any((devices / name).exists() for name in others) or shutil.which("nvidia-smi") else 0
-
-
-def gpus_of(options: WorkerSettings | ScoreSettings, replica: int) -> tuple[int | str, ...]:
-    """The GPUs of one replica: the list dealt out in order, equally many each.
-
-    Numbers from `replicas` on are those of other hosts, where the list is dealt out anew.
-    """
-    replica %= options.replicas
-    each = len(options.gpus) // options.replicas
-    return options.gpus[replica * each : (replica + 1) * each]
-
-
-def shared_gpus(settings: RunSettings) -> list[str]:
-    """A sentence per GPU that is given to more than one kind of process on this machine."""
-    owners: dict[str, list[str]] = {}
-    named: list[tuple[str, tuple[int | str, ...]]] = [("trainer", settings.trainer.gpus)]
-    named += [(f"worker.{name}", options.gpus) for name, options in settings.worker.items()]
-    named += [(f"score.{name}", options.gpus) for name, options in settings.score.items()]
-    for name, gpus in named:
-        for gpu in dict.fromkeys(map(str, gpus)):
-            owners.setdefault(gpu, []).append(name)
-    return [f"GPU {gpu} is given to {' and '.join(names)}" for gpu, names in owners.items() if len(names) > 1]
 
 
 def is_apart(options: WorkerSettings) -> bool:

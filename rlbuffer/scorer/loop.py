@@ -23,7 +23,8 @@ from rlbuffer.client.views import stand_in
 from rlbuffer.config.settings import RunSettings, ScoreSettings
 from rlbuffer.errors import ConfigError, InvalidRollout, PayloadError, RlbufferError, RunDamaged, RunGone, ServerRefused
 from rlbuffer.process.threads import in_thread
-from rlbuffer.records.rollout import Group, Rollout
+from rlbuffer.records.group import Group
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.run.host_checks import gives_nothing
 from rlbuffer.scorer.heartbeat import CLAIM_SECONDS, Beat
 from rlbuffer.scorer.rewards import RewardFailed, Rewards, make_rewards

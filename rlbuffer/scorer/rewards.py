@@ -15,7 +15,8 @@ from rlbuffer.config.settings import ScoreSettings
 from rlbuffer.errors import InvalidRollout, RlbufferError
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.checks import shown
-from rlbuffer.records.rollout import Group, Rollout
+from rlbuffer.records.group import Group
+from rlbuffer.records.rollout import Rollout
 
 NAMED = "rewards."
 """What a group needs whose rollouts lack the named reward NAME starts so: ``rewards.NAME``."""

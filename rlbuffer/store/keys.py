@@ -113,3 +113,7 @@ class Keys:
     def unnamed_payload(self, group_id: str, suffix: str) -> str:
         """Where the payload waits, with a time to live, until its push is pending: in the slot of its name."""
         return f"{self.payload_prefix}{{{self.payload(group_id, suffix)}}}"
+
+
+EARLY_SHARE = 0.85
+"""Of maxmemory: from here on trained steps retire before a checkpoint holds them."""

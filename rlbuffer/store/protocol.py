@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from rlbuffer.errors import RlbufferError
-from rlbuffer.records.micro_batch import Drop, RolloutRef, StepPlan
-from rlbuffer.records.rollout import Group, PolicyVersion
+from rlbuffer.records.group import Group
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan
 from rlbuffer.store.records import (
     Attempt,
     Claim,

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlbuffer.records.micro_batch import AdapterProgress
 from rlbuffer.records.rollout import GroupInfo, RolloutInfo
+from rlbuffer.records.step_plan import AdapterProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import redis
 
 from rlbuffer.batcher.age import remembered_steps
-from rlbuffer.daemon.memory_rules import EARLY_SHARE
 from rlbuffer.errors import EpochChanged, LeaseLost, RlbufferError, RunGone, WrongType
-from rlbuffer.store.keys import Keys
+from rlbuffer.store.keys import EARLY_SHARE, Keys
 from rlbuffer.store.server.connection import Connection
 
 T = TypeVar("T")

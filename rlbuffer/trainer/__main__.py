@@ -9,7 +9,7 @@ from rlbuffer.config.dotted import make_importable
 from rlbuffer.config.loading import folders_of, load
 from rlbuffer.errors import RlbufferError
 from rlbuffer.narration.numbers import printable
-from rlbuffer.run.members import yield_cores
+from rlbuffer.process.environment import yield_cores
 
 
 def main(arguments: list[str]) -> int:

@@ -16,8 +16,10 @@ import numpy as np
 from rlbuffer.batcher.advantages import advantage
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.packing.pack import PackItem, assemble, plan
-from rlbuffer.records.micro_batch import Normalizers, Sample, Step
-from rlbuffer.records.rollout import PolicyVersion, Rollout
+from rlbuffer.records.micro_batch import Sample, Step
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.step_plan import Normalizers
 
 GROUPS = 8
 """Groups of a step."""

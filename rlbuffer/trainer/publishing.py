@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import RlbufferError, WeightsError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.model.lora import adapter_config, adapter_state
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
 from rlbuffer.trainer.ranks.agreement import Ranks
 from rlbuffer.trainer.ranks.parallel import is_sharded, model_state
-from rlbuffer.weights.cache import announced
 from rlbuffer.weights.files import Written, publish, publish_adapter, publish_base
 from rlbuffer.weights.model import config_of, narrow_dtype
+from rlbuffer.weights.places import announced
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer

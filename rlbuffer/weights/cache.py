@@ -21,12 +21,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.process.file_locks import try_lock
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.disk import flush
 from rlbuffer.weights.layout import (
     LIST_FILE,
@@ -271,27 +271,6 @@ class VersionCache:
             shutil.rmtree(path, ignore_errors=True)  # whoever began it is gone: its lock is ours
 
 
-def load_serving() -> Any:
-    """The module :mod:`rlbuffer.weights.serving`.
-
-    Raises:
-        ConfigError: what it needs is not installed.
-    """
-    try:
-        from rlbuffer.weights import serving
-    except ImportError as error:
-        raise ConfigError(
-            f"weights cannot be served ({error}): pip install 'rlbuffer[weights]'", setting="weights.listen"
-        ) from error
-    return serving
-
-
-def default_cache() -> VersionCache:
-    """A cache without relays under ``RLBUFFER_HOME``, for programs that have no settings."""
-    home = Path(os.environ.get("RLBUFFER_HOME") or RunSettings().home)
-    return VersionCache(home.expanduser() / "weights-cache", token=os.environ.get(TOKEN_VARIABLE, ""))
-
-
 def _known(folder: Path, name: str) -> dict[str, ListedFile]:
     """What an earlier attempt was downloading into `folder`."""
     try:
@@ -308,17 +287,3 @@ def spread(relays: Sequence[str], name: str, *, host: str = "") -> list[str]:
     """
     host = host or socket.gethostname()
     return sorted(relays, key=lambda relay: hashlib.sha256(f"{host}\0{name}\0{relay}".encode()).digest())
-
-
-def announced(settings: RunSettings, location: str) -> str:
-    """What a trainer announces for a version in the directory `location`: its URL where ``weights.url`` is set.
-
-    Raises:
-        ConfigError: the URL is none.
-    """
-    url = settings.weights.url
-    if not url:
-        return location
-    if not is_url(url):
-        raise ConfigError(f"weights.url = {url!r} must begin with http:// or https://", setting="weights.url")
-    return f"{url.rstrip('/')}/{Path(location).name}"

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rlbuffer.errors import WeightsError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.disk import flush, sha256_of
 from rlbuffer.weights.layout import (
     ADAPTER_CONFIG_FILE,
@@ -180,7 +180,7 @@ def open_weights(policy: PolicyVersion) -> Path:
             f"ones before its first step (`buffer.policy().publish(model, {policy.version})`)"
         )
     if is_url(policy.location):
-        from rlbuffer.weights.cache import default_cache
+        from rlbuffer.weights.places import default_cache
 
         policy = default_cache().localized(policy)
     directory = Path(policy.location)

@@ -24,7 +24,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.disk import flush, sha256_of
 
 WEIGHTS_FILE = "model.safetensors"

@@ -1,6 +1,6 @@
 """Groups from JSON: what ``rlbuffer push FILE.jsonl`` reads, one group per line.
 
-The field names are those of :class:`~rlbuffer.records.rollout.Group` and :class:`~rlbuffer.records.rollout.Rollout`, arrays are lists.
+The field names are those of :class:`~rlbuffer.records.group.Group` and :class:`~rlbuffer.records.rollout.Rollout`, arrays are lists.
 JSON has no dtypes: of further columns and attachments, booleans become bool, integers int32 (int64 where they need it)
 and everything with a fraction float32. A file is written by people, so every error is one line that names the field:
 ``rollouts[2].logprobs: [3] rows do not match 4 tokens``. File and line are the caller's to add.
@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import shown
 from rlbuffer.records.columns import REQUIRED_COLUMNS
-from rlbuffer.records.rollout import FIELD_NAMES, Group, Rollout, Turn, VersionSpan
+from rlbuffer.records.group import Group
+from rlbuffer.records.rollout import FIELD_NAMES, Rollout, Turn, VersionSpan
 
 _NEEDED = {
     "Group": ("group_id", "env", "prompt_id", "planned_size", "rollouts"),

@@ -14,8 +14,8 @@ import numpy as np
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ServerRefused
-from rlbuffer.records.rollout import Group, Ticket
-from rlbuffer.worker.envs.base import Prompt
+from rlbuffer.records.group import Group, Ticket
+from rlbuffer.worker.envs.prompt import Prompt
 
 SOLVED, FAILED, MIXED = "s", "f", "m"
 """Marks of a visit: all rollouts solved the prompt, all failed, or neither."""

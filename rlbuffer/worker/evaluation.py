@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
 from rlbuffer.errors import ServerRefused
-from rlbuffer.records.rollout import Rollout, Ticket
+from rlbuffer.records.group import Ticket
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.worker.envs import Env, close_env, make_env
 from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.samplers.base import Sampler

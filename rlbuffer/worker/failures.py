@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 import sysconfig
 import threading
 import time
@@ -19,11 +18,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rlbuffer.errors import ConfigError
 from rlbuffer.narration.waiting import counted
+from rlbuffer.process.threads import places_of_thread
 
 LONG_SECONDS = 5.0
 """Work of an env that runs for longer is named, with the line that it is at."""
@@ -59,16 +58,6 @@ def place_of(error: BaseException, env: object, function: str) -> str:
 def traceback_of(error: BaseException) -> str:
     """The traceback's innermost lines, as Python prints them."""
     return "".join(traceback.format_exception(error, limit=-SHOWN_FRAMES)).rstrip()
-
-
-def places_of_thread(ident: int | None) -> list[Place]:
-    """Where a thread is at this moment, the innermost place last."""
-    places = []
-    frame: FrameType | None = sys._current_frames().get(ident or 0)
-    while frame is not None:
-        places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return places[::-1]
 
 
 class Failures:

@@ -18,17 +18,11 @@ from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import InvalidRollout, RlbufferError, SamplerUnavailable
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.checks import shown
-from rlbuffer.records.rollout import Group, Rollout, Ticket
-from rlbuffer.worker.envs.base import (
-    Env,
-    MultiTurnEnv,
-    PolicyAccess,
-    Prompt,
-    Score,
-    SingleTurnEnv,
-    WholeRolloutEnv,
-)
+from rlbuffer.records.group import Group, Ticket
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
 from rlbuffer.worker.envs.episode import Episode
+from rlbuffer.worker.envs.prompt import Prompt, Score
 from rlbuffer.worker.failures import UserWork, Work, exited
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
 

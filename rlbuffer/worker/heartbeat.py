@@ -10,7 +10,7 @@ from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.narration.numbers import failures_of
 from rlbuffer.process.heartbeat import Heartbeats
-from rlbuffer.records.rollout import Ticket
+from rlbuffer.records.group import Ticket
 from rlbuffer.worker.failures import Failures, UserWork
 
 if TYPE_CHECKING:

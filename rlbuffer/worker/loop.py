@@ -34,7 +34,8 @@ from rlbuffer.errors import (
 )
 from rlbuffer.narration.waiting import draining
 from rlbuffer.process.threads import in_thread
-from rlbuffer.records.rollout import Group, PolicyVersion, Ticket
+from rlbuffer.records.group import Group, Ticket
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env

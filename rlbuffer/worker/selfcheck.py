@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlbuffer.errors import WrongLogprobs
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.adapters import mapped_state, model_directory
 from rlbuffer.weights.files import open_weights, read_config
 from rlbuffer.weights.streamed import streamed_model

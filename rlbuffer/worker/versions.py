@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.weights.layout import is_url
 from rlbuffer.worker.envs import Env

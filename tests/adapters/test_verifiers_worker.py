@@ -14,7 +14,7 @@ from test_verifiers_env import CALL, RENDERER, Script
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import SamplerUnavailable
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker.envs import make_env
 from rlbuffer.worker.loop import run_worker

@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.packing.pack import PackItem, assemble
-from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Sample, Step
+from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.model.packed_policy import prepare
 from rlbuffer.trainer.ranks.agreement import Ranks
 from rlbuffer.trainer.ranks.digests import digest_parameters

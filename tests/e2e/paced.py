@@ -31,7 +31,7 @@ from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import RlbufferError
 from rlbuffer.process import heartbeat
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker import loop
 from rlbuffer.worker.envs import Prompt, Skip, make_env

@@ -15,8 +15,7 @@ import torch
 from forked import Forked, Parent
 from homes import parsed
 
-from rlbuffer.config.settings import RunSettings
-from rlbuffer.run.members import to_json
+from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.trainer.checkpoints.checkpoint import load_parameters, steps
 from rlbuffer.weights.model import TINY_QWEN3
 

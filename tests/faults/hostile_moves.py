@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import redis
 
-from rlbuffer.records.rollout import Group
+from rlbuffer.records.group import Group
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.session import script_text
 from rlbuffer.testing import make_group

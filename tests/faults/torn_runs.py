@@ -27,7 +27,7 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import EpochChanged, RlbufferError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.store.server.binary import SERVER_BIN, find_binary
 from rlbuffer.testing import make_group

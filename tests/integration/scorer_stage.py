@@ -11,7 +11,8 @@ from typing import Any
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.views import stand_in
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.records.rollout import Group, Rollout
+from rlbuffer.records.group import Group
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.scorer.loop import run_scorer
 from rlbuffer.wire.payload import decode_group_payload, decode_rollout
 

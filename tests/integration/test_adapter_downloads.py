@@ -11,7 +11,7 @@ import pytest
 import torch
 from adapter_versions import drawn_factors, published_base, write_adapter
 
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.adapters import state_of
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.weights.files import open_weights

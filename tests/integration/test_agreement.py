@@ -12,8 +12,9 @@ import torch
 
 from rlbuffer.errors import BatchTimeout, RankFailed, RlbufferError
 from rlbuffer.packing.pack import pack
-from rlbuffer.records.micro_batch import Normalizers, Step
+from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.ranks.agreement import Agreement, Ranks, Verdict
 
 

@@ -14,7 +14,7 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import LeaseLost
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.redis_store import RedisStore
 
 pytest_plugins = ("store_fixtures",)

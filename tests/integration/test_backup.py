@@ -16,7 +16,7 @@ import rlbuffer
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.errors import BackupError, RlbufferError, RunGone
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.backup import backup as backup_module
 from rlbuffer.store.backup.backup import write_backup
 from rlbuffer.store.backup.restore import check_backup, restore_backup

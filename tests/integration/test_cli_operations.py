@@ -20,7 +20,7 @@ import rlbuffer
 from rlbuffer.daemon.config_changes import config_digest
 from rlbuffer.errors import SchemaMismatch
 from rlbuffer.narration import waiting
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer_cli.main import main
 
 Call = Callable[..., tuple[int, str, str]]
@@ -106,7 +106,12 @@ def test_apply_waits_until_the_leader_has_taken_it(served: Served, call: Call) -
         3,
         "new.toml:4",
     )
-    assert outcome == {"schema": "rlbuffer.config.batcher/1", "run": served.run.store.run, "state": "taken", "revision": 2}
+    assert outcome == {
+        "schema": "rlbuffer.config.batcher/1",
+        "run": served.run.store.run,
+        "state": "taken",
+        "revision": 2,
+    }
     again = call("config", "apply", "--config", "new.toml")
     assert again == (0, f'run "{served.run.store.run}" has these settings already (revision 2)\n', "")
 

@@ -14,7 +14,7 @@ import rlbuffer
 from rlbuffer.client.operations import choose
 from rlbuffer.daemon.config_changes import config_digest
 from rlbuffer.errors import ConfigChanged, ConfigError, RunGone
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 

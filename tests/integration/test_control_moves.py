@@ -9,7 +9,7 @@ import pytest
 from store_runs import Run
 
 from rlbuffer.errors import ConfigChanged, LeaseLost
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.protocol import Claim
 
 pytest_plugins = ("store_fixtures",)

@@ -13,7 +13,7 @@ from store_runs import Run
 import rlbuffer
 from rlbuffer.client.reader import Reader
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.payloads import Trainable
 from rlbuffer.wire import payload
 

@@ -11,7 +11,7 @@ from store_runs import Run
 import rlbuffer
 from rlbuffer.client.operations import Drain, DrainState
 from rlbuffer.narration import waiting
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 

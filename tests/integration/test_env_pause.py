@@ -11,7 +11,7 @@ from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer_cli.main import main
 
 pytest_plugins = ("store_fixtures",)

@@ -14,7 +14,7 @@ import pytest
 
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.settings import EvaluationSettings
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker import evaluation
 from rlbuffer.worker.evaluation import Evaluator

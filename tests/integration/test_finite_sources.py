@@ -16,7 +16,7 @@ from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import EnvDone, EpochChanged, NotFound, RunGone
 from rlbuffer.narration import waiting
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.protocol import Store
 from rlbuffer.testing import make_group
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbuffer.narration.numbers import ServeNarrator
+from rlbuffer.narration.serve import ServeNarrator
 from rlbuffer_cli.render.foot import Foot
 
 PARTS = re.compile(r"\x1b\[(\d*)([AK])|([\r\n])|([^\x1b\r\n]+)")

@@ -19,7 +19,7 @@ import rlbuffer
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
 from rlbuffer.errors import ServerRefused
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.testing import make_group
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=1000)

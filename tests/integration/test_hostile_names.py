@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import rlbuffer
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 from rlbuffer_cli.main import main

@@ -10,7 +10,7 @@ from store_runs import Run
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import LeaseLost, RunDamaged, ServerRefused, WrongType
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.moves.pool import AHEAD_MS
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.testing import make_group

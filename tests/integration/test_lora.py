@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rlbuffer.config.settings import LoraSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.checkpoints.checkpoint import load_parameters, path_of, restore
 from rlbuffer.trainer.model.lora import add_adapter
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, packed_forward, prepare

@@ -21,7 +21,8 @@ from rlbuffer.config.settings import ServerSettings
 from rlbuffer.daemon import memory_rules
 from rlbuffer.daemon.memory_rules import stored_bytes
 from rlbuffer.errors import ConfigError, RlbufferError, ServerFull, StepRetired
-from rlbuffer.records.rollout import Group, PolicyVersion
+from rlbuffer.records.group import Group
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group
 from rlbuffer_cli.main import main

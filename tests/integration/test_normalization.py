@@ -11,8 +11,9 @@ from torch import Tensor
 
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.packing.pack import PackItem, assemble
-from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Plan, Sample
+from rlbuffer.records.micro_batch import MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.step_plan import Normalizers, Plan
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
 from rlbuffer.trainer.update.update import SUMS, accumulate
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config

@@ -12,7 +12,7 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.narration import waiting
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.backup.backup import write_backup
 from rlbuffer.store.backup.restore import restore_backup
 from rlbuffer_cli.main import main

@@ -10,7 +10,7 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.operations import choose
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 

@@ -13,7 +13,7 @@ from store_runs import Run
 import rlbuffer.client.reader
 from rlbuffer.client.reader import Reader
 from rlbuffer.errors import BatchTimeout, RlbufferError, RunGone
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.moves.recovery import decode_claim
 from rlbuffer.store.payloads import Trainable
 

@@ -15,7 +15,7 @@ import torch
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, RlbufferError, SamplerUnavailable, WeightsError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import TINY_QWEN3, build_model, model_from_config

@@ -29,7 +29,7 @@ from rlbuffer.errors import (
     StepRetired,
 )
 from rlbuffer.process.file_locks import exclusive
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.run.supervisor import Supervisor
 from rlbuffer.store.server import embedded_files
 from rlbuffer.store.server.connection import Connection

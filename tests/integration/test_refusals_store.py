@@ -26,8 +26,8 @@ from rlbuffer.errors import (
     StepRetired,
     TrainerAhead,
 )
-from rlbuffer.records.micro_batch import EntryUse, RolloutRef
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.step_plan import EntryUse, RolloutRef
 from rlbuffer.store.protocol import Claim, TrainedStep
 from rlbuffer.testing import make_group
 

@@ -18,7 +18,7 @@ from torch import nn
 from rlbuffer.config.settings import ModelSettings, RunSettings, TrainerSettings
 from rlbuffer.errors import CheckpointError, ConfigError, PackedForwardError, RlbufferError, WeightsError
 from rlbuffer.process.stop_request import StopRequest
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.losses import register_loss
 from rlbuffer.trainer.model.attention import SegmentPlan, segment_attention

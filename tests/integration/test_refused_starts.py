@@ -19,7 +19,7 @@ from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import ConfigError, RunGone
 from rlbuffer.narration import waiting
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rlbuffer.config.settings import ModelSettings, WorkerSettings
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
 from rlbuffer.worker.samplers import Completion, Sampling, make_sampler

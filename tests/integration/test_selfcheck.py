@@ -11,7 +11,7 @@ import pytest
 from samplers_conformance import PLAIN, PROMPTS, policies
 
 from rlbuffer.errors import WrongLogprobs
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.worker.samplers import Completion, Sampling
 from rlbuffer.worker.samplers.batched import Batched
 from rlbuffer.worker.samplers.transformers import TransformersSampler

@@ -20,7 +20,7 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.reader import Reader
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.testing import make_group
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]

@@ -16,7 +16,7 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon import lease_keeper
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.errors import LeaseLost
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 

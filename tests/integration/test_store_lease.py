@@ -8,7 +8,7 @@ import pytest
 from store_runs import Run
 
 from rlbuffer.errors import LeaseLost
-from rlbuffer.records.micro_batch import AdapterProgress, Drop
+from rlbuffer.records.step_plan import AdapterProgress, Drop
 
 pytest_plugins = ("store_fixtures",)
 

@@ -13,8 +13,8 @@ from store_runs import Run
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerRefused, ServerUnreachable
-from rlbuffer.records.micro_batch import Drop
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group
 

@@ -13,8 +13,8 @@ from store_runs import Run, changed, plan_of
 import rlbuffer
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.records.micro_batch import Drop, StepPlan
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.step_plan import Drop, StepPlan
 from rlbuffer.store.protocol import Claim, EnvLedger, PoolEntry, TrainedStep
 from rlbuffer.testing import make_group
 

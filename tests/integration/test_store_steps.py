@@ -9,7 +9,7 @@ import pytest
 from store_runs import Run, changed, plan_of
 
 from rlbuffer.errors import LeaseLost, NotFound, RlbufferError, StepRetired
-from rlbuffer.records.micro_batch import EntryUse
+from rlbuffer.records.step_plan import EntryUse
 
 pytest_plugins = ("store_fixtures",)
 

@@ -6,7 +6,7 @@ import pytest
 from store_runs import Run
 
 from rlbuffer.errors import AttemptFenced, RlbufferError, RunGone, StepRetired
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 

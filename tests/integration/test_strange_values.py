@@ -24,7 +24,9 @@ from rlbuffer.errors import InvalidRollout
 from rlbuffer.packing.further_columns import column_spec
 from rlbuffer.records.checks import MAX_NUMBER
 from rlbuffer.records.columns import COLUMN_DTYPES
-from rlbuffer.records.rollout import Group, PolicyVersion, Rollout
+from rlbuffer.records.group import Group
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.rollout import Rollout
 
 LENGTH = 4
 NAN, INF = math.nan, math.inf

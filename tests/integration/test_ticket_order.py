@@ -13,7 +13,7 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon, leadership
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 
 pytest_plugins = ("store_fixtures",)
 

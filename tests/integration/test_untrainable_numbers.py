@@ -16,7 +16,7 @@ from store_runs import Run, changed, plan_of
 from rlbuffer.client.reader import Reader
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import PayloadError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.moves import steps
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload

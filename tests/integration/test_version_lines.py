@@ -8,7 +8,7 @@ from store_runs import Run
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
 from rlbuffer.errors import EpochChanged
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.protocol import Claim
 from rlbuffer.testing import make_group
 

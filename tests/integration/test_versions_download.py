@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from weights_places import Place, make_version, place
 
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker import versions
 from rlbuffer.worker.versions import Versions

@@ -15,7 +15,7 @@ import pytest
 from weights_places import SIZE, Place, content, make_version, place
 
 from rlbuffer.errors import WeightsError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights import download
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.weights.layout import parse_list, write_list

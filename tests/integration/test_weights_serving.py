@@ -17,10 +17,11 @@ from weights_places import content, make_version, place
 
 from rlbuffer.config.settings import RunSettings, WeightsSettings
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights import serving
-from rlbuffer.weights.cache import VersionCache, announced
+from rlbuffer.weights.cache import VersionCache
 from rlbuffer.weights.files import load_state, open_weights, publish
+from rlbuffer.weights.places import announced
 from rlbuffer.weights.serving import FileServer, make_app, serve_beside
 
 ANY = "127.0.0.1:0"

@@ -16,7 +16,7 @@ from worker_stage import PATIENCE_SECONDS, Stage, eventually, hurry, without_pla
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, ServerFull
 from rlbuffer.narration.waiting import draining
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker import loop
 from rlbuffer.worker.envs import Prompt, Score, make_env

@@ -15,7 +15,8 @@ from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import WeightsError
 from rlbuffer.process import heartbeat
-from rlbuffer.records.rollout import PolicyVersion, Rollout
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker import loop, versions

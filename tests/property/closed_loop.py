@@ -14,7 +14,8 @@ import numpy as np
 
 from rlbuffer.batcher.admission import ANY_ENV
 from rlbuffer.batcher.batcher import Batcher
-from rlbuffer.config.batcher import BatcherConfig, budgets_at
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.fractions import budgets_at
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 
 _SHORT = re.compile(r"(?P<env>\S+) is (?P<groups>\d+) groups? short of its share")

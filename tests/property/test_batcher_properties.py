@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.records.info import GroupInfo
-from rlbuffer.records.micro_batch import Decision, StepPlan
+from rlbuffer.records.step_plan import Decision, StepPlan
 
 RNG = np.random.default_rng(0)
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlbuffer.packing.pack import Arena, PackItem, assemble, fewest_rows, pack, plan, redeal
-from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Plan, Sample
+from rlbuffer.records.micro_batch import MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout, VersionSpan
+from rlbuffer.records.step_plan import Normalizers, Plan
 
 examples = settings(derandomize=True, deadline=None, max_examples=150)
 

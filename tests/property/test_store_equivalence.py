@@ -21,8 +21,8 @@ import pytest
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import RlbufferError, ServerUnreachable
-from rlbuffer.records.micro_batch import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.step_plan import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
 from rlbuffer.store.protocol import PoolEntry
 from rlbuffer.store.redis_store import open_store
 from rlbuffer.store.server import embedded

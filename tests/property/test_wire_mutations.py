@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import PayloadError
+from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo, totals_of
-from rlbuffer.records.rollout import Group, Rollout, Turn, VersionSpan
+from rlbuffer.records.rollout import Rollout, Turn, VersionSpan
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import (
     decode_group_payload,

@@ -13,7 +13,8 @@ from hypothesis.extra import numpy as hnp
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.checks import MAX_NUMBER
 from rlbuffer.records.columns import COLUMN_DTYPES
-from rlbuffer.records.rollout import Group, Rollout, Turn, VersionSpan
+from rlbuffer.records.group import Group
+from rlbuffer.records.rollout import Rollout, Turn, VersionSpan
 from rlbuffer.wire.bounded_msgpack import dumps, loads
 from rlbuffer.wire.payload import (
     decode_group_payload,

@@ -23,7 +23,7 @@ from samplers_conformance import CONTEXT, policies
 from vllm_server import ENGINE
 from worker_run import WorkerRun
 
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 
 GROUPS_A_STEP = 2
 """Groups between two versions, as if each step trained so many."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import WorkerSettings
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.envs.episode import Episode

@@ -9,7 +9,7 @@ from batcher_calls import ask, batcher, drops_of, put
 from rlbuffer.batcher.adapters import at_step
 from rlbuffer.config.batcher import AdapterConfig
 from rlbuffer.errors import RlbufferError
-from rlbuffer.records.micro_batch import AdapterProgress
+from rlbuffer.records.step_plan import AdapterProgress
 
 ONE_GROUP = {"step_groups": 1, "max_age": 1, "adapters": {"x": AdapterConfig(batch_size=6)}}
 

@@ -8,7 +8,7 @@ from batcher_calls import ask, batcher, drops_of, put
 from rlbuffer.batcher.admission import ANY_ENV
 from rlbuffer.config.batcher import EnvConfig
 from rlbuffer.errors import RlbufferError
-from rlbuffer.records.micro_batch import Normalizers
+from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.testing import make_group
 
 

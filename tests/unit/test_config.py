@@ -7,7 +7,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from rlbuffer.config.batcher import AdapterConfig, BatcherConfig, EnvConfig, budgets_at
+from rlbuffer.config.batcher import AdapterConfig, BatcherConfig, EnvConfig
+from rlbuffer.config.fractions import budgets_at
 from rlbuffer.errors import ConfigError
 
 AT_LEAST_ONE = (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlbuffer.errors import StepDamaged
-from rlbuffer.records.micro_batch import Normalizers
+from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.pulls import MOST_DAMAGED_STEPS, Pulls
 
 

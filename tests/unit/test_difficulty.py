@@ -9,7 +9,8 @@ import pytest
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ServerRefused
-from rlbuffer.records.rollout import Group, Rollout, Ticket
+from rlbuffer.records.group import Group, Ticket
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Prompt
 

@@ -16,13 +16,14 @@ import pytest
 from tiny_tokenizer import save_tokenizer
 from transformers import AutoTokenizer
 
+from rlbuffer.config.gpus import shared_gpus
+from rlbuffer.config.nearest import no_such_option
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import PromptTooLong
-from rlbuffer.records.rollout import Group, Ticket
+from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.spans import VersionSpan
-from rlbuffer.run.pythons import shared_gpus
 from rlbuffer.worker.envs import ADAPTERS, BUILT_IN, make_env
-from rlbuffer.worker.envs.lookup import no_such_option, target
+from rlbuffer.worker.envs.lookup import target
 from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.samplers import Completion, Sampling
 

@@ -10,7 +10,8 @@ import pytest
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import PromptTooLong, SamplerUnavailable
-from rlbuffer.records.rollout import Group, PolicyVersion, Ticket
+from rlbuffer.records.group import Group, Ticket
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.envs.episode import Episode

@@ -13,11 +13,12 @@ import pytest
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, InvalidRollout
-from rlbuffer.records.rollout import Ticket
-from rlbuffer.run.members import WorkerNarrator
+from rlbuffer.narration.worker import WorkerNarrator
+from rlbuffer.process.threads import places_of_thread
+from rlbuffer.records.group import Ticket
 from rlbuffer.worker import failures
 from rlbuffer.worker.envs import Prompt, Score
-from rlbuffer.worker.failures import MOST_KINDS, Failures, UserWork, place_of, places_of_thread, traceback_of
+from rlbuffer.worker.failures import MOST_KINDS, Failures, UserWork, place_of, traceback_of
 from rlbuffer.worker.group_maker import GroupFailed, GroupMaker, check_prompt
 from rlbuffer.worker.heartbeat import Pulse
 from rlbuffer.worker.samplers.base import Completion

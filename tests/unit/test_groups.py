@@ -2,7 +2,7 @@ import pytest
 
 from rlbuffer.batcher.groups import GroupState, most_common
 from rlbuffer.records.info import GroupInfo, RolloutInfo
-from rlbuffer.records.micro_batch import EntryUse
+from rlbuffer.records.step_plan import EntryUse
 
 
 def rollout(name, *, length=10, reward=1.0, version=0):

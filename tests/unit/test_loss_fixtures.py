@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlbuffer.config.settings import TrainerSettings
-from rlbuffer.records.micro_batch import Normalizers
+from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, registry, table
 from rlbuffer.trainer.update.token_choice import Known, choose
 

@@ -10,7 +10,7 @@ import torch
 
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.records.micro_batch import Normalizers
+from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import (
     CORRECTIONS,
     LossSettings,

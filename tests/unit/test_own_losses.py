@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.records.micro_batch import Normalizers
+from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import LossSettings, TrainedTokens, get_loss, loss_of, register_loss
 
 LOSSES = Path(__file__).parents[2] / "rlbuffer" / "trainer" / "losses"

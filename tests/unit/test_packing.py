@@ -11,8 +11,9 @@ import pytest
 from rlbuffer.errors import PackingError
 from rlbuffer.packing import further_columns
 from rlbuffer.packing.pack import Arena, PackItem, assemble, pack, register_column
-from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Sample
+from rlbuffer.records.micro_batch import MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout, VersionSpan
+from rlbuffer.records.step_plan import Normalizers
 
 COUNTS = Normalizers(loss_tokens=1, rollouts=1, groups=1)
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlbuffer.errors import PackingError, RlbufferError
 from rlbuffer.packing.pack import fewest_rows, plan, redeal
-from rlbuffer.records.micro_batch import Plan
+from rlbuffer.records.step_plan import Plan
 
 
 def rows_of(made: Plan) -> list[tuple[int, ...]]:

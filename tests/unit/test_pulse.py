@@ -10,7 +10,7 @@ import pytest
 
 from rlbuffer.errors import ServerUnreachable
 from rlbuffer.process import heartbeat
-from rlbuffer.records.rollout import Ticket
+from rlbuffer.records.group import Ticket
 from rlbuffer.worker.heartbeat import Pulse
 
 TICKET = Ticket(env="a", number=3, group_id="a.3")

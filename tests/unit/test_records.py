@@ -9,7 +9,8 @@ import pytest
 
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import plain
-from rlbuffer.records.rollout import Group, Rollout, Turn, VersionSpan
+from rlbuffer.records.group import Group
+from rlbuffer.records.rollout import Rollout, Turn, VersionSpan
 from rlbuffer.records.spans import MAX_SPANS
 from rlbuffer.testing import make_group
 

@@ -16,8 +16,9 @@ from rlbuffer.batcher.advantages import advantage
 from rlbuffer.errors import InvalidRollout, PackingError, PayloadError, RlbufferError
 from rlbuffer.packing.pack import PackItem, assemble
 from rlbuffer.records.columns import as_column
-from rlbuffer.records.micro_batch import Normalizers, Sample
+from rlbuffer.records.micro_batch import Sample
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.recovery import decode_claim
 from rlbuffer.store.moves.step_format import decode_header, decode_part

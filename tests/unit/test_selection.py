@@ -5,7 +5,7 @@ import pytest
 from rlbuffer.batcher.adapters import Queue
 from rlbuffer.batcher.closing import longest_fit, needs_more_rows
 from rlbuffer.batcher.selection import Limits, select
-from rlbuffer.records.micro_batch import Plan
+from rlbuffer.records.step_plan import Plan
 
 
 def group(name, *lengths, adapter=""):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rlbuffer.packing.pack import pack
-from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Step
+from rlbuffer.records.micro_batch import MicroBatch, Step
+from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.testing import make_group
 from rlbuffer.trainer.ranks.agreement import Ranks
 from rlbuffer.trainer.update.slices import slices_of

@@ -12,7 +12,7 @@ from batcher_calls import ask, batcher, put
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig, EnvConfig
 from rlbuffer.errors import ConfigError
-from rlbuffer.records.micro_batch import Normalizers, StepPlan
+from rlbuffer.records.step_plan import Normalizers, StepPlan
 from rlbuffer.testing import make_group
 
 REWARDS = {"g1": [1.0, 0.0, 0.5, 0.25], "g2": [1.0, 1.0, 1.0, 0.0], "g3": [3.0, 2.0, 2.5, 2.0]}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rlbuffer.packing.step_columns import agree
-from rlbuffer.records.micro_batch import Normalizers, Plan, RolloutRef, StepPlan
-from rlbuffer.records.rollout import Group
+from rlbuffer.records.group import Group
+from rlbuffer.records.step_plan import Normalizers, Plan, RolloutRef, StepPlan
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import decode_info, encode_info
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import ConfigError, PayloadError
-from rlbuffer.records.micro_batch import EntryUse, Normalizers, Plan, RolloutRef, StepPlan
+from rlbuffer.records.step_plan import EntryUse, Normalizers, Plan, RolloutRef, StepPlan
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.ledger import parse_ledger
 from rlbuffer.store.moves.step_format import (
@@ -212,7 +212,9 @@ def test_parts_hold_each_ranks_rollouts_in_the_order_of_its_rows():
 
 def test_same_step_is_always_the_same_bytes():
     (plan, entries), (again, same) = planned(), planned()
-    assert [payload.dumps(p) for p in part_records(plan, entries)] == [payload.dumps(p) for p in part_records(again, same)]
+    assert [payload.dumps(p) for p in part_records(plan, entries)] == [
+        payload.dumps(p) for p in part_records(again, same)
+    ]
 
 
 def test_plan_that_does_not_fit_its_entries_is_refused():
@@ -234,7 +236,10 @@ def test_digest_tells_apart_every_piece_and_where_it_ends(previous, header, part
 def test_damaged_headers_and_parts_are_payload_errors_and_nothing_else():
     plan, entries = planned()
     dice = random.Random(0)
-    whole = [payload.dumps(header_record(plan, entries, meta(), None)), *map(payload.dumps, part_records(plan, entries))]
+    whole = [
+        payload.dumps(header_record(plan, entries, meta(), None)),
+        *map(payload.dumps, part_records(plan, entries)),
+    ]
     refused = 0
     for _ in range(3000):
         data = bytearray(dice.choice(whole))

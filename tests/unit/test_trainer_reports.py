@@ -17,7 +17,7 @@ import wandb
 import rlbuffer
 from rlbuffer.config.settings import RunSettings, TrainerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.narration.numbers import waited
+from rlbuffer.narration.trainer import waited
 from rlbuffer.packing.pack import pack
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.trainer.ranks.agreement import Ranks

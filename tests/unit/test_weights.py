@@ -12,7 +12,7 @@ import torch
 
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.files import ABANDONED_SECONDS, load_state, open_weights, publish, read_config, versions
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of, load_into, model_from_config
 

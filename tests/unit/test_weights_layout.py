@@ -9,8 +9,9 @@ import pytest
 
 from rlbuffer.config.settings import RunSettings, WeightsSettings
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.weights.cache import announced, spread
+from rlbuffer.weights.cache import spread
 from rlbuffer.weights.layout import MAX_FILES, ListedFile, parse_list, parse_listen
+from rlbuffer.weights.places import announced
 
 NAME = "v00000005-0123456789ab"
 GOOD = "0123456789ab" + "0" * 52

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import InvalidRollout, PayloadError
-from rlbuffer.records.rollout import Group, Rollout, RolloutInfo
+from rlbuffer.records.group import Group
+from rlbuffer.records.rollout import Rollout, RolloutInfo
 from rlbuffer.testing import make_group
 from rlbuffer.wire.bounded_msgpack import dumps, loads
 from rlbuffer.wire.payload import (

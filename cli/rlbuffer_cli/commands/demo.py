@@ -150,13 +150,13 @@ class _Demo:
         if self._shown == "json":
             echo(json.dumps(step_event(record)))
         elif self._shown == "plain":
-            from rlbuffer_cli.render.metrics_tail import train_line
+            from rlbuffer_cli.render.train_view import train_line
 
             envs = "  ".join(f"{env} {r:.2f}" for env, r in record.get("rewards", {}).items() if r is not None)
             echo(f"{train_line(record, self._settings.trainer.steps)}  {envs}")
 
     def _summarize(self, watch: Watch, ledger: Ledger, code: int, restarts: int, log: str) -> None:
-        from rlbuffer.config.batcher import budgets_at
+        from rlbuffer.config.fractions import budgets_at
 
         summary = summary_event(watch, ledger, self._settings.run, str(self._settings.output_dir))
         summary |= {"exit_code": code, "restarts": restarts, "seed": self._seed}

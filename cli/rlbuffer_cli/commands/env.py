@@ -103,7 +103,7 @@ def resume(env: str, config: str | None, redis: str | None, run: str | None, hom
 
 def _check_known(buffer: Buffer, env: str) -> None:
     """NotFound unless the run has met the env, or its settings or a worker name it: a typing error changes nothing."""
-    from rlbuffer.client.filters import nearest
+    from rlbuffer.config.nearest import nearest
     from rlbuffer.errors import NotFound
 
     store = buffer.store

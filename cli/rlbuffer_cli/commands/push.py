@@ -16,7 +16,7 @@ from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
-    from rlbuffer.records.rollout import Group
+    from rlbuffer.records.group import Group
 
 SAY_SECONDS = 5.0
 """Between two words about what is waited for."""

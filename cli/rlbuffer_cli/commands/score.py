@@ -56,7 +56,7 @@ def command(
     settings = loaded.settings
     sections.check("score", key, settings.score, "Give --model or --reward, or add the section.")
 
-    from rlbuffer.narration.numbers import ScoreNarrator
+    from rlbuffer.narration.scorer import ScoreNarrator
     from rlbuffer.run import members
 
     return sections.run_alone(

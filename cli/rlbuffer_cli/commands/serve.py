@@ -52,7 +52,7 @@ def command(
       rlbuffer worker --env vcopy --run math      (in a second terminal)
       rlbuffer train --world-size 2 --run math    (in a third)
     """
-    from rlbuffer.narration.numbers import ServeNarrator
+    from rlbuffer.narration.serve import ServeNarrator
     from rlbuffer.run import members
     from rlbuffer_cli.render.foot import Foot
 
@@ -163,7 +163,7 @@ def _check_run(loaded: Loaded, *, resume: bool) -> None:
 def banner(loaded: Loaded, ready: dict[str, Any], seconds: float) -> list[str]:
     """What `serve` says when it is ready: which server, and the settings that decide with where they came from."""
     from rlbuffer import __version__
-    from rlbuffer.config.batcher import budgets_at
+    from rlbuffer.config.fractions import budgets_at
     from rlbuffer.narration.numbers import percent
 
     batcher = loaded.settings.batcher

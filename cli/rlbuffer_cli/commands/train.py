@@ -57,7 +57,7 @@ def command(
     settings = loaded.settings
     starting("loading torch")
 
-    from rlbuffer.run.members import name_process
+    from rlbuffer.process.environment import name_process
     from rlbuffer.trainer.launch.launcher import launch
 
     name_process("train")
@@ -80,7 +80,7 @@ def _follow(settings: RunSettings, shown: str, done: threading.Event, *, fake_da
     """rich and json show what rank 0 writes to the metrics; plain lines come from rank 0 itself."""
     if shown not in ("rich", "json"):
         return None
-    from rlbuffer_cli.render.metrics_tail import follow_train
+    from rlbuffer_cli.render.train_view import follow_train
 
     thread = threading.Thread(target=follow_train, args=(settings, shown, done, not fake_data), daemon=True)
     thread.start()

@@ -47,8 +47,9 @@ def serve(
     """
     from rlbuffer.errors import ConfigError
     from rlbuffer.run import members
-    from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache, load_serving
+    from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
     from rlbuffer.weights.layout import is_url
+    from rlbuffer.weights.places import load_serving
 
     settings = options.load(config, redis, run, home).settings
     address = listen or settings.weights.listen

@@ -85,7 +85,7 @@ class RunSummary:
 
 def summarize(buffer: Buffer) -> RunSummary:
     """Reads everything that the header shows; changes nothing."""
-    from rlbuffer.config.batcher import budgets_at
+    from rlbuffer.config.fractions import budgets_at
 
     store = buffer.store
     meta, trainer, ledger = store.meta(), store.trainer(), store.ledger()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from textwrap import wrap
 from types import TracebackType
 from typing import Any
@@ -14,18 +14,9 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from rlbuffer.config.batcher import budgets_at
+from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.narration.numbers import (
-    RECENT_STEPS,
-    amount,
-    duration,
-    example_lines,
-    percent,
-    printable,
-    waited,
-)
-from rlbuffer_cli.render.foot import Foot
+from rlbuffer.narration.numbers import amount, duration, percent, printable
 from rlbuffer_cli.render.text import BLOCKS, bar, sparkline, table
 from rlbuffer_cli.render.watch import Watch
 from rlbuffer_cli.starting import clear
@@ -36,13 +27,6 @@ FRAME_LINES = 8
 """Lines that the run's view always has, beside curve, envs and sentences: border, heads, ages, ranks, cursor."""
 ENV_COLUMNS = 50
 """Characters of an env's line beside its name, strip and bar."""
-PASSES = ("forward", "backward", "exchange")
-SLOW = 1.25
-"""A rank is called slow when its passes take this many times as long as the middle one's,"""
-SLOW_SECONDS = 0.01
-"""and longer by this: below it is chance."""
-PATIENCE_SECONDS = 3.0
-"""Without a step for longer, the trainer's view says what is waited for."""
 
 
 def plot(values: Sequence[float], *, width: int, height: int = PLOT_HEIGHT) -> list[str]:
@@ -179,112 +163,6 @@ class RunView:
 def _line(text: str, style: str = "") -> Text:
     """One line that is cut, never wrapped."""
     return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
-
-
-class TrainView:
-    """The trainer alone: progress, reward, where the time goes."""
-
-    def __init__(self, planned: int) -> None:
-        self._planned = planned
-        self._started = time.monotonic()
-        self._records: list[dict[str, Any]] = []
-        self._changed = self._started
-        self._waiting = ""
-        self._foot = Foot(self._body)
-
-    def __enter__(self) -> TrainView:
-        self._foot.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._foot.close(keep=True)
-
-    def add(self, records: Sequence[dict[str, Any]]) -> None:
-        """Takes in new steps."""
-        if records:
-            self._records += records
-            self._changed = time.monotonic()
-
-    def wait_for(self, sentence: str) -> None:
-        """What the batcher waits for; shown while no step comes."""
-        self._waiting = sentence
-
-    def _body(self, width: int) -> list[str]:
-        now = time.monotonic()
-        lines = ["starting the ranks; the first step comes once the batcher has committed it"]
-        if self._records:
-            lines = train_lines(self._records, self._planned, self._changed - self._started, width)
-        if self._waiting and now - self._changed > PATIENCE_SECONDS:
-            quiet = f"no step for {duration(now - self._changed)}. batcher: {self._waiting}"
-            lines += wrap(quiet, width, max_lines=3, placeholder=" …")
-        return lines
-
-
-def train_lines(records: Sequence[Mapping[str, Any]], planned: int, elapsed: float, width: int) -> list[str]:
-    """The trainer's view: progress and where time goes, what it learns, its ranks, which side is slow, examples."""
-    last, recent = records[-1], records[-RECENT_STEPS:]
-    ranks = last.get("ranks", ())
-    seconds = last.get("seconds", {})
-    if ranks and "forward" in ranks[0]:  # instead of the training's time in all
-        passes = {part: sum(r.get(part, 0.0) for r in ranks) / len(ranks) for part in PASSES}
-        seconds = {"wait": seconds.get("wait", 0.0), **passes, **{k: v for k, v in seconds.items() if k != "train"}}
-    step, pace = last["step"], elapsed / len(records)
-    left = duration(pace * (planned - step))
-    rewards = [r["reward"] for r in records if r.get("reward") is not None]
-
-    def number(name: str, form: str) -> str:
-        return f"{name.partition('_')[0]} {last[name]:{form}}" if last.get(name) is not None else ""
-
-    tokens = sum(r["tokens"] for r in recent) / max(sum(r.get("seconds", {}).get("total", 0.0) for r in recent), 1e-9)
-    progress = [
-        f"step {step}/{planned}",
-        f"{bar(step / planned, width=24)} {percent(step / planned)}",
-        duration(elapsed),
-        f"{left} left" if left and step < planned else "",
-        *[f"{part} {value:.2f} s" for part, value in seconds.items() if part != "total" and value >= 0.005],
-    ]
-    learned = [
-        f"reward {last['reward']:.3f} {sparkline(rewards, width=24)}" if last.get("reward") is not None else "",
-        number("loss", "+.4f"),
-        number("kl", ".4f"),
-        number("entropy", ".3f"),
-        number("grad_norm", ".2f"),
-        f"ratio p99 {last['ratio']['p99']:.2f}" if last.get("ratio") else "",
-        f"clipped {percent(last['clip_fraction'])}" if last.get("clip_fraction") else "",
-        f"truncated {percent(last['truncated'])}" if last.get("truncated") else "",
-        f"age {last['age']:.1f} max {last['max_age']}" if last.get("age") is not None else "",
-        f"{amount(tokens)} tok/s",
-        f"mfu {percent(last['mfu'])}" if last.get("mfu") else "",
-        f"{last['memory_bytes'] / 2**30:.1f} GiB" if last.get("memory_bytes") else "",
-        f"{last['world_size']} rank{'s' * (last['world_size'] != 1)}" if last.get("world_size") else "",
-    ]
-    examples = next((r["examples"] for r in reversed(records) if r.get("examples")), ())
-    return [
-        *flow(progress, width),
-        *flow(learned, width),
-        *([rank_line(ranks)] if len(ranks) > 1 else []),
-        slow_side(recent),
-        *example_lines(examples),
-    ]
-
-
-def rank_line(ranks: Sequence[Mapping[str, float]]) -> str:
-    """A bar for each rank's own seconds: its passes, without what it waits for others. Those far above are `slow`."""
-    own = [rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks]
-    most, usual = max(own) or 1.0, sorted(own)[len(own) // 2]
-    slow = [seconds > SLOW * usual and seconds - usual > SLOW_SECONDS for seconds in own]
-    return "ranks " + " ".join(
-        f"{rank} {sparkline([seconds / most])}{' slow' if is_slow else ''}"
-        for rank, (seconds, is_slow) in enumerate(zip(own, slow, strict=True))
-    )
-
-
-def slow_side(records: Sequence[Mapping[str, Any]]) -> str:
-    """Which side holds up the other, from the time that the trainer waited."""
-    seconds = [r.get("seconds", {}) for r in records]
-    return waited([s.get("wait", 0.0) for s in seconds], [s.get("total", 0.0) for s in seconds]).text
 
 
 def flow(parts: Sequence[str], width: int) -> list[str]:

@@ -14,7 +14,7 @@ from rlbuffer.errors import (
     StepRetired,
     TrainerAhead,
 )
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.moves.recovery import encode_claim
 from rlbuffer.store.protocol import Attempt, Claim
 from rlbuffer.store.session import Session, text

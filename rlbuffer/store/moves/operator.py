@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlbuffer.errors import ConfigChanged, RunGone
-from rlbuffer.records.micro_batch import Drop
+from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.moves.pool import PoolMoves
 from rlbuffer.store.protocol import Meta, PoolEntry
 from rlbuffer.store.session import Session, text

@@ -17,9 +17,9 @@ from rlbuffer.errors import (
     ServerUnreachable,
     WrongType,
 )
+from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo, unfrozen
-from rlbuffer.records.micro_batch import Drop
-from rlbuffer.records.rollout import Group
+from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.keys import SUFFIX, Keys
 from rlbuffer.store.protocol import PoolEntry, Reused
 from rlbuffer.store.session import Entry, Fields, Session, number, text

@@ -196,7 +196,9 @@ class RecoveryMoves(StepMoves, RunViews):
         keys = self.keys
         groups = self._leaving(keep, with_pool=with_pool)
         event = "rewind" if with_pool else "void"
-        record = payload.dumps({"event": event, "step": keep, "groups": groups[:LISTED], "unlisted": len(groups[LISTED:])})
+        record = payload.dumps(
+            {"event": event, "step": keep, "groups": groups[:LISTED], "unlisted": len(groups[LISTED:])}
+        )
         where = (keys.lease, keys.meta, keys.pool, keys.steps, keys.ledger, keys.closed, keys.garbage, keys.trainer)
         flags = (int(with_pool), int(force))
         age = round(1000 * ATTEMPT_SECONDS)

@@ -16,8 +16,8 @@ import numpy as np
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.step_columns import Columns, agree
-from rlbuffer.records.micro_batch import AdapterProgress, RolloutRef, StepPlan, version_trained
 from rlbuffer.records.rollout import RolloutInfo
+from rlbuffer.records.step_plan import AdapterProgress, RolloutRef, StepPlan, version_trained
 from rlbuffer.store.protocol import Meta, PartRollout, PoolEntry, StepHeader, StepPart
 from rlbuffer.wire import payload
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlbuffer.errors import LeaseLost, NotFound, PayloadError, RlbufferError, StepRetired
-from rlbuffer.records.micro_batch import RolloutRef, StepPlan
+from rlbuffer.records.step_plan import RolloutRef, StepPlan
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.pool import HISTORY_ENTRIES
 from rlbuffer.store.moves.step_format import (

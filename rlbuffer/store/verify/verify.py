@@ -10,7 +10,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from rlbuffer.records.micro_batch import version_trained
+from rlbuffer.records.step_plan import version_trained
 from rlbuffer.store.moves.step_format import step_digest
 from rlbuffer.store.protocol import EnvLedger, Report
 from rlbuffer.store.verify.payloads import check_payloads

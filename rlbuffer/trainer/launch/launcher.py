@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlbuffer.client.buffer import URL_VARIABLE
-from rlbuffer.config.settings import RunSettings
+from rlbuffer.config.gpus import visible
+from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.narration.numbers import printable
 from rlbuffer.process import forkserver
-from rlbuffer.run.members import to_json, yield_cores
-from rlbuffer.run.pythons import visible
-from rlbuffer.weights.cache import load_serving
+from rlbuffer.process.environment import yield_cores
+from rlbuffer.weights.places import load_serving
 
 if TYPE_CHECKING:
     from rlbuffer.trainer.launch.rank import Report

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from rlbuffer.config.settings import RunSettings
+from rlbuffer.config.gpus import visible
+from rlbuffer.config.settings import RunSettings, from_json
 from rlbuffer.errors import RankFailed, RlbufferError
-from rlbuffer.narration.numbers import example_lines, printable
+from rlbuffer.narration.numbers import printable
+from rlbuffer.narration.trainer import example_lines
+from rlbuffer.process.environment import name_process
 from rlbuffer.process.stop_request import StopRequest
-from rlbuffer.run.members import from_json, name_process
-from rlbuffer.run.pythons import visible
 from rlbuffer.trainer.launch.end_together import note_end, note_start
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.ranks.stalls import OnStall

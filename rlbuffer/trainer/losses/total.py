@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlbuffer.config.settings import TrainerSettings
-from rlbuffer.records.micro_batch import Normalizers
+from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses.corrections import CORRECTIONS
 from rlbuffer.trainer.losses.registry import get_loss, settings_of
 from rlbuffer.trainer.losses.table import Divisor, corrections_of

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from rlbuffer.errors import RlbufferError
-from rlbuffer.narration.numbers import RECENT_STEPS, waited
+from rlbuffer.narration.trainer import RECENT_STEPS, waited
 from rlbuffer.narration.waiting import at_end
 from rlbuffer.records.micro_batch import Step, digest_step
 from rlbuffer.trainer.checkpoints.resuming import Place

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlbuffer.config.settings import RunSettings
+from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.errors import ConfigError
-from rlbuffer.run.members import to_json
 
 
 class Sink(Protocol):

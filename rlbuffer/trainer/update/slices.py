@@ -15,7 +15,8 @@ from itertools import pairwise
 
 import torch
 
-from rlbuffer.records.micro_batch import MicroBatch, Normalizers, Step
+from rlbuffer.records.micro_batch import MicroBatch, Step
+from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.ranks.agreement import Ranks
 
 

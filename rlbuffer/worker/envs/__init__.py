@@ -12,20 +12,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from rlbuffer.config.nearest import no_such_option
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.rollout import ENV_NAME
 from rlbuffer.worker.envs.arithmetic import Arithmetic
-from rlbuffer.worker.envs.base import (
-    Env,
-    MultiTurnEnv,
-    PolicyAccess,
-    Prompt,
-    Score,
-    SingleTurnEnv,
-    Skip,
-    WholeRolloutEnv,
-)
-from rlbuffer.worker.envs.lookup import no_such_option, target
+from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
+from rlbuffer.worker.envs.lookup import target
+from rlbuffer.worker.envs.prompt import Prompt, Score, Skip
 from rlbuffer.worker.envs.repeat import Repeat
 from rlbuffer.worker.envs.vcopy import VCopy
 from rlbuffer.worker.failures import place_of

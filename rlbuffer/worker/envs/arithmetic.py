@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, PromptTooLong
-from rlbuffer.worker.envs.base import Prompt, Score
+from rlbuffer.worker.envs.prompt import Prompt, Score
 from rlbuffer.worker.envs.vocabulary import END, SYMBOLS, positions_right
 
 if TYPE_CHECKING:

@@ -6,51 +6,19 @@ round trip is not the identity, and a logprob would then belong to a token that 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import RlbufferError
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.worker.envs.prompt import Prompt, Score
 
 if TYPE_CHECKING:
     from rlbuffer.worker.envs.episode import Ask, Episode
     from rlbuffer.worker.samplers.base import Sampling
-
-
-class Skip(RlbufferError):
-    """There is nothing to sample for this ticket."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """What a group shares."""
-
-    prompt_id: str
-    """Names the prompt to people; the same prompt met again has the same id."""
-    tokens: NDArray[np.int32]
-    """[P] int32, P >= 1; what the policy is given."""
-    answer: Any = None
-    """Reference answer; msgpack types only."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The env's own; msgpack types only."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """What one completion earned."""
-
-    reward: float | None
-    """Finite scalar; None when a scorer adds it: the worker's `needs` then has ``reward``."""
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    """Named components."""
-    successes: Mapping[str, bool] = field(default_factory=dict)
-    """Named verdicts."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """For people who look at the rollout; msgpack types only."""
 
 
 class Env(Protocol):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rlbuffer.errors import PromptTooLong
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
-from rlbuffer.worker.envs.base import Score
+from rlbuffer.worker.envs.prompt import Score
 from rlbuffer.worker.samplers.base import Completion, Sampling
 
 Ask = Callable[[NDArray[np.int32], Sampling], Awaitable[Completion]]

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.worker.envs.base import Prompt, Score
 from rlbuffer.worker.envs.order import PromptOrder
+from rlbuffer.worker.envs.prompt import Prompt, Score
 from rlbuffer.worker.envs.rewards import Answered, make_rewards
 from rlbuffer.worker.envs.text import Text, ids_as_text
 

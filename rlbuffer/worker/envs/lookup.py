@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from rlbuffer.errors import ConfigError
@@ -40,14 +39,3 @@ def _placed(error: BaseException) -> str:
 
     place = place_of(error, None, "")
     return f" ({place})" if place else ""
-
-
-def no_such_option(what: str, given: Iterable[str], known: Iterable[str]) -> str:
-    """A sentence about the first of `given` that is not `known`, with what was probably meant; "" when all are."""
-    names = list(known)
-    for option in given:
-        if option not in names:
-            close = difflib.get_close_matches(option, names, n=1)
-            hint = f" Did you mean {close[0]}?" if close else f" Its options are {', '.join(names)}." if names else ""
-            return f"{what}: {option} is not an option.{hint}"
-    return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.worker.envs.base import Prompt, Score
+from rlbuffer.worker.envs.prompt import Prompt, Score
 from rlbuffer.worker.envs.vocabulary import END, EQUALS, VOCAB_SIZE, render, score_against
 
 MAX_COUNT = 5

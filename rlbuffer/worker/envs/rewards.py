@@ -19,9 +19,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.config.nearest import no_such_option
 from rlbuffer.errors import ConfigError, RlbufferError
-from rlbuffer.worker.envs.base import Prompt, Score
-from rlbuffer.worker.envs.lookup import no_such_option, target
+from rlbuffer.worker.envs.lookup import target
+from rlbuffer.worker.envs.prompt import Prompt, Score
 
 Form = Literal["exact", "max", "clip"]
 """What a length does to a reward: see :class:`Length`."""

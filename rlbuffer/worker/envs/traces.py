@@ -16,8 +16,9 @@ import numpy as np
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn
-from rlbuffer.worker.envs.base import PolicyAccess, Score
+from rlbuffer.worker.envs.base import PolicyAccess
 from rlbuffer.worker.envs.episode import Episode
+from rlbuffer.worker.envs.prompt import Score
 from rlbuffer.worker.samplers.base import Completion
 
 

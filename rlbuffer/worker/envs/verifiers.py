@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.config.nearest import no_such_option
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.rollout import Rollout
-from rlbuffer.worker.envs.base import PolicyAccess, Prompt
+from rlbuffer.worker.envs.base import PolicyAccess
 from rlbuffer.worker.envs.gateway import MODEL, Gateway, Session
-from rlbuffer.worker.envs.lookup import no_such_option
 from rlbuffer.worker.envs.order import PromptOrder
+from rlbuffer.worker.envs.prompt import Prompt
 from rlbuffer.worker.envs.text import Text
 from rlbuffer.worker.envs.traces import TraceUnusable, rollout_of
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.worker.envs.base import Score
+from rlbuffer.worker.envs.prompt import Score
 
 SYMBOLS = "0123456789_=$"
 """Token id i is written as ``SYMBOLS[i]``: a digit is its own id."""

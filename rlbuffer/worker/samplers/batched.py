@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PromptTooLong
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.worker.samplers.base import BatchSampler, Completion, Sampling
 
 

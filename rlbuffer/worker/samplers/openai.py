@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.adapters import model_directory, require_base
 from rlbuffer.weights.files import open_weights, read_config
 from rlbuffer.weights.layout import base_of, is_adapter

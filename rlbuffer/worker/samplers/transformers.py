@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.adapters import model_directory, state_of
 from rlbuffer.weights.files import load_state, open_weights, read_config

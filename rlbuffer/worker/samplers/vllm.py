@@ -28,7 +28,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlbuffer.errors import ConfigError, PromptTooLong, SamplerUnavailable, WeightsError
-from rlbuffer.records.rollout import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.adapters import model_directory, rank_and_scale, require_base
 from rlbuffer.weights.files import open_weights, read_config

@@ -1,0 +1,68 @@
+"""Settings that several rooms ask for by name: a fraction of something, fixed or along the run's steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Points = tuple[tuple[int, float], ...]
+"""A fraction scheduled over steps: (step, fraction), linear in between, constant before the first and after the last
+one."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read_flat(value: Any) -> str | float:
+    """`keep`, `drop` or a fraction; a variable of the environment writes the fraction as text."""
+    if value in ("keep", "drop"):
+        return str(value)
+    try:
+        number = float(value) if isinstance(value, str) or _is_number(value) else math.nan
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise ValueError("must be keep, drop or a fraction between 0 and 1")
+    return number
+
+
+def _read_budget(value: Any) -> float | Points:
+    """A fraction, or points of one."""
+    if _is_number(value):
+        return float(value)
+    points = list(value) if isinstance(value, list | tuple) else []
+    for point in points:
+        if not (isinstance(point, list | tuple) and len(point) == 2 and all(_is_number(n) for n in point)):
+            points = []
+            break
+    if not points or any(step != int(step) for step, _ in points):
+        raise ValueError("must be a fraction, or a list of [step, fraction]")
+    return tuple((int(step), float(fraction)) for step, fraction in points)
+
+
+def fraction_at(budget: float | Sequence[Sequence[float]], step: int) -> float:
+    """What a budget, fixed or scheduled, is at a step.
+
+    Example:
+        >>> [fraction_at(((10, 0.2), (20, 0.4)), step) for step in (1, 10, 15, 99)]
+        [0.2, 0.2, 0.30000000000000004, 0.4]
+    """
+    if isinstance(budget, int | float):
+        return float(budget)
+    before, after = budget[0], budget[-1]
+    for point in budget:
+        if point[0] <= step:
+            before = point
+        else:
+            after = point
+            break
+    if before[0] >= after[0] or step <= before[0]:
+        return float(before[1])
+    return float(before[1] + (after[1] - before[1]) * (step - before[0]) / (after[0] - before[0]))
+
+
+def budgets_at(budgets: Mapping[str, float | Sequence[Sequence[float]]], step: int) -> dict[str, float]:
+    """env -> fraction at `step`."""
+    return {env: fraction_at(budget, step) for env, budget in budgets.items()}

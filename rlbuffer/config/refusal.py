@@ -1,0 +1,50 @@
+"""A refusal of pydantic's in the words of a person who reads their file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from rlbuffer.errors import ConfigError
+
+_T = TypeVar("_T")
+
+
+def _refusing_as_config_error(cls: type[_T]) -> type[_T]:
+    """Whoever makes the record by hand gets the ConfigError that a file would give, and not pydantic's error."""
+    check = cls.__init__
+
+    @functools.wraps(check)
+    def init(self: Any, *args: Any, **values: Any) -> None:
+        try:
+            check(self, *args, **values)
+        except ValidationError as error:
+            raise refusal(error, section="batcher", names=[f.name for f in dataclasses.fields(self)]) from None
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
+
+
+def refusal(error: ValidationError, *, section: str = "", names: Sequence[str] = ()) -> ConfigError:
+    """The first of pydantic's complaints as one line; the rest usually follow from it.
+
+    `section` stands before the setting's name; `names` are the record's fields, for arguments by position.
+    """
+    first = error.errors(include_url=False)[0]
+    path = first["loc"]
+    if path and isinstance(path[0], int):  # an argument by position
+        path = (*names[path[0] : path[0] + 1], *path[1:])
+    setting = ".".join([section] * bool(section) + [str(part) for part in path])
+    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        near = get_close_matches(str(path[-1]), names, n=1)
+        hint = f" Did you mean {section}.{near[0]}?" if near and len(path) == 1 else ""
+        return ConfigError(f"{setting} is not a setting.{hint}", setting=setting)
+    if first["type"] in ("missing", "missing_argument"):
+        return ConfigError(f"{setting} is required", setting=setting)
+    message = first["msg"].removeprefix("Value error, ")
+    return ConfigError(f"{setting} = {first['input']!r}: {message[:1].lower()}{message[1:]}", setting=setting)

@@ -1,0 +1,60 @@
+"""What `train` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlbuffer.narration.numbers import percent
+
+RECENT_STEPS = 20
+"""Trained steps that sentences about waiting, and rates, are means of."""
+
+
+LONG_WAIT = 0.2
+"""Share of the trainer's time from which waiting for data is worth a sentence."""
+
+
+class Waited(NamedTuple):
+    """How long a trainer waited for data, and which side that makes the slow one."""
+
+    share: float
+    """0-1."""
+    text: str
+    is_long: bool
+    """A person should know."""
+
+
+def waited(wait: Sequence[float], total: Sequence[float]) -> Waited:
+    """Of the last steps: seconds waited for data, and seconds in all, one each per step.
+
+    Example:
+        >>> waited([0.5, 0.36], [1.0, 1.0]).text
+        'the trainer waited 43% of the last 2 steps for data: workers are slower than the trainer'
+    """
+    share = sum(wait) / max(sum(total), 1e-9)
+    of = f"the last {len(wait)} steps" if len(wait) != 1 else "the last step"
+    is_long = share >= LONG_WAIT
+    side = ": workers are slower than the trainer" if is_long else ""
+    if share < 0.05:
+        side = ": the trainer is the slow side"
+    return Waited(share=share, text=f"the trainer waited {percent(share)} of {of} for data{side}", is_long=is_long)
+
+
+def example_lines(examples: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each of a step's examples. Rollouts are untrusted: what is not printable is shown escaped.
+
+    Example:
+        >>> example_lines([{"name": "best", "rollout_id": "a.3/0", "env": "a", "reward": 1.0, "advantage": 0.5,
+        ...     "token_ids": [7, 9], "text": ""}])
+        ['best a.3/0 of a, reward 1 (advantage +0.50): 7 9']
+    """
+    lines = []
+    for example in examples:
+        shown = example["text"] or " ".join(map(str, example["token_ids"]))
+        shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
+        lines.append(
+            f"{example['name']} {example['rollout_id']} of {example['env']}, reward {example['reward']:.4g} "
+            f"(advantage {example['advantage']:+.2f}): {shown}"
+        )
+    return lines

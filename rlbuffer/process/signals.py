@@ -1,0 +1,54 @@
+"""Signals, and the end of a process: it stops when it is asked to, and when its supervisor is gone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+GRACE_SECONDS = 10.0
+"""Time between being asked to stop and leaving anyway, once the supervisor is gone."""
+
+
+def stop_on_signals(stop: threading.Event) -> None:
+    """SIGTERM and SIGINT set `stop`; a second one leaves at once with exit code 130."""
+
+    def handle(number: int, frame: object) -> None:
+        if stop.is_set():
+            os._exit(130)
+        stop.set()
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+
+
+def set_on_hangup(hangup: threading.Event, stop: threading.Event) -> None:
+    """SIGHUP sets `hangup`; but `stop`, when it comes because the terminal of this process is gone."""
+    had_terminal = os.isatty(0)
+
+    def handle(number: int, frame: object) -> None:
+        (stop if had_terminal and not os.isatty(0) else hangup).set()
+
+    signal.signal(signal.SIGHUP, handle)
+
+
+def end_with(wait_for_end: Callable[[], Any]) -> None:
+    """Sends this process SIGTERM when `wait_for_end` returns, and leaves after :data:`GRACE_SECONDS` regardless."""
+
+    def watch() -> None:
+        wait_for_end()
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(GRACE_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch-supervisor", daemon=True).start()
+
+
+def end_with_supervisor() -> None:
+    """For processes made by the forkserver: the supervisor that asked for this one holds the other end of a pipe."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        end_with(parent.join)

@@ -1,0 +1,41 @@
+"""A version of the policy: what samplers load and rollouts are sampled by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlbuffer.records.checks import (
+    as_integer,
+    as_text,
+)
+from rlbuffer.records.rollout import (
+    MAX_LOCATION,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyVersion:
+    """Weights that can be sampled from.
+
+    Raises:
+        InvalidRollout: a number is no integer up to 2**53 - 1, or a text is too long.
+    """
+
+    version: int
+    """Number of trained steps in the weights; -1 when nothing was announced yet."""
+    location: str = ""
+    """Where the weights are; empty when the version is announced without weights."""
+    size: int = 0
+    """Bytes."""
+    checksum: str = ""
+    """Of the weights, as the publisher computed it."""
+    adapter: str = ""
+    """"" is all weights."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "version", as_integer("policy version", self.version, low=-1))
+        put(self, "location", as_text("policy location", self.location, limit=MAX_LOCATION))
+        put(self, "size", as_integer("policy size", self.size))
+        put(self, "checksum", as_text("policy checksum", self.checksum, limit=256))
+        put(self, "adapter", as_text("policy adapter", self.adapter, limit=128))

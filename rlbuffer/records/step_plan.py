@@ -1,0 +1,179 @@
+"""What the batcher decides: the plan of a step, and the groups it drops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    pass
+
+Row = tuple[int, ...]
+"""Indices of the rollouts of one row; () is a dummy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Which rollout goes into which row, of which micro-step, of which rank."""
+
+    rows: tuple[tuple[tuple[Row, ...], ...], ...]
+    """``rows[micro_step][rank]`` is a tuple of `rows_per_micro_batch` rows; a row is a tuple of indices, () a dummy."""
+    world_size: int
+    """Ranks."""
+    row_tokens: int
+    """Tokens that a row may hold."""
+    rows_per_micro_batch: int = 1
+    """Rows of one forward pass on one rank."""
+    pad_to_multiple_of: int = 1
+    """Rows are padded to a multiple of this many tokens."""
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward passes that every rank makes."""
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Normalizers:
+    """The update's counts over all ranks: what a loss divides by."""
+
+    loss_tokens: int
+    """Trained tokens."""
+    rollouts: int
+    """Rollouts."""
+    groups: int
+    """Groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRef:
+    """One rollout of a step plan, and where its payload is."""
+
+    entry_id: str
+    """Pool entry (one push) that holds it."""
+    index: int
+    """Payload field of that push: ``str(index)``."""
+    rollout_id: str
+    group_id: str
+    env: str
+    adapter: str
+    length: int
+    """Tokens."""
+    loss_tokens: int
+    """Trained tokens; 0 where the step masks it."""
+    min_version: int
+    """Oldest policy version that sampled a token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterProgress:
+    """How far an adapter is with a step, this step included; "" is all weights, whose own steps are the run's."""
+
+    samples: int
+    """Rollouts trained in this run."""
+    tokens: int
+    """Tokens of them."""
+    step: int
+    """Its own steps: the version that it has once this step is trained."""
+    ready_to_update: bool
+    """Its batch is whole with this step: its optimizer steps once, then its version `step` can be published."""
+    version: int
+    """The version that it has while this step trains: what ages are counted from."""
+    gathered: int = 0
+    """Rollouts since its last own step, those of this step included."""
+    rollouts: int = 0
+    """Of this step."""
+    waiting_for_version: int | None = None
+    """Publish after this step even if it is no regular point, unless this version or a newer one is published."""
+
+
+def version_trained(adapters: Mapping[str, AdapterProgress], adapter: str, step: int) -> int:
+    """The version of `adapter` that `step` trains: a rollout's age there is this - its `min_policy_version`."""
+    progress = adapters.get(adapter) if adapter else None
+    return step - 1 if progress is None else progress.version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryUse:
+    """What a step does with one pool entry; packed and dropped add up to the whole entry."""
+
+    entry_id: str
+    env: str
+    packed_rollouts: int
+    packed_tokens: int
+    dropped: tuple[tuple[str, int, int], ...] = ()
+    """(reason, rollouts, tokens) of what the entry holds beyond what is packed; () when the group was used before."""
+    group_id: str = ""
+    uses: int = 0
+    """Steps that trained its group before."""
+    is_kept: bool = False
+    """Its group may be used again after this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step trains on; immutable once committed."""
+
+    step: int
+    group_ids: tuple[str, ...]
+    """Groups in the order in which they were selected; of a step that closes at a number of them, by name."""
+    rollouts: tuple[RolloutRef, ...]
+    """The rollouts that `plan` indexes."""
+    advantages: NDArray[np.float32]
+    """[rollouts] float32; one per rollout, broadcast to its trained tokens (a column ``advantages`` wins)."""
+    plan: Plan
+    normalizers: Normalizers
+    tokens: int
+    """Tokens of all rollouts."""
+    closed_by: str
+    """``capacity`` | ``fill`` | ``groups`` | ``rollouts`` | ``partial`` | ``timeout`` | ``end``: what ended it."""
+    entries: tuple[EntryUse, ...] = ()
+    """Every pool entry that the commit consumes."""
+    adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
+    """Adapter -> how far it is with this step, of all that were trained so far."""
+    masks_truncated: bool = False
+    """No token of a truncated rollout is trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A group, or rollouts of one, that will not be trained."""
+
+    group_id: str
+    env: str
+    reason: str
+    """One of :data:`rlbuffer.records.rollout.REASONS`."""
+    rollouts: int
+    tokens: int
+    entry_ids: tuple[str, ...] = ()
+    """Pool entries that the drop consumes whole."""
+    detail: str = ""
+    """The rule with its value and its limit: ``age 3 > max_age 1 at step 12``."""
+    min_version: int = 0
+    reward: float | None = None
+    """Mean reward, for the history."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What the batcher would do now. Nothing has happened yet: only `Batcher.committed` moves its state."""
+
+    plan: StepPlan | None
+    state: Mapping[str, Any]
+    """The batcher's own state as after this plan; msgpack types; goes into the commit."""
+    drops: tuple[Drop, ...] = ()
+    """What must be dropped now, whether or not there is a plan."""
+    waiting: str = ""
+    """Why there is no plan, in one sentence; empty when there is one."""
+    allowances: Mapping[str, int] = field(default_factory=dict)
+    """env -> tickets that may be out."""
+    waiting_for_version: int | None = None
+    """The plan's header asks for this version: what is published is too old for the step after it."""
+    dead: Mapping[str, float] = field(default_factory=dict)
+    """env of which steps need something -> seconds that it has been silent, when that is too long."""
+    is_over: bool = False
+    """Nothing is pending, and nothing more comes of any env."""

@@ -1,0 +1,52 @@
+"""Where a run's weights are: the folder, the address that is announced, and the server over it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.errors import ConfigError
+from rlbuffer.weights.layout import (
+    is_url,
+)
+
+if TYPE_CHECKING:
+    pass
+from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
+
+
+def load_serving() -> Any:
+    """The module :mod:`rlbuffer.weights.serving`.
+
+    Raises:
+        ConfigError: what it needs is not installed.
+    """
+    try:
+        from rlbuffer.weights import serving
+    except ImportError as error:
+        raise ConfigError(
+            f"weights cannot be served ({error}): pip install 'rlbuffer[weights]'", setting="weights.listen"
+        ) from error
+    return serving
+
+
+def default_cache() -> VersionCache:
+    """A cache without relays under ``RLBUFFER_HOME``, for programs that have no settings."""
+    home = Path(os.environ.get("RLBUFFER_HOME") or RunSettings().home)
+    return VersionCache(home.expanduser() / "weights-cache", token=os.environ.get(TOKEN_VARIABLE, ""))
+
+
+def announced(settings: RunSettings, location: str) -> str:
+    """What a trainer announces for a version in the directory `location`: its URL where ``weights.url`` is set.
+
+    Raises:
+        ConfigError: the URL is none.
+    """
+    url = settings.weights.url
+    if not url:
+        return location
+    if not is_url(url):
+        raise ConfigError(f"weights.url = {url!r} must begin with http:// or https://", setting="weights.url")
+    return f"{url.rstrip('/')}/{Path(location).name}"
