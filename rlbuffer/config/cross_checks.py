@@ -358,10 +358,9 @@ def _memory(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 
 
 def _trainer(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    from rlbuffer.trainer.losses import table
-    from rlbuffer.trainer.update import schedules
+    from rlbuffer.config import losses, schedules
 
-    for mistake in (*table.mistakes(settings.trainer), *schedules.mistakes(settings.trainer)):
+    for mistake in (*losses.mistakes(settings.trainer), *schedules.mistakes(settings.trainer)):
         yield placed(mistake, places)
 
 

@@ -11,6 +11,7 @@ Each word is a room: `setup` (device, ranks, policy), `pulls` (one step that all
 
 from __future__ import annotations
 
+from rlbuffer.config.schedules import learning_rate_at
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.announcing import Announcer
@@ -21,7 +22,6 @@ from rlbuffer.trainer.reports.debug_samples import show_samples
 from rlbuffer.trainer.reports.metrics import Stopwatch, Tally
 from rlbuffer.trainer.reports.reports import OnEvent, Reports
 from rlbuffer.trainer.session import open_session
-from rlbuffer.trainer.update.schedules import learning_rate_at
 from rlbuffer.trainer.update.update import Updates, take_step
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlbuffer.config.schedules import learning_rate_at
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.trainer.checkpoints.checkpoint import load, load_parameters
 from rlbuffer.trainer.loop import train
-from rlbuffer.trainer.update.schedules import learning_rate_at
 from rlbuffer.weights.model import TINY_QWEN3
 
 SMALL = dict(TINY_QWEN3, hidden_size=32, intermediate_size=32, num_hidden_layers=1)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlbuffer.config import losses
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.trainer.losses import TrainedTokens, loss_of, registry, table
+from rlbuffer.trainer.losses import TrainedTokens, loss_of, registry
 from rlbuffer.trainer.update.token_choice import Known, choose
 
 FOLDER = Path(__file__).parent / "fixtures" / "losses"
@@ -71,11 +72,11 @@ def test_a_fixture_reaches_the_part_of_its_loss_that_makes_it_another_loss(name:
 
 def test_every_loss_that_is_registered_has_a_fixture() -> None:
     covered = {json.loads((FOLDER / f"{name}.json").read_text())["settings"]["loss"] for name in NAMES}
-    assert covered == {name for name in registry._LOSSES if name in table.BUILT_IN}
+    assert covered == {name for name in registry._LOSSES if name in losses.BUILT_IN}
 
 
 def test_every_correction_has_a_fixture() -> None:
     named = {
         c for name in NAMES for c in json.loads((FOLDER / f"{name}.json").read_text())["settings"].get("correction", [])
     }
-    assert named | {"tis", "icepop"} == set(table.CORRECTIONS)
+    assert named | {"tis", "icepop"} == set(losses.CORRECTIONS)

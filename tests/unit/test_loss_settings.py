@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from rlbuffer.config.losses import BUILT_IN, CORRECTIONS, LOSSES, check_losses, mistakes
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.trainer.losses import CORRECTIONS as WEIGHTS
 from rlbuffer.trainer.losses import LossSettings, TrainedTokens, get_loss
 from rlbuffer.trainer.losses.selection import Means
-from rlbuffer.trainer.losses.table import BUILT_IN, CORRECTIONS, LOSSES, check_losses, mistakes
 
 MEANS = Means(tokens=4, advantage=0.1, logprob=-1.0)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlbuffer.config.losses import BUILT_IN
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.step_plan import Normalizers
@@ -22,7 +23,6 @@ from rlbuffer.trainer.losses import (
     loss_of,
     token_weights,
 )
-from rlbuffer.trainer.losses.table import BUILT_IN
 from rlbuffer.trainer.update.token_choice import Known, choose
 
 POLICY = [0.5, 0.9, 0.3, 0.1]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rlbuffer.config.schedules import SCHEDULES, check_schedule, learning_rate_at
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.trainer.update.schedules import SCHEDULES, check_schedule, learning_rate_at
 
 
 def settings(**values: Any) -> TrainerSettings:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from rlbuffer.config.schedules import learning_rate_at
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import RlbufferError
-from rlbuffer.trainer.update.schedules import learning_rate_at
 from rlbuffer.trainer.update.update import make_optimizer, take_step
 
 

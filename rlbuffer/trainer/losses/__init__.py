@@ -30,9 +30,9 @@ step gives the same gradient in however many pieces and on however many ranks it
 24 % off. What is chosen among tokens is chosen over the whole update, too (`selection`).
 """
 
+from rlbuffer.config.losses import Divisor, check_losses, corrections_of, uses_old
 from rlbuffer.trainer.losses.corrections import CORRECTIONS, Correction
 from rlbuffer.trainer.losses.registry import Loss, TokenLoss, get_loss, register_loss, settings_of
-from rlbuffer.trainer.losses.table import Divisor, check_losses, corrections_of, uses_old
 from rlbuffer.trainer.losses.terms import KL_ESTIMATORS, kl_to_reference
 from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens
 from rlbuffer.trainer.losses.total import divisor_of, loss_of, token_weights

@@ -8,12 +8,12 @@ from functools import cache
 
 from torch import Tensor
 
+from rlbuffer.config import losses
 from rlbuffer.config.dotted import load, refused
+from rlbuffer.config.losses import Divisor, LossFacts, facts_of
 from rlbuffer.config.settings import TrainerSettings
-from rlbuffer.trainer.losses import table
 from rlbuffer.trainer.losses.clipping import clip_cov, clipped, sequence_clipped
 from rlbuffer.trainer.losses.selection import Score, covariance, drawn_covariance
-from rlbuffer.trainer.losses.table import Divisor, LossFacts, facts_of
 from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens
 from rlbuffer.trainer.losses.weighting import capped_ratio, cispo, dppo_tv, kl_cov, masked_ratio
 
@@ -53,7 +53,7 @@ def register_loss(
     instead.
     """
     facts = LossFacts(reads=reads, divisor=divisor, corrections=corrections, defaults=dict(defaults or {}))
-    table.declare(name, facts)
+    losses.declare(name, facts)
     _LOSSES[name] = Loss(name=name, per_token=per_token, facts=facts, score=score)
 
 
@@ -107,4 +107,4 @@ for _name, _per_token, _score in (
     ("icepop", clipped, None),
     ("decoupled", clipped, None),
 ):
-    _LOSSES[_name] = Loss(name=_name, per_token=_per_token, facts=table.LOSSES[_name], score=_score)
+    _LOSSES[_name] = Loss(name=_name, per_token=_per_token, facts=losses.LOSSES[_name], score=_score)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlbuffer.config.losses import Divisor, corrections_of
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses.corrections import CORRECTIONS
 from rlbuffer.trainer.losses.registry import get_loss, settings_of
-from rlbuffer.trainer.losses.table import Divisor, corrections_of
 from rlbuffer.trainer.losses.terms import kl_to_reference
 from rlbuffer.trainer.losses.tokens import TrainedTokens
 
