@@ -31,12 +31,12 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.schedules import learning_rate_at
 from rlbuffer.config.settings import ModelSettings, RunSettings, TrainerSettings
 from rlbuffer.daemon import Daemon
+from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.group import Group
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
-from rlbuffer.trainer.ranks.agreement import Ranks
 from rlbuffer.trainer.update.update import SUMS, Updates, make_optimizer, take_step
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of

@@ -12,9 +12,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
-REMEMBERED_STEPS = 64
-"""Steps for which a closed group is remembered at least."""
-
 
 def age_at(step: int, min_version: int) -> int:
     """Age, in policy versions, of data sampled by `min_version` when `step` trains on it."""
@@ -24,12 +21,6 @@ def age_at(step: int, min_version: int) -> int:
 def oldest_version(step: int, max_age: int) -> int:
     """The oldest policy version that `step` may train on; never below 0."""
     return max(0, step - 1 - max_age)
-
-
-def remembered_steps(max_age: int) -> int:
-    """Steps for which a closed group is remembered at least: data that could be pushed of it when it was closed is too
-    old for every step after them. More than that needs, for a `max_age` that an operator raises."""
-    return max(REMEMBERED_STEPS, max_age + 2)
 
 
 def is_future(step: int, max_version: int) -> bool:

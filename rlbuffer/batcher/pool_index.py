@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlbuffer.batcher.age import VersionIndex, age_at, is_future, oldest_version, remembered_steps
+from rlbuffer.batcher.age import VersionIndex, age_at, is_future, oldest_version
 from rlbuffer.batcher.groups import GroupState, Rejected, drop_part
 from rlbuffer.batcher.ordering import PriorityIndex, Selector, priority_of
-from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.batcher import BatcherConfig, remembered_steps
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.rollout import GroupInfo
 from rlbuffer.records.step_plan import Drop

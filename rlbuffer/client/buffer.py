@@ -91,7 +91,7 @@ class Policy:
             RlbufferError: this buffer has no reader, so nobody knows which rank this is.
             AttemptFenced: a newer attempt of the trainer has taken over.
         """
-        from rlbuffer.trainer.publishing import publish_model
+        from rlbuffer.weights.publishing import publish_model
 
         place = None if folder is None else Path(folder)
         return publish_model(self._buffer, model, version, folder=place, keep=keep)

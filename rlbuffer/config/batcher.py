@@ -293,3 +293,13 @@ def _check_estimator(setting: str, name: str, *, scale: str) -> None:
         _refuse(
             setting, "= 'grpo' divides by each group's deviation: with batcher.advantage_scale = 'batch' use dr_grpo"
         )
+
+
+REMEMBERED_STEPS = 64
+"""Steps for which a closed group is remembered at least."""
+
+
+def remembered_steps(max_age: int) -> int:
+    """Steps for which a closed group is remembered at least: data that could be pushed of it when it was closed is too
+    old for every step after them. More than that needs, for a `max_age` that an operator raises."""
+    return max(REMEMBERED_STEPS, max_age + 2)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from rlbuffer.config.fractions import budgets_at
-from rlbuffer.config.gpus import shared_gpus
+from rlbuffer.config.gpus import GPU_VARIABLE, shared_gpus
+from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, steps_at_once
 from rlbuffer.config.sampling import LEAST_TEMPERATURE
 from rlbuffer.config.settings import (
     EvaluationSettings,
@@ -16,10 +17,8 @@ from rlbuffer.config.settings import (
     WorkerSettings,
     needed_columns,
 )
-from rlbuffer.daemon.memory_rules import Forecast, capacity_bytes, does_not_fit, steps_at_once
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.columns import COLUMN_NAME, REQUIRED_COLUMNS
-from rlbuffer.run.pythons import GPU_VARIABLE
 
 Places = Callable[..., str]
 """Names of settings -> where they came from."""
@@ -155,8 +154,8 @@ def _never(text: str, places: Places, *settings: str) -> Mistake:
 
 
 def _addresses(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    from rlbuffer.store.server.embedded_files import check_memory
-    from rlbuffer.weights.layout import host_of, is_url, parse_listen, wrong_url
+    from rlbuffer.config.addresses import host_of, is_url, parse_listen, wrong_url
+    from rlbuffer.config.memory_needs import check_memory
 
     weights = settings.weights
     try:
@@ -338,7 +337,7 @@ def _is_reward(name: str) -> bool:
 
 def _memory(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     """Whether the embedded server holds the steps that must be there at once."""
-    from rlbuffer.store.server.embedded_files import memory_bytes
+    from rlbuffer.config.memory_needs import memory_bytes
 
     if settings.redis_url:
         return

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
-from rlbuffer.run.pythons import (
-    GPU_VARIABLE,
-)
+
+pass  # emptied
 
 
 def visible(gpus: Sequence[int | str]) -> dict[str, str]:
@@ -35,3 +34,6 @@ def shared_gpus(settings: RunSettings) -> list[str]:
         for gpu in dict.fromkeys(map(str, gpus)):
             owners.setdefault(gpu, []).append(name)
     return [f"GPU {gpu} is given to {' and '.join(names)}" for gpu, names in owners.items() if len(names) > 1]
+
+
+GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"

@@ -185,3 +185,28 @@ def wrong_tokenizer(directory: Path) -> str:
     if not any(next(directory.glob(pattern), None) for pattern in TOKENIZER):
         return "has no tokenizer in it (tokenizer.json)"
     return ""
+
+
+def which_model(path: str) -> str:
+    """What to say when neither or both of path and config are set."""
+    how = "both are set" if path else "neither is set"
+    return (
+        f"model: exactly one of path and config is needed; {how}. Give [model] path = a Hugging Face model's "
+        f"directory, or [model.config] for a fresh model (rlbuffer.toml of the project has one)"
+    )
+
+
+def router_loss(config: Mapping[str, Any]) -> str:
+    """Why a model with this Hugging Face config is not trained as it asks; "" where it does not ask.
+
+    The loss is a product of means over a batch, so no sum over micro-batches and ranks gives it.
+    """
+    text = config.get("text_config")
+    where = next((c for c in (config, text) if isinstance(c, Mapping) and c.get("output_router_logits")), None)
+    if where is None:
+        return ""
+    return (
+        f"model: output_router_logits = true asks for the router auxiliary loss of experts (router_aux_loss_coef = "
+        f"{where.get('router_aux_loss_coef')}), which rlbuffer train does not compute: set it to false in the model's "
+        "config to train without that loss, or compute it in a trainer of your own"
+    )

@@ -13,21 +13,18 @@ from dataclasses import replace
 from typing import Any
 
 from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, steps_at_once
 from rlbuffer.daemon.events import TELEMETRY_SECONDS, Emit
 from rlbuffer.daemon.memory_rules import (
     FULL_SHARE,
-    Forecast,
     Pressure,
     above_assumed,
     assumed_limit,
-    capacity_bytes,
     checkpoint_asked,
     checkpoints_often,
-    does_not_fit,
     full,
     mean_step_bytes,
     no_limit,
-    steps_at_once,
     steps_retired_early,
     stored_bytes,
 )

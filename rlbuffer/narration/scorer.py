@@ -45,3 +45,8 @@ class ScoreNarrator:
                 + (f"  {amount(rate)} tokens/s" if self._has_scored else "")
             )
         self._since, self._sums, self._has_scored = time.monotonic(), [0, 0, 0], True
+
+
+def gives_nothing(scorer: str) -> str:
+    """What to say of a scorer that adds nothing."""
+    return f"score.{scorer} gives nothing: set model (a directory, or `initial`), or reward (package.module:function)"

@@ -54,8 +54,6 @@ REASONS = ("stale", "future", "small", "flat", "oversized", "invalid", "late", "
 
 MAX_LOGPROB = np.float32(1e-3)
 """Logprobs end at 0; samplers that compute in 16 bits round a little above it."""
-MAX_LOCATION = 2**13
-"""Characters of the place of a policy version: every worker reads all of them, all the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

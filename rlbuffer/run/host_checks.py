@@ -17,7 +17,14 @@ from rlbuffer.batcher.advantages import ESTIMATORS
 from rlbuffer.config.batcher import ORDERS
 from rlbuffer.config.cross_checks import Mistake, Places, placed
 from rlbuffer.config.dotted import Seen, is_installed, look_up
-from rlbuffer.config.model_checks import config_of, wrong_config, wrong_directory, wrong_tokenizer
+from rlbuffer.config.model_checks import (
+    config_of,
+    router_loss,
+    which_model,
+    wrong_config,
+    wrong_directory,
+    wrong_tokenizer,
+)
 from rlbuffer.config.settings import (
     INITIAL_MODEL,
     EvaluationSettings,
@@ -26,6 +33,7 @@ from rlbuffer.config.settings import (
     WorkerSettings,
 )
 from rlbuffer.errors import ConfigError, ServerUnreachable
+from rlbuffer.narration.scorer import gives_nothing
 from rlbuffer.run.pythons import gpus_here, python_of, wrong_pythons
 
 Parts = Collection[str]
@@ -356,36 +364,6 @@ class _Look:
             )
         if why_not:
             yield self._say(setting, f"{setting} = {path!r} {why_not}")
-
-
-def gives_nothing(scorer: str) -> str:
-    """What to say of a scorer that adds nothing."""
-    return f"score.{scorer} gives nothing: set model (a directory, or `initial`), or reward (package.module:function)"
-
-
-def which_model(path: str) -> str:
-    """What to say when neither or both of path and config are set."""
-    how = "both are set" if path else "neither is set"
-    return (
-        f"model: exactly one of path and config is needed; {how}. Give [model] path = a Hugging Face model's "
-        f"directory, or [model.config] for a fresh model (rlbuffer.toml of the project has one)"
-    )
-
-
-def router_loss(config: Mapping[str, Any]) -> str:
-    """Why a model with this Hugging Face config is not trained as it asks; "" where it does not ask.
-
-    The loss is a product of means over a batch, so no sum over micro-batches and ranks gives it.
-    """
-    text = config.get("text_config")
-    where = next((c for c in (config, text) if isinstance(c, Mapping) and c.get("output_router_logits")), None)
-    if where is None:
-        return ""
-    return (
-        f"model: output_router_logits = true asks for the router auxiliary loss of experts (router_aux_loss_coef = "
-        f"{where.get('router_aux_loss_coef')}), which rlbuffer train does not compute: set it to false in the model's "
-        "config to train without that loss, or compute it in a trainer of your own"
-    )
 
 
 def _install(extra: str) -> str:

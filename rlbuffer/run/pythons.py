@@ -9,16 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import rlbuffer
-from rlbuffer.config.gpus import gpus_of, visible
+from rlbuffer.config.gpus import GPU_VARIABLE, gpus_of, visible
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import ConfigError
 
 PROBE_SECONDS = 120.0
 """Longest that another Python may take to import rlbuffer: a cold network disk must fit."""
 _PROBE = "import rlbuffer.run.members, rlbuffer; print(rlbuffer.__version__)"
-
-
-GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 _answers: dict[tuple[str, str], str] = {}

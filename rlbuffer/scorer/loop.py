@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlbuffer.client.views import stand_in
 from rlbuffer.config.settings import RunSettings, ScoreSettings
 from rlbuffer.errors import ConfigError, InvalidRollout, PayloadError, RlbufferError, RunDamaged, RunGone, ServerRefused
+from rlbuffer.narration.scorer import gives_nothing
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
-from rlbuffer.run.host_checks import gives_nothing
 from rlbuffer.scorer.heartbeat import CLAIM_SECONDS, Beat
 from rlbuffer.scorer.rewards import RewardFailed, Rewards, make_rewards
 from rlbuffer.store.protocol import PoolEntry

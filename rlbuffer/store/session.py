@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import redis
 
-from rlbuffer.batcher.age import remembered_steps
+from rlbuffer.config.batcher import remembered_steps
 from rlbuffer.errors import EpochChanged, LeaseLost, RlbufferError, RunGone, WrongType
 from rlbuffer.store.keys import EARLY_SHARE, Keys
 from rlbuffer.store.server.connection import Connection
@@ -32,7 +32,7 @@ LAST_IN_STEP = 2**64 - 1
 EARLY_PERCENT = round(100 * EARLY_SHARE)
 MINIMUM_TOMBSTONE_MS = 3_600_000
 """Tombstones are kept for 2 x ``group_timeout_seconds``, and at least for one hour; and for some steps, whichever is
-later (:func:`rlbuffer.batcher.age.remembered_steps`)."""
+later (:func:`rlbuffer.config.batcher.remembered_steps`)."""
 
 
 @cache

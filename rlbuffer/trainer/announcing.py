@@ -7,9 +7,10 @@ The trainer only announces. Whether a version is any good is the workers' busine
 from __future__ import annotations
 
 from rlbuffer.records.micro_batch import Step
-from rlbuffer.trainer.publishing import announce_once, write_version
-from rlbuffer.trainer.ranks.parallel import is_sharded
+from rlbuffer.trainer.publishing import write_version
 from rlbuffer.trainer.session import Session
+from rlbuffer.weights.publishing import announce_once
+from rlbuffer.weights.state import is_sharded
 
 
 class Announcer:

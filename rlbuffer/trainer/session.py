@@ -21,16 +21,16 @@ from torch.distributed.rendezvous import rendezvous
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.reader import Reader
 from rlbuffer.config.losses import check_losses
+from rlbuffer.config.model_checks import router_loss
 from rlbuffer.config.schedules import check_schedule
 from rlbuffer.config.settings import RunSettings, needed_columns
 from rlbuffer.errors import ConfigError
+from rlbuffer.process.ranks import Ranks
 from rlbuffer.process.stop_request import StopRequest
-from rlbuffer.run.host_checks import router_loss
 from rlbuffer.trainer.fake import FakeBuffer, FakeReader
 from rlbuffer.trainer.model.lora import add_adapter
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare, vocabulary_of
 from rlbuffer.trainer.publishing import write_base
-from rlbuffer.trainer.ranks.agreement import Ranks
 from rlbuffer.trainer.ranks.parallel import distribute
 from rlbuffer.trainer.ranks.stalls import OnStall, StallWatch
 from rlbuffer.trainer.update.update import make_optimizer

@@ -20,9 +20,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from rlbuffer.config.addresses import is_url
 from rlbuffer.errors import WeightsError
 from rlbuffer.weights.files import load_state, open_weights
-from rlbuffer.weights.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, base_of, is_adapter, is_url
+from rlbuffer.weights.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, base_of, is_adapter
 
 _PREFIX = "base_model.model."
 """What PEFT puts before the names of a model's modules."""

@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlbuffer.config.addresses import is_url
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.process.file_locks import try_lock
@@ -37,7 +38,6 @@ from rlbuffer.weights.layout import (
     base_of,
     check,
     is_adapter,
-    is_url,
     parse_list,
     remove,
     weights_among,

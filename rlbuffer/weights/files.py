@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from rlbuffer.config.addresses import is_url
 from rlbuffer.errors import WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.disk import flush, sha256_of
@@ -34,7 +35,6 @@ from rlbuffer.weights.layout import (
     TEMPORARY,
     WEIGHTS_FILE,
     check,
-    is_url,
     listed,
     remove,
     versions,

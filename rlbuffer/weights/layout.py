@@ -21,9 +21,8 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from rlbuffer.errors import ConfigError, WeightsError
+from rlbuffer.errors import WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.disk import flush, sha256_of
 
@@ -180,36 +179,3 @@ def remove(directory: Path) -> None:
     except FileNotFoundError:
         return  # another process was quicker
     shutil.rmtree(gone, ignore_errors=True)
-
-
-def is_url(location: str) -> bool:
-    """The announced location is to be downloaded, not a directory."""
-    return location.startswith(("http://", "https://"))
-
-
-def wrong_url(url: str) -> str:
-    """What of a URL cannot be, as the end of a sentence; "" when nothing is wrong."""
-    try:
-        parts = urlsplit(url)
-        if not parts.hostname:
-            return "names no host"
-        return "has port 0" if parts.port == 0 else ""
-    except ValueError as error:
-        return f"is no URL: {error}"
-
-
-def host_of(url: str) -> str:
-    """The host that a URL names."""
-    return urlsplit(url).hostname or ""
-
-
-def parse_listen(listen: str) -> tuple[str, int]:
-    """``HOST:PORT`` -> (host, port); an empty host is all interfaces.
-
-    Raises:
-        ConfigError: it is no such address.
-    """
-    host, colon, port = listen.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"weights.listen = {listen!r} must be HOST:PORT, e.g. 0.0.0.0:9465", setting="weights.listen")
-    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from rlbuffer.config.model_checks import NO_MODEL_TYPE
+from rlbuffer.config.model_checks import NO_MODEL_TYPE, which_model
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, WeightsError
-from rlbuffer.run.host_checks import which_model
 
 TINY_QWEN3: Mapping[str, Any] = MappingProxyType(
     {

@@ -6,11 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlbuffer.config.addresses import is_url
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.weights.layout import (
-    is_url,
-)
 
 if TYPE_CHECKING:
     pass

@@ -24,11 +24,12 @@ from typing import Any
 
 from aiohttp import web
 
+from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
 from rlbuffer.weights.download import HAVE_HEADER
-from rlbuffer.weights.layout import FILE, NAME, parse_listen, versions
+from rlbuffer.weights.layout import FILE, NAME, versions
 
 MAX_FETCHES = 4
 """Versions that a relay fetches, or waits to fetch, at once; more are answered 503."""

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from rlbuffer.config.addresses import is_url
 from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.cache import VersionCache
-from rlbuffer.weights.layout import is_url
 from rlbuffer.worker.envs import Env
 from rlbuffer.worker.samplers import Sampler
 

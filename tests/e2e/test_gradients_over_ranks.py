@@ -92,7 +92,7 @@ def test_gradients_over_ranks_are_those_of_one_process_that_packs_nothing(
     parent: Parent, tmp_path: Path, world_size: int
 ) -> None:
     from rlbuffer.config.settings import TrainerSettings
-    from rlbuffer.trainer.ranks.agreement import Ranks
+    from rlbuffer.process.ranks import Ranks
 
     told = train(parent, world_size, tmp_path)
     import torch

@@ -12,10 +12,11 @@ import torch
 
 from rlbuffer.errors import BatchTimeout, RankFailed, RlbufferError
 from rlbuffer.packing.pack import pack
+from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.trainer.ranks.agreement import Agreement, Ranks, Verdict
+from rlbuffer.trainer.ranks.agreement import Agreement, Verdict
 
 
 class Table:

@@ -17,6 +17,7 @@ from torch import nn
 
 from rlbuffer.config.settings import ModelSettings, RunSettings, TrainerSettings
 from rlbuffer.errors import CheckpointError, ConfigError, PackedForwardError, RlbufferError, WeightsError
+from rlbuffer.process.ranks import Ranks
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.checkpoints import checkpoint
@@ -24,7 +25,7 @@ from rlbuffer.trainer.losses import register_loss
 from rlbuffer.trainer.model.attention import SegmentPlan, segment_attention
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
 from rlbuffer.trainer.pulls import Pulls
-from rlbuffer.trainer.ranks.agreement import Agreement, Ranks, Verdict
+from rlbuffer.trainer.ranks.agreement import Agreement, Verdict
 from rlbuffer.trainer.session import Session, device_of
 from rlbuffer.trainer.update.update import take_step, trained_tokens
 from rlbuffer.weights.files import (

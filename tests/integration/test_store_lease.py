@@ -92,7 +92,7 @@ def test_tombstones_outlive_twice_the_group_timeout(run):
 
 
 def test_old_tombstones_go_when_enough_steps_were_made_since_too(run, monkeypatch):
-    monkeypatch.setattr("rlbuffer.batcher.age.REMEMBERED_STEPS", 3)
+    monkeypatch.setattr("rlbuffer.config.batcher.REMEMBERED_STEPS", 3)
     run.lead()
     run.store.set_config(run.token, {"max_age": 1}, "d")
     now = run.store.now()
@@ -105,7 +105,7 @@ def test_old_tombstones_go_when_enough_steps_were_made_since_too(run, monkeypatc
 
 def test_steps_that_were_taken_back_do_not_count_among_those_that_keep_a_tombstone(run, monkeypatch):
     """As if the clock had been set forward: by their age alone all tombstones may go."""
-    monkeypatch.setattr("rlbuffer.batcher.age.REMEMBERED_STEPS", 3)
+    monkeypatch.setattr("rlbuffer.config.batcher.REMEMBERED_STEPS", 3)
     monkeypatch.setattr("rlbuffer.store.moves.run.tombstone_ms", lambda config: 0)
     run.lead()
     run.store.set_config(run.token, {"max_age": 1}, "d")
@@ -132,7 +132,7 @@ def test_tombstones_outlast_every_step_that_could_train_what_was_sampled_before(
 
 
 def test_tombstones_of_a_run_with_adapters_stay(run, monkeypatch):
-    monkeypatch.setattr("rlbuffer.batcher.age.REMEMBERED_STEPS", 1)
+    monkeypatch.setattr("rlbuffer.config.batcher.REMEMBERED_STEPS", 1)
     run.lead()
     run.store.set_config(run.token, {"max_age": 0}, "d")
     progress = AdapterProgress(samples=1, tokens=1, step=1, ready_to_update=True, version=0, gathered=0, rollouts=1)

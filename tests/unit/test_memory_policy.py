@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from rlbuffer.config.batcher import BatcherConfig, EnvConfig
+from rlbuffer.config.memory_needs import Forecast
 from rlbuffer.daemon import memory_rules
-from rlbuffer.daemon.memory_rules import Forecast, Pressure
+from rlbuffer.daemon.memory_rules import Pressure
 from rlbuffer.daemon.memory_watch import MemoryWatch
 
 LIMIT = 1000

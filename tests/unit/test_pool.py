@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlbuffer.batcher.age import REMEMBERED_STEPS
 from rlbuffer.batcher.pool_index import TOMBSTONE_SECONDS, Pool
-from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.batcher import REMEMBERED_STEPS, BatcherConfig
 from rlbuffer.testing import make_group
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rlbuffer.packing.pack import pack
+from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Step
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.testing import make_group
-from rlbuffer.trainer.ranks.agreement import Ranks
 from rlbuffer.trainer.update.slices import slices_of
 from rlbuffer.trainer.update.token_choice import _draws
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import HashStore
 
 from rlbuffer.errors import BatchTimeout, RlbufferError
-from rlbuffer.trainer.ranks.agreement import Ranks
+from rlbuffer.process.ranks import Ranks
 from rlbuffer.trainer.ranks.stalls import StallWatch
 
 CPU = torch.device("cpu")

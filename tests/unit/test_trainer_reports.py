@@ -19,8 +19,8 @@ from rlbuffer.config.settings import RunSettings, TrainerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.narration.trainer import waited
 from rlbuffer.packing.pack import pack
+from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.rollout import Rollout
-from rlbuffer.trainer.ranks.agreement import Ranks
 from rlbuffer.trainer.reports.debug_samples import tables
 from rlbuffer.trainer.reports.metrics import finite
 from rlbuffer.trainer.reports.mfu import Work, peak_of

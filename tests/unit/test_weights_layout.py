@@ -7,10 +7,11 @@ from collections import Counter
 
 import pytest
 
+from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.settings import RunSettings, WeightsSettings
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.weights.cache import spread
-from rlbuffer.weights.layout import MAX_FILES, ListedFile, parse_list, parse_listen
+from rlbuffer.weights.layout import MAX_FILES, ListedFile, parse_list
 from rlbuffer.weights.places import announced
 
 NAME = "v00000005-0123456789ab"

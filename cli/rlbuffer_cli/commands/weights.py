@@ -45,10 +45,10 @@ def serve(
     Example:
       rlbuffer weights serve --listen 0.0.0.0:9465 --upstream http://trainer:9465
     """
+    from rlbuffer.config.addresses import is_url
     from rlbuffer.errors import ConfigError
     from rlbuffer.run import members
     from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
-    from rlbuffer.weights.layout import is_url
     from rlbuffer.weights.places import load_serving
 
     settings = options.load(config, redis, run, home).settings

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from rlbuffer.batcher.age import remembered_steps
+from rlbuffer.config.batcher import remembered_steps
 from rlbuffer.errors import RunGone
 from rlbuffer.store.protocol import Lease
 from rlbuffer.store.session import MINIMUM_TOMBSTONE_MS, Session, text

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from rlbuffer.config.memory_needs import check_memory
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import ConfigError, ServerUnreachable
+from rlbuffer.errors import ServerUnreachable
 
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel's limit is 108 on Linux and 104 on macOS, the closing zero included."""
@@ -47,27 +48,6 @@ def configuration(directory: Path, socket: Path, settings: ServerSettings) -> st
         "logfile": _quoted(directory / "server.log"),
     }
     return "".join(f"{name} {value}\n" for name, value in lines.items())
-
-
-def check_memory(settings: ServerSettings) -> None:
-    """Raises ConfigError when `maxmemory` is no size."""
-    if _MEMORY.fullmatch(settings.maxmemory) is None:
-        raise ConfigError(
-            f"server.maxmemory = {settings.maxmemory!r} is not a size: write a number and b, kb, mb or gb, like 2gb.",
-            setting="server.maxmemory",
-        )
-
-
-def memory_bytes(settings: ServerSettings) -> int:
-    """`maxmemory` in bytes, as the server reads it; 0: no limit.
-
-    Raises:
-        ConfigError: it is no size.
-    """
-    check_memory(settings)
-    number, unit = re.fullmatch(r"([0-9]+)([a-z]*)", settings.maxmemory.lower()).groups()  # type: ignore[union-attr]
-    thousands = {"": 1, "b": 1, "k": 1000, "kb": 1024, "m": 1000**2, "mb": 1024**2, "g": 1000**3, "gb": 1024**3}
-    return int(number) * thousands[unit]
 
 
 def socket_path(directory: Path) -> Path:

@@ -37,10 +37,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from rlbuffer.errors import CheckpointError
+from rlbuffer.process.ranks import Ranks
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
-from rlbuffer.trainer.ranks.agreement import Ranks
-from rlbuffer.trainer.ranks.parallel import tied_names
 from rlbuffer.weights.disk import flush, sha256_of
+from rlbuffer.weights.state import tied_names
 
 FORMAT = 3
 """Version of the layout; another one is refused."""

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from rlbuffer.errors import BatchTimeout, RlbufferError
 from rlbuffer.narration.numbers import printable
-from rlbuffer.trainer.ranks.agreement import Ranks
+from rlbuffer.process.ranks import Ranks
 
 LOOK_SECONDS = 0.5
 """How often a rank that waits for the others looks at their notes."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import Step
-from rlbuffer.trainer.ranks.agreement import Ranks
 from rlbuffer.trainer.update.pass_times import Pace
 from rlbuffer.trainer.update.ratios import Ratios, ratios_of
 from rlbuffer.trainer.update.update import SUMS

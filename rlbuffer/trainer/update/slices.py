@@ -15,9 +15,9 @@ from itertools import pairwise
 
 import torch
 
+from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Step
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.trainer.ranks.agreement import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import RlbufferError
+from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Step
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, settings_of, uses_old
-from rlbuffer.trainer.ranks.agreement import Ranks
 from rlbuffer.trainer.ranks.parallel import clip_gradients, exchanging
 from rlbuffer.trainer.update.pass_times import Pace
 from rlbuffer.trainer.update.ratios import Ratios

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlbuffer.config.addresses import wrong_url
 from rlbuffer.config.sampling import refused_option
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.weights.layout import wrong_url
 from rlbuffer.worker.samplers.base import BatchSampler, Completion, Sampler, Sampling
 
 __all__ = ["BatchSampler", "Completion", "Sampler", "Sampling", "make_sampler"]

@@ -1,0 +1,129 @@
+"""What a run needs of the server's memory, and what server.maxmemory says there is."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.errors import ConfigError
+
+FORECAST_SHARE = 0.60
+"""Of maxmemory: what the steps that must be there at the same time may take."""
+
+
+ASK_SHARE = 0.70
+"""Of maxmemory: from here on a checkpoint is asked for."""
+
+
+TOKEN_BYTES = 9
+"""Of the required columns: tokens int32, loss_mask bool, logprobs float32."""
+
+
+ROLLOUT_BYTES = 450
+"""What the server holds of a rollout beyond its required columns: details and alignment (90), keys and the allocator's
+rounding (160-410), its places in the pool and in its step's part (150). Measured with Valkey 9.1.2, groups of 8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What the steps of a run take on the server."""
+
+    step_bytes: int
+    """One step, as it is expected to be."""
+    steps: int
+    """Steps that must be there at once: lookahead + max_age + 3."""
+    limit: int
+    """The server's maxmemory, bytes."""
+    measured: int = 0
+    """Committed steps that `step_bytes` is the mean of; 0: it comes from the settings."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the steps that must be there at once."""
+        return self.steps * self.step_bytes
+
+    @property
+    def fits(self) -> bool:
+        """They take at most :data:`FORECAST_SHARE` of the limit."""
+        return self.needed <= FORECAST_SHARE * self.limit
+
+    @property
+    def kept_steps(self) -> int:
+        """Trained steps that can wait for a checkpoint before one is asked for; at least 1."""
+        return max(1, int(ASK_SHARE * self.limit / max(1, self.step_bytes)) - (self.steps - 1))
+
+
+def steps_at_once(config: BatcherConfig) -> int:
+    """lookahead + max_age + 3, with the largest max_age of all envs: ``lookahead`` + 1 steps that are committed and not
+    trained, ``max_age`` + 1 of what is pushed and not committed, and one that is trained and not retired."""
+    ages = [config.max_age, *(env.max_age for env in config.envs.values() if env.max_age is not None)]
+    return config.lookahead + max(ages) + 3
+
+
+def is_by_capacity(config: BatcherConfig) -> bool:
+    """Steps close when their rows are full, not at a number of rollouts or groups."""
+    return config.step_rollouts is None and config.step_groups is None
+
+
+def capacity_bytes(config: BatcherConfig, world_size: int) -> int | None:
+    """Bytes that a full step takes: ``rows x (row_tokens x 9 + 450)``, rows = world size x rows per rank.
+
+    A row is counted as one rollout: the least there can be, so that nothing is refused that could have worked. Further
+    columns and texts are not known either. None when steps close at a number of rollouts or groups: how long those are
+    is known when the first step is there.
+    """
+    if not is_by_capacity(config):
+        return None
+    rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
+    return rows * (config.row_tokens * TOKEN_BYTES + ROLLOUT_BYTES)
+
+
+def does_not_fit(forecast: Forecast, config: BatcherConfig, *, world_size: int) -> str:
+    """Why a run is refused, with the numbers and what to change."""
+    if forecast.measured:
+        source = f"the mean of the last {forecast.measured} steps"
+    else:
+        rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
+        source = f"{rows} row{'s' * (rows != 1)} of {config.row_tokens} tokens, world size {world_size}"
+    least = math.ceil(forecast.needed / FORECAST_SHARE / 2**20)
+    smaller = (
+        "batcher.row_tokens, micro_batches_per_rank or rows_per_micro_batch, trainer.world_size"
+        if is_by_capacity(config)
+        else "batcher.step_rollouts or step_groups"
+    )
+    oldest = forecast.steps - config.lookahead - 3
+    return (
+        f"the run does not fit the server's memory: a step takes {_mib(forecast.step_bytes)} ({source}), and "
+        f"{forecast.steps} of them (lookahead {config.lookahead} + max_age {oldest} + 3) take {_mib(forecast.needed)}, "
+        f"above {100 * FORECAST_SHARE:.0f} % of its maxmemory of {_mib(forecast.limit)}. Give it at least {least} MiB "
+        f"(server.maxmemory; `redis-cli config set maxmemory` on a server of your own), or make steps smaller "
+        f"({smaller}), or lower batcher.lookahead or max_age"
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def check_memory(settings: ServerSettings) -> None:
+    """Raises ConfigError when `maxmemory` is no size."""
+    if _MEMORY.fullmatch(settings.maxmemory) is None:
+        raise ConfigError(
+            f"server.maxmemory = {settings.maxmemory!r} is not a size: write a number and b, kb, mb or gb, like 2gb.",
+            setting="server.maxmemory",
+        )
+
+
+def memory_bytes(settings: ServerSettings) -> int:
+    """`maxmemory` in bytes, as the server reads it; 0: no limit.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    check_memory(settings)
+    number, unit = re.fullmatch(r"([0-9]+)([a-z]*)", settings.maxmemory.lower()).groups()  # type: ignore[union-attr]
+    thousands = {"": 1, "b": 1, "k": 1000, "kb": 1024, "m": 1000**2, "mb": 1024**2, "g": 1000**3, "gb": 1024**3}
+    return int(number) * thousands[unit]

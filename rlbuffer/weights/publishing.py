@@ -1,0 +1,109 @@
+"""Versions of the policy, written and announced once for all ranks; a trainer of the user's own publishes here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.errors import RlbufferError, WeightsError
+from rlbuffer.process.ranks import Ranks
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.weights.files import publish
+from rlbuffer.weights.model import config_of
+from rlbuffer.weights.places import announced
+from rlbuffer.weights.state import is_sharded, model_state
+
+if TYPE_CHECKING:
+    from rlbuffer.client.buffer import Buffer
+    from rlbuffer.trainer.fake import FakeBuffer
+
+
+def weights_folder(settings: RunSettings) -> Path:
+    """Where the trainer's versions lie."""
+    return settings.output_dir / "weights"
+
+
+def announce_once(
+    buffer: Buffer | FakeBuffer,
+    version: int,
+    *,
+    ranks: Ranks,
+    is_sharded: bool,
+    write: Callable[[], PolicyVersion | None],
+    unless: int | None = None,
+) -> bool:
+    """Rank 0 writes and announces a version, unless samplers have it (or version `unless`), or a newer one.
+
+    A version that was announced without weights is one that samplers do not have. -> whether rank 0 announced it.
+
+    Args:
+        is_sharded: every rank holds a part of what rank 0 writes, so all of them call this, and `write`.
+    """
+    policy = buffer.policy()
+    wanted = False
+    if ranks.rank == 0:
+        current, needed = policy.current(), version if unless is None else unless
+        wanted = current.version < needed or (current.version == needed and not current.location)
+    if is_sharded:
+        wanted = bool(ranks.first(int(wanted)))
+    written = write() if wanted else None
+    if written is None:
+        return False
+    location = announced(buffer.settings, written.location)
+    return policy.announce(version, location=location, size=written.size, checksum=written.checksum)
+
+
+def publish_model(buffer: Buffer, model: object, version: int, *, folder: Path | None, keep: int | None) -> bool:
+    """As :meth:`rlbuffer.client.buffer.Policy.publish`."""
+    place = buffer.place
+    if place is None:
+        raise RlbufferError("policy().publish() needs this rank's reader: call buffer.reader(rank, world_size) before")
+    whole = _unwrapped(model)
+    rank, world_size = place
+    ranks = Ranks(rank, world_size, next(whole.parameters()).device)
+    buffer.start_attempt()
+    return announce_once(
+        buffer,
+        version,
+        ranks=ranks,
+        is_sharded=is_sharded(whole),
+        write=lambda: _write_model(
+            whole,
+            version,
+            folder=weights_folder(buffer.settings) if folder is None else folder.expanduser(),
+            keep=buffer.settings.trainer.keep_versions if keep is None else keep,
+            is_first=rank == 0,
+        ),
+    )
+
+
+def _write_model(
+    model: PreTrainedModel, version: int, *, folder: Path, keep: int, is_first: bool
+) -> PolicyVersion | None:
+    state = model_state(model)
+    return publish(folder, version, state=state, config=config_of(model), keep=keep) if is_first else None
+
+
+def _unwrapped(model: object) -> PreTrainedModel:
+    """The language model inside of what ranks share or torch compiles. Raises WeightsError when it is none."""
+    inside = model
+    while isinstance(inside, nn.Module):
+        if isinstance(inside, DistributedDataParallel):
+            inside = inside.module
+        elif hasattr(inside, "_orig_mod"):  # compiled
+            inside = inside._orig_mod
+        else:
+            break
+    if isinstance(inside, PreTrainedModel) and not getattr(inside, "_hf_peft_config_loaded", False):
+        return inside
+    raise WeightsError(
+        f"a {type(inside).__name__} cannot be published as it is: publish() takes a Hugging Face model without a PEFT "
+        "adapter, as it is or wrapped by DDP, FSDP2 or torch.compile. Write another one's folder yourself, and "
+        "announce() it"
+    )
