@@ -78,8 +78,8 @@ def load(
     starting("reading the settings")
     from rlbuffer.config import dotted
     from rlbuffer.config.loading import folders_of
-    from rlbuffer.config.loading import load as load_settings
     from rlbuffer.errors import ConfigError
+    from rlbuffer.run.loading import load as load_settings
     from rlbuffer.store.server.address import has_password, redacted
 
     if redis and has_password(redis):

@@ -51,13 +51,15 @@ def run_alone(
     work: Callable[[str, threading.Event, OnEvent], int],
 ) -> int:
     """Runs `work` (process name, stop, on_event) until a signal sets `stop`. -> its exit code."""
+    from rlbuffer.process.environment import name_process, share_cores
+    from rlbuffer.process.signals import stop_on_signals
     from rlbuffer.run import members
 
     title = f"{key}-{replica}" if replica or replicas > 1 else key
-    members.name_process(f"{kind} {title}")
-    members.share_cores(SHARING)
+    name_process(f"{kind} {title}")
+    share_cores(SHARING)
     stop = threading.Event()
-    members.stop_on_signals(stop)
+    stop_on_signals(stop)
     narrate = narrator(lambda line: echo(f"{datetime.now():%H:%M:%S} {line}"))
 
     def on_event(event: dict[str, Any]) -> None:

@@ -277,12 +277,12 @@ class Batcher:
         accounted, progress = known.adapters.settle(step, groups, self._config, known.published)
         progress, asked = adapters.asking(progress, known.published, known.youngest_limit, step)
         laid_out = _laid_out(groups, closed_by)
-        step_plan = step_plan.step_plan(step, laid_out, advantages, plan, closed_by, self._config, progress)
-        self._decided = _Decided(step, step_plan.group_ids, accounts, accounted, pool.now)
+        composed = step_plan.step_plan(step, laid_out, advantages, plan, closed_by, self._config, progress)
+        self._decided = _Decided(step, composed.group_ids, accounts, accounted, pool.now)
         known.short = frozenset()
         after = replace(known, accounts=accounts, adapters=accounted)
         return Decision(
-            plan=step_plan,
+            plan=composed,
             state=self._state(step, pool.now, accounts, accounted),
             drops=drops,
             allowances=allowances.allow(after, step + 1, limits, taken=groups),

@@ -34,7 +34,7 @@ def sentence(known: Situation, step: int, trial: Trial, limits: Limits, fraction
     exhausted = [e for e in trial.exhausted if e not in known.done]
     env = max(exhausted or there, key=lambda e: (trial.deficits.get(e, 0.0), e), default="")
     need = _need(known, env, trial, limits, fractions, means) if env and there else None
-    done, what = waiting.progress(trial, limits)
+    done, what = progress(trial, limits)
     return waiting.for_groups(step, done=done, what=what, need=need, published=published)
 
 
@@ -63,7 +63,7 @@ def _need(
     means: Mapping[str, Mean],
 ) -> waiting.EnvNeed:
     """What the step still needs of `env`: what it is owed now, and its share of what the step still lacks."""
-    done, _ = waiting.progress(trial, limits)
+    done, _ = progress(trial, limits)
     size = sum(budget.size_of(known.config.unit, tokens=g.tokens, rollouts=g.rollouts) for g in trial.groups)
     lacking = size / done - size if done > 0 else 0.0
     owed = trial.deficits.get(env, 0.0) + fractions.get(env, 0.0) * lacking

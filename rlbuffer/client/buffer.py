@@ -91,10 +91,26 @@ class Policy:
             RlbufferError: this buffer has no reader, so nobody knows which rank this is.
             AttemptFenced: a newer attempt of the trainer has taken over.
         """
-        from rlbuffer.weights.publishing import publish_model
+        from rlbuffer.weights.publishing import publish_model, unwrapped
 
-        place = None if folder is None else Path(folder)
-        return publish_model(self._buffer, model, version, folder=place, keep=keep)
+        buffer, place = self._buffer, self._buffer.place
+        if place is None:
+            raise RlbufferError(
+                "policy().publish() needs this rank's reader: call buffer.reader(rank, world_size) before"
+            )
+        rank, world_size = place
+        whole = unwrapped(model)
+        buffer.start_attempt()
+        return publish_model(
+            self,
+            buffer.settings,
+            whole,
+            version,
+            rank=rank,
+            world_size=world_size,
+            folder=None if folder is None else Path(folder),
+            keep=keep,
+        )
 
     def wait(self, version: int, *, timeout_seconds: float, adapter: str = "") -> PolicyVersion:
         """Waits until `version` or a newer one is announced.

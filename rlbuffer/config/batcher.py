@@ -14,12 +14,13 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import ConfigDict, PlainValidator, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
-from rlbuffer.batcher.advantages import ESTIMATORS
 from rlbuffer.config.fractions import Points, _read_budget, _read_flat, budgets_at
 from rlbuffer.config.refusal import _refusing_as_config_error
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.rollout import ENV_NAME
 
+ESTIMATOR_NAMES = ("rloo", "grpo", "dr_grpo", "max_rl", "opo", "reinforce", "length_penalty")
+"""Built-in estimators of advantages (:mod:`rlbuffer.batcher.advantages`)."""
 ORDERS = ("newest_first", "oldest_first", "priority")
 """Built-in orders of an env's groups."""
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z")
@@ -286,8 +287,8 @@ def _check_overrides(config: BatcherConfig) -> None:
 
 
 def _check_estimator(setting: str, name: str, *, scale: str) -> None:
-    if name not in ESTIMATORS and not DOTTED.match(name):
-        names = ", ".join(ESTIMATORS)
+    if name not in ESTIMATOR_NAMES and not DOTTED.match(name):
+        names = ", ".join(ESTIMATOR_NAMES)
         _refuse(setting, f"= {name!r} is not an estimator: {names}, or one of yours as package.module:name")
     if name == "grpo" and scale == "batch":
         _refuse(

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.gpus import GPU_VARIABLE, shared_gpus
 from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, steps_at_once
 from rlbuffer.config.sampling import LEAST_TEMPERATURE
 from rlbuffer.config.settings import (
-    EvaluationSettings,
     RunSettings,
     ScoreSettings,
     WorkerSettings,
-    needed_columns,
 )
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.columns import COLUMN_NAME, REQUIRED_COLUMNS
@@ -28,8 +27,6 @@ LATE = 2**53
 """A step after every schedule of budgets has ended."""
 NOWHERE = ("0.0.0.0", "::")
 """Addresses to listen at, and not to ask."""
-PROMPTS = 16
-"""Prompts of an env whose length is looked at; a rollout has at least one token more than its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +44,10 @@ def together(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     yield from _gpus(settings, places)
     yield from _nucleus(settings, places)
     yield from _temperatures(settings, places)
-    yield from _requests(settings, places)
     yield from _publishing(settings, places)
     yield from _group_sizes(settings, places)
-    yield from _rows(settings, places)
     yield from _orders(settings, places)
     yield from _scorers(settings, places)
-    yield from _references(settings, places)
     yield from _memory(settings, places)
     yield from _trainer(settings, places)
     yield from _deterministic(settings, places)
@@ -62,6 +56,10 @@ def together(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 def doubts(settings: RunSettings, places: Places) -> tuple[str, ...]:
     """A sentence for each combination that works, but hardly as meant."""
     return tuple(_doubts(settings, places))
+
+
+Checks = Callable[[RunSettings, Places, Path | None], Iterator[Mistake]]
+"""What more is to be looked at: of (settings, where they came from, their file)."""
 
 
 def placed(error: ConfigError, places: Places, setting: str = "") -> Mistake:
@@ -97,31 +95,6 @@ def _temperatures(settings: RunSettings, places: Places) -> Iterator[Mistake]:
             )
 
 
-def _requests(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    """What the agents of a verifiers env would ask of the worker's sampler, and be refused in every rollout."""
-    from rlbuffer.worker.envs.gateway import refusal
-
-    sections: list[tuple[str, WorkerSettings | EvaluationSettings, float]]
-    sections = [(f"worker.{name}", options, options.top_p) for name, options in settings.worker.items()]
-    sections += [(f"eval.{name}", evaluation, 1.0) for name, evaluation in settings.eval.items()]
-    for section, options, top_p in sections:
-        if options.env != "verifiers":
-            continue
-        agents = options.env_options.get("agents")
-        named = agents.items() if isinstance(agents, Mapping) else ()
-        for name, given in (("agent", options.env_options.get("agent")), *((f"agents.{n}", a) for n, a in named)):
-            sampling = given.get("sampling") if isinstance(given, Mapping) else None
-            if not isinstance(sampling, Mapping):
-                continue
-            extra = sampling.get("extra_body")
-            wanted = {**(extra if isinstance(extra, Mapping) else {}), **sampling}
-            lengths = ("extra_body", "max_completion_tokens")
-            wanted = {key: value for key, value in wanted.items() if value is not None and key not in lengths}
-            if text := refusal(wanted, temperature=options.temperature, top_p=top_p):
-                setting = f"{section}.env_options.{name}.sampling"
-                yield Mistake(f"{setting}: {text} ({places(setting)}).", (setting,))
-
-
 def _deterministic(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     """What makes two runs of the same settings differ."""
     if not settings.deterministic:
@@ -149,7 +122,7 @@ def _deterministic(settings: RunSettings, places: Places) -> Iterator[Mistake]:
         yield Mistake(f"deterministic = true: {text} ({places(name, 'deterministic')}).", (name, "deterministic"))
 
 
-def _never(text: str, places: Places, *settings: str) -> Mistake:
+def never(text: str, places: Places, *settings: str) -> Mistake:
     return Mistake(f"these settings can never make a batch: {text} ({places(*settings)}).", settings)
 
 
@@ -191,7 +164,7 @@ def _publishing(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     ]
     for name, age in ages:
         if behind > age:
-            yield _never(
+            yield never(
                 f"publish_every = {settings.trainer.publish_every} leaves the newest weights up to {behind} versions "
                 f"behind, but {name.removeprefix('batcher.')} = {age}",
                 places,
@@ -207,7 +180,7 @@ def _group_sizes(settings: RunSettings, places: Places) -> Iterator[Mistake]:
             override = settings.batcher.envs.get(options.env)
             own = override is not None and override.min_group_size is not None
             name = f"batcher.envs.{options.env}.min_group_size" if own else "batcher.min_group_size"
-            yield _never(
+            yield never(
                 f"min_group_size = {required}, but the workers' group_size = {options.group_size}",
                 places,
                 name,
@@ -244,33 +217,6 @@ def _gpus(settings: RunSettings, places: Places) -> Iterator[Mistake]:
             f"({places(*pair)}).",
             pair,
         )
-
-
-def _rows(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    # Only built-in envs are asked for a prompt: reading a config file runs nobody's code.
-    from rlbuffer.worker.envs import BUILT_IN, make_env
-
-    row_tokens = settings.batcher.row_tokens
-    for worker, options in settings.worker.items():
-        if options.env not in BUILT_IN:
-            continue
-        try:
-            env = make_env(options.env, **options.env_options)
-            shortest = 1 + min(len(env.prompt(number).tokens) for number in range(PROMPTS))
-        except ConfigError as error:
-            yield placed(error, places, f"worker.{worker}.env_options")
-            continue
-        except (TypeError, ValueError) as error:
-            what = f"env {options.env} cannot be made with {dict(options.env_options)}: {error}"
-            yield placed(ConfigError(what), places, f"worker.{worker}.env_options")
-            continue
-        if shortest > row_tokens:
-            yield _never(
-                f"row_tokens = {row_tokens}, but the shortest rollout of {options.env} has {shortest} tokens",
-                places,
-                "batcher.row_tokens",
-                f"worker.{worker}.env",
-            )
 
 
 def _orders(settings: RunSettings, places: Places) -> Iterator[Mistake]:
@@ -312,23 +258,6 @@ def _scorers(settings: RunSettings, places: Places) -> Iterator[Mistake]:
             if not _is_reward(need) and (need in REQUIRED_COLUMNS or not COLUMN_NAME.match(need)):
                 text = f"worker.{name}.needs: {need!r} is no name of a column, and none of {known}"
                 yield placed(ConfigError(text, setting=f"worker.{name}.needs"), places)
-
-
-def _references(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    """Without ref_logprobs nobody can train a rollout with a KL; of the envs here only the user's own may give them."""
-    from rlbuffer.worker.envs import ADAPTERS, BUILT_IN
-
-    for name, worker in settings.worker.items():
-        if "ref_logprobs" in worker.needs or worker.env not in (*BUILT_IN, *ADAPTERS):
-            continue
-        for column in needed_columns(settings.trainer):
-            pair = "trainer.kl_beta", f"worker.{name}"
-            yield Mistake(
-                f"trainer.kl_beta = {settings.trainer.kl_beta:g} needs {column}, and env {worker.env} "
-                f'gives none: set worker.{name}.needs = ["{column}"] and a [score.NAME] with model = "initial" '
-                f"({places(*pair)}).",
-                pair,
-            )
 
 
 def _is_reward(name: str) -> bool:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
 
-pass  # emptied
-
 
 def visible(gpus: Sequence[int | str]) -> dict[str, str]:
     """The variables that make a process see `gpus` alone; none for an empty list. Before CUDA is first used."""

@@ -22,13 +22,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlbuffer.config.cross_checks import doubts, together
+from rlbuffer.config.cross_checks import Checks, Mistake, Places, doubts, together
 from rlbuffer.config.sampling import why_not
 from rlbuffer.config.setting_tree import Free, Leaf, Node, Section, children, run_schema
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.config.toml_lines import key_lines
 from rlbuffer.errors import ConfigError
-from rlbuffer.run.host_checks import Parts, on_host
 
 PREFIX = "RLBUFFER_"
 DEFAULT_FILE = "rlbuffer.toml"
@@ -67,12 +66,16 @@ class Loaded:
             yield from _flatten((name,), values[name])
 
 
+def _nothing_more(settings: RunSettings, places: Places, file: Path | None) -> Iterator[Mistake]:
+    return iter(())
+
+
 def load(
     config: str | Path | None = None,
     *,
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
-    parts: Parts = (),
+    checks: Checks = _nothing_more,
 ) -> Loaded:
     """Loads the settings of a run.
 
@@ -80,11 +83,11 @@ def load(
         config: The file; None: ``RLBUFFER_CONFIG``, else ``./rlbuffer.toml`` if there is one.
         environ: None: the process's environment.
         flags: Dotted name -> (flag as typed, value); a value of None was not given.
-        parts: What shall run here: what it needs must be on this host (:mod:`rlbuffer.run.host_checks`).
+        checks: What more to look at than the settings alone show (:func:`rlbuffer.run.loading.load`).
 
     Raises:
         ConfigError: a file that cannot be read, settings or variables that do not exist, values out of range or that
-            can never work together, or what `parts` need and is not here: all of it in one message.
+            can never work together, and what `checks` find: all of it in one message.
     """
     environ = os.environ if environ is None else environ
     data: dict[str, Any] = {}
@@ -117,7 +120,7 @@ def load(
     def places(*names: str) -> str:
         return _places(names, sources)
 
-    for mistake in (*together(settings, places), *on_host(settings, places, parts, folders_of(file))):
+    for mistake in (*together(settings, places), *checks(settings, places, file)):
         wrong.note(mistake.text, *mistake.settings)
     wrong.refuse()
     return Loaded(settings=settings, sources=MappingProxyType(sources), warnings=doubts(settings, places), file=file)

@@ -10,6 +10,7 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError
 
+_MEMORY = re.compile(r"[0-9]+(b|k|kb|m|mb|g|gb)?", re.IGNORECASE)
 FORECAST_SHARE = 0.60
 """Of maxmemory: what the steps that must be there at the same time may take."""
 

@@ -6,20 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlbuffer.errors import RankFailed, RlbufferError
-from rlbuffer.records.micro_batch import Step
-from rlbuffer.trainer.ranks.agreement import (
-    _ENDED,
-    _FAILED,
-    _LOSS_TOKENS,
-    _OUTCOMES,
-    _STOPPING,
-    Agreement,
-    Verdict,
-    _digest_text,
-    _encode,
-)
-
 
 class Ranks:
     """This process among its ranks. With a world size of 1 nothing is exchanged."""
@@ -63,45 +49,3 @@ class Ranks:
     def barrier(self) -> None:
         """Waits until every rank is here."""
         self.first(0)
-
-    def agree(
-        self,
-        step: Step | None,
-        *,
-        failure: RlbufferError | None = None,
-        is_stopping: bool = False,
-        has_ended: bool = False,
-    ) -> Agreement:
-        """Compares what each rank holds: digest, outcome, readable tokens.
-
-        Args:
-            step: what this rank would train; None when it failed or stops, or the run has ended.
-
-        Raises:
-            RlbufferError: `failure`, if this rank has one.
-            RankFailed: another rank has one; with that rank's exit code.
-        """
-        rows = self.gather(_encode(step, failure, is_stopping, has_ended))
-        if failure is not None:
-            raise failure
-        failed = [r for r in range(len(rows)) if rows[r, 0] == _FAILED]
-        if failed:
-            error = RankFailed(f"rank {failed[0]} could not go on; its own message says why")
-            error.exit_code = int(rows[failed[0], 1])
-            raise error
-        if (rows[:, 0] == _STOPPING).any():
-            return Agreement(verdict=Verdict.STOP)
-        if (rows[:, 0] == _ENDED).all():
-            return Agreement(verdict=Verdict.END)
-        if (rows[:, 0] == _ENDED).any():  # it goes on: more was pushed at this very moment
-            return Agreement(verdict=Verdict.PULL_AGAIN, held=tuple(_OUTCOMES[int(row[0])] for row in rows))
-        if step is None:
-            raise RlbufferError("agree() was called with neither a step nor a reason for having none")
-        if not (rows[:, 2:_LOSS_TOKENS] == rows[0, 2:_LOSS_TOKENS]).all():
-            held = tuple(
-                f"rank {r}: step {int(row[2])} of epoch {int(row[3])}, digest {_digest_text(row)}"
-                for r, row in enumerate(rows)
-            )
-            return Agreement(verdict=Verdict.PULL_AGAIN, held=held)
-        damaged = max(0, step.normalizers.loss_tokens - int(rows[:, _LOSS_TOKENS].sum()))
-        return Agreement(verdict=Verdict.TRAIN, damaged_tokens=damaged)

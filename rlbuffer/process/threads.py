@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 from typing import TypeVar
 
-pass  # emptied
-import sys
-from types import FrameType
-
 T = TypeVar("T")
+
+Place = tuple[str, int, str]
+"""File, line, function."""
 
 
 async def in_thread(work: Callable[[], T]) -> T:

@@ -9,8 +9,6 @@ from rlbuffer.records.checks import (
     as_text,
 )
 
-pass  # emptied
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyVersion:

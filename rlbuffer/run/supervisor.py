@@ -28,10 +28,12 @@ from typing import IO, Any
 from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.batcher.step_plan import load_estimators
 from rlbuffer.client.buffer import Buffer, connect
-from rlbuffer.config.settings import RunSettings
+from rlbuffer.config.gpus import gpus_of, visible
+from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.narration.waiting import at_end
 from rlbuffer.process import forkserver
+from rlbuffer.process.environment import share_cores
 from rlbuffer.run import members, pythons
 
 POLL_SECONDS = 0.1
@@ -86,7 +88,7 @@ class Supervisor:
         self.settings = settings
         self._tell = say
         self._origin = origin
-        self._json = members.to_json(settings)
+        self._json = to_json(settings)
         self._context: ForkServerContext | None = None
         self._log: IO[str] | None = None
         self._log_lock = threading.Lock()
@@ -118,7 +120,7 @@ class Supervisor:
         settings.run_dir.mkdir(parents=True, exist_ok=True)
         self._log = (settings.run_dir / "run.log").open("a", encoding="utf-8")
         replicas = [w.replicas for w in settings.worker.values()] + [s.replicas for s in settings.score.values()]
-        members.share_cores(settings.trainer.world_size + sum(replicas))
+        share_cores(settings.trainer.world_size + sum(replicas))
         try:
             self._context = self._start_forkserver()
             with connect(
@@ -223,7 +225,7 @@ class Supervisor:
         name, options = f"score {title}", self.settings.score[key]
         if not options.gpus:
             return self._fork(name, members.member_main, (self._json, "score", key, replica, title))
-        environment = {**os.environ, **pythons.visible(pythons.gpus_of(options, replica))}
+        environment = {**os.environ, **visible(gpus_of(options, replica))}
         return self._start_apart(name, sys.executable, ["score", key, str(replica), title], environment)
 
     def _start_apart(

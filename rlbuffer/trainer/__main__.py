@@ -6,10 +6,11 @@ import os
 import sys
 
 from rlbuffer.config.dotted import make_importable
-from rlbuffer.config.loading import folders_of, load
+from rlbuffer.config.loading import folders_of
 from rlbuffer.errors import RlbufferError
 from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import yield_cores
+from rlbuffer.run.loading import load
 
 
 def main(arguments: list[str]) -> int:

@@ -32,7 +32,8 @@ class Announcer:
         """Rank 0 writes and announces a version, unless samplers have it (or version `unless`), or a newer one."""
         session = self._session
         announce_once(
-            session.buffer,
+            session.buffer.policy(),
+            session.settings,
             version,
             ranks=session.ranks,
             is_sharded=is_sharded(session.policy),

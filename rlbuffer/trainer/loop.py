@@ -47,7 +47,7 @@ def train(
 
     Raises:
         BatchTimeout: no step came in time. RankFailed: another rank could not go on. Further rlbuffer errors: see
-            `Reader.steps`, `Ranks.agree`, `prepare`.
+            `Reader.steps`, `agree`, `prepare`.
     """
     told = settings.trainer
     with (

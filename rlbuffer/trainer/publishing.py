@@ -1,11 +1,9 @@
 """What samplers get of the policy: all weights, or with LoRA the adapter alone beside a base that is written once.
 
-A trainer of the user's own publishes through here, too: :meth:`rlbuffer.client.buffer.Policy.publish`.
+A trainer of the user's own publishes its model through :mod:`rlbuffer.weights.publishing`.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.process.ranks import Ranks
@@ -18,16 +16,13 @@ from rlbuffer.weights.places import announced
 from rlbuffer.weights.publishing import weights_folder
 from rlbuffer.weights.state import model_state
 
-if TYPE_CHECKING:
-    pass
-
 
 def write_base(settings: RunSettings, policy: PackedPolicy) -> Written:
     """Writes the model as it is, before an adapter is put into it, for the versions of the adapter to name."""
     dtype = narrow_dtype(settings.model)
     return publish_base(
         weights_folder(settings),
-        state=model_state(policy, dtype=dtype),
+        state=model_state(policy, inside="model", dtype=dtype),
         config=config_of(policy.model, dtype=dtype),
     )
 
@@ -41,7 +36,7 @@ def write_version(
         base: what :func:`write_base` wrote, when only an adapter is trained; None on other ranks than the first.
     """
     lora = settings.trainer.lora.rank > 0
-    state = model_state(policy, dtype=None if lora else narrow_dtype(settings.model), only_trained=lora)
+    state = model_state(policy, inside="model", dtype=None if lora else narrow_dtype(settings.model), only_trained=lora)
     if ranks.rank != 0:
         return None
     folder, keep = weights_folder(settings), settings.trainer.keep_versions

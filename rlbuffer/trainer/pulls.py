@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rlbuffer.errors import RlbufferError, StepDamaged
 from rlbuffer.records.micro_batch import Step
-from rlbuffer.trainer.ranks.agreement import Agreement, Verdict
+from rlbuffer.trainer.ranks.agreement import Agreement, Verdict, agree
 from rlbuffer.trainer.session import Session
 
 MAX_PULLS = 3
@@ -45,7 +45,7 @@ class Pulls:
         Raises:
             RlbufferError: this rank got none, or the ranks never hold the same. RankFailed: another rank got none.
             StepDamaged: too much of too many steps in a row is damaged; on all ranks alike.
-            Further errors: see `Reader.steps`, `Ranks.agree`.
+            Further errors: see `Reader.steps`, `agree`.
         """
         for _ in range(MAX_PULLS):
             step, agreement = self._pull(number)
@@ -98,7 +98,8 @@ class Pulls:
         if step is not None and step.number != number:
             failure = RlbufferError(f"the reader gave step {step.number}, expected was {number}")
         with nullcontext() if step is None else session.stalls.holding(number):
-            return step, session.ranks.agree(
+            return step, agree(
+                session.ranks,
                 step,
                 failure=failure,
                 is_stopping=session.stop.is_set,

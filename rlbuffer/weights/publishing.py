@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.errors import RlbufferError, WeightsError
+from rlbuffer.errors import WeightsError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.files import publish
@@ -19,9 +19,15 @@ from rlbuffer.weights.model import config_of
 from rlbuffer.weights.places import announced
 from rlbuffer.weights.state import is_sharded, model_state
 
-if TYPE_CHECKING:
-    from rlbuffer.client.buffer import Buffer
-    from rlbuffer.trainer.fake import FakeBuffer
+
+class Announcements(Protocol):
+    """Who knows the versions of a run: :class:`rlbuffer.client.buffer.Policy`, or a stand-in."""
+
+    def current(self) -> PolicyVersion:
+        """The newest announced version."""
+
+    def announce(self, version: int, *, location: str, size: int, checksum: str) -> bool:
+        """Says that `version` can be sampled from."""
 
 
 def weights_folder(settings: RunSettings) -> Path:
@@ -30,7 +36,8 @@ def weights_folder(settings: RunSettings) -> Path:
 
 
 def announce_once(
-    buffer: Buffer | FakeBuffer,
+    policy: Announcements,
+    settings: RunSettings,
     version: int,
     *,
     ranks: Ranks,
@@ -45,7 +52,6 @@ def announce_once(
     Args:
         is_sharded: every rank holds a part of what rank 0 writes, so all of them call this, and `write`.
     """
-    policy = buffer.policy()
     wanted = False
     if ranks.rank == 0:
         current, needed = policy.current(), version if unless is None else unless
@@ -55,29 +61,33 @@ def announce_once(
     written = write() if wanted else None
     if written is None:
         return False
-    location = announced(buffer.settings, written.location)
+    location = announced(settings, written.location)
     return policy.announce(version, location=location, size=written.size, checksum=written.checksum)
 
 
-def publish_model(buffer: Buffer, model: object, version: int, *, folder: Path | None, keep: int | None) -> bool:
-    """As :meth:`rlbuffer.client.buffer.Policy.publish`."""
-    place = buffer.place
-    if place is None:
-        raise RlbufferError("policy().publish() needs this rank's reader: call buffer.reader(rank, world_size) before")
-    whole = _unwrapped(model)
-    rank, world_size = place
-    ranks = Ranks(rank, world_size, next(whole.parameters()).device)
-    buffer.start_attempt()
+def publish_model(
+    policy: Announcements,
+    settings: RunSettings,
+    model: PreTrainedModel,
+    version: int,
+    *,
+    rank: int,
+    world_size: int,
+    folder: Path | None,
+    keep: int | None,
+) -> bool:
+    """As :meth:`rlbuffer.client.buffer.Policy.publish`, with what :func:`unwrapped` gives."""
     return announce_once(
-        buffer,
+        policy,
+        settings,
         version,
-        ranks=ranks,
-        is_sharded=is_sharded(whole),
+        ranks=Ranks(rank, world_size, next(model.parameters()).device),
+        is_sharded=is_sharded(model),
         write=lambda: _write_model(
-            whole,
+            model,
             version,
-            folder=weights_folder(buffer.settings) if folder is None else folder.expanduser(),
-            keep=buffer.settings.trainer.keep_versions if keep is None else keep,
+            folder=weights_folder(settings) if folder is None else folder.expanduser(),
+            keep=settings.trainer.keep_versions if keep is None else keep,
             is_first=rank == 0,
         ),
     )
@@ -90,7 +100,7 @@ def _write_model(
     return publish(folder, version, state=state, config=config_of(model), keep=keep) if is_first else None
 
 
-def _unwrapped(model: object) -> PreTrainedModel:
+def unwrapped(model: object) -> PreTrainedModel:
     """The language model inside of what ranks share or torch compiles. Raises WeightsError when it is none."""
     inside = model
     while isinstance(inside, nn.Module):

@@ -8,9 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
-
-from rlbuffer.trainer.model.packed_policy import PackedPolicy
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -19,7 +16,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def model_state(
-    module: PackedPolicy | PreTrainedModel, *, dtype: torch.dtype | None = None, only_trained: bool = False
+    module: nn.Module, *, inside: str = "", dtype: torch.dtype | None = None, only_trained: bool = False
 ) -> dict[str, Tensor]:
     """name -> whole tensor of the language model, by the library's own names. Sharded: all ranks must call it.
 
@@ -27,14 +24,15 @@ def model_state(
     Only rank 0 gets a sharded model's tensors, on the CPU.
 
     Args:
+        inside: name of the attribute of `module` that is the language model; "": it is the module itself.
         dtype: floating-point tensors are given in this one.
         only_trained: a sharded model's frozen parameters are neither gathered nor given.
     """
-    model, prefix = (module.model, "model.") if isinstance(module, PackedPolicy) else (module, "")
+    model = module.get_submodule(inside)
     if is_sharded(module):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only_trained)
         named: dict[str, Any] = get_model_state_dict(module, options=options)
-        state: dict[str, Tensor] = {name.removeprefix(prefix): tensor for name, tensor in named.items()}
+        state: dict[str, Tensor] = {name.removeprefix(f"{inside}."): tensor for name, tensor in named.items()}
     else:
         state = model.state_dict()
     tied = tied_names(model)

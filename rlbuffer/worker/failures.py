@@ -22,7 +22,7 @@ from typing import Any
 
 from rlbuffer.errors import ConfigError
 from rlbuffer.narration.waiting import counted
-from rlbuffer.process.threads import places_of_thread
+from rlbuffer.process.threads import Place, places_of_thread
 
 LONG_SECONDS = 5.0
 """Work of an env that runs for longer is named, with the line that it is at."""
@@ -31,9 +31,6 @@ MOST_KINDS = 16
 SHOWN_FRAMES = 6
 """Of a traceback, the innermost."""
 OTHERS = "others"
-
-Place = tuple[str, int, str]
-"""File, line, function."""
 
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import rlbuffer
-from rlbuffer.config.loading import load
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.run import pythons
+from rlbuffer.run.loading import load
 
 
 @pytest.mark.parametrize(

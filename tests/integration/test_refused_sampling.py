@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig
 
-from rlbuffer.config.loading import load
 from rlbuffer.config.sampling import BENT, REASONS
 from rlbuffer.errors import ConfigError
+from rlbuffer.run.loading import load
 from rlbuffer.worker.samplers import check_options
 
 ALLOWED = ("temperature", "top_p", "max_new_tokens")

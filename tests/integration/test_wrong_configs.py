@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from wrong_configs import GOOD, MODULES, TABLE
 
-from rlbuffer.config.loading import load
 from rlbuffer.errors import ConfigError
 from rlbuffer.run.host_checks import EVERYTHING
+from rlbuffer.run.loading import load
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 import rlbuffer
 from rlbuffer.config.dotted import look_up
-from rlbuffer.config.loading import load
+from rlbuffer.run.loading import load
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name != "log.md")]

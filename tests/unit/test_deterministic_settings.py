@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlbuffer.config.loading import Loaded, load
+from rlbuffer.config.loading import Loaded
 from rlbuffer.errors import ConfigError
+from rlbuffer.run.loading import load
 
 ONE = 'deterministic = true\n[worker.a]\nenv = "vcopy"\n'
 

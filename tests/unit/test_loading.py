@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rlbuffer.config.loading import load
 from rlbuffer.config.setting_tree import run_schema
 from rlbuffer.config.settings import from_json, to_json
 from rlbuffer.config.toml_lines import key_lines
 from rlbuffer.errors import ConfigError
+from rlbuffer.run.loading import load
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = """\

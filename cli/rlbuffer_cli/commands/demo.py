@@ -54,13 +54,13 @@ def command(
       rlbuffer demo --deterministic    (twice: the same digest of the parameters)
       rlbuffer inspect            (in another terminal, meanwhile)
     """
-    from rlbuffer.run import members
+    from rlbuffer.process.signals import stop_on_signals
 
     if deterministic and config is not None:
         raise click.UsageError("--deterministic is the demo's own config: in yours set deterministic = true")
     loaded = _settings(config, redis, run, home, steps, seed, deterministic)
     stop = threading.Event()
-    members.stop_on_signals(stop)
+    stop_on_signals(stop)
     starting("connecting to the server, loading torch")
     return _Demo(loaded, options.choose_display(display), seconds, seed).run(stop)
 

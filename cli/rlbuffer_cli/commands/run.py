@@ -39,7 +39,7 @@ def command(
       rlbuffer run rlbuffer.toml --steps 500
     """
     from rlbuffer.client.buffer import connect
-    from rlbuffer.run import members
+    from rlbuffer.process.signals import stop_on_signals
     from rlbuffer.run.host_checks import EVERYTHING
     from rlbuffer.run.supervisor import Supervisor
     from rlbuffer_cli.session import say_ended
@@ -49,7 +49,7 @@ def command(
     settings = loaded.settings
     shown = options.choose_display(display)
     stop = threading.Event()
-    members.stop_on_signals(stop)
+    stop_on_signals(stop)
     starting("connecting to the server, loading torch")
 
     if shown == "rich":

@@ -74,7 +74,7 @@ def _only_scorer(config: str | None, model: str | None, reward: str | None) -> s
     """Which section is meant when no NAME is given: one of the flags alone, or the only one there is."""
     if model is not None or reward is not None:
         return "ref" if model is not None else "reward"
-    from rlbuffer.config.loading import load
+    from rlbuffer.run.loading import load
 
     return sections.only(
         "score",

@@ -53,6 +53,8 @@ def command(
       rlbuffer train --world-size 2 --run math    (in a third)
     """
     from rlbuffer.narration.serve import ServeNarrator
+    from rlbuffer.process.environment import name_process
+    from rlbuffer.process.signals import set_on_hangup, stop_on_signals
     from rlbuffer.run import members
     from rlbuffer_cli.render.foot import Foot
 
@@ -62,10 +64,10 @@ def command(
     settings = loaded.settings
     if resume or fresh:
         _check_run(loaded, resume=resume)
-    members.name_process("serve")
+    name_process("serve")
     stop, hangup = threading.Event(), threading.Event()
-    members.stop_on_signals(stop)
-    members.set_on_hangup(hangup, stop)
+    stop_on_signals(stop)
+    set_on_hangup(hangup, stop)
     started = time.monotonic()
     shown = options.choose_display(display)
     status = _Status(settings.run)

@@ -47,7 +47,8 @@ def serve(
     """
     from rlbuffer.config.addresses import is_url
     from rlbuffer.errors import ConfigError
-    from rlbuffer.run import members
+    from rlbuffer.process.environment import name_process
+    from rlbuffer.process.signals import stop_on_signals
     from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
     from rlbuffer.weights.places import load_serving
 
@@ -60,9 +61,9 @@ def serve(
     if upstream is not None and not is_url(upstream):
         raise click.UsageError(f"--upstream {upstream} must begin with http:// or https://")
     serving = load_serving()
-    members.name_process("weights")
+    name_process("weights")
     stop = threading.Event()
-    members.stop_on_signals(stop)
+    stop_on_signals(stop)
     cache = VersionCache.of(settings, stop=stop) if upstream else None
     folder = cache.directory if cache is not None else settings.output_dir / "weights"
     app = serving.make_app(folder, token=os.environ.get(TOKEN_VARIABLE, ""), upstream=upstream or "", cache=cache)

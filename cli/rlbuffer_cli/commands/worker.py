@@ -62,6 +62,7 @@ def command(
     settings = loaded.settings
     sections.check("worker", key, settings.worker, "Give --env, or add the section.")
 
+    from rlbuffer.narration.worker import WorkerNarrator
     from rlbuffer.run import members
 
     return sections.run_alone(
@@ -70,7 +71,7 @@ def command(
         replica,
         settings.worker[key].replicas,
         display,
-        members.WorkerNarrator,
+        WorkerNarrator,
         lambda title, stop, on_event: members.sample(settings, key, replica, title, stop, on_event),
     )
 
@@ -85,8 +86,8 @@ def _tell_run(
     why: str,
 ) -> None:
     """A run that is there hears why this worker does not begin."""
-    from rlbuffer.config.loading import load
     from rlbuffer.errors import ConfigError, RlbufferError
+    from rlbuffer.run.loading import load
     from rlbuffer.worker.heartbeat import telling_why
     from rlbuffer_cli.session import open_existing
 
@@ -101,7 +102,7 @@ def _only_worker(config: str | None, redis: str | None, run: str | None, home: s
     """Which section is meant when no NAME is given: one named like the env, or the only one there is."""
     if env is not None:
         return env.rpartition(":")[2].lower()
-    from rlbuffer.config.loading import load
+    from rlbuffer.run.loading import load
 
     return sections.only(
         "worker",

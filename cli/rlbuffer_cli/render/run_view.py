@@ -165,18 +165,6 @@ def _line(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
-def flow(parts: Sequence[str], width: int) -> list[str]:
-    """Parts side by side, two blanks between them, as many to a line as fit."""
-    lines = [""]
-    for part in filter(None, parts):
-        joined = f"{lines[-1]}  {part}" if lines[-1] else part
-        if len(joined) > width and lines[-1]:
-            lines.append(part)
-        else:
-            lines[-1] = joined
-    return lines
-
-
 def watch_run(loaded: Any, stop: threading.Event, *, planned: int) -> int:
     """`rlbuffer run` with a live view. -> the run's exit code."""
     from rlbuffer.client.buffer import connect

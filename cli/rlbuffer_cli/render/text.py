@@ -140,3 +140,15 @@ _COLOURS = {"ready": "green", "forming": "yellow", "packed": "cyan", "trained": 
 def utc(seconds: float | None) -> str | None:
     """Unix seconds as ISO 8601 in UTC."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def flow(parts: Sequence[str], width: int) -> list[str]:
+    """Parts side by side, two blanks between them, as many to a line as fit."""
+    lines = [""]
+    for part in filter(None, parts):
+        joined = f"{lines[-1]}  {part}" if lines[-1] else part
+        if len(joined) > width and lines[-1]:
+            lines.append(part)
+        else:
+            lines[-1] = joined
+    return lines

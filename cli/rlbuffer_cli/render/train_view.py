@@ -16,7 +16,7 @@ from rlbuffer.narration.trainer import RECENT_STEPS, example_lines, waited
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.foot import Foot
 from rlbuffer_cli.render.metrics_tail import ASK_SECONDS, POLL_SECONDS, MetricsTail
-from rlbuffer_cli.render.text import bar, sparkline
+from rlbuffer_cli.render.text import bar, flow, sparkline
 
 
 def train_line(record: Mapping[str, Any], planned: int) -> str:
@@ -48,7 +48,6 @@ def follow_train(settings: RunSettings, shown: str, done: threading.Event, has_s
                 echo(json.dumps(record))
             if is_last:
                 return
-    pass  # emptied
 
     with TrainView(settings.trainer.steps) as view:
         asking = threading.Thread(target=_ask, args=(settings, done, view.wait_for), name="ask", daemon=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import stat
 import tempfile
 from pathlib import Path
@@ -20,8 +19,6 @@ MAX_SOCKET_PATH_BYTES = 100
 """The kernel's limit is 108 on Linux and 104 on macOS, the closing zero included."""
 
 LOG_TAIL_LINES = 8
-
-_MEMORY = re.compile(r"[0-9]+(b|k|kb|m|mb|g|gb)?", re.IGNORECASE)
 
 
 def configuration(directory: Path, socket: Path, settings: ServerSettings) -> str:

@@ -1,0 +1,88 @@
+"""Settings of workers that their env, once it is known, can never work with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rlbuffer.config.cross_checks import Mistake, Places, never, placed
+from rlbuffer.config.settings import EvaluationSettings, RunSettings, WorkerSettings, needed_columns
+from rlbuffer.errors import ConfigError
+
+PROMPTS = 16
+"""Prompts of an env whose length is looked at; a rollout has at least one token more than its prompt."""
+
+
+def with_envs(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """Every mistake that only the envs show: requests, lengths of prompts, columns that none gives."""
+    yield from _requests(settings, places)
+    yield from _rows(settings, places)
+    yield from _references(settings, places)
+
+
+def _requests(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """What the agents of a verifiers env would ask of the worker's sampler, and be refused in every rollout."""
+    from rlbuffer.worker.envs.gateway import refusal
+
+    sections: list[tuple[str, WorkerSettings | EvaluationSettings, float]]
+    sections = [(f"worker.{name}", options, options.top_p) for name, options in settings.worker.items()]
+    sections += [(f"eval.{name}", evaluation, 1.0) for name, evaluation in settings.eval.items()]
+    for section, options, top_p in sections:
+        if options.env != "verifiers":
+            continue
+        agents = options.env_options.get("agents")
+        named = agents.items() if isinstance(agents, Mapping) else ()
+        for name, given in (("agent", options.env_options.get("agent")), *((f"agents.{n}", a) for n, a in named)):
+            sampling = given.get("sampling") if isinstance(given, Mapping) else None
+            if not isinstance(sampling, Mapping):
+                continue
+            extra = sampling.get("extra_body")
+            wanted = {**(extra if isinstance(extra, Mapping) else {}), **sampling}
+            lengths = ("extra_body", "max_completion_tokens")
+            wanted = {key: value for key, value in wanted.items() if value is not None and key not in lengths}
+            if text := refusal(wanted, temperature=options.temperature, top_p=top_p):
+                setting = f"{section}.env_options.{name}.sampling"
+                yield Mistake(f"{setting}: {text} ({places(setting)}).", (setting,))
+
+
+def _rows(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    # Only built-in envs are asked for a prompt: reading a config file runs nobody's code.
+    from rlbuffer.worker.envs import BUILT_IN, make_env
+
+    row_tokens = settings.batcher.row_tokens
+    for worker, options in settings.worker.items():
+        if options.env not in BUILT_IN:
+            continue
+        try:
+            env = make_env(options.env, **options.env_options)
+            shortest = 1 + min(len(env.prompt(number).tokens) for number in range(PROMPTS))
+        except ConfigError as error:
+            yield placed(error, places, f"worker.{worker}.env_options")
+            continue
+        except (TypeError, ValueError) as error:
+            what = f"env {options.env} cannot be made with {dict(options.env_options)}: {error}"
+            yield placed(ConfigError(what), places, f"worker.{worker}.env_options")
+            continue
+        if shortest > row_tokens:
+            yield never(
+                f"row_tokens = {row_tokens}, but the shortest rollout of {options.env} has {shortest} tokens",
+                places,
+                "batcher.row_tokens",
+                f"worker.{worker}.env",
+            )
+
+
+def _references(settings: RunSettings, places: Places) -> Iterator[Mistake]:
+    """Without ref_logprobs nobody can train a rollout with a KL; of the envs here only the user's own may give them."""
+    from rlbuffer.worker.envs import ADAPTERS, BUILT_IN
+
+    for name, worker in settings.worker.items():
+        if "ref_logprobs" in worker.needs or worker.env not in (*BUILT_IN, *ADAPTERS):
+            continue
+        for column in needed_columns(settings.trainer):
+            pair = "trainer.kl_beta", f"worker.{name}"
+            yield Mistake(
+                f"trainer.kl_beta = {settings.trainer.kl_beta:g} needs {column}, and env {worker.env} "
+                f'gives none: set worker.{name}.needs = ["{column}"] and a [score.NAME] with model = "initial" '
+                f"({places(*pair)}).",
+                pair,
+            )

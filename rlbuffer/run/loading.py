@@ -1,0 +1,39 @@
+"""Settings as every command loads them: checked against the envs, the samplers and this host, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from rlbuffer.config import loading
+from rlbuffer.config.cross_checks import Mistake, Places
+from rlbuffer.config.loading import Loaded, folders_of
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.run.env_checks import with_envs
+from rlbuffer.run.host_checks import Parts, on_host
+
+
+def load(
+    config: str | Path | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
+    parts: Parts = (),
+) -> Loaded:
+    """As :func:`rlbuffer.config.loading.load`, and refuses what the envs cannot work with or `parts` do not find here.
+
+    Args:
+        config, environ, flags: as there.
+        parts: What shall run here: what it needs must be on this host (:mod:`rlbuffer.run.host_checks`).
+
+    Raises:
+        ConfigError: every mistake, in one message.
+    """
+
+    def checks(settings: RunSettings, places: Places, file: Path | None) -> Iterator[Mistake]:
+        yield from with_envs(settings, places)
+        yield from on_host(settings, places, parts, folders_of(file))
+
+    return loading.load(config, environ=environ, flags=flags, checks=checks)
