@@ -11,9 +11,12 @@ from numpy.typing import NDArray
 
 from benchmarks.report import Report, best_of
 from benchmarks.workloads import WORKLOADS, Workload
-from rlbuffer.packing.pack import Arena, PackItem, assemble, plan
+from rlbuffer.packing.arena import Arena
+from rlbuffer.packing.assembly import PackItem, assemble
+from rlbuffer.packing.planner import plan
 from rlbuffer.records.micro_batch import MicroBatch, Sample
-from rlbuffer.records.rollout import Rollout, VersionSpan
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.records.step_plan import Normalizers
 
 NORMALIZERS = Normalizers(loss_tokens=1, rollouts=1, groups=1)

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.report import Report, best_of
 from benchmarks.workloads import COST, WORKLOADS, Workload
-from rlbuffer.packing.pack import fewest_rows, plan
+from rlbuffer.packing.planner import fewest_rows, plan
 from rlbuffer.records.step_plan import Plan
 
 

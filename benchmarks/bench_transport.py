@@ -20,8 +20,9 @@ import redis
 from benchmarks.report import Report
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import Rollout, VersionSpan
-from rlbuffer.store.protocol import PartRollout
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import VersionSpan
+from rlbuffer.store.records import PartRollout
 from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.wire import payload
 

@@ -71,27 +71,27 @@ if TYPE_CHECKING:
     from rlbuffer.config.batcher import EnvConfig as EnvConfig
     from rlbuffer.errors import RlbufferError as RlbufferError
     from rlbuffer.packing.pack import pack as pack
-    from rlbuffer.packing.pack import plan as plan
-    from rlbuffer.packing.pack import redeal as redeal
+    from rlbuffer.packing.planner import plan as plan
+    from rlbuffer.packing.planner import redeal as redeal
     from rlbuffer.records.group import Group as Group
     from rlbuffer.records.group import Pushed as Pushed
     from rlbuffer.records.group import Ticket as Ticket
+    from rlbuffer.records.info import GroupInfo as GroupInfo
     from rlbuffer.records.micro_batch import MicroBatch as MicroBatch
     from rlbuffer.records.micro_batch import Sample as Sample
     from rlbuffer.records.micro_batch import Step as Step
     from rlbuffer.records.policy_version import PolicyVersion as PolicyVersion
-    from rlbuffer.records.rollout import GroupInfo as GroupInfo
     from rlbuffer.records.rollout import Rollout as Rollout
-    from rlbuffer.records.rollout import Turn as Turn
-    from rlbuffer.records.rollout import VersionSpan as VersionSpan
+    from rlbuffer.records.spans import Turn as Turn
+    from rlbuffer.records.spans import VersionSpan as VersionSpan
     from rlbuffer.records.step_plan import AdapterProgress as AdapterProgress
     from rlbuffer.records.step_plan import Decision as Decision
     from rlbuffer.records.step_plan import Drop as Drop
     from rlbuffer.records.step_plan import Normalizers as Normalizers
     from rlbuffer.records.step_plan import Plan as Plan
     from rlbuffer.records.step_plan import StepPlan as StepPlan
-    from rlbuffer.store.protocol import Ledger as Ledger
-    from rlbuffer.store.protocol import Report as Report
+    from rlbuffer.store.records import Ledger as Ledger
+    from rlbuffer.store.records import Report as Report
     from rlbuffer.testing import FakeClock as FakeClock
     from rlbuffer.testing import make_group as make_group
 

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import Rollout, Turn, VersionSpan
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import Turn, VersionSpan
 
 VOCABULARY = 256
 """Token ids of made groups are below this."""

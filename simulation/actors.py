@@ -6,11 +6,10 @@ worker/loop.py (take, sample, push) and trainer/loop.py (announce, acknowledge, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
@@ -21,82 +20,24 @@ from rlbuffer.errors import (
     BatcherFailed,
     BatchTimeout,
     EnvDone,
-    EpochChanged,
     PushGivenUp,
     RlbufferError,
-    ServerRefused,
-    ServerUnreachable,
     StepRetired,
 )
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.micro_batch import Step, digest_step
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.redis_store import RedisStore
-from simulation.network import SimulatedConnection
+from simulation.host import AWAY, Host, describe
 from simulation.rollouts import made_group
 from simulation.scheduler import Killed, Process
 from simulation.stand_ins import Event
 
-if TYPE_CHECKING:
-    from simulation.world import World
-
-AWAY = (ServerUnreachable, ServerRefused)
 NEED = "rewards.judge"
 """What some groups need from a scorer,"""
 NEEDY = 0.5
 """and how many of them, in runs that have one."""
 KEPT = 2
 """Checkpoints that the trainer keeps."""
-
-
-class Host:
-    """Starts processes and starts them again when they end."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def store(self, process: Process) -> RedisStore:
-        """The process's own store."""
-        connection = SimulatedConnection(self.world.network, process)
-        return RedisStore(connection, self.world.run, patience_seconds=self.world.plan.patience_seconds)
-
-    def start(self, name: str, main: Callable[[Process], None], on_end: Callable[[Process], None]) -> Process:
-        """A process that runs `main`; `on_end` is called when it has ended, however."""
-        process = Process(name)
-
-        def body() -> None:
-            try:
-                main(process)
-            except (Killed, Exception) as error:
-                process.outcome = error
-            if self.world.is_over or name.startswith("operator"):
-                return
-            self.world.scheduler.kill(process)
-            self.world.note(f"{name} ended: {describe(process.outcome)}")
-            on_end(process)
-
-        self.world.scheduler.spawn(process, body)
-        return process
-
-    def keep(self, name: str, main: Callable[[Process], None], expected: tuple[str, ...] = ()) -> None:
-        """As :meth:`start`, again and again; an error is a violation, but for the server's absence and `expected`."""
-
-        def ended(process: Process) -> None:
-            outcome = process.outcome
-            # A writer whose line of versions was given up begins again, as workers and scorers do.
-            allowed = (*AWAY, EpochChanged)
-            is_fault = isinstance(outcome, Exception) and not isinstance(outcome, allowed)
-            if is_fault and not self.world.was_disturbed and not any(words in str(outcome) for words in expected):
-                self.world.invariants.fail("end", f"{name} died of {describe(outcome)}")
-            delay = 0.05 if self.world.network.is_healed else self.world.dice.uniform(0.02, 1.5)
-            self.world.scheduler.after(delay, lambda: self.keep(name, main, expected))
-
-        self.start(name, main, ended)
-
-
-def describe(error: BaseException | None) -> str:
-    """An outcome, for the log."""
-    return "done" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 # -- batcher -----------------------------------------------------------------------------------------------------------

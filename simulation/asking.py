@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rlbuffer.client.operations import choose
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.config_changes import config_digest
 from rlbuffer.errors import ConfigChanged, EpochChanged, RunGone, ServerRefused, ServerUnreachable
+from simulation.host import Host
 from simulation.rollouts import made_group
 from simulation.scheduler import Process
-
-if TYPE_CHECKING:
-    from simulation.actors import Host
 
 WISHES = ("drop", "drop", "drain", "config")
 FILLS = (0.7, 0.8, 0.9)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.errors import BackupError, ConfigError, RunGone, WrongAnswer
@@ -19,16 +19,13 @@ from rlbuffer.store.backup.restore import restore_backup
 from rlbuffer.store.moves.pool import AHEAD_MS
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.wire.payload import encode_push
-from simulation.actors import AWAY, Host
 from simulation.client import encoded
+from simulation.host import AWAY, Host, World
 from simulation.network import SimulatedConnection
 from simulation.rollouts import made_group
 from simulation.scheduler import Process
 from simulation.server import Command
 from simulation.values import LARGEST
-
-if TYPE_CHECKING:
-    from simulation.world import World
 
 LIMIT = 1_000_000_000
 """maxmemory while memory is short, in bytes."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from redis.exceptions import ResponseError
 
+from simulation.keyspace import Keyspace
 from simulation.values import LARGEST, SortedSet, Stream, StreamId, bound, number_text, stream_id
-
-if TYPE_CHECKING:
-    from simulation.server import Server
 
 Args = Sequence[bytes]
 TYPES = {bytes: "string", dict: "hash", SortedSet: "zset", Stream: "stream"}
@@ -32,30 +30,30 @@ def command(name: str, *, grows: bool = False) -> Callable[[Callable[[Any, Any],
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 @command("TIME")
-def time(server: Server, args: Args) -> Any:
+def time(server: Keyspace, args: Args) -> Any:
     now = round(server.clock() * 1e6)
     return [b"%d" % (now // 1_000_000), b"%d" % (now % 1_000_000)]
 
 
 @command("INFO")
-def info(server: Server, args: Args) -> Any:
+def info(server: Keyspace, args: Args) -> Any:
     facts = b"redis_version:7.2.4\r\nused_memory:%d\r\nmaxmemory:%d\r\n" % (server.used, server.limit)
     return facts + b"maxmemory_policy:noeviction\r\nrun_id:%d\r\n" % server.starts
 
 
 @command("EXISTS")
-def exists(server: Server, args: Args) -> Any:
+def exists(server: Keyspace, args: Args) -> Any:
     return sum(server.find(key) is not None for key in args[1:])
 
 
 @command("DEL")
 @command("UNLINK")
-def delete(server: Server, args: Args) -> Any:
+def delete(server: Keyspace, args: Args) -> Any:
     return sum(server.find(key) is not None and server.delete(key) for key in args[1:])
 
 
 @command("PEXPIRE")
-def pexpire(server: Server, args: Args) -> Any:
+def pexpire(server: Keyspace, args: Args) -> Any:
     if server.find(args[1]) is None:
         return 0
     server.expiry[args[1]] = server.now_ms() + int(args[2])
@@ -64,7 +62,7 @@ def pexpire(server: Server, args: Args) -> Any:
 
 
 @command("PERSIST")
-def persist(server: Server, args: Args) -> Any:
+def persist(server: Keyspace, args: Args) -> Any:
     if server.find(args[1]) is None or server.expiry.pop(args[1], None) is None:
         return 0
     server.changes.append(("ttl", args[1], None))
@@ -72,13 +70,13 @@ def persist(server: Server, args: Args) -> Any:
 
 
 @command("TYPE")
-def type_(server: Server, args: Args) -> Any:
+def type_(server: Keyspace, args: Args) -> Any:
     value = server.find(args[1])
     return "none" if value is None else TYPES[type(value)]
 
 
 @command("RENAME")
-def rename(server: Server, args: Args) -> Any:
+def rename(server: Keyspace, args: Args) -> Any:
     value = server.find(args[1])
     if value is None:
         raise ResponseError("no such key")
@@ -93,14 +91,14 @@ def rename(server: Server, args: Args) -> Any:
 
 
 @command("PTTL")
-def pttl(server: Server, args: Args) -> Any:
+def pttl(server: Keyspace, args: Args) -> Any:
     if server.find(args[1]) is None:
         return -2
     return server.expiry[args[1]] - server.now_ms() if args[1] in server.expiry else -1
 
 
 @command("SCAN")
-def scan(server: Server, args: Args) -> Any:
+def scan(server: Keyspace, args: Args) -> Any:
     options = dict(zip(args[2::2], args[3::2], strict=True))
     pattern = options.get(b"MATCH", b"*").decode()
     return [
@@ -111,17 +109,17 @@ def scan(server: Server, args: Args) -> Any:
 
 # -- strings -----------------------------------------------------------------------------------------------------------
 @command("GET")
-def get(server: Server, args: Args) -> Any:
+def get(server: Keyspace, args: Args) -> Any:
     return server.find(args[1], bytes)
 
 
 @command("MGET")
-def mget(server: Server, args: Args) -> Any:
+def mget(server: Keyspace, args: Args) -> Any:
     return [server.find(key, bytes) for key in args[1:]]
 
 
 @command("SET", grows=True)
-def set_(server: Server, args: Args) -> Any:
+def set_(server: Keyspace, args: Args) -> Any:
     options = [a.upper() for a in args[3:]]
     if b"NX" in options and server.find(args[1]) is not None:
         return None
@@ -135,7 +133,7 @@ def set_(server: Server, args: Args) -> Any:
 
 # -- hashes ------------------------------------------------------------------------------------------------------------
 @command("HSET", grows=True)
-def hset(server: Server, args: Args) -> Any:
+def hset(server: Keyspace, args: Args) -> Any:
     if len(args) < 4 or len(args) % 2:
         raise ResponseError("wrong number of arguments for 'hset' command")
     fields = server.make(args[1], dict)
@@ -147,7 +145,7 @@ def hset(server: Server, args: Args) -> Any:
 
 
 @command("HINCRBY", grows=True)
-def hincrby(server: Server, args: Args) -> Any:
+def hincrby(server: Keyspace, args: Args) -> Any:
     fields = server.make(args[1], dict)
     try:
         value = int(fields.get(args[2], b"0")) + int(args[3])
@@ -159,7 +157,7 @@ def hincrby(server: Server, args: Args) -> Any:
 
 
 @command("HDEL")
-def hdel(server: Server, args: Args) -> Any:
+def hdel(server: Keyspace, args: Args) -> Any:
     fields = server.find(args[1], dict) or {}
     found = 0
     for name in args[2:]:
@@ -171,44 +169,44 @@ def hdel(server: Server, args: Args) -> Any:
 
 
 @command("HGET")
-def hget(server: Server, args: Args) -> Any:
+def hget(server: Keyspace, args: Args) -> Any:
     return (server.find(args[1], dict) or {}).get(args[2])
 
 
 @command("HMGET")
-def hmget(server: Server, args: Args) -> Any:
+def hmget(server: Keyspace, args: Args) -> Any:
     fields = server.find(args[1], dict) or {}
     return [fields.get(name) for name in args[2:]]
 
 
 @command("HGETALL")
-def hgetall(server: Server, args: Args) -> Any:
+def hgetall(server: Keyspace, args: Args) -> Any:
     return [x for item in (server.find(args[1], dict) or {}).items() for x in item]
 
 
 @command("HLEN")
-def hlen(server: Server, args: Args) -> Any:
+def hlen(server: Keyspace, args: Args) -> Any:
     return len(server.find(args[1], dict) or {})
 
 
 @command("HKEYS")
-def hkeys(server: Server, args: Args) -> Any:
+def hkeys(server: Keyspace, args: Args) -> Any:
     return list(server.find(args[1], dict) or {})
 
 
 @command("HEXISTS")
-def hexists(server: Server, args: Args) -> Any:
+def hexists(server: Keyspace, args: Args) -> Any:
     return int(args[2] in (server.find(args[1], dict) or {}))
 
 
 @command("HSTRLEN")
-def hstrlen(server: Server, args: Args) -> Any:
+def hstrlen(server: Keyspace, args: Args) -> Any:
     return len((server.find(args[1], dict) or {}).get(args[2], b""))
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
 @command("XADD", grows=True)
-def xadd(server: Server, args: Args) -> Any:
+def xadd(server: Keyspace, args: Args) -> Any:
     key, at, cap = args[1], 2, -1
     if args[at].upper() == b"MAXLEN":
         at += 2 if args[at + 1] in (b"~", b"=") else 1
@@ -239,7 +237,7 @@ def xadd(server: Server, args: Args) -> Any:
 
 
 @command("XDEL")
-def xdel(server: Server, args: Args) -> Any:
+def xdel(server: Keyspace, args: Args) -> Any:
     stream = server.find(args[1], Stream)
     if stream is None:
         return 0
@@ -252,7 +250,7 @@ def xdel(server: Server, args: Args) -> Any:
 
 
 @command("XTRIM")
-def xtrim(server: Server, args: Args) -> Any:
+def xtrim(server: Keyspace, args: Args) -> Any:
     stream = server.find(args[1], Stream)
     limit = args[4] if args[3] in (b"~", b"=") else args[3]
     if stream is None:
@@ -265,14 +263,14 @@ def xtrim(server: Server, args: Args) -> Any:
     return len(gone)
 
 
-def _trim(server: Server, key: bytes, stream: Stream, gone: list[StreamId]) -> None:
+def _trim(server: Keyspace, key: bytes, stream: Stream, gone: list[StreamId]) -> None:
     for entry_id in gone:
         stream.remove(entry_id)
         server.changes.append(("xdel", key, entry_id))
 
 
 @command("XINFO")
-def xinfo(server: Server, args: Args) -> Any:
+def xinfo(server: Keyspace, args: Args) -> Any:
     stream = server.find(args[2], Stream)
     if stream is None:
         raise ResponseError("no such key")
@@ -280,22 +278,22 @@ def xinfo(server: Server, args: Args) -> Any:
 
 
 @command("XLEN")
-def xlen(server: Server, args: Args) -> Any:
+def xlen(server: Keyspace, args: Args) -> Any:
     stream = server.find(args[1], Stream)
     return len(stream.ids) if stream else 0
 
 
 @command("XRANGE")
-def xrange(server: Server, args: Args) -> Any:
+def xrange(server: Keyspace, args: Args) -> Any:
     return _ranged(server, args, args[2], args[3], 1)
 
 
 @command("XREVRANGE")
-def xrevrange(server: Server, args: Args) -> Any:
+def xrevrange(server: Keyspace, args: Args) -> Any:
     return _ranged(server, args, args[3], args[2], -1)
 
 
-def _ranged(server: Server, args: Args, low: bytes, high: bytes, direction: int) -> Any:
+def _ranged(server: Keyspace, args: Args, low: bytes, high: bytes, direction: int) -> Any:
     stream = server.find(args[1], Stream)
     if stream is None:
         return []
@@ -314,7 +312,7 @@ def _exclusive(text: bytes, step: int) -> StreamId:
 
 
 @command("XREAD")
-def xread(server: Server, args: Args) -> Any:
+def xread(server: Keyspace, args: Args) -> Any:
     """BLOCK is the client's business here (simulation.client): it asks again when the stream has grown."""
     words = [a.upper() for a in args]
     count = int(args[words.index(b"COUNT") + 1]) if b"COUNT" in words else None
@@ -338,7 +336,7 @@ def _text(entry_id: StreamId) -> bytes:
 
 # -- sorted sets -------------------------------------------------------------------------------------------------------
 @command("ZADD", grows=True)
-def zadd(server: Server, args: Args) -> Any:
+def zadd(server: Keyspace, args: Args) -> Any:
     at, flags = 2, set()
     while args[at].upper() in (b"XX", b"NX", b"GT", b"LT", b"CH"):
         flags.add(args[at].upper())
@@ -358,18 +356,18 @@ def zadd(server: Server, args: Args) -> Any:
 
 
 @command("ZREM")
-def zrem(server: Server, args: Args) -> Any:
+def zrem(server: Keyspace, args: Args) -> Any:
     members = server.find(args[1], SortedSet)
     return _removed(server, args[1], members, args[2:]) if members else 0
 
 
 @command("ZREMRANGEBYSCORE")
-def zremrangebyscore(server: Server, args: Args) -> Any:
+def zremrangebyscore(server: Keyspace, args: Args) -> Any:
     members = server.find(args[1], SortedSet)
     return _removed(server, args[1], members, [m for _, m in members.within(args[2], args[3])]) if members else 0
 
 
-def _removed(server: Server, key: bytes, members: SortedSet, names: Sequence[bytes]) -> int:
+def _removed(server: Keyspace, key: bytes, members: SortedSet, names: Sequence[bytes]) -> int:
     found = 0
     for name in names:
         if members.remove(name):
@@ -380,27 +378,27 @@ def _removed(server: Server, key: bytes, members: SortedSet, names: Sequence[byt
 
 
 @command("ZSCORE")
-def zscore(server: Server, args: Args) -> Any:
+def zscore(server: Keyspace, args: Args) -> Any:
     members = server.find(args[1], SortedSet)
     score = members.scores.get(args[2]) if members else None
     return None if score is None else number_text(score)
 
 
 @command("ZCARD")
-def zcard(server: Server, args: Args) -> Any:
+def zcard(server: Keyspace, args: Args) -> Any:
     members = server.find(args[1], SortedSet)
     return len(members.order) if members else 0
 
 
 @command("ZCOUNT")
-def zcount(server: Server, args: Args) -> Any:
+def zcount(server: Keyspace, args: Args) -> Any:
     members = server.find(args[1], SortedSet)
     return len(members.within(args[2], args[3])) if members else 0
 
 
 @command("ZRANGE")
 @command("ZREVRANGE")
-def zrange(server: Server, args: Args) -> Any:
+def zrange(server: Keyspace, args: Args) -> Any:
     members = server.find(args[1], SortedSet)
     items = list(members.order) if members else []
     options = [a.upper() for a in args[4:]]
@@ -411,7 +409,7 @@ def zrange(server: Server, args: Args) -> Any:
 
 
 @command("ZRANGEBYSCORE")
-def zrangebyscore(server: Server, args: Args) -> Any:
+def zrangebyscore(server: Keyspace, args: Args) -> Any:
     members = server.find(args[1], SortedSet)
     items = members.within(args[2], args[3]) if members else []
     options = [a.upper() for a in args[4:]]

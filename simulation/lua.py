@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from lupa import lua51
 from redis.exceptions import ResponseError
 
 from simulation.branches import MARKS, marked
 
-if TYPE_CHECKING:
-    from simulation.server import Server
-
 # Arguments and replies cross the border as they are: bytes are Lua strings, None is false, a status is {ok = ...}.
+Call = Callable[[bytes, Sequence[bytes]], Any]
+"""Runs one command of a script: (name, the whole command) -> its reply."""
+
 _PRELUDE = """
 local call, pcalled = ...
 redis = {
@@ -47,7 +47,7 @@ class Engine:
 
     def __init__(self) -> None:
         self._lua = lua51.LuaRuntime(encoding=None, unpack_returned_tuples=True)
-        self._server: Server | None = None
+        self._command: Call | None = None
         self._compile, self._enter = self._lua.execute(_PRELUDE, self._call, self._pcall)
         self._table = self._lua.table_from
         self._marks = self._lua.globals()[MARKS.encode()] = self._lua.table()
@@ -71,9 +71,9 @@ class Engine:
             self._marks[mark] = None
         return found
 
-    def run(self, server: Server, function: Any, keys: Sequence[bytes], args: Sequence[bytes]) -> Any:
+    def run(self, call: Call, function: Any, keys: Sequence[bytes], args: Sequence[bytes]) -> Any:
         """EVALSHA: the script's reply as the client gets it."""
-        self._server = server
+        self._command = call
         try:
             reply = self._enter(function, self._table(keys), self._table(args))
             # Several values come as a tuple, a single one as it is: the flag of an empty list.
@@ -87,14 +87,14 @@ class Engine:
             raise ResponseError(f"{problem} script: error") from None
 
     def _call(self, name: bytes, *args: Any) -> Any:
-        server = self._server
-        if server is None:
+        run = self._command
+        if run is None:
             raise RuntimeError("no server runs this script")
         command = [name, *args]
         for i, arg in enumerate(args, 1):
             if type(arg) is not bytes:
                 command[i] = _number(arg)
-        reply = server.call(name, command)
+        reply = run(name, command)
         return reply if type(reply) is bytes or type(reply) is int else self._value(reply)
 
     def _pcall(self, name: bytes, *args: Any) -> Any:

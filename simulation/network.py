@@ -33,9 +33,10 @@ from rlbuffer.store.limits import Limits
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.script import Script
 from simulation.client import SimulatedClient
+from simulation.keyspace import error
 from simulation.plan import FAULTS, Plan
 from simulation.scheduler import Killed, Process, Scheduler
-from simulation.server import WRITES, Command, Server, error
+from simulation.server import WRITES, Command, Server
 
 LATEST_SECONDS = 2.0
 READONLY = "READONLY You can't write against a read only replica."

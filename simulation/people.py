@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rlbuffer.errors import EpochChanged, LeaseLost, NotFound, RunGone, StepRetired
 from rlbuffer.records.step_plan import Drop
-from rlbuffer.store.protocol import PoolEntry
+from rlbuffer.store.records import PoolEntry
 from rlbuffer.store.session import text
-from simulation.actors import AWAY, Host
+from simulation.host import AWAY, Host, World
 from simulation.scheduler import Process
-
-if TYPE_CHECKING:
-    from simulation.world import World
 
 
 # -- operator ----------------------------------------------------------------------------------------------------------

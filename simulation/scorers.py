@@ -16,7 +16,8 @@ from rlbuffer.config.settings import ScoreSettings
 from rlbuffer.errors import PushGivenUp
 from rlbuffer.records.group import Group
 from rlbuffer.scorer.loop import POLL_SECONDS, _Found, _Scorer
-from simulation.actors import AWAY, NEED, Host
+from simulation.actors import NEED
+from simulation.host import AWAY, Host
 from simulation.scheduler import Process
 
 

@@ -11,47 +11,34 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from redis._parsers.base import BaseParser
 from redis.exceptions import ResponseError
 
 from simulation.commands import COMMANDS, GROWING
+from simulation.keyspace import Keyspace, error
 from simulation.lua import Engine
-from simulation.values import SortedSet, Stream
 
 Command = Sequence[bytes]
-Change = tuple[str, bytes, Any]
-"""What kind (``hash``, ``xadd``, ``xdel``, ``zset``, ``string``, ``ttl``, ``gone``), key, and field, id or member."""
 
 WRITES = GROWING | {b"DEL", b"UNLINK", b"RENAME", b"PEXPIRE", b"PERSIST", b"HDEL", b"XDEL", b"XTRIM", b"ZREM"}
 WRITES |= {b"ZREMRANGEBYSCORE"}
 OOM = "OOM command not allowed when used memory > 'maxmemory'."
 
 
-class Server:
+class Server(Keyspace):
     """The modelled server.
 
-    `clock` gives Unix seconds. `on_event(commands, replies)` is called after each execution: a command, a script, or a
+    `on_event(commands, replies)` is called after each execution: a command, a script, or a
     whole MULTI.
     """
 
     def __init__(self, clock: Callable[[], float], engine: Engine) -> None:
-        self.clock = clock
-        self.data: dict[bytes, Any] = {}
-        self.expiry: dict[bytes, int] = {}
-        """key -> Unix milliseconds."""
+        super().__init__(clock)
         self.scripts: dict[bytes, tuple[str, Any, bool]] = {}
         """sha -> text, compiled function, whether it may run at the memory limit."""
-        self.starts = 1
-        """Times that it was started: who it is."""
         self.is_full = False
         """At the memory limit."""
         self.refusal = ""
         """The error that every write gets; LOADING and CLUSTERDOWN are for everything."""
-        self.used, self.limit = 1_000_000, 0
-        """Memory, and its limit: 0 for none. Of what is in use only this number is modelled."""
-        self.changes: list[Change] = []
-        self.waiting: dict[bytes, list[Callable[[], None]]] = {}
-        """Stream -> who wants to know of its next entry, once."""
         self.on_event: Callable[[Sequence[Command], list[Any]], None] = lambda commands, replies: None
         self.before_event: Callable[[Sequence[Command]], None] = lambda commands: None
         """Called before a script runs."""
@@ -115,50 +102,7 @@ class Server:
         if self.is_full and not may_grow:
             raise error("OOM allow-oom flag is not set on the script, can not run it when used memory > 'maxmemory'")
         keys = int(command[2])
-        return self._engine.run(self, function, command[3 : 3 + keys], command[3 + keys :])
-
-    # -- keyspace --------------------------------------------------------------------------------------------------
-    def now_ms(self) -> int:
-        return int(self.clock() * 1000)
-
-    def find(self, key: bytes, kind: type | None = None) -> Any:
-        """The value of a key, None when there is none."""
-        expiry = self.expiry.get(key)
-        if expiry is not None and expiry <= self.now_ms():
-            self.delete(key)
-        value = self.data.get(key)
-        if value is not None and kind is not None and type(value) is not kind:
-            raise error("WRONGTYPE Operation against a key holding the wrong kind of value")
-        return value
-
-    def make(self, key: bytes, kind: type) -> Any:
-        """The value of a key, a new one when there is none."""
-        value = self.find(key, kind)
-        if value is None:
-            value = self.data[key] = kind()
-        return value
-
-    def delete(self, key: bytes) -> bool:
-        self.expiry.pop(key, None)
-        if self.data.pop(key, None) is None:
-            return False
-        self.changes.append(("gone", key, None))
-        return True
-
-    def tidy(self, key: bytes) -> None:
-        """Empty hashes and sorted sets are no keys; empty streams are."""
-        value = self.data.get(key)
-        if (
-            value is not None
-            and not isinstance(value, Stream)
-            and not (value.scores if isinstance(value, SortedSet) else value)
-        ):
-            self.delete(key)
-
-    def announce(self, key: bytes) -> None:
-        """Wakes who waits for an entry of a stream."""
-        for wake in self.waiting.pop(key, ()):
-            wake()
+        return self._engine.run(self.call, function, command[3 : 3 + keys], command[3 + keys :])
 
     # -- what happens to servers -----------------------------------------------------------------------------------
     def restart(self) -> None:
@@ -176,9 +120,3 @@ class Server:
         self.data = {k: v if isinstance(v, bytes) else v.copy() for k, v in data.items()}
         self.expiry = dict(expiry)
         self.restart()
-
-
-def error(text: str) -> ResponseError:
-    """An error reply as redis-py raises it."""
-    made: ResponseError = BaseParser.parse_error(text)
-    return made

@@ -16,10 +16,11 @@ from typing import Any
 
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.redis_store import RedisStore
-from simulation.actors import Host, Trainer, Worker, batcher
+from simulation.actors import Trainer, Worker, batcher
 from simulation.asking import ask, end, push_more
 from simulation.circumstances import OWN_FAULT, come_first, copier, fill, planner, stranger
 from simulation.defects import Defects
+from simulation.host import Host
 from simulation.invariants import Invariants
 from simulation.lua import Engine
 from simulation.network import LATEST_SECONDS, Network, SimulatedConnection

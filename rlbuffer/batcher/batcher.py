@@ -35,7 +35,7 @@ from rlbuffer.batcher.situation import Situation
 from rlbuffer.batcher.spillover import Patience
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import RlbufferError
-from rlbuffer.records.rollout import GroupInfo
+from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.step_plan import Decision, Drop, Plan, StepPlan
 
 

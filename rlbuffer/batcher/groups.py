@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from rlbuffer.records.info import are_flat
-from rlbuffer.records.rollout import REASONS, GroupInfo, RolloutInfo
+from rlbuffer.records.info import GroupInfo, RolloutInfo, are_flat
+from rlbuffer.records.rollout import REASONS
 from rlbuffer.records.step_plan import Drop, EntryUse
 
 REWARD = "reward"

@@ -17,7 +17,7 @@ from rlbuffer.batcher.groups import GroupState, Rejected, drop_part
 from rlbuffer.batcher.ordering import PriorityIndex, Selector, priority_of
 from rlbuffer.config.batcher import BatcherConfig, remembered_steps
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.rollout import GroupInfo
+from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.step_plan import Drop
 
 TOMBSTONE_SECONDS = 3600.0

@@ -13,7 +13,7 @@ from rlbuffer.batcher.groups import GroupState
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.packing.planner import plan
-from rlbuffer.records.rollout import RolloutInfo
+from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.step_plan import AdapterProgress, Normalizers, Plan, RolloutRef, StepPlan
 
 

@@ -28,7 +28,8 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import BatchTimeout, ConfigError, RlbufferError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.payloads import Trainable
-from rlbuffer.store.protocol import Ledger, Report, Store
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import Ledger, Report
 from rlbuffer.store.redis_store import open_store
 
 URL_VARIABLE = "RLBUFFER_REDIS_URL"

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from rlbuffer.client.filters import parse
 from rlbuffer.client.views import pending_groups
 from rlbuffer.records.step_plan import Drop
-from rlbuffer.store.protocol import PoolEntry, Store
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import PoolEntry
 
 
 # -- drop --------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from typing import Any
 from rlbuffer.errors import AttemptForgotten, EpochChanged, RunGone, ServerRefused, TrainerAhead
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.moves.recovery import pack_step, unpack_step
-from rlbuffer.store.protocol import Claim, Meta, Store, TrainedStep
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import Claim, Meta, TrainedStep
 
 REMEMBERED_STEPS = 8
 """Steps that are handed back at most: with AOF every second a server loses one or two seconds of them."""

@@ -33,13 +33,15 @@ from rlbuffer.errors import (
 )
 from rlbuffer.narration.waiting import for_step
 from rlbuffer.packing.arena import Arena
+from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.further_columns import ColumnSpec, column_spec
-from rlbuffer.packing.pack import PackItem, assemble, redeal
+from rlbuffer.packing.planner import redeal
 from rlbuffer.records.micro_batch import Sample, Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_plan import Normalizers, Plan
 from rlbuffer.store.payloads import Trainable, read_rollouts
-from rlbuffer.store.protocol import PartRollout, StepHeader, Store
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import PartRollout, StepHeader
 from rlbuffer.wire import payload
 
 BLOCK_SECONDS = 1.0

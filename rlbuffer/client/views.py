@@ -12,9 +12,10 @@ from statistics import fmean
 from typing import Any
 
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
-from rlbuffer.records.rollout import RolloutInfo
+from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.step_plan import version_trained
-from rlbuffer.store.protocol import PartRollout, PoolEntry, StepHeader, Store
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import PartRollout, PoolEntry, StepHeader
 from rlbuffer.wire import payload
 
 VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")

@@ -30,8 +30,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.records.checks import as_integer
 from rlbuffer.records.group import Group, Pushed, Ticket
-from rlbuffer.records.info import check_producer
-from rlbuffer.records.rollout import ENV_NAME
+from rlbuffer.records.info import ENV_NAME, check_producer
 from rlbuffer.records.truncation import truncated_group
 from rlbuffer.store.protocol import Store
 

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from rlbuffer.config.fractions import Points, _read_budget, _read_flat, budgets_at
 from rlbuffer.config.refusal import _refusing_as_config_error
 from rlbuffer.errors import ConfigError
-from rlbuffer.records.rollout import ENV_NAME
+from rlbuffer.records.info import ENV_NAME
 
 ESTIMATOR_NAMES = ("rloo", "grpo", "dr_grpo", "max_rl", "opo", "reinforce", "length_penalty")
 """Built-in estimators of advantages (:mod:`rlbuffer.batcher.advantages`)."""

@@ -19,7 +19,8 @@ from rlbuffer.packing.further_columns import ColumnSpec
 from rlbuffer.packing.step_columns import Columns
 from rlbuffer.records.step_plan import StepPlan
 from rlbuffer.store.payloads import Trainable, read_rollouts
-from rlbuffer.store.protocol import PartRollout, PoolEntry, Store
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import PartRollout, PoolEntry
 
 WATCHED_STEPS = 64
 """Payloads are looked into until so many steps were committed since the last bad one."""

@@ -28,7 +28,8 @@ from rlbuffer.narration import waiting
 from rlbuffer.packing.step_columns import agree
 from rlbuffer.records.step_plan import Decision, StepPlan
 from rlbuffer.store.moves.recovery import ATTEMPT_SECONDS
-from rlbuffer.store.protocol import Attempt, Store
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import Attempt
 
 POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""

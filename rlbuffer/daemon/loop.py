@@ -32,7 +32,8 @@ from rlbuffer.errors import (
     ServerUnreachable,
 )
 from rlbuffer.narration import waiting
-from rlbuffer.store.protocol import Lease, Meta, Store
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import Lease, Meta
 
 LEASE_SECONDS = 5.0
 """A leader that is silent for this long may be replaced."""

@@ -30,7 +30,8 @@ from rlbuffer.daemon.memory_rules import (
 )
 from rlbuffer.errors import ConfigError
 from rlbuffer.store.keys import EARLY_SHARE
-from rlbuffer.store.protocol import Attempt, Meta, StepHeader, Store
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import Attempt, Meta, StepHeader
 
 HURRY_SECONDS = 0.1
 """How often the server is looked at while its memory may become short; :data:`TELEMETRY_SECONDS` otherwise."""

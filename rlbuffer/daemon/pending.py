@@ -14,7 +14,8 @@ from rlbuffer.daemon.events import Teller
 from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.records.step_plan import Drop, StepPlan
 from rlbuffer.store.moves.pool import AHEAD_MS
-from rlbuffer.store.protocol import PoolEntry, Store
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import PoolEntry
 
 PAGE = 1000
 """Pool entries per read."""

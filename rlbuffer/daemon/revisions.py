@@ -16,7 +16,8 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.config_changes import changes, check_change, config_digest
 from rlbuffer.daemon.events import Emit
 from rlbuffer.errors import ConfigChanged, ConfigError
-from rlbuffer.store.protocol import Meta, Store
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import Meta
 
 TRIES = 5
 """Times that a re-read config is asked for when others ask at the same moment."""

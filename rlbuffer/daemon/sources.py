@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from rlbuffer.batcher.batcher import Batcher
-from rlbuffer.store.protocol import Sources, Store
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import Sources
 
 SOURCES_SECONDS = 0.5
 """How often the leader looks."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from rlbuffer.store.protocol import Meta, Store
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import Meta
 
 ASKED_SECONDS = 0.5
 """How often the leader looks."""

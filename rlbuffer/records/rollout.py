@@ -35,15 +35,9 @@ from rlbuffer.records.checks import (
     shown,
 )
 from rlbuffer.records.columns import COLUMN_NAME, MAX_ARRAYS, REQUIRED_COLUMNS, as_column
-from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.info import (
-    ENV_NAME,
-    GROUP_ID,
     MAX_ROLLOUT_ID,
-    GroupInfo,
-    RolloutInfo,
 )
-from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import Turn, VersionSpan, as_spans, as_turns
 
 _T = TypeVar("_T")
@@ -301,23 +295,3 @@ def _named(rollout: Rollout, rollout_id: str) -> Rollout:
     for f in fields(rollout):
         object.__setattr__(copy, f.name, rollout_id if f.name == "rollout_id" else getattr(rollout, f.name))
     return copy
-
-
-FIELD_NAMES = {cls.__name__: frozenset(f.name for f in fields(cls)) for cls in (Rollout, Group)}
-"""Names that a line of ``rlbuffer push`` may use."""
-
-__all__ = [
-    "ENV_NAME",
-    "FIELD_NAMES",
-    "GROUP_ID",
-    "REASONS",
-    "Group",
-    "GroupInfo",
-    "PolicyVersion",
-    "Pushed",
-    "Rollout",
-    "RolloutInfo",
-    "Ticket",
-    "Turn",
-    "VersionSpan",
-]

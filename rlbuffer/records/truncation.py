@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import Rollout, Turn, VersionSpan
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import Turn, VersionSpan
 
 
 def truncated(rollout: Rollout, length: int) -> Rollout:

@@ -195,7 +195,7 @@ class _Look:
 
     def worker(self, name: str, options: WorkerSettings) -> Iterator[Mistake]:
         """Its Python, its sampler, its env."""
-        from rlbuffer.worker.samplers import check_options
+        from rlbuffer.worker.samplers.options import check_options
 
         if options.sampler != "openai":
             yield from self.gpus(

@@ -28,7 +28,7 @@ from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.scorer.heartbeat import CLAIM_SECONDS, Beat
 from rlbuffer.scorer.rewards import RewardFailed, Rewards, make_rewards
-from rlbuffer.store.protocol import PoolEntry
+from rlbuffer.store.records import PoolEntry
 from rlbuffer.wire import payload
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from rlbuffer.config.settings import INITIAL_MODEL, RunSettings, ScoreSettings
 from rlbuffer.errors import ConfigError, InvalidRollout
-from rlbuffer.packing.pack import pack, plan
+from rlbuffer.packing.pack import pack
+from rlbuffer.packing.planner import plan
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare, vocabulary_of
 from rlbuffer.trainer.update.update import trained_tokens

@@ -13,7 +13,8 @@ from rlbuffer.errors import PayloadError
 from rlbuffer.packing.assembly import fits
 from rlbuffer.packing.further_columns import ColumnSpec
 from rlbuffer.records.rollout import Rollout
-from rlbuffer.store.protocol import PartRollout, Store
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import PartRollout
 from rlbuffer.wire import payload
 
 FETCH_BYTES = 64 * 2**20

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlbuffer.records.rollout import GroupInfo, RolloutInfo
+from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.step_plan import AdapterProgress
 
 

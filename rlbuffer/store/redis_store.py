@@ -17,7 +17,7 @@ from rlbuffer.store.moves.scoring import ClaimMoves
 from rlbuffer.store.moves.telemetry import Telemetry
 from rlbuffer.store.moves.tickets import TicketMoves
 from rlbuffer.store.moves.visits import Visits
-from rlbuffer.store.protocol import Report
+from rlbuffer.store.records import Report
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS
 from rlbuffer.store.verify.verify import verify

@@ -15,7 +15,8 @@ import numpy as np
 
 from rlbuffer.batcher.advantages import advantage
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.packing.pack import PackItem, assemble, plan
+from rlbuffer.packing.assembly import PackItem, assemble
+from rlbuffer.packing.planner import plan
 from rlbuffer.records.micro_batch import Sample, Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout

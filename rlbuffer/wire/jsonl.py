@@ -12,6 +12,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import shown
 from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import FIELD_NAMES, Rollout, Turn, VersionSpan
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import Turn, VersionSpan
 
 _NEEDED = {
     "Group": ("group_id", "env", "prompt_id", "planned_size", "rollouts"),
@@ -32,6 +34,9 @@ _WHY = {
     "version_spans": "which policy version sampled which tokens, as [[version, start, end], ...]",
 }
 _INT32 = np.iinfo(np.int32)
+
+FIELD_NAMES = {cls.__name__: frozenset(f.name for f in fields(cls)) for cls in (Rollout, Group)}
+"""Names that a line of ``rlbuffer push`` may use."""
 
 
 def group_from_line(line: str | bytes) -> Group:

@@ -30,7 +30,9 @@ from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.checks import MAX_ITEMS
 from rlbuffer.records.columns import COLUMN_DTYPES, MAX_ARRAYS, MAX_DIMENSIONS, REQUIRED_COLUMNS
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import GroupInfo, Rollout, RolloutInfo, Turn
+from rlbuffer.records.info import GroupInfo, RolloutInfo
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import Turn
 from rlbuffer.wire.bounded_msgpack import check as check
 from rlbuffer.wire.bounded_msgpack import dumps as dumps
 from rlbuffer.wire.bounded_msgpack import loads as loads

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from rlbuffer.config.settings import TrainerSettings
-from rlbuffer.packing.pack import PackItem, assemble
+from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
 from rlbuffer.records.rollout import Rollout

@@ -15,7 +15,7 @@ from aof import Written
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.records.micro_batch import digest_step
-from rlbuffer.store.protocol import EnvLedger
+from rlbuffer.store.records import EnvLedger
 
 Totals = dict[str, tuple[int, int]]
 """env -> rollouts, tokens."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.step_format import decode_part
-from rlbuffer.store.protocol import StepPart
+from rlbuffer.store.records import StepPart
 
 EMPTY_BASE_BYTES = 512
 """An append-only file begins with a snapshot of an empty server, about 90 bytes; a larger one means a rewrite."""

@@ -23,7 +23,7 @@ from outcome import Outcome, Say
 from own_server import OwnServer
 
 from rlbuffer.client.buffer import Buffer
-from rlbuffer.store.protocol import EnvLedger
+from rlbuffer.store.records import EnvLedger
 from rlbuffer.testing import make_group
 
 RUN, OTHER = "tiny", "other"

@@ -10,7 +10,7 @@ from store_runs import Run, plan_of
 
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_plan import Drop
-from rlbuffer.store.protocol import Claim, TrainedStep
+from rlbuffer.store.records import Claim, TrainedStep
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.testing import make_group
 

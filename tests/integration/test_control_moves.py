@@ -10,7 +10,7 @@ from store_runs import Run
 
 from rlbuffer.errors import ConfigChanged, LeaseLost
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.protocol import Claim
+from rlbuffer.store.records import Claim
 
 pytest_plugins = ("store_fixtures",)
 

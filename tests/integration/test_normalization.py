@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlbuffer.config.settings import TrainerSettings
-from rlbuffer.packing.pack import PackItem, assemble
+from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.records.micro_batch import MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers, Plan

@@ -22,7 +22,7 @@ from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.protocol import Claim
+from rlbuffer.store.records import Claim
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.server import embedded as servers
 from rlbuffer.testing import make_group

@@ -28,7 +28,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_plan import EntryUse, RolloutRef
-from rlbuffer.store.protocol import Claim, TrainedStep
+from rlbuffer.store.records import Claim, TrainedStep
 from rlbuffer.testing import make_group
 
 pytest_plugins = ("store_fixtures",)

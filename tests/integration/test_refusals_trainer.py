@@ -28,15 +28,8 @@ from rlbuffer.trainer.pulls import Pulls
 from rlbuffer.trainer.ranks.agreement import Agreement, Verdict
 from rlbuffer.trainer.session import Session, device_of
 from rlbuffer.trainer.update.update import take_step, trained_tokens
-from rlbuffer.weights.files import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    load_state,
-    open_weights,
-    publish,
-    publish_base,
-    read_config,
-)
+from rlbuffer.weights.files import load_state, open_weights, publish, publish_base, read_config
+from rlbuffer.weights.layout import CONFIG_FILE, WEIGHTS_FILE
 from rlbuffer.weights.model import build_model
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from rlbuffer.config.sampling import BENT, REASONS
 from rlbuffer.errors import ConfigError
 from rlbuffer.run.loading import load
-from rlbuffer.worker.samplers import check_options
+from rlbuffer.worker.samplers.options import check_options
 
 ALLOWED = ("temperature", "top_p", "max_new_tokens")
 OF_A_MODEL = sorted(set(GenerationConfig().to_dict()) - set(ALLOWED))

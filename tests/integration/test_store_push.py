@@ -10,7 +10,7 @@ from store_runs import Run
 
 from rlbuffer.client.writer import Writer
 from rlbuffer.errors import ConfigError, ProducerGap, RunGone, ServerRefused
-from rlbuffer.store.protocol import PartRollout
+from rlbuffer.store.records import PartRollout
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 

@@ -15,7 +15,7 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_plan import Drop, StepPlan
-from rlbuffer.store.protocol import Claim, EnvLedger, PoolEntry, TrainedStep
+from rlbuffer.store.records import Claim, EnvLedger, PoolEntry, TrainedStep
 from rlbuffer.testing import make_group
 
 pytest_plugins = ("store_fixtures",)

@@ -9,7 +9,7 @@ from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
 from rlbuffer.errors import EpochChanged
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.protocol import Claim
+from rlbuffer.store.records import Claim
 from rlbuffer.testing import make_group
 
 pytest_plugins = ("store_fixtures",)

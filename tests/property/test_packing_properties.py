@@ -9,9 +9,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlbuffer.packing.pack import Arena, PackItem, assemble, fewest_rows, pack, plan, redeal
+from rlbuffer.packing.arena import Arena
+from rlbuffer.packing.assembly import PackItem, assemble
+from rlbuffer.packing.pack import pack
+from rlbuffer.packing.planner import fewest_rows, plan, redeal
 from rlbuffer.records.micro_batch import MicroBatch, Sample
-from rlbuffer.records.rollout import Rollout, VersionSpan
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.records.step_plan import Normalizers, Plan
 
 examples = settings(derandomize=True, deadline=None, max_examples=150)

@@ -23,7 +23,7 @@ from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import RlbufferError, ServerUnreachable
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_plan import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
-from rlbuffer.store.protocol import PoolEntry
+from rlbuffer.store.records import PoolEntry
 from rlbuffer.store.redis_store import open_store
 from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group

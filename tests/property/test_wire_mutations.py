@@ -16,17 +16,12 @@ import pytest
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo, totals_of
-from rlbuffer.records.rollout import Rollout, Turn, VersionSpan
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.testing import make_group
-from rlbuffer.wire.payload import (
-    decode_group_payload,
-    decode_info,
-    decode_infos,
-    decode_rollout,
-    encode_info,
-    encode_push,
-    encode_rollout,
-)
+from rlbuffer.wire.metadata import decode_info, encode_info
+from rlbuffer.wire.metadata_pages import decode_infos
+from rlbuffer.wire.payload import decode_group_payload, decode_rollout, encode_push, encode_rollout
 
 HEADER = struct.Struct("<4sHHIIII")
 MUTATIONS = 10_000

@@ -14,15 +14,11 @@ from rlbuffer.errors import PayloadError
 from rlbuffer.records.checks import MAX_NUMBER
 from rlbuffer.records.columns import COLUMN_DTYPES
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import Rollout, Turn, VersionSpan
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.wire.bounded_msgpack import dumps, loads
-from rlbuffer.wire.payload import (
-    decode_group_payload,
-    decode_info,
-    decode_rollout,
-    encode_push,
-    encode_rollout,
-)
+from rlbuffer.wire.metadata import decode_info
+from rlbuffer.wire.payload import decode_group_payload, decode_rollout, encode_push, encode_rollout
 
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True).filter(
     lambda n: n not in ("tokens", "loss_mask", "logprobs")

@@ -12,7 +12,8 @@ import pytest
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import GroupInfo, RolloutInfo, Totals, totals_of
-from rlbuffer.wire.payload import decode_info, decode_infos, encode_info
+from rlbuffer.wire.metadata import decode_info, encode_info
+from rlbuffer.wire.metadata_pages import decode_infos
 
 REWARD = 16
 """Where a row's reward begins."""

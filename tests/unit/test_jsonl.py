@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.rollout import FIELD_NAMES, Turn, VersionSpan
-from rlbuffer.wire.jsonl import group_from_dict, group_from_line
+from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.wire.jsonl import FIELD_NAMES, group_from_dict, group_from_line
 from rlbuffer.wire.payload import encode_push
 
 

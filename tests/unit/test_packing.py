@@ -10,9 +10,13 @@ import pytest
 
 from rlbuffer.errors import PackingError
 from rlbuffer.packing import further_columns
-from rlbuffer.packing.pack import Arena, PackItem, assemble, pack, register_column
+from rlbuffer.packing.arena import Arena
+from rlbuffer.packing.assembly import PackItem, assemble
+from rlbuffer.packing.further_columns import register_column
+from rlbuffer.packing.pack import pack
 from rlbuffer.records.micro_batch import MicroBatch, Sample
-from rlbuffer.records.rollout import Rollout, VersionSpan
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.records.step_plan import Normalizers
 
 COUNTS = Normalizers(loss_tokens=1, rollouts=1, groups=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from test_packing import make_item, one
 
-from rlbuffer.packing.pack import assemble
+from rlbuffer.packing.assembly import assemble
 from rlbuffer.records.micro_batch import MicroBatch, Step
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import PackingError, RlbufferError
-from rlbuffer.packing.pack import fewest_rows, plan, redeal
+from rlbuffer.packing.planner import fewest_rows, plan, redeal
 from rlbuffer.records.step_plan import Plan
 
 

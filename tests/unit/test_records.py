@@ -10,8 +10,8 @@ import pytest
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import plain
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import Rollout, Turn, VersionSpan
-from rlbuffer.records.spans import MAX_SPANS
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import MAX_SPANS, Turn, VersionSpan
 from rlbuffer.testing import make_group
 
 BYTES = np.array([0, 1, 2, 1], np.uint8)

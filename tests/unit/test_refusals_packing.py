@@ -14,7 +14,7 @@ import pytest
 from rlbuffer.batcher import budget
 from rlbuffer.batcher.advantages import advantage
 from rlbuffer.errors import InvalidRollout, PackingError, PayloadError, RlbufferError
-from rlbuffer.packing.pack import PackItem, assemble
+from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.records.columns import as_column
 from rlbuffer.records.micro_batch import Sample
 from rlbuffer.records.rollout import Rollout

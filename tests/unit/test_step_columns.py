@@ -9,7 +9,7 @@ from rlbuffer.packing.step_columns import agree
 from rlbuffer.records.group import Group
 from rlbuffer.records.step_plan import Normalizers, Plan, RolloutRef, StepPlan
 from rlbuffer.testing import make_group
-from rlbuffer.wire.payload import decode_info, encode_info
+from rlbuffer.wire.metadata import decode_info, encode_info
 
 
 def group(seed: int, size: int = 1, **columns: Any) -> Group:

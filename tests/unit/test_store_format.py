@@ -22,7 +22,7 @@ from rlbuffer.store.moves.step_format import (
     part_records,
     step_digest,
 )
-from rlbuffer.store.protocol import EnvLedger, Ledger, Meta, PoolEntry
+from rlbuffer.store.records import EnvLedger, Ledger, Meta, PoolEntry
 from rlbuffer.store.session import script_text
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload

@@ -13,7 +13,8 @@ import torch
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.weights.files import ABANDONED_SECONDS, load_state, open_weights, publish, read_config, versions
+from rlbuffer.weights.files import ABANDONED_SECONDS, load_state, open_weights, publish, read_config
+from rlbuffer.weights.layout import versions
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of, load_into, model_from_config
 
 CONFIG = {"model_type": "qwen3"}

@@ -11,17 +11,15 @@ import pytest
 
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import Rollout, RolloutInfo
+from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.testing import make_group
 from rlbuffer.wire.bounded_msgpack import dumps, loads
+from rlbuffer.wire.metadata import MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, decode_info, encode_info
 from rlbuffer.wire.payload import (
-    MAX_METADATA_BYTES,
-    MAX_PAYLOAD_BYTES,
     decode_group_payload,
-    decode_info,
     decode_rollout,
     encode_group_payload,
-    encode_info,
     encode_push,
     encode_rollout,
     payload_checksum,

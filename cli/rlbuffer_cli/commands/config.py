@@ -14,7 +14,7 @@ from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
-    from rlbuffer.store.protocol import Meta
+    from rlbuffer.store.records import Meta
 
 POLL_SECONDS = 0.1
 _SECRET = re.compile(r"\.environment\.|(?:^|[._])(?:api_?key|password|secret|token|credentials?)$", re.IGNORECASE)

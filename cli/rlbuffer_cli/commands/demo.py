@@ -17,7 +17,7 @@ from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
-    from rlbuffer.store.protocol import Ledger
+    from rlbuffer.store.records import Ledger
     from rlbuffer_cli.render.watch import Watch
 
 EDGE_STEPS = 10

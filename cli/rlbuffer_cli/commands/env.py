@@ -118,7 +118,7 @@ def _check_known(buffer: Buffer, env: str) -> None:
 
 
 def _check(env: str) -> None:
-    from rlbuffer.records.rollout import ENV_NAME
+    from rlbuffer.records.info import ENV_NAME
 
     if not ENV_NAME.match(env):
         raise click.UsageError(f"{env!r} is not an env name: {ENV_NAME.pattern[:-2]}")

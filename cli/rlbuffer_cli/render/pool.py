@@ -17,7 +17,8 @@ from rlbuffer_cli.render.text import bar, show_table, sparkline, utc, wrapped
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.views import GroupView
-    from rlbuffer.store.protocol import EnvLedger, Ledger, Store
+    from rlbuffer.store.protocol import Store
+    from rlbuffer.store.records import EnvLedger, Ledger
 
 EVERY_PENDING = 10**9
 FRESH_SECONDS = 6.0
@@ -145,7 +146,7 @@ def last_seen(store: Store) -> dict[str, float]:
 
 
 def _empty() -> EnvLedger:
-    from rlbuffer.store.protocol import EnvLedger
+    from rlbuffer.store.records import EnvLedger
 
     return EnvLedger()
 

@@ -16,7 +16,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.moves.recovery import encode_claim
-from rlbuffer.store.protocol import Attempt, Claim
+from rlbuffer.store.records import Attempt, Claim
 from rlbuffer.store.session import Session, text
 from rlbuffer.wire import payload
 

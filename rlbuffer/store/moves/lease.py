@@ -8,7 +8,7 @@ from typing import Any
 
 from rlbuffer.config.batcher import remembered_steps
 from rlbuffer.errors import RunGone
-from rlbuffer.store.protocol import Lease
+from rlbuffer.store.records import Lease
 from rlbuffer.store.session import MINIMUM_TOMBSTONE_MS, Session, text
 from rlbuffer.wire import payload
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlbuffer.store.protocol import EnvLedger, Ledger
+from rlbuffer.store.records import EnvLedger, Ledger
 from rlbuffer.store.session import text
 
 UNITS = ("rollouts", "tokens")

@@ -12,7 +12,7 @@ from typing import Any
 from rlbuffer.errors import ConfigChanged, RunGone
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.moves.pool import PoolMoves
-from rlbuffer.store.protocol import Meta, PoolEntry
+from rlbuffer.store.records import Meta, PoolEntry
 from rlbuffer.store.session import Session, text
 from rlbuffer.wire import payload
 

@@ -21,7 +21,7 @@ from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo, unfrozen
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.keys import SUFFIX, Keys
-from rlbuffer.store.protocol import PoolEntry, Reused
+from rlbuffer.store.records import PoolEntry, Reused
 from rlbuffer.store.session import Entry, Fields, Session, number, text
 from rlbuffer.wire import payload
 

@@ -18,7 +18,7 @@ from rlbuffer.store.keys import RUNS
 from rlbuffer.store.moves.pool import HISTORY_ENTRIES, pool_entries
 from rlbuffer.store.moves.run import RunViews
 from rlbuffer.store.moves.steps import StepMoves
-from rlbuffer.store.protocol import Attempt, Claim, PartRollout, PoolEntry, TrainedStep
+from rlbuffer.store.records import Attempt, Claim, PartRollout, PoolEntry, TrainedStep
 from rlbuffer.store.session import text
 from rlbuffer.wire import payload
 

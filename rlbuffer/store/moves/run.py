@@ -10,7 +10,7 @@ from rlbuffer.errors import RunDamaged, RunGone, SchemaMismatch, ServerRefused, 
 from rlbuffer.store.keys import RUNS, SCHEMA
 from rlbuffer.store.moves.lease import tombstone_ms, tombstone_steps
 from rlbuffer.store.moves.ledger import parse_ledger
-from rlbuffer.store.protocol import Ledger, Meta
+from rlbuffer.store.records import Ledger, Meta
 from rlbuffer.store.server.append_file import sentence_until_whole
 from rlbuffer.store.session import Session, ranged, text
 from rlbuffer.wire import payload

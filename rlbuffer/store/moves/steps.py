@@ -21,7 +21,7 @@ from rlbuffer.store.moves.step_format import (
     part_records,
     step_digest,
 )
-from rlbuffer.store.protocol import Meta, PartRollout, PoolEntry, StepHeader, StepPart
+from rlbuffer.store.records import Meta, PartRollout, PoolEntry, StepHeader, StepPart
 from rlbuffer.store.session import BLOCK_SECONDS, LAST_IN_STEP, Fields, Session, answers, ranged, text
 from rlbuffer.wire import payload
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlbuffer.errors import EnvDone
-from rlbuffer.store.protocol import Sources
+from rlbuffer.store.records import Sources
 from rlbuffer.store.session import Session, text
 
 _END = re.compile(r"=?([0-9]{1,15})\Z")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.store.protocol import PartRollout
+from rlbuffer.store.records import PartRollout
 from rlbuffer.store.session import answers, text
-from rlbuffer.store.verify.snapshot import Findings, Snapshot, take_snapshot
+from rlbuffer.store.verify.snapshot import Findings, Snapshot, Verified, take_snapshot
 from rlbuffer.wire import payload
-
-if TYPE_CHECKING:
-    from rlbuffer.store.redis_store import RedisStore
 
 PAGE = 500
 """Keys asked about in one round trip."""
@@ -21,7 +18,7 @@ PAYLOAD_BYTES = 32 * 2**20
 """Payloads decoded at a time."""
 
 
-def check_payloads(store: RedisStore, shot: Snapshot, findings: Findings) -> Mapping[str, int]:
+def check_payloads(store: Verified, shot: Snapshot, findings: Findings) -> Mapping[str, int]:
     """I2 and I11. -> what was looked at."""
     sizes = _check_sizes(store, shot, findings)
     _check_permanent(store, shot, findings)
@@ -30,7 +27,7 @@ def check_payloads(store: RedisStore, shot: Snapshot, findings: Findings) -> Map
     return {"payloads": sizes, "payloads_decoded": decoded, "payload_keys_unreferenced": orphans}
 
 
-def _check_sizes(store: RedisStore, shot: Snapshot, findings: Findings) -> int:
+def _check_sizes(store: Verified, shot: Snapshot, findings: Findings) -> int:
     """Every reference of the pool and of the live steps leads to a field of the announced size."""
     wanted: list[tuple[str, int, int, str]] = []
     for entry in shot.pool:
@@ -72,7 +69,7 @@ def _check_sizes(store: RedisStore, shot: Snapshot, findings: Findings) -> int:
     return len(wanted)
 
 
-def _check_permanent(store: RedisStore, shot: Snapshot, findings: Findings) -> None:
+def _check_permanent(store: Verified, shot: Snapshot, findings: Findings) -> None:
     """Nothing that the pool, a live step, another use or a producer refers to has a time to live."""
     keys = store.keys
     names = {key: f"payload {key} is in use, but" for key in _in_use(shot)}
@@ -88,7 +85,7 @@ def _check_permanent(store: RedisStore, shot: Snapshot, findings: Findings) -> N
                 findings.add("I11", f"{names[key]} lapses in {left / 1000:.0f} s")
 
 
-def _expiring(store: RedisStore, keys: Sequence[str]) -> dict[str, int]:
+def _expiring(store: Verified, keys: Sequence[str]) -> dict[str, int]:
     """Key -> milliseconds that it has yet to live, of those that have such a time."""
     found: dict[str, int] = {}
     for start in range(0, len(keys), PAGE):
@@ -104,7 +101,7 @@ def _expiring(store: RedisStore, keys: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _check_untrained(store: RedisStore, shot: Snapshot, findings: Findings) -> int:
+def _check_untrained(store: Verified, shot: Snapshot, findings: Findings) -> int:
     """What is yet to be trained decodes, with its checksum, and agrees with what the step says about it.
 
     Trained steps are left to the sizes: what was damaged there was treated alike by all ranks, and is counted.
@@ -140,7 +137,7 @@ def _pages(members: Sequence[PartRollout]) -> Iterator[list[PartRollout]]:
         yield page
 
 
-def _check_orphans(store: RedisStore, shot: Snapshot, findings: Findings) -> int:
+def _check_orphans(store: Verified, shot: Snapshot, findings: Findings) -> int:
     """A payload that nothing names has a time to live: what a producer that died between its two phases leaves."""
     known = _referenced(shot)
     # A run's name may hold no character that a pattern gives a meaning, so the prefix matches itself only.

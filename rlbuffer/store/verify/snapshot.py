@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.store.keys import Keys
@@ -12,8 +12,27 @@ from rlbuffer.store.moves.ledger import parse_ledger
 from rlbuffer.store.moves.pool import pool_entries, reused_groups
 from rlbuffer.store.moves.run import parse_meta
 from rlbuffer.store.moves.steps import header_of, part_of
-from rlbuffer.store.protocol import Finding, Ledger, Meta, PoolEntry, Reused, StepHeader, StepPart
-from rlbuffer.store.session import Entry, Session, answers, ranged, text
+from rlbuffer.store.records import Finding, Ledger, Meta, PartRollout, PoolEntry, Reused, StepHeader, StepPart
+from rlbuffer.store.session import Entry, answers, ranged, text
+
+T = TypeVar("T")
+
+
+class Verified(Protocol):
+    """What `verify` needs of a store (:class:`rlbuffer.store.redis_store.RedisStore`)."""
+
+    keys: Keys
+    tombstone_ms: int
+    tombstone_steps: int
+
+    def look(self, command: Callable[[Any], T]) -> T:
+        """What `command` reads, asked again when the connection breaks."""
+
+    def server(self) -> Mapping[str, Any]:
+        """What the server says of itself."""
+
+    def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
+        """Payloads by reference; None where there is none any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +82,7 @@ class Findings:
             self.add(invariant, message)
 
 
-def take_snapshot(store: Session) -> Snapshot:
+def take_snapshot(store: Verified) -> Snapshot:
     """Reads every control key in one transaction."""
     keys = store.keys
 

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.store.moves.step_format import step_digest
-from rlbuffer.store.protocol import EnvLedger, Report
+from rlbuffer.store.records import EnvLedger, Report
 from rlbuffer.store.verify.payloads import check_payloads
-from rlbuffer.store.verify.snapshot import Findings, LiveStep, Snapshot, take_snapshot
+from rlbuffer.store.verify.snapshot import Findings, LiveStep, Snapshot, Verified, take_snapshot
 from rlbuffer.store.verify.written import check_written
 
-if TYPE_CHECKING:
-    from rlbuffer.store.redis_store import RedisStore
 
-
-def verify(store: RedisStore) -> Report:
+def verify(store: Verified) -> Report:
     """Checks the invariants of docs/protocol.md that are visible on the server."""
     shot = take_snapshot(store)
     findings = Findings(list(shot.unreadable))
@@ -137,7 +133,7 @@ def _check_chain(shot: Snapshot, findings: Findings) -> None:
 
 
 # -- I9 ----------------------------------------------------------------------------------------------------------------
-def _check_memory(store: RedisStore, shot: Snapshot, findings: Findings) -> dict[str, int]:
+def _check_memory(store: Verified, shot: Snapshot, findings: Findings) -> dict[str, int]:
     """-> percent of the server's memory in use; nothing where there is no limit.
 
     The server looks at its limit before a command, so that one push may end above it.
@@ -278,7 +274,7 @@ def _check_tombstones(shot: Snapshot, tombstone_ms: int, steps: int, findings: F
             )
 
 
-def _check_garbage(store: RedisStore, shot: Snapshot, findings: Findings) -> None:
+def _check_garbage(store: Verified, shot: Snapshot, findings: Findings) -> None:
     kept = {entry.payload_key: group.group_id for group in shot.reused for entry in group.entries}
     for key in sorted(kept.keys() & shot.garbage.keys()):
         findings.add("I11", f"group {kept[key]} may be used again, but its payload is marked as garbage ({key})")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlbuffer.records.info import ENV_NAME
 from rlbuffer.store.moves.evaluations import evaluation_of
@@ -16,10 +16,7 @@ from rlbuffer.store.moves.ledger import foreign_fields
 from rlbuffer.store.moves.pool import AHEAD_MS
 from rlbuffer.store.moves.telemetry import heartbeat_of
 from rlbuffer.store.session import answers, number, ranged, text
-from rlbuffer.store.verify.snapshot import Findings
-
-if TYPE_CHECKING:
-    from rlbuffer.store.redis_store import RedisStore
+from rlbuffer.store.verify.snapshot import Findings, Verified
 
 TYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -39,7 +36,7 @@ SHOWN = 5
 """Of many values of one key as many are named."""
 
 
-def check_written(store: RedisStore, now_ms: int, findings: Findings) -> None:
+def check_written(store: Verified, now_ms: int, findings: Findings) -> None:
     """I13."""
     tag = f"{store.keys.tag}:"
     names = sorted(text(key) for key in store.look(lambda client: list(client.scan_iter(match=f"{tag}*", count=1000))))
@@ -64,7 +61,7 @@ def check_written(store: RedisStore, now_ms: int, findings: Findings) -> None:
                 findings.add("I13", f"{key} holds what rlbuffer does not write: {', '.join(odd[:SHOWN])}{more}")
 
 
-def _asked(store: RedisStore, keys: list[str], ask: Callable[[Any, str], Any]) -> list[Any]:
+def _asked(store: Verified, keys: list[str], ask: Callable[[Any, str], Any]) -> list[Any]:
     def read(client: Any) -> list[Any]:
         with client.pipeline(transaction=False) as pipe:
             for key in keys:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlbuffer.config.nearest import no_such_option
 from rlbuffer.errors import ConfigError
-from rlbuffer.records.rollout import ENV_NAME
+from rlbuffer.records.info import ENV_NAME
 from rlbuffer.worker.envs.arithmetic import Arithmetic
 from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
 from rlbuffer.worker.envs.lookup import target

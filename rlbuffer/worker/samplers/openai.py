@@ -22,9 +22,9 @@ from rlbuffer.weights.adapters import model_directory, require_base
 from rlbuffer.weights.files import open_weights, read_config
 from rlbuffer.weights.layout import base_of, is_adapter
 from rlbuffer.weights.shapes import differing, names_and_shapes
-from rlbuffer.worker.samplers import check_options, servers_of
 from rlbuffer.worker.samplers.base import Completion, Sampling
 from rlbuffer.worker.samplers.endpoint import Endpoint
+from rlbuffer.worker.samplers.options import check_options, servers_of
 
 HEAL_SECONDS = 2.0
 """Between two looks at a server that failed."""

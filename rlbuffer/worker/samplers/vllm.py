@@ -34,8 +34,8 @@ from rlbuffer.weights.adapters import model_directory, rank_and_scale, require_b
 from rlbuffer.weights.files import open_weights, read_config
 from rlbuffer.weights.layout import base_of, is_adapter
 from rlbuffer.weights.shapes import differing, names_and_shapes
-from rlbuffer.worker.samplers import check_options
 from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling, logprobs_mode
+from rlbuffer.worker.samplers.options import check_options
 
 EXTENSION = "rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
 """By name: the engine's own processes import it."""
