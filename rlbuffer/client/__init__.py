@@ -1,0 +1,12 @@
+"""The front door: `connect()` gives a Buffer, and a Buffer gives writers, readers, the policy and views of a run.
+
+What a user's own worker or trainer calls lives here. Waiting, retries and progress enter; decisions do not.
+Open first: `buffer`.
+"""
+
+from rlbuffer.client.buffer import Buffer, Policy, connect
+from rlbuffer.client.reader import Reader
+from rlbuffer.client.views import GroupView, StepView
+from rlbuffer.client.writer import Writer
+
+__all__ = ["Buffer", "GroupView", "Policy", "Reader", "StepView", "Writer", "connect"]

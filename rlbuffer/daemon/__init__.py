@@ -1,9 +1,9 @@
-"""The batcher daemon: the process that leads a run.
+"""The batcher daemon: the process that leads a run. Decisions are made by :mod:`rlbuffer.batcher`, and carried out here.
 
 `loop` acquires the lease and starts over after every loss; `leadership` is what one leader does from its takeover on;
-`held` is what it holds of the pool; `envs` watches the envs, `memory` the server's memory, `asked` the operators;
-`revisions` knows which settings count; `telling` says what happens.
-Every decision is made by the pure :class:`rlbuffer.batcher.batcher.Batcher`; this room only carries it out.
+`pending` is what it knows of the pool; `watches` look at operators, `envs` at the envs, `memory_watch` at the server's
+memory; `revisions` knows which settings count; `events` says what happens.
+Open first: `loop`, then `leadership`.
 """
 
 from rlbuffer.daemon.loop import LEASE_SECONDS, Daemon

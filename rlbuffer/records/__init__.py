@@ -1,0 +1,36 @@
+"""What everything else talks about: rollouts, groups, policy versions, step plans, micro-batches.
+
+Frozen dataclasses over numpy arrays, checked when they are made. No server, no settings, no bytes.
+What many rooms must agree on may enter; what only one of them knows stays there.
+Open first: `rollout`, then `group`.
+"""
+
+from rlbuffer.records.group import Group, Pushed, Ticket
+from rlbuffer.records.info import GroupInfo, RolloutInfo
+from rlbuffer.records.micro_batch import MicroBatch, Padded, Sample, Step
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.records.step_plan import AdapterProgress, Decision, Drop, Normalizers, Plan, StepPlan
+
+__all__ = [
+    "AdapterProgress",
+    "Decision",
+    "Drop",
+    "Group",
+    "GroupInfo",
+    "MicroBatch",
+    "Normalizers",
+    "Padded",
+    "Plan",
+    "PolicyVersion",
+    "Pushed",
+    "Rollout",
+    "RolloutInfo",
+    "Sample",
+    "Step",
+    "StepPlan",
+    "Ticket",
+    "Turn",
+    "VersionSpan",
+]

@@ -1,4 +1,6 @@
 """The data-parallel trainer: packed forward passes, losses over global counts, checkpoints, published versions.
 
-Everything here but this file, `launch`, `loss_table` and `schedules` imports torch; import it lazily.
+Nearly everything here imports torch: import it lazily. A loss enters `losses`, a way to share a model `ranks`, a
+number that people want to see `reports`.
+Open first: `loop`, then `session`.
 """

@@ -78,7 +78,7 @@ def _settings(
 
     run = run or f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     name, workers = ("demo_deterministic.toml", ["vcopy"]) if deterministic else ("demo.toml", ["vcopy", "repeat"])
-    with resources.as_file(resources.files("rlbuffer") / name) as packaged:
+    with resources.as_file(resources.files("rlbuffer.run") / name) as packaged:
         flags: dict[str, tuple[str, Any]] = {"trainer.steps": ("--steps", steps), "trainer.seed": ("--seed", seed)}
         if config is None and steps is not None:
             # Steps up to the oldest checkpoint are retired: a short demo shall leave something to inspect, too.

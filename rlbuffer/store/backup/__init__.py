@@ -1,0 +1,4 @@
+"""Backups: a run as files, written and put back whole.
+
+Open first: `backup`.
+"""

@@ -1,0 +1,4 @@
+"""`verify`: the account of a run, read from the server and held against the invariants of docs/protocol.md.
+
+Open first: `verify`.
+"""

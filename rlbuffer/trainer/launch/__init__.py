@@ -1,0 +1,4 @@
+"""The ranks as processes: started together, ended together.
+
+Open first: `launcher`.
+"""

@@ -1,0 +1,4 @@
+"""Ranks among themselves: what they agree on, how they notice that one stands, FSDP and DDP.
+
+Open first: `agreement`.
+"""

@@ -1,1 +1,0 @@
-"""The batcher's decisions, pure: age, groups, budget, selection, closing, composing, admission, waiting."""
