@@ -1,7 +1,7 @@
 """The whole protocol under faults, in one thread, from one seed.
 
-The real code runs here: the Lua files, the store over the real :class:`~rlbuffer.store.server.connection.Connection` logic,
-`Daemon.run`, `Writer` and `Reader` with their own loops, threads and sleeps, and in every fifth seed scorers
+The real code runs here: the Lua files, the store over the real :class:`~rlbuffer.store.server.connection.Connection`
+logic, `Daemon.run`, `Writer` and `Reader` with their own loops, threads and sleeps, and in every fifth seed scorers
 (:mod:`simulation.scorers`) with their own search, claims and heartbeats. What is simulated is what lies around it:
 
 - the server (:mod:`simulation.server`, :mod:`simulation.lua`): a small command model that drives the Lua files by lupa;

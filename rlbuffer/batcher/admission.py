@@ -91,11 +91,11 @@ def missing(
 ) -> dict[str, int]:
     """env -> groups that the open step still needs of it, beyond those pending.
 
-    The step is selected in advance, as :mod:`rlbuffer.batcher.selection` will do it, of groups of mean size. What a step
-    holds on average (:func:`groups_per_step`) says nothing of what an env is owed from earlier steps, and rounding it
-    up for every env samples a group too many for almost each of them. In what order envs give their groups goes by the
-    means alone: by the groups' real sizes the last ones would be asked now of this env and now of that one, and come
-    of both. How full the step is goes by what is there, and by what those on their way may at most turn out to be.
+    The step is selected in advance, as :mod:`rlbuffer.batcher.selection` will do it, of groups of mean size. What a
+    step holds on average (:func:`groups_per_step`) says nothing of what an env is owed from earlier steps, and rounding
+    it up for every env samples a group too many for almost each of them. In what order envs give their groups goes by
+    the means alone: by the groups' real sizes the last ones would be asked now of this env and now of that one, and
+    come of both. How full the step is goes by what is there, and by what those on their way may at most turn out to be.
 
     A step is `groups` groups, or `rollouts` rollouts, or else from `tokens` tokens on.
     """

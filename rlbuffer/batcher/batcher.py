@@ -14,7 +14,8 @@ Time: `now` is any clock that does not run backwards, the same one in `add` and 
 the `now` of its first part's `add` and is looked at only in `next`; a new leader that passes its own time to `add`
 starts the timeouts anew, so time in which no batcher ran does not count.
 
-Cost: a step touches the groups that it selects or drops, and running sums of the others (:mod:`rlbuffer.batcher.pool_index`).
+Cost: a step touches the groups that it selects or drops, and running sums of the others
+(:mod:`rlbuffer.batcher.pool_index`).
 """
 
 from __future__ import annotations

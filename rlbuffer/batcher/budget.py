@@ -2,8 +2,9 @@
 
 Every env has a share of what a step trains, in tokens, rollouts or groups. Whenever a group of size w is selected, each
 env is credited its share of w and the env that gave the group is charged w; who is owed most in proportion to its share
-gives the next one, whole (:mod:`rlbuffer.batcher.selection`). Deficits carry over from step to step, so that shares hold
-in the long run within one group even when a single step is too small to hold them.
+gives the next one, whole (:mod:`rlbuffer.batcher.selection`). Deficits carry over from step to step, so that shares
+hold in the long run within one group even when a single step is too small to hold them.
+
 Source: Shreedhar and Varghese 1995, Efficient fair queuing using deficit round robin, with a continuous quantum.
 """
 

@@ -51,7 +51,8 @@ _RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps it
 
 
 class Writer:
-    """Pushes groups into the buffer. Made by :meth:`rlbuffer.client.buffer.Buffer.writer`; safe from several threads."""
+    """Pushes groups into the buffer. Made by :meth:`rlbuffer.client.buffer.Buffer.writer`; safe from several
+    threads."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""The batcher daemon: the process that leads a run. Decisions are made by :mod:`rlbuffer.batcher`, and carried out here.
+"""The batcher daemon: the process that leads a run. Decisions are made by :mod:`rlbuffer.batcher`, and carried out
+here.
 
 `loop` acquires the lease and starts over after every loss; `leadership` is what one leader does from its takeover on;
 `pending` is what it knows of the pool; `watches` look at operators, `envs` at the envs, `memory_watch` at the server's

@@ -183,7 +183,8 @@ class Daemon:
             has_heard, since, losses = leadership.has_heard, leadership.since, leadership.losses
 
     def _await_whole_file(self, keeper: LeaseKeeper, stop: threading.Event) -> None:
-        """Until the server's append-only file cannot hold half a transaction (:mod:`rlbuffer.store.server.append_file`)."""
+        """Until the server's append-only file cannot hold half a transaction
+        (:mod:`rlbuffer.store.server.append_file`)."""
         pause = FIRST_LOOK_SECONDS
         while not stop.is_set() and (sentence := self._store.sentence_until_whole()):
             self._teller.say(sentence, {"idle": False})

@@ -1,9 +1,9 @@
 """Assembly: the rollouts of a rank's rows become micro-batches, column by column.
 
 Nothing here looks at a token. Every column of a micro-batch is one `numpy.concatenate` of the rollouts' own arrays
-into memory that an :class:`~rlbuffer.packing.arena.Arena` reuses; positions and fills are slices of ready-made ramps. That
-runs at several hundred million tokens a second on one core, near what copying the same bytes costs
-(``python -m benchmarks.bench_assembly``), against a few million for lists of Python integers.
+into memory that an :class:`~rlbuffer.packing.arena.Arena` reuses; positions and fills are slices of ready-made ramps.
+That runs at several hundred million tokens a second on one core, near what copying the same bytes costs (``python -m
+benchmarks.bench_assembly``), against a few million for lists of Python integers.
 
 What a rollout cannot give is masked, never left out: a rollout that is missing or damaged becomes padding of its
 planned length, so all ranks keep the same shapes and a replay gives the same bytes.
@@ -87,10 +87,9 @@ def assemble(
     A micro-batch concatenates its rows, those of one adapter next to each other; the padding of a row is a segment
     of its own at the row's end. One whose rows are all () is a dummy: :data:`DUMMY_TOKENS` masked tokens in fresh
     arrays. All micro-batches have the same further columns: `columns` and every one that an item has; where a rollout
-    lacks one, its declared fill stands in (:func:`~rlbuffer.packing.further_columns.register_column`; 0 without declaration), and
-    `MicroBatch.lacking` says where. With
-    `schema` the columns are those that it names, and every rollout must go with it (:func:`fits`): so all ranks of a
-    step have the same ones.
+    lacks one, its declared fill stands in (:func:`~rlbuffer.packing.further_columns.register_column`; 0 without
+    declaration), and `MicroBatch.lacking` says where. With `schema` the columns are those that it names, and every
+    rollout must go with it (:func:`fits`): so all ranks of a step have the same ones.
 
     Memory: without `arena` every array is fresh. With one, arrays are cut from memory that is used again once nobody
     holds an array of that micro-batch (see :mod:`rlbuffer.packing.arena`).

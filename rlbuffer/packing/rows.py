@@ -1,7 +1,7 @@
 """Rows: rollouts filled into as few rows as possible, then levelled in cost and brought to the number wanted.
 
-The steps 1 to 3 of :mod:`rlbuffer.packing.planner`. A rollout is named by its place in the order "longest first", so every
-increasing subset is in that order too; a row is a number, and an assignment is the array ``row_of`` [n].
+The steps 1 to 3 of :mod:`rlbuffer.packing.planner`. A rollout is named by its place in the order "longest first", so
+every increasing subset is in that order too; a row is a number, and an assignment is the array ``row_of`` [n].
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Imported by the forkserver, and only there: what workers and ranks have in common.
 
-Importing it has side effects: the process leaves the terminal's session, see `rlbuffer.process.forkserver.leave_terminal`.
+Importing it has side effects: the process leaves the terminal's session, see
+`rlbuffer.process.forkserver.leave_terminal`.
 """
 
 from __future__ import annotations

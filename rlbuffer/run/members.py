@@ -166,8 +166,8 @@ def serve_main() -> None:
 
 # -- both ends -------------------------------------------------------------------------------------------------------
 def main() -> None:
-    """``python -m rlbuffer.run.members WHAT``: ``serve [--again]``, or ``worker`` or ``score KEY REPLICA NAME``. Stdin as
-    `_begin` says."""
+    """``python -m rlbuffer.run.members WHAT``: ``serve [--again]``, or ``worker`` or ``score KEY REPLICA NAME``. Stdin
+    as `_begin` says."""
     what, *rest = sys.argv[1:]
     if what in MEMBERS:
         key, replica, name = rest

@@ -1,10 +1,10 @@
 """``rlbuffer run``: every process of a run on this machine, restarted when it dies, with one log.
 
 The embedded server starts when the supervisor connects. `serve` is a light process of its own; workers and the trainer
-are forked from one forkserver that has torch already (:mod:`rlbuffer.process.forkserver`), but for workers with a Python, GPUs
-or an environment of their own (:mod:`rlbuffer.run.pythons`). A process that ends is started again after a pause that
-doubles while it keeps failing. The run is over when the trainer has made its steps; ctrl-C drains workers, batcher and
-trainer, in that order.
+are forked from one forkserver that has torch already (:mod:`rlbuffer.process.forkserver`), but for workers with a
+Python, GPUs or an environment of their own (:mod:`rlbuffer.run.pythons`). A process that ends is started again after a
+pause that doubles while it keeps failing. The run is over when the trainer has made its steps; ctrl-C drains workers,
+batcher and trainer, in that order.
 
 ``<run_dir>/run.log`` holds what all of them said, ``<run_dir>/pids.json`` who they are.
 """

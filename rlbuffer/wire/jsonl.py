@@ -1,9 +1,9 @@
 """Groups from JSON: what ``rlbuffer push FILE.jsonl`` reads, one group per line.
 
-The field names are those of :class:`~rlbuffer.records.group.Group` and :class:`~rlbuffer.records.rollout.Rollout`, arrays are lists.
-JSON has no dtypes: of further columns and attachments, booleans become bool, integers int32 (int64 where they need it)
-and everything with a fraction float32. A file is written by people, so every error is one line that names the field:
-``rollouts[2].logprobs: [3] rows do not match 4 tokens``. File and line are the caller's to add.
+The field names are those of :class:`~rlbuffer.records.group.Group` and :class:`~rlbuffer.records.rollout.Rollout`,
+arrays are lists. JSON has no dtypes: of further columns and attachments, booleans become bool, integers int32 (int64
+where they need it) and everything with a fraction float32. A file is written by people, so every error is one line that
+names the field: ``rollouts[2].logprobs: [3] rows do not match 4 tokens``. File and line are the caller's to add.
 """
 
 from __future__ import annotations

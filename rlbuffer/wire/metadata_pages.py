@@ -1,9 +1,9 @@
 """The metadata of many pushes at once: what a leader reads when it takes over, and whenever something was pushed.
 
 The numbers of all rollouts of a page are checked together, as columns of one array, and stay packed: a rollout becomes
-a :class:`~rlbuffer.records.info.RolloutInfo` when somebody asks for it. A push that is not plainly right in every point goes
-through :func:`~rlbuffer.wire.metadata.decode_info`, which says what is wrong with it, or that it is right after all. So the
-two never disagree, and what is checked here needs to hold only in one direction.
+a :class:`~rlbuffer.records.info.RolloutInfo` when somebody asks for it. A push that is not plainly right in every point
+goes through :func:`~rlbuffer.wire.metadata.decode_info`, which says what is wrong with it, or that it is right after
+all. So the two never disagree, and what is checked here needs to hold only in one direction.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ The checksum is a CRC-32 over everything but itself, header included: it finds e
 to 32. Offsets are not stored but follow from the shapes, so that no two arrays can overlap. Decoding is `np.frombuffer`
 on the received bytes: 9 bytes and no Python object per token.
 
-A push's metadata, which is all that the batcher reads, is in :mod:`rlbuffer.wire.metadata`; the group's answer and metadata
-travel as a payload of their own (magic "RLBG").
+A push's metadata, which is all that the batcher reads, is in :mod:`rlbuffer.wire.metadata`; the group's answer and
+metadata travel as a payload of their own (magic "RLBG").
 """
 
 from __future__ import annotations

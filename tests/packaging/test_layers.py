@@ -1,68 +1,152 @@
-"""The rooms of the house and the arrows between them, read from the import statements themselves."""
+"""The rooms of the house and the arrows between them, read from every import: at the top, lazy, and for types only.
+
+An arrow is one file's import of another. It stays in its room or goes to a lower floor, and files import each other in
+no circle.
+"""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted([*(ROOT / "rlbuffer").rglob("*.py"), *(ROOT / "cli").rglob("*.py")])
+BASES = {"rlbuffer": ROOT, "rlbuffer_cli": ROOT / "cli", "simulation": ROOT}
+MODULES = {
+    ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): path
+    for package, base in BASES.items()
+    for path in sorted((base / package).rglob("*.py"))
+}
+"""Dotted name -> file."""
+SOURCES = [path for name, path in MODULES.items() if not name.startswith("simulation")]
 
-FLOORS = [
-    ("errors", "values", "columns", "spans", "infos", "dotted"),
-    ("records", "batches", "padded"),
-    (
-        "config",
-        "config_changes",
-        "settings",
-        "wire",
-        "wire_info",
-        "info_pages",
-        "messages",
-        "jsonl",
-        "lines",
-        "advantages",
-        "arena",
-        "fills",
-        "rows",
-        "sampling",
-        "step_columns",
-        "truncation",
-        "planning",
-        "assembly",
-        "packing",
-    ),
-    ("policy",),
-    ("batcher",),
-    (
-        "filters",
-        "toml_lines",
-        "schema",
-        "placement",
-        "cross_checks",
-        "model_checks",
-        "host_checks",
-        "loading",
-        "testing",
-    ),
-    ("store",),
-    ("views", "writer", "refusals", "progress", "skew", "reader", "operations"),
+FLOORS = (
+    ("errors", "narration"),
+    ("records", "process"),
+    ("wire", "packing", "config", "testing"),
+    ("batcher", "weights", "store"),
     ("client",),
-    ("daemon",),
-    ("weights",),
-    ("processes", "forkserver", "preload", "heartbeats"),
-    ("worker", "trainer"),
+    ("daemon", "worker", "trainer"),
     ("scorer",),
-    ("supervise",),
-]
-"""Modules of a floor may import those of the same floor and below."""
+    ("run",),
+    ("rlbuffer_cli", "simulation"),
+)
+"""Rooms from the ground up. A room imports only rooms of floors below its own."""
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
+DOORS = {"rlbuffer", "rlbuffer.trainer.__main__"}
+"""Modules that stand outside: the package itself, and what ``python -m`` starts. Nothing in a room needs them, but for
+the version."""
+AT_THE_ROOT = {"__init__.py", "errors.py", "testing.py"}
 
 HEAVY = {"torch", "transformers", "safetensors", "vllm"}
 HEAVY_ROOMS = {"weights", "worker", "trainer", "scorer"}
+HEAVY_FILES = {"rlbuffer/process/preload.py", "rlbuffer/process/ranks.py"}
+"""Imported only by processes that have torch."""
 SCREEN = {"rlbuffer_cli", "click", "rich", "textual"}
+
+
+def arrows() -> dict[str, set[str]]:
+    """Every module -> the modules that it imports anywhere: at the top, in a function, for types."""
+    found: dict[str, set[str]] = {}
+    for name, path in MODULES.items():
+        parts = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+        targets = []
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                targets += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                above = parts[: len(parts) - node.level + 1] if node.level else []
+                start = ".".join([*above, *([node.module] if node.module else [])])
+                targets += [f"{start}.{alias.name}" for alias in node.names]
+        found[name] = {module for target in targets if (module := _module_of(target)) and module != name}
+    return found
+
+
+def _module_of(target: str) -> str:
+    """The module that a dotted name is, or is of; "" for none of ours."""
+    while target and target not in MODULES:
+        target = target.rpartition(".")[0]
+    return target
+
+
+ARROWS = arrows()
+
+
+def room(module: str) -> str:
+    """The room of a module: the folder, or the file at the root."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "rlbuffer" and len(parts) > 1 else parts[0]
+
+
+def circles(graph: Mapping[str, set[str]]) -> Iterator[list[str]]:
+    """Modules that reach each other. Source: Tarjan 1972, Depth-first search and linear graph algorithms."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(module: str) -> Iterator[list[str]]:
+        number[module] = lowest[module] = len(number)
+        stack.append(module)
+        for other in sorted(graph[module]):
+            if other not in number:
+                yield from visit(other)
+                lowest[module] = min(lowest[module], lowest[other])
+            elif other in stack:
+                lowest[module] = min(lowest[module], number[other])
+        if lowest[module] == number[module]:
+            start = stack.index(module)
+            circle = stack[start:]
+            del stack[start:]
+            if len(circle) > 1:
+                yield sorted(circle)
+
+    for module in graph:
+        if module not in number:
+            yield from visit(module)
+
+
+def test_every_room_has_a_floor_and_the_house_is_small() -> None:
+    rooms = {room(name) for name in MODULES} - {"rlbuffer"}
+    assert rooms == set(LEVEL), "give a new room its floor in FLOORS, or put the module into a room"
+    print(f"{len(rooms)} rooms on {len(FLOORS)} floors")
+    assert len(rooms) <= 24
+    assert len(FLOORS) <= 9
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in DOORS])
+def test_imports_stay_in_their_room_or_go_down(module: str) -> None:
+    mine = room(module)
+    up = sorted(
+        other for other in ARROWS[module] - {"rlbuffer"} if room(other) != mine and LEVEL[room(other)] >= LEVEL[mine]
+    )
+    assert up == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert list(circles(ARROWS)) == []
+
+
+def test_a_circle_would_be_seen() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}
+    assert list(circles(graph)) == [["a", "b", "c"]]
+
+
+def test_the_root_of_the_package_holds_rooms_and_three_files() -> None:
+    assert {path.name for path in (ROOT / "rlbuffer").glob("*.py")} == AT_THE_ROOT
+
+
+def test_every_room_says_what_lives_there_and_what_to_open_first() -> None:
+    folders = [
+        path for path in MODULES.values() if path.name == "__init__.py" and path.parent.parent.name == "rlbuffer"
+    ]
+    short = [
+        str(path.relative_to(ROOT))
+        for path in folders
+        if "Open first: " not in (ast.get_docstring(ast.parse(path.read_text())) or "")
+    ]
+    assert short == []
 
 
 def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
@@ -86,24 +170,11 @@ def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
     return found
 
 
-def room(path: Path) -> str:
-    parts = path.relative_to(ROOT / "rlbuffer").with_suffix("").parts
-    return parts[0]
+def name_of(path: Path) -> str:
+    return next(name for name, other in MODULES.items() if other == path)
 
 
 LIBRARY = [p for p in SOURCES if p.is_relative_to(ROOT / "rlbuffer") and p.name not in ("__init__.py", "__main__.py")]
-
-
-@pytest.mark.parametrize("path", LIBRARY, ids=lambda p: str(p.relative_to(ROOT)))
-def test_arrows_point_from_records_to_the_command_line(path: Path) -> None:
-    mine = room(path)
-    assert mine in LEVEL, f"{mine} has no floor yet: give it one in FLOORS"
-    above = sorted(
-        name
-        for name in imports(path, top_level_only=True)
-        if name.startswith("rlbuffer.") and LEVEL.get(name.split(".")[1], 0) > LEVEL[mine]
-    )
-    assert above == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -114,13 +185,13 @@ def test_the_library_never_imports_the_screen(path: Path) -> None:
 
 @pytest.mark.parametrize("path", LIBRARY, ids=lambda p: str(p.relative_to(ROOT)))
 def test_torch_and_transformers_stay_in_their_rooms(path: Path) -> None:
-    if room(path) not in HEAVY_ROOMS | {"preload"}:
+    if room(name_of(path)) not in HEAVY_ROOMS and str(path.relative_to(ROOT)) not in HEAVY_FILES:
         assert {name.split(".")[0] for name in imports(path, top_level_only=True)} & HEAVY == set()
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=lambda p: str(p.relative_to(ROOT)))
 def test_decisions_use_no_server_no_clock_and_no_global_randomness(path: Path) -> None:
-    if room(path) in {"policy", "packing", "planning", "batcher", "advantages"}:
+    if room(name_of(path)) in {"records", "packing", "batcher"}:
         assert {name.split(".")[0] for name in imports(path)} & {"redis", "time", "datetime", "random"} == set()
 
 

@@ -50,7 +50,8 @@ class PackedPolicy(nn.Module):
         super().__init__()
         self.model = model
         self.attention = attention
-        """:data:`rlbuffer.trainer.model.attention.NAME`, or the library's ``sdpa`` or ``eager`` where that does not fit."""
+        """:data:`rlbuffer.trainer.model.attention.NAME`, or the library's ``sdpa`` or ``eager`` where that does not
+        fit."""
         self.layout: Layout = layout
         self.shape = shape
         self.compute = compute

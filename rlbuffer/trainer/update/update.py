@@ -83,10 +83,10 @@ def accumulate(
     ranks of terms over global counts. A dummy micro-batch has no trained token, so its loss is an empty sum; that is
     still a function of every parameter (with gradient 0), so every rank makes the same exchanges.
 
-    `version` is the policy version that is trained; `known` is what :func:`rlbuffer.trainer.update.token_choice.survey` found out
-    before, one per micro-batch; `ratios` takes in every trained token's ratio to the inference policy, `pace` the time
-    of the passes: ``forward``, ``backward``, and the last backward pass, in which the ranks wait for each other, as
-    ``exchange``.
+    `version` is the policy version that is trained; `known` is what :func:`rlbuffer.trainer.update.token_choice.survey`
+    found out before, one per micro-batch; `ratios` takes in every trained token's ratio to the inference policy, `pace`
+    the time of the passes: ``forward``, ``backward``, and the last backward pass, in which the ranks wait for each
+    other, as ``exchange``.
     """
     pace = pace or Pace(device)
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
