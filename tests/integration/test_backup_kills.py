@@ -17,7 +17,7 @@ from rlbuffer.store.redis_store import open_store
 HALF_A_BACKUP = """
 import sys, time
 from pathlib import Path
-from rlbuffer.settings import ServerSettings
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.store import backup
 from rlbuffer.store.redis_store import open_store
 real = backup._write_payloads
@@ -33,7 +33,7 @@ backup.write_backup(store, Path(file))
 HALF_A_RESTORE = """
 import sys, time
 from pathlib import Path
-from rlbuffer.settings import ServerSettings
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.store import restore
 from rlbuffer.store.redis_store import open_store
 def half(*arguments):

@@ -52,7 +52,7 @@ def test_process(lasting):
         file.write(pid)
 
 def test_server(tmp_path):
-    from rlbuffer.settings import ServerSettings
+    from rlbuffer.config.settings import ServerSettings
     from rlbuffer.store import server
     import tempfile
     from pathlib import Path

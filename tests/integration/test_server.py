@@ -34,7 +34,7 @@ SETTINGS = ServerSettings(maxmemory="64mb")
 USER = """
 import json, signal, sys
 from pathlib import Path
-from rlbuffer.settings import ServerSettings
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.store.server import ensure
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background has it ignored
 home, how = Path(sys.argv[1]), sys.argv[2]

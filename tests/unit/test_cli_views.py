@@ -11,7 +11,8 @@ import pytest
 
 from rlbuffer_cli.render import text
 from rlbuffer_cli.render.pool import age_histogram
-from rlbuffer_cli.render.run_view import flow, plot
+from rlbuffer_cli.render.run_view import plot
+from rlbuffer_cli.render.text import flow
 from rlbuffer_cli.render.train_view import rank_line, slow_side, train_lines
 
 

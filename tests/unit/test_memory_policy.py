@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlbuffer.config import memory_needs
 from rlbuffer.config.batcher import BatcherConfig, EnvConfig
 from rlbuffer.config.memory_needs import Forecast
 from rlbuffer.daemon import memory_rules
@@ -33,18 +34,18 @@ def seen(*used: int, limit: int = LIMIT) -> Pressure:
     ],
 )
 def test_steps_at_once_are_lookahead_and_the_largest_max_age_and_three(config: BatcherConfig, steps: int) -> None:
-    assert memory_rules.steps_at_once(config) == steps
+    assert memory_needs.steps_at_once(config) == steps
 
 
 def test_a_full_step_takes_its_rows_at_nine_bytes_a_token_and_one_rollout_a_row() -> None:
     config = BatcherConfig(1000, micro_batches_per_rank=2, rows_per_micro_batch=3)
-    assert memory_rules.capacity_bytes(config, 4) == 4 * 2 * 3 * (9 * 1000 + memory_rules.ROLLOUT_BYTES)
+    assert memory_needs.capacity_bytes(config, 4) == 4 * 2 * 3 * (9 * 1000 + memory_needs.ROLLOUT_BYTES)
 
 
 @pytest.mark.parametrize("size", [{"step_groups": 4}, {"step_rollouts": 64}])
 def test_steps_of_a_number_of_groups_or_rollouts_are_known_when_they_are_there(size: dict[str, int]) -> None:
     config = BatcherConfig(1000, **size)  # type: ignore[arg-type]
-    assert memory_rules.capacity_bytes(config, 4) is None
+    assert memory_needs.capacity_bytes(config, 4) is None
     assert memory_rules.mean_step_bytes(config, {1: (100, 2), 2: (300, 2)}, 4) == 200
 
 
@@ -63,7 +64,7 @@ def test_five_steps_must_fit_sixty_percent(step_bytes: int, fits: bool) -> None:
 def test_a_refusal_names_the_numbers_and_what_to_change() -> None:
     config = BatcherConfig(8192, micro_batches_per_rank=8)
     forecast = Forecast(step_bytes=12 * 2**20, steps=5, limit=64 * 2**20)
-    assert memory_rules.does_not_fit(forecast, config, world_size=4) == (
+    assert memory_needs.does_not_fit(forecast, config, world_size=4) == (
         "the run does not fit the server's memory: a step takes 12.0 MiB (32 rows of 8192 tokens, world size 4), and 5 "
         "of them (lookahead 1 + max_age 1 + 3) take 60.0 MiB, above 60 % of its maxmemory of 64.0 MiB. Give it at "
         "least 100 MiB (server.maxmemory; `redis-cli config set maxmemory` on a server of your own), or make steps "
@@ -71,7 +72,7 @@ def test_a_refusal_names_the_numbers_and_what_to_change() -> None:
         "batcher.lookahead or max_age"
     )
     measured = Forecast(step_bytes=12 * 2**20, steps=5, limit=64 * 2**20, measured=3)
-    text = memory_rules.does_not_fit(measured, BatcherConfig(8192, step_groups=4), world_size=4)
+    text = memory_needs.does_not_fit(measured, BatcherConfig(8192, step_groups=4), world_size=4)
     assert "a step takes 12.0 MiB (the mean of the last 3 steps)" in text
     assert "make steps smaller (batcher.step_rollouts or step_groups)" in text
 
