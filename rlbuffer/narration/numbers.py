@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Text of anybody's for a terminal: what controls it (escapes, bidirectional marks) is shown, not obeyed.
+    r"""Text of anybody's for a terminal: what controls it (escapes, bidirectional marks) is shown, not obeyed.
 
     `lines`: line feeds stay.
 
