@@ -15,8 +15,7 @@ from rlbuffer.daemon.events import Emit
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
 from rlbuffer.narration import waiting
 from rlbuffer.narration.numbers import printable
-from rlbuffer.packing.further_columns import ColumnSpec
-from rlbuffer.packing.step_columns import Columns
+from rlbuffer.packing.further_columns import Columns, ColumnSpec
 from rlbuffer.records.step_plan import StepPlan
 from rlbuffer.store.payloads import Trainable, read_rollouts
 from rlbuffer.store.protocol import Store

@@ -25,7 +25,7 @@ from rlbuffer.daemon.watches import AskWatch
 from rlbuffer.daemon.workers import WorkerWatch
 from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.narration import waiting
-from rlbuffer.packing.step_columns import agree
+from rlbuffer.packing.further_columns import agree
 from rlbuffer.records.step_plan import Decision, StepPlan
 from rlbuffer.store.moves.recovery import ATTEMPT_SECONDS
 from rlbuffer.store.protocol import Store

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import PackingError
 from rlbuffer.packing.arena import Allocate, Arena, aligned
-from rlbuffer.packing.further_columns import ColumnSpec, column_spec
+from rlbuffer.packing.further_columns import ColumnSpec, common_spec, shown_kind
 from rlbuffer.records.micro_batch import MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers, Row
@@ -158,21 +158,6 @@ class _Segments:
         self.tokens += length
 
 
-def fits(rollout: Rollout, schema: Mapping[str, ColumnSpec]) -> bool:
-    """Whether the rollout's further columns are among those of `schema`, of its shapes, in dtypes that convert."""
-    for name, array in rollout.columns.items():
-        if name == "advantages":
-            if array.ndim != 1 or array.dtype.kind == "b":
-                return False
-        elif (
-            name not in schema
-            or array.shape[1:] != schema[name].shape
-            or not _converts(array.dtype, schema[name].dtype)
-        ):
-            return False
-    return True
-
-
 # -- further columns ---------------------------------------------------------------------------------------------------
 def _schema(items: Sequence[PackItem], required: Sequence[str]) -> dict[str, ColumnSpec]:
     """Name -> dtype, trailing shape and fill of every further column, in the order of names."""
@@ -186,40 +171,9 @@ def _schema(items: Sequence[PackItem], required: Sequence[str]) -> dict[str, Col
     for (dtype, shape), where in advantages.items():
         if shape or dtype.kind == "b":
             raise PackingError(
-                f"assemble: column advantages of rollout {where!r} is {_kind(dtype, shape)}, not [T] numbers"
+                f"assemble: column advantages of rollout {where!r} is {shown_kind(dtype, shape)}, not [T] numbers"
             )
-    return {name: _spec(name, arrays[name]) for name in sorted(arrays)}
-
-
-def _spec(name: str, kinds: Mapping[tuple[np.dtype[Any], tuple[int, ...]], str]) -> ColumnSpec:
-    spec = column_spec(name)
-    if spec is None:
-        if not kinds:
-            raise PackingError(
-                f"assemble: column {name} is required, but no rollout here has it and its dtype is not declared: "
-                f"call register_column({name!r}, fill=..., dtype=...)"
-            )
-        dtype = np.result_type(*(dtype for dtype, _ in kinds))
-        spec = ColumnSpec(fill=0, dtype=dtype, shape=next(iter(kinds))[1])
-        wanted = " as in other rollouts"
-    else:
-        wanted = " as declared"
-    for (dtype, shape), where in kinds.items():
-        if shape != spec.shape or not _converts(dtype, spec.dtype):
-            raise PackingError(
-                f"assemble: column {name} of rollout {where!r} is {_kind(dtype, shape)}, "
-                f"not {_kind(spec.dtype, spec.shape)}{wanted}"
-            )
-    return spec
-
-
-def _converts(dtype: np.dtype[Any], to: np.dtype[Any]) -> bool:
-    """Whether values keep their meaning: rounding to a float is fine, wrapping an integer is not."""
-    return np.can_cast(dtype, to, "safe") or (to.kind == "f" and dtype.kind in "iuf")
-
-
-def _kind(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
-    return f"{dtype.name} [{', '.join(['T', *map(str, shape)])}]"
+    return {name: common_spec(name, arrays[name]) for name in sorted(arrays)}
 
 
 # -- micro-batches -----------------------------------------------------------------------------------------------------

@@ -1,12 +1,18 @@
-"""What packing must know of a column that a rollout may lack: its fill, its dtype and its trailing shape.
+"""Columns beyond the required ones: what stands in where a rollout lacks one, and what a whole step agrees on.
 
 A column needs no declaration to be packed. It needs one where 0 means something (a temperature, a weight), or where
 every rank must have the column though none of its rollouts does.
+
+Which further columns a step has is decided once, when it is committed, for all ranks. A rank sees only its own
+rollouts: if each made up its mind from those, one rank's micro-batches could have a column that another's lack, and two
+rollouts that disagree about a column would stop one rank and not the others. So the step's header says it, and pushes
+that do not fit the others of their step do not get into it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +21,9 @@ from numpy.typing import DTypeLike
 
 from rlbuffer.errors import PackingError
 from rlbuffer.records.columns import COLUMN_DTYPES, COLUMN_NAME, REQUIRED_COLUMNS
+from rlbuffer.records.info import ColumnKind, GroupInfo
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +86,112 @@ for _name, _fill in (
     ("entropy", 0.0),
 ):
     register_column(_name, fill=_fill, dtype=np.float32)
+
+
+Columns = dict[str, tuple[str, tuple[int, ...]]]
+"""Name -> dtype and trailing shape."""
+
+
+def agree(plan: StepPlan, infos: Mapping[str, GroupInfo], needed: Sequence[str] = ()) -> tuple[Columns, dict[str, str]]:
+    """The columns of a planned step, and which of its pushes do not fit them, with the reason.
+
+    A column's trailing shape is the one that most rollouts come with, the earliest selected among equals; its dtype
+    holds the values of all pushes with that shape. `infos` by entry id; `needed` are columns that no push may lack.
+    """
+    sizes: dict[str, int] = {}
+    for ref in plan.rollouts:
+        sizes[ref.entry_id] = sizes.get(ref.entry_id, 0) + 1
+    votes: dict[str, dict[tuple[int, ...], int]] = {}
+    for entry_id, rollouts in sizes.items():
+        for name, _, shape in infos[entry_id].columns:
+            if name != "advantages":
+                counts = votes.setdefault(name, {})
+                counts[shape] = counts.get(shape, 0) + rollouts
+    shapes = {name: max(counts, key=lambda shape: counts[shape]) for name, counts in votes.items()}
+    shapes["advantages"] = ()
+    dtypes: dict[str, list[str]] = {}
+    odd: dict[str, str] = {}
+    for entry_id in sizes:
+        kinds = infos[entry_id].columns
+        misfit = next((kind for kind in kinds if not _goes_with(kind, shapes)), None)
+        if misfit is not None:
+            odd[entry_id] = _misfit(misfit, shapes)
+            continue
+        lacking = sorted(set(needed).difference(name for name, _, _ in kinds))
+        if lacking:
+            odd[entry_id] = f"it lacks column {', '.join(lacking)}, without which the trainer cannot train"
+            continue
+        for name, dtype, _ in kinds:
+            dtypes.setdefault(name, []).append(dtype)
+    dtypes.pop("advantages", None)
+    columns = {name: (np.result_type(*dtypes[name]).str, shapes[name]) for name in sorted(dtypes)}
+    return columns, odd
+
+
+def _goes_with(kind: ColumnKind, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    name, dtype, shape = kind
+    return shape == shapes[name] and (name != "advantages" or np.dtype(dtype).kind != "b")
+
+
+def _misfit(kind: ColumnKind, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    name, dtype, shape = kind
+    arrived = f"column {name} is {shown_kind(np.dtype(dtype), shape)}"
+    if name == "advantages":
+        return f"{arrived}, not [T] numbers"
+    wanted = ", ".join(["T", *map(str, shapes[name])])
+    return f"{arrived}, but [{wanted}] in most rollouts of its step"
+
+
+def fits(rollout: Rollout, schema: Mapping[str, ColumnSpec]) -> bool:
+    """Whether the rollout's further columns are among those of `schema`, of its shapes, in dtypes that convert."""
+    for name, array in rollout.columns.items():
+        if name == "advantages":
+            if array.ndim != 1 or array.dtype.kind == "b":
+                return False
+        elif (
+            name not in schema
+            or array.shape[1:] != schema[name].shape
+            or not _converts(array.dtype, schema[name].dtype)
+        ):
+            return False
+    return True
+
+
+def common_spec(name: str, kinds: Mapping[tuple[np.dtype[Any], tuple[int, ...]], str]) -> ColumnSpec:
+    """How a column is laid out for all rollouts: as declared, else in a dtype that holds the values of every kind.
+
+    Args:
+        kinds: (dtype, trailing shape) that rollouts come with -> id of the first that has it.
+
+    Raises:
+        PackingError: a kind does not fit, or there is neither a kind nor a declaration.
+    """
+    spec = column_spec(name)
+    if spec is None:
+        if not kinds:
+            raise PackingError(
+                f"assemble: column {name} is required, but no rollout here has it and its dtype is not declared: "
+                f"call register_column({name!r}, fill=..., dtype=...)"
+            )
+        dtype = np.result_type(*(dtype for dtype, _ in kinds))
+        spec = ColumnSpec(fill=0, dtype=dtype, shape=next(iter(kinds))[1])
+        wanted = " as in other rollouts"
+    else:
+        wanted = " as declared"
+    for (dtype, shape), where in kinds.items():
+        if shape != spec.shape or not _converts(dtype, spec.dtype):
+            raise PackingError(
+                f"assemble: column {name} of rollout {where!r} is {shown_kind(dtype, shape)}, "
+                f"not {shown_kind(spec.dtype, spec.shape)}{wanted}"
+            )
+    return spec
+
+
+def _converts(dtype: np.dtype[Any], to: np.dtype[Any]) -> bool:
+    """Whether values keep their meaning: rounding to a float is fine, wrapping an integer is not."""
+    return np.can_cast(dtype, to, "safe") or (to.kind == "f" and dtype.kind in "iuf")
+
+
+def shown_kind(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    """A dtype and a trailing shape for people: ``float32 [T, 2]``."""
+    return f"{dtype.name} [{', '.join(['T', *map(str, shape)])}]"

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.packing.assembly import fits
-from rlbuffer.packing.further_columns import ColumnSpec
+from rlbuffer.packing.further_columns import ColumnSpec, fits
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout

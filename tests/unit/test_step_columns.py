@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlbuffer.packing.step_columns import agree
+from rlbuffer.packing.further_columns import agree
 from rlbuffer.records.group import Group
 from rlbuffer.records.step_plan import Normalizers, Plan, RolloutRef, StepPlan
 from rlbuffer.testing import make_group

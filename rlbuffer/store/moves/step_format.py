@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.packing.step_columns import Columns, agree
+from rlbuffer.packing.further_columns import Columns, agree
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.step_plan import AdapterProgress, RolloutRef, StepPlan, version_trained
 from rlbuffer.store.records import Meta, PartRollout, PoolEntry, StepHeader, StepPart
