@@ -175,12 +175,12 @@ def load_estimator(name: str, *, setting: str = "batcher.advantage") -> Loaded:
     return checked
 
 
-def advantage(name: str, rewards: ArrayLike, *, lengths: ArrayLike | None = None, **info: Any) -> Rewards:
+def advantage(name: str, rewards: ArrayLike, *, lengths: ArrayLike | None = None) -> Rewards:
     """The advantages of one group's rollouts.
 
     Shapes: ``rewards`` and ``lengths`` [n]; the result is [n] float64. ``lengths`` are sampled tokens (`opo` and
-    `length_penalty` need them). Further keywords are facts of the group for estimators of the user's own, which are
-    named ``package.module:name``; the built-in ones do not look at them.
+    `length_penalty` need them). An estimator of the user's own, named ``package.module:name``, gets no facts of a group
+    here: there is none.
 
     Raises:
         ConfigError: no estimator has this name, or the user's own cannot be imported or failed.
@@ -191,7 +191,7 @@ def advantage(name: str, rewards: ArrayLike, *, lengths: ArrayLike | None = None
         >>> advantage("rloo", [0.0, 0.5, 1.0]).tolist()
         [-0.75, 0.0, 0.75]
     """
-    return estimate(load_estimator(name), name, rewards, lengths, info)
+    return estimate(load_estimator(name), name, rewards, lengths, {})
 
 
 def estimate(

@@ -399,7 +399,7 @@ class Reader:
             epoch=header.epoch,
             digest=header.digest,
             world_size=self.world_size,
-            updates=(micro_batches,),
+            micro_batches=micro_batches,
             normalizers=normalizers,
             rollouts=header.rollouts,
             groups=len(header.group_ids),

@@ -80,7 +80,6 @@ def assemble(
     arena: Arena | None = None,
     columns: Sequence[str] = (),
     schema: Mapping[str, ColumnSpec] | None = None,
-    update: int = 0,
 ) -> tuple[MicroBatch, ...]:
     """Assembles one rank's micro-batches: ``rows[micro_step]`` are the rows of each, as indices into `items`.
 
@@ -107,7 +106,6 @@ def assemble(
         pad_to_multiple_of=pad_to_multiple_of,
         ignore_index=ignore_index,
         normalizers=normalizers,
-        update=update,
     )
     made: list[MicroBatch] = []
     slab: list[_Segments] = []
@@ -135,7 +133,6 @@ class _Layout:
     pad_to_multiple_of: int
     ignore_index: int
     normalizers: Normalizers
-    update: int
 
 
 @dataclass(slots=True)
@@ -247,7 +244,6 @@ def _write(slab: Sequence[_Segments], layout: _Layout, arena: Arena | None) -> l
                 adapter_tokens=segments.adapter_tokens,
                 normalizers=layout.normalizers,
                 is_dummy=not segments.samples,
-                update=layout.update,
                 lacking={k: array[start:end] for k, array in lacking.items() if array[start:end].any()},
             )
         )

@@ -115,8 +115,6 @@ class MicroBatch:
     """Of the whole update, over all ranks."""
     is_dummy: bool
     """Nothing here is trained; it exists so that every rank makes the same number of forward passes."""
-    update: int = 0
-    """Index of the update inside the step."""
     lacking: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
     """Column -> [T] bool; True where the token's rollout came without it, so that what stands there is its fill. Only
     columns that a rollout of this micro-batch lacks are named. Not part of the digest: it follows from what is."""
@@ -179,7 +177,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """What one rank trains on in one step. Iterating gives its micro-batches, over all updates."""
+    """What one rank trains on in one step. Iterating gives its micro-batches."""
 
     number: int
     """From 1: step s trains version s - 1 and makes version s."""
@@ -188,14 +186,14 @@ class Step:
     digest: str
     """SHA-256 of the step, chained on the last one's; equal on all ranks."""
     world_size: int
-    updates: tuple[tuple[MicroBatch, ...], ...]
-    """``updates[update]`` are the micro-batches of one optimizer update."""
     normalizers: Normalizers
     """Over all ranks."""
     rollouts: int
     """Over all ranks."""
     groups: int
     """Over all ranks."""
+    micro_batches: tuple[MicroBatch, ...] = ()
+    """As many on every rank. How many of them make an optimizer update is the trainer's choice."""
     damaged: tuple[str, ...] = ()
     """Ids of this rank's rollouts that were missing or damaged and became masked padding."""
     header: Mapping[str, Any] = field(default_factory=dict)
@@ -211,11 +209,10 @@ class Step:
         return _padded(tuple(self), rows=rows, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for update in self.updates:
-            yield from update
+        return iter(self.micro_batches)
 
     def __len__(self) -> int:
-        return sum(len(update) for update in self.updates)
+        return len(self.micro_batches)
 
 
 HASHED_ARRAYS = (

@@ -162,7 +162,7 @@ class FakeReader:
             epoch=0,
             digest=hashlib.sha256(f"{self._settings.trainer.seed}:{number}".encode()).hexdigest(),
             world_size=self._world_size,
-            updates=(micro_batches,),
+            micro_batches=micro_batches,
             normalizers=normalizers,
             rollouts=len(rollouts),
             groups=GROUPS,

@@ -81,17 +81,17 @@ def counts_of(made: Sequence[PackItem]) -> Normalizers:
     )
 
 
-def step_of(updates: Sequence[tuple[MicroBatch, ...]], world_size: int) -> Step:
-    """A step of ready-made updates."""
+def step_of(micro_batches: tuple[MicroBatch, ...], world_size: int) -> Step:
+    """A step of ready-made micro-batches."""
     return Step(
         number=1,
         epoch=0,
         digest="",
         world_size=world_size,
-        updates=tuple(updates),
         normalizers=counts_of(items()),
         rollouts=COUNT,
         groups=len({item.sample.group_id for item in items()}),
+        micro_batches=micro_batches,
     )
 
 
@@ -99,17 +99,19 @@ def packed_step(rows: Rows, rank: int, world_size: int) -> Step:
     """This rank's part of `rows`, several rollouts to a row."""
     part = [[tuple(row) for row in micro_step[rank]] for micro_step in rows]
     made = assemble(part, items(), row_tokens=ROW_TOKENS, normalizers=counts_of(items()), pad_to_multiple_of=4)
-    return step_of([made], world_size)
+    return step_of(made, world_size)
 
 
 def unpacked_step(slices: Sequence[Sequence[int]]) -> Step:
-    """Each rollout a micro-batch of its own; `slices` are the rollouts of each update."""
-    everything = items()
-    updates = []
+    """Each rollout a micro-batch of its own; `slices` are the rollouts of each update.
+
+    Dummies make the updates equally long, so that the trainer cuts the step just there.
+    """
+    most = max(map(len, slices))
+    rows: list[list[tuple[int, ...]]] = []
     for chosen in slices:
-        counts = counts_of([everything[i] for i in chosen])
-        updates.append(assemble([[(i,)] for i in chosen], everything, row_tokens=ROW_TOKENS, normalizers=counts))
-    return step_of(updates, 1)
+        rows += [[(i,)] for i in chosen] + [[()]] * (most - len(chosen))
+    return step_of(assemble(rows, items(), row_tokens=ROW_TOKENS, normalizers=counts_of(items())), 1)
 
 
 class Trainee:

@@ -105,9 +105,8 @@ def test_gradients_over_ranks_are_those_of_one_process_that_packs_nothing(
         several = "passes" in values
         everybody = [rank[number] for rank in told]
         assert all(rank["digests"] == everybody[0]["digests"] for rank in everybody), name  # equal to the bit
-        alone = TrainerSettings(**(values | {"updates_per_pass": 1}))
         step = unpacked_step(slices(world_size, several))
-        expected = work(trainees[dtype], step, Ranks(0, 1, torch.device("cpu")), alone)
+        expected = work(trainees[dtype], step, Ranks(0, 1, torch.device("cpu")), TrainerSettings(**values))
         assert everybody[0]["counts"] == expected["counts"], name
         ours = np.load(tmp_path / f"{number}.npz")
         assert relative(ours["gradient0"], expected["gradients"][0]) <= TOLERANCE[dtype], name

@@ -16,7 +16,7 @@ from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.trainer.ranks.agreement import Agreement, Verdict
+from rlbuffer.trainer.ranks.agreement import Agreement, Verdict, agree
 
 
 class Table:
@@ -47,7 +47,7 @@ def step(number: int = 4, *, content: str = "x", trained: int = 10, expected: in
         epoch=1,
         digest=hashlib.sha256(content.encode()).hexdigest(),
         world_size=2,
-        updates=((pack([rollout], row_tokens=64),),),
+        micro_batches=(pack([rollout], row_tokens=64),),
         normalizers=Normalizers(loss_tokens=expected, rollouts=2, groups=1),
         rollouts=2,
         groups=1,
@@ -60,7 +60,7 @@ def decide(per_rank: Sequence[dict[str, Any]]) -> list[Agreement | RlbufferError
 
     def run(rank: int) -> None:
         try:
-            results[rank] = SimulatedRanks(rank, table).agree(**per_rank[rank])
+            results[rank] = agree(SimulatedRanks(rank, table), **per_rank[rank])
         except RlbufferError as error:
             results[rank] = error
 
@@ -109,5 +109,5 @@ def test_damage_over_all_ranks_is_counted(readable: int, damaged: int) -> None:
 
 def test_a_single_rank_agrees_with_itself() -> None:
     alone = Ranks(0, 1, torch.device("cpu"))
-    assert alone.agree(step(expected=10)).verdict is Verdict.TRAIN
-    assert alone.agree(None, is_stopping=True).verdict is Verdict.STOP
+    assert agree(alone, step(expected=10)).verdict is Verdict.TRAIN
+    assert agree(alone, None, is_stopping=True).verdict is Verdict.STOP

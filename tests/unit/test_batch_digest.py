@@ -23,7 +23,14 @@ def micro_batch() -> MicroBatch:
 def digest(*micro_batches: MicroBatch) -> str:
     counts = Normalizers(loss_tokens=1, rollouts=1, groups=1)
     step = Step(
-        number=1, epoch=1, digest="", world_size=1, updates=(micro_batches,), normalizers=counts, rollouts=2, groups=1
+        number=1,
+        epoch=1,
+        digest="",
+        world_size=1,
+        micro_batches=micro_batches,
+        normalizers=counts,
+        rollouts=2,
+        groups=1,
     )
     return digest_step(step)
 

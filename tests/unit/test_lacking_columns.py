@@ -50,9 +50,15 @@ def test_the_digest_of_a_step_does_not_depend_on_it() -> None:
     values = {name: getattr(batch, name) for name in MicroBatch.__dataclass_fields__}
 
     def digest(micro_batch: MicroBatch) -> str:
-        updates = ((micro_batch,),)
         step = Step(
-            number=1, epoch=0, digest="", world_size=1, updates=updates, normalizers=COUNTS, rollouts=2, groups=1
+            number=1,
+            epoch=0,
+            digest="",
+            world_size=1,
+            micro_batches=(micro_batch,),
+            normalizers=COUNTS,
+            rollouts=2,
+            groups=1,
         )
         return digest_step(step)
 

@@ -12,7 +12,14 @@ from rlbuffer.records.micro_batch import MicroBatch, Step
 def step_of(*micro_batches: MicroBatch) -> Step:
     counts = micro_batches[0].normalizers
     return Step(
-        number=1, epoch=1, digest="", world_size=1, updates=(micro_batches,), normalizers=counts, rollouts=3, groups=1
+        number=1,
+        epoch=1,
+        digest="",
+        world_size=1,
+        micro_batches=micro_batches,
+        normalizers=counts,
+        rollouts=3,
+        groups=1,
     )
 
 
@@ -31,7 +38,7 @@ def test_a_step_is_one_rollout_a_row() -> None:
     assert rows.policy_versions.tolist() == [[3, 3, 3, 3], [3, 3, -1, -1], [3, 3, 3, -1]]
     assert rows.columns["mine"].tolist() == [[1, 2, 3, 4], [5, 6, 0, 0], [7, 8, 9, 0]]
     assert [sample.length for sample in rows.samples] == [4, 2, 3]
-    assert rows.normalizers is step.updates[0][0].normalizers
+    assert rows.normalizers is step.micro_batches[0].normalizers
     (first, _) = step
     assert first.padded(pad_to_multiple_of=8).input_ids.shape == (2, 8)
 

@@ -145,7 +145,7 @@ def test_a_name_that_is_none_is_an_attribute_error() -> None:
         ),
         (
             rlbuffer.advantage,
-            {"name": ("p", NONE), "rewards": ("p", NONE), "lengths": ("k", None), "info": ("**", NONE)},
+            {"name": ("p", NONE), "rewards": ("p", NONE), "lengths": ("k", None)},
         ),
         (rlbuffer.Batcher, {"config": ("p", NONE), "state": ("p", None)}),
         (
@@ -276,9 +276,9 @@ def test_the_batcher_s_settings_are_in_the_frozen_order_with_the_frozen_defaults
                 "input_ids position_ids cu_seqlens loss_mask advantages logprobs targets sample_index columns samples "
                 "adapter_tokens normalizers is_dummy"
             ),
-            {"update": 0},
+            {},
         ),
-        (rlbuffer.Step, "number epoch digest world_size updates normalizers rollouts groups", {"damaged": ()}),
+        (rlbuffer.Step, "number epoch digest world_size normalizers rollouts groups", {"damaged": ()}),
         (rlbuffer.StepPlan, "step group_ids rollouts advantages plan normalizers tokens closed_by", {}),
         (rlbuffer.Drop, "group_id env reason rollouts tokens", {}),
     ],

@@ -31,7 +31,7 @@ def step(count: int) -> Step:
         epoch=0,
         digest="",
         world_size=1,
-        updates=(tuple(micro_batch(seed) for seed in range(count)),),
+        micro_batches=tuple(micro_batch(seed) for seed in range(count)),
         normalizers=WHOLE,
         rollouts=100,
         groups=10,
@@ -41,7 +41,7 @@ def step(count: int) -> Step:
 def test_a_step_in_one_piece_keeps_the_counts_that_were_committed() -> None:
     (only,) = slices_of(step(3), ALONE, 1)
     assert (only.start, len(only.micro_batches), only.normalizers) == (0, 3, WHOLE)
-    assert all(m.normalizers == WHOLE and m.update == 0 for m in only.micro_batches)
+    assert all(m.normalizers == WHOLE for m in only.micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,6 @@ def test_slices_are_consecutive_and_none_is_empty(count: int, wanted: int, sizes
     assert [part.start for part in parts] == [sum(sizes[:i]) for i in range(len(sizes))]
     ids = [m.samples[0].rollout_id for part in parts for m in part.micro_batches]
     assert ids == [m.samples[0].rollout_id for m in whole]
-    assert [m.update for part in parts for m in part.micro_batches] == [
-        i for i, n in enumerate(sizes) for _ in range(n)
-    ]
 
 
 def test_a_slice_is_divided_by_its_own_counts() -> None:
@@ -72,7 +69,7 @@ def test_a_slice_is_divided_by_its_own_counts() -> None:
 
 
 def test_a_step_of_no_micro_batches_has_no_updates() -> None:
-    assert slices_of(dataclasses.replace(step(1), updates=((),)), ALONE, 2) == ()
+    assert slices_of(dataclasses.replace(step(1), micro_batches=()), ALONE, 2) == ()
 
 
 def test_the_chance_of_a_token_is_the_same_in_whatever_micro_batch() -> None:

@@ -32,23 +32,18 @@ class Slice:
 
 
 def slices_of(step: Step, ranks: Ranks, updates_per_pass: int) -> tuple[Slice, ...]:
-    """Cuts each of the step's updates into at most `updates_per_pass` slices, none of them empty.
+    """Cuts a step into at most `updates_per_pass` slices, none of them empty.
 
-    Uncut, an update keeps the counts that were committed with the step. A slice counts what can be read: the trained
+    Uncut, a step keeps the counts that were committed with the step. A slice counts what can be read: the trained
     tokens of a damaged rollout are in no slice's count.
     """
+    parts = min(updates_per_pass, len(step))
     out: list[Slice] = []
-    start = 0
-    for update in step.updates:
-        parts = min(updates_per_pass, len(update))
-        bounds = [len(update) * i // parts for i in range(parts + 1)] if parts else []
-        for first, last in pairwise(bounds):
-            cut = update[first:last]
-            counts = cut[0].normalizers if parts == 1 else _counts(cut, ranks, step.groups)
-            index = len(out)
-            made = tuple(replace(m, normalizers=counts, update=index) for m in cut)
-            out.append(Slice(start=start + first, micro_batches=made, normalizers=counts))
-        start += len(update)
+    for first, last in pairwise([len(step) * i // parts for i in range(parts + 1)] if parts else []):
+        cut = step.micro_batches[first:last]
+        counts = cut[0].normalizers if parts == 1 else _counts(cut, ranks, step.groups)
+        made = tuple(replace(m, normalizers=counts) for m in cut)
+        out.append(Slice(start=first, micro_batches=made, normalizers=counts))
     return tuple(out)
 
 
