@@ -38,6 +38,9 @@ ROWS = [
     ("HTTP/1.1 400 Bad Request", ServerUnreachable, "loss"),
     # The right server, which refuses for now.
     ("-OOM command not allowed when used memory > 'maxmemory'.", ServerFull, "told"),
+    ("-EXECABORT Transaction discarded because of: OOM command not allowed when used memory.", ServerFull, "told"),
+    ("-EXECABORT Transaction discarded because of: READONLY You can't write against it.", ServerRefused, "loss"),
+    ("-EXECABORT Transaction discarded because of: MISCONF Errors writing to disk.", ServerRefused, "told"),
     ("-MISCONF Errors writing to the AOF file: No space left on device", ServerRefused, "told"),
     ("-NOREPLICAS Not enough good replicas to write.", ServerRefused, "told"),
     ("-BUSY Redis is busy running a script.", ServerRefused, "again"),
@@ -93,7 +96,8 @@ def test_every_answer_becomes_an_error_of_ours(
     assert (sent > 1) == (then != "told")
     assert (connection.losses > before) == (then == "loss")
     if kind in (ServerRefused, WrongAnswer) and then != "loss":
-        assert answer.removeprefix("-").partition(" ")[2] in str(error), "the server's own words"
+        words = answer.removeprefix("-").removeprefix("EXECABORT Transaction discarded because of: ")
+        assert words.partition(" ")[2] in str(error), "the server's own words"
 
 
 def test_an_answer_that_passes_is_waited_out(talking: TalkingServer, connection: Connection) -> None:

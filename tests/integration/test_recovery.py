@@ -22,7 +22,7 @@ from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.records import Claim
+from rlbuffer.store.records import Attempt, Claim
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.server import embedded as servers
 from rlbuffer.testing import make_group
@@ -402,8 +402,9 @@ def test_a_void_that_comes_late_takes_nothing_back(run: Run, monkeypatch: pytest
     assert (run.store.meta().step, run.store.meta().epoch) == (1, first["epoch"])
 
 
-def test_what_a_trainer_hands_back_below_the_retired_steps_stays_until_it_is_carried_out(run: Run) -> None:
-    """Its next heartbeat must not take it back: the leader may be away for longer."""
+@pytest.fixture
+def below_retired(run: Run) -> Attempt:
+    """A trainer at step 0 of a run that has retired its steps up to 5."""
     number = run.store.attempt(uuid="first", world_size=1, resume_step=0).number
     for _ in range(2):
         run.step(f"a.{run.sequence}")
@@ -415,9 +416,21 @@ def test_what_a_trainer_hands_back_below_the_retired_steps_stays_until_it_is_car
     again = Claim(step=0, epoch=epoch, digest="", steps=())
     second = run.store.attempt(uuid="second", world_size=1, resume_step=0, claim=again)
     assert run.store.trainer().claim
-    run.store.report(second.number, epoch=second.epoch, trained=0, digest="", oldest_kept=0)
+    return second
+
+
+def test_what_a_trainer_hands_back_below_the_retired_steps_stays_until_it_is_carried_out(
+    run: Run, below_retired: Attempt
+) -> None:
+    """Its next heartbeat must not take it back: the leader may be away for longer."""
+    run.store.report(below_retired.number, epoch=below_retired.epoch, trained=0, digest="", oldest_kept=0)
     assert run.store.trainer().claim
     found = run.store.recover(run.token, run.store.trainer(), ())
     assert found is not None
     assert found["step"] == 0
+    assert not run.store.trainer().claim
+
+
+def test_a_trainer_at_the_last_retired_step_hands_nothing_back_any_more(run: Run, below_retired: Attempt) -> None:
+    run.store.report(below_retired.number, epoch=below_retired.epoch, trained=5, digest="f" * 64, oldest_kept=0)
     assert not run.store.trainer().claim

@@ -129,14 +129,23 @@ _LOGIN = (
 _LOST = (redis.ConnectionError, redis.TimeoutError, redis.InvalidResponse)
 
 
+ABORTED = "Transaction discarded because of: "
+"""Begins the answer to an EXEC that a server refuses as it refuses a single command; the reason follows."""
+
+
 def code_of(error: redis.RedisError) -> str:
-    """The code that a server's error begins with."""
-    return error.status_code or words_of(error).partition(" ")[0]
+    """The code that a server's error begins with; of a transaction that was discarded, the code of the reason."""
+    words = words_of(error)
+    return (not _is_aborted(error) and error.status_code) or words.partition(" ")[0]
 
 
 def words_of(error: redis.RedisError) -> str:
     """What the server said. A pipeline puts the whole command in front, a payload's bytes with it."""
-    return str(error).rpartition("caused error: ")[2]
+    return str(error).rpartition("caused error: ")[2].removeprefix(ABORTED)
+
+
+def _is_aborted(error: redis.RedisError) -> bool:
+    return ABORTED in str(error)
 
 
 def _reason(error: redis.RedisError) -> str:
