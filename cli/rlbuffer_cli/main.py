@@ -64,10 +64,9 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            import difflib
+            from rlbuffer.narration.nearest import did_you_mean
 
-            close = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.5)
-            hint = f" Did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(args[0], COMMANDS, cutoff=0.5)
             raise click.UsageError(f"there is no command {args[0]!r}.{hint}", ctx)
         return super().resolve_command(ctx, args)
 

@@ -32,12 +32,12 @@ def only(kind: str, what: str, known: Sequence[str], none: str) -> str:
 
 def check(kind: str, key: str, known: Iterable[str], otherwise: str) -> None:
     """ConfigError unless there is a section `key`, with the name that may have been meant or else `otherwise`."""
-    from rlbuffer.config.nearest import nearest
     from rlbuffer.errors import ConfigError
+    from rlbuffer.narration.nearest import did_you_mean
 
     names = list(known)
     if key not in names:
-        hint = nearest(key, names) or f" {otherwise}"
+        hint = did_you_mean(key, names) or f" {otherwise}"
         raise ConfigError(f"the config has no [{kind}.{key}] section.{hint}", setting=f"{kind}.{key}")
 
 

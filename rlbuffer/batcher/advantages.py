@@ -38,7 +38,6 @@ be trained: it is dropped, and the others go on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -46,6 +45,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rlbuffer.config.dotted import load, refused
 from rlbuffer.errors import ConfigError, InvalidRollout
+from rlbuffer.narration.nearest import did_you_mean
 from rlbuffer.records.checks import MAX_NUMBER
 
 GRPO_EPSILON = 1e-6
@@ -154,8 +154,7 @@ def load_estimator(name: str, *, setting: str = "batcher.advantage") -> Loaded:
     if built_in is not None:
         return lambda rewards, lengths, group: built_in(rewards, lengths)
     if ":" not in name:
-        near = get_close_matches(name, ESTIMATORS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, ESTIMATORS)
         raise ConfigError(f"advantage {name!r} is not an estimator: {', '.join(ESTIMATORS)}.{hint}", setting=setting)
     own = load(setting, name, "(rewards, lengths, group)")
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from rlbuffer.config.nearest import nearest
 from rlbuffer.errors import FilterError
+from rlbuffer.narration.nearest import did_you_mean
 from rlbuffer.records.rollout import REASONS
 
 STATES = ("forming", "ready", "packed", "trained", "dropped")
@@ -106,7 +106,9 @@ def _term(word: str) -> Term:
     op = "==" if op in (":", "=") else op
     if field not in WORDS and field not in NUMBERS:
         names = (*WORDS, *NUMBERS)
-        raise FilterError(f"{field!r} is not a field to filter by.{nearest(field, names)} Fields: {', '.join(names)}.")
+        raise FilterError(
+            f"{field!r} is not a field to filter by.{did_you_mean(field, names)} Fields: {', '.join(names)}."
+        )
     if not value:
         raise FilterError(f"{word!r} in the filter has no value")
     if field in NUMBERS:
@@ -117,7 +119,7 @@ def _term(word: str) -> Term:
     allowed = _ALLOWED.get(field)
     for v in values:
         if allowed is not None and v not in allowed:
-            raise FilterError(f"{v!r} is not a {field}.{nearest(v, allowed)} One of: {', '.join(allowed)}.")
+            raise FilterError(f"{v!r} is not a {field}.{did_you_mean(v, allowed)} One of: {', '.join(allowed)}.")
     return Term(field=field, op=op, values=values)
 
 

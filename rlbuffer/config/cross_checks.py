@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from rlbuffer.config.fractions import budgets_at
@@ -17,6 +16,7 @@ from rlbuffer.config.settings import (
     WorkerSettings,
 )
 from rlbuffer.errors import ConfigError
+from rlbuffer.narration.nearest import nearest
 from rlbuffer.records.columns import COLUMN_NAME, REQUIRED_COLUMNS
 
 Places = Callable[..., str]
@@ -232,9 +232,9 @@ def _orders(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     for low, least, high, most in pairs:
         if least >= most:
             yield Mistake(f"{low} = {least:g} is not below {high} = {most:g} ({places(low, high)}).", (low, high))
-    near = get_close_matches(settings.batcher.remainder, ("proportional", "equal"), n=1, cutoff=0.75)
-    if near and settings.batcher.remainder != near[0]:
-        text = f"batcher.remainder = {settings.batcher.remainder!r} is no env here. Did you mean {near[0]}?"
+    near = nearest(settings.batcher.remainder, ("proportional", "equal"), cutoff=0.75)
+    if near and settings.batcher.remainder != near:
+        text = f"batcher.remainder = {settings.batcher.remainder!r} is no env here. Did you mean {near}?"
         yield placed(ConfigError(text, setting="batcher.remainder"), places)
 
 

@@ -8,12 +8,12 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
 from rlbuffer.errors import ConfigError
+from rlbuffer.narration.nearest import did_you_mean
 
 
 def load(setting: str, path: str, takes: str) -> Any:
@@ -164,9 +164,8 @@ def _look_into(file: Path, name: str, folders: Sequence[str], members: Sequence[
     named, is_open = _names(tree)
     first = name.partition(".")[0]
     if first not in named:
-        near = get_close_matches(first, named, n=1)
-        hint = f". Did you mean {near[0]}?" if near else ""
-        return Seen() if is_open else Seen(why_not=f"cannot be imported: {file} has no {first}{hint}")
+        hint = did_you_mean(first, named)
+        return Seen() if is_open else Seen(why_not=f"cannot be imported: {file} has no {first}{'.' * bool(hint)}{hint}")
     node = named[first]
     if name != first:
         return Seen()
@@ -226,8 +225,8 @@ def _lacking(module: str, name: str, folders: Sequence[str]) -> str:
     named, is_open = _names(tree)
     if is_open or name in named:
         return ""
-    near = get_close_matches(name, named, n=1)
-    return f"it has no such name{f'. Did you mean {near[0]}?' if near else ''}"
+    hint = did_you_mean(name, named)
+    return f"it has no such name{'.' * bool(hint)}{hint}"
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

@@ -11,7 +11,6 @@ only follow from another mistake is not told.
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from rlbuffer.config.setting_tree import Free, Leaf, Node, Section, children, ru
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.config.toml_lines import key_lines
 from rlbuffer.errors import ConfigError
+from rlbuffer.narration.nearest import did_you_mean, nearest
 
 PREFIX = "RLBUFFER_"
 DEFAULT_FILE = "rlbuffer.toml"
@@ -311,13 +311,12 @@ def _unknown(path: tuple[str, ...], siblings: list[str]) -> tuple[str, tuple[str
     elsewhere = {name[-1]: name for name in reversed(known) if "*" not in name[-1]}
     found = elsewhere.get(path[-1])
     if found is None:
-        close = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6)
-        found = (*path[:-1], close[0]) if close else None
+        sibling = nearest(path[-1], siblings)
+        found = (*path[:-1], sibling) if sibling else None
     if found is None:
-        close = difflib.get_close_matches(path[-1], list(elsewhere), n=1, cutoff=0.75)
-        found = elsewhere[close[0]] if close else None
-    nearest = f" Did you mean {'.'.join(found).replace('*', 'NAME')}?" if found else ""
-    text = f"{'.'.join(path)} is not a setting.{nearest or ' `rlbuffer config show` lists all settings.'}"
+        found = elsewhere.get(nearest(path[-1], elsewhere, cutoff=0.75))
+    hint = f" Did you mean {'.'.join(found).replace('*', 'NAME')}?" if found else ""
+    text = f"{'.'.join(path)} is not a setting.{hint or ' `rlbuffer config show` lists all settings.'}"
     return text, found or ()
 
 
@@ -352,8 +351,7 @@ def _variable(
 
 def _suggest_variable(variable: str) -> str:
     names = [PREFIX + "__".join(k).upper() for k in run_schema().names() if "*" not in k] + sorted(OTHER_VARIABLES)
-    close = difflib.get_close_matches(variable, names, n=1, cutoff=0.6)
-    return f" Did you mean {close[0]}?" if close else " A setting's variable is e.g. RLBUFFER_BATCHER__MAX_AGE."
+    return did_you_mean(variable, names, otherwise=" A setting's variable is e.g. RLBUFFER_BATCHER__MAX_AGE.")
 
 
 def _put(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Literal, get_args
 
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import ConfigError
+from rlbuffer.narration.nearest import did_you_mean
 
 Divisor = Literal["rollouts", "tokens", "longest"]
 """``rollouts``: each rollout's mean over its trained tokens, over the update's rollouts. ``tokens``: the update's
@@ -101,10 +101,11 @@ def facts_of(name: str) -> LossFacts:
         return LOSSES[name]
     if ":" in name:
         return LossFacts()
-    near = get_close_matches(name, LOSSES, n=1)
-    hint = f". Did you mean {near[0]}?" if near else ". Your own is named as package.module:name" * ("." in name)
+    own = " Your own is named as package.module:name" * ("." in name)
+    hint = did_you_mean(name, LOSSES, otherwise=own)
     raise ConfigError(
-        f"trainer.loss = {name!r} is not a loss: {', '.join(sorted(LOSSES))}{hint}", setting="trainer.loss"
+        f"trainer.loss = {name!r} is not a loss: {', '.join(sorted(LOSSES))}{'.' * bool(hint)}{hint}",
+        setting="trainer.loss",
     )
 
 

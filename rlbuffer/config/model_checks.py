@@ -6,10 +6,11 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from rlbuffer.narration.nearest import did_you_mean, nearest
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
 """Files of which a model's directory has one."""
@@ -140,9 +141,9 @@ def wrong_config(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     words = {word for text in texts for word in _WORD.findall(text)}
     fields = {field for text in texts for field in _FIELD.findall(text)}
     for key in config:
-        near = get_close_matches(key, fields, n=1, cutoff=0.8) if key not in words else []
+        near = nearest(key, fields, cutoff=0.8) if key not in words else ""
         if near:  # anything else may be meant for code of the model's own
-            yield key, f"model.config.{key} is nothing that {kind} knows. Did you mean {near[0]}?"
+            yield key, f"model.config.{key} is nothing that {kind} knows. Did you mean {near}?"
 
 
 def _models() -> Path | None:
@@ -170,8 +171,7 @@ def unknown_type(kind: str) -> str:
     if not known or not texts:
         return ""
     if kind not in known and kind.replace("-", "_") not in known and not any(f'"{kind}"' in text for text in texts):
-        near = get_close_matches(kind, known, n=1)
-        return f"is not a model that transformers knows.{f' Did you mean {near[0]}?' if near else ''}"
+        return f"is not a model that transformers knows.{did_you_mean(kind, known)}"
     causal = next((found[1] for text in texts if (found := _CAUSAL.search(text))), "")
     if causal and f'("{kind}"' not in causal:
         return "is not a causal language model of transformers: it cannot be sampled from and trained"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from rlbuffer.errors import ConfigError
+from rlbuffer.narration.nearest import nearest
 
 _T = TypeVar("_T")
 
@@ -41,8 +41,8 @@ def refusal(error: ValidationError, *, section: str = "", names: Sequence[str] =
         path = (*names[path[0] : path[0] + 1], *path[1:])
     setting = ".".join([section] * bool(section) + [str(part) for part in path])
     if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        near = get_close_matches(str(path[-1]), names, n=1)
-        hint = f" Did you mean {section}.{near[0]}?" if near and len(path) == 1 else ""
+        near = nearest(str(path[-1]), names) if len(path) == 1 else ""
+        hint = f" Did you mean {section}.{near}?" if near else ""
         return ConfigError(f"{setting} is not a setting.{hint}", setting=setting)
     if first["type"] in ("missing", "missing_argument"):
         return ConfigError(f"{setting} is required", setting=setting)

@@ -252,7 +252,7 @@ class _Look:
 
     def options(self, section: str, env: str, given: Mapping[str, Any], seen: Seen) -> Iterator[Mistake]:
         """Options that the env's factory does not take, and files that are not there."""
-        from rlbuffer.config.nearest import no_such_option
+        from rlbuffer.narration.nearest import no_such_option
 
         for option in given if seen.keywords is not None else ():
             unknown = no_such_option(f"env {env}", [option], seen.keywords or ())

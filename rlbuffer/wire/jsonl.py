@@ -8,7 +8,6 @@ names the field: ``rollouts[2].logprobs: [3] rows do not match 4 tokens``. File 
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout
+from rlbuffer.narration.nearest import nearest
 from rlbuffer.records.checks import shown
 from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.group import Group
@@ -176,8 +176,8 @@ def _located(path: str, message: str) -> str:
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(known), 1)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"
+    near = nearest(str(name), known)
+    return f"; did you mean {near}?" if near else f"; known are {', '.join(sorted(known))}"
 
 
 def _kind(value: Any) -> str:

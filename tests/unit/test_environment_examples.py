@@ -17,9 +17,9 @@ from tiny_tokenizer import save_tokenizer
 from transformers import AutoTokenizer
 
 from rlbuffer.config.gpus import shared_gpus
-from rlbuffer.config.nearest import no_such_option
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import PromptTooLong
+from rlbuffer.narration.nearest import no_such_option
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker.envs import ADAPTERS, BUILT_IN, make_env

@@ -103,8 +103,8 @@ def resume(env: str, config: str | None, redis: str | None, run: str | None, hom
 
 def _check_known(buffer: Buffer, env: str) -> None:
     """NotFound unless the run has met the env, or its settings or a worker name it: a typing error changes nothing."""
-    from rlbuffer.config.nearest import nearest
     from rlbuffer.errors import NotFound
+    from rlbuffer.narration.nearest import did_you_mean
 
     store = buffer.store
     sampled = {str(beat["env"]) for beat in store.heartbeats("worker").values() if "env" in beat}
@@ -113,7 +113,7 @@ def _check_known(buffer: Buffer, env: str) -> None:
     sampled |= sources.done | sources.open | sources.ends.keys() | store.paused()
     known = sorted({*store.ledger().envs, *config.get("budgets", {}), *config.get("envs", {}), *sampled})
     if env not in known:
-        hint = nearest(env, known) or f" It knows {', '.join(known)}." * bool(known)
+        hint = did_you_mean(env, known) or f" It knows {', '.join(known)}." * bool(known)
         raise NotFound(f"run {buffer.run!r} knows no env {env!r}.{hint}")
 
 

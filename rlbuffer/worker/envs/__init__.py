@@ -5,15 +5,14 @@ numpy only: what an env needs beyond that is imported when it is made.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from rlbuffer.config.nearest import no_such_option
 from rlbuffer.errors import ConfigError
+from rlbuffer.narration.nearest import did_you_mean, no_such_option
 from rlbuffer.records.info import ENV_NAME
 from rlbuffer.worker.envs.arithmetic import Arithmetic
 from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
@@ -132,6 +131,5 @@ def check_name(name: str) -> None:
     if ":" in name or name in BUILT_IN or name in ADAPTERS:
         return
     names = [*BUILT_IN, *ADAPTERS]
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f" Did you mean {close[0]}?" if close else " Your own env is named as package.module:factory."
+    hint = did_you_mean(name, names, otherwise=" Your own env is named as package.module:factory.")
     raise ConfigError(f"env {name!r} is not one of {', '.join(names)}.{hint}", setting="env")

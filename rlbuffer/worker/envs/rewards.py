@@ -19,8 +19,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.config.nearest import no_such_option
 from rlbuffer.errors import ConfigError, RlbufferError
+from rlbuffer.narration.nearest import no_such_option
 from rlbuffer.worker.envs.lookup import target
 from rlbuffer.worker.envs.prompt import Prompt, Score
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.config.nearest import no_such_option
 from rlbuffer.errors import ConfigError
+from rlbuffer.narration.nearest import no_such_option
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.worker.envs.base import PolicyAccess
 from rlbuffer.worker.envs.gateway import MODEL, Gateway, Session
