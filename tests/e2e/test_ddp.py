@@ -22,7 +22,7 @@ from rlbuffer.weights.model import TINY_QWEN3
 LAUNCH = """
 import sys
 from rlbuffer.config.settings import from_json
-from rlbuffer.trainer.launch import launch
+from rlbuffer.trainer.launch.launcher import launch
 sys.exit(launch(from_json(sys.argv[1]), world_size=int(sys.argv[2]), fake_data=True))
 """
 

@@ -18,7 +18,7 @@ HALF_A_BACKUP = """
 import sys, time
 from pathlib import Path
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.store import backup
+from rlbuffer.store.backup import backup
 from rlbuffer.store.redis_store import open_store
 real = backup._write_payloads
 def half(*arguments):
@@ -34,7 +34,7 @@ HALF_A_RESTORE = """
 import sys, time
 from pathlib import Path
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.store import restore
+from rlbuffer.store.backup import restore
 from rlbuffer.store.redis_store import open_store
 def half(*arguments):
     print("half", flush=True)

@@ -190,7 +190,7 @@ def test_a_python_that_is_not_there_is_refused() -> None:
 RANK = """
 import os
 from rlbuffer.config.settings import RunSettings, TrainerSettings
-from rlbuffer.trainer import rank
+from rlbuffer.trainer.launch import rank
 rank.train = lambda settings, **rest: print(os.environ["CUDA_VISIBLE_DEVICES"]) is None
 rank.run_rank(RunSettings(trainer=TrainerSettings(gpus=(2, 5))))
 """

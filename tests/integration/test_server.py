@@ -35,7 +35,7 @@ USER = """
 import json, signal, sys
 from pathlib import Path
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.store.server import ensure
+from rlbuffer.store.server.embedded import ensure
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background has it ignored
 home, how = Path(sys.argv[1]), sys.argv[2]
 print("imported", flush=True)
