@@ -215,7 +215,8 @@ def test_a_killed_server_is_started_again_with_every_acknowledged_write(home: Pa
 
 
 def test_a_file_cut_short_by_a_kill_still_loads(home: Path) -> None:
-    server = ensure(home, SETTINGS)
+    # With everysec a write waits for a flush that is under way: after the answer, up to two seconds.
+    server = ensure(home, ServerSettings(maxmemory="64mb", appendfsync="no"))
     with client(server.address) as c:
         c.set("whole", 1)
         c.set("cut", "x" * 1000)
