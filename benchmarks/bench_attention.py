@@ -25,7 +25,7 @@ def run(report: Report) -> None:
     """Forward and backward of one packed row both ways, then the head's memory, each way in a process of its own."""
     import torch
 
-    from rlbuffer.trainer.model.attention import NAME
+    from rlbuffer.trainer.model.attention import ATTENTION
     from rlbuffer.trainer.model.packed_policy import PackedPolicy
     from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 
@@ -43,7 +43,7 @@ def run(report: Report) -> None:
     positions = torch.cat([torch.arange(b - a) for a, b in pairwise(bounds.tolist())])
     head = model.get_output_embeddings().weight
     seconds, logits = {}, {}
-    for attention in (NAME, "sdpa"):
+    for attention in (ATTENTION, "sdpa"):
         model.set_attn_implementation(attention)
         policy = PackedPolicy(model, attention=attention)
 
@@ -54,8 +54,8 @@ def run(report: Report) -> None:
 
         seconds[attention], _ = best_of(both, times=3)
         logits[attention] = both() @ head.detach().T
-    times = seconds["sdpa"] / seconds[NAME]
-    apart = float((logits["sdpa"] - logits[NAME]).abs().max())
+    times = seconds["sdpa"] / seconds[ATTENTION]
+    apart = float((logits["sdpa"] - logits[ATTENTION]).abs().max())
     peaks = {}
     for how in ("plain", "chunked"):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -67,7 +67,7 @@ def run(report: Report) -> None:
             [
                 "attention, CPU s",
                 f"{seconds['sdpa']:.2f}",
-                f"{seconds[NAME]:.2f}",
+                f"{seconds[ATTENTION]:.2f}",
                 f"{times:.1f}x",
                 f">= {ATTENTION_TIMES:g}x",
                 report.target(f"attention: {times:.1f} times, target {ATTENTION_TIMES:g}", times >= ATTENTION_TIMES),

@@ -15,8 +15,8 @@ After every event the invariants of docs/protocol.md are checked on the server's
 What lies around it goes wrong in drawn ways: :data:`simulation.network` says which for a round trip,
 :mod:`simulation.circumstances` which for a run (plans longer than a lease, a failover behind the same address,
 memory that is short, adapters, copies, strangers, ends that are said), :mod:`simulation.defects` which requests are
-wrong in themselves. :data:`LEFT_OUT` says what is not modelled; many seeds end with it, and with the branches of the
-Lua files (:mod:`simulation.branches`) that none of them entered. Two thousand seeds must enter all.
+wrong in themselves. :data:`NOT_MODELLED` says what is not modelled; many seeds end with it, and with the branches of
+the Lua files (:mod:`simulation.branches`) that none of them entered. Two thousand seeds must enter all.
 
     make sim SEEDS=2000                         # many seeds
     python -m simulation --seed 1234 -v         # one seed again, event by event
@@ -28,7 +28,7 @@ Needs lupa and greenlet; nothing of it is in the wheel.
 
 from __future__ import annotations
 
-LEFT_OUT = (
+NOT_MODELLED = (
     "sockets, TLS, logins and access rights: commands go as lists, and every process may do everything",
     "several shards, and replicas that are behind by more for one key than for another",
     "files of the server: what is lost is a second of everything, never half of a script",

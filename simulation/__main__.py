@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from simulation import LEFT_OUT
+from simulation import NOT_MODELLED
 from simulation.branches import Branch, branches
 from simulation.mutations import MUTATIONS, mutation
 from simulation.plan import draw
@@ -112,7 +112,7 @@ def _many(args: argparse.Namespace) -> int:
             print(tally, flush=True)
     print(tally)
     print(tally.branches())
-    print("left out:", *LEFT_OUT, sep="\n  ")
+    print("left out:", *NOT_MODELLED, sep="\n  ")
     # The same seeds enter the same branches every time: what these do not enter, no run of them looks at.
     is_whole = not (args.first or args.only or args.mutation or args.rollback) and args.seeds >= ENTER_ALL
     return 1 if tally.failed or (is_whole and tally.missed()) else 0

@@ -36,7 +36,7 @@ NEED = "rewards.judge"
 """What some groups need from a scorer,"""
 NEEDY = 0.5
 """and how many of them, in runs that have one."""
-KEPT = 2
+KEPT_CHECKPOINTS = 2
 """Checkpoints that the trainer keeps."""
 
 
@@ -375,6 +375,6 @@ class Trainer:
     def _checkpoint(self, reader: Reader, step: int) -> None:
         adapters = self.job.adapters if self.job is not None else {}
         self.checkpoints[step] = reader.state_dict() | {"adapters": dict(adapters)}
-        for old in sorted(self.checkpoints)[:-KEPT]:
+        for old in sorted(self.checkpoints)[:-KEPT_CHECKPOINTS]:
             del self.checkpoints[old]
-        reader.checkpointed(step, oldest_kept=min(self.checkpoints) if len(self.checkpoints) >= KEPT else 0)
+        reader.checkpointed(step, oldest_kept=min(self.checkpoints) if len(self.checkpoints) >= KEPT_CHECKPOINTS else 0)

@@ -12,7 +12,7 @@ from simulation.keyspace import Keyspace
 from simulation.values import LARGEST, SortedSet, Stream, StreamId, bound, number_text, stream_id
 
 Args = Sequence[bytes]
-TYPES = {bytes: "string", dict: "hash", SortedSet: "zset", Stream: "stream"}
+TYPE_NAMES = {bytes: "string", dict: "hash", SortedSet: "zset", Stream: "stream"}
 COMMANDS: dict[bytes, Callable[[Any, Any], Any]] = {}
 GROWING: set[bytes] = set()
 """Commands that are refused at the memory limit."""
@@ -72,7 +72,7 @@ def persist(server: Keyspace, args: Args) -> Any:
 @command("TYPE")
 def type_(server: Keyspace, args: Args) -> Any:
     value = server.find(args[1])
-    return "none" if value is None else TYPES[type(value)]
+    return "none" if value is None else TYPE_NAMES[type(value)]
 
 
 @command("RENAME")

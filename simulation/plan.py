@@ -78,7 +78,7 @@ ODD = {
 LATER = ("said", "together")
 """Of those, what is drawn apart, so that the other draws of a seed stay what they were."""
 
-SHOWN = (
+SHOWN_DRAWS = (
     *("tickets", "operator", "releaser", "reset", "full", "rollback", "taken_back", "damages", "refusal"),
     *(
         "memory",
@@ -99,19 +99,19 @@ SHOWN = (
 """What a plan says of itself when it is on."""
 
 CONSTANTS: dict[tuple[str, str], float] = {
-    ("rlbuffer.daemon.leadership", "POLL_SECONDS"): 0.15,
+    ("rlbuffer.daemon.leadership", "LEADER_POLL_SECONDS"): 0.15,
     ("rlbuffer.daemon.leadership", "TELEMETRY_SECONDS"): 3.0,
     ("rlbuffer.daemon.memory_watch", "TELEMETRY_SECONDS"): 3.0,
     ("rlbuffer.daemon.events", "TELEMETRY_SECONDS"): 3.0,
-    ("rlbuffer.daemon.pending", "PAGE"): 5,
+    ("rlbuffer.daemon.pending", "POOL_PAGE"): 5,
     ("rlbuffer.client.writer", "TICKET_SECONDS"): 3.0,
-    ("rlbuffer.client.reader", "BLOCK_SECONDS"): 1.0,
+    ("rlbuffer.client.reader", "READER_BLOCK_SECONDS"): 1.0,
     ("rlbuffer.client.reader", "HEARTBEAT_SECONDS"): 0.8,
     ("rlbuffer.process.heartbeat", "BEAT_SECONDS"): 0.4,
     ("rlbuffer.scorer.heartbeat", "CLAIM_SECONDS"): 1.2,
     ("rlbuffer.scorer.loop", "CLAIM_SECONDS"): 1.2,
-    ("rlbuffer.scorer.loop", "AGAIN_SECONDS"): 0.3,
-    ("rlbuffer.scorer.loop", "PAGE"): 5,
+    ("rlbuffer.scorer.loop", "RETRY_SECONDS"): 0.3,
+    ("rlbuffer.scorer.loop", "ENTRIES_PER_READ"): 5,
     ("rlbuffer.store.moves.pool", "DROP_ENTRIES"): 2,
     ("rlbuffer.store.moves.telemetry", "FORGOTTEN_AFTER_MS"): 1500,
     ("rlbuffer.client.writer", "SPOOL_PUSHES"): 3,
@@ -204,7 +204,7 @@ class Plan:
             ("rlbuffer.store.session", "MINIMUM_TOMBSTONE_MS"): round(1000 * self.tombstone_seconds),
             ("rlbuffer.store.moves.lease", "MINIMUM_TOMBSTONE_MS"): round(1000 * self.tombstone_seconds),
             ("rlbuffer.batcher.pool_index", "TOMBSTONE_SECONDS"): self.tombstone_seconds,
-            ("rlbuffer.batcher.age", "REMEMBERED_STEPS"): 3,
+            ("rlbuffer.config.batcher", "REMEMBERED_STEPS"): 3,
         }
 
     def may_die(self, name: str) -> bool:
@@ -220,7 +220,7 @@ class Plan:
         return text if self.mutation is None else self.mutation.applied(text)
 
     def describe(self) -> str:
-        on = [name for name in SHOWN if getattr(self, name)]
+        on = [name for name in SHOWN_DRAWS if getattr(self, name)]
         closed = self.config.step_groups or self.config.step_rollouts or "capacity"
         return (
             f"profile {self.profile}, {self.batchers} batchers, {self.writers} writers, {self.scorers} scorers, "

@@ -16,7 +16,7 @@ from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
 SHAPES = 12
-KEPT = 10_000
+KEPT_ROLLOUTS = 10_000
 """Groups, or bytes of them, that are kept from seed to seed: a few kB each."""
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -36,7 +36,7 @@ def made_group(dice: random.Random, group_id: str, env: str, version: int, adapt
     return _named(dice.randrange(SHAPES), version, group_id, env, adapter)
 
 
-@lru_cache(KEPT)
+@lru_cache(KEPT_ROLLOUTS)
 def _named(number: int, version: int, group_id: str, env: str, adapter: str) -> Group:
     shape = _shape(number, version)
     rollouts = tuple(_with(r, rollout_id=f"{group_id}/{i}") for i, r in enumerate(shape.rollouts))
@@ -111,6 +111,6 @@ class Codec:
 
 
 def _room(kept: dict[_K, _V]) -> dict[_K, _V]:
-    if len(kept) >= KEPT:
+    if len(kept) >= KEPT_ROLLOUTS:
         kept.clear()
     return kept

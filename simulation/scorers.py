@@ -15,7 +15,7 @@ from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ScoreSettings
 from rlbuffer.errors import PushGivenUp
 from rlbuffer.records.group import Group
-from rlbuffer.scorer.loop import POLL_SECONDS, _Found, _Scorer
+from rlbuffer.scorer.loop import SCORER_POLL_SECONDS, _Found, _Scorer
 from simulation.actors import NEED
 from simulation.host import AWAY, Host
 from simulation.scheduler import Process
@@ -38,7 +38,7 @@ def scorer(host: Host, index: int, process: Process) -> None:
         real._look()
         claimed = real._claim()
         if not claimed:
-            world.scheduler.wait(POLL_SECONDS)
+            world.scheduler.wait(SCORER_POLL_SECONDS)
             continue
         ids = [found.entry.entry_id for found in claimed]
         real._beat.hold(ids)

@@ -36,11 +36,11 @@ logging.getLogger("rlbuffer").addHandler(logging.NullHandler())
 
 PROGRESS_SECONDS = 10.0
 """I12: the next step comes within this after the last fault has healed."""
-END_SECONDS = 30.0
+LAST_SECONDS = 30.0
 """The same for the end of a run whose data ends: all that is left, step by step."""
 BUSY_CALLS = 30_000
 """Round trips of a seed above which somebody asks without ever waiting: twenty times what seeds need."""
-LOOKS = 20
+DRAIN_LOOKS = 20
 """For a moment at which the server's loss of its newest writes costs a trained step; 50 ms apart."""
 AFTER_LOSS_SECONDS = 1.5
 """Where a loss is planned, things go wrong for so much longer: also while the run is recovered from it."""
@@ -255,9 +255,9 @@ class World:
             return facts.get(b"ended", b"") == facts.get(b"step") and not (pushes and pushes.entries)
 
         def wait_for_end() -> None:
-            deadline = self.scheduler.now + END_SECONDS
+            deadline = self.scheduler.now + LAST_SECONDS
             if not self.scheduler.run(lambda: bool(self.invariants.violation) or has_ended(), deadline):
-                self.invariants.fail("I12", f"the run has not ended after {END_SECONDS:g} s: {self.sentence}")
+                self.invariants.fail("I12", f"the run has not ended after {LAST_SECONDS:g} s: {self.sentence}")
             elif not self.invariants.violation:
                 sources = store.sources()
                 # A stranger may have put a ticket out since the leader looked; workers get none of an env that is done.
@@ -273,7 +273,7 @@ class World:
         wait_for_end()
         if self.plan.said and not self.invariants.violation:
             late = self.host.start("operator who pushes", partial(push_more, self.host), lambda process: None)
-            self.scheduler.run(lambda: late.is_dead or bool(self.invariants.pool), self.scheduler.now + END_SECONDS)
+            self.scheduler.run(lambda: late.is_dead or bool(self.invariants.pool), self.scheduler.now + LAST_SECONDS)
             wait_for_end()
 
     def _verify(self) -> None:
@@ -355,7 +355,7 @@ class World:
         self._saved = self.server.snapshot(), self.invariants.snapshot()
         self.scheduler.after(1.0, self._sync)
 
-    def _roll_back(self, looks: int = LOOKS) -> None:
+    def _roll_back(self, looks: int = DRAIN_LOOKS) -> None:
         """Mostly when a step was trained that is lost by it: then there is something to recover. Often it is one that
         no checkpoint holds yet: then who comes next resumes below the recovery."""
         kind, is_used_again = random.Random(f"loss {self.plan.seed}").random(), self.plan.config.max_uses > 1

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from rlbuffer_cli.options import EXIT_INTERRUPTED, echo
-from rlbuffer_cli.starting import SLOW, clear, starting
+from rlbuffer_cli.starting import SLOW_COMMANDS, clear, starting
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -55,7 +55,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        if cmd_name in SLOW and not {"--help", "-h"} & set(sys.argv):
+        if cmd_name in SLOW_COMMANDS and not {"--help", "-h"} & set(sys.argv):
             starting(f"rlbuffer {cmd_name} starts")
         command = importlib.import_module(f"rlbuffer_cli.commands.{cmd_name}").command
         return command if isinstance(command, click.Command) else None

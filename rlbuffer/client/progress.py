@@ -20,9 +20,9 @@ from rlbuffer.store.moves.recovery import pack_step, unpack_step
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Claim, Meta, TrainedStep
 
-REMEMBERED_STEPS = 8
+HANDED_BACK_STEPS = 8
 """Steps that are handed back at most: with AOF every second a server loses one or two seconds of them."""
-TRIES = 4
+REPORT_TRIES = 4
 """Reports in a row that find the run in another epoch than the one before."""
 
 
@@ -38,7 +38,7 @@ class Place:
     def after(self, step: TrainedStep) -> Place:
         """One step further, or back at a step that is trained again."""
         before = tuple(s for s in self.steps if s.step < step.step)
-        return Place(step=step.step, digest=step.digest, steps=(*before, step)[-REMEMBERED_STEPS:])
+        return Place(step=step.step, digest=step.digest, steps=(*before, step)[-HANDED_BACK_STEPS:])
 
 
 class Progress:
@@ -101,11 +101,11 @@ class Progress:
         if not self._reports or not self.attempt:
             return
         with self._lock:
-            for tries in range(TRIES):
+            for tries in range(REPORT_TRIES):
                 try:
                     self._say()
                 except EpochChanged as change:
-                    if not change.follows(self.epoch) or tries == TRIES - 1:
+                    if not change.follows(self.epoch) or tries == REPORT_TRIES - 1:
                         raise
                     # The server's loss was recovered: the run goes on after what this trainer had.
                     self._reported, self._losses, self._newest = change.epoch, -1, self.place.step

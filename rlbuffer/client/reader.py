@@ -44,7 +44,7 @@ from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, StepHeader
 from rlbuffer.wire import payload
 
-BLOCK_SECONDS = 1.0
+READER_BLOCK_SECONDS = 1.0
 """One blocking read; between two the reader looks for a fatal error of the batcher and for its own end."""
 HEARTBEAT_SECONDS = 1.0
 """How often the rank says that it is alive; rank 0's report is the attempt's heartbeat as well. A batcher that has
@@ -250,7 +250,7 @@ class Reader:
         self._stop.set()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
-            wait(tuple(self._fetches), timeout=2 * BLOCK_SECONDS)
+            wait(tuple(self._fetches), timeout=2 * READER_BLOCK_SECONDS)
         if self._heart is not None:
             self._heart.join(timeout=4 * HEARTBEAT_SECONDS)
 
@@ -269,7 +269,7 @@ class Reader:
         deadline = time.monotonic() + self.timeout_seconds
         waiting = False
         try:
-            while not wait([future], timeout=min(BLOCK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
+            while not wait([future], timeout=min(READER_BLOCK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
                 self._raise_fault()
                 if self._stop.is_set():
                     raise RlbufferError(f"{CLOSED} while it waited for step {number}")
@@ -350,7 +350,7 @@ class Reader:
             if self._stop.is_set() or is_abandoned.is_set():
                 raise RlbufferError(f"{CLOSED} while it waited for step {number}")
             try:
-                header = self._store.wait_step(number, block_seconds=BLOCK_SECONDS)
+                header = self._store.wait_step(number, block_seconds=READER_BLOCK_SECONDS)
             except StepRetired:
                 if not self._progress.is_going_back(number):
                     raise

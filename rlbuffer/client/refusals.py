@@ -17,7 +17,7 @@ from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnsuitable, Wron
 from rlbuffer.narration.waiting import SILENT_BATCHER, Lasting, to_trainer
 from rlbuffer.store.protocol import Store
 
-PAUSE_SECONDS = 0.5
+REFUSAL_PAUSE_SECONDS = 0.5
 """Before what was refused is asked again."""
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Refusals:
                 return work()
             except ServerRefused as error:
                 self.note(error)
-                if self._stop.wait(PAUSE_SECONDS):
+                if self._stop.wait(REFUSAL_PAUSE_SECONDS):
                     raise
 
     def _say(self, what: str, error: RlbufferError) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 APART = 2
 """Ranks that exchange gradients are at most one acknowledged step apart."""
-LOOKS = 3
+SKEW_LOOKS = 3
 """Looks in a row that must find them apart: one heartbeat may have been on its way for long."""
-FRESH_SECONDS = 2.0
+PEER_FRESH_SECONDS = 2.0
 """Ranks beat every second."""
 SLACK_SECONDS = 0.5
 REMEMBERED = 16
@@ -43,7 +43,7 @@ class Skew:
         self._seen.append((now, step))
         apart = [found for name, beat in beats.items() if name != "0" and (found := self._of(name, beat, step, now))]
         self._apart = self._apart + 1 if apart else 0
-        if self._apart < LOOKS or self._is_told:
+        if self._apart < SKEW_LOOKS or self._is_told:
             return ""
         self._is_told = True
         return (
@@ -54,7 +54,7 @@ class Skew:
 
     def _of(self, name: str, beat: Mapping[str, Any], step: int, now: float) -> str:
         theirs, ago = beat.get("step"), float(beat["seconds_ago"])
-        if not isinstance(theirs, int) or ago > FRESH_SECONDS:
+        if not isinstance(theirs, int) or ago > PEER_FRESH_SECONDS:
             return ""
         # When the other rank said so this one was at least as far; now it is at least as far as then.
         before = max((s for at, s in self._seen if at <= now - ago - SLACK_SECONDS), default=0)

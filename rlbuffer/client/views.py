@@ -20,7 +20,7 @@ from rlbuffer.wire import payload
 
 VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")
 """What the record of a void step or a rewind says of each group."""
-PAGE = 1000
+VIEW_PAGE = 1000
 """Pool entries per read."""
 
 
@@ -151,7 +151,7 @@ def _all_groups(
 # -- pending -----------------------------------------------------------------------------------------------------------
 def _pool(store: Store) -> Iterator[PoolEntry]:
     cursor = "0-0"
-    while entries := store.read_pool(cursor, count=PAGE):
+    while entries := store.read_pool(cursor, count=VIEW_PAGE):
         yield from entries
         cursor = entries[-1].entry_id
 

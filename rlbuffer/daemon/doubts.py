@@ -23,7 +23,7 @@ from rlbuffer.store.records import PartRollout, PoolEntry
 
 WATCHED_STEPS = 64
 """Payloads are looked into until so many steps were committed since the last bad one."""
-FRESH_SECONDS = 10.0
+RANK_FRESH_SECONDS = 10.0
 """Ranks beat every second; one that is silent for longer may be of a trainer that is gone."""
 
 
@@ -64,7 +64,7 @@ class Doubts:
         """Entries of the plan with a rollout that no rank could train. -> entry id -> what is wrong."""
         schema = {n: ColumnSpec(fill=0, dtype=np.dtype(dtype), shape=shape) for n, (dtype, shape) in columns.items()}
         beats = self._store.heartbeats("rank").values()
-        can = Trainable.of(beat for beat in beats if beat["seconds_ago"] <= FRESH_SECONDS)
+        can = Trainable.of(beat for beat in beats if beat["seconds_ago"] <= RANK_FRESH_SECONDS)
         refs: list[PartRollout] = []
         for ref in plan.rollouts:
             entry = entries[ref.entry_id]

@@ -31,7 +31,7 @@ from rlbuffer.store.moves.recovery import ATTEMPT_SECONDS
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Attempt
 
-POLL_SECONDS = 0.02
+LEADER_POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""
 SWEEP_SECONDS = 5.0
 """Between two sweeps of what scored groups leave behind."""
@@ -137,7 +137,7 @@ class Leadership:
         """Reads what is new and makes a step if it can be made. -> False: all is to be read again, or the run has
         ended."""
         self._sources.look()
-        if not self._held.ingest(block_seconds=POLL_SECONDS):
+        if not self._held.ingest(block_seconds=LEADER_POLL_SECONDS):
             self._sources.obey()
         self._stay()
         trainer = self._store.trainer()

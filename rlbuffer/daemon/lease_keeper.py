@@ -22,9 +22,9 @@ LONGEST_TURN_SECONDS = 600.0
 takes 10 s of CPU."""
 RENEWALS = 3
 """Per time to live: two may fail."""
-SLOW_SECONDS = 5.0
+SLOW_RENEWAL_SECONDS = 5.0
 """After this long in one turn people are told what takes so long; the waiting ranks would else read an old sentence."""
-CLOSE_SECONDS = 5.0
+KEEPER_CLOSE_SECONDS = 5.0
 """How long closing waits for a renewal that is under way."""
 
 
@@ -61,7 +61,7 @@ class LeaseKeeper:
         # A renewal after the release would take the lease again, so the thread ends first. One that waits for a
         # server that is away is left behind: it finds `_closed` set when the server answers, or the lease released.
         self._closed.set()
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(KEEPER_CLOSE_SECONDS)
 
     def check(self, step: int = 0) -> None:
         """The leader says that it works, and on which step.
@@ -90,7 +90,7 @@ class LeaseKeeper:
             )
             return
         self._renew()
-        if turn > SLOW_SECONDS and self._step and time.monotonic() - self._told > SLOW_SECONDS:
+        if turn > SLOW_RENEWAL_SECONDS and self._step and time.monotonic() - self._told > SLOW_RENEWAL_SECONDS:
             self._told = time.monotonic()
             self._store.set_waiting("batcher", waiting.for_making(self._step, turn))
 

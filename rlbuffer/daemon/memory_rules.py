@@ -33,7 +33,7 @@ WATCH_SHARE = 0.30
 CAUTION = 0.75
 """Share of what is missing that steps retire early for, before the server is looked at again: with a step go the groups
 that were dropped beside it, which nobody has counted."""
-LOOKS = 2
+MEMORY_LOOKS = 2
 """A decision goes by the smallest of this many looks."""
 LAST_GAP = 64
 """Most steps between two checkpoints that are asked for without effect."""
@@ -80,12 +80,12 @@ class Pressure:
     @property
     def used(self) -> int | None:
         """Bytes in use by the smallest of the last looks; None until there are enough of them."""
-        return min(self._looks) if len(self._looks) >= LOOKS else None
+        return min(self._looks) if len(self._looks) >= MEMORY_LOOKS else None
 
     @property
     def may_be_short(self) -> bool:
         """The newest look, not the smallest, is above :data:`WATCH_SHARE`, or there are too few of them."""
-        return len(self._looks) < LOOKS or (bool(self.limit) and self._looks[-1] >= WATCH_SHARE * self.limit)
+        return len(self._looks) < MEMORY_LOOKS or (bool(self.limit) and self._looks[-1] >= WATCH_SHARE * self.limit)
 
     @property
     def share(self) -> float:
@@ -95,7 +95,7 @@ class Pressure:
     def look(self, used: int, limit: int) -> None:
         """Takes in what the server said, in bytes."""
         self.limit = limit
-        self._looks = [*self._looks, used][-LOOKS:]
+        self._looks = [*self._looks, used][-MEMORY_LOOKS:]
 
     def freed(self) -> None:
         """Something was unlinked: what was seen before does not count any more."""

@@ -17,7 +17,7 @@ from rlbuffer.store.moves.pool import AHEAD_MS
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PoolEntry
 
-PAGE = 1000
+POOL_PAGE = 1000
 """Pool entries per read."""
 _NUMBER = re.compile(r"[0-9]{1,15}\Z")
 """Of a ticket: its group is called ``<env>.<number>``."""
@@ -94,7 +94,7 @@ class Held:
 
     def ingest(self, *, block_seconds: float) -> int:
         """Reads one page of the pool. -> entries read; 0 when there is nothing new."""
-        entries = self._store.read_pool(self._cursor, count=PAGE, block_seconds=block_seconds)
+        entries = self._store.read_pool(self._cursor, count=POOL_PAGE, block_seconds=block_seconds)
         if not entries:
             return 0
         now = self._since + time.monotonic() - self._began

@@ -19,7 +19,7 @@ from rlbuffer.errors import ConfigChanged, ConfigError
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Meta
 
-TRIES = 5
+REVISION_TRIES = 5
 """Times that a re-read config is asked for when others ask at the same moment."""
 
 
@@ -114,7 +114,7 @@ class Revisions:
         """SIGHUP: asks for what the config file says now; a bad file changes nothing. Leader or not."""
         try:
             config = load()
-            for _ in range(TRIES):
+            for _ in range(REVISION_TRIES):
                 meta = self._store.meta()
                 check_change(meta.config, config.as_dict(), step=meta.step)
                 try:

@@ -10,9 +10,9 @@ from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.narration import waiting
 from rlbuffer.store.protocol import Store
 
-LOOK_SECONDS = 1.0
+SCORERS_LOOK_SECONDS = 1.0
 """How often the leader looks which scorers are alive, while groups wait for one."""
-FRESH_SECONDS = 8.0
+SCORER_FRESH_SECONDS = 8.0
 """A scorer beats every two seconds; one that is silent for longer has lost its claims, too."""
 
 
@@ -31,10 +31,10 @@ class ScorerWatch:
         if not needs:
             return ""
         now = time.monotonic()
-        if now - self._looked > LOOK_SECONDS:
+        if now - self._looked > SCORERS_LOOK_SECONDS:
             self._looked = now
             beats = self._store.heartbeats("scorer").values()
-            self._beats = [beat for beat in beats if beat["seconds_ago"] <= FRESH_SECONDS]
+            self._beats = [beat for beat in beats if beat["seconds_ago"] <= SCORER_FRESH_SECONDS]
         return "".join(
             " " + waiting.for_scorer(env, need, count, sum(_gives(beat, env, need) for beat in self._beats))
             for (env, need), count in sorted(needs.items())

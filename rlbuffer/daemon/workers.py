@@ -11,9 +11,9 @@ from rlbuffer.narration import waiting
 from rlbuffer.narration.numbers import Failed, failures_of
 from rlbuffer.store.protocol import Store
 
-LOOK_SECONDS = 1.0
+WORKERS_LOOK_SECONDS = 1.0
 """How often the leader looks at the workers' heartbeats while a step waits."""
-FRESH_SECONDS = 8.0
+WORKER_FRESH_SECONDS = 8.0
 """A worker beats every two seconds."""
 
 
@@ -79,11 +79,11 @@ class WorkerWatch:
         return " ".join(told)
 
     def _look(self, now: float) -> None:
-        if now - self._looked <= LOOK_SECONDS:
+        if now - self._looked <= WORKERS_LOOK_SECONDS:
             return
         self._looked = now
         beats = self._store.heartbeats("worker")
-        alive = {name for name, beat in beats.items() if beat["seconds_ago"] <= FRESH_SECONDS}
+        alive = {name for name, beat in beats.items() if beat["seconds_ago"] <= WORKER_FRESH_SECONDS}
         served = {str(beats[name].get("env")) for name in alive}
         # The last words of a worker that has ended count until another one samples its env.
         dead = {
@@ -115,7 +115,7 @@ class WorkerWatch:
         silent = {
             name: str(beat["doing"])
             for name, beat in beats.items()
-            if beat.get("doing") and beat["seconds_ago"] > FRESH_SECONDS
+            if beat.get("doing") and beat["seconds_ago"] > WORKER_FRESH_SECONDS
         }
         kinds: Counter[str] = Counter()
         for failures in failing.values():

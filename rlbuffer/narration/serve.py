@@ -13,7 +13,7 @@ WAITING_SECONDS = 5.0
 """Sentences about waiting come at most this often."""
 
 
-PATIENCE_SECONDS = 1.0
+QUIET_SECONDS = 1.0
 """Waiting shorter than this is normal and not worth a line."""
 
 
@@ -107,7 +107,7 @@ class ServeNarrator:
                     self._timer.cancel()
                 self._timer = None
             elif self._timer is None:
-                delay = max(PATIENCE_SECONDS, self._last + WAITING_SECONDS - time.monotonic())
+                delay = max(QUIET_SECONDS, self._last + WAITING_SECONDS - time.monotonic())
                 self._timer = threading.Timer(delay, self._flush)
                 self._timer.daemon = True
                 self._timer.start()

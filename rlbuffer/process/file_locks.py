@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlbuffer.errors import ServerUnreachable
 
-POLL_SECONDS = 0.01
+LOCK_POLL_SECONDS = 0.01
 
 
 @contextlib.contextmanager
@@ -22,7 +22,7 @@ def exclusive(path: Path, deadline: float) -> Iterator[None]:
         while not try_lock(descriptor, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise ServerUnreachable(f"another process has been starting or stopping the embedded server: {path}")
-            time.sleep(POLL_SECONDS)
+            time.sleep(LOCK_POLL_SECONDS)
         yield
     finally:
         os.close(descriptor)

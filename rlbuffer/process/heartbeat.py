@@ -17,7 +17,7 @@ from rlbuffer.errors import RlbufferError
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 2.0
 """Between two heartbeats, and between two renewals: a small part of the life of a ticket or a claim."""
-CLOSE_SECONDS = 5.0
+BEAT_CLOSE_SECONDS = 5.0
 """How long closing waits for a beat that is under way."""
 RATE_BEATS = 10
 """Beats that rates are averaged over: long enough to hold several batches, short enough to follow a change."""
@@ -70,7 +70,7 @@ class Heartbeats(ABC):
     def close(self) -> None:
         """Stops the thread and says goodbye with a last heartbeat, unless the server is away: leaving must not wait."""
         self._closed.set()
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(BEAT_CLOSE_SECONDS)
         if not self._thread.is_alive() and self._is_heard:
             self._beat()
 

@@ -13,7 +13,7 @@ from rlbuffer.config.gpus import GPU_VARIABLE, gpus_of, visible
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import ConfigError
 
-PROBE_SECONDS = 120.0
+IMPORT_SECONDS = 120.0
 """Longest that another Python may take to import rlbuffer: a cold network disk must fit."""
 _PROBE = "import rlbuffer.run.members, rlbuffer; print(rlbuffer.__version__)"
 
@@ -105,14 +105,14 @@ def _probe(python: str, environment: Mapping[str, str]) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=PROBE_SECONDS,
+            timeout=IMPORT_SECONDS,
             check=False,
             env=environment,
         )
     except OSError as error:
         return f"cannot be run ({error.strerror})."
     except subprocess.TimeoutExpired:
-        return f"did not import rlbuffer within {PROBE_SECONDS:.0f} s."
+        return f"did not import rlbuffer within {IMPORT_SECONDS:.0f} s."
     if answer.returncode:
         lines = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
         return f"cannot import rlbuffer ({lines[-1]})."

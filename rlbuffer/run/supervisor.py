@@ -36,7 +36,7 @@ from rlbuffer.process import forkserver
 from rlbuffer.process.environment import share_cores
 from rlbuffer.run import members, pythons
 
-POLL_SECONDS = 0.1
+CHILD_POLL_SECONDS = 0.1
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.2, 10.0
 """Pause before a restart; doubled each time that the process did not live for :data:`STEADY_SECONDS`."""
 STEADY_SECONDS = 30.0
@@ -45,7 +45,7 @@ MAX_FAILURES = 8
 DRAIN_SECONDS = 20.0
 """Time that a process has to finish what it is doing before it is killed."""
 OBSERVE_SECONDS = 0.5
-FRESH_SECONDS = 6.0
+CHILD_FRESH_SECONDS = 6.0
 """A rank that has said nothing for longer may be gone."""
 INTERRUPTED = 130
 
@@ -290,7 +290,7 @@ class Supervisor:
                     return code
             self._write_pids({child.name: child.pid for child in children if child.pid})
             tick()
-            stop.wait(POLL_SECONDS)
+            stop.wait(CHILD_POLL_SECONDS)
         return INTERRUPTED
 
     def _observe(self, buffer: Buffer, ended: threading.Event) -> None:
@@ -396,7 +396,7 @@ class Supervisor:
 
 def _is_there(rank: Mapping[str, Any]) -> bool:
     """A rank of this machine that still runs: heartbeats outlive whoever was killed."""
-    if rank["seconds_ago"] > FRESH_SECONDS or "pid" not in rank:
+    if rank["seconds_ago"] > CHILD_FRESH_SECONDS or "pid" not in rank:
         return False
     try:
         os.kill(int(rank["pid"]), 0)

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from rlbuffer.client.writer import Writer
     from rlbuffer.scorer.reference import Reference
 
-PAGE = 1000
+ENTRIES_PER_READ = 1000
 """Pool entries per read."""
-POLL_SECONDS = 0.1
+SCORER_POLL_SECONDS = 0.1
 """Between two looks into a pool that has nothing for this scorer, and for the wish to stop."""
-AGAIN_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 """Before a group that another scorer holds, or that could not be scored, is tried again."""
-TRIES = 3
+GROUP_TRIES = 3
 """Times that a group is tried before it is left alone; it then drops as `small` after the group timeout."""
 
 _log = logging.getLogger(__name__)
@@ -138,10 +138,10 @@ class _Scorer:
                     self._beat.error = str(error)
                     self._on_event({"event": "restart", "error": str(error)})
                     if isinstance(error, RunDamaged):  # until a person has mended it
-                        await asyncio.sleep(AGAIN_SECONDS)
+                        await asyncio.sleep(RETRY_SECONDS)
                 except ServerRefused as error:
                     self._beat.waiting = str(error)
-                    await asyncio.sleep(AGAIN_SECONDS)
+                    await asyncio.sleep(RETRY_SECONDS)
         finally:
             self._beat.hold([])
             self._beat.close()
@@ -167,11 +167,11 @@ class _Scorer:
             claimed = await asyncio.to_thread(self._claim)
             if not claimed:
                 self._beat.waiting = "" if self._found else f"no group needs {', '.join(sorted(self._gives))}"
-                if time.monotonic() - looked > AGAIN_SECONDS:
+                if time.monotonic() - looked > RETRY_SECONDS:
                     looked = time.monotonic()
                     if await asyncio.to_thread(self._store.has_ended):
                         return True
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(SCORER_POLL_SECONDS)
                 continue
             self._beat.waiting = ""
             ids = [found.entry.entry_id for found in claimed]
@@ -192,7 +192,7 @@ class _Scorer:
         """Reads what is new in the pool."""
         if int(self._cursor.partition("-")[0]) > 1000 * self._store.now():
             self._cursor = "0-0"  # an id ahead of the clock: the pool is made anew (RENUMBER) with lower ones
-        while entries := self._store.read_pool(self._cursor, count=PAGE):
+        while entries := self._store.read_pool(self._cursor, count=ENTRIES_PER_READ):
             self._cursor = entries[-1].entry_id
             for entry in entries:
                 self._found.pop(entry.replaces, None)
@@ -208,7 +208,7 @@ class _Scorer:
     def _claim(self) -> list[_Found]:
         """Claims the next few; those that are gone are forgotten."""
         now = time.monotonic()
-        due = [found for found in self._found.values() if found.try_at <= now and found.failures < TRIES]
+        due = [found for found in self._found.values() if found.try_at <= now and found.failures < GROUP_TRIES]
         due = due[: self._options.groups_per_batch]
         if not due:
             return []
@@ -218,7 +218,7 @@ class _Scorer:
             if found.entry.entry_id in gone:
                 del self._found[found.entry.entry_id]
             elif found.entry.entry_id not in held:
-                found.try_at = now + AGAIN_SECONDS
+                found.try_at = now + RETRY_SECONDS
         return [found for found in due if found.entry.entry_id in held]
 
     # -- scoring -----------------------------------------------------------------------------------------------------
@@ -347,9 +347,9 @@ class _Scorer:
 
     def _fail(self, found: _Found, reason: str) -> None:
         found.failures += 1
-        found.try_at = time.monotonic() + AGAIN_SECONDS * 2**found.failures
-        rest = f" ({found.failures} times: it is left alone)" if found.failures >= TRIES else ""
-        self._beat.failed_groups += found.failures >= TRIES
+        found.try_at = time.monotonic() + RETRY_SECONDS * 2**found.failures
+        rest = f" ({found.failures} times: it is left alone)" if found.failures >= GROUP_TRIES else ""
+        self._beat.failed_groups += found.failures >= GROUP_TRIES
         self._beat.error = f"group {found.entry.group_id} cannot be scored: {reason}{rest}"
         self._on_event({"event": "trouble", "error": self._beat.error})
 
@@ -360,7 +360,7 @@ class _Scorer:
             while not task.done():
                 if self._stop.is_set():
                     raise Stopped
-                await asyncio.wait({task}, timeout=POLL_SECONDS)
+                await asyncio.wait({task}, timeout=SCORER_POLL_SECONDS)
             return task.result()
         finally:
             task.cancel()

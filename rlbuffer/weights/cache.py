@@ -31,7 +31,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.disk import flush
 from rlbuffer.weights.layout import (
     LIST_FILE,
-    NAME,
+    SERVED_NAME,
     TEMPORARY,
     VERSION,
     ListedFile,
@@ -111,7 +111,7 @@ class VersionCache:
         if not is_url(policy.location):
             return policy
         origin, _, name = policy.location.rstrip("/").rpartition("/")
-        match = NAME.match(name)
+        match = SERVED_NAME.match(name)
         if match is None or match[1] != policy.checksum[:12]:
             raise WeightsError(
                 f"version {policy.version} was announced at {policy.location}, which does not end in the name of its "
@@ -127,7 +127,7 @@ class VersionCache:
     def complete(self, name: str) -> Path | None:
         """The directory of a version that is here, or None."""
         directory = self.directory / name
-        return directory if NAME.match(name) and directory.is_dir() else None
+        return directory if SERVED_NAME.match(name) and directory.is_dir() else None
 
     def progress(self, name: str) -> int:
         """Bytes of a version that are here already."""

@@ -27,7 +27,7 @@ READ_SECONDS = 30.0
 CHUNK_BYTES = 1 << 20
 IDLE_TRIES = 3
 """Times in a row that a place may be asked and bring nothing new, before the next place is tried."""
-PAUSE_SECONDS = 0.3
+DOWNLOAD_PAUSE_SECONDS = 0.3
 STALL_SECONDS = 60.0
 """Longest that a relay may say that it is still fetching without having got any further."""
 PART = ".part"
@@ -81,7 +81,7 @@ def fetch_list(client: httpx.Client, url: str, *, name: str, stopped: Stopped) -
             failures += 1
             if failures >= IDLE_TRIES or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 raise WeightsError(_told(error)) from error
-        time.sleep(PAUSE_SECONDS)
+        time.sleep(DOWNLOAD_PAUSE_SECONDS)
 
 
 def fetch_file(client: httpx.Client, url: str, file: ListedFile, directory: Path, *, stopped: Stopped) -> None:
@@ -108,7 +108,7 @@ def fetch_file(client: httpx.Client, url: str, file: ListedFile, directory: Path
                 have = part.stat().st_size if part.exists() else 0
                 reason = _told(error)
                 raise WeightsError(f"{file.name} ended after {have} of {file.size} bytes ({reason})") from error
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(DOWNLOAD_PAUSE_SECONDS)
             continue
         if digest != file.sha256:
             part.unlink()

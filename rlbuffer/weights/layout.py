@@ -39,7 +39,7 @@ MAX_FILES = 4096
 
 VERSION = re.compile(r"v(\d{8,20})-([0-9a-f]{12})\Z")
 """Name of a version's directory: version and the first digits of the weights' sha256."""
-NAME = re.compile(r"(?:v\d{8,20}|base)-([0-9a-f]{12})\Z")
+SERVED_NAME = re.compile(r"(?:v\d{8,20}|base)-([0-9a-f]{12})\Z")
 """Name of a directory that may be handed to other hosts: a version's, or that of the model that adapters are for."""
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 """Names that a version's files may have: no path, nothing hidden."""
@@ -105,7 +105,7 @@ def parse_list(text: str | bytes, *, name: str) -> tuple[ListedFile, ...]:
         if not FILE.match(file.name) or file.name == LIST_FILE or file.size < 0 or not _SHA256.match(file.sha256):
             raise WeightsError(f"{LIST_FILE} of {name} has an entry that cannot be: {file.name!r}")
     weights = weights_among(files)
-    match = NAME.match(name)
+    match = SERVED_NAME.match(name)
     if len(files) > MAX_FILES or weights is None or match is None or not weights.sha256.startswith(match[1]):
         raise WeightsError(f"{LIST_FILE} of {name} is of other weights")
     return files

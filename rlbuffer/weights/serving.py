@@ -29,7 +29,7 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
 from rlbuffer.weights.download import HAVE_HEADER
-from rlbuffer.weights.layout import FILE, NAME, versions
+from rlbuffer.weights.layout import FILE, SERVED_NAME, versions
 
 MAX_FETCHES = 4
 """Versions that a relay fetches, or waits to fetch, at once; more are answered 503."""
@@ -39,7 +39,7 @@ MOST_CONNECTIONS = 512
 MOST_OF_A_HOST = 64
 """Connections at once, all together and of one address (a proxy counts as one). What is above is hung up on; a client
 asks again, and goes on from where it was."""
-CLOSE_SECONDS = 2.0
+SERVING_CLOSE_SECONDS = 2.0
 """Time that answers under way have when the server closes; the client continues them elsewhere."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -80,7 +80,7 @@ class _Server:
 
     async def file(self, request: web.Request) -> web.StreamResponse:
         version, name = request.match_info["version"], request.match_info["file"]
-        if not NAME.match(version) or not FILE.match(name):
+        if not SERVED_NAME.match(version) or not FILE.match(name):
             raise web.HTTPNotFound(text="no such file\n")
         directory = self._directory / version
         if self._cache is not None and not directory.is_dir():
@@ -228,7 +228,7 @@ class FileServer:
             self._app,
             handle_signals=False,
             access_log=None,
-            shutdown_timeout=CLOSE_SECONDS,
+            shutdown_timeout=SERVING_CLOSE_SECONDS,
             keepalive_timeout=HEAD_SECONDS,
         )
         await self._runner.setup()

@@ -32,7 +32,7 @@ MAX_PAYLOAD_BYTES = 64 * 2**20
 MAX_METADATA_BYTES = 64 * 2**10
 """Bytes of one push's metadata: the leader reads it all, and keeps what it reads."""
 
-FORMAT = 1
+METADATA_FORMAT = 1
 ROW = struct.Struct("<IIIIdQQBII")
 """length, prompt tokens, loss tokens, turns, reward, min version, max version, flags, size, checksum."""
 HAS_REWARD, IS_TRUNCATED = 1, 2
@@ -56,7 +56,7 @@ def encode_info(info: GroupInfo) -> bytes:
         info = _checked(info)
     except InvalidRollout as error:
         raise InvalidRollout(f"group {info.group_id}: {error}") from None
-    values: dict[str, Any] = {"format": FORMAT} | {key: getattr(info, key) for key in GROUP_KEYS}
+    values: dict[str, Any] = {"format": METADATA_FORMAT} | {key: getattr(info, key) for key in GROUP_KEYS}
     ids = [r.rollout_id for r in info.rollouts]
     values["ids"] = None if ids == _default_ids(info.group_id, len(ids)) else ids
     values["rows"] = b"".join(_row(r) for r in info.rollouts)
@@ -88,8 +88,8 @@ def decode_info(data: bytes) -> GroupInfo:
     values = loads(data, limit=MAX_METADATA_BYTES)
     if not isinstance(values, dict) or tuple(values) != KEYS:
         raise PayloadError("invalid metadata: not the map of this format")
-    if type(values["format"]) is not int or values["format"] != FORMAT:
-        raise PayloadError(f"metadata format {values['format']!r} is not the one this version reads, {FORMAT}")
+    if type(values["format"]) is not int or values["format"] != METADATA_FORMAT:
+        raise PayloadError(f"metadata format {values['format']!r} is not the one this version reads, {METADATA_FORMAT}")
     actual = zlib.crc32(data[:-4])
     if data[-5] != 0xCE or values["checksum"] != actual:
         raise PayloadError(f"metadata is damaged: checksum {actual:08x}, expected {values['checksum']!r}")

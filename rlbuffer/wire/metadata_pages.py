@@ -32,12 +32,12 @@ from rlbuffer.records.info import (
 )
 from rlbuffer.wire.bounded_msgpack import without_duplicates
 from rlbuffer.wire.metadata import (
-    FORMAT,
     HAS_REWARD,
     IS_TRUNCATED,
     KEYS,
     MAX_METADATA_BYTES,
     MAX_PAYLOAD_BYTES,
+    METADATA_FORMAT,
     ROW,
     decode_info,
     unpack_columns,
@@ -118,7 +118,7 @@ def _plain(data: bytes, envs: dict[Any, str]) -> Any:
         envs[env] = env
     if not (
         type(version) is int
-        and version == FORMAT
+        and version == METADATA_FORMAT
         and checksum == zlib.crc32(memoryview(data)[:-4])
         and type(group_id) is str
         and GROUP_ID.match(group_id)

@@ -42,7 +42,7 @@ from rlbuffer.wire.metadata import decode_info as decode_info
 from rlbuffer.wire.metadata import encode_info as encode_info
 from rlbuffer.wire.metadata_pages import decode_infos as decode_infos
 
-FORMAT = 1
+PAYLOAD_FORMAT = 1
 """Grows when the layout changes; a reader refuses any other."""
 MAX_DETAILS_BYTES = 4 * 2**20
 """Turns and metadata of one rollout, or answer and metadata of one group: they become Python objects when read."""
@@ -199,7 +199,7 @@ def decode_group_payload(data: bytes) -> tuple[Any, dict[str, Any]]:
 
 
 def _framed(magic: bytes, arrays: int, details: int, tokens: int, total: int, chunks: Sequence[Any]) -> bytes:
-    header = _HEADER.pack(magic, FORMAT, arrays, details, tokens, total, 0)[:_CHECKSUM_AT]
+    header = _HEADER.pack(magic, PAYLOAD_FORMAT, arrays, details, tokens, total, 0)[:_CHECKSUM_AT]
     checksum = zlib.crc32(header)
     for chunk in chunks:
         checksum = zlib.crc32(chunk, checksum)
@@ -215,8 +215,8 @@ def _unframed(data: bytes, magic: bytes) -> tuple[int, Any, int, int]:
     found, version, arrays, details_bytes, tokens, total, checksum = _HEADER.unpack_from(data)
     if found != magic:
         raise PayloadError(f"not a payload: starts with {found!r}, expected {magic!r}")
-    if version != FORMAT:
-        raise PayloadError(f"payload format {version} is not the one this version reads, {FORMAT}")
+    if version != PAYLOAD_FORMAT:
+        raise PayloadError(f"payload format {version} is not the one this version reads, {PAYLOAD_FORMAT}")
     if len(data) > MAX_PAYLOAD_BYTES:
         raise PayloadError(f"payload of {len(data)} bytes is above the limit of {MAX_PAYLOAD_BYTES}")
     if total != len(data):

@@ -27,7 +27,7 @@ from rlbuffer.worker.samplers.base import Sampler
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
 
-POLL_SECONDS = 0.5
+EVALUATION_POLL_SECONDS = 0.5
 """Between two looks whether a version is due; one that is loaded is looked at then."""
 TRIES, AGAIN_SECONDS = 10, 1.0
 """Times that a result is handed to a server that does not take it, and the pause between two."""
@@ -81,7 +81,7 @@ class Evaluator:
                         self._looked[name] = version
                         await self._evaluate(name, settings, version)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._is_new.wait(), POLL_SECONDS)
+                await asyncio.wait_for(self._is_new.wait(), EVALUATION_POLL_SECONDS)
 
     def forget(self) -> None:
         """Version numbers mean something else from now on."""

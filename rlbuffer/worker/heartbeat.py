@@ -16,7 +16,7 @@ from rlbuffer.worker.failures import Failures, UserWork
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
 
-TICKET_SECONDS = 12.0
+WORKER_TICKET_SECONDS = 12.0
 """How long a ticket stays out when its worker has died: five beats missed, and a reconnect."""
 
 

@@ -42,7 +42,7 @@ from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.failures import place_of, traceback_of
 from rlbuffer.worker.group_maker import Aborted, GroupFailed, GroupMaker, in_words
-from rlbuffer.worker.heartbeat import TICKET_SECONDS, WITHOUT_A_WORD, Pulse, telling_why
+from rlbuffer.worker.heartbeat import WITHOUT_A_WORD, WORKER_TICKET_SECONDS, Pulse, telling_why
 from rlbuffer.worker.samplers import Sampler, make_sampler
 from rlbuffer.worker.versions import Versions
 
@@ -54,7 +54,7 @@ TAKE_SECONDS = 0.5
 """How long to wait for tickets before looking whether to stop."""
 SAY_WAITING_SECONDS = 5.0
 """Waiting is normal; for this long it is worth a sentence."""
-POLL_SECONDS = 0.1
+WORKER_POLL_SECONDS = 0.1
 """Between two looks for a newer version, and for the wish to stop."""
 SKIPS_AT_ONCE = 256
 """Tickets skipped one after the other before each further look for one that is not waits a little."""
@@ -187,7 +187,7 @@ class _Worker:
                         self._buffer.writer(
                             self._name,
                             on_retry=self._held_up,
-                            ticket_seconds=TICKET_SECONDS,
+                            ticket_seconds=WORKER_TICKET_SECONDS,
                             section=self._section,
                         )
                     )
@@ -234,11 +234,13 @@ class _Worker:
             while not self._stop.is_set():
                 await self._settle(flights, watch)
                 if not self._versions.is_serving:
-                    await asyncio.sleep(POLL_SECONDS)
+                    await asyncio.sleep(WORKER_POLL_SECONDS)
                     continue
                 room = self._settings.groups_per_batch - len(flights)
                 if room <= 0 or (flights and self._sampler.wants_batches):
-                    await asyncio.wait({*flights, watch}, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(
+                        {*flights, watch}, timeout=WORKER_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                    )
                     continue
                 self._refusal = ""
                 tickets = await asyncio.to_thread(
@@ -305,7 +307,7 @@ class _Worker:
         try:
             while True:
                 await self._versions.refresh()
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(WORKER_POLL_SECONDS)
                 if evaluating.done():
                     evaluating.result()
         finally:
@@ -346,7 +348,7 @@ class _Worker:
         if self._skips:
             self._wait(f"a prompt of {self._env.name} to sample: the last {self._skips} were skipped ({prompts[-1]})")
         if self._skips >= SKIPS_AT_ONCE:
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(WORKER_POLL_SECONDS)
 
     async def _fly(self, writer: Writer, ticket: Ticket, prompt: Prompt | Exception) -> None:
         """Samples, scores and pushes the group of one ticket."""

@@ -23,7 +23,7 @@ from rlbuffer.weights.files import open_weights, read_config
 from rlbuffer.weights.streamed import streamed_model
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling, logprobs_mode
 
-TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+SELFCHECK_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Largest difference of one logprob, by the sampler's dtype. Measured with vLLM on the CPU: 5e-6 in float32, 0.1 in
 bfloat16; float16 has eight times bfloat16's resolution."""
 TOKENS = 16
@@ -88,7 +88,7 @@ def check(
             'does it serve this model? (worker.*.self_check = "never" leaves this check out)'
         ) from error
     worst = float(np.abs(expected - completion.logprobs).max())
-    limit = TOLERANCES.get(dtype, TOLERANCES["bfloat16"])
+    limit = SELFCHECK_TOLERANCES.get(dtype, SELFCHECK_TOLERANCES["bfloat16"])
     if not worst <= limit:
         at = int(np.abs(expected - completion.logprobs).argmax())
         raise WrongLogprobs(

@@ -11,7 +11,7 @@ from pathlib import Path
 from homes import Home
 from paced import events, kill, start_trainer, start_worker
 
-from rlbuffer.worker.heartbeat import TICKET_SECONDS
+from rlbuffer.worker.heartbeat import WORKER_TICKET_SECONDS
 
 STEPS = 25
 CONFIG = """
@@ -54,12 +54,12 @@ def test_numbers_of_a_killed_worker_are_taken_again_and_no_prompt_is_skipped_or_
         groups = {f"math.{number}" for number in numbers}
         home.wait_until(
             lambda: groups <= {g for s in events(home, "serve", "step") for g in s["group_ids"]},
-            seconds=120 + TICKET_SECONDS,
+            seconds=120 + WORKER_TICKET_SECONDS,
             why="a step with the victim's numbers",
         )
         print(
             f"  {sorted(groups)} were held by a worker that was killed; they are trained "
-            f"{time.monotonic() - killed:.1f} s later (a ticket lives {TICKET_SECONDS:g} s without renewal)"
+            f"{time.monotonic() - killed:.1f} s later (a ticket lives {WORKER_TICKET_SECONDS:g} s without renewal)"
         )
         assert home.ended(trainer, 240) == 0, home.logs()
         steps = events(home, "serve", "step")

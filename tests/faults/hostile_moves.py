@@ -23,7 +23,7 @@ from rlbuffer.store.session import script_text
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 from rlbuffer.wire.bounded_msgpack import dumps
-from rlbuffer.wire.metadata import FORMAT, GROUP_KEYS, ROW
+from rlbuffer.wire.metadata import GROUP_KEYS, METADATA_FORMAT, ROW
 
 Command = tuple[Any, ...]
 LARGEST = "18446744073709551615-18446744073709551615"
@@ -305,7 +305,7 @@ class Attacker:
         if drawn < 0.5:
             return self._damaged(push.metadata)
         info = push.info
-        values: dict[str, Any] = {"format": FORMAT} | {key: getattr(info, key) for key in GROUP_KEYS}
+        values: dict[str, Any] = {"format": METADATA_FORMAT} | {key: getattr(info, key) for key in GROUP_KEYS}
         values |= {"ids": None, "rewards": None, "columns": [], "checksum": 0xFFFFFFFF}
         rows = [self._row(r) for r in info.rollouts]
         order = ("format", *GROUP_KEYS, "ids", "rows", "rewards", "columns", "checksum")

@@ -27,7 +27,7 @@ from rlbuffer.trainer.checkpoints.checkpoint import (
     steps,
 )
 from rlbuffer.trainer.loop import train
-from rlbuffer.trainer.model.attention import NAME
+from rlbuffer.trainer.model.attention import ATTENTION
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
 from rlbuffer.trainer.update.update import make_optimizer
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config
@@ -47,7 +47,7 @@ def made(step: int, **fields: Any) -> Checkpoint:
 def trained(config: Mapping[str, Any] = TINY_QWEN3, *, seed: int = 0) -> tuple[PackedPolicy, torch.optim.Optimizer]:
     """A policy after one update, and its optimizer."""
     torch.manual_seed(seed)
-    policy = PackedPolicy(model_from_config(config), attention=NAME)
+    policy = PackedPolicy(model_from_config(config), attention=ATTENTION)
     optimizer = make_optimizer(policy, TrainerSettings())
     for parameter in policy.parameters():
         parameter.grad = torch.randn_like(parameter)

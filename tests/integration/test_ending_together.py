@@ -46,7 +46,7 @@ def test_a_rank_whose_number_another_process_has_by_now_is_gone_and_the_other_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(end_together, "END_SECONDS", 0.0)
-    monkeypatch.setattr(end_together, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(end_together, "RANKS_LOOK_SECONDS", 0.01)
     sleeps = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with (
         subprocess.Popen(sleeps, stdin=subprocess.PIPE) as stranger,
@@ -66,7 +66,7 @@ def test_a_file_that_no_rank_wrote_does_not_end_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
     monkeypatch.setattr(end_together, "END_SECONDS", 0.0)
-    monkeypatch.setattr(end_together, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(end_together, "RANKS_LOOK_SECONDS", 0.01)
     (tmp_path / "0.pid").write_bytes(content)
     (tmp_path / "1.pid").mkdir()
     (tmp_path / "rank-0.json").write_bytes(content)  # a rank that left a report has failed, whatever is in it

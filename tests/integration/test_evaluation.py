@@ -193,7 +193,7 @@ def test_inspect_shows_the_newest_result_of_every_env_and_what_came_before(buffe
 def test_all_envs_that_are_due_are_measured_before_a_newer_version_takes_its_place(
     buffer: Buffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation, "POLL_SECONDS", 3600.0)
+    monkeypatch.setattr(evaluation, "EVALUATION_POLL_SECONDS", 3600.0)
     sampler, events = Greedy(-1), []
 
     @asynccontextmanager

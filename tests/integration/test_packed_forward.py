@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlbuffer.errors import PackedForwardError
-from rlbuffer.trainer.model.attention import NAME, SegmentPlan
+from rlbuffer.trainer.model.attention import ATTENTION, SegmentPlan
 from rlbuffer.trainer.model.logprobs import LogitShape
 from rlbuffer.trainer.model.packed_policy import packed_forward, prepare
 from rlbuffer.trainer.model.selftest import acting_window, self_test, separate_logprobs
@@ -102,7 +102,7 @@ def gradients(model: PreTrainedModel, total: Tensor) -> dict[str, Tensor]:
 def test_packed_logprobs_and_gradients_equal_separate_ones(config: Mapping[str, Any]) -> None:
     model = made(config)
     policy = prepare(model)
-    assert policy.attention == NAME
+    assert policy.attention == ATTENTION
     ids, positions, cu_seqlens = row()
     weights = torch.randn(len(ids))
     packed = packed_forward(policy)(ids, positions, cu_seqlens)
@@ -145,14 +145,14 @@ def test_a_leak_too_small_to_change_a_fresh_models_logprobs_is_still_found() -> 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_pass_the_self_test(dtype: torch.dtype) -> None:
-    assert prepare(made(QWEN3, dtype)).attention == NAME
+    assert prepare(made(QWEN3, dtype)).attention == ATTENTION
 
 
 @pytest.mark.parametrize("config", [QWEN3, QWEN3_MOE, GEMMA2], ids=lambda c: c["model_type"])
 def test_products_in_bfloat16_train_weights_in_float32(config: Mapping[str, Any]) -> None:
     model = made(config)
     policy = prepare(model, compute=torch.bfloat16)
-    assert policy.attention == NAME
+    assert policy.attention == ATTENTION
     ids, positions, cu_seqlens = row()
     narrow = packed_forward(policy)(ids, positions, cu_seqlens)
     policy.compute = None
@@ -167,7 +167,7 @@ def test_a_forward_pass_that_ignores_the_window_fails_the_self_test(config: Mapp
     """Also when the window is longer than the self-test's usual segments: there is one more, longer than it."""
     model = made(dict(config) | {"sliding_window": 40})
     policy = prepare(model)
-    assert policy.attention == NAME
+    assert policy.attention == ATTENTION
 
     def ignoring(self: SegmentPlan, *args: Any, window: int | None = None, **options: Any) -> Tensor:
         return attend(self, *args, **options)
@@ -270,7 +270,7 @@ def test_a_model_with_state_across_tokens_is_refused_packed_and_trains_padded(co
     said = str(caught.value)
     name = type(model).__name__
     reasons = said.removeprefix(f"{name} cannot be trained on packed rows. ").partition(". Models")[0]
-    assert reasons.startswith(f"{NAME}: ")
+    assert reasons.startswith(f"{ATTENTION}: ")
     assert "; sdpa: " in reasons
     assert said == (
         f"{name} cannot be trained on packed rows. {reasons}. Models that carry a state from token to token need "

@@ -188,7 +188,7 @@ def test_checkpoints_that_cannot_be_written_or_read_name_the_file(tmp_path: Path
     )
 
     missing.mkdir()
-    (missing / "meta.json").write_text(json.dumps({"format": checkpoint.FORMAT, "files": {}, "step": 4}))
+    (missing / "meta.json").write_text(json.dumps({"format": checkpoint.CHECKPOINT_FORMAT, "files": {}, "step": 4}))
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(tmp_path, 4, run="r")
     assert str(caught.value).startswith(f"{missing / 'meta.json'} cannot be loaded: ")

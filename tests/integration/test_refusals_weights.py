@@ -26,7 +26,7 @@ NAME = "v00000005-31432484b569"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(download, "DOWNLOAD_PAUSE_SECONDS", 0.01)
 
 
 def refused(tmp_path: Path, url: str, **options: Any) -> str:

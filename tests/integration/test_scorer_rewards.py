@@ -16,7 +16,7 @@ from rlbuffer.testing import make_group
 
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(loop, "AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr(loop, "RETRY_SECONDS", 0.02)
     made: list[Stage] = []
 
     def make(function: str, **options: Any) -> Stage:

@@ -60,7 +60,7 @@ def test_steps_that_take_longer_than_the_lease_are_made_by_one_leader_while_anot
 
 
 def test_whoever_waits_is_told_that_a_step_takes_long_to_make(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_keeper, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(lease_keeper, "SLOW_RENEWAL_SECONDS", 0.0)
     lease = run.lead("leader", ttl_seconds=0.6)
     with LeaseKeeper(run.store, "leader", lease.token, lease_seconds=0.6) as keeper:
         keeper.check(7)

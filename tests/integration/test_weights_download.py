@@ -170,7 +170,7 @@ def test_a_bad_place_is_named_with_its_reason_and_the_next_one_is_asked(
     fault: Callable[[Path, Place], None],
     reason: str,
 ) -> None:
-    monkeypatch.setattr(download, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(download, "DOWNLOAD_PAUSE_SECONDS", 0.01)
     policy = make_version(tmp_path / "trainer", 5)
     copy = make_version(tmp_path / "relay", 5)
     name = Path(policy.location).name

@@ -68,7 +68,7 @@ def test_what_another_worker_began_and_never_finished_is_sampled_before_the_end(
 def test_a_prompt_that_always_fails_is_left_out_and_does_not_keep_the_env_from_its_end(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "TICKET_SECONDS", 0.5)  # it lapses in between
+    monkeypatch.setattr(loop, "WORKER_TICKET_SECONDS", 0.5)  # it lapses in between
     stage.env.bad_prompts = {1}
     start(stage, 3)
     eventually(lambda: read(stage) == {"counting.0", "counting.2"} and len(stage.told("trouble")) == 3)

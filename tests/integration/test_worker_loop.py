@@ -261,7 +261,7 @@ def test_stopping_while_sampling_gives_all_tickets_back_at_once(stage: Stage) ->
 
 
 def test_tickets_stay_out_however_long_sampling_takes(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "TICKET_SECONDS", 0.3)
+    monkeypatch.setattr(loop, "WORKER_TICKET_SECONDS", 0.3)
     stage.sampler.gate.clear()
     stage.allow(2)
     stage.announce(0)

@@ -186,7 +186,7 @@ def eventually(fact: Callable[[], object]) -> None:
 def hurry(monkeypatch: Any) -> None:
     """Shortens what a worker waits for."""
     monkeypatch.setattr(loop, "TAKE_SECONDS", 0.05)
-    monkeypatch.setattr(loop, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(loop, "WORKER_POLL_SECONDS", 0.01)
     monkeypatch.setattr(loop, "SAY_WAITING_SECONDS", 0.1)
     monkeypatch.setattr(versions, "RELOAD_SECONDS", 0.1)
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)

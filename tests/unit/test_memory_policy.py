@@ -242,5 +242,5 @@ def test_a_server_without_a_limit_refuses_nothing_and_is_said_to_have_none(
     store: Any = Unlimited()
     store.used = used
     watch = MemoryWatch(store, BatcherConfig(64), lambda event: None, world_size=1, checkpoint_every=1)
-    said = [watch.sentence() for _ in range(memory_rules.LOOKS)]
+    said = [watch.sentence() for _ in range(memory_rules.MEMORY_LOOKS)]
     assert said[-1] == (memory_rules.above_assumed(used, LIMIT) if is_said else "")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.store.records import Meta
 
-POLL_SECONDS = 0.1
+CHANGE_POLL_SECONDS = 0.1
 _SECRET = re.compile(r"\.environment\.|(?:^|[._])(?:api_?key|password|secret|token|credentials?)$", re.IGNORECASE)
 """Settings whose values nobody shall read over a shoulder: a worker's environment holds keys of services, and so may
 the options of envs and samplers."""
@@ -165,7 +165,7 @@ def _wait_until_taken(buffer: Buffer, digest: str, seen: Meta, timeout: float) -
                 f'the batcher of run "{buffer.run}" has not taken the settings within {timeout:g} s; they stay stored '
                 f"for it (rlbuffer inspect shows when it has)"
             )
-        time.sleep(POLL_SECONDS)
+        time.sleep(CHANGE_POLL_SECONDS)
 
 
 def shown(name: str, value: Any) -> Any:

@@ -14,7 +14,7 @@ from rlbuffer_cli.options import echo
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
 
-POLL_SECONDS = 0.3
+DRAIN_POLL_SECONDS = 0.3
 
 
 @click.command("drain")
@@ -78,7 +78,7 @@ def _wait(buffer: Buffer, timeout: float | None, as_json: bool) -> int:
         if str(state) != said:
             said = str(state)
             echo(f"draining: {said}", err=True)
-        time.sleep(POLL_SECONDS)
+        time.sleep(DRAIN_POLL_SECONDS)
     step, trained = store.meta().step, store.trainer().trained
     groups, rollouts, tokens = pending_amounts(store)
     if as_json:

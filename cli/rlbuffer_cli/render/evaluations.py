@@ -11,13 +11,13 @@ from rlbuffer_cli.render.text import sparkline
 if TYPE_CHECKING:
     from rlbuffer.store.protocol import Store
 
-SHOWN = 1000
+SHOWN_EVALUATIONS = 1000
 """Newest results that are looked at."""
 
 
 def summarize_evaluations(store: Store) -> tuple[Mapping[str, Any], ...]:
     """Results by env, then by version."""
-    found = store.evaluations(limit=SHOWN)
+    found = store.evaluations(limit=SHOWN_EVALUATIONS)
     return tuple(sorted(found, key=lambda result: (result["env"], result["version"])))
 
 

@@ -18,7 +18,7 @@ from rich.cells import cell_len, set_cell_size
 from rlbuffer.narration.numbers import printable
 from rlbuffer_cli.starting import clear
 
-LOOK_SECONDS = 0.25
+FOOT_LOOK_SECONDS = 0.25
 """Between two looks whether the lines, or the terminal's width, are others."""
 
 
@@ -71,7 +71,7 @@ class Foot:
             self._drawn = []
 
     def _run(self) -> None:
-        while not self._closed.wait(LOOK_SECONDS):
+        while not self._closed.wait(FOOT_LOOK_SECONDS):
             with self._lock:
                 self._draw()
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-POLL_SECONDS = 0.2
+TAIL_POLL_SECONDS = 0.2
 ASK_SECONDS = 1.0
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlbuffer.store.records import EnvLedger, Ledger
 
 EVERY_PENDING = 10**9
-FRESH_SECONDS = 6.0
+SHOWN_FRESH_SECONDS = 6.0
 """A heartbeat comes at least every two seconds; whoever is silent for longer may be gone."""
 MAX_AGES = 10
 """Blocks of an age histogram."""
@@ -280,7 +280,7 @@ def header_lines(summary: RunSummary) -> list[str]:
     for who, sentence in sorted(summary.waiting.items()):
         if sentence:
             ago = summary.seen.get(who, 0.0)
-            said = f" ({duration(ago)} ago)" if ago > FRESH_SECONDS else ""
+            said = f" ({duration(ago)} ago)" if ago > SHOWN_FRESH_SECONDS else ""
             lines.append(f"  {who}{said}: {printable(sentence)}")
     return lines
 
@@ -305,7 +305,7 @@ def _memory(summary: RunSummary) -> list[str]:
 def _worker(name: str, beat: Mapping[str, Any]) -> str:
     """A worker or scorer in a few words; any process may write a heartbeat, so nothing in it is certain to be there."""
     name = printable(name)
-    if beat["seconds_ago"] > FRESH_SECONDS:
+    if beat["seconds_ago"] > SHOWN_FRESH_SECONDS:
         return f"{name} last seen {duration(beat['seconds_ago'])} ago"
     rate, version, gives = beat.get("rollouts_per_second"), beat.get("version"), beat.get("gives")
     parts = [
@@ -329,7 +329,7 @@ def _failures(name: str, beat: Mapping[str, Any]) -> list[str]:
         )
     if beat.get("ended"):
         lines.append(f"  ! env {env}, worker {printable(name)} has ended: {printable(str(beat['ended']))}")
-    if beat.get("doing") and beat["seconds_ago"] > FRESH_SECONDS:
+    if beat.get("doing") and beat["seconds_ago"] > SHOWN_FRESH_SECONDS:
         lines.append(
             f"  ! env {env}, worker {printable(name)} ended without a word: it was last heard of while "
             f"{printable(str(beat['doing']))} ran"

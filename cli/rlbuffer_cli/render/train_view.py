@@ -15,7 +15,7 @@ from rlbuffer.narration.numbers import amount, duration, percent
 from rlbuffer.narration.trainer import RECENT_STEPS, example_lines, waited
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.foot import Foot
-from rlbuffer_cli.render.metrics_tail import ASK_SECONDS, POLL_SECONDS, MetricsTail
+from rlbuffer_cli.render.metrics_tail import ASK_SECONDS, TAIL_POLL_SECONDS, MetricsTail
 from rlbuffer_cli.render.text import bar, flow, sparkline
 
 
@@ -43,7 +43,7 @@ def follow_train(settings: RunSettings, shown: str, done: threading.Event, has_s
     tail = MetricsTail(settings.output_dir / "metrics.jsonl", from_end=True)
     if shown == "json":
         while True:
-            is_last = done.wait(POLL_SECONDS)
+            is_last = done.wait(TAIL_POLL_SECONDS)
             for record in tail.new():
                 echo(json.dumps(record))
             if is_last:
@@ -54,7 +54,7 @@ def follow_train(settings: RunSettings, shown: str, done: threading.Event, has_s
         if has_server:
             asking.start()
         while True:
-            is_last = done.wait(POLL_SECONDS)
+            is_last = done.wait(TAIL_POLL_SECONDS)
             view.add(tail.new())
             if is_last:
                 return
@@ -78,15 +78,15 @@ def _ask(settings: RunSettings, done: threading.Event, tell: Callable[[str], Non
 PASSES = ("forward", "backward", "exchange")
 
 
-SLOW = 1.25
+SLOW_SHARE = 1.25
 """A rank is called slow when its passes take this many times as long as the middle one's,"""
 
 
-SLOW_SECONDS = 0.01
+SLOW_PASS_SECONDS = 0.01
 """and longer by this: below it is chance."""
 
 
-PATIENCE_SECONDS = 3.0
+QUIET_VIEW_SECONDS = 3.0
 """Without a step for longer, the trainer's view says what is waited for."""
 
 
@@ -125,7 +125,7 @@ class TrainView:
         lines = ["starting the ranks; the first step comes once the batcher has committed it"]
         if self._records:
             lines = train_lines(self._records, self._planned, self._changed - self._started, width)
-        if self._waiting and now - self._changed > PATIENCE_SECONDS:
+        if self._waiting and now - self._changed > QUIET_VIEW_SECONDS:
             quiet = f"no step for {duration(now - self._changed)}. batcher: {self._waiting}"
             lines += wrap(quiet, width, max_lines=3, placeholder=" …")
         return lines
@@ -183,7 +183,7 @@ def rank_line(ranks: Sequence[Mapping[str, float]]) -> str:
     """A bar for each rank's own seconds: its passes, without what it waits for others. Those far above are `slow`."""
     own = [rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks]
     most, usual = max(own) or 1.0, sorted(own)[len(own) // 2]
-    slow = [seconds > SLOW * usual and seconds - usual > SLOW_SECONDS for seconds in own]
+    slow = [seconds > SLOW_SHARE * usual and seconds - usual > SLOW_PASS_SECONDS for seconds in own]
     return "ranks " + " ".join(
         f"{rank} {sparkline([seconds / most])}{' slow' if is_slow else ''}"
         for rank, (seconds, is_slow) in enumerate(zip(own, slow, strict=True))

@@ -13,7 +13,7 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.errors import RlbufferError
 from rlbuffer_cli.render.metrics_tail import MetricsTail
 
-LOOK_SECONDS = 1.0
+WATCH_LOOK_SECONDS = 1.0
 """Between two looks at the server."""
 KEPT_LINES = 6
 
@@ -67,7 +67,7 @@ class Watch:
             self.tokens.update({env: n for env, n in record.get("tokens_by_env", {}).items() if n})
             self._on_step(record)
         if look and (now or time.monotonic() >= self._next_look):
-            self._next_look = time.monotonic() + LOOK_SECONDS
+            self._next_look = time.monotonic() + WATCH_LOOK_SECONDS
             try:
                 self.glance = self._look()
             except RlbufferError as error:

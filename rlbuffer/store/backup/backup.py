@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.errors import BackupError, RlbufferError, RunGone
-from rlbuffer.store.backup.format import FORMAT, FrameWriter
+from rlbuffer.store.backup.format import BACKUP_FORMAT, FrameWriter
 from rlbuffer.store.keys import HEARTBEATS
 from rlbuffer.store.moves.run import parse_meta
 from rlbuffer.store.session import answers, ranged, text
@@ -32,9 +32,9 @@ HOLD_SECONDS = 60.0
 """A hold that is not renewed for this long is over: a backup that died must not keep the memory full."""
 WINDOW_BYTES = 32 * 2**20
 """Payloads read at a time."""
-PAGE = 200
+BACKUP_PAGE = 200
 """Payload keys asked about in one round trip."""
-TRIES = 10
+BACKUP_TRIES = 10
 """Times that the names of the control keys are read again when a process began in between."""
 LEFT_OUT = frozenset({"lease", "allowance", "waiting", "holds", *HEARTBEATS.values()})
 """Control keys that are claims of processes at work. Of the lease the token is kept: it never goes back."""
@@ -156,7 +156,7 @@ def _write(store: RedisStore, frames: FrameWriter, hold: _Hold, tell: Callable[[
     server = store.server()
     frames.write(
         {
-            "format": FORMAT,
+            "format": BACKUP_FORMAT,
             "run": store.run,
             "schema": meta.schema,
             "epoch": meta.epoch,
@@ -173,9 +173,9 @@ def _write(store: RedisStore, frames: FrameWriter, hold: _Hold, tell: Callable[[
             frames.write_key({"key": name, "type": kind, "ttl": ttl}, kept)
             written += 1
     missing = 0
-    for start in range(0, len(payloads), PAGE):
+    for start in range(0, len(payloads), BACKUP_PAGE):
         hold.renew()
-        page = payloads[start : start + PAGE]
+        page = payloads[start : start + BACKUP_PAGE]
         missing += _write_payloads(store, frames, hold, page)
         tell(f"{start + len(page)} of {len(payloads)} payload keys, {frames.bytes / 2**20:.0f} MiB")
     hold.renew()
@@ -196,15 +196,15 @@ def _write(store: RedisStore, frames: FrameWriter, hold: _Hold, tell: Callable[[
 def _control_keys(store: RedisStore) -> dict[str, Read]:
     """name without the tag -> content, all of one moment."""
     names, new = _names(store), set[str]()
-    for _ in range(TRIES):
+    for _ in range(BACKUP_TRIES):
         found = _read_at_once(store, names)
         again = _names(store)
         if again <= names:
             return found
         new, names = again - names, again
     raise BackupError(
-        f"the control keys of run {store.run!r} do not stand still: new ones came during each of {TRIES} reads, the "
-        f"last was {min(new)}. A process begins again and again: stop it, then back up again"
+        f"the control keys of run {store.run!r} do not stand still: new ones came during each of {BACKUP_TRIES} reads, "
+        f"the last was {min(new)}. A process begins again and again: stop it, then back up again"
     )
 
 

@@ -24,8 +24,8 @@ from rlbuffer.errors import BackupError, PayloadError
 from rlbuffer.wire import payload
 
 MAGIC = b"rlbuffer-backup 1\n"
-HEAD = struct.Struct("<QI")
-FORMAT = 1
+RECORD_HEAD = struct.Struct("<QI")
+BACKUP_FORMAT = 1
 """What the header says; grows when the frames change."""
 FRAME_BYTES = 2**20
 """Items of one frame add up to about this, unless a single one is larger."""
@@ -89,17 +89,17 @@ def _frames(path: Path, file: IO[bytes]) -> Iterator[dict[str, Any]]:
     while True:
         number += 1
         where = f"{path} is damaged at byte {at} (frame {number})"
-        head = file.read(HEAD.size)
-        if len(head) < HEAD.size:
+        head = file.read(RECORD_HEAD.size)
+        if len(head) < RECORD_HEAD.size:
             raise BackupError(
                 f"{path} is cut off at byte {at + len(head)}: it has {number - 1} frames and no end. {ANOTHER}"
             )
-        length, checksum = HEAD.unpack(head)
+        length, checksum = RECORD_HEAD.unpack(head)
         if length > MAX_FRAME_BYTES:
             raise BackupError(f"{where}: a frame of {length} bytes, the most is {MAX_FRAME_BYTES}. {ANOTHER}")
         body = file.read(length)
         if len(body) < length:
-            reached = at + HEAD.size + len(body)
+            reached = at + RECORD_HEAD.size + len(body)
             raise BackupError(f"{path} is cut off at byte {reached}, inside of frame {number}. {ANOTHER}")
         if zlib.crc32(body, zlib.crc32(head[:8])) != checksum:
             raise BackupError(f"{where}: its checksum does not fit. {ANOTHER}")
@@ -110,7 +110,7 @@ def _frames(path: Path, file: IO[bytes]) -> Iterator[dict[str, Any]]:
         if not isinstance(record, dict):
             raise BackupError(f"{where}: it holds no map. {ANOTHER}")
         yield record
-        at += HEAD.size + length
+        at += RECORD_HEAD.size + length
         if record.get("end"):
             if file.read(1):
                 raise BackupError(f"{path} goes on after its end, from byte {at}. {ANOTHER}")

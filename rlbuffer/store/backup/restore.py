@@ -18,7 +18,7 @@ import redis
 
 from rlbuffer.errors import BackupError, RlbufferError
 from rlbuffer.store.backup.backup import BackupReport
-from rlbuffer.store.backup.format import ANOTHER, FORMAT, read_frames
+from rlbuffer.store.backup.format import ANOTHER, BACKUP_FORMAT, read_frames
 from rlbuffer.store.keys import RUNS, SCHEMA
 from rlbuffer.store.moves.pool import WEEK_MS
 from rlbuffer.store.session import text
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 BUILDING_MS = 86_400_000
 """How long the half of a run stays whose restore died."""
-PAGE = 500
+RESTORE_PAGE = 500
 """Keys whose time to live is set in one round trip."""
 HEADER: Mapping[str, type] = MappingProxyType({"run": str, "epoch": int, "step": int})
-TYPES = frozenset({"hash", "zset", "stream", "string"})
+KEY_TYPES = frozenset({"hash", "zset", "stream", "string"})
 
 
 def check_backup(path: Path) -> dict[str, Any]:
@@ -47,10 +47,10 @@ def check_backup(path: Path) -> dict[str, Any]:
         where = f"{path} is damaged in frame {number}"
         if number == 1:
             header = frame
-            if frame.get("format") != FORMAT:
+            if frame.get("format") != BACKUP_FORMAT:
                 raise BackupError(
                     f"{path} is a backup of format {frame.get('format')!r}, this version of rlbuffer reads format "
-                    f"{FORMAT}: restore it with the version that wrote it"
+                    f"{BACKUP_FORMAT}: restore it with the version that wrote it"
                 )
             if frame.get("schema") != SCHEMA:
                 raise BackupError(
@@ -65,7 +65,7 @@ def check_backup(path: Path) -> dict[str, Any]:
                 isinstance(frame.get(name), type_) for name, type_ in ((kind, str), ("items", list), ("ttl", int))
             ):
                 raise BackupError(f"{where}: it is neither a control key nor a payload. {ANOTHER}")
-            if kind == "key" and frame.get("type") not in TYPES:
+            if kind == "key" and frame.get("type") not in KEY_TYPES:
                 raise BackupError(f"{where}: a control key of type {frame.get('type')!r}. {ANOTHER}")
             found[kind] += bool(frame.get("first"))
         last = frame
@@ -167,7 +167,7 @@ def _payload_keys(store: RedisStore, path: Path) -> Iterator[list[str]]:
     for frame in read_frames(path):
         if "payload" in frame and frame["first"]:
             page.append(store.keys.payload_prefix + frame["payload"])
-            if len(page) >= PAGE:
+            if len(page) >= RESTORE_PAGE:
                 yield page
                 page = []
     if page:

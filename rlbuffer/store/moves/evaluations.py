@@ -9,11 +9,11 @@ from rlbuffer.errors import PayloadError, ServerRefused, WrongAnswer
 from rlbuffer.store.session import Fields, Session, number, ranged, text
 from rlbuffer.wire import payload
 
-KEPT = 10_000
+KEPT_EVALUATIONS = 10_000
 """Results kept, about."""
 KNOWN_MS = 7 * 86_400_000
 """How long it is known that a version was evaluated."""
-MAX_RECORD_BYTES = 2**20
+MAX_EVALUATION_BYTES = 2**20
 """Largest result that is decoded."""
 _DONE = b"done"
 
@@ -63,7 +63,7 @@ class EvaluationMoves(Session):
         fields = {"env": env, "version": version, "line": line, "record": payload.dumps(dict(record))}
 
         try:
-            self.look(lambda client: client.xadd(self.keys.eval, fields, maxlen=KEPT, approximate=True))
+            self.look(lambda client: client.xadd(self.keys.eval, fields, maxlen=KEPT_EVALUATIONS, approximate=True))
         except WrongAnswer as error:
             raise ServerRefused(f"{self.keys.eval} takes no result: {error}") from None
         # Not before: done is what has a result.
@@ -99,7 +99,7 @@ def evaluation_of(entry_id: str, fields: Fields) -> dict[str, Any] | None:
     """A result as it was added; None when it did not come through :meth:`EvaluationMoves.add_evaluation`."""
     env, version = text(fields.get(b"env", b"")), number(fields.get(b"version"))
     try:
-        record = payload.loads(fields.get(b"record", b""), limit=MAX_RECORD_BYTES)
+        record = payload.loads(fields.get(b"record", b""), limit=MAX_EVALUATION_BYTES)
     except PayloadError:
         return None
     if not env or version is None or not isinstance(record, dict):

@@ -15,7 +15,7 @@ from rlbuffer.store.server.append_file import sentence_until_whole
 from rlbuffer.store.session import Session, ranged, text
 from rlbuffer.wire import payload
 
-MAX_RECORD_BYTES = 4 * 2**20
+MAX_HISTORY_BYTES = 4 * 2**20
 """Largest history record or config that is decoded: a rewind names 5,000 groups, of up to 300 bytes each."""
 
 
@@ -139,7 +139,7 @@ class RunViews(Session):
         """
         reply = self.look(lambda client: client.xrevrange(self.keys.history, count=count))
         return [
-            {**payload.loads(fields[b"record"], limit=MAX_RECORD_BYTES), "at": int(entry_id.split("-")[0]) / 1000}
+            {**payload.loads(fields[b"record"], limit=MAX_HISTORY_BYTES), "at": int(entry_id.split("-")[0]) / 1000}
             for entry_id, fields in ranged(reply)
         ]
 
@@ -157,14 +157,14 @@ def parse_meta(fields: Mapping[bytes, bytes]) -> Meta:
         step=number(b"step"),
         digest=text(fields.get(b"digest", b"")),
         retired=number(b"retired"),
-        config=payload.loads(config, limit=MAX_RECORD_BYTES) if config else {},
+        config=payload.loads(config, limit=MAX_HISTORY_BYTES) if config else {},
         config_digest=text(fields.get(b"config_digest", b"")),
         error=text(fields.get(b"error", b"")),
         since=int(fields.get(b"since") or number(b"epoch")),
         checkpoint_now=b"checkpoint_now" in fields,
         revision=number(b"revision"),
         asked=number(b"asked"),
-        wanted=payload.loads(fields[b"wanted"], limit=MAX_RECORD_BYTES) if b"wanted" in fields else {},
+        wanted=payload.loads(fields[b"wanted"], limit=MAX_HISTORY_BYTES) if b"wanted" in fields else {},
         wanted_digest=text(fields.get(b"wanted_digest", b"")),
         refused=text(fields.get(b"refused", b"")),
         draining_ms=number(b"draining"),

@@ -29,7 +29,7 @@ SUMMARY_LINES = 20_000
 """Lines of the summary stream that are kept, one per step, about 200 bytes each."""
 MAX_STATE_BYTES = 64 * 2**20
 """Largest state of the batcher that is decoded."""
-PAGE = 64
+HEADERS_PER_READ = 64
 """Headers per read."""
 SWEEP = 500
 """Payload keys unlinked per round trip."""
@@ -321,8 +321,8 @@ class StepMoves(Session):
         """
         retired, newest = self._bounds()
         low, high = max(first or 1, retired + 1), newest if last is None else min(last, newest)
-        for start in range(low, high + 1, PAGE):
-            steps = range(start, min(start + PAGE, high + 1))
+        for start in range(low, high + 1, HEADERS_PER_READ):
+            steps = range(start, min(start + HEADERS_PER_READ, high + 1))
 
             def read(client: Any, steps: range = steps) -> list[Any]:
                 with client.pipeline(transaction=False) as pipe:

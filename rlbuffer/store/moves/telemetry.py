@@ -13,7 +13,7 @@ from rlbuffer.wire import payload
 
 FORGOTTEN_AFTER_MS = 3_600_000
 """Silence after which a process is no longer shown."""
-MAX_RECORD_BYTES = 2**20
+MAX_HEARTBEAT_BYTES = 2**20
 """Largest heartbeat that is decoded."""
 NAMED_DAMAGED = 10_000
 """Damaged rollouts of a step that are named."""
@@ -114,7 +114,7 @@ def heartbeat_of(value: bytes) -> tuple[int, dict[str, Any]] | None:
     at, _, data = value.partition(b" ")
     milliseconds = number(at)
     try:
-        record = payload.loads(data, limit=MAX_RECORD_BYTES)
+        record = payload.loads(data, limit=MAX_HEARTBEAT_BYTES)
     except PayloadError:
         return None
     if milliseconds is None or not isinstance(record, dict):

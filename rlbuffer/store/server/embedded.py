@@ -41,7 +41,7 @@ from redis.retry import Retry
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerUnreachable
-from rlbuffer.process.file_locks import POLL_SECONDS, exclusive, is_held, try_lock
+from rlbuffer.process.file_locks import LOCK_POLL_SECONDS, exclusive, is_held, try_lock
 from rlbuffer.store.server.binary import find_binary
 from rlbuffer.store.server.embedded_files import (
     configuration,
@@ -227,7 +227,7 @@ def _start(directory: Path, settings: ServerSettings) -> None:
     try:
         # A `find` that just looks holds it for a moment.
         while not try_lock(alive, fcntl.LOCK_EX):
-            time.sleep(POLL_SECONDS)
+            time.sleep(LOCK_POLL_SECONDS)
         with (directory / "server.log").open("ab") as log:
             child = subprocess.Popen(
                 [binary.path, config],
@@ -263,7 +263,7 @@ def _await_ready(directory: Path, socket: Path, deadline: float) -> _Answer | No
             state = "is still loading its data"
         elif not is_held(directory / "alive.lock") or _is_dead(read_record(directory)):
             return None
-        time.sleep(POLL_SECONDS)
+        time.sleep(LOCK_POLL_SECONDS)
     pid = read_record(directory).get("pid", "unknown")
     raise ServerUnreachable(f"the embedded server (pid {pid}) {state} at {socket}.\n{log_tail(directory)}")
 
@@ -301,7 +301,7 @@ def _stop(directory: Path, deadline: float) -> bool:
     while not _is_dead(recorded):
         if time.monotonic() > deadline:
             return False
-        time.sleep(POLL_SECONDS)
+        time.sleep(LOCK_POLL_SECONDS)
     if not is_held(directory / "alive.lock"):
         (directory / "server.json").unlink(missing_ok=True)
     socket = Path(recorded["socket"])
@@ -326,7 +326,7 @@ def _bury(directory: Path) -> bool:
             # Held by something that inherited it by accident (a fork in the moment of starting): it guards nothing.
             (directory / "alive.lock").unlink(missing_ok=True)
             break
-        time.sleep(POLL_SECONDS)
+        time.sleep(LOCK_POLL_SECONDS)
     return True
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlbuffer.errors import ConfigError
 
-PROBE_SECONDS = 2.0
+TLS_PROBE_SECONDS = 2.0
 FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 CHECKS = frozenset({"none", "optional", "required"})
 _EXPIRED, _NOT_YET, _NAMES = 10, 9, frozenset({62, 63, 64})
@@ -91,7 +91,7 @@ def _speaks_tls(place: tuple[str, int]) -> bool:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent: only what it speaks is asked
     with (
         contextlib.suppress(OSError),
-        socket.create_connection(place, timeout=PROBE_SECONDS) as end,
+        socket.create_connection(place, timeout=TLS_PROBE_SECONDS) as end,
         context.wrap_socket(end, server_hostname=place[0]),
     ):
         return True
@@ -99,8 +99,8 @@ def _speaks_tls(place: tuple[str, int]) -> bool:
 
 
 def _speaks_plain(place: tuple[str, int]) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(place, timeout=PROBE_SECONDS) as end:
-        end.settimeout(PROBE_SECONDS)
+    with contextlib.suppress(OSError), socket.create_connection(place, timeout=TLS_PROBE_SECONDS) as end:
+        end.settimeout(TLS_PROBE_SECONDS)
         end.sendall(b"PING\r\n")
         return end.recv(1) in (b"+", b"-")
     return False

@@ -12,7 +12,7 @@ from rlbuffer.store.session import answers, text
 from rlbuffer.store.verify.snapshot import Findings, Snapshot, Verified, take_snapshot
 from rlbuffer.wire import payload
 
-PAGE = 500
+KEYS_PER_READ = 500
 """Keys asked about in one round trip."""
 PAYLOAD_BYTES = 32 * 2**20
 """Payloads decoded at a time."""
@@ -49,8 +49,8 @@ def _check_sizes(store: Verified, shot: Snapshot, findings: Findings) -> int:
             for member in part.rollouts
         ]
     wrong = []
-    for start in range(0, len(wanted), PAGE):
-        page = wanted[start : start + PAGE]
+    for start in range(0, len(wanted), KEYS_PER_READ):
+        page = wanted[start : start + KEYS_PER_READ]
 
         def read(client: Any, page: Sequence[tuple[str, int, int, str]] = page) -> list[Any]:
             with client.pipeline(transaction=False) as pipe:
@@ -88,8 +88,8 @@ def _check_permanent(store: Verified, shot: Snapshot, findings: Findings) -> Non
 def _expiring(store: Verified, keys: Sequence[str]) -> dict[str, int]:
     """Key -> milliseconds that it has yet to live, of those that have such a time."""
     found: dict[str, int] = {}
-    for start in range(0, len(keys), PAGE):
-        page = keys[start : start + PAGE]
+    for start in range(0, len(keys), KEYS_PER_READ):
+        page = keys[start : start + KEYS_PER_READ]
 
         def read(client: Any, page: Sequence[str] = page) -> list[Any]:
             with client.pipeline(transaction=False) as pipe:
@@ -145,8 +145,8 @@ def _check_orphans(store: Verified, shot: Snapshot, findings: Findings) -> int:
     keys = [text(key) for key in store.look(lambda client: list(client.scan_iter(match=pattern, count=1000)))]
     unnamed = [key for key in keys if key not in known]
     permanent = []
-    for start in range(0, len(unnamed), PAGE):
-        page = unnamed[start : start + PAGE]
+    for start in range(0, len(unnamed), KEYS_PER_READ):
+        page = unnamed[start : start + KEYS_PER_READ]
 
         def read(client: Any, page: Sequence[str] = page) -> list[Any]:
             with client.pipeline(transaction=False) as pipe:

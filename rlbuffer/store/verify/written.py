@@ -32,7 +32,7 @@ TYPES: Mapping[str, str] = MappingProxyType(
 """First word of a control key -> its type."""
 LONGEST_TICKET_MS = 7 * 86_400_000
 """A ticket that is out for longer than this was not given by TICKET."""
-SHOWN = 5
+SHOWN_NAMES = 5
 """Of many values of one key as many are named."""
 
 
@@ -57,8 +57,8 @@ def check_written(store: Verified, now_ms: int, findings: Findings) -> None:
         for key, content in zip(keys, _asked(store, keys, read), strict=True):
             odd = [] if content is None else sorted(wrong(content, now_ms))
             if odd:
-                more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
-                findings.add("I13", f"{key} holds what rlbuffer does not write: {', '.join(odd[:SHOWN])}{more}")
+                more = f" and {len(odd) - SHOWN_NAMES} more" if len(odd) > SHOWN_NAMES else ""
+                findings.add("I13", f"{key} holds what rlbuffer does not write: {', '.join(odd[:SHOWN_NAMES])}{more}")
 
 
 def _asked(store: Verified, keys: list[str], ask: Callable[[Any, str], Any]) -> list[Any]:

@@ -42,7 +42,7 @@ from rlbuffer.trainer.model.packed_policy import PackedPolicy
 from rlbuffer.weights.disk import flush, sha256_of
 from rlbuffer.weights.state import tied_names
 
-FORMAT = 3
+CHECKPOINT_FORMAT = 3
 """Version of the layout; another one is refused."""
 ALONE = Ranks(0, 1, torch.device("cpu"))
 _META = "meta.json"
@@ -129,7 +129,7 @@ def _finish(temporary: Path, final: Path, checkpoint: Checkpoint, keep: int) -> 
     for part in sorted(temporary.glob("files-*.json")):
         files |= json.loads(part.read_text(encoding="utf-8"))
         part.unlink()
-    meta = {"format": FORMAT, "files": files} | asdict(checkpoint)
+    meta = {"format": CHECKPOINT_FORMAT, "files": files} | asdict(checkpoint)
     (temporary / _META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     for path in (*temporary.iterdir(), temporary):
         flush(path)
@@ -316,8 +316,8 @@ def _read_meta(path: Path) -> dict[str, Any]:
         found = meta.get("format")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if found != FORMAT:
-        raise CheckpointError(f"{path} has format {found}, this version reads {FORMAT}")
+    if found != CHECKPOINT_FORMAT:
+        raise CheckpointError(f"{path} has format {found}, this version reads {CHECKPOINT_FORMAT}")
     return meta
 
 

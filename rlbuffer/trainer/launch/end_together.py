@@ -18,7 +18,7 @@ from types import TracebackType
 
 END_SECONDS = 4.0
 """Time that ranks have to end by themselves once one has failed: to see the lost connection, and to report it."""
-LOOK_SECONDS = 0.2
+RANKS_LOOK_SECONDS = 0.2
 
 
 def note_start(directory: Path, rank: int) -> None:
@@ -55,7 +55,7 @@ class EndTogether:
 
     def _watch(self) -> None:
         failed_at: float | None = None
-        while not self._over.wait(LOOK_SECONDS):
+        while not self._over.wait(RANKS_LOOK_SECONDS):
             if failed_at is None:
                 failed_at = time.monotonic() if self._has_failed() else None
             elif time.monotonic() - failed_at >= END_SECONDS:

@@ -7,7 +7,7 @@ what is padded to the right, so no mask is needed), long ones are sliced one by 
 torch's own variable-length kernel. Sliding windows and soft caps are done here too: a window shorter than a batch is a
 band mask of that batch alone, a cap spells the softmax out.
 
-:data:`NAME` is registered with transformers on import. Transformers builds no masks for a name that it has no mask
+:data:`ATTENTION` is registered with transformers on import. Transformers builds no masks for a name that it has no mask
 function for, which is what keeps the forward pass linear in the number of rollouts.
 """
 
@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 
 from rlbuffer.errors import PackedForwardError
 
-NAME = "rlbuffer_segments"
+ATTENTION = "rlbuffer_segments"
 """Name of this attention in transformers' registry: ``model.set_attn_implementation(NAME)``."""
 
 SMALLEST_CLASS = 16
@@ -255,4 +255,4 @@ def segment_attention(
     return attended[None], None
 
 
-AttentionInterface.register(NAME, segment_attention)
+AttentionInterface.register(ATTENTION, segment_attention)

@@ -21,14 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlbuffer.errors import PackedForwardError
-from rlbuffer.trainer.model.attention import NAME, SegmentPlan
+from rlbuffer.trainer.model.attention import ATTENTION, SegmentPlan
 from rlbuffer.trainer.model.logprobs import PLAIN, LogitShape, token_logprobs
 from rlbuffer.trainer.model.norms import norms_in_float64
 from rlbuffer.trainer.model.selftest import PackedForward, backbone_of, logit_shape_of, self_test
 
 Layout = Literal["packed", "padded"]
 
-ATTENTIONS: dict[str, tuple[str, ...]] = {"packed": (NAME, "sdpa", "eager"), "padded": ("sdpa", "eager")}
+ATTENTIONS: dict[str, tuple[str, ...]] = {"packed": (ATTENTION, "sdpa", "eager"), "padded": ("sdpa", "eager")}
 """What is tried per layout, the cheapest first. sdpa and eager need a dense [T, T] mask for a packed row."""
 
 
@@ -50,8 +50,8 @@ class PackedPolicy(nn.Module):
         super().__init__()
         self.model = model
         self.attention = attention
-        """:data:`rlbuffer.trainer.model.attention.NAME`, or the library's ``sdpa`` or ``eager`` where that does not
-        fit."""
+        """:data:`rlbuffer.trainer.model.attention.ATTENTION`, or the library's ``sdpa`` or ``eager`` where that does
+        not fit."""
         self.layout: Layout = layout
         self.shape = shape
         self.compute = compute
@@ -73,7 +73,7 @@ class PackedPolicy(nn.Module):
             input_ids=input_ids[None].long(),
             position_ids=position_ids[None].long(),
             use_cache=False,
-            **({"segments": plan} if self.attention == NAME else {}),
+            **({"segments": plan} if self.attention == ATTENTION else {}),
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden

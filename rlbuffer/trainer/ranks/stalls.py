@@ -22,7 +22,7 @@ from rlbuffer.errors import BatchTimeout, RlbufferError
 from rlbuffer.narration.numbers import printable
 from rlbuffer.process.ranks import Ranks
 
-LOOK_SECONDS = 0.5
+STALL_LOOK_SECONDS = 0.5
 """How often a rank that waits for the others looks at their notes."""
 
 OnStall = Callable[[RlbufferError], None]
@@ -54,7 +54,7 @@ class StallWatch:
         self._held = None
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(timeout=2 * LOOK_SECONDS)
+            self._thread.join(timeout=2 * STALL_LOOK_SECONDS)
 
     def pulling(self, step: int) -> None:
         """This rank begins to wait for `step`."""
@@ -77,7 +77,7 @@ class StallWatch:
     def _watch(self) -> None:
         since: dict[int, float] = {}
         step: int | None = None
-        while not self._ended.wait(LOOK_SECONDS):
+        while not self._ended.wait(STALL_LOOK_SECONDS):
             held = self._held
             if held is None or held != step:
                 step, since = held, {}

@@ -25,7 +25,9 @@ MOST_ROWS = 64
 """Tokens shown of one rollout: the first ones, and the last ones."""
 NEAR = 0.05
 """Nats: at age 0 the mean |trainer - inference| of a rollout is below this, unless engine and trainer disagree."""
-HEAD = f"{'token':>7} {'text':<14} {'mask':<4} {'inference':>9} {'trainer':>9} {'reference':>9} {'ratio':>7} {'adv':>7}"
+TABLE_HEAD = (
+    f"{'token':>7} {'text':<14} {'mask':<4} {'inference':>9} {'trainer':>9} {'reference':>9} {'ratio':>7} {'adv':>7}"
+)
 
 
 def show_samples(session: Session, step: Step, count: int, *, write: Callable[[str], None] | None = None) -> None:
@@ -79,7 +81,7 @@ def tables(
             f"{sample.advantage:+.4g}, {sample.length} tokens, {sample.prompt_tokens} of them prompt, policy versions "
             f"{sample.policy_versions[0]} to {sample.policy_versions[1]}, trained in step {step}"
         )
-        out.append("\n".join([head, HEAD, *_rows(columns, decode), *checks(sample, columns, step)]))
+        out.append("\n".join([head, TABLE_HEAD, *_rows(columns, decode), *checks(sample, columns, step)]))
     return out
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rlbuffer.worker.envs.prompt import Prompt, Score
 from rlbuffer.worker.envs.vocabulary import END, EQUALS, VOCAB_SIZE, render, score_against
 
-MAX_COUNT = 5
+MOST_REPEATS = 5
 
 
 class Repeat:
@@ -28,12 +28,12 @@ class Repeat:
         self.seed = seed
         self.vocab_size = VOCAB_SIZE
         self.eos_token_ids = (END,)
-        self.max_new_tokens = MAX_COUNT + 2
+        self.max_new_tokens = MOST_REPEATS + 2
         """One more than the longest target, so that running on is possible and costs."""
 
     def prompt(self, number: int) -> Prompt:
         rng = np.random.default_rng([self.seed, number])
-        count, symbol = int(rng.integers(1, MAX_COUNT + 1)), int(rng.integers(0, 10))
+        count, symbol = int(rng.integers(1, MOST_REPEATS + 1)), int(rng.integers(0, 10))
         tokens = np.array([symbol, count, EQUALS], np.int32)
         return Prompt(prompt_id=render(tokens), tokens=tokens, answer=str(symbol) * count)
 

@@ -38,7 +38,7 @@ CONTROL_SECONDS = 60.0
 """Longest that pausing, resuming and labelling may take each."""
 LOAD_SECONDS = 600.0
 """Longest that loading a version may take."""
-PROBE_SECONDS = 30.0
+ENDPOINT_PROBE_SECONDS = 30.0
 """Longest that a server may take for one token before it counts as broken: `/health` says 200 for a dead engine."""
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
@@ -101,15 +101,17 @@ class Endpoint:
             SamplerUnavailable: it gives none in time.
             ConfigError: it gives no token ids.
         """
-        answer = await self._call("GET", "/v1/models", seconds=PROBE_SECONDS)
+        answer = await self._call("GET", "/v1/models", seconds=ENDPOINT_PROBE_SECONDS)
         models = answer.get("data") or [{}]
         self.model = str(models[0].get("id", ""))
         self._has_adapter = any(model.get("id") == ADAPTER_NAME for model in models)
         self.context = int(models[0].get("max_model_len") or 0)
         # A path that is there answers 405. Its list of paths costs the server a second of CPU, and ten under load.
-        looked = await self._respond("GET", GENERATE, json=None, seconds=PROBE_SECONDS)
+        looked = await self._respond("GET", GENERATE, json=None, seconds=ENDPOINT_PROBE_SECONDS)
         self.gives_versions = looked.status_code != HTTPStatus.NOT_FOUND
-        await self.sample(np.zeros(1, np.int32), n=1, sampling=Sampling(max_new_tokens=1), seconds=PROBE_SECONDS)
+        await self.sample(
+            np.zeros(1, np.int32), n=1, sampling=Sampling(max_new_tokens=1), seconds=ENDPOINT_PROBE_SECONDS
+        )
 
     async def sample(
         self,

@@ -43,7 +43,7 @@ LOAD_SECONDS = 600.0
 """Longest that loading a version may take."""
 CONTROL_SECONDS = 60.0
 """Longest that pausing, labelling and resuming may take beside it."""
-LOOK_SECONDS = 0.5
+ENGINE_LOOK_SECONDS = 0.5
 """How often the engine is looked at while an answer is waited for."""
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -236,10 +236,10 @@ async def answer_of(engine: AsyncLLM, calls: Coroutine[Any, Any, str]) -> str:
         TimeoutError: no answer within :data:`CONTROL_SECONDS` beyond what a load may take.
     """
     task = asyncio.create_task(calls)
-    looks = round((LOAD_SECONDS + CONTROL_SECONDS) / LOOK_SECONDS)
+    looks = round((LOAD_SECONDS + CONTROL_SECONDS) / ENGINE_LOOK_SECONDS)
     try:
         for _ in range(looks):
-            if (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+            if (await asyncio.wait({task}, timeout=ENGINE_LOOK_SECONDS))[0]:
                 return task.result()
             if engine.errored:
                 raise EngineDeadError
