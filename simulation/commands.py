@@ -13,14 +13,14 @@ from simulation.values import LARGEST, SortedSet, Stream, StreamId, bound, numbe
 
 Args = Sequence[bytes]
 TYPE_NAMES = {bytes: "string", dict: "hash", SortedSet: "zset", Stream: "stream"}
-COMMANDS: dict[bytes, Callable[[Any, Any], Any]] = {}
+MODELLED: dict[bytes, Callable[[Any, Any], Any]] = {}
 GROWING: set[bytes] = set()
 """Commands that are refused at the memory limit."""
 
 
 def command(name: str, *, grows: bool = False) -> Callable[[Callable[[Any, Any], Any]], Callable[[Any, Any], Any]]:
     def register(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        COMMANDS[name.encode()] = function
+        MODELLED[name.encode()] = function
         if grows:
             GROWING.add(name.encode())
         return function

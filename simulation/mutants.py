@@ -50,7 +50,7 @@ class Mutant:
 
 
 COMPARISONS = {"==": "!=", "!=": "==", "<": "<=", "<=": "<", ">": ">=", ">=": ">"}
-WORDS = {"is": "is not", "is not": "is", "in": "not in", "not in": "in"}
+OPPOSITES = {"is": "is not", "is not": "is", "in": "not in", "not in": "in"}
 LUA_COMPARISONS = {"==": "~=", "~=": "==", "<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 JOINS = {"and": "or", "or": "and"}
 
@@ -179,7 +179,7 @@ def _of_python(raw: list[bytes], node: ast.AST) -> Iterator[tuple[str, tuple[int
         begin, stop = _end(node.left), node.comparators[0].col_offset
         operator = line[begin:stop].decode()
         bare = operator.strip("() ")
-        if new := {**COMPARISONS, **WORDS}.get(bare):
+        if new := {**COMPARISONS, **OPPOSITES}.get(bare):
             yield "compare", (node.lineno, begin), stop, operator.replace(bare, new)
     elif isinstance(node, ast.BoolOp):
         begin, stop = _end(node.values[0]), node.values[1].col_offset

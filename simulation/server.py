@@ -13,7 +13,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from simulation.commands import COMMANDS, GROWING
+from simulation.commands import GROWING, MODELLED
 from simulation.keyspace import Keyspace, error
 from simulation.lua import Engine
 
@@ -81,7 +81,7 @@ class Server(Keyspace):
 
     def call(self, name: bytes, command: Command) -> Any:
         """A single command, also from a script."""
-        run = COMMANDS.get(name)
+        run = MODELLED.get(name)
         if run is None:
             raise ResponseError(f"the simulation does not model the command {name.decode()}")
         return run(self, command)

@@ -20,7 +20,7 @@ from rlbuffer.records.rollout import REASONS
 STATES = ("forming", "ready", "packed", "trained", "dropped")
 """States of a group, in the order of its life."""
 
-WORDS: Mapping[str, str] = MappingProxyType(
+TEXT_FIELDS: Mapping[str, str] = MappingProxyType(
     {"env": "env", "state": "state", "reason": "reason", "worker": "worker", "adapter": "adapter", "id": "group_id"}
 )
 """Fields compared as text -> attribute of the view."""
@@ -49,7 +49,7 @@ class Term:
     """One condition."""
 
     field: str
-    """A key of :data:`WORDS` or :data:`NUMBERS`."""
+    """A key of :data:`TEXT_FIELDS` or :data:`NUMBERS`."""
     op: str
     """``==`` ``!=`` ``>=`` ``<=`` ``>`` ``<``; words know the first two."""
     values: tuple[Any, ...]
@@ -80,7 +80,7 @@ class Filter:
 
     def matches(self, view: Any) -> bool:
         """True when every term holds for the view's attributes (``group_id``, ``env``, ``state``, ...)."""
-        return all(t.holds(getattr(view, WORDS.get(t.field) or NUMBERS[t.field], None)) for t in self.terms)
+        return all(t.holds(getattr(view, TEXT_FIELDS.get(t.field) or NUMBERS[t.field], None)) for t in self.terms)
 
     def allows(self, field: str, value: Any) -> bool:
         """False when no view whose `field` has this value can match: lets a reader skip what it need not read."""
@@ -104,8 +104,8 @@ def _term(word: str) -> Term:
         )
     field, op, value = match.group(1).lower(), match.group(2), match.group(3)
     op = "==" if op in (":", "=") else op
-    if field not in WORDS and field not in NUMBERS:
-        names = (*WORDS, *NUMBERS)
+    if field not in TEXT_FIELDS and field not in NUMBERS:
+        names = (*TEXT_FIELDS, *NUMBERS)
         raise FilterError(
             f"{field!r} is not a field to filter by.{did_you_mean(field, names)} Fields: {', '.join(names)}."
         )

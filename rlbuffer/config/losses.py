@@ -73,7 +73,7 @@ CORRECTIONS: Mapping[str, CorrectionFacts] = {
 }
 """Every correction by its name in ``trainer.correction``."""
 
-BUILT_IN = tuple(LOSSES)
+BUILT_IN_LOSSES = tuple(LOSSES)
 """Names of the losses above: :func:`declare` adds to them."""
 
 OWN_ONLY, LONGEST_ONLY = ("loss_options", "loss_columns"), "max_length"

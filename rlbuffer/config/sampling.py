@@ -30,7 +30,7 @@ BENT = (
     "tokens would be drawn from another distribution than the one that their logprobs, and every ratio, are made of; "
     "no worker samples with it"
 )
-REASONS: Mapping[str, str] = {
+REFUSED_SAMPLING: Mapping[str, str] = {
     name: reason
     for names, reason in (
         (_CUTS, "tokens are left out by top_p alone"),
@@ -47,7 +47,7 @@ REASONS: Mapping[str, str] = {
 
 def why_not(name: str) -> str:
     """Why a worker has no such setting of sampling; "" for what is no setting of sampling."""
-    return REASONS.get(name, "")
+    return REFUSED_SAMPLING.get(name, "")
 
 
 def refused_option(options: Mapping[str, Any]) -> str:

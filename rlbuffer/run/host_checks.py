@@ -43,7 +43,7 @@ EVERYTHING: Parts = ("run", "serve", "worker", "score", "train")
 """What `rlbuffer run` starts."""
 FILE_OPTIONS: Mapping[str, tuple[str, ...]] = {"jsonl": ("path",)}
 """Options of envs that name a file."""
-MEMBERS = ("vocab_size", "eos_token_ids", "max_new_tokens", "prompt", "render")
+ENV_MEMBERS = ("vocab_size", "eos_token_ids", "max_new_tokens", "prompt", "render")
 """What an env must have; its name may come from its class."""
 PACKAGES: Mapping[str, tuple[str, str]] = {
     "reasoning_gym": ("reasoning_gym", "envs"),
@@ -236,7 +236,7 @@ class _Look:
             else:
                 yield from self.vocabulary(section, options)
             return
-        seen = look_up(ADAPTERS.get(name, name), self.folders, MEMBERS)
+        seen = look_up(ADAPTERS.get(name, name), self.folders, ENV_MEMBERS)
         why_not = seen.why_not
         if not why_not and seen.is_async:
             why_not = f"is async ({seen.place}): the factory is called, and what it returns is the env"

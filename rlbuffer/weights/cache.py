@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "RLBUFFER_WEIGHTS_TOKEN"
 """Environment variable with the bearer token that servers of weights ask for; not set: none."""
-LOCK_POLL_SECONDS = 0.1
+CACHE_POLL_SECONDS = 0.1
 
 
 class VersionCache:
@@ -183,7 +183,7 @@ class VersionCache:
         descriptor = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             while not try_lock(descriptor, fcntl.LOCK_EX):
-                if self._stop.wait(LOCK_POLL_SECONDS):
+                if self._stop.wait(CACHE_POLL_SECONDS):
                     raise WeightsError("stopped while another process of this host was downloading")
             yield
         finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig
 
-from rlbuffer.config.sampling import BENT, REASONS
+from rlbuffer.config.sampling import BENT, REFUSED_SAMPLING
 from rlbuffer.errors import ConfigError
 from rlbuffer.run.loading import load
 from rlbuffer.worker.samplers.options import check_options
@@ -32,22 +32,22 @@ def mistakes(tmp_path: Path, lines: str) -> list[str]:
 
 
 def test_a_worker_has_no_other_setting_of_sampling(tmp_path: Path) -> None:
-    names = sorted({*OF_A_MODEL, *REASONS})
+    names = sorted({*OF_A_MODEL, *REFUSED_SAMPLING})
     told = mistakes(tmp_path, '[worker.a]\nenv = "vcopy"\n' + "\n".join(f"{name} = 1" for name in names))
     assert len(told) == len(names)
     for name, sentence in zip(names, told, strict=True):
         assert sentence.startswith(f"worker.a.{name} is not a setting")
-        if name in REASONS:
-            assert sentence == f"worker.a.{name} is not a setting: {REASONS[name]}."
+        if name in REFUSED_SAMPLING:
+            assert sentence == f"worker.a.{name} is not a setting: {REFUSED_SAMPLING[name]}."
 
 
 @pytest.mark.parametrize("sampler", ["transformers", "vllm", "openai"])
 def test_a_samplers_options_are_no_way_round(sampler: str, tmp_path: Path) -> None:
-    for name in (*ALLOWED, *REASONS):
+    for name in (*ALLOWED, *REFUSED_SAMPLING):
         with pytest.raises(ConfigError) as refused:
             check_options(sampler, {name: 1})
         own = f"sampler_options.{name} is a setting of the worker itself: worker.NAME.{name}"
-        assert str(refused.value) == (own if name in ALLOWED else f"sampler_options.{name}: {REASONS[name]}")
+        assert str(refused.value) == (own if name in ALLOWED else f"sampler_options.{name}: {REFUSED_SAMPLING[name]}")
     lines = f'[worker.a]\nenv = "vcopy"\nsampler = "{sampler}"\nsampler_options = {{ top_k = 5 }}'
     assert mistakes(tmp_path, lines) == ["sampler_options.top_k: tokens are left out by top_p alone"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlbuffer.config.losses import BUILT_IN, CORRECTIONS, LOSSES, check_losses, mistakes
+from rlbuffer.config.losses import BUILT_IN_LOSSES, CORRECTIONS, LOSSES, check_losses, mistakes
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.trainer.losses import CORRECTIONS as WEIGHTS
@@ -43,7 +43,7 @@ def tokens() -> TrainedTokens:
     )
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", BUILT_IN_LOSSES)
 def test_a_loss_declares_exactly_the_settings_that_it_looks_at(name: str) -> None:
     loss, told = get_loss(name), Watched(clip_ceiling=3.0, dual_clip=3.0)
     loss.per_token(tokens(), told)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlbuffer.config.losses import BUILT_IN
+from rlbuffer.config.losses import BUILT_IN_LOSSES
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.step_plan import Normalizers
@@ -123,7 +123,7 @@ def test_a_correction_that_would_be_one_is_refused() -> None:
 
 def test_every_loss_has_the_normaliser_of_the_table_and_a_setting_overrides_it() -> None:
     by_rollout = {"clip", "gspo", "tis"}
-    for name in BUILT_IN:
+    for name in BUILT_IN_LOSSES:
         expected = "rollouts" if name in by_rollout else "longest" if name == "dr_grpo" else "tokens"
         assert get_loss(name).facts.divisor == expected, name
     own = loss_of(tokens(), settings(loss="clip"), counts(2, 4), longest=1)
@@ -238,7 +238,7 @@ def test_the_gradient_is_that_of_finite_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("number", [-1e12, -89.0, 1e12])
-@pytest.mark.parametrize("name", [*BUILT_IN])
+@pytest.mark.parametrize("name", [*BUILT_IN_LOSSES])
 def test_any_logprob_that_a_rollout_may_bring_has_a_finite_gradient(name: str, number: float) -> None:
     """A rank that ends at a step ends at every replay of it."""
     leaf = torch.tensor(POLICY).log().requires_grad_()

@@ -20,7 +20,7 @@ from rlbuffer.store.records import Attempt, Claim
 from rlbuffer.store.session import Session, text
 from rlbuffer.wire import payload
 
-MAX_CLAIM_BYTES = 64 * 2**10
+MAX_TRAINER_BYTES = 64 * 2**10
 """Largest record of a policy version."""
 
 
@@ -205,5 +205,5 @@ class TrainerMoves(Session):
 def _policy(adapter: str, value: bytes) -> PolicyVersion:
     """A field of `policy`."""
     _, version, record = value.split(b" ", 2)
-    location, size, checksum = payload.loads(record, limit=MAX_CLAIM_BYTES)
+    location, size, checksum = payload.loads(record, limit=MAX_TRAINER_BYTES)
     return PolicyVersion(version=int(version), location=location, size=size, checksum=checksum, adapter=adapter)
