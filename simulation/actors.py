@@ -189,8 +189,8 @@ class Worker:
             pass  # it lapses, and is sampled again
 
     def _expect_stored(self, group: Group, status: str) -> None:
-        wanted = {r.rollout_id for r in group.rollouts}
-        there = (wanted <= part.ids() for part in self.world.invariants.parts.get(group.group_id, ()))
+        pushed_ids = {r.rollout_id for r in group.rollouts}
+        there = (pushed_ids <= part.ids() for part in self.world.invariants.parts.get(group.group_id, ()))
         if not (self.world.was_disturbed or self.world.was_rolled_back) and not any(there):
             self.world.invariants.fail(
                 "I10", f"a push of group {group.group_id} was acknowledged ({status}), but it is not there"
@@ -217,13 +217,13 @@ class Job:
 
     def exchange(self, rank: int, step: Step, what: str) -> list[str]:
         """An all-gather: everybody's digests, once everybody is here."""
-        held = self._held.setdefault((step.number, what), {})
-        held[rank] = step.digest
+        digests = self._held.setdefault((step.number, what), {})
+        digests[rank] = step.digest
         self._news.set()
-        while len(held) < self.world_size:
+        while len(digests) < self.world_size:
             self._news.clear()
             self._news.wait()
-        return list(held.values())
+        return list(digests.values())
 
 
 class Trainer:

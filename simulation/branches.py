@@ -54,9 +54,9 @@ class Branch:
 
 def tokens(text: str) -> Iterator[Token]:
     """The words of a Lua file."""
-    for found in _TOKEN.finditer(text):
-        if found.lastgroup != "comment":
-            yield Token(found.lastgroup or "", found[0], found.start())
+    for match in _TOKEN.finditer(text):
+        if match.lastgroup != "comment":
+            yield Token(match.lastgroup or "", match[0], match.start())
 
 
 @cache

@@ -159,13 +159,13 @@ def hincrby(server: Keyspace, args: Args) -> Any:
 @command("HDEL")
 def hdel(server: Keyspace, args: Args) -> Any:
     fields = server.find(args[1], dict) or {}
-    found = 0
+    count = 0
     for name in args[2:]:
         if fields.pop(name, None) is not None:
-            found += 1
+            count += 1
             server.changes.append(("hash", args[1], name))
     server.tidy(args[1])
-    return found
+    return count
 
 
 @command("HGET")
@@ -241,12 +241,12 @@ def xdel(server: Keyspace, args: Args) -> Any:
     stream = server.find(args[1], Stream)
     if stream is None:
         return 0
-    found = 0
+    count = 0
     for entry_id in [stream_id(name) for name in args[2:]]:
         if stream.remove(entry_id):
-            found += 1
+            count += 1
             server.changes.append(("xdel", args[1], entry_id))
-    return found
+    return count
 
 
 @command("XTRIM")
@@ -317,13 +317,13 @@ def xread(server: Keyspace, args: Args) -> Any:
     words = [a.upper() for a in args]
     count = int(args[words.index(b"COUNT") + 1]) if b"COUNT" in words else None
     names = args[words.index(b"STREAMS") + 1 :]
-    found = []
+    replies = []
     for key, after in zip(names[: len(names) // 2], names[len(names) // 2 :], strict=True):
         stream = server.find(key, Stream)
         ids = stream.after(stream_id(after))[:count] if stream is not None else []
         if ids:
-            found.append([key, _entries(stream, ids)])
-    return found or None
+            replies.append([key, _entries(stream, ids)])
+    return replies or None
 
 
 def _entries(stream: Stream, ids: Sequence[StreamId]) -> list[Any]:
@@ -368,13 +368,13 @@ def zremrangebyscore(server: Keyspace, args: Args) -> Any:
 
 
 def _removed(server: Keyspace, key: bytes, members: SortedSet, names: Sequence[bytes]) -> int:
-    found = 0
+    count = 0
     for name in names:
         if members.remove(name):
-            found += 1
+            count += 1
             server.changes.append(("zset", key, name))
     server.tidy(key)
-    return found
+    return count
 
 
 @command("ZSCORE")

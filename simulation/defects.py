@@ -75,18 +75,18 @@ class Defects:
         for key in [getattr(self._keys, name).encode() for name in chosen.without]:
             if key in data:
                 hidden[key] = data.pop(key)
-        told, changed = self._server.on_event, []
+        on_event, changed = self._server.on_event, []
 
         def looked(commands: Sequence[Command], replies: list[Any]) -> None:
             changed.extend(self._server.changes)
             if not hidden:
-                told(commands, replies)
+                on_event(commands, replies)
 
         self._server.on_event = looked
         try:
             reply = self._server.execute([[*command[:3], *keys, *chosen.args]])[0]
         finally:
-            self._server.on_event = told
+            self._server.on_event = on_event
         status = reply[0] if isinstance(reply, list) and reply else repr(reply).encode()
         if (changed and status != b"DUP") or status not in (chosen.answer, b"FENCED", *chosen.earlier):
             self._fail(

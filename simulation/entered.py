@@ -43,23 +43,23 @@ class Entered:
         script = Path(path).stem
         mark = around(script, line)
         its = {number for number, branch in enumerate(branches()) if branch.script == script}
-        wanted = its if mark is None else {mark}
-        return [seed for seed, marks in self._marks.items() if not wanted.isdisjoint(marks)] or list(self._marks)
+        numbers = its if mark is None else {mark}
+        return [seed for seed, marks in self._marks.items() if not numbers.isdisjoint(marks)] or list(self._marks)
 
 
 def entered(files: Iterable[str], root: Path, *, processes: int, kept: Path, digest: str) -> Entered:
     """Runs the pool; what an earlier call has seen of the same tree is read from `kept`."""
-    found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    if found.get("tree") != digest:
+    record: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    if record.get("tree") != digest:
         parts = [range(first, first + CHUNK) for first in range(0, POOL, CHUNK)]
         with multiprocessing.Pool(processes) as pool:
             seen = list(pool.imap(partial(_look, sorted(files), root), parts))
-        found = {"tree": digest, "seeds": [item for part in seen for item in part]}
+        record = {"tree": digest, "seeds": [item for part in seen for item in part]}
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(found), encoding="utf-8")
+        kept.write_text(json.dumps(record), encoding="utf-8")
     return Entered(
-        {seed: marks for seed, marks, _ in found["seeds"]},
-        {seed: lines for seed, _, lines in found["seeds"] if lines},
+        {seed: marks for seed, marks, _ in record["seeds"]},
+        {seed: lines for seed, _, lines in record["seeds"] if lines},
     )
 
 

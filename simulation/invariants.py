@@ -164,10 +164,10 @@ class Invariants(Fences, Rewinds):
     def _script(self, command: Command) -> str:
         sha = command[1]
         if sha not in self._names:
-            found = self.server.scripts.get(sha)
-            if found is None:
+            script = self.server.scripts.get(sha)
+            if script is None:
                 return ""
-            name = re.search(r"^-- ([A-Z]+)", found[0], re.MULTILINE)
+            name = re.search(r"^-- ([A-Z]+)", script[0], re.MULTILINE)
             self._names[sha] = name[1] if name else ""
         return self._names[sha]
 
@@ -348,9 +348,9 @@ class Invariants(Fences, Rewinds):
         for env in self._envs:
             for unit, name in enumerate(UNITS):
                 for fate in ("pushed", "packed", "trained"):
-                    found, wanted = there.get((env, fate, name), 0), self._amounts.get((env, fate), (0, 0))[unit]
-                    if found != wanted:
-                        self.fail("I10", f"{env}: {found} {name} {fate} in the ledger, {wanted} by what happened")
+                    amount, expected = there.get((env, fate, name), 0), self._amounts.get((env, fate), (0, 0))[unit]
+                    if amount != expected:
+                        self.fail("I10", f"{env}: {amount} {name} {fate} in the ledger, {expected} by what happened")
                 pending = self._amounts.get((env, "pending"), (0, 0))[unit]
                 pushed, packed, trained, dropped = (there.get((env, fate, name), 0) for fate in FATES)
                 left = pushed - packed - trained - dropped
@@ -437,9 +437,9 @@ class Invariants(Fences, Rewinds):
             self._move(env, "packed", (sums[0], sums[1]))
         if set(header.group_ids) != set(groups) or len(header.group_ids) != len(groups):
             self.fail("I6", f"step {step} names groups {header.group_ids}, its parts hold {sorted(groups)}")
-        for group, held in groups.items():
+        for group, rollouts in groups.items():
             if group not in header.uses:
-                self._check_group(step, group, held, now)
+                self._check_group(step, group, rollouts, now)
         garbage = self.server.data.get(self.keys.garbage.encode())
         kept = self._kept()
         for key in payloads - kept:
@@ -458,9 +458,9 @@ class Invariants(Fences, Rewinds):
         missed = {rollout for rollout in step.damaged if live.places.get(rollout) not in self.damaged}
         if missed:
             self.fail("I2", f"rank {rank} misses rollouts {sorted(missed)} of step {step.number}")
-        wanted = self._normalizers.setdefault(step.digest, step.normalizers)
-        if step.normalizers != wanted or wanted.rollouts != len(live.places):
-            self.fail("I2", f"rank {rank} divides step {step.number} by {step.normalizers}, others by {wanted}")
+        expected = self._normalizers.setdefault(step.digest, step.normalizers)
+        if step.normalizers != expected or expected.rollouts != len(live.places):
+            self.fail("I2", f"rank {rank} divides step {step.number} by {step.normalizers}, others by {expected}")
 
     def _check_use(self, step: int, rollout: str, again: int) -> None:
         """A rollout that was trained before: exactly as often as the step says, and not too often."""
@@ -475,7 +475,7 @@ class Invariants(Fences, Rewinds):
         groups = reused_groups(self.keys, fields)
         return {entry.payload_key.encode() for group in groups for entry in group.entries}
 
-    def _check_group(self, step: int, group: str, held: list[Any], now: int) -> None:
+    def _check_group(self, step: int, group: str, members: list[Any], now: int) -> None:
         closed = self._closed.get(group)
         if closed:
             self.fail("I6", f"step {step} trains group {group}, which {closed[1]} closed {now - closed[0]} ms before")
@@ -483,18 +483,18 @@ class Invariants(Fences, Rewinds):
         tombstones = self.server.data.get(self.keys.closed.encode())
         if tombstones is None or group.encode() not in tombstones.scores:
             self.fail("I6", f"group {group} of step {step} has no tombstone")
-        sources = [self._left[key] for key in {m.payload_key.encode() for m in held} if key in self._left]
+        sources = [self._left[key] for key in {m.payload_key.encode() for m in members} if key in self._left]
         if not sources:
             return
         info: GroupInfo = payload.decode_info(sources[0].metadata)
         if any(payload.decode_info(source.metadata).needs for source in sources):
             self.fail("I6", f"step {step} trains group {group}, which needs a scorer yet")
         waited = now - min(source.pushed_ms for source in sources)
-        if len({m.info.rollout_id for m in held}) != len(held) or len(held) > info.planned_size:
-            self.fail("I6", f"step {step}: group {group} has {len(held)} rollouts, some twice or too many")
+        if len({m.info.rollout_id for m in members}) != len(members) or len(members) > info.planned_size:
+            self.fail("I6", f"step {step}: group {group} has {len(members)} rollouts, some twice or too many")
         is_early = waited < 1000 * self.config.group_timeout_seconds - 1 and info.env not in self._said
-        if len(held) < info.planned_size and (len(held) < self.config.min_group_size or is_early):
-            self.fail("I6", f"step {step}: group {group} has {len(held)} of {info.planned_size} after {waited} ms")
+        if len(members) < info.planned_size and (len(members) < self.config.min_group_size or is_early):
+            self.fail("I6", f"step {step}: group {group} has {len(members)} of {info.planned_size} after {waited} ms")
 
     def _close(self, group: str, by: str) -> None:
         self._closed[group] = self.server.now_ms(), by

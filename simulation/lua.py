@@ -66,10 +66,10 @@ class Engine:
 
     def entered(self) -> frozenset[int]:
         """The branches (:mod:`simulation.branches`) that scripts have entered since this was asked last."""
-        found = frozenset(self._marks)
-        for mark in found:
+        marks = frozenset(self._marks)
+        for mark in marks:
             self._marks[mark] = None
-        return found
+        return marks
 
     def run(self, call: Call, function: Any, keys: Sequence[bytes], args: Sequence[bytes]) -> Any:
         """EVALSHA: the script's reply as the client gets it."""

@@ -104,8 +104,8 @@ TESTS = {
 def files(whole: str = "") -> list[str]:
     """Files that are changed, from the root; with `whole`, those whose path ends so."""
     folder = ROOT / "rlbuffer"
-    found = [path for name in MUTATED for path in (folder.glob(f"{name}/**/*") if "." not in name else [folder / name])]
-    names = sorted(str(file.relative_to(ROOT)) for file in found if file.suffix in (".lua", ".py"))
+    paths = [path for name in MUTATED for path in (folder.glob(f"{name}/**/*") if "." not in name else [folder / name])]
+    names = sorted(str(file.relative_to(ROOT)) for file in paths if file.suffix in (".lua", ".py"))
     return [name for name in names if name.endswith(whole)]
 
 
@@ -144,8 +144,8 @@ def drawn(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
 def tests_of(path: str) -> list[str]:
     """The named tests for a file."""
     patterns = next(names for begin, names in TESTS.items() if path.startswith(begin))
-    found = [str(file.relative_to(ROOT)) for pattern in patterns for file in sorted(ROOT.glob(pattern))]
-    return list(dict.fromkeys(found))
+    paths = [str(file.relative_to(ROOT)) for pattern in patterns for file in sorted(ROOT.glob(pattern))]
+    return list(dict.fromkeys(paths))
 
 
 class Tree:
@@ -178,15 +178,15 @@ class Tree:
                 return "simulation", violated
             if not self._has_tests:
                 return "unasked", ""
-            code, found = self._tested(tests_of(mutant.path))
+            code, line = self._tested(tests_of(mutant.path))
         finally:
             self._write(file, text)
         if not code:
             return "nobody", ""
-        test = re.match(r"FAILED (.+?)(?: - |$)", found)  # what it was called with may hold spaces
+        test = re.match(r"FAILED (.+?)(?: - |$)", line)  # what it was called with may hold spaces
         if test is not None and self._tested([test[1]])[0]:
-            raise RuntimeError(f"nothing is changed, and a test fails: {found}")
-        return "tests", found
+            raise RuntimeError(f"nothing is changed, and a test fails: {line}")
+        return "tests", line
 
     def _write(self, file: Path, text: str) -> None:
         """Compiled files are told apart by second and size alone: that of another text goes."""
@@ -281,11 +281,11 @@ def _judge(mutants: list[Mutant], seen: Entered, args: argparse.Namespace) -> in
     verdicts: dict[Mutant, tuple[str, str]] = {}
     for mutant in mutants:
         place = (mutant.path, mutant.old.strip(), mutant.new.strip())
-        found = known.get(place)
+        verdict = known.get(place)
         if place in why:
             verdicts[mutant] = "equivalent", why[place]
-        elif found and (found["by"] in FOUND or (found["by"] == "nobody" and found["tree"] == tree_digest)):
-            verdicts[mutant] = found["by"], found["how"]
+        elif verdict and (verdict["by"] in FOUND or (verdict["by"] == "nobody" and verdict["tree"] == tree_digest)):
+            verdicts[mutant] = verdict["by"], verdict["how"]
     left = [mutant for mutant in mutants if mutant not in verdicts]
     print(f"{len(mutants)} mutants, {len(left)} of them to be tried", flush=True)
     trees: SimpleQueue[Tree] = SimpleQueue()
@@ -328,8 +328,8 @@ def _kept(results: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
     """Verdicts of before; of several for one mutant the last."""
     if not results.exists():
         return {}
-    found = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-    return {(item["path"], item["old"].strip(), item["new"].strip()): item for item in found}
+    records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    return {(item["path"], item["old"].strip(), item["new"].strip()): item for item in records}
 
 
 if __name__ == "__main__":

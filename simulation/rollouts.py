@@ -79,17 +79,17 @@ class Codec:
         """As :func:`rlbuffer.wire.payload.encode_push`."""
         # A part is a group of its own every time, of the same rollouts; holding the group keeps their ids in use.
         place = tuple(id(rollout) for rollout in group.rollouts)
-        found = self._pushes.get(place)
-        if found is None or found[0] != group:
-            found = _room(self._pushes)[place] = group, self._encode(group)
-        return found[1]
+        cached = self._pushes.get(place)
+        if cached is None or cached[0] != group:
+            cached = _room(self._pushes)[place] = group, self._encode(group)
+        return cached[1]
 
     def decode_info(self, data: bytes) -> GroupInfo:
         """As :func:`rlbuffer.wire.payload.decode_info`."""
-        found = self._infos.get(data)
-        if found is None:
-            found = _room(self._infos)[data] = self._info(data)
-        return found
+        info = self._infos.get(data)
+        if info is None:
+            info = _room(self._infos)[data] = self._info(data)
+        return info
 
     def decode_infos(self, pushes: Sequence[bytes]) -> list[GroupInfo | PayloadError]:
         """As :func:`rlbuffer.wire.payload.decode_infos`."""
@@ -103,11 +103,11 @@ class Codec:
 
     def decode_rollout(self, data: bytes, *, expected: RolloutInfo | None = None) -> Rollout:
         """As :func:`rlbuffer.wire.payload.decode_rollout`."""
-        known, found = self._rollouts.get(data, (None, None))
-        if found is None or known != expected:
-            found = self._rollout(data, expected=expected)
-            _room(self._rollouts)[data] = expected, found
-        return found
+        known, rollout = self._rollouts.get(data, (None, None))
+        if rollout is None or known != expected:
+            rollout = self._rollout(data, expected=expected)
+            _room(self._rollouts)[data] = expected, rollout
+        return rollout
 
 
 def _room(kept: dict[_K, _V]) -> dict[_K, _V]:

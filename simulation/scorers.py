@@ -15,7 +15,7 @@ from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ScoreSettings
 from rlbuffer.errors import PushGivenUp
 from rlbuffer.records.group import Group
-from rlbuffer.scorer.loop import SCORER_POLL_SECONDS, _Found, _Scorer
+from rlbuffer.scorer.loop import SCORER_POLL_SECONDS, _Pending, _Scorer
 from simulation.actors import NEED
 from simulation.host import AWAY, Host
 from simulation.scheduler import Process
@@ -40,7 +40,7 @@ def scorer(host: Host, index: int, process: Process) -> None:
         if not claimed:
             world.scheduler.wait(SCORER_POLL_SECONDS)
             continue
-        ids = [found.entry.entry_id for found in claimed]
+        ids = [pending.entry.entry_id for pending in claimed]
         real._beat.hold(ids)
         try:
             _score(host, real, writer, claimed)
@@ -50,19 +50,19 @@ def scorer(host: Host, index: int, process: Process) -> None:
                 store.release_scoring(ids, owner=real._owner)
 
 
-def _score(host: Host, real: _Scorer, writer: Writer, claimed: Sequence[_Found]) -> None:
+def _score(host: Host, real: _Scorer, writer: Writer, claimed: Sequence[_Pending]) -> None:
     world = host.world
-    for found, group in [(found, real._read(found)) for found in claimed]:
+    for pending, group in [(pending, real._read(pending)) for pending in claimed]:
         if group is None:
             continue  # damaged or gone: tried again later
         world.scheduler.wait(world.dice.expovariate(1 / world.plan.sample_seconds))
         try:
-            pushed = writer.replace(judged(group), found.entry.entry_id)
+            pushed = writer.replace(judged(group), pending.entry.entry_id)
         except (PushGivenUp, *AWAY):
             continue  # it may be there; the writer settles that before its next push
-        real._found.pop(found.entry.entry_id, None)
+        real._found.pop(pending.entry.entry_id, None)
         if pushed.status == "stored" and not world.was_disturbed:
-            world.invariants.expect_scored(group.group_id, found.entry.entry_id)
+            world.invariants.expect_scored(group.group_id, pending.entry.entry_id)
 
 
 def judged(group: Group) -> Group:

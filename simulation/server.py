@@ -95,10 +95,10 @@ class Server(Keyspace):
         return sha
 
     def _evaluate(self, command: Command) -> Any:
-        found = self.scripts.get(command[1])
-        if found is None:
+        script = self.scripts.get(command[1])
+        if script is None:
             raise error("NOSCRIPT No matching script. Please use EVAL.")
-        _, function, may_grow = found
+        _, function, may_grow = script
         if self.is_full and not may_grow:
             raise error("OOM allow-oom flag is not set on the script, can not run it when used memory > 'maxmemory'")
         keys = int(command[2])

@@ -75,8 +75,8 @@ class Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-def _version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
-    if wanted and not ctx.resilient_parsing:
+def _version(ctx: click.Context, option: click.Parameter, is_given: bool) -> None:
+    if is_given and not ctx.resilient_parsing:
         from rlbuffer import __version__
 
         click.echo(f"rlbuffer {__version__}")

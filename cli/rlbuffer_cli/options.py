@@ -25,8 +25,8 @@ def echo(text: str = "", *, err: bool = False) -> None:
     click.echo(printable(text, lines=True), err=err)
 
 
-def _debug(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
-    if wanted and isinstance(ctx.obj, dict):
+def _debug(ctx: click.Context, option: click.Parameter, is_given: bool) -> None:
+    if is_given and isinstance(ctx.obj, dict):
         ctx.obj["debug"] = True
 
 

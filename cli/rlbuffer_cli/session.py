@@ -94,8 +94,8 @@ def resume_hint(settings: RunSettings, run: str, step: int) -> str:
     """How the trainer goes on from `step`: it takes its newest checkpoint, which must be of no later step."""
     folder = settings.model_copy(update={"run": run}).output_dir / "checkpoints"
     # Read by name: the module of the checkpoints loads torch.
-    found = sorted((int(path.name.removeprefix("step-")), path) for path in folder.glob("step-*[0-9]"))
-    newer = [str(path) for number, path in found if number > step]
+    checkpoints = sorted((int(path.name.removeprefix("step-")), path) for path in folder.glob("step-*[0-9]"))
+    newer = [str(path) for number, path in checkpoints if number > step]
     if newer:
         return f"Move newer checkpoints away ({', '.join(newer)}), then start the trainer again."
     return f"Start the trainer again from a checkpoint of step {step} or before."

@@ -230,5 +230,5 @@ def asking(
         needed = None if max_age is None else oldest_version(made + 1, max_age)
         there = published.get(adapter)
         asked[adapter] = needed if needed is not None and there is not None and there < needed else None
-    told = {adapter: replace(p, waiting_for_version=asked[adapter]) for adapter, p in progress.items()}
-    return told, asked[""]
+    new_progress = {adapter: replace(p, waiting_for_version=asked[adapter]) for adapter, p in progress.items()}
+    return new_progress, asked[""]

@@ -135,23 +135,23 @@ def allowances(
     supply: Mapping[str, EnvSupply],
     per_step: Mapping[str, float],
     *,
-    wanted: Collection[str] = (),
+    awaited: Collection[str] = (),
     open_step: Mapping[str, int] = _NOTHING,
 ) -> dict[str, int]:
     """env -> tickets that may be out.
 
-    `wanted` are the envs that the open step is waiting for: each gets at least one as long as a group sampled now can
+    `awaited` are the envs that the open step is waiting for: each gets at least one as long as a group sampled now can
     still train. That is what keeps a step from waiting for a group that nobody may sample, however wrong the means.
     `open_step` is what :func:`missing` found, of the envs whose groups can serve the open step alone.
     """
     out = {}
     for env, s in supply.items():
         groups = math.ceil(per_step.get(env, 0.0) * s.window - 1e-9) - s.pending if s.window > 0 else 0
-        is_wanted = env in wanted
+        is_awaited = env in awaited
         if env in open_step and s.window > 0:
             groups = open_step[env]
-            is_wanted = is_wanted and not any(open_step.values())
-        least = 1 if is_wanted and s.window > 0 and s.share > 0 else 0
+            is_awaited = is_awaited and not any(open_step.values())
+        least = 1 if is_awaited and s.window > 0 and s.share > 0 else 0
         out[env] = max(groups, least, 0)
     return out
 

@@ -206,11 +206,11 @@ def estimate(
     if len(values) <= 1:
         return np.zeros_like(values)
     with np.errstate(all="ignore"):  # what comes of it is looked at below
-        found = estimator(values, weights, group)
-    usable = np.abs(found) <= MAX_ADVANTAGE
+        advantages = estimator(values, weights, group)
+    usable = np.abs(advantages) <= MAX_ADVANTAGE
     if not usable.all():
-        odd = float(found[~usable][0])
+        odd = float(advantages[~usable][0])
         raise InvalidRollout(
             f"advantage {name} is {odd!r}: it must be finite and at most {MAX_ADVANTAGE:g}, either sign"
         )
-    return found
+    return advantages

@@ -29,7 +29,7 @@ def allow(
     step: int,
     limits: Limits,
     *,
-    wanted: Collection[str] = (),
+    awaited: Collection[str] = (),
     taken: Iterable[GroupState] = (),
 ) -> dict[str, int]:
     """env -> tickets that may be out while `step` is the next to be planned; ``*`` stands for envs not named.
@@ -42,7 +42,7 @@ def allow(
         known: as after the step before.
         step: the one after the last committed, or planned.
         limits: of a step.
-        wanted: envs that get at least one ticket as long as a group sampled now can still train.
+        awaited: envs that get at least one ticket as long as a group sampled now can still train.
         taken: groups that the step before has taken, which are not gone from the pool yet.
     """
     config = known.config
@@ -67,7 +67,7 @@ def allow(
             ready_mean=known.ready_mean(env),
         )
     per_step = admission.groups_per_step(supply, tokens=limits.tokens, groups=limits.groups, rollouts=limits.rollouts)
-    out = admission.allowances(supply, per_step, wanted=wanted, open_step=_open_step(known, supply, limits))
+    out = admission.allowances(supply, per_step, awaited=awaited, open_step=_open_step(known, supply, limits))
     out.update(dict.fromkeys(known.paused, 0))
     window = _window(known, admission.ANY_ENV, step)
     if budget.is_open(config, step) and window > 0:

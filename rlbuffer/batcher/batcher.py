@@ -233,46 +233,48 @@ class Batcher:
             for group in trial.surplus:
                 pool.drop_flat(group)
             known.short = frozenset(trial.short)
-            wanted = allowances.wanted(known, trial, step)
+            awaited = allowances.wanted(known, trial, step)
             patience.looked(
                 pool.now,
                 short=[env for env in trial.short + trial.lent if not known.env_lags(env, step)],
-                wanted=[env for env in wanted if not known.env_lags(env, step)],
+                awaited=[env for env in awaited if not known.env_lags(env, step)],
             )
-            found = self._close(trial, limits, world_size) or self._close_rest(step, limits, fractions, world_size)
-            if found is None:
+            closed_step = self._close(trial, limits, world_size) or self._close_rest(
+                step, limits, fractions, world_size
+            )
+            if closed_step is None:
                 break
-            laid_out = _laid_out(found[0], found[2])
+            laid_out = _laid_out(closed_step[0], closed_step[2])
             advantages, untrainable = step_plan.advantages_of(laid_out, self._config, self._estimators)
             for group, why in untrainable:  # nobody can train them: the step is made of others
                 pool.drop(group, "invalid", why)
             if untrainable:
                 continue
-            if found[2] not in ("timeout", "end") or step_plan.teaches(found[0], advantages):
+            if closed_step[2] not in ("timeout", "end") or step_plan.teaches(closed_step[0], advantages):
                 break
             # It would only move the learning rate: it waits on, or goes when there is nothing to wait for.
-            if found[2] == "timeout":
-                found = None
+            if closed_step[2] == "timeout":
+                closed_step = None
                 break
-            fresh = [group for group in found[0] if not group.used]
+            fresh = [group for group in closed_step[0] if not group.used]
             for group in fresh:
                 pool.drop(group, "flat", "nothing more comes, and no rollout of what is left has an advantage")
             if not fresh:  # nothing would be left out of the next look
-                found = None
+                closed_step = None
                 break
         drops = tuple(pool.drops.values())
-        if found is None:
+        if closed_step is None:
             self._decided = None
             return Decision(
                 plan=None,
                 state=self._state(self._step, self._at, known.accounts, known.adapters),
                 drops=drops,
                 waiting=explaining.sentence(known, step, trial, limits, fractions),
-                allowances=allowances.allow(known, step, limits, wanted=wanted),
+                allowances=allowances.allow(known, step, limits, awaited=awaited),
                 dead=patience.dead(pool.now),
                 is_over=known.is_over,
             )
-        groups, plan, closed_by = found
+        groups, plan, closed_by = closed_step
         sizes = [(g.env, g.tokens, g.rollouts) for g in groups]
         accounts = budget.settle(known.accounts, sizes, fractions, self._config.unit)
         accounted, progress = known.adapters.settle(step, groups, self._config, known.published)
@@ -306,7 +308,7 @@ class Batcher:
         """
         if version is not None:
             self.set_published(version)
-        return allowances.allow(self._known, step, self._known.limits(world_size), wanted=wanted)
+        return allowances.allow(self._known, step, self._known.limits(world_size), awaited=wanted)
 
     # -- inside -------------------------------------------------------------------------------------------------------
     @staticmethod

@@ -14,8 +14,8 @@ from rlbuffer.narration import waiting
 def sentence(known: Situation, step: int, trial: Trial, limits: Limits, fractions: Mapping[str, float]) -> str:
     """Why `step` is not made: the pauses, a version, the env that is short, or whose turn it is."""
     if known.is_last:
-        held = sorted(env for env in known.paused if not known.is_finished(env))
-        return waiting.for_paused(held) if held else waiting.for_end(step - 1)
+        paused = sorted(env for env in known.paused if not known.is_finished(env))
+        return waiting.for_paused(paused) if paused else waiting.for_end(step - 1)
     if not fractions and known.paused:
         return waiting.all_paused(sorted(known.paused))
     envs = known.known()

@@ -150,15 +150,15 @@ class GroupState:
         rejected: list[tuple[str, RolloutInfo]] = []
         details: dict[str, str] = {}
         for index, rollout in enumerate(info.rollouts):
-            found = self._judge(rollout, info, row_tokens, len(members) + len(joined))
-            if found is None or found.reason in ("oversized", "invalid"):
+            rejection = self._judge(rollout, info, row_tokens, len(members) + len(joined))
+            if rejection is None or rejection.reason in ("oversized", "invalid"):
                 ids.add(rollout.rollout_id)
                 self.arrived += 1
-            if found is None:
+            if rejection is None:
                 joined.append(Member(entry_id, index, rollout))
             else:
-                rejected.append((found.reason, rollout))
-                details.setdefault(found.reason, found.detail)
+                rejected.append((rejection.reason, rollout))
+                details.setdefault(rejection.reason, rejection.detail)
         if not joined:
             reason = most_common(reason for reason, _ in rejected)
             return Rejected(reason, details[reason])

@@ -114,12 +114,12 @@ class Situation:
 
     def means(self, envs: Iterable[str]) -> dict[str, Mean]:
         """env -> its mean group, of the other envs where it has none; (0, 0, 0) for none at all."""
-        found = {env: self.mean(env) for env in envs}
-        means = {env: mean for env, mean in found.items() if mean is not None}
+        own_means = {env: self.mean(env) for env in envs}
+        means = {env: mean for env, mean in own_means.items() if mean is not None}
         sums = [sum(column) for column in zip(*means.values(), strict=True)] or [0.0, 0.0, 0.0]
         count = max(1, len(means))
         other = (sums[0] / count, sums[1] / count, sums[2] / count)
-        return means | {env: other for env in found if env not in means}
+        return means | {env: other for env in own_means if env not in means}
 
     # -- versions -----------------------------------------------------------------------------------------------------
     def own_step(self, adapter: str, step: int) -> int:

@@ -16,13 +16,13 @@ from rlbuffer.config.batcher import BatcherConfig
 class Patience:
     """Since when the open step has waited for each env, and which envs are dead."""
 
-    __slots__ = ("_config", "_dead", "_heard", "_short", "_wanted")
+    __slots__ = ("_awaited", "_config", "_dead", "_heard", "_short")
 
     def __init__(self, config: BatcherConfig) -> None:
         self._config = config
         self._short: dict[str, float] = {}
         """env -> since when it has been short."""
-        self._wanted: dict[str, float] = {}
+        self._awaited: dict[str, float] = {}
         """env -> since when a step has needed it."""
         self._heard: dict[str, float] = {}
         self._dead: dict[str, float] = {}
@@ -35,13 +35,13 @@ class Patience:
 
     def forget(self, env: str) -> None:
         """`env` is paused: nothing is expected of it."""
-        for timers in (self._short, self._wanted, self._dead):
+        for timers in (self._short, self._awaited, self._dead):
             timers.pop(env, None)
 
-    def looked(self, now: float, *, short: Iterable[str], wanted: Iterable[str]) -> None:
+    def looked(self, now: float, *, short: Iterable[str], awaited: Iterable[str]) -> None:
         """What the last trial found: the envs that are short, and those that the open step needs."""
         self._short = {env: self._short.get(env, now) for env in short}
-        self._wanted = {env: self._wanted.get(env, now) for env in wanted}
+        self._awaited = {env: self._awaited.get(env, now) for env in awaited}
 
     def committed(self, *, is_full: bool = True) -> None:
         """A step went out: what the next one waits for is counted anew, but who borrows goes on.
@@ -50,7 +50,7 @@ class Patience:
         others filled the place of an env that was short: silence goes on.
         """
         if is_full:
-            self._wanted = {env: since for env, since in self._wanted.items() if env in self._short}
+            self._awaited = {env: since for env, since in self._awaited.items() if env in self._short}
         if self._config.spillover != "borrow":
             self._short = {}
 
@@ -60,7 +60,7 @@ class Patience:
         An env without a budget holds no step up by itself: it is dead only when all that the step needs are silent.
         """
         limit = self._config.env_dead_after_seconds
-        since = {env: max(first, self._heard.get(env, first)) for env, first in self._wanted.items()}
+        since = {env: max(first, self._heard.get(env, first)) for env, first in self._awaited.items()}
         silent = {env: first for env, first in since.items() if now - first >= limit}
         if len(silent) < len(since):
             silent = {env: first for env, first in silent.items() if env in budgeted}

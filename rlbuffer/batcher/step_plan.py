@@ -75,16 +75,16 @@ def advantages_of(
     Raises:
         ConfigError: an estimator of the user's own failed.
     """
-    found, untrainable = [], []
+    per_group, untrainable = [], []
     for group in groups:
         name = config.for_env(group.env, "advantage")
         lengths = [member.info.loss_tokens for member in group.members]
-        told = facts(group) if ":" in name else {}
+        group_facts = facts(group) if ":" in name else {}
         try:
-            found.append(estimate(estimators[name], name, group.rewards, lengths, told))
+            per_group.append(estimate(estimators[name], name, group.rewards, lengths, group_facts))
         except InvalidRollout as error:
             untrainable.append((group, str(error)))
-    advantages = np.concatenate([np.zeros(0), *found])
+    advantages = np.concatenate([np.zeros(0), *per_group])
     if untrainable:
         return advantages.astype(np.float32), untrainable
     if config.advantage_scale == "batch":

@@ -60,10 +60,10 @@ class Term:
         if self.field in NUMBERS:
             return value is not None and _COMPARE[self.op](value, self.values[0])
         if self.field == "id":
-            found = any(str(value).startswith(v) for v in self.values)
+            is_among = any(str(value).startswith(v) for v in self.values)
         else:
-            found = value in self.values
-        return found if self.op == "==" else not found
+            is_among = value in self.values
+        return is_among if self.op == "==" else not is_among
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,10 +41,10 @@ class Chosen:
 
 def choose(store: Store, where: str) -> Chosen:
     """Pending groups, forming or ready, that match the filter. Raises FilterError."""
-    wanted = parse(where)
+    criteria = parse(where)
     drops = []
     for view, entries in pending_groups(store):
-        if not wanted.matches(view):
+        if not criteria.matches(view):
             continue
         drop = Drop(
             group_id=view.group_id,
@@ -126,8 +126,8 @@ class Drain:
 
 def pending_amounts(store: Store) -> tuple[int, int, int]:
     """Groups, rollouts and tokens in the pool."""
-    found: Sequence[tuple[int, int]] = [
+    amounts: Sequence[tuple[int, int]] = [
         (sum(entry.rollouts for entry in entries), sum(entry.tokens for entry in entries))
         for _, entries in pending_groups(store)
     ]
-    return len(found), sum(rollouts for rollouts, _ in found), sum(tokens for _, tokens in found)
+    return len(amounts), sum(rollouts for rollouts, _ in amounts), sum(tokens for _, tokens in amounts)

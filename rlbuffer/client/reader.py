@@ -456,13 +456,13 @@ class Reader:
         answers = self._answers(refs)
         items: list[PackItem] = []
         damaged: list[tuple[PartRollout, str]] = []
-        for ref, found in read_rollouts(self._store, refs, schema, self._can):
+        for ref, outcome in read_rollouts(self._store, refs, schema, self._can):
             info = ref.info
-            rollout = None if isinstance(found, str) else found
-            if isinstance(found, str):
-                damaged.append((ref, found))
+            rollout = None if isinstance(outcome, str) else outcome
+            if isinstance(outcome, str):
+                damaged.append((ref, outcome))
             elif header.masks(info):
-                rollout = replace(found, loss_mask=np.zeros_like(found.loss_mask))
+                rollout = replace(outcome, loss_mask=np.zeros_like(outcome.loss_mask))
             sample = Sample(
                 rollout_id=info.rollout_id,
                 group_id=ref.group_id,

@@ -41,7 +41,9 @@ class Skew:
             now: monotonic seconds.
         """
         self._seen.append((now, step))
-        apart = [found for name, beat in beats.items() if name != "0" and (found := self._of(name, beat, step, now))]
+        apart = [
+            sentence for name, beat in beats.items() if name != "0" and (sentence := self._of(name, beat, step, now))
+        ]
         self._apart = self._apart + 1 if apart else 0
         if self._apart < SKEW_LOOKS or self._is_told:
             return ""

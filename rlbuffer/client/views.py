@@ -123,7 +123,7 @@ def list_groups(
 
     chosen = parse(where)
     out: list[GroupView] = []
-    for view in _all_groups(store, wanted=lambda state: chosen.allows("state", state), problems=problems):
+    for view in _all_groups(store, takes=lambda state: chosen.allows("state", state), problems=problems):
         if chosen.matches(view):
             out.append(view)
             if len(out) >= limit:
@@ -132,14 +132,14 @@ def list_groups(
 
 
 def _all_groups(
-    store: Store, wanted: Callable[[str], bool] = lambda state: True, problems: list[RlbufferError] | None = None
+    store: Store, takes: Callable[[str], bool] = lambda state: True, problems: list[RlbufferError] | None = None
 ) -> Iterator[GroupView]:
-    """Every group whose state can be `wanted`; what cannot is not read."""
-    if wanted("forming") or wanted("ready"):
+    """Every group in a state that `takes` accepts; groups of other states are not read."""
+    if takes("forming") or takes("ready"):
         yield from _pending(store)
-    if wanted("packed") or wanted("trained"):
+    if takes("packed") or takes("trained"):
         yield from _in_steps(store, problems)
-    if wanted("dropped"):
+    if takes("dropped"):
         for record in store.history():
             if record.get("event") == "drop":
                 yield _dropped(record)
@@ -288,13 +288,13 @@ def _dropped(record: Mapping[str, Any]) -> GroupView:
 # -- one group, one step -----------------------------------------------------------------------------------------------
 def find_group(store: Store, group_id: str) -> GroupDetail:
     """By the group's id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id."""
-    wanted = group_id.rsplit("/", 1)[0]
+    id_or_prefix = group_id.rsplit("/", 1)[0]
     candidates: dict[str, GroupView] = {}
     problems: list[RlbufferError] = []
     for view in _all_groups(store, problems=problems):
-        if view.group_id == wanted:
+        if view.group_id == id_or_prefix:
             return _detail(store, view)
-        if view.group_id.startswith(wanted):
+        if view.group_id.startswith(id_or_prefix):
             candidates.setdefault(view.group_id, view)
     if len(candidates) == 1:
         return _detail(store, next(iter(candidates.values())))
@@ -309,8 +309,8 @@ def find_group(store: Store, group_id: str) -> GroupDetail:
 def _detail(store: Store, view: GroupView) -> GroupDetail:
     places: list[tuple[PartRollout, int | None, int | None]] = []
     if view.state in ("packed", "trained"):
-        found = store.find_in_steps(view.group_id, view.step)
-        places = [(member, step, rank) for step, member, rank in found if step == view.step]
+        in_steps = store.find_in_steps(view.group_id, view.step)
+        places = [(member, step, rank) for step, member, rank in in_steps if step == view.step]
     elif view.state in ("forming", "ready"):
         places = [
             (stand_in(entry, index, info), None, None)

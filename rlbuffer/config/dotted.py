@@ -30,12 +30,12 @@ def load(setting: str, path: str, takes: str) -> Any:
     module, _, name = path.partition(":")
     try:
         named = getattr(importlib.import_module(module), name)
-        found = named() if isinstance(named, type) else named
+        target = named() if isinstance(named, type) else named
     except Exception as error:  # the user's own code may raise anything while it is imported
         raise refused(setting, path, f"cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise refused(setting, path, f"is not callable but {type(found).__name__}: it takes {takes}")
-    return found
+    if not callable(target):
+        raise refused(setting, path, f"is not callable but {type(target).__name__}: it takes {takes}")
+    return target
 
 
 def refused(setting: str, path: str, why: str) -> ConfigError:
@@ -103,12 +103,12 @@ def look_up(path: str, folders: Sequence[str] = (), members: Sequence[str] = ())
         file = str(getattr(there, "__file__", None) or "")
         seen = _look_into(Path(file), name, folders, members) if file.endswith(".py") else Seen()
         return Seen() if seen.why_not else seen
-    found = _find(module, folders)
-    if isinstance(found, str):
-        return Seen(why_not=f"cannot be imported: {found}{_meant(module, name)}")
-    if found.origin is None or not found.origin.endswith(".py"):
+    spec = _find(module, folders)
+    if isinstance(spec, str):
+        return Seen(why_not=f"cannot be imported: {spec}{_meant(module, name)}")
+    if spec.origin is None or not spec.origin.endswith(".py"):
         return Seen()
-    return _look_into(Path(found.origin), name, folders, members)
+    return _look_into(Path(spec.origin), name, folders, members)
 
 
 def _meant(module: str, name: str) -> str:
@@ -212,14 +212,14 @@ def _lacking(module: str, name: str, folders: Sequence[str]) -> str:
     there = sys.modules.get(module)
     if there is not None and (hasattr(there, name) or not hasattr(there, "__file__")):
         return ""
-    found = _find(module, folders)
-    if isinstance(found, str):
-        return found
-    if name == "*" or found.origin is None or not found.origin.endswith(".py"):
+    spec = _find(module, folders)
+    if isinstance(spec, str):
+        return spec
+    if name == "*" or spec.origin is None or not spec.origin.endswith(".py"):
         return ""
-    if found.submodule_search_locations and PathFinder.find_spec(f"{module}.{name}", found.submodule_search_locations):
+    if spec.submodule_search_locations and PathFinder.find_spec(f"{module}.{name}", spec.submodule_search_locations):
         return ""
-    tree = _parsed(Path(found.origin))
+    tree = _parsed(Path(spec.origin))
     if isinstance(tree, str):
         return tree
     named, is_open = _names(tree)

@@ -135,10 +135,10 @@ def _determine(data: dict[str, Any], sources: dict[str, str]) -> None:
     batcher = data.get("batcher")
     own = batcher.get("step_groups") if isinstance(batcher, dict) else None
     groups = own or (sizes or [WorkerSettings.model_fields["groups_per_batch"].default])[0]
-    wanted = {"batcher.max_age": 0, "batcher.lookahead": 0, "batcher.step_groups": groups} | dict.fromkeys(
+    implied = {"batcher.max_age": 0, "batcher.lookahead": 0, "batcher.step_groups": groups} | dict.fromkeys(
         named, groups
     )
-    for name, value in wanted.items():
+    for name, value in implied.items():
         if name not in sources:
             _put(data, tuple(name.split(".")), value)
             sources[name] = place
@@ -191,11 +191,11 @@ def _validated(data: dict[str, Any], sources: Mapping[str, str], wrong: _Wrong) 
         try:
             return RunSettings.model_validate(data)
         except ValidationError as error:
-            found = [(_translated(e, sources), tuple(str(part) for part in e["loc"])) for e in error.errors()]
+            mistakes = [(_translated(e, sources), tuple(str(part) for part in e["loc"])) for e in error.errors()]
         except ConfigError as error:
-            found = [(_with_place(str(error), place_of(error.setting, sources)), tuple(error.setting.split(".")))]
-        names = [_leave_out(data, path) for _, path in found]
-        for (text, path), name in zip(found, names, strict=True):
+            mistakes = [(_with_place(str(error), place_of(error.setting, sources)), tuple(error.setting.split(".")))]
+        names = [_leave_out(data, path) for _, path in mistakes]
+        for (text, path), name in zip(mistakes, names, strict=True):
             wrong.note(text, ".".join(path))
             wrong.leave_out(*[name] * bool(name))
         if not any(names):
@@ -309,15 +309,15 @@ def _unknown(path: tuple[str, ...], siblings: list[str]) -> tuple[str, tuple[str
         return f"{'.'.join(path)} is not a setting: {reason}.", ()
     known = run_schema().names()
     elsewhere = {name[-1]: name for name in reversed(known) if "*" not in name[-1]}
-    found = elsewhere.get(path[-1])
-    if found is None:
+    meant = elsewhere.get(path[-1])
+    if meant is None:
         sibling = nearest(path[-1], siblings)
-        found = (*path[:-1], sibling) if sibling else None
-    if found is None:
-        found = elsewhere.get(nearest(path[-1], elsewhere, cutoff=0.75))
-    hint = f" Did you mean {'.'.join(found).replace('*', 'NAME')}?" if found else ""
+        meant = (*path[:-1], sibling) if sibling else None
+    if meant is None:
+        meant = elsewhere.get(nearest(path[-1], elsewhere, cutoff=0.75))
+    hint = f" Did you mean {'.'.join(meant).replace('*', 'NAME')}?" if meant else ""
     text = f"{'.'.join(path)} is not a setting.{hint or ' `rlbuffer config show` lists all settings.'}"
-    return text, found or ()
+    return text, meant or ()
 
 
 # -- environment -----------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ LOSSES: dict[str, LossFacts] = {
 }
 """Every loss by its name in ``trainer.loss``."""
 
-CORRECTIONS: Mapping[str, CorrectionFacts] = {
+CORRECTION_FACTS: Mapping[str, CorrectionFacts] = {
     "tis": CorrectionFacts(reads=("correction_cap",)),
     "icepop": CorrectionFacts(reads=_MASK),
     "sequence_tis": CorrectionFacts(reads=("correction_cap",)),
@@ -118,7 +118,7 @@ def uses_old(trainer: TrainerSettings) -> bool:
     """Whether ratios are against the policy at the start of the step, and not against the inference policy."""
     if trainer.old_logprobs != "auto":
         return trainer.old_logprobs == "recomputed"
-    return any(CORRECTIONS[name].needs_old for name in corrections_of(trainer))
+    return any(CORRECTION_FACTS[name].needs_old for name in corrections_of(trainer))
 
 
 def mistakes(trainer: TrainerSettings) -> Iterator[ConfigError]:
@@ -128,7 +128,7 @@ def mistakes(trainer: TrainerSettings) -> Iterator[ConfigError]:
     except ConfigError as error:
         yield error
         return
-    idle = [name for name in corrections_of(trainer) if CORRECTIONS[name].needs_old]
+    idle = [name for name in corrections_of(trainer) if CORRECTION_FACTS[name].needs_old]
     if idle and not uses_old(trainer):
         yield ConfigError(
             f"trainer.old_logprobs = 'inference', but {', '.join(idle)} weighs tokens by the old policy over the "
@@ -155,7 +155,7 @@ def _unread(trainer: TrainerSettings, facts: LossFacts) -> Iterator[ConfigError]
         f" with trainer.correction = {list(trainer.correction)}" if trainer.correction else ""
     )
     divisor = facts.divisor if trainer.normalizer == "auto" else trainer.normalizer
-    read = {*facts.reads, *(name for c in corrections_of(trainer) for name in CORRECTIONS[c].reads)}
+    read = {*facts.reads, *(name for c in corrections_of(trainer) for name in CORRECTION_FACTS[c].reads)}
     for name, readers in _readers().items():
         value = getattr(trainer, name)
         if name in read or value == TrainerSettings.model_fields[name].get_default(call_default_factory=True):
@@ -178,7 +178,7 @@ def _nothing(name: str, value: object, chosen: str, readers: str) -> ConfigError
 def _readers() -> dict[str, str]:
     """Setting that not every loss reads -> who does, for people."""
     readers: dict[str, list[str]] = {}
-    for what, table in (("", LOSSES), ("the correction ", CORRECTIONS)):
+    for what, table in (("", LOSSES), ("the correction ", CORRECTION_FACTS)):
         for name, facts in table.items():
             for setting in facts.reads or ():
                 readers.setdefault(setting, []).append(f"{what}{name}")

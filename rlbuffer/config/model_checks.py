@@ -172,7 +172,7 @@ def unknown_type(kind: str) -> str:
         return ""
     if kind not in known and kind.replace("-", "_") not in known and not any(f'"{kind}"' in text for text in texts):
         return f"is not a model that transformers knows.{did_you_mean(kind, known)}"
-    causal = next((found[1] for text in texts if (found := _CAUSAL.search(text))), "")
+    causal = next((match[1] for text in texts if (match := _CAUSAL.search(text))), "")
     if causal and f'("{kind}"' not in causal:
         return "is not a causal language model of transformers: it cannot be sampled from and trained"
     return ""

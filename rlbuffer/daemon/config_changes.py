@@ -80,19 +80,19 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
         >>> [str(c) for c in changes({"max_age": 1, "budgets": {"a": 0.5}}, {"max_age": 2, "budgets": {}})]
         ['batcher.budgets.a: 0.5 -> None', 'batcher.max_age: 1 -> 2']
     """
-    found = []
+    differences = []
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name), new.get(name)
         pairs = [(name, before, after)]
         if isinstance(before, Mapping) or isinstance(after, Mapping):
             one, other = before or {}, after or {}
             pairs = [(f"{name}.{key}", one.get(key), other.get(key)) for key in sorted(one.keys() | other.keys())]
-        found += [
+        differences += [
             Change(setting=f"batcher.{place}", old=a, new=b, consequence=CONSEQUENCES.get(name, ""))
             for place, a, b in pairs
             if a != b
         ]
-    return found
+    return differences
 
 
 def check_change(old: Mapping[str, Any], new: Mapping[str, Any], *, step: int) -> None:

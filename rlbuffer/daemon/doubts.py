@@ -82,9 +82,9 @@ class Doubts:
                 )
         entry_of = {entry.payload_key: entry_id for entry_id, entry in entries.items()}
         bad: dict[str, str] = {}
-        for part, found in read_rollouts(self._store, refs, schema, can):
-            if isinstance(found, str):
-                bad.setdefault(entry_of[part.payload_key], f"rollout {part.info.rollout_id}: {found}")
+        for part, outcome in read_rollouts(self._store, refs, schema, can):
+            if isinstance(outcome, str):
+                bad.setdefault(entry_of[part.payload_key], f"rollout {part.info.rollout_id}: {outcome}")
         if bad:
             self._found_at = plan.step - 1
         return bad
@@ -104,5 +104,5 @@ class Doubts:
             for m in members
             if f"{m.group_id} {m.info.rollout_id}" in names
         )
-        told = [printable(f"{count} of {source}") for source, count in sources.most_common(3)]
-        return ", ".join(told) + (f" and {len(sources) - 3} other sources" if len(sources) > 3 else "")
+        largest = [printable(f"{count} of {source}") for source, count in sources.most_common(3)]
+        return ", ".join(largest) + (f" and {len(sources) - 3} other sources" if len(sources) > 3 else "")

@@ -231,10 +231,10 @@ class Leadership:
     def _recover(self, trainer: Attempt) -> None:
         """The trainer has steps that the server lost: the run goes on after them."""
         self.has_heard = True  # the claim is the trainer's own word
-        found = self._store.recover(self._token, trainer, self._held.entries())
-        if found is not None:
-            self._teller.emit({"event": "recovery", **found})
-            self._store.retire(self._token, int(found["step"]), since=self.losses)
+        outcome = self._store.recover(self._token, trainer, self._held.entries())
+        if outcome is not None:
+            self._teller.emit({"event": "recovery", **outcome})
+            self._store.retire(self._token, int(outcome["step"]), since=self.losses)
 
     def _trainer_sentence(self, trainer: Attempt) -> str:
         if not trainer.seen_ms:

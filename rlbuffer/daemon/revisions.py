@@ -143,16 +143,16 @@ class Revisions:
             return
         revision = self._store.set_config(token, config, digest, settles=answers)
         if meta.config and digest != meta.config_digest:
-            told = [str(change) for change in changes(meta.config, config)]
+            edits = [str(change) for change in changes(meta.config, config)]
             self._emit(
-                {"event": "config", "state": "taken", "revision": revision, "step": meta.step + 1, "changes": told}
+                {"event": "config", "state": "taken", "revision": revision, "step": meta.step + 1, "changes": edits}
             )
 
     def _other(self, meta: Meta) -> str:
         theirs = meta.wanted or meta.config
-        told = "; ".join(str(change) for change in changes(theirs, self.config.as_dict()))
+        edits = "; ".join(str(change) for change in changes(theirs, self.config.as_dict()))
         return (
-            f"run {self._store.run!r} has other settings ({told}). Start with those, use another run name, or change "
+            f"run {self._store.run!r} has other settings ({edits}). Start with those, use another run name, or change "
             f"the run's: `rlbuffer config apply --config FILE`, or `rlbuffer serve --replace-config` to go on with "
             f"the new ones."
         )

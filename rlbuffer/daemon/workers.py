@@ -49,7 +49,7 @@ class WorkerWatch:
         envs: dict[str, dict[str, Mapping[str, Any]]] = {}
         for name, beat in self._beats.items():
             envs.setdefault(str(beat.get("env", "")), {})[name] = beat
-        self._told = {env: told for env, told in self._told.items() if env in envs}
+        self._told = {env: past for env, past in self._told.items() if env in envs}
         texts = [text for env, beats in sorted(envs.items()) if (text := self._of(env, beats, now))]
         self.trouble = " ".join(texts)
         return "".join(f" {text}" for text in texts) + nobody
@@ -74,9 +74,9 @@ class WorkerWatch:
                 kinds.update(failed.kinds)
             text = waiting.for_failures(env, kinds, next(reversed(failures.values())).last, list(failures))
             texts[f"failing {env}"] = (tuple(failures), tuple(sorted(kinds))), text
-        told = [self._anew(self._failing, what, key, text, now) for what, (key, text) in texts.items()]
+        sentences = [self._anew(self._failing, what, key, text, now) for what, (key, text) in texts.items()]
         self._failing = {what: self._failing[what] for what in texts}
-        return " ".join(told)
+        return " ".join(sentences)
 
     def _look(self, now: float) -> None:
         if now - self._looked <= WORKERS_LOOK_SECONDS:
@@ -96,12 +96,12 @@ class WorkerWatch:
         self._is_served = bool(alive)
 
     @staticmethod
-    def _anew(told: Told, what: str, key: object, text: str, now: float) -> str:
+    def _anew(past: Told, what: str, key: object, text: str, now: float) -> str:
         """`text`, or what was told of it before while only numbers have changed since."""
-        before = told.get(what)
+        before = past.get(what)
         if before is not None and before[0] == key and now < before[2] + waiting.AGAIN_SECONDS:
             return before[1]
-        told[what] = (key, text, now)
+        past[what] = (key, text, now)
         return text
 
     def _of(self, env: str, beats: Mapping[str, Mapping[str, Any]], now: float) -> str:

@@ -138,8 +138,8 @@ def _misfit(kind: ColumnKind, shapes: Mapping[str, tuple[int, ...]]) -> str:
     arrived = f"column {name} is {shown_kind(np.dtype(dtype), shape)}"
     if name == "advantages":
         return f"{arrived}, not [T] numbers"
-    wanted = ", ".join(["T", *map(str, shapes[name])])
-    return f"{arrived}, but [{wanted}] in most rollouts of its step"
+    expected_shape = ", ".join(["T", *map(str, shapes[name])])
+    return f"{arrived}, but [{expected_shape}] in most rollouts of its step"
 
 
 def fits(rollout: Rollout, schema: Mapping[str, ColumnSpec]) -> bool:
@@ -175,14 +175,14 @@ def common_spec(name: str, kinds: Mapping[tuple[np.dtype[Any], tuple[int, ...]],
             )
         dtype = np.result_type(*(dtype for dtype, _ in kinds))
         spec = ColumnSpec(fill=0, dtype=dtype, shape=next(iter(kinds))[1])
-        wanted = " as in other rollouts"
+        origin = " as in other rollouts"
     else:
-        wanted = " as declared"
+        origin = " as declared"
     for (dtype, shape), where in kinds.items():
         if shape != spec.shape or not _converts(dtype, spec.dtype):
             raise PackingError(
                 f"assemble: column {name} of rollout {where!r} is {shown_kind(dtype, shape)}, "
-                f"not {shown_kind(spec.dtype, spec.shape)}{wanted}"
+                f"not {shown_kind(spec.dtype, spec.shape)}{origin}"
             )
     return spec
 

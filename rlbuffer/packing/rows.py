@@ -158,8 +158,8 @@ def _level_tail(
         spread = _spread(sizes[m], costs[m], wide, capacity)
         if spread is None:
             continue
-        held = np.arange(first, rows) if kinds is None else np.unique(row_of[m])
-        names = np.concatenate((held, np.arange(used, used + wide - count)))
+        own_rows = np.arange(first, rows) if kinds is None else np.unique(row_of[m])
+        names = np.concatenate((own_rows, np.arange(used, used + wide - count)))
         row_of[m] = names[spread]
         used += wide - count
         dealt = True

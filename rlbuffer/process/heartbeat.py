@@ -96,8 +96,8 @@ class Heartbeats(ABC):
             self._is_heard = True
         except Exception as error:
             self._is_heard = False
-            told = str(error) if isinstance(error, RlbufferError) else f"{type(error).__name__}: {error}"
-            if told != self.error and not isinstance(error, RlbufferError):
+            message = str(error) if isinstance(error, RlbufferError) else f"{type(error).__name__}: {error}"
+            if message != self.error and not isinstance(error, RlbufferError):
                 _log.warning("a heartbeat failed, and the next one tries again", exc_info=error)
-            self.error = told
+            self.error = message
         self._seen.append((time.monotonic(), self.rollouts, self.tokens))

@@ -139,8 +139,10 @@ class MicroBatch:
             raise PackingError(f"unpack: {len(values)} values do not match {self.length} tokens")
         bounds = _on_host(self.cu_seqlens)
         starts, ends = bounds[:-1], bounds[1:]
-        held = _on_host(self.sample_index)[starts] >= 0
-        return [values[start:end] for start, end in zip(starts[held].tolist(), ends[held].tolist(), strict=True)]
+        is_sample = _on_host(self.sample_index)[starts] >= 0
+        return [
+            values[start:end] for start, end in zip(starts[is_sample].tolist(), ends[is_sample].tolist(), strict=True)
+        ]
 
     def padded(self, *, rows: int = 1, pad_token_id: int = 0, pad_to_multiple_of: int = 1) -> Padded:
         """One rollout a row, [B, L], of a micro-batch that is on the host. See :class:`Padded`."""

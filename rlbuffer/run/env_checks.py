@@ -36,10 +36,10 @@ def _requests(settings: RunSettings, places: Places) -> Iterator[Mistake]:
             if not isinstance(sampling, Mapping):
                 continue
             extra = sampling.get("extra_body")
-            wanted = {**(extra if isinstance(extra, Mapping) else {}), **sampling}
+            request = {**(extra if isinstance(extra, Mapping) else {}), **sampling}
             lengths = ("extra_body", "max_completion_tokens")
-            wanted = {key: value for key, value in wanted.items() if value is not None and key not in lengths}
-            if text := refusal(wanted, temperature=options.temperature, top_p=top_p):
+            request = {key: value for key, value in request.items() if value is not None and key not in lengths}
+            if text := refusal(request, temperature=options.temperature, top_p=top_p):
                 setting = f"{section}.env_options.{name}.sampling"
                 yield Mistake(f"{setting}: {text} ({places(setting)}).", (setting,))
 

@@ -106,8 +106,8 @@ class _Look:
 
     def folder(self, setting: str, path: Path) -> Iterator[Mistake]:
         """A folder that is written to, or will be made."""
-        wanted = path.expanduser().absolute()
-        there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
+        absolute = path.expanduser().absolute()
+        there = next(folder for folder in (absolute, *absolute.parents) if folder.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             why = "cannot be written to" if there.is_dir() else "is no directory"
             yield self._say(setting, f"{setting} = {str(path)!r}: {there} {why}")

@@ -48,12 +48,12 @@ def python_of(name: str, options: WorkerSettings, own: str) -> str:
     """
     if not options.python:
         return own
-    found = shutil.which(Path(options.python).expanduser())
-    if found is None:
+    program = shutil.which(Path(options.python).expanduser())
+    if program is None:
         raise ConfigError(
             f"worker.{name}.python = {options.python!r} is not a program on this host", setting=f"worker.{name}.python"
         )
-    return os.path.abspath(found)  # noqa: PTH100 - a link is not followed: a virtual environment's Python is one
+    return os.path.abspath(program)  # noqa: PTH100 - a link is not followed: a virtual environment's Python is one
 
 
 def environment_of(options: WorkerSettings, replica: int, python: str) -> dict[str, str]:

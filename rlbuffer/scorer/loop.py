@@ -54,7 +54,7 @@ class Stopped(Exception):
 
 
 @dataclass(slots=True)
-class _Found:
+class _Pending:
     """A pending push that needs what this scorer gives."""
 
     entry: PoolEntry
@@ -117,7 +117,7 @@ class _Scorer:
         self._reference, self._rewards, self._stop, self._on_event = reference, rewards, stop, on_event
         self._owner = uuid.uuid4().hex
         self._beat = Beat(buffer.store, name, owner=self._owner, gives=gives, envs=options.envs)
-        self._found: dict[str, _Found] = {}
+        self._found: dict[str, _Pending] = {}
         """entry id -> push, in the order in which they came."""
         self._cursor = "0-0"
         self._losses = buffer.store.losses()
@@ -174,7 +174,7 @@ class _Scorer:
                 await asyncio.sleep(SCORER_POLL_SECONDS)
                 continue
             self._beat.waiting = ""
-            ids = [found.entry.entry_id for found in claimed]
+            ids = [pending.entry.entry_id for pending in claimed]
             self._beat.hold(ids)
             try:
                 await self._score(writer, claimed)
@@ -197,7 +197,7 @@ class _Scorer:
             for entry in entries:
                 self._found.pop(entry.replaces, None)
                 if entry.info is not None and self._wanted(entry):
-                    self._found.setdefault(entry.entry_id, _Found(entry))
+                    self._found.setdefault(entry.entry_id, _Pending(entry))
 
     def _wanted(self, entry: PoolEntry) -> frozenset[str]:
         """What this scorer adds to a push."""
@@ -205,48 +205,48 @@ class _Scorer:
             return frozenset()
         return self._gives & frozenset(entry.info.needs)
 
-    def _claim(self) -> list[_Found]:
+    def _claim(self) -> list[_Pending]:
         """Claims the next few; those that are gone are forgotten."""
         now = time.monotonic()
-        due = [found for found in self._found.values() if found.try_at <= now and found.failures < GROUP_TRIES]
+        due = [pending for pending in self._found.values() if pending.try_at <= now and pending.failures < GROUP_TRIES]
         due = due[: self._options.groups_per_batch]
         if not due:
             return []
-        ids = [found.entry.entry_id for found in due]
-        held, gone = self._store.claim_scoring(ids, owner=self._owner, ttl_seconds=CLAIM_SECONDS)
-        for found in due:
-            if found.entry.entry_id in gone:
-                del self._found[found.entry.entry_id]
-            elif found.entry.entry_id not in held:
-                found.try_at = now + RETRY_SECONDS
-        return [found for found in due if found.entry.entry_id in held]
+        ids = [pending.entry.entry_id for pending in due]
+        claimed, gone = self._store.claim_scoring(ids, owner=self._owner, ttl_seconds=CLAIM_SECONDS)
+        for pending in due:
+            if pending.entry.entry_id in gone:
+                del self._found[pending.entry.entry_id]
+            elif pending.entry.entry_id not in claimed:
+                pending.try_at = now + RETRY_SECONDS
+        return [pending for pending in due if pending.entry.entry_id in claimed]
 
     # -- scoring -----------------------------------------------------------------------------------------------------
-    async def _score(self, writer: Writer, claimed: Sequence[_Found]) -> None:
+    async def _score(self, writer: Writer, claimed: Sequence[_Pending]) -> None:
         start = time.monotonic()
-        read = await self._unless_stopped(in_thread(lambda: [self._read(found) for found in claimed]))
-        work = [(found, group) for found, group in zip(claimed, read, strict=True) if group is not None]
+        read = await self._unless_stopped(in_thread(lambda: [self._read(pending) for pending in claimed]))
+        work = [(pending, group) for pending, group in zip(claimed, read, strict=True) if group is not None]
         columns = await self._columns(work)
-        for found, group in work:
-            rollouts = columns.get(found.entry.entry_id)
+        for pending, group in work:
+            rollouts = columns.get(pending.entry.entry_id)
             if rollouts is None:
                 continue
-            wanted = self._wanted(found.entry)
+            needs = self._wanted(pending.entry)
             scored = replace(group, rollouts=tuple(rollouts))
             if self._rewards is not None:
                 try:
                     scored = replace(
-                        scored, rollouts=tuple(await self._unless_stopped(self._rewards.add(scored, wanted)))
+                        scored, rollouts=tuple(await self._unless_stopped(self._rewards.add(scored, needs)))
                     )
                 except RewardFailed as error:
-                    self._fail(found, str(error))
+                    self._fail(pending, str(error))
                     continue
-            scored = replace(scored, needs=tuple(need for need in scored.needs if need not in wanted))
-            await self._push(writer, found, scored, time.monotonic() - start)
+            scored = replace(scored, needs=tuple(need for need in scored.needs if need not in needs))
+            await self._push(writer, pending, scored, time.monotonic() - start)
 
-    def _read(self, found: _Found) -> Group | None:
+    def _read(self, pending: _Pending) -> Group | None:
         """The whole group of a push; None when it cannot be read."""
-        entry, info = found.entry, found.entry.info
+        entry, info = pending.entry, pending.entry.info
         if info is None:
             return None
         refs = [stand_in(entry, index, rollout) for index, rollout in enumerate(info.rollouts)]
@@ -274,12 +274,12 @@ class _Scorer:
                 created=info.created,
             )
         except (PayloadError, InvalidRollout) as error:
-            self._fail(found, str(error))
+            self._fail(pending, str(error))
             return None
 
-    async def _columns(self, work: Sequence[tuple[_Found, Group]]) -> dict[str, Sequence[Rollout]]:
+    async def _columns(self, work: Sequence[tuple[_Pending, Group]]) -> dict[str, Sequence[Rollout]]:
         """entry id -> its rollouts, with the column where it is needed; all groups packed together."""
-        out: dict[str, Sequence[Rollout]] = {found.entry.entry_id: group.rollouts for found, group in work}
+        out: dict[str, Sequence[Rollout]] = {pending.entry.entry_id: group.rollouts for pending, group in work}
         wanting = [(f, g) for f, g in work if self._options.column in self._wanted(f.entry)]
         reference, column = self._reference, self._options.column
         if reference is None or not wanting:
@@ -289,29 +289,29 @@ class _Scorer:
                 in_thread(lambda: reference.logprobs([r for _, group in wanting for r in group.rollouts]))
             )
         except (RuntimeError, IndexError, RlbufferError) as error:
-            for found, _ in wanting:
-                self._fail(found, f"{type(error).__name__}: {error}")
-                del out[found.entry.entry_id]
+            for pending, _ in wanting:
+                self._fail(pending, f"{type(error).__name__}: {error}")
+                del out[pending.entry.entry_id]
             return out
-        for found, group in wanting:
+        for pending, group in wanting:
             own, values = values[: len(group.rollouts)], values[len(group.rollouts) :]
             try:
-                out[found.entry.entry_id] = tuple(
+                out[pending.entry.entry_id] = tuple(
                     replace(rollout, columns={**rollout.columns, column: value})
                     for rollout, value in zip(group.rollouts, own, strict=True)
                 )
             except InvalidRollout as error:  # logprobs that are not finite: of a model that is broken
-                self._fail(found, str(error))
-                del out[found.entry.entry_id]
+                self._fail(pending, str(error))
+                del out[pending.entry.entry_id]
         return out
 
-    async def _push(self, writer: Writer, found: _Found, group: Group, seconds: float) -> None:
+    async def _push(self, writer: Writer, pending: _Pending, group: Group, seconds: float) -> None:
         try:
-            pushed = await self._unless_stopped(in_thread(lambda: self._stored(writer, group, found.entry.entry_id)))
+            pushed = await self._unless_stopped(in_thread(lambda: self._stored(writer, group, pending.entry.entry_id)))
         except InvalidRollout as error:
-            self._fail(found, str(error))
+            self._fail(pending, str(error))
             return
-        self._found.pop(found.entry.entry_id, None)
+        self._found.pop(pending.entry.entry_id, None)
         if not pushed:
             self._beat.late += 1
             self._on_event({"event": "late", "group_id": group.group_id})
@@ -345,12 +345,12 @@ class _Scorer:
         if self._stop.is_set():
             raise Stopped
 
-    def _fail(self, found: _Found, reason: str) -> None:
-        found.failures += 1
-        found.try_at = time.monotonic() + RETRY_SECONDS * 2**found.failures
-        rest = f" ({found.failures} times: it is left alone)" if found.failures >= GROUP_TRIES else ""
-        self._beat.failed_groups += found.failures >= GROUP_TRIES
-        self._beat.error = f"group {found.entry.group_id} cannot be scored: {reason}{rest}"
+    def _fail(self, pending: _Pending, reason: str) -> None:
+        pending.failures += 1
+        pending.try_at = time.monotonic() + RETRY_SECONDS * 2**pending.failures
+        rest = f" ({pending.failures} times: it is left alone)" if pending.failures >= GROUP_TRIES else ""
+        self._beat.failed_groups += pending.failures >= GROUP_TRIES
+        self._beat.error = f"group {pending.entry.group_id} cannot be scored: {reason}{rest}"
         self._on_event({"event": "trouble", "error": self._beat.error})
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:

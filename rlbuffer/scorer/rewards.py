@@ -59,12 +59,12 @@ class Rewards:
                 task.cancel()
 
     async def _added(self, rollout: Rollout, group: Group, needs: frozenset[str]) -> Rollout:
-        wanted = {need.removeprefix(NAMED) for need in needs if need.startswith(NAMED)} - rollout.rewards.keys()
+        names = {need.removeprefix(NAMED) for need in needs if need.startswith(NAMED)} - rollout.rewards.keys()
         is_scored = REWARD not in needs or rollout.reward is not None
-        if is_scored and not wanted:
+        if is_scored and not names:
             return rollout
         reward, named = await self._asked(rollout, group)
-        missing = sorted(wanted - named.keys())
+        missing = sorted(names - named.keys())
         if missing:
             raise RewardFailed(f"rollout {rollout.rollout_id}: the function gave no reward named {', '.join(missing)}")
         kept = rollout.reward if is_scored else reward

@@ -54,16 +54,16 @@ def read_limits(client: Any) -> Limits:
     """The limits that `client`'s server says it has, else those that servers have unless they are told otherwise."""
     known = Limits()
     try:
-        found = client.config_get("client-query-buffer-limit", "proto-max-bulk-len")
+        settings = client.config_get("client-query-buffer-limit", "proto-max-bulk-len")
     except redis.ResponseError:  # not allowed, or a host that has no CONFIG
-        found = {}
+        settings = {}
     try:
         memory = int(client.info("memory").get("maxmemory", 0))
     except redis.ResponseError:
         memory = 0
     return Limits(
-        transaction=int(found.get("client-query-buffer-limit", known.transaction)),
-        value=int(found.get("proto-max-bulk-len", known.value)),
+        transaction=int(settings.get("client-query-buffer-limit", known.transaction)),
+        value=int(settings.get("proto-max-bulk-len", known.value)),
         memory=memory,
     )
 

@@ -85,8 +85,10 @@ def _misfit(rollout: Rollout, schema: Mapping[str, ColumnSpec]) -> str:
     for name, array in rollout.columns.items():
         spec = schema.get(name)
         if spec is not None and array.shape[1:] != spec.shape:
-            here, wanted = (", ".join(["T", *map(str, shape)]) for shape in (array.shape[1:], spec.shape))
-            return f"column {name} is [{here}], and [{wanted}] is what its step has, or what this process has declared"
+            here, expected = (", ".join(["T", *map(str, shape)]) for shape in (array.shape[1:], spec.shape))
+            return (
+                f"column {name} is [{here}], and [{expected}] is what its step has, or what this process has declared"
+            )
     return f"its columns ({', '.join(rollout.columns)}) do not fit those of its step"
 
 

@@ -155,13 +155,13 @@ class Session:
 
 def answers(pipe: Any) -> list[Any]:
     """What a pipeline answers; None for a key of another type than the command is for, as if it were not there."""
-    found: list[Any] = pipe.execute(raise_on_error=False)
-    for i, answer in enumerate(found):
+    replies: list[Any] = pipe.execute(raise_on_error=False)
+    for i, answer in enumerate(replies):
         if isinstance(answer, redis.ResponseError) and str(answer).startswith("WRONGTYPE"):
-            found[i] = None
+            replies[i] = None
         elif isinstance(answer, Exception):
             raise answer
-    return found
+    return replies
 
 
 def number(value: bytes | None) -> int | None:

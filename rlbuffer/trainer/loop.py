@@ -49,7 +49,7 @@ def train(
         BatchTimeout: no step came in time. RankFailed: another rank could not go on. Further rlbuffer errors: see
             `Reader.steps`, `agree`, `prepare`.
     """
-    told = settings.trainer
+    trainer = settings.trainer
     with (
         open_session(
             settings, rank=rank, world_size=world_size, stop=stop, fake_data=fake_data, on_stall=on_stall
@@ -58,7 +58,7 @@ def train(
     ):
         place = resume(session, warn=reports.warn)
         reports.start(place)
-        if place.step >= told.steps:
+        if place.step >= trainer.steps:
             reports.end(place, finished=True)
             return True
         session.reader.start(place.step)
@@ -70,21 +70,21 @@ def train(
 
         pulls = Pulls(session)
         watch = Stopwatch()
-        while place.step < told.steps:
+        while place.step < trainer.steps:
             with watch.measure("wait"):
                 pulled = pulls.next(place.step + 1)  # the reader made it while the last step trained
             if pulled is None:
                 break
             step = pulled.step
-            if told.debug_samples and place.step == place.resumed_from:
-                show_samples(session, step, told.debug_samples)
+            if trainer.debug_samples and place.step == place.resumed_from:
+                show_samples(session, step, trainer.debug_samples)
 
             tally = Tally(session.ranks, step)
             with watch.measure("train"):
                 updates = Updates(
                     session.module,
                     step,
-                    told,
+                    trainer,
                     session.ranks,
                     longest=settings.batcher.row_tokens,
                     ratios=tally.ratios,
@@ -96,12 +96,12 @@ def train(
                     tally.sums += updates.accumulate(part)
                 with watch.measure("optimizer"):
                     place.updates += 1
-                    tally.learning_rate = learning_rate_at(place.updates, told)
+                    tally.learning_rate = learning_rate_at(place.updates, trainer)
                     tally.gradient_norm = take_step(
                         session.policy,
                         session.optimizer,
                         learning_rate=tally.learning_rate,
-                        gradient_clip=told.gradient_clip,
+                        gradient_clip=trainer.gradient_clip,
                         place=f"step {step.number}",
                     )
             place.step = step.number
@@ -112,14 +112,14 @@ def train(
             reports.step(step, tally, watch, place, damaged_tokens=pulled.damaged_tokens)
 
             watch = Stopwatch()  # what follows belongs to the next step's time
-            if step.number % told.checkpoint_every == 0 or step.header.get("checkpoint_now"):
+            if step.number % trainer.checkpoint_every == 0 or step.header.get("checkpoint_now"):
                 with watch.measure("checkpoint"):
                     reports.checkpoint(place, checkpoint(session, place))
 
         pulls.close()
         if place.step > place.checkpointed:
             reports.checkpoint(place, checkpoint(session, place))
-        finished = place.step >= told.steps or pulls.has_ended
+        finished = place.step >= trainer.steps or pulls.has_ended
         if finished:
             session.reader.finished()
         reports.end(place, finished=finished, has_ended=pulls.has_ended)

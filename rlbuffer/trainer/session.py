@@ -155,10 +155,10 @@ def open_session(
 
 def device_of(settings: RunSettings) -> torch.device:
     """The device that this rank trains on; with CUDA, the one of its LOCAL_RANK."""
-    wanted = settings.trainer.device
-    if wanted == "cuda" and not torch.cuda.is_available():
+    setting = settings.trainer.device
+    if setting == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device = cuda, but torch sees no CUDA device", setting="trainer.device")
-    if wanted == "cpu" or not torch.cuda.is_available():
+    if setting == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.cuda.set_device(device)

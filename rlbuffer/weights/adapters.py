@@ -45,10 +45,10 @@ def require_base(directory: Path, checksum: str) -> None:
     Raises:
         WeightsError: it is another one.
     """
-    found = base_of(directory).checksum if is_adapter(directory) else ""
-    if found != checksum:
+    base_checksum = base_of(directory).checksum if is_adapter(directory) else ""
+    if base_checksum != checksum:
         raise WeightsError(
-            f"the adapter at {directory} is for the base model with sha256 {found[:12]}, "
+            f"the adapter at {directory} is for the base model with sha256 {base_checksum[:12]}, "
             f"the engine runs the one with {checksum[:12]}"
         )
 

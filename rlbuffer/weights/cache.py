@@ -263,9 +263,9 @@ class VersionCache:
 
     def _prune(self, current: str) -> None:
         """Most recently used, not newest: after a rewind the versions in use have smaller numbers than old ones."""
-        found = [path for path in self.directory.iterdir() if VERSION.match(path.name) and path.name != current]
-        found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        for path in found[self._keep - 1 :]:
+        others = [path for path in self.directory.iterdir() if VERSION.match(path.name) and path.name != current]
+        others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in others[self._keep - 1 :]:
             remove(path)
         for path in self.directory.glob(f"{TEMPORARY}*"):
             shutil.rmtree(path, ignore_errors=True)  # whoever began it is gone: its lock is ours

@@ -66,8 +66,8 @@ def fetch_list(client: httpx.Client, url: str, *, name: str, stopped: Stopped) -
         try:
             with client.stream("GET", f"{url}/{LIST_FILE}") as response:
                 if response.status_code == 503 and "retry-after" in response.headers:
-                    told = response.headers.get(HAVE_HEADER, "0")
-                    have = int(told) if told.isdecimal() else 0
+                    header = response.headers.get(HAVE_HEADER, "0")
+                    have = int(header) if header.isdecimal() else 0
                     if have > furthest:
                         furthest, since = have, time.monotonic()
                     if time.monotonic() - since > STALL_SECONDS:

@@ -218,9 +218,9 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _prune(directory: Path, version: int, keep: int) -> None:
-    found = versions(directory)
-    for old in [v for v in found if v <= version][:-keep]:
-        for path in found[old]:
+    paths_of = versions(directory)
+    for old in [v for v in paths_of if v <= version][:-keep]:
+        for path in paths_of[old]:
             remove(path)
     for path in directory.glob(f"{TEMPORARY}*"):
         if path.stat().st_mtime < time.time() - ABANDONED_SECONDS:

@@ -94,10 +94,10 @@ def parse_list(text: str | bytes, *, name: str) -> tuple[ListedFile, ...]:
         WeightsError: it is no such list, names a file outside, or one without weights of this version.
     """
     try:
-        found = json.loads(text)["files"]
+        entries = json.loads(text)["files"]
         files = tuple(
             ListedFile(name=str(file), size=int(entry["size"]), sha256=str(entry["sha256"]))
-            for file, entry in found.items()
+            for file, entry in entries.items()
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise WeightsError(f"{LIST_FILE} of {name} is no list of files ({type(error).__name__})") from error
@@ -118,13 +118,13 @@ def weights_among(files: Iterable[ListedFile]) -> ListedFile | None:
 
 def versions(directory: Path) -> dict[int, list[Path]]:
     """The complete versions under `directory`: version -> directories (several when a step was trained again)."""
-    found: dict[int, list[Path]] = {}
+    directories: dict[int, list[Path]] = {}
     if directory.is_dir():
         for path in sorted(directory.iterdir()):
             match = VERSION.match(path.name)
             if match and path.is_dir():
-                found.setdefault(int(match[1]), []).append(path)
-    return dict(sorted(found.items()))
+                directories.setdefault(int(match[1]), []).append(path)
+    return dict(sorted(directories.items()))
 
 
 def is_adapter(directory: Path) -> bool:
@@ -140,9 +140,9 @@ def base_of(directory: Path) -> PolicyVersion:
     """
     path = directory / BASE_FILE
     try:
-        told = json.loads(path.read_text("utf-8"))
+        base = json.loads(path.read_text("utf-8"))
         return PolicyVersion(
-            version=0, location=str(told["location"]), size=int(told["size"]), checksum=str(told["checksum"])
+            version=0, location=str(base["location"]), size=int(base["size"]), checksum=str(base["checksum"])
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"{path} does not say which model the adapter is for: {error!r}") from error

@@ -52,13 +52,13 @@ def announce_once(
     Args:
         is_sharded: every rank holds a part of what rank 0 writes, so all of them call this, and `write`.
     """
-    wanted = False
+    is_due = False
     if ranks.rank == 0:
         current, needed = policy.current(), version if unless is None else unless
-        wanted = current.version < needed or (current.version == needed and not current.location)
+        is_due = current.version < needed or (current.version == needed and not current.location)
     if is_sharded:
-        wanted = bool(ranks.first(int(wanted)))
-    written = write() if wanted else None
+        is_due = bool(ranks.first(int(is_due)))
+    written = write() if is_due else None
     if written is None:
         return False
     location = announced(settings, written.location)

@@ -74,8 +74,8 @@ class _Server:
         await asyncio.gather(*self._fetches.values(), return_exceptions=True)
 
     async def index(self, request: web.Request) -> web.StreamResponse:
-        found = await asyncio.to_thread(versions, self._directory)
-        names = [path.name for paths in found.values() for path in paths]
+        directories = await asyncio.to_thread(versions, self._directory)
+        names = [path.name for paths in directories.values() for path in paths]
         return web.json_response({"versions": names, "relay": self._cache is not None})
 
     async def file(self, request: web.Request) -> web.StreamResponse:

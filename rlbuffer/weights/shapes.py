@@ -18,20 +18,20 @@ def names_and_shapes(directory: str | Path) -> dict[str, list[int]]:
     Raises:
         WeightsError: there is no such file, or one cannot be read.
     """
-    found: dict[str, list[int]] = {}
+    shape_of: dict[str, list[int]] = {}
     try:
         for path in weight_files(directory):
             with safe_open(path, "np") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
-                    found[name] = list(file.get_slice(name).get_shape())
+                    shape_of[name] = list(file.get_slice(name).get_shape())
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"the weights at {directory} cannot be read: {error}") from error
-    return found
+    return shape_of
 
 
-def differing(found: dict[str, list[int]], expected: dict[str, list[int]]) -> str:
+def differing(actual: dict[str, list[int]], expected: dict[str, list[int]]) -> str:
     """Up to three names that are missing, unknown or of another shape, for a message; "" when there are none."""
-    wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    wrong = sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name))
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     return f"{', '.join(wrong[:3])}{more}" if wrong else ""
 

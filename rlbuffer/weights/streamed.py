@@ -48,12 +48,12 @@ def streamed_model(config: Mapping[str, Any], state: Mapping[str, torch.Tensor])
         if name in state:
             known.setdefault(id(tensor), name)  # a tied weight stands in the file once
     for name, tensor in own:
-        found = known.get(id(tensor))
-        if found is None and isinstance(tensor, nn.Parameter):
+        stored_name = known.get(id(tensor))
+        if stored_name is None and isinstance(tensor, nn.Parameter):
             raise WeightsError(f"the weights do not fit the model: they lack {name}")
-        if found is not None and state[found].shape != tensor.shape:
+        if stored_name is not None and state[stored_name].shape != tensor.shape:
             raise WeightsError(
-                f"the weights do not fit the model: {found} has shape {list(state[found].shape)}, "
+                f"the weights do not fit the model: {stored_name} has shape {list(state[stored_name].shape)}, "
                 f"the model's is {list(tensor.shape)}"
             )
     for unit, parts in _units(model):

@@ -137,8 +137,8 @@ def _array(path: str, values: Any, dtype: np.dtype[Any] | None) -> NDArray[Any]:
 def _odd_one(path: str, values: Any) -> tuple[str, str] | None:
     """Place and kind of the first element that is no number of 64 bits; None where all are."""
     if isinstance(values, list | tuple):
-        found = (_odd_one(f"{path}[{i}]", value) for i, value in enumerate(values))
-        return next((odd for odd in found if odd is not None), None)
+        odd_ones = (_odd_one(f"{path}[{i}]", value) for i, value in enumerate(values))
+        return next((odd for odd in odd_ones if odd is not None), None)
     is_number = isinstance(values, bool | float) or (isinstance(values, int) and -(2**63) <= values < 2**63)
     return None if is_number else (path, _kind(values))
 
@@ -167,10 +167,10 @@ def _record(record: type[VersionSpan] | type[Turn], path: str, item: Any) -> Any
 
 def _located(path: str, message: str) -> str:
     """A record's message with the path of its field: ``column x: ...`` -> ``rollouts[2].columns.x: ...``."""
-    found = re.match(r"(column|attachment) (\w+): (.*)", message, re.DOTALL)
-    if found is None:
+    match = re.match(r"(column|attachment) (\w+): (.*)", message, re.DOTALL)
+    if match is None:
         return f"{path}.{message}" if re.match(r"[a-z_]+[\w.\[\]]*: ", message) else f"{path}: {message}"
-    kind, name, rest = found.groups()
+    kind, name, rest = match.groups()
     table = "" if kind == "column" and name in REQUIRED_COLUMNS else f"{kind}s."
     return f"{path}.{table}{name}: {rest}"
 

@@ -69,15 +69,15 @@ _UnfrozenGroup = unfrozen(GroupInfo)
 def decode_infos(pushes: Sequence[bytes]) -> list[GroupInfo | PayloadError]:
     """What :func:`~rlbuffer.wire.metadata.decode_info` says of each push, or the error that it raises."""
     envs: dict[Any, str] = {}
-    found: list[Any] = [_plain(data, envs) for data in pushes]
-    right = [info for info in found if info is not None]
+    infos: list[Any] = [_plain(data, envs) for data in pushes]
+    right = [info for info in infos if info is not None]
     if right:
         packed = [info._unpack.args[2] for info in right]
         for info, totals in zip(right, _totals(packed), strict=True):
             info.totals = totals
     return [
         _one_by_one(data) if info is None or info.totals is None else _frozen(info)
-        for data, info in zip(pushes, found, strict=True)
+        for data, info in zip(pushes, infos, strict=True)
     ]
 
 

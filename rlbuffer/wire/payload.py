@@ -212,9 +212,9 @@ def _unframed(data: bytes, magic: bytes) -> tuple[int, Any, int, int]:
         raise PayloadError(f"expected bytes, got {type(data).__name__}")
     if len(data) < _HEADER.size:
         raise PayloadError(f"payload of {len(data)} bytes is shorter than its header of {_HEADER.size}")
-    found, version, arrays, details_bytes, tokens, total, checksum = _HEADER.unpack_from(data)
-    if found != magic:
-        raise PayloadError(f"not a payload: starts with {found!r}, expected {magic!r}")
+    actual_magic, version, arrays, details_bytes, tokens, total, checksum = _HEADER.unpack_from(data)
+    if actual_magic != magic:
+        raise PayloadError(f"not a payload: starts with {actual_magic!r}, expected {magic!r}")
     if version != PAYLOAD_FORMAT:
         raise PayloadError(f"payload format {version} is not the one this version reads, {PAYLOAD_FORMAT}")
     if len(data) > MAX_PAYLOAD_BYTES:
@@ -377,8 +377,8 @@ _COMPARED: tuple[tuple[str, Callable[[Rollout], Any], Callable[[RolloutInfo], An
 
 def _compare(rollout: Rollout, expected: RolloutInfo) -> None:
     for name, of_rollout, of_info in _COMPARED:
-        found, wanted = of_rollout(rollout), of_info(expected)
-        if found != wanted:
+        actual, announced = of_rollout(rollout), of_info(expected)
+        if actual != announced:
             raise PayloadError(
-                f"rollout {expected.rollout_id}: {name} = {found!r} does not agree with the metadata: {wanted!r}"
+                f"rollout {expected.rollout_id}: {name} = {actual!r} does not agree with the metadata: {announced!r}"
             )

@@ -296,5 +296,5 @@ class GroupMaker:
         temperature = self.sampling.temperature
         if "temperatures" in rollout.columns or not temperature or temperature == self._assumed == 1:
             return rollout
-        told = np.full(rollout.length, temperature, np.float32)
-        return replace(rollout, columns={**rollout.columns, "temperatures": told})
+        column = np.full(rollout.length, temperature, np.float32)
+        return replace(rollout, columns={**rollout.columns, "temperatures": column})

@@ -97,8 +97,8 @@ class Pulse(Heartbeats):
     def let_go(self) -> list[Ticket]:
         """From now on no ticket is renewed. -> those that were held."""
         with self._holding:
-            held, self._held = list(self._held.values()), {}
-            return held
+            tickets, self._held = list(self._held.values()), {}
+            return tickets
 
     def record(self) -> dict[str, Any]:
         """What a heartbeat says; msgpack types."""

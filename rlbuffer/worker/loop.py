@@ -296,10 +296,10 @@ class _Worker:
         for task in (*flights, watch):
             task.cancel()
         outcomes = await asyncio.gather(*flights, watch, *self._pushes, return_exceptions=True)
-        held = self._pulse.let_go()
-        if held and not any(isinstance(o, RunGone | ServerUnreachable | ServerRefused) for o in outcomes):
+        tickets = self._pulse.let_go()
+        if tickets and not any(isinstance(o, RunGone | ServerUnreachable | ServerRefused) for o in outcomes):
             with suppress(ServerRefused):  # not given back, they lapse
-                await asyncio.to_thread(writer.release, held)
+                await asyncio.to_thread(writer.release, tickets)
 
     async def _watch(self) -> None:
         """Loads newer versions while groups are in flight, and evaluates those that are due."""
@@ -329,9 +329,9 @@ class _Worker:
                 prompts.append(self._maker.prompt(ticket.number))
             except Exception as error:  # the env is the user's code: whatever it raises costs this group only
                 prompts.append(error)
-        wanted = [i for i, prompt in enumerate(prompts) if isinstance(prompt, Prompt)]
-        reasons = self._difficulty.reasons([tickets[i] for i in wanted], [cast(Prompt, prompts[i]) for i in wanted])
-        for i, reason in zip(wanted, reasons, strict=True):
+        kept = [i for i, prompt in enumerate(prompts) if isinstance(prompt, Prompt)]
+        reasons = self._difficulty.reasons([tickets[i] for i in kept], [cast(Prompt, prompts[i]) for i in kept])
+        for i, reason in zip(kept, reasons, strict=True):
             if reason:
                 prompts[i] = Skip(reason)
         return prompts

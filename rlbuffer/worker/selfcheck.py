@@ -45,8 +45,8 @@ def logprobs_of(
     ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
     with torch.inference_mode():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    told = distribution_of(logits, sampling.temperature).gather(1, ids[0, len(prompt) :, None])[:, 0]
-    out: NDArray[np.float32] = told.numpy()
+    logprobs = distribution_of(logits, sampling.temperature).gather(1, ids[0, len(prompt) :, None])[:, 0]
+    out: NDArray[np.float32] = logprobs.numpy()
     return out
 
 

@@ -144,14 +144,14 @@ class Versions:
             task = asyncio.create_task(asyncio.to_thread(self._cache.localized, current))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may come to ask
             self._download = current, task
-        wanted, task = self._download
+        target, task = self._download
         is_young = self._served is not None and current.version - self._served.version <= self._max_age
         if not task.done() and is_young:
             return None
         if self._served is None:
             self._wait(f"the weights of policy version {current.version}, downloaded from {current.location}")
         await asyncio.wait([task])
-        if wanted != current:
+        if target != current:
             return await self._localized(current)
         self._download = None
         return task.result()

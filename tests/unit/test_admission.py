@@ -31,7 +31,7 @@ def test_tickets_out_and_groups_pending_fill_the_window(pending, steps, expected
 
 @pytest.mark.parametrize(("steps", "share", "expected"), [(1, 0.5, 1), (0, 0.5, 0), (1, 0.0, 0)])
 def test_a_wanted_env_gets_a_ticket_if_what_it_samples_can_still_train(steps, share, expected):
-    got = allowances({"a": supply(window=steps, pending=99, share=share)}, {"a": 10.0}, wanted=["a"])
+    got = allowances({"a": supply(window=steps, pending=99, share=share)}, {"a": 10.0}, awaited=["a"])
     assert got == {"a": expected}
 
 
@@ -124,7 +124,7 @@ def test_before_groups_of_every_env_are_seen_a_few_of_each_are_enough():
 def test_what_the_open_step_needs_replaces_the_average_and_what_is_wanted():
     envs = {"a": supply(share=0.5), "b": supply(share=0.5), "c": supply(share=0.0)}
     per_step = {"a": 4.5, "b": 4.5}
-    assert allowances(envs, per_step, wanted=["a", "b"], open_step={"a": 3, "b": 0}) == {"a": 3, "b": 0, "c": 0}
-    assert allowances(envs, per_step, wanted=["b"], open_step={"a": 0, "b": 0}) == {"a": 0, "b": 1, "c": 0}
+    assert allowances(envs, per_step, awaited=["a", "b"], open_step={"a": 3, "b": 0}) == {"a": 3, "b": 0, "c": 0}
+    assert allowances(envs, per_step, awaited=["b"], open_step={"a": 0, "b": 0}) == {"a": 0, "b": 1, "c": 0}
     shut = {"a": supply(share=1.0, window=0)}
-    assert allowances(shut, {"a": 4.0}, wanted=["a"], open_step={"a": 3}) == {"a": 0}
+    assert allowances(shut, {"a": 4.0}, awaited=["a"], open_step={"a": 3}) == {"a": 0}

@@ -79,4 +79,4 @@ def test_every_correction_has_a_fixture() -> None:
     named = {
         c for name in NAMES for c in json.loads((FOLDER / f"{name}.json").read_text())["settings"].get("correction", [])
     }
-    assert named | {"tis", "icepop"} == set(losses.CORRECTIONS)
+    assert named | {"tis", "icepop"} == set(losses.CORRECTION_FACTS)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlbuffer.config.losses import BUILT_IN_LOSSES, CORRECTIONS, LOSSES, check_losses, mistakes
+from rlbuffer.config.losses import BUILT_IN_LOSSES, CORRECTION_FACTS, LOSSES, check_losses, mistakes
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.trainer.losses import CORRECTIONS as WEIGHTS
+from rlbuffer.trainer.losses import CORRECTION_FACTS as WEIGHTS
 from rlbuffer.trainer.losses import LossSettings, TrainedTokens, get_loss
 from rlbuffer.trainer.losses.selection import Means
 
@@ -53,15 +53,15 @@ def test_a_loss_declares_exactly_the_settings_that_it_looks_at(name: str) -> Non
     assert told.seen == set(LOSSES[name].reads or ())
 
 
-@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("name", CORRECTION_FACTS)
 def test_a_correction_declares_exactly_the_settings_that_it_looks_at(name: str) -> None:
     told = Watched()
     WEIGHTS[name](tokens(), told)  # type: ignore[arg-type]
-    assert told.seen == set(CORRECTIONS[name].reads)
+    assert told.seen == set(CORRECTION_FACTS[name].reads)
 
 
 def test_every_setting_of_losses_is_read_by_one() -> None:
-    read = {name for facts in (*LOSSES.values(), *CORRECTIONS.values()) for name in facts.reads or ()}
+    read = {name for facts in (*LOSSES.values(), *CORRECTION_FACTS.values()) for name in facts.reads or ()}
     assert read == {f.name for f in fields(LossSettings)} - {"options"}
 
 

@@ -109,12 +109,12 @@ def apply(
     from rlbuffer_cli.session import open_existing
 
     loaded = options.load(config, redis, run, home)
-    wanted = loaded.settings.batcher
+    batcher = loaded.settings.batcher
     with open_existing(loaded, run_given=run is not None) as buffer:
         seen, name = buffer.store.meta(), buffer.run
-        check_change(seen.config, wanted.as_dict(), step=seen.step)
-        found = changes(seen.wanted or seen.config, wanted.as_dict()) if seen.config or seen.wanted else []
-        for change in found:
+        check_change(seen.config, batcher.as_dict(), step=seen.step)
+        differences = changes(seen.wanted or seen.config, batcher.as_dict()) if seen.config or seen.wanted else []
+        for change in differences:
             if as_json:
                 record = {"schema": "rlbuffer.change/1", "setting": change.setting, "old": change.old}
                 more = {"new": change.new, "consequence": change.consequence, "source": loaded.source(change.setting)}
@@ -122,13 +122,13 @@ def apply(
                 continue
             note = f"   ({change.consequence})" if change.consequence else ""
             echo(f"{change}   {loaded.source(change.setting)}{note}")
-        answer = buffer.store.ask_config(wanted.as_dict(), config_digest(wanted), seen=seen)
+        answer = buffer.store.ask_config(batcher.as_dict(), config_digest(batcher), seen=seen)
         if answer == "same":
             state, revision = "same", seen.revision
         elif not buffer.store.is_led():
             state, revision = "stored", seen.revision
         else:
-            state, revision = "taken", _wait_until_taken(buffer, config_digest(wanted), seen, timeout)
+            state, revision = "taken", _wait_until_taken(buffer, config_digest(batcher), seen, timeout)
     if as_json:
         echo(json.dumps({"schema": "rlbuffer.config.batcher/1", "run": name, "state": state, "revision": revision}))
         return 0

@@ -44,10 +44,10 @@ def command(
         content = f"{step}, {buffer.ledger().total().pending[0]} pending rollouts"
         if not yes:
             raise click.UsageError(f'this removes run "{name}" ({content}) for good: say so with --yes')
-        found = [] if force else at_work(buffer)
-        if found:
+        processes = [] if force else at_work(buffer)
+        if processes:
             raise RlbufferError(
-                f"processes of run {name!r} are at work, or were a few seconds ago: {', '.join(found)}. Stop them "
+                f"processes of run {name!r} are at work, or were a few seconds ago: {', '.join(processes)}. Stop them "
                 "first: what is still there begins the run anew. --force removes it all the same"
             )
         keys = buffer.store.delete_run()

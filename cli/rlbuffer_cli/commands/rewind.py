@@ -27,10 +27,10 @@ def command(number: int, force: bool, config: str | None, redis: str | None, run
 
     loaded = options.load(config, redis, run, home)
     with open_existing(loaded, run_given=run is not None) as buffer:
-        found = buffer.store.rewind(number, force=force)
+        outcome = buffer.store.rewind(number, force=force)
         name = buffer.run
     echo(
-        f'run "{name}" goes on from step {number} in epoch {found["epoch"]}: {found["steps"]} steps and '
-        f"{found['entries']} pending pushes are void. {resume_hint(loaded.settings, name, number)}"
+        f'run "{name}" goes on from step {number} in epoch {outcome["epoch"]}: {outcome["steps"]} steps and '
+        f"{outcome['entries']} pending pushes are void. {resume_hint(loaded.settings, name, number)}"
     )
     return 0

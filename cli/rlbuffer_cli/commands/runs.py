@@ -33,12 +33,12 @@ def command(config: str | None, redis: str | None, run: str | None, home: str | 
     check_home(loaded)
     url = loaded.settings.redis_url
     with connect(url, run=loaded.settings.run, config=loaded.settings, name="runs") as buffer:
-        found = {name: at for name, at in buffer.store.runs().items() if run in (None, name)}
+        opened_at_of = {name: at for name, at in buffer.store.runs().items() if run in (None, name)}
         now = buffer.store.now()
         address = buffer.store.server()["address"]
-    if not found and not as_json:
+    if not opened_at_of and not as_json:
         echo(f"no runs on {address}")
-    for name, opened in found.items():
+    for name, opened in opened_at_of.items():
         with connect(url, run=name, config=loaded.settings, name="runs") as other:
             try:
                 meta, trainer, total = other.store.meta(), other.store.trainer(), other.ledger().total()

@@ -36,10 +36,10 @@ def void(number: int, force: bool, config: str | None, redis: str | None, run: s
 
     loaded = options.load(config, redis, run, home)
     with open_existing(loaded, run_given=run is not None) as buffer:
-        found = buffer.store.void_from(number, force=force)
+        outcome = buffer.store.void_from(number, force=force)
         name = buffer.run
     echo(
-        f'run "{name}" goes on from step {number - 1} in epoch {found["epoch"]}: {found["steps"]} steps are void. '
+        f'run "{name}" goes on from step {number - 1} in epoch {outcome["epoch"]}: {outcome["steps"]} steps are void. '
         f"{resume_hint(loaded.settings, name, number - 1)}"
     )
     return 0

@@ -17,8 +17,8 @@ SHOWN_EVALUATIONS = 1000
 
 def summarize_evaluations(store: Store) -> tuple[Mapping[str, Any], ...]:
     """Results by env, then by version."""
-    found = store.evaluations(limit=SHOWN_EVALUATIONS)
-    return tuple(sorted(found, key=lambda result: (result["env"], result["version"])))
+    results = store.evaluations(limit=SHOWN_EVALUATIONS)
+    return tuple(sorted(results, key=lambda result: (result["env"], result["version"])))
 
 
 def evaluation_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -197,10 +197,10 @@ def _control_keys(store: RedisStore) -> dict[str, Read]:
     """name without the tag -> content, all of one moment."""
     names, new = _names(store), set[str]()
     for _ in range(BACKUP_TRIES):
-        found = _read_at_once(store, names)
+        contents = _read_at_once(store, names)
         again = _names(store)
         if again <= names:
-            return found
+            return contents
         new, names = again - names, again
     raise BackupError(
         f"the control keys of run {store.run!r} do not stand still: new ones came during each of {BACKUP_TRIES} reads, "
@@ -210,8 +210,8 @@ def _control_keys(store: RedisStore) -> dict[str, Read]:
 
 def _names(store: RedisStore) -> set[str]:
     tag = f"{store.keys.tag}:"
-    found = store.look(lambda client: list(client.scan_iter(match=f"{tag}*", count=1000)))
-    names = {text(key).removeprefix(tag) for key in found}
+    keys = store.look(lambda client: list(client.scan_iter(match=f"{tag}*", count=1000)))
+    names = {text(key).removeprefix(tag) for key in keys}
     return {name for name in names if name == "lease" or (name not in LEFT_OUT and not name.startswith("restoring:"))}
 
 
@@ -242,12 +242,12 @@ def _read_at_once(store: RedisStore, names: set[str]) -> dict[str, Read]:
             return list(pipe.execute())
 
     replies = store.look(read)
-    found = {}
+    contents = {}
     for index, (name, kind) in enumerate(zip(order, kinds, strict=True)):
         ttl, content = replies[2 * index], replies[2 * index + 1]
         if content:  # what is empty is as if it were not there
-            found[name] = (kind, int(ttl), _items(kind, content))
-    return found
+            contents[name] = (kind, int(ttl), _items(kind, content))
+    return contents
 
 
 def _items(kind: str, content: Any) -> list[Any]:
@@ -277,18 +277,18 @@ def _as_of_no_process(name: str, items: list[Any], prefix: str) -> list[Any] | N
 def _payload_names(store: RedisStore, control: dict[str, Read], retired: int) -> list[str]:
     """Payload keys, without the run's prefix, of all that is pending, in a live step, or still to be looked at."""
     prefix = store.keys.payload_prefix
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for _, fields in control.get("pool", ("", 0, []))[2]:
         entry = dict(zip(fields[::2], fields[1::2], strict=True))
-        found[f"{text(entry.get(b'group', b''))}:{text(entry.get(b'key', b''))}"] = None
+        names[f"{text(entry.get(b'group', b''))}:{text(entry.get(b'key', b''))}"] = None
     for field, value in control.get("reuse", ("", 0, []))[2]:
         group, _, entry_id = text(field).partition(" ")
         if entry_id:
-            found[f"{group}:{text(value.split(b' ', 2)[1])}"] = None
+            names[f"{group}:{text(value.split(b' ', 2)[1])}"] = None
     for key, score in control.get("garbage", ("", 0, []))[2]:
         if score > retired:  # the rest is being swept
-            found[text(key).removeprefix(prefix)] = None
-    return list(found)
+            names[text(key).removeprefix(prefix)] = None
+    return list(names)
 
 
 def _write_payloads(store: RedisStore, frames: FrameWriter, hold: _Hold, names: Sequence[str]) -> int:
@@ -326,13 +326,13 @@ def _fields(store: RedisStore, hold: _Hold, key: str, fields: Sequence[bytes]) -
         return list(client.hmget(key, list(window)))
 
     window: list[bytes] = []
-    held = 0
+    window_bytes = 0
     for position, (field, size) in enumerate(zip(fields, store.look(lengths), strict=True)):
         window.append(field)
-        held += size
-        if held >= WINDOW_BYTES or position == len(fields) - 1:
-            found = store.look(partial(values, window=tuple(window)))
-            yield from ([name, value] for name, value in zip(window, found, strict=True) if value is not None)
-            window, held = [], 0
+        window_bytes += size
+        if window_bytes >= WINDOW_BYTES or position == len(fields) - 1:
+            window_values = store.look(partial(values, window=tuple(window)))
+            yield from ([name, value] for name, value in zip(window, window_values, strict=True) if value is not None)
+            window, window_bytes = [], 0
             if position < len(fields) - 1:
                 hold.renew()

@@ -53,13 +53,13 @@ class FrameWriter:
     def write_key(self, head: Mapping[str, Any], items: Iterable[Sequence[Any]]) -> None:
         """A key in as many frames as it takes; the first one says so, and there is one though there are no items."""
         page: list[Sequence[Any]] = []
-        held, is_first = 0, True
+        page_bytes, is_first = 0, True
         for item in items:
             page.append(item)
-            held += item_bytes(item)
-            if held >= FRAME_BYTES or len(page) >= FRAME_ITEMS:
+            page_bytes += item_bytes(item)
+            if page_bytes >= FRAME_BYTES or len(page) >= FRAME_ITEMS:
                 self.write({**head, "first": is_first, "items": page})
-                page, held, is_first = [], 0, False
+                page, page_bytes, is_first = [], 0, False
         if page or is_first:
             self.write({**head, "first": is_first, "items": page})
 

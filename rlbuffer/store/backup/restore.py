@@ -41,7 +41,7 @@ def check_backup(path: Path) -> dict[str, Any]:
         BackupError: it is no backup, damaged, cut off, or of another version; the message says where.
     """
     header: dict[str, Any] = {}
-    found = {"key": 0, "payload": 0}
+    counts = {"key": 0, "payload": 0}
     last: dict[str, Any] = {}
     for number, frame in enumerate(read_frames(path), 1):
         where = f"{path} is damaged in frame {number}"
@@ -67,11 +67,11 @@ def check_backup(path: Path) -> dict[str, Any]:
                 raise BackupError(f"{where}: it is neither a control key nor a payload. {ANOTHER}")
             if kind == "key" and frame.get("type") not in KEY_TYPES:
                 raise BackupError(f"{where}: a control key of type {frame.get('type')!r}. {ANOTHER}")
-            found[kind] += bool(frame.get("first"))
+            counts[kind] += bool(frame.get("first"))
         last = frame
-    if (found["key"], found["payload"]) != (last.get("control_keys"), last.get("payload_keys")):
+    if (counts["key"], counts["payload"]) != (last.get("control_keys"), last.get("payload_keys")):
         raise BackupError(
-            f"{path} holds {found['key']} control keys and {found['payload']} payload keys, its end says "
+            f"{path} holds {counts['key']} control keys and {counts['payload']} payload keys, its end says "
             f"{last.get('control_keys')} and {last.get('payload_keys')}. {ANOTHER}"
         )
     return header | {name: last.get(name, 0) for name in ("control_keys", "payload_keys", "missing")}

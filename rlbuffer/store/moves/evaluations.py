@@ -83,16 +83,16 @@ class EvaluationMoves(Session):
             limit: how many of the newest entries are looked at.
         """
         newest = self.look_at(lambda client: client.xrevrange(self.keys.eval, count=limit), [])
-        found: dict[tuple[str, int], dict[str, Any]] = {}
+        results: dict[tuple[str, int], dict[str, Any]] = {}
         lines: dict[tuple[str, int], bytes] = {}
         for entry_id, fields in reversed(ranged(newest)):
             result = evaluation_of(entry_id, fields)
             if result is None:
                 continue
             what, line = (result["env"], result["version"]), fields.get(b"line", b"")
-            if what not in found or lines[what] != line:
-                found[what], lines[what] = result, line
-        return list(found.values())
+            if what not in results or lines[what] != line:
+                results[what], lines[what] = result, line
+        return list(results.values())
 
 
 def evaluation_of(entry_id: str, fields: Fields) -> dict[str, Any] | None:

@@ -16,8 +16,8 @@ from rlbuffer.wire import payload
 def tombstone_ms(config: Mapping[str, Any]) -> int:
     """How long tombstones are kept: late parts of a group can come for as long as the group could have waited."""
     timeout = config.get("group_timeout_seconds")
-    wanted = 2000 * timeout if isinstance(timeout, int | float) else 0
-    return max(MINIMUM_TOMBSTONE_MS, round(wanted))
+    milliseconds = 2000 * timeout if isinstance(timeout, int | float) else 0
+    return max(MINIMUM_TOMBSTONE_MS, round(milliseconds))
 
 
 def tombstone_steps(config: Mapping[str, Any]) -> int:
@@ -36,13 +36,13 @@ class LeaseMoves(Session):
         """LEASE acquire or renew."""
         status, token, holder, remaining = self._say("acquire", owner, round(1000 * ttl_seconds))
         number = int(token)
-        held = text(status) != "HELD"
+        is_held = text(status) != "HELD"
         # An acquisition whose reply was lost is answered as a renewal when it is repeated. To this process it is new.
         renewed = text(status) == "RENEWED" and self._tokens.get(owner) == number
-        if held:
+        if is_held:
             self._tokens[owner] = number
         return Lease(
-            token=number, held=held, owner=text(holder), remaining_seconds=int(remaining) / 1000, renewed=renewed
+            token=number, held=is_held, owner=text(holder), remaining_seconds=int(remaining) / 1000, renewed=renewed
         )
 
     def release_lease(self, owner: str) -> None:

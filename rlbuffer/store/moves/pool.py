@@ -163,8 +163,8 @@ class PoolMoves(Session):
 
     def read_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
         """INGEST: entries after the cursor, in the order in which they were pushed."""
-        found = self.stream(self.keys.pool, after, count=count, block_seconds=block_seconds)
-        return pool_entries(self.keys, found)
+        entries = self.stream(self.keys.pool, after, count=count, block_seconds=block_seconds)
+        return pool_entries(self.keys, entries)
 
     def renumber(self, token: int) -> int | None:
         """RENUMBER: brings the pool's ids back to the clock, and those of the evaluations' results.
@@ -217,10 +217,10 @@ def _sizes(push: payload.EncodedPush) -> dict[str, int]:
     return sizes | {"answer and metadata": len(push.group_payload or b"")}
 
 
-def pool_entries(keys: Keys, found: Sequence[Entry]) -> list[PoolEntry]:
+def pool_entries(keys: Keys, entries: Sequence[Entry]) -> list[PoolEntry]:
     """Pool entries as the server has them. What cannot be decoded is named in `error`, not raised: it must go."""
-    infos = payload.decode_infos([fields.get(b"metadata", b"") for _, fields in found])
-    return [_entry(keys, entry_id, fields, info) for (entry_id, fields), info in zip(found, infos, strict=True)]
+    infos = payload.decode_infos([fields.get(b"metadata", b"") for _, fields in entries])
+    return [_entry(keys, entry_id, fields, info) for (entry_id, fields), info in zip(entries, infos, strict=True)]
 
 
 def _entry(keys: Keys, entry_id: str, fields: Fields, info: GroupInfo | PayloadError) -> PoolEntry:
@@ -285,7 +285,7 @@ def _agrees(fields: Fields, info: GroupInfo) -> bool:
 def reused_groups(keys: Keys, fields: Mapping[bytes, bytes]) -> list[Reused]:
     """The reuse hash decoded; commit.lua says what is in it."""
     groups: dict[str, tuple[int, int]] = {}
-    found: list[Entry] = []
+    pushes: list[Entry] = []
     owners: list[str] = []
     for name, value in fields.items():
         group_id, _, entry_id = text(name).partition(" ")
@@ -295,10 +295,10 @@ def reused_groups(keys: Keys, fields: Mapping[bytes, bytes]) -> list[Reused]:
             continue
         env, key, rollouts, tokens, metadata = value.split(b" ", 4)
         push = {b"env": env, b"group": group_id.encode(), b"key": key, b"metadata": metadata}
-        found.append((entry_id, {**push, b"rollouts": rollouts, b"tokens": tokens}))
+        pushes.append((entry_id, {**push, b"rollouts": rollouts, b"tokens": tokens}))
         owners.append(group_id)
     entries: dict[str, list[PoolEntry]] = {}
-    for group_id, entry in zip(owners, pool_entries(keys, found), strict=True):
+    for group_id, entry in zip(owners, pool_entries(keys, pushes), strict=True):
         entries.setdefault(group_id, []).append(entry)
     out = [
         Reused(
@@ -327,16 +327,16 @@ def _chunks(
 ) -> Iterator[list[tuple[Drop, list[str], bool]]]:
     """Drops in calls of at most :data:`DROP_ENTRIES` entries; the flag marks the last piece of a drop."""
     chunk: list[tuple[Drop, list[str], bool]] = []
-    held = 0
+    chunk_entries = 0
     for drop, entries in drops:
         ids = [entry.entry_id for entry in entries]
         for start in range(0, len(ids), DROP_ENTRIES):
             piece = ids[start : start + DROP_ENTRIES]
-            if held + len(piece) > DROP_ENTRIES:
+            if chunk_entries + len(piece) > DROP_ENTRIES:
                 yield chunk
-                chunk, held = [], 0
+                chunk, chunk_entries = [], 0
             chunk.append((drop, piece, start + DROP_ENTRIES >= len(ids)))
-            held += len(piece)
+            chunk_entries += len(piece)
     if chunk:
         yield chunk
 

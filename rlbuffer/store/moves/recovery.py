@@ -83,13 +83,13 @@ class RecoveryMoves(StepMoves, RunViews):
         fork = claim.step + 1 if claim.step < meta.retired else self._fork(claim, last)
         common = fork - 1 if fork else last
         groups = list(dict.fromkeys(g for step in claim.steps if step.step > common for g in step.group_ids))
-        wanted = set(groups)
+        trained_groups = set(groups)
         pending: dict[str, list[PoolEntry]] = {}
         for entry in entries:
-            if entry.group_id in wanted:
+            if entry.group_id in trained_groups:
                 pending.setdefault(entry.group_id, []).append(entry)
         uses = [use for members in pending.values() for use in _as_trained(members)]
-        found = {
+        record = {
             "step": claim.step,
             "forgotten": claim.step - common,
             "void": last - common,
@@ -98,7 +98,7 @@ class RecoveryMoves(StepMoves, RunViews):
         }
         keys = self.keys
         args: list[Any] = [token, trainer.number, trainer.claim, claim.step, claim.digest, claim.epoch, fork]
-        args += [keys.payload_prefix, HISTORY_ENTRIES, payload.dumps({"event": "recovery", **found})]
+        args += [keys.payload_prefix, HISTORY_ENTRIES, payload.dumps({"event": "recovery", **record})]
         args.append(len(groups))
         for group_id in groups:
             args += [group_id, pending[group_id][0].env if group_id in pending else ""]
@@ -109,7 +109,7 @@ class RecoveryMoves(StepMoves, RunViews):
         reply = self.move("recover", (*where, keys.history, keys.reuse), args)
         status = text(reply[0])
         if status == "OK":
-            return {"epoch": int(reply[1]), **found}
+            return {"epoch": int(reply[1]), **record}
         if status == "NONE":
             return None
         if status == "FENCED":
@@ -181,11 +181,11 @@ class RecoveryMoves(StepMoves, RunViews):
             members: dict[str, list[PartRollout]] = {}
             for member in (member for part in parts for member in part.rollouts):
                 members.setdefault(member.group_id, []).append(member)
-            for group_id, found in members.items():
+            for group_id, group_members in members.items():
                 # Of one that was trained before, only a use is void.
                 if header is not None and not header.uses.get(group_id):
-                    infos = [member.info for member in found]
-                    add(group_id, found[0].env, infos, f"step {step} was taken back")
+                    infos = [member.info for member in group_members]
+                    add(group_id, group_members[0].env, infos, f"step {step} was taken back")
         pool = self.stream(self.keys.pool, "0-0", count=LISTED, block_seconds=0.0) if with_pool else []
         for entry in pool_entries(self.keys, pool):
             infos = list(entry.info.rollouts) if entry.info is not None else []

@@ -34,12 +34,12 @@ class ClaimMoves(Session):
                 return answers(pipe)
 
         reply = self.look(claim)
-        gone = frozenset(e for e, found in zip(entry_ids, reply[::3], strict=True) if not found)
-        held = frozenset(e for e, holder in zip(entry_ids, reply[2::3], strict=True) if holder == owner.encode())
+        gone = frozenset(e for e, entry in zip(entry_ids, reply[::3], strict=True) if not entry)
+        claimed = frozenset(e for e, holder in zip(entry_ids, reply[2::3], strict=True) if holder == owner.encode())
         if gone:
-            self.release_scoring(sorted(gone & held), owner=owner)
-        self.renew_scoring(sorted(held - gone), owner=owner, ttl_seconds=ttl_seconds)
-        return held - gone, gone
+            self.release_scoring(sorted(gone & claimed), owner=owner)
+        self.renew_scoring(sorted(claimed - gone), owner=owner, ttl_seconds=ttl_seconds)
+        return claimed - gone, gone
 
     def renew_scoring(self, entry_ids: Sequence[str], *, owner: str, ttl_seconds: float) -> None:
         """Prolongs claims that `owner` holds."""

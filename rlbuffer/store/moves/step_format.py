@@ -168,8 +168,8 @@ def part_records(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str =
 
 def _source(entry: PoolEntry, adapter: str, prefix: str) -> list[Any]:
     info = entry.info
-    told = ("", 0, "") if info is None else (info.prompt_id, info.planned_size, info.worker)
-    return [entry.payload_key.removeprefix(prefix), entry.group_id, entry.env, adapter, *told, entry.pushed_ms]
+    info_fields = ("", 0, "") if info is None else (info.prompt_id, info.planned_size, info.worker)
+    return [entry.payload_key.removeprefix(prefix), entry.group_id, entry.env, adapter, *info_fields, entry.pushed_ms]
 
 
 def _columns_of(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> Columns:

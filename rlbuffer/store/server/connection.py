@@ -411,9 +411,9 @@ class Connection:
             return f"  {spent} Its log: {self.embedded.log}"
         source = f" The address comes from {self._origin}." if self._origin else ""
         if not self._is_known and _refused(error) is None:
-            found = tls.suspicion(error, self._url_options(), is_tls=self._url.startswith("rediss:"))
-            if found:
-                return f"  {spent}{source}\n  {found}"
+            suspicion = tls.suspicion(error, self._url_options(), is_tls=self._url.startswith("rediss:"))
+            if suspicion:
+                return f"  {spent}{source}\n  {suspicion}"
         instead = "leave redis_url out"
         if self._origin.startswith("--"):
             instead = f"leave {self._origin.split()[0]} out"

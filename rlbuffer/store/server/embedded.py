@@ -333,7 +333,7 @@ def _bury(directory: Path) -> bool:
 def _left_behind(directory: Path, group: int) -> list[int]:
     """Processes of the dead server's group that have its lock from it. The group's number alone says nothing: once the
     last of them is gone, it is given out again, to a program of anybody's."""
-    found = []
+    pids = []
     with contextlib.suppress(OSError):
         lock = (directory / "alive.lock").stat()
         for process in Path("/proc").glob("[0-9]*"):
@@ -342,8 +342,8 @@ def _left_behind(directory: Path, group: int) -> list[int]:
                 if int(fields[2]) == group and any(
                     os.path.samestat(opened.stat(), lock) for opened in (process / "fd").iterdir()
                 ):
-                    found.append(int(process.name))
-    return found
+                    pids.append(int(process.name))
+    return pids
 
 
 def _is_dead(recorded: Mapping[str, Any]) -> bool:

@@ -58,8 +58,8 @@ def socket_path(directory: Path) -> Path:
         if len(os.fsencode(path)) >= MAX_SOCKET_PATH_BYTES:
             continue
         path.parent.mkdir(exist_ok=True, mode=0o700)
-        found = path.parent.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
+        status = path.parent.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
             raise ServerUnreachable(
                 f"cannot use {path.parent} for the embedded server's socket: it must be a directory that belongs to "
                 "you with mode 0700.\n  Remove it, or choose a shorter home."

@@ -29,28 +29,28 @@ def check_payloads(store: Verified, shot: Snapshot, findings: Findings) -> Mappi
 
 def _check_sizes(store: Verified, shot: Snapshot, findings: Findings) -> int:
     """Every reference of the pool and of the live steps leads to a field of the announced size."""
-    wanted: list[tuple[str, int, int, str]] = []
+    references: list[tuple[str, int, int, str]] = []
     for entry in shot.pool:
         if entry.info is not None:
-            wanted += [
+            references += [
                 (entry.payload_key, i, info.size, f"pending push {entry.entry_id}")
                 for i, info in enumerate(entry.info.rollouts)
             ]
     for group in shot.reused:
         for entry in group.entries:
-            wanted += [
+            references += [
                 (entry.payload_key, i, info.size, f"group {group.group_id}, kept for another use")
                 for i, info in enumerate(entry.info.rollouts if entry.info else ())
             ]
     for step in shot.steps:
-        wanted += [
+        references += [
             (member.payload_key, member.index, member.info.size, f"step {step.number}")
             for part in step.parts
             for member in part.rollouts
         ]
     wrong = []
-    for start in range(0, len(wanted), KEYS_PER_READ):
-        page = wanted[start : start + KEYS_PER_READ]
+    for start in range(0, len(references), KEYS_PER_READ):
+        page = references[start : start + KEYS_PER_READ]
 
         def read(client: Any, page: Sequence[tuple[str, int, int, str]] = page) -> list[Any]:
             with client.pipeline(transaction=False) as pipe:
@@ -66,7 +66,7 @@ def _check_sizes(store: Verified, shot: Snapshot, findings: Findings) -> int:
             if key in still:
                 state = f"has {there} bytes, announced were {size}" if there else "is missing"
                 findings.add("I11", f"{who}: payload {index} of {key} {state}")
-    return len(wanted)
+    return len(references)
 
 
 def _check_permanent(store: Verified, shot: Snapshot, findings: Findings) -> None:
@@ -87,7 +87,7 @@ def _check_permanent(store: Verified, shot: Snapshot, findings: Findings) -> Non
 
 def _expiring(store: Verified, keys: Sequence[str]) -> dict[str, int]:
     """Key -> milliseconds that it has yet to live, of those that have such a time."""
-    found: dict[str, int] = {}
+    lifetimes: dict[str, int] = {}
     for start in range(0, len(keys), KEYS_PER_READ):
         page = keys[start : start + KEYS_PER_READ]
 
@@ -97,8 +97,8 @@ def _expiring(store: Verified, keys: Sequence[str]) -> dict[str, int]:
                     pipe.pttl(key)
                 return list(pipe.execute())
 
-        found |= {key: left for key, left in zip(page, store.look(read), strict=True) if left >= 0}
-    return found
+        lifetimes |= {key: left for key, left in zip(page, store.look(read), strict=True) if left >= 0}
+    return lifetimes
 
 
 def _check_untrained(store: Verified, shot: Snapshot, findings: Findings) -> int:
@@ -126,13 +126,13 @@ def _check_untrained(store: Verified, shot: Snapshot, findings: Findings) -> int
 
 def _pages(members: Sequence[PartRollout]) -> Iterator[list[PartRollout]]:
     page: list[PartRollout] = []
-    held = 0
+    page_bytes = 0
     for member in members:
-        if page and held + member.info.size > PAYLOAD_BYTES:
+        if page and page_bytes + member.info.size > PAYLOAD_BYTES:
             yield page
-            page, held = [], 0
+            page, page_bytes = [], 0
         page.append(member)
-        held += member.info.size
+        page_bytes += member.info.size
     if page:
         yield page
 

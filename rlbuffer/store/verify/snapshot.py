@@ -98,9 +98,9 @@ def take_snapshot(store: Verified) -> Snapshot:
             pipe.hgetall(keys.reuse)
             return answers(pipe)
 
-    (seconds, micros), *found = store.look(read)
+    (seconds, micros), *parts = store.look(read)
     # What is of another type counts as empty here; `verify` names it.
-    meta, trainer, ledger, pool, steps, garbage, closed, reuse = (part or {} for part in found)
+    meta, trainer, ledger, pool, steps, garbage, closed, reuse = (part or {} for part in parts)
     unreadable = Findings()
     return Snapshot(
         now_ms=int(seconds) * 1000 + int(micros) // 1000,

@@ -95,9 +95,9 @@ def _by_env(shot: Snapshot, *, trained: bool) -> dict[str, Counter[str]]:
 # -- I3, I4 ------------------------------------------------------------------------------------------------------------
 def _check_chain(shot: Snapshot, findings: Findings) -> None:
     there = [step.number for step in shot.steps]
-    wanted = list(range(shot.meta.retired + 1, shot.meta.step + 1))
-    if there != wanted:
-        odd = sorted(set(there) ^ set(wanted))
+    expected = list(range(shot.meta.retired + 1, shot.meta.step + 1))
+    if there != expected:
+        odd = sorted(set(there) ^ set(expected))
         findings.add(
             "I4",
             f"the steps stream must hold steps {shot.meta.retired + 1} to {shot.meta.step}, "

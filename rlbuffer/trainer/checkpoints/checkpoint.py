@@ -75,8 +75,8 @@ def steps(directory: Path) -> list[int]:
     """Steps of the complete checkpoints, ascending."""
     if not directory.is_dir():
         return []
-    found = (_NAME.match(path.name) for path in directory.iterdir() if (path / _META).is_file())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_NAME.match(path.name) for path in directory.iterdir() if (path / _META).is_file())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def save(
@@ -313,11 +313,11 @@ def _bytes(text: str) -> torch.Tensor:
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
         meta: dict[str, Any] = json.loads((path / _META).read_text(encoding="utf-8"))
-        found = meta.get("format")
+        written_format = meta.get("format")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if found != CHECKPOINT_FORMAT:
-        raise CheckpointError(f"{path} has format {found}, this version reads {CHECKPOINT_FORMAT}")
+    if written_format != CHECKPOINT_FORMAT:
+        raise CheckpointError(f"{path} has format {written_format}, this version reads {CHECKPOINT_FORMAT}")
     return meta
 
 

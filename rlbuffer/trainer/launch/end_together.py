@@ -69,13 +69,13 @@ class EndTogether:
 
     def _ranks(self) -> dict[int, _Process]:
         """Of ranks that have begun and not said that they are done."""
-        found = {}
+        processes = {}
         for path in self._directory.glob("*.pid"):
             # It says so at this moment, or the file was not written by a rank: such a one is not watched.
             with contextlib.suppress(OSError, ValueError):
                 pid, begin = path.read_text(encoding="utf-8").split(" ")
-                found[int(path.stem)] = _Process(int(pid), begin)
-        return found
+                processes[int(path.stem)] = _Process(int(pid), begin)
+        return processes
 
     def _has_failed(self) -> bool:
         """Whether a rank is gone without having finished, or has left a report of an error."""

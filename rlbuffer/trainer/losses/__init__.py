@@ -31,7 +31,7 @@ step gives the same gradient in however many pieces and on however many ranks it
 """
 
 from rlbuffer.config.losses import Divisor, check_losses, corrections_of, uses_old
-from rlbuffer.trainer.losses.corrections import CORRECTING, Correction
+from rlbuffer.trainer.losses.corrections import CORRECTIONS, Correction
 from rlbuffer.trainer.losses.registry import Loss, TokenLoss, get_loss, register_loss, settings_of
 from rlbuffer.trainer.losses.terms import KL_ESTIMATORS, kl_to_reference
 from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens

@@ -84,7 +84,7 @@ def negative_mask(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
     return ((tokens.advantages >= 0) | (drift <= settings.mask_kl)).to(drift.dtype)
 
 
-CORRECTING: dict[str, Correction] = {
+CORRECTIONS: dict[str, Correction] = {
     "tis": truncated,
     "icepop": masked,
     "sequence_tis": sequence_truncated,

@@ -78,8 +78,8 @@ def _own(path: str) -> Loss:
         given = own(tokens, settings)
         if not isinstance(given, Tensor) or given.shape != tokens.logprobs.shape:
             what = f"shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-            wanted = f"it must give one loss per token, {list(tokens.logprobs.shape)}"
-            raise refused("trainer.loss", path, f"gave {what}: {wanted}")
+            requirement = f"it must give one loss per token, {list(tokens.logprobs.shape)}"
+            raise refused("trainer.loss", path, f"gave {what}: {requirement}")
         return given
 
     return Loss(name=path, per_token=checked)

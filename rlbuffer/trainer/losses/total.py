@@ -8,7 +8,7 @@ from torch import Tensor
 from rlbuffer.config.losses import Divisor, corrections_of
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.trainer.losses.corrections import CORRECTING
+from rlbuffer.trainer.losses.corrections import CORRECTIONS
 from rlbuffer.trainer.losses.registry import get_loss, settings_of
 from rlbuffer.trainer.losses.terms import kl_to_reference
 from rlbuffer.trainer.losses.tokens import TrainedTokens
@@ -22,10 +22,10 @@ def loss_of(tokens: TrainedTokens, settings: TrainerSettings, normalizers: Norma
     by and whichever tokens it leaves out. `normalizers` are the update's counts over all ranks; `longest` is the
     constant of dr_grpo, in tokens, used where ``settings.max_length`` is 0.
     """
-    loss, told = get_loss(settings.loss), settings_of(settings)
-    per_token = loss.per_token(tokens, told)
+    loss, loss_settings = get_loss(settings.loss), settings_of(settings)
+    per_token = loss.per_token(tokens, loss_settings)
     for name in corrections_of(settings):
-        per_token = per_token * CORRECTING[name](tokens, told)
+        per_token = per_token * CORRECTIONS[name](tokens, loss_settings)
     if tokens.is_uncertain is not None:
         per_token = torch.where(tokens.is_uncertain, per_token, torch.zeros_like(per_token))
     if settings.kl_beta:

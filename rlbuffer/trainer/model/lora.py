@@ -78,8 +78,8 @@ def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def adapter_config(model: PreTrainedModel, *, base: str) -> dict[str, Any]:
     """``adapter_config.json``, JSON types; `base` is the location of the model that the adapter is for."""
-    held: Any = model
-    values = dict(held.peft_config[_ADAPTER].to_dict())
+    peft_model: Any = model
+    values = dict(peft_model.peft_config[_ADAPTER].to_dict())
     values |= {"base_model_name_or_path": base, "inference_mode": True}
     plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
     return plain

@@ -73,11 +73,11 @@ def agree(
     if step is None:
         raise RlbufferError("agree() was called with neither a step nor a reason for having none")
     if not (rows[:, 2:_LOSS_TOKENS] == rows[0, 2:_LOSS_TOKENS]).all():
-        held = tuple(
+        by_rank = tuple(
             f"rank {r}: step {int(row[2])} of epoch {int(row[3])}, digest {_digest_text(row)}"
             for r, row in enumerate(rows)
         )
-        return Agreement(verdict=Verdict.PULL_AGAIN, held=held)
+        return Agreement(verdict=Verdict.PULL_AGAIN, held=by_rank)
     damaged = max(0, step.normalizers.loss_tokens - int(rows[:, _LOSS_TOKENS].sum()))
     return Agreement(verdict=Verdict.TRAIN, damaged_tokens=damaged)
 

@@ -78,15 +78,15 @@ class StallWatch:
         since: dict[int, float] = {}
         step: int | None = None
         while not self._ended.wait(STALL_LOOK_SECONDS):
-            held = self._held
-            if held is None or held != step:
-                step, since = held, {}
+            current = self._held
+            if current is None or current != step:
+                step, since = current, {}
                 continue
             now = time.monotonic()
-            since = {rank: since.get(rank, now) for rank in self._late(held)}
+            since = {rank: since.get(rank, now) for rank in self._late(current)}
             stalled = [rank for rank, first in since.items() if now - first >= self._seconds]
-            if stalled and self._held == held:
-                self._on_stall(BatchTimeout(self._message(stalled[0], held)))
+            if stalled and self._held == current:
+                self._on_stall(BatchTimeout(self._message(stalled[0], current)))
                 return
 
     def _late(self, step: int) -> list[int]:

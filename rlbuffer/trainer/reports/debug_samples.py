@@ -115,26 +115,26 @@ def checks(sample: Sample, columns: dict[str, Any], step: int) -> list[str]:
     mask = torch.as_tensor(columns["loss_mask"])
     inference = torch.as_tensor(columns["logprobs"]).double()
     advantages = torch.as_tensor(columns["advantages"]).double()
-    found: list[tuple[bool, str]] = []
+    verdicts: list[tuple[bool, str]] = []
     length = len(mask)
-    found.append((length == sample.length, f"its span holds {length} tokens, {sample.length} were pushed"))
+    verdicts.append((length == sample.length, f"its span holds {length} tokens, {sample.length} were pushed"))
     prompt = int(mask[: sample.prompt_tokens].sum())
-    found.append((prompt == 0, f"{prompt} of {sample.prompt_tokens} prompt tokens are trained"))
-    found.append((bool(mask.any()), f"{int(mask.sum())} tokens are trained"))
+    verdicts.append((prompt == 0, f"{prompt} of {sample.prompt_tokens} prompt tokens are trained"))
+    verdicts.append((bool(mask.any()), f"{int(mask.sum())} tokens are trained"))
     stray = int((advantages[~mask] != 0).sum())
-    found.append((stray == 0, f"{stray} tokens that are not trained carry an advantage"))
+    verdicts.append((stray == 0, f"{stray} tokens that are not trained carry an advantage"))
     sampled = inference[mask]
-    found.append((bool((sampled <= 0).all()), f"inference logprobs are from {_range(sampled)}, none above 0"))
+    verdicts.append((bool((sampled <= 0).all()), f"inference logprobs are from {_range(sampled)}, none above 0"))
     zeros = int((sampled == 0).sum())
-    found.append((zeros < max(1, len(sampled)), f"{zeros} of {len(sampled)} inference logprobs are exactly 0"))
+    verdicts.append((zeros < max(1, len(sampled)), f"{zeros} of {len(sampled)} inference logprobs are exactly 0"))
     drift = (torch.as_tensor(columns["trainer"])[mask] - sampled).abs()
     mean = float(drift.mean()) if len(drift) else 0.0
     age = step - 1 - sample.policy_versions[0]
     if age <= 0:
-        found.append((mean <= NEAR, f"at age 0 trainer and inference differ by {mean:.4f} nats a token, near 0"))
+        verdicts.append((mean <= NEAR, f"at age 0 trainer and inference differ by {mean:.4f} nats a token, near 0"))
     else:
-        found.append((True, f"at age {age} trainer and inference differ by {mean:.4f} nats a token"))
-    return [f"  {'ok' if good else '! '} {text}" for good, text in found]
+        verdicts.append((True, f"at age {age} trainer and inference differ by {mean:.4f} nats a token"))
+    return [f"  {'ok' if good else '! '} {text}" for good, text in verdicts]
 
 
 def _range(values: Tensor) -> str:

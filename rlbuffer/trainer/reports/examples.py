@@ -31,12 +31,12 @@ def examples_of(step: Step, decode: Callable[[Sequence[int]], str]) -> list[dict
     if not groups:
         return []
 
-    def spread(found: Sequence[tuple[float, MicroBatch, int]]) -> float:
-        rewards = [reward for reward, _, _ in found]
+    def spread(members: Sequence[tuple[float, MicroBatch, int]]) -> float:
+        rewards = [reward for reward, _, _ in members]
         return max(rewards) - min(rewards)
 
     chosen = max(groups.values(), key=spread)
-    best, worst = max(chosen, key=lambda found: found[0]), min(chosen, key=lambda found: found[0])
+    best, worst = max(chosen, key=lambda member: member[0]), min(chosen, key=lambda member: member[0])
     named = [("best", best)] if best is worst else [("best", best), ("worst", worst)]
     return [_example(name, micro_batch, i, decode) for name, (_, micro_batch, i) in named]
 

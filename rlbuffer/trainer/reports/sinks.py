@@ -74,15 +74,15 @@ class WeightsAndBiases:
                 "pip install 'rlbuffer[wandb]'",
                 setting="trainer.wandb_project",
             ) from error
-        told = json.loads(to_json(settings))
-        del told["redis_url"]  # it may hold a password
+        config = json.loads(to_json(settings))
+        del config["redis_url"]  # it may hold a password
         self._run: Any = wandb.init(
             project=settings.trainer.wandb_project,
             name=settings.run,
             id=settings.run,
             resume="allow",
             dir=str(settings.output_dir),
-            config=told,
+            config=config,
         )
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -67,8 +67,8 @@ def survey(
     All ranks call it for the same update, since they choose together. `total` adds up over ranks.
     """
     starts_here = old is None and uses_old(settings)
-    held: Sequence[Tensor | None] = [None] * len(micro_batches) if old is None else old
-    known = [Known(old_logprobs=logprobs, starts_here=starts_here) for logprobs in held]
+    old_values: Sequence[Tensor | None] = [None] * len(micro_batches) if old is None else old
+    known = [Known(old_logprobs=logprobs, starts_here=starts_here) for logprobs in old_values]
     chooses = get_loss(settings.loss).score is not None or settings.top_entropy < 1
     if not chooses:
         return known
@@ -85,13 +85,13 @@ def choose(
     parts: Sequence[TrainedTokens], settings: TrainerSettings, total: Total
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Chooses among the tokens of all `parts` of all ranks. -> per part: selected by the loss, of high entropy."""
-    loss, told = get_loss(settings.loss), settings_of(settings)
+    loss, loss_settings = get_loss(settings.loss), settings_of(settings)
     nothing: list[Tensor | None] = [None] * len(parts)
     selected, uncertain = nothing, nothing
     means = means_of(parts, total)
     if loss.score is not None:
-        count = max(1, int(told.cov_fraction * means.tokens))
-        selected = [*largest([loss.score(part, told, means) for part in parts], count, total)]
+        count = max(1, int(loss_settings.cov_fraction * means.tokens))
+        selected = [*largest([loss.score(part, loss_settings, means) for part in parts], count, total)]
     if settings.top_entropy < 1:
         count = max(1, round(settings.top_entropy * means.tokens))
         uncertain = [*largest([part.entropy.double() for part in parts], count, total)]

@@ -59,7 +59,7 @@ def trained_tokens(
         samples=micro_batch.samples,
         ages=None if version is None else version - arrays.policy_versions[chosen],
         columns={name: values[chosen] for name, values in arrays.columns.items()},
-        lacking={name: found for name, is_bare in arrays.lacking.items() if (found := is_bare[chosen]).any()},
+        lacking={name: mask for name, is_bare in arrays.lacking.items() if (mask := is_bare[chosen]).any()},
     )
 
 
@@ -209,8 +209,8 @@ def _sums(tokens: TrainedTokens, share: Tensor, micro_batch: MicroBatch, setting
     """
     difference = (tokens.logprobs - tokens.inference_logprobs).double()
     ratio = torch.exp(difference)
-    told, of_old = settings_of(settings), tokens.ratio
-    clipped = (of_old < 1 - told.clip_low) | (of_old > 1 + told.clip_high)
+    loss_settings, of_old = settings_of(settings), tokens.ratio
+    clipped = (of_old < 1 - loss_settings.clip_low) | (of_old > 1 + loss_settings.clip_high)
     values = torch.stack(
         [
             share.double(),

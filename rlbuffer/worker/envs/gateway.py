@@ -128,8 +128,8 @@ def refusal(asked: Mapping[str, Any], *, temperature: float, top_p: float) -> st
     if unknown or asked.get("n", 1) != 1:
         name = unknown[0] if unknown else "n"
         why = why_not(name)
-        told = f"sampling parameter {name} = {asked[name]!r} is not one that the worker's samplers know"
-        return f"{told}: {why}" if why else told
+        sentence = f"sampling parameter {name} = {asked[name]!r} is not one that the worker's samplers know"
+        return f"{sentence}: {why}" if why else sentence
     for name, own in (("temperature", temperature), ("top_p", top_p)):
         value = asked.get(name)
         if value is not None and not (isinstance(value, int | float) and math.isclose(value, own)):

@@ -20,17 +20,17 @@ def target(name: str, *, what: str) -> Callable[..., Any]:
     """
     module_name, _, attribute = name.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{what}: cannot be imported: {error}{_placed(error)}", setting="env") from error
     except (Exception, SystemExit) as error:  # it is the user's code
         raised = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{what}: cannot be imported: {raised}{_placed(error)}", setting="env") from error
-    if not callable(found):
+    if not callable(value):
         raise ConfigError(f"{what}: {attribute} is not callable", setting="env")
-    called: Callable[..., Any] = found
+    called: Callable[..., Any] = value
     return called
 
 

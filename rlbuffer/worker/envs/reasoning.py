@@ -116,8 +116,8 @@ def without_tags(text: str) -> str:
         >>> without_tags("so <answer> 7 </answer>")
         '7'
     """
-    found = ANSWER.findall(text)
-    return str(found[-1] if found else text).strip()
+    answers = ANSWER.findall(text)
+    return str(answers[-1] if answers else text).strip()
 
 
 def _is_tagged(answered: Answered) -> float:

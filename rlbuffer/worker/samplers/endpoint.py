@@ -284,15 +284,15 @@ class Endpoint:
 
 
 def _logprobs(choice: Mapping[str, Any]) -> list[float]:
-    told = choice.get("logprobs") or {}
-    if "content" in told:
-        return [float(token["logprob"]) for token in told["content"] or ()]
-    return [float(value) for value in told.get("token_logprobs") or ()]
+    logprobs = choice.get("logprobs") or {}
+    if "content" in logprobs:
+        return [float(token["logprob"]) for token in logprobs["content"] or ()]
+    return [float(value) for value in logprobs.get("token_logprobs") or ()]
 
 
-def _spans(told: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
+def _spans(entries: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
     spans = []
-    for span in told:
+    for span in entries:
         # A server that was not loaded yet calls its weights "default": nothing that may be trained on.
         version = int(span["version"]) if str(span["version"]).isdigit() else -1
         spans.append(VersionSpan(version, int(span["start"]), int(span["end"])))

@@ -57,13 +57,13 @@ class WeightsExtension:
         if refusal:
             return refusal
         worker: Any = self
-        held = sorted(worker.list_loras())
-        if len(held) != 1:
-            return f"the engine has {len(held)} LoRA adapters; one is what rlbuffer loads in place of another"
+        adapter_ids = sorted(worker.list_loras())
+        if len(adapter_ids) != 1:
+            return f"the engine has {len(adapter_ids)} LoRA adapters; one is what rlbuffer loads in place of another"
         from vllm.lora.request import LoRARequest
 
         worker.add_lora(
-            LoRARequest(lora_name=ADAPTER_NAME, lora_int_id=held[0], lora_path=directory, load_inplace=True)
+            LoRARequest(lora_name=ADAPTER_NAME, lora_int_id=adapter_ids[0], lora_path=directory, load_inplace=True)
         )
         return ""
 
