@@ -39,6 +39,7 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
     "openai": ("httpx", "openai"),
 }
 """Env or sampler -> the module that it needs, and the extra that brings it."""
+EXAMPLE = "the file that `rlbuffer config example` prints"
 
 
 def on_host(settings: RunSettings, places: Places, parts: Parts, folders: Sequence[str] = ()) -> Iterator[Mistake]:
@@ -49,7 +50,7 @@ def on_host(settings: RunSettings, places: Places, parts: Parts, folders: Sequen
     if parts and (not settings.redis_url or {"run", "train"} & set(parts)):
         yield from look.home()
     if "run" in parts and not settings.worker:
-        text = "there is no [worker.NAME] section: nothing would be sampled. See the example rlbuffer.toml."
+        text = f"there is no [worker.NAME] section: nothing would be sampled ({EXAMPLE} has two)."
         yield Mistake(text, ("worker",))
     if "serve" in parts:
         yield from look.batcher()
@@ -362,7 +363,7 @@ def which_model(path: str) -> str:
     how = "both are set" if path else "neither is set"
     return (
         f"model: exactly one of path and config is needed; {how}. Give [model] path = a Hugging Face model's "
-        f"directory, or [model.config] for a fresh model (rlbuffer.toml of the project has one)"
+        f"directory, or [model.config] for a fresh model ({EXAMPLE} has one)"
     )
 
 

@@ -33,8 +33,9 @@ NO_DATA = (
 )
 NO_MODEL = (
     "model: exactly one of path and config is needed; neither is set. Give [model] path = a Hugging Face model's "
-    "directory, or [model.config] for a fresh model (rlbuffer.toml of the project has one)"
+    "directory, or [model.config] for a fresh model (the file that `rlbuffer config example` prints has one)"
 )
+BEGIN = "or a file to begin with: `rlbuffer config example > rlbuffer.toml`"
 NEVER = "these settings can never make a batch: "
 
 
@@ -111,13 +112,17 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
                 "section."
             ),
         ),
-        ("worker x", 3, "Error: the config has no [worker.x] section. Give --env, or add the section."),
+        ("worker x", 3, f"Error: no rlbuffer.toml is here, and so no [worker.x] section. Give --env, {BEGIN}"),
         (
             "worker x --config two.toml",
             3,
-            "Error: the config has no [worker.x] section. Give --env, or add the section.",
+            "Error: two.toml has no [worker.x] section. Give --env, or add the section.",
         ),
-        ("score x", 3, "Error: the config has no [score.x] section. Give --model or --reward, or add the section."),
+        (
+            "score x",
+            3,
+            f"Error: no rlbuffer.toml is here, and so no [score.x] section. Give --model or --reward, {BEGIN}",
+        ),
         (
             "score",
             3,
@@ -141,7 +146,8 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             3,
             (
                 "Error: 2 mistakes in the settings:\n"
-                "  there is no [worker.NAME] section: nothing would be sampled. See the example rlbuffer.toml.\n"
+                "  there is no [worker.NAME] section: nothing would be sampled "
+                "(the file that `rlbuffer config example` prints has two).\n"
                 f"  {NO_MODEL}"
             ),
         ),
