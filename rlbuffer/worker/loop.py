@@ -296,7 +296,7 @@ class _Worker:
         held = self._pulse.let_go()
         if held and not any(isinstance(o, RunGone | ServerUnreachable | ServerRefused) for o in outcomes):
             with suppress(ServerRefused):  # not given back, they lapse
-                await asyncio.to_thread(writer.release, held)
+                await asyncio.to_thread(self._settled, writer.release, held)
 
     async def _watch(self) -> None:
         """Loads newer versions while groups are in flight, and evaluates those that are due."""
@@ -338,10 +338,9 @@ class _Worker:
         self._skips = self._skips + len(tickets) if len(tickets) == len(prompts) else 0
         if not tickets:
             return
-        for ticket in tickets:
-            self._pulse.remove(ticket)
+        self._pulse.remove(tickets)
         self._pulse.skipped += len(tickets)
-        await asyncio.to_thread(writer.skip, tickets)
+        await asyncio.to_thread(self._settled, writer.skip, tickets)
         if self._skips:
             self._wait(f"a prompt of {self._env.name} to sample: the last {self._skips} were skipped ({prompts[-1]})")
         if self._skips >= SKIPS_AT_ONCE:
@@ -373,7 +372,7 @@ class _Worker:
 
     async def _push(self, writer: Writer, ticket: Ticket, group: Group, start: float) -> None:
         await asyncio.get_running_loop().run_in_executor(self._pusher, self._store, writer, group)
-        self._pulse.remove(ticket)
+        self._pulse.remove([ticket])
         self._failures.pop(ticket.number, None)
         self._pulse.groups += 1
         self._pulse.rollouts += len(group.rollouts)
@@ -417,12 +416,12 @@ class _Worker:
         sentence = f"group {ticket.group_id} given up: {what}"
         if self._tickets is not None and self._failures[ticket.number] >= LAST_FAILURE:
             # One prompt that can never be sampled must not keep the run from its end.
-            self._pulse.remove(ticket)
-            await asyncio.to_thread(writer.skip, [ticket])
+            self._pulse.remove([ticket])
+            await asyncio.to_thread(self._settled, writer.skip, [ticket])
             sentence += f" ({self._failures[ticket.number]} times; its prompt is left out)"
         elif self._failures[ticket.number] > 1:
             # Given back, it would be the next one taken, again and again. Not given back, it lapses by its own time.
-            self._pulse.remove(ticket)
+            self._pulse.remove([ticket])
             sentence += f" ({self._failures[ticket.number]} times; its ticket is left to lapse)"
         else:
             await self._release(writer, [ticket])
@@ -433,10 +432,13 @@ class _Worker:
             raise self._pulse.failures.all_of(self._env.name)
 
     async def _release(self, writer: Writer, tickets: list[Ticket]) -> None:
-        for ticket in tickets:
-            self._pulse.remove(ticket)
+        self._pulse.remove(tickets)
         with suppress(ServerRefused):  # not given back, they lapse
-            await asyncio.to_thread(writer.release, tickets)
+            await asyncio.to_thread(self._settled, writer.release, tickets)
+
+    def _settled(self, give_back: Callable[[list[Ticket]], None], tickets: list[Ticket]) -> None:
+        self._pulse.settle()
+        give_back(tickets)
 
     async def _check(self, policy: PolicyVersion) -> None:
         """The sampler must say the truth before anything of it is pushed."""
