@@ -33,8 +33,8 @@ BENT = (
     "no worker samples with it"
 )
 SPECULATION = (
-    "logprobs of speculated tokens were missing or wrong in several releases of vLLM (its issues 17876 and 34497), some "
-    "of its methods draw other tokens than the policy, and no version reaches a draft model"
+    "logprobs of speculated tokens were missing or wrong in several releases of vLLM (its issues 17876 and 34497), "
+    "some of its methods draw other tokens than the policy, and no version reaches a draft model"
 )
 REASONS: Mapping[str, str] = {
     name: reason
