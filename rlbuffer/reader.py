@@ -36,7 +36,7 @@ from rlbuffer.packing import PackItem, assemble, redeal
 from rlbuffer.policy.waiting import for_step
 from rlbuffer.progress import Progress, remembered
 from rlbuffer.records import PolicyVersion
-from rlbuffer.refusals import Refusals, no_batch
+from rlbuffer.refusals import LongWait, Refusals, no_batch
 from rlbuffer.skew import Skew
 from rlbuffer.store.base import PartRollout, StepHeader, Store
 from rlbuffer.store.payloads import Trainable, read_rollouts
@@ -100,6 +100,8 @@ class Reader:
         self._progress = Progress(store, world_size=world_size, reports=rank == 0)
         self.has_ended = False
         """The run has ended: every env was done, and the last step was trained. :meth:`steps` stops then."""
+        self.warns = True
+        """Rank 0 warns when it waits for long; not where something else shows it."""
         self._fault: RlbufferError | None = None
         self._stop = threading.Event()
         self._refusals = Refusals(f"rank {rank}", self._stop)
@@ -263,7 +265,7 @@ class Reader:
     def _await(self, number: int, future: Future[Step], until: Callable[[], bool] | None = None) -> Step:
         """The prefetched step; the time allowed counts from the asking, not from when the prefetch began."""
         deadline = time.monotonic() + self.timeout_seconds
-        waiting = False
+        waiting, long = False, LongWait(self._store)
         try:
             while not wait([future], timeout=min(BLOCK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
                 self._raise_fault()
@@ -278,6 +280,8 @@ class Reader:
                 if time.monotonic() >= deadline:
                     raise BatchTimeout(no_batch(self._store, number, self.timeout_seconds))
                 waiting = True
+                if self.rank == 0 and self.warns:
+                    long.look(f"step {number}")
                 self._say_waiting(for_step(number))
             self._raise_fault()
             return future.result()

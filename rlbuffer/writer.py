@@ -30,6 +30,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.infos import check_producer
 from rlbuffer.records import ENV_NAME, Group, Pushed, Ticket
+from rlbuffer.refusals import LongWait
 from rlbuffer.store.base import Store
 from rlbuffer.truncation import truncated_group
 from rlbuffer.values import as_integer
@@ -112,7 +113,7 @@ class Writer:
         if size is not None and size < 0:
             raise ValueError(f"take: size = {size} must not be negative")
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        delay = 0.01
+        delay, wait = 0.01, LongWait(self._store)
         while True:
             numbers = self._take(env, n, size)
             if numbers:
@@ -120,6 +121,7 @@ class Writer:
             left = delay if deadline is None else min(delay, deadline - time.monotonic())
             if left <= 0:
                 return []
+            wait.look(f"a ticket of {env}")
             time.sleep(left)
             delay = min(delay * 1.5, 0.1)
 

@@ -99,6 +99,7 @@ class FakeReader:
         self._trained = 0
 
     has_ended = False
+    warns = False
 
     def start(self, resume_step: int | None = None) -> None:
         """Continues after `resume_step`."""

@@ -55,9 +55,7 @@ def test_a_samplers_options_are_no_way_round(sampler: str, tmp_path: Path) -> No
 def test_speculative_decoding_is_refused_with_its_reason(tmp_path: Path) -> None:
     options = 'sampler_options = { speculative_config = { method = "ngram", num_speculative_tokens = 4 } }'
     (told,) = mistakes(tmp_path, f'[worker.a]\nenv = "vcopy"\nsampler = "vllm"\n{options}')
-    assert told.startswith(
-        "sampler_options.speculative_config: logprobs of speculated tokens were missing or wrong in "
-    )
+    assert told.startswith("sampler_options.speculative_config: logprobs of speculated tokens were missing ")
 
 
 def test_a_temperature_that_vllm_would_raise_is_refused(tmp_path: Path) -> None:
