@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from store_runs import Run
 
+from rlbuffer.store.connection import Connection
 from rlbuffer_cli.commands import push as push_command
 from rlbuffer_cli.main import main
 
@@ -285,4 +287,24 @@ def test_a_line_that_is_too_long_is_refused_by_its_place(call: Call, monkeypatch
             "Error: long.jsonl:1  rollouts[0].text: the line is longer than 1 MiB, the most that one rollout may take; "
             "push large rollouts from Python"
         ),
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", ["serve", "worker vcopy", "worker --env vcopy", "score --model initial", "train", "run", "runs"]
+)
+def test_a_server_that_is_not_there_is_said_at_once_with_where_its_address_came_from(
+    call: Call, arguments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(Connection.__init__.__kwdefaults__, "patience_seconds", 0.0)
+    Path("example.toml").write_text((Path(__file__).parents[2] / "rlbuffer.toml").read_text())
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    code, text = call(*arguments.split(), "--config", "example.toml", "--redis", f"redis://127.0.0.1:{port}")
+    assert code == 4
+    assert text.startswith(f"Error: cannot reach Redis at redis://127.0.0.1:{port} (connection refused).\n")
+    assert text.endswith(
+        f"The address comes from --redis.\n  Start one there:   valkey-server --port {port}   (or redis-server)\n"
+        "  Or use the embedded one: leave --redis out."
     )
