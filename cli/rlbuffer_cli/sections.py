@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import click
@@ -30,15 +31,19 @@ def only(kind: str, what: str, known: Sequence[str], none: str) -> str:
     raise ConfigError(none)
 
 
-def check(kind: str, key: str, known: Iterable[str], otherwise: str) -> None:
-    """ConfigError unless there is a section `key`, with the name that may have been meant or else `otherwise`."""
+def check(kind: str, key: str, known: Iterable[str], file: Path | None, flags: str) -> None:
+    """ConfigError unless `file` (None: there is none) has a section `key`, with the name that may have been meant or
+    else `flags`, which do without one."""
     from rlbuffer.errors import ConfigError
     from rlbuffer.narration.nearest import did_you_mean
 
     names = list(known)
     if key not in names:
-        hint = did_you_mean(key, names) or f" {otherwise}"
-        raise ConfigError(f"the config has no [{kind}.{key}] section.{hint}", setting=f"{kind}.{key}")
+        if file is None:
+            text = f"no rlbuffer.toml is here, and so no [{kind}.{key}] section. Give {flags}, or a file to begin with:"
+            raise ConfigError(f"{text} `rlbuffer config example > rlbuffer.toml`", setting=f"{kind}.{key}")
+        hint = did_you_mean(key, names, otherwise=f" Give {flags}, or add the section.")
+        raise ConfigError(f"{file} has no [{kind}.{key}] section.{hint}", setting=f"{kind}.{key}")
 
 
 def run_alone(

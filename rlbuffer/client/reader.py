@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlbuffer.client.progress import Progress, remembered
-from rlbuffer.client.refusals import Refusals, no_batch
+from rlbuffer.client.refusals import LongWait, Refusals, no_batch
 from rlbuffer.client.skew import Skew
 from rlbuffer.errors import (
     BatcherFailed,
@@ -104,6 +104,8 @@ class Reader:
         self._progress = Progress(store, world_size=world_size, reports=rank == 0)
         self.has_ended = False
         """The run has ended: every env was done, and the last step was trained. :meth:`steps` stops then."""
+        self.warns = True
+        """Rank 0 warns when it waits for long; not where something else shows it."""
         self._fault: RlbufferError | None = None
         self._stop = threading.Event()
         self._refusals = Refusals(f"rank {rank}", self._stop)
@@ -267,7 +269,7 @@ class Reader:
     def _await(self, number: int, future: Future[Step], until: Callable[[], bool] | None = None) -> Step:
         """The prefetched step; the time allowed counts from the asking, not from when the prefetch began."""
         deadline = time.monotonic() + self.timeout_seconds
-        waiting = False
+        waiting, long = False, LongWait(self._store)
         try:
             while not wait([future], timeout=min(READER_BLOCK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
                 self._raise_fault()
@@ -282,6 +284,8 @@ class Reader:
                 if time.monotonic() >= deadline:
                     raise BatchTimeout(no_batch(self._store, number, self.timeout_seconds))
                 waiting = True
+                if self.rank == 0 and self.warns:
+                    long.look(f"step {number}")
                 self._say_waiting(for_step(number))
             self._raise_fault()
             return future.result()

@@ -17,6 +17,8 @@ from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnsuitable, Wron
 from rlbuffer.narration.waiting import SILENT_BATCHER, Lasting, to_trainer
 from rlbuffer.store.protocol import Store
 
+LONG_WAIT_SECONDS, AGAIN_SECONDS = 10.0, 60.0
+"""How long a loop waits until it is told for what, and until it is told again."""
 REFUSAL_PAUSE_SECONDS = 0.5
 """Before what was refused is asked again."""
 
@@ -71,6 +73,27 @@ class Refusals:
     def _say(self, what: str, error: RlbufferError) -> None:
         if self._lasting.is_due(f"{what} {error}", time.monotonic()):
             _log.warning("%s %s: %s", self._who, what, error)
+
+
+class LongWait:
+    """Warns when a loop of the caller's own waits for long, and then every minute: it shows nothing else of it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._since = time.monotonic()
+        self._next = self._since + LONG_WAIT_SECONDS
+
+    def look(self, what: str) -> None:
+        """`what` is still not there. Never raises, nor waits for a server that is away longer than its patience."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + AGAIN_SECONDS
+        try:
+            said = self._store.waiting().get("batcher", "") or SILENT_BATCHER
+        except RlbufferError as error:
+            said = str(error).splitlines()[0]
+        _log.warning("run %s: waiting for %s for %.0f s. %s", self._store.run, what, now - self._since, said)
 
 
 def no_batch(store: Store, number: int, seconds: float) -> str:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from rlbuffer.client.refusals import LongWait
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import (
     EpochChanged,
@@ -113,7 +114,7 @@ class Writer:
         if size is not None and size < 0:
             raise ValueError(f"take: size = {size} must not be negative")
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        delay = 0.01
+        delay, wait = 0.01, LongWait(self._store)
         while True:
             numbers = self._take(env, n, size)
             if numbers:
@@ -121,6 +122,7 @@ class Writer:
             left = delay if deadline is None else min(delay, deadline - time.monotonic())
             if left <= 0:
                 return []
+            wait.look(f"a ticket of {env}")
             time.sleep(left)
             delay = min(delay * 1.5, 0.1)
 

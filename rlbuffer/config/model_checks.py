@@ -27,6 +27,7 @@ SIZES = (
     "max_position_embeddings",
 )
 """Of a config: whole numbers from 1 on."""
+EXAMPLE = "the file that `rlbuffer config example` prints"
 LARGEST_HEAD = 2**27
 """Bytes of the list of tensors at the head of a safetensors file."""
 NO_MODEL_TYPE = 'model.config: model_type is missing, e.g. "qwen3"'
@@ -192,7 +193,7 @@ def which_model(path: str) -> str:
     how = "both are set" if path else "neither is set"
     return (
         f"model: exactly one of path and config is needed; {how}. Give [model] path = a Hugging Face model's "
-        f"directory, or [model.config] for a fresh model (rlbuffer.toml of the project has one)"
+        f"directory, or [model.config] for a fresh model ({EXAMPLE} has one)"
     )
 
 

@@ -24,11 +24,17 @@ _BENDS = """repetition_penalty presence_penalty frequency_penalty encoder_repeti
 _ENDS = "stop stop_strings stop_token_ids eos_token_id ignore_eos max_time repetition_detection token_healing"
 _LENGTHS = "max_tokens max_length max_completion_tokens"
 _DEFAULTS = "generation_config override_generation_config"
+_SPECULATES = """speculative_config speculative_model num_speculative_tokens spec_method spec_model spec_tokens
+    assistant_model prompt_lookup_num_tokens"""
 _OURS = "temperature top_p max_new_tokens"
 
 BENT = (
     "tokens would be drawn from another distribution than the one that their logprobs, and every ratio, are made of; "
     "no worker samples with it"
+)
+SPECULATION = (
+    "logprobs of speculated tokens were missing or wrong in several releases of vLLM (its issues 17876 and 34497), "
+    "some of its methods draw other tokens than the policy, and no version reaches a draft model"
 )
 REFUSED_SAMPLING: Mapping[str, str] = {
     name: reason
@@ -38,6 +44,7 @@ REFUSED_SAMPLING: Mapping[str, str] = {
         (_ENDS, "the env says where a completion ends: eos_token_ids, and stop_token_ids of episode.sample"),
         (_LENGTHS, "the longest completion is max_new_tokens of the worker"),
         ("n num_return_sequences", "the completions of a prompt are group_size of the worker"),
+        (_SPECULATES, SPECULATION),
         (_DEFAULTS, "each request names all that a model's generation_config.json may set"),
     )
     for name in names.split()

@@ -23,6 +23,19 @@ def start(preload: Sequence[str]) -> ForkServerContext:
     return context
 
 
+def wait_until_loaded(context: ForkServerContext) -> None:
+    """Waits until the forkserver has imported everything; called before any other process is asked of it. Earlier it
+    forks nothing, and whoever asks stands still."""
+    process = context.Process(target=_nothing, name="rlbuffer nothing")
+    process.start()
+    process.join()
+    process.close()
+
+
+def _nothing() -> None:
+    return None
+
+
 def pid() -> int | None:
     """The forkserver that this process started."""
     return getattr(_instance(), "_forkserver_pid", None)

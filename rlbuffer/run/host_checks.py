@@ -18,6 +18,7 @@ from rlbuffer.config.batcher import ORDERS
 from rlbuffer.config.cross_checks import Mistake, Places, placed
 from rlbuffer.config.dotted import Seen, is_installed, look_up
 from rlbuffer.config.model_checks import (
+    EXAMPLE,
     config_of,
     router_loss,
     which_model,
@@ -63,7 +64,7 @@ def on_host(settings: RunSettings, places: Places, parts: Parts, folders: Sequen
     if parts and (not settings.redis_url or {"run", "train"} & set(parts)):
         yield from look.home()
     if "run" in parts and not settings.worker:
-        text = "there is no [worker.NAME] section: nothing would be sampled. See the example rlbuffer.toml."
+        text = f"there is no [worker.NAME] section: nothing would be sampled ({EXAMPLE} has two)."
         yield Mistake(text, ("worker",))
     if "serve" in parts:
         yield from look.batcher()

@@ -43,6 +43,8 @@ def sample(
     name: str,
     stop: threading.Event,
     on_event: Callable[[dict[str, Any]], None] | None = None,
+    *,
+    origin: str = "",
 ) -> int:
     """Runs one worker until `stop` is set. -> exit code, or DONE when its env is done."""
     from rlbuffer.client.buffer import connect
@@ -51,7 +53,7 @@ def sample(
     options = settings.worker[key]
     os.environ.update(visible(gpus_of(options, replica)))
     options = options.model_copy(update={"seed": options.seed + replica})
-    with connect(settings.redis_url, run=settings.run, config=settings, name=f"worker-{name}") as buffer:
+    with connect(settings.redis_url, run=settings.run, config=settings, name=f"worker-{name}", origin=origin) as buffer:
         is_done = run_worker(
             buffer,
             name,
@@ -72,13 +74,15 @@ def score(
     name: str,
     stop: threading.Event,
     on_event: Callable[[dict[str, Any]], None] | None = None,
+    *,
+    origin: str = "",
 ) -> int:
     """Runs one scorer until `stop` is set. -> exit code, or DONE when the run has ended."""
     from rlbuffer.client.buffer import connect
     from rlbuffer.scorer.loop import run_scorer
 
     os.environ.update(visible(gpus_of(settings.score[key], replica)))
-    with connect(settings.redis_url, run=settings.run, config=settings, name=f"score-{name}") as buffer:
+    with connect(settings.redis_url, run=settings.run, config=settings, name=f"score-{name}", origin=origin) as buffer:
         has_ended = run_scorer(buffer, name, key, settings, stop=stop, on_event=on_event or ScoreNarrator(say))
     return DONE if has_ended else 0
 

@@ -67,6 +67,8 @@ class Child:
     restarts: int = field(default=0)
     is_finished: bool = False
     """It has done all that it had to do."""
+    is_forked: bool = True
+    """It comes from the forkserver, which gives none before it has loaded torch."""
 
     @property
     def pid(self) -> int:
@@ -94,6 +96,7 @@ class Supervisor:
         self._log_lock = threading.Lock()
         self._log_is_broken = False
         self._readers: list[threading.Thread] = []
+        self._is_warm = threading.Event()
         self._seen: dict[str, int] = {}
         """Pids that this process did not start: the embedded server, the ranks."""
         self._pids: dict[str, int] = {}
@@ -123,6 +126,7 @@ class Supervisor:
         share_cores(settings.trainer.world_size + sum(replicas))
         try:
             self._context = self._start_forkserver()
+            threading.Thread(target=self._warm, args=(self._context,), name="warm", daemon=True).start()
             with connect(
                 settings.redis_url, run=settings.run, config=settings, name="supervisor", origin=self._origin
             ) as buffer:
@@ -180,8 +184,17 @@ class Supervisor:
         self._read("train", os.fdopen(reading, encoding="utf-8", errors="replace"))
         return context
 
+    def _warm(self, context: ForkServerContext) -> None:
+        """Waits in a thread of its own, so that a view goes on and ctrl-C is heard while torch is loaded."""
+        try:
+            forkserver.wait_until_loaded(context)
+        except Exception as error:
+            self.say("run", f"the forkserver does not answer: {type(error).__name__}: {error}")
+        finally:
+            self._is_warm.set()  # without it: whoever forks next meets the same error, and ends the run
+
     def _children(self) -> list[Child]:
-        children = [Child(name="serve", start=self._start_serve)]
+        children = [Child(name="serve", start=self._start_serve, is_forked=False)]
         for key, options in self.settings.worker.items():
             for replica in range(options.replicas):
                 title = key if options.replicas == 1 else f"{key}-{replica}"
@@ -192,6 +205,7 @@ class Supervisor:
                         start=lambda key=key, replica=replica, title=title: self._start_worker(  # type: ignore[misc]
                             key, replica, title
                         ),
+                        is_forked=not pythons.is_apart(options),
                     )
                 )
         for key, scoring in self.settings.score.items():
@@ -203,6 +217,7 @@ class Supervisor:
                         start=lambda key=key, replica=replica, title=title: self._start_scorer(  # type: ignore[misc]
                             key, replica, title
                         ),
+                        is_forked=not scoring.gpus,
                     )
                 )
         children.append(Child(name="train", start=lambda: self._fork("train", members.trainer_main, (self._json,))))
@@ -318,7 +333,7 @@ class Supervisor:
         """Starts or restarts one process. -> the run's exit code when it is over."""
         now = time.monotonic()
         if child.process is None:
-            if now >= child.restart_at:
+            if now >= child.restart_at and (self._is_warm.is_set() or not child.is_forked):
                 child.process = child.start()
                 child.started = time.monotonic()
                 self.say(child.name, f"started, pid {child.pid}")

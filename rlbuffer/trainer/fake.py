@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlbuffer.batcher.advantages import advantage
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.packing.assembly import PackItem, assemble
+from rlbuffer.packing.further_columns import column_spec
 from rlbuffer.packing.planner import plan
 from rlbuffer.records.micro_batch import Sample, Step
 from rlbuffer.records.policy_version import PolicyVersion
@@ -47,8 +50,8 @@ class FakeBuffer:
         adapters: bool = True,
         columns: Sequence[str] = (),
     ) -> FakeReader:
-        """A reader for one rank; its tokens are the model's own."""
-        return FakeReader(self.settings, rank, world_size, self._vocabulary, pad_to_multiple_of)
+        """A reader for one rank; its tokens are the model's own, and its rollouts have `columns`."""
+        return FakeReader(self.settings, rank, world_size, self._vocabulary, pad_to_multiple_of, columns)
 
     def policy(self) -> FakePolicy:
         """A policy that nobody samples from."""
@@ -82,16 +85,24 @@ class FakeReader:
     """Yields made-up steps as :class:`rlbuffer.client.reader.Reader` yields pulled ones."""
 
     def __init__(
-        self, settings: RunSettings, rank: int, world_size: int, vocabulary: int, pad_to_multiple_of: int
+        self,
+        settings: RunSettings,
+        rank: int,
+        world_size: int,
+        vocabulary: int,
+        pad_to_multiple_of: int,
+        columns: Sequence[str] = (),
     ) -> None:
         self._settings = settings
         self._rank = rank
         self._world_size = world_size
         self._vocabulary = vocabulary
         self._pad_to_multiple_of = pad_to_multiple_of
+        self._columns = columns
         self._trained = 0
 
     has_ended = False
+    warns = False
 
     def start(self, resume_step: int | None = None) -> None:
         """Continues after `resume_step`."""
@@ -125,10 +136,12 @@ class FakeReader:
 
     def _step(self, number: int) -> Step:
         rng = np.random.default_rng((self._settings.trainer.seed, number))
+        further = np.random.default_rng((self._settings.trainer.seed, number, 1))  # no column changes a token
         row_tokens = self._settings.batcher.row_tokens
         rollouts, samples = [], []
         for g in range(GROUPS):
             made = [_rollout(rng, row_tokens, self._vocabulary, number) for _ in range(GROUP_SIZE)]
+            made = [replace(r, columns={n: _column(n, r, further) for n in self._columns}) for r in made]
             rewards = [float(r.reward or 0.0) for r in made]
             credits = advantage(self._settings.batcher.advantage, rewards, lengths=[r.loss_tokens for r in made])
             for i, (rollout, credit) in enumerate(zip(made, credits, strict=True)):
@@ -195,6 +208,18 @@ def _rollout(rng: np.random.Generator, row_tokens: int, vocabulary: int, number:
         reward=float(rng.random()),
         policy_version=number - 1,
     )
+
+
+def _column(name: str, rollout: Rollout, rng: np.random.Generator) -> NDArray[Any]:
+    """[length, ...] what the name and its declaration allow: logprobs near the rollout's own, else numbers in 0..1."""
+    spec = column_spec(name)
+    dtype, shape = (np.dtype(np.float32), ()) if spec is None else (spec.dtype, spec.shape)
+    if name.endswith("logprobs"):
+        noise = rng.normal(0.0, 0.1, rollout.length)
+        return np.where(rollout.loss_mask, (rollout.logprobs + noise).clip(max=0.0), 0.0).astype(dtype)
+    if dtype.kind == "f":
+        return rng.random((rollout.length, *shape)).astype(dtype)
+    return rng.integers(0, 2, (rollout.length, *shape)).astype(dtype)
 
 
 def _sample(rollout: Rollout, group_id: str, index: int, credit: float) -> Sample:

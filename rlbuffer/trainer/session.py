@@ -127,6 +127,16 @@ def open_session(
             add_adapter(policy.model, settings.trainer.lora, seed=settings.trainer.seed)
         module = distribute(policy, ranks, parallel=settings.trainer.parallel)
         with StallWatch(ranks, store, seconds=settings.trainer.stall_seconds, on_stall=on_stall) as stalls:
+            reader = buffer.reader(
+                rank,
+                world_size,
+                timeout_seconds=settings.trainer.timeout_seconds,
+                pad_to_multiple_of=settings.trainer.pad_to_multiple_of,
+                vocabulary=vocabulary,
+                adapters=False,
+                columns=needed_columns(settings.trainer),
+            )
+            reader.warns = False  # the command's own lines say what is waited for
             yield Session(
                 settings=settings,
                 ranks=ranks,
@@ -134,15 +144,7 @@ def open_session(
                 module=module,
                 optimizer=make_optimizer(policy, settings.trainer),
                 buffer=buffer,
-                reader=buffer.reader(
-                    rank,
-                    world_size,
-                    timeout_seconds=settings.trainer.timeout_seconds,
-                    pad_to_multiple_of=settings.trainer.pad_to_multiple_of,
-                    vocabulary=vocabulary,
-                    adapters=False,
-                    columns=needed_columns(settings.trainer),
-                ),
+                reader=reader,
                 stop=stop or StopRequest(),
                 stalls=stalls,
                 base=base,

@@ -13,8 +13,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,11 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.narration.waiting import counted
 from rlbuffer.process.threads import Place, places_of_thread
 
+TELL_SECONDS = 2.0
+"""What runs for the first time waits this long until others know: longer only while the server is away, where nobody
+can know."""
+LOOK_SECONDS = 0.005
+"""Between two looks of a task whether they do."""
 LONG_SECONDS = 5.0
 """Work of an env that runs for longer is named, with the line that it is at."""
 MOST_KINDS = 16
@@ -116,37 +121,61 @@ class UserWork:
 
     Args:
         env: whose functions these are.
-        first: called before a function runs for the first time: it may end the process, and then nobody else knows.
+        first: called before a function runs for the first time: it may end the process, and then nobody else knows. It
+            may take long (it asks a server), so it has a thread of its own, and is waited for TELL_SECONDS at most.
     """
 
     def __init__(self, env: object = None, first: Callable[[], None] = lambda: None) -> None:
         self._env = env
         self._running: dict[int, Work] = {}
-        self._begun: set[str] = set()
+        self._told: dict[str, threading.Event] = {}
+        """Function -> set when `first` was called for it."""
         self._starting = threading.Lock()
         self.first = first
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """The env's function `what` runs meanwhile, in this thread or this task. A sys.exit there is an error."""
-        try:
-            task = asyncio.current_task()
-        except RuntimeError:
-            task = None
+        """The env's function `what` runs meanwhile, in this thread. A sys.exit there is an error."""
+        with self._noted(what, None):
+            self._begun(what).wait(TELL_SECONDS)
+            yield
+
+    @asynccontextmanager
+    async def awaiting(self, what: str) -> AsyncIterator[None]:
+        """As `doing`, for one that runs in this task: the other tasks of its loop go on."""
+        with self._noted(what, asyncio.current_task()):
+            said, deadline = self._begun(what), time.monotonic() + TELL_SECONDS
+            while not said.is_set() and time.monotonic() < deadline:
+                await asyncio.sleep(LOOK_SECONDS)
+            yield
+
+    @contextmanager
+    def _noted(self, what: str, task: asyncio.Task[Any] | None) -> Iterator[None]:
         work = Work(what=what, since=time.monotonic(), thread=threading.get_ident(), task=task)
         self._running[id(work)] = work
         token = _current.set(work)
         try:
-            with self._starting:  # who comes second waits: what it does is as unknown as the first one's
-                if what not in self._begun:
-                    self._begun.add(what)
-                    self.first()
             yield
         except SystemExit as error:
             raise exited(error) from error
         finally:
             _current.reset(token)
             del self._running[id(work)]
+
+    def _begun(self, what: str) -> threading.Event:
+        """-> set when it was said. Who comes second waits as well: what it does is as unknown as the first one's."""
+        with self._starting:
+            said = self._told.get(what)
+            if said is None:
+                said = self._told[what] = threading.Event()
+                threading.Thread(target=self._tell, args=(said,), name="first-work", daemon=True).start()
+        return said
+
+    def _tell(self, said: threading.Event) -> None:
+        try:
+            self.first()
+        finally:
+            said.set()
 
     @staticmethod
     def current() -> Work | None:

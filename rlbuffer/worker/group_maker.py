@@ -209,9 +209,8 @@ class GroupMaker:
             return await in_thread(score_all)
 
     async def _within(self, seconds: float, scoring: Any) -> Any:
-        async with self._slots, asyncio.timeout(seconds):
-            with self.work.doing("score"):
-                return await scoring
+        async with self._slots, asyncio.timeout(seconds), self.work.awaiting("score"):
+            return await scoring
 
     def _finished(self, prompt: Prompt, completion: Completion, score: Any) -> Rollout | BaseException:
         if isinstance(score, BaseException):
@@ -229,9 +228,9 @@ class GroupMaker:
         one = self._made if self.way == "rollout" else self._played
         while True:
             try:
-                async with self._slots, asyncio.timeout(self._settings.rollout_timeout_seconds):
-                    with self.work.doing(self.way):
-                        return await one(prompt)
+                limit = asyncio.timeout(self._settings.rollout_timeout_seconds)
+                async with self._slots, limit, self.work.awaiting(self.way):
+                    return await one(prompt)
             except (SamplerUnavailable, Aborted):
                 raise
             except Exception as error:  # the env is the user's code

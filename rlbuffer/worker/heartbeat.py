@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
@@ -68,6 +69,7 @@ class Pulse(Heartbeats):
         self._buffer, self._name, self._env = buffer, name, env
         self._writer: Renewer | None = None
         self._held: dict[int, Ticket] = {}
+        self._listing = threading.Lock()  # never held while the server is asked: the worker's event loop takes it
 
     def look_back(self, beats: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         """A sentence when the process before this one ended while a function of the env ran. Its failures count on."""
@@ -81,24 +83,31 @@ class Pulse(Heartbeats):
 
     def hold(self, writer: Renewer) -> None:
         """From now on tickets are renewed through this writer."""
-        with self._holding:
+        with self._listing:
             self._writer, self._held = writer, {}
 
     def add(self, tickets: Iterable[Ticket]) -> None:
         """From now on these tickets are renewed, too."""
-        with self._holding:
+        with self._listing:
             self._held |= {ticket.number: ticket for ticket in tickets}
 
-    def remove(self, ticket: Ticket) -> None:
-        """It is renewed no more: a renewal after a ticket was given back would take it out again."""
-        with self._holding:
-            self._held.pop(ticket.number, None)
+    def remove(self, tickets: Iterable[Ticket]) -> None:
+        """From the next renewal on they are renewed no more."""
+        with self._listing:
+            for ticket in tickets:
+                self._held.pop(ticket.number, None)
 
     def let_go(self) -> list[Ticket]:
-        """From now on no ticket is renewed. -> those that were held."""
-        with self._holding:
+        """From the next renewal on no ticket is renewed. -> those that were held."""
+        with self._listing:
             tickets, self._held = list(self._held.values()), {}
             return tickets
+
+    def settle(self) -> None:
+        """Waits for the renewal that is under way, which may take as long as the server is away: not for an event loop.
+        Before removed tickets are given back: a renewal behind that would take them out again."""
+        with self._holding:
+            return
 
     def record(self) -> dict[str, Any]:
         """What a heartbeat says; msgpack types."""
@@ -109,8 +118,10 @@ class Pulse(Heartbeats):
         return own | failed | {"doing": doing, "ended": self.ended} | super().record()
 
     def _renew(self) -> None:
-        if self._writer is not None and self._held:
-            self._writer.renew(tuple(self._held.values()))
+        with self._listing:
+            writer, tickets = self._writer, tuple(self._held.values())
+        if writer is not None and tickets:
+            writer.renew(tickets)
 
     def _tell(self, record: dict[str, Any]) -> None:
         self._buffer.heartbeat("worker", self._name, record)

@@ -299,7 +299,7 @@ class _Worker:
         tickets = self._pulse.let_go()
         if tickets and not any(isinstance(o, RunGone | ServerUnreachable | ServerRefused) for o in outcomes):
             with suppress(ServerRefused):  # not given back, they lapse
-                await asyncio.to_thread(writer.release, tickets)
+                await asyncio.to_thread(self._settled, writer.release, tickets)
 
     async def _watch(self) -> None:
         """Loads newer versions while groups are in flight, and evaluates those that are due."""
@@ -341,10 +341,9 @@ class _Worker:
         self._skips = self._skips + len(tickets) if len(tickets) == len(prompts) else 0
         if not tickets:
             return
-        for ticket in tickets:
-            self._pulse.remove(ticket)
+        self._pulse.remove(tickets)
         self._pulse.skipped += len(tickets)
-        await asyncio.to_thread(writer.skip, tickets)
+        await asyncio.to_thread(self._settled, writer.skip, tickets)
         if self._skips:
             self._wait(f"a prompt of {self._env.name} to sample: the last {self._skips} were skipped ({prompts[-1]})")
         if self._skips >= SKIPS_AT_ONCE:
@@ -376,7 +375,7 @@ class _Worker:
 
     async def _push(self, writer: Writer, ticket: Ticket, group: Group, start: float) -> None:
         await asyncio.get_running_loop().run_in_executor(self._pusher, self._store, writer, group)
-        self._pulse.remove(ticket)
+        self._pulse.remove([ticket])
         self._failures.pop(ticket.number, None)
         self._pulse.groups += 1
         self._pulse.rollouts += len(group.rollouts)
@@ -420,12 +419,12 @@ class _Worker:
         sentence = f"group {ticket.group_id} given up: {what}"
         if self._tickets is not None and self._failures[ticket.number] >= LAST_FAILURE:
             # One prompt that can never be sampled must not keep the run from its end.
-            self._pulse.remove(ticket)
-            await asyncio.to_thread(writer.skip, [ticket])
+            self._pulse.remove([ticket])
+            await asyncio.to_thread(self._settled, writer.skip, [ticket])
             sentence += f" ({self._failures[ticket.number]} times; its prompt is left out)"
         elif self._failures[ticket.number] > 1:
             # Given back, it would be the next one taken, again and again. Not given back, it lapses by its own time.
-            self._pulse.remove(ticket)
+            self._pulse.remove([ticket])
             sentence += f" ({self._failures[ticket.number]} times; its ticket is left to lapse)"
         else:
             await self._release(writer, [ticket])
@@ -436,15 +435,17 @@ class _Worker:
             raise self._pulse.failures.all_of(self._env.name)
 
     async def _release(self, writer: Writer, tickets: list[Ticket]) -> None:
-        for ticket in tickets:
-            self._pulse.remove(ticket)
+        self._pulse.remove(tickets)
         with suppress(ServerRefused):  # not given back, they lapse
-            await asyncio.to_thread(writer.release, tickets)
+            await asyncio.to_thread(self._settled, writer.release, tickets)
+
+    def _settled(self, give_back: Callable[[list[Ticket]], None], tickets: list[Ticket]) -> None:
+        self._pulse.settle()
+        give_back(tickets)
 
     async def _check(self, policy: PolicyVersion) -> None:
         """The sampler must say the truth before anything of it is pushed."""
-        mode = self._settings.self_check
-        if mode == "never" or (mode == "auto" and self._sampler.is_ours):
+        if self._settings.self_check == "never" or (self._settings.self_check == "auto" and self._sampler.is_ours):
             return
         from rlbuffer.worker.selfcheck import check_sampler  # imports torch
 
@@ -453,7 +454,7 @@ class _Worker:
         self._on_event({"event": "checked", "version": policy.version, "difference": difference})
 
     def _first_prompt(self) -> Prompt:
-        """Of the first tickets the first one that is not skipped."""
+        """The prompt of the first ticket that is not skipped."""
         for number in range(CHECKED_PROMPTS):
             with suppress(Skip):
                 return self._env.prompt(number)

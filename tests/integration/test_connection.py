@@ -194,13 +194,14 @@ def test_closing_stops_the_embedded_server_and_the_connection_stays_closed(home:
 def test_an_unreachable_server_is_named_with_the_origin_of_its_address(
     home: Path, origin: str, source: str, instead: str
 ) -> None:
-    url = f"redis://me:secret@127.0.0.1:{free_port()}/0"
+    port = free_port()
+    url = f"redis://me:secret@127.0.0.1:{port}/0"
     with pytest.raises(ServerUnreachable) as caught:
         connect(url, home, origin=origin, patience_seconds=0.0)
     assert str(caught.value) == (
         f"cannot reach Redis at {url.replace('secret', '***')} (connection refused).\n"
         f"  Tried once.{source}\n"
-        "  Start one:   docker compose up -d redis\n"
+        f"  Start one there:   valkey-server --port {port}   (or redis-server)\n"
         f"  Or use the embedded one: {instead}."
     )
     assert caught.value.exit_code == 4

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from rlbuffer.narration.serve import ServeNarrator
+from rlbuffer.narration.waiting import silent_trainer
+from rlbuffer_cli.commands.serve import _Status
 from rlbuffer_cli.render.foot import Foot
 
 PARTS = re.compile(r"\x1b\[(\d*)([AK])|([\r\n])|([^\x1b\r\n]+)")
@@ -150,6 +152,23 @@ def test_serve_shows_what_it_waits_for_in_one_place_and_says_what_is_wrong_above
         "! the server is full",
         "b is paused: steps go on without it",
     ]
+
+
+@pytest.mark.parametrize("width", [40, 60, 200])
+def test_serve_shows_a_sentence_to_its_end_however_narrow_the_terminal_is(terminal: Terminal, width: int) -> None:
+    sentence = silent_trainer(2, 0, 25.0)
+    status = _Status("math")
+    status.step = 2
+    status.wait_for(sentence)
+    terminal.resize(width)
+    foot = Foot(status.lines, terminal.stream)
+    for _ in range(2):
+        foot.say("step 2")
+    seen = terminal.rows
+    assert seen[:2] == ["step 2"] * 2
+    assert " ".join(seen[2:]) == f"step 2 · waiting 0 s: {sentence}"
+    foot.close()
+    assert terminal.rows == ["step 2", "step 2", ""]
 
 
 def test_nothing_is_shown_where_nobody_looks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from store_runs import Run
 
+from rlbuffer.store.server.connection import Connection
 from rlbuffer_cli.commands import push as push_command
 from rlbuffer_cli.main import main
 
@@ -33,8 +35,9 @@ NO_DATA = (
 )
 NO_MODEL = (
     "model: exactly one of path and config is needed; neither is set. Give [model] path = a Hugging Face model's "
-    "directory, or [model.config] for a fresh model (rlbuffer.toml of the project has one)"
+    "directory, or [model.config] for a fresh model (the file that `rlbuffer config example` prints has one)"
 )
+BEGIN = "or a file to begin with: `rlbuffer config example > rlbuffer.toml`"
 NEVER = "these settings can never make a batch: "
 
 
@@ -111,13 +114,17 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
                 "section."
             ),
         ),
-        ("worker x", 3, "Error: the config has no [worker.x] section. Give --env, or add the section."),
+        ("worker x", 3, f"Error: no rlbuffer.toml is here, and so no [worker.x] section. Give --env, {BEGIN}"),
         (
             "worker x --config two.toml",
             3,
-            "Error: the config has no [worker.x] section. Give --env, or add the section.",
+            "Error: two.toml has no [worker.x] section. Give --env, or add the section.",
         ),
-        ("score x", 3, "Error: the config has no [score.x] section. Give --model or --reward, or add the section."),
+        (
+            "score x",
+            3,
+            f"Error: no rlbuffer.toml is here, and so no [score.x] section. Give --model or --reward, {BEGIN}",
+        ),
         (
             "score",
             3,
@@ -141,7 +148,8 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             3,
             (
                 "Error: 2 mistakes in the settings:\n"
-                "  there is no [worker.NAME] section: nothing would be sampled. See the example rlbuffer.toml.\n"
+                "  there is no [worker.NAME] section: nothing would be sampled "
+                "(the file that `rlbuffer config example` prints has two).\n"
                 f"  {NO_MODEL}"
             ),
         ),
@@ -279,4 +287,24 @@ def test_a_line_that_is_too_long_is_refused_by_its_place(call: Call, monkeypatch
             "Error: long.jsonl:1  rollouts[0].text: the line is longer than 1 MiB, the most that one rollout may take; "
             "push large rollouts from Python"
         ),
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", ["serve", "worker vcopy", "worker --env vcopy", "score --model initial", "train", "run", "runs"]
+)
+def test_a_server_that_is_not_there_is_said_at_once_with_where_its_address_came_from(
+    call: Call, arguments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(Connection.__init__.__kwdefaults__, "patience_seconds", 0.0)
+    Path("example.toml").write_text((Path(__file__).parents[2] / "rlbuffer.toml").read_text())
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    code, text = call(*arguments.split(), "--config", "example.toml", "--redis", f"redis://127.0.0.1:{port}")
+    assert code == 4
+    assert text.startswith(f"Error: cannot reach Redis at redis://127.0.0.1:{port} (connection refused).\n")
+    assert text.endswith(
+        f"The address comes from --redis.\n  Start one there:   valkey-server --port {port}   (or redis-server)\n"
+        "  Or use the embedded one: leave --redis out."
     )

@@ -101,7 +101,8 @@ def step_with_infinite_gradient() -> None:
             ConfigError,
             (
                 "model: exactly one of path and config is needed; neither is set. Give [model] path = a Hugging Face "
-                "model's directory, or [model.config] for a fresh model (rlbuffer.toml of the project has one)"
+                "model's directory, or [model.config] for a fresh model (the file that `rlbuffer config "
+                "example` prints has one)"
             ),
         ),
         (
@@ -109,7 +110,8 @@ def step_with_infinite_gradient() -> None:
             ConfigError,
             (
                 "model: exactly one of path and config is needed; both are set. Give [model] path = a Hugging Face "
-                "model's directory, or [model.config] for a fresh model (rlbuffer.toml of the project has one)"
+                "model's directory, or [model.config] for a fresh model (the file that `rlbuffer config "
+                "example` prints has one)"
             ),
         ),
     ],

@@ -52,6 +52,12 @@ def test_a_samplers_options_are_no_way_round(sampler: str, tmp_path: Path) -> No
     assert mistakes(tmp_path, lines) == ["sampler_options.top_k: tokens are left out by top_p alone"]
 
 
+def test_speculative_decoding_is_refused_with_its_reason(tmp_path: Path) -> None:
+    options = 'sampler_options = { speculative_config = { method = "ngram", num_speculative_tokens = 4 } }'
+    (told,) = mistakes(tmp_path, f'[worker.a]\nenv = "vcopy"\nsampler = "vllm"\n{options}')
+    assert told.startswith("sampler_options.speculative_config: logprobs of speculated tokens were missing ")
+
+
 def test_a_temperature_that_vllm_would_raise_is_refused(tmp_path: Path) -> None:
     (told,) = mistakes(tmp_path, f'[worker.a]\nenv = "vcopy"\ntemperature = 0.005\n{SERVER}')
     assert told.startswith("worker.a.temperature = 0.005 with sampler openai: vLLM would sample at 0.01 without a word")

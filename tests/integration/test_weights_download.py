@@ -214,7 +214,7 @@ def test_an_announcement_must_name_the_version_it_announces(tmp_path: Path, loca
 DOWNLOAD = """
 import json, sys
 from pathlib import Path
-from rlbuffer.records import PolicyVersion
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.cache import VersionCache
 print("ready", flush=True)
 sys.stdin.readline()

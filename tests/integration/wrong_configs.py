@@ -175,7 +175,7 @@ TABLE = [
         ],
     ),
     ("-model.config", '[model]\npath = "nameless"', ["model.path: nameless/config.json names no model_type"]),
-    ("-worker.a", "", ["there is no [worker.NAME] section: nothing would be sampled."]),
+    ("-worker.a", "", ["there is no [worker.NAME] section: nothing would be sampled "]),
     # numbers that are none, or not this one
     ("trainer", "learning_rate = inf", ["trainer.learning_rate = inf: input should be a finite number"]),
     ("trainer", "weight_decay = nan", ["trainer.weight_decay = nan: input should be a finite number"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def test_help_and_version(run: Callable[..., tuple[int, str, str]]) -> None:
                 "section."
             ),
         ),
-        (["worker", "x"], 3, "Error: the config has no [worker.x] section. Give --env, or add the section."),
+        (["worker", "x"], 3, "Error: no rlbuffer.toml is here, and so no [worker.x] section. Give --env, or a file"),
         (["run"], 3, "  model: exactly one of path and config is needed; neither is set."),
         (["verify"], 1, "Error: nothing was ever stored under "),
         (["inspect"], 1, "Error: nothing was ever stored under "),
@@ -90,6 +91,21 @@ def test_errors_are_one_message_and_an_exit_code(
     assert (actual, out) == (code, "")
     assert err.splitlines()[-1].startswith(message)
     assert "Traceback" not in err
+
+
+def test_the_example_of_a_config_is_one_that_runs(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = run("config", "example")
+    assert code == 0
+    Path("rlbuffer.toml").write_text(out, encoding="utf-8")
+    assert run("config", "check")[:1] == (0,)
+
+
+def test_what_an_error_tells_to_type_is_there(run: Callable[..., tuple[int, str, str]]) -> None:
+    """A command that an error names must be one, also for who has installed the wheel and has no file of ours."""
+    told = [run("run")[2], run("worker", "x")[2], run("train")[2]]
+    for text in told:
+        (command,) = re.findall(r"`rlbuffer ([^`>]*)", text)[:1]
+        assert run(*command.split())[0] == 0
 
 
 def test_looking_starts_nothing(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -285,6 +286,62 @@ def test_what_runs_is_told_before_it_runs_for_the_first_time() -> None:
     assert len(told) == 1
     assert "test_failures.py:" in told[0]
     assert work.now() == ""
+
+
+@pytest.mark.parametrize("way", ["score", "play"])
+def test_other_tasks_of_a_worker_go_on_while_it_tells_what_it_does_first(way: str) -> None:
+    """The heartbeat of an env's first call waits while the server is away."""
+
+    class Env:
+        name, vocab_size, eos_token_ids, max_new_tokens = "theirs", 13, (12,), 2
+
+        async def score(self, prompt, tokens, *, finish_reason):
+            return Score(reward=1.0)
+
+    class Plays(Env):
+        score = None  # type: ignore[assignment]
+
+        async def play(self, prompt, episode):
+            await episode.sample()
+            return Score(reward=1.0)
+
+        def render(self, tokens):
+            return ""
+
+    asked, goes_on, heard = threading.Event(), threading.Event(), []
+
+    async def make() -> None:
+        prompt = Prompt(prompt_id="p", tokens=np.array([1], np.int32))
+        made = maker(Env() if way == "score" else Plays())
+        made.work.first = lambda: (asked.set(), heard.append(goes_on.wait(5)))
+
+        async def another() -> None:
+            while not asked.is_set():
+                await asyncio.sleep(0)
+            goes_on.set()
+
+        await asyncio.gather(made.make(Ticket(env="theirs", number=0, group_id="theirs.0"), prompt), another())
+
+    with suppress(GroupFailed):
+        asyncio.run(make())
+    assert heard == [True]
+
+
+def test_what_runs_is_not_held_up_for_long_by_a_server_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "TELL_SECONDS", 0.0)
+    is_back = threading.Event()
+    work = UserWork(first=is_back.wait)
+    ran: list[str] = []
+
+    async def plays() -> None:
+        async with work.awaiting("play"):
+            ran.append("play")
+
+    with work.doing("prompt"):
+        ran.append("prompt")
+    asyncio.run(plays())
+    assert ran == ["prompt", "play"]
+    is_back.set()
 
 
 def test_the_next_process_says_how_the_one_before_it_ended() -> None:

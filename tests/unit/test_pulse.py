@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -84,7 +85,7 @@ def test_tickets_are_renewed_while_they_are_held_and_not_after(server: Server, p
     other = Ticket(env=TICKET.env, number=99, group_id=f"{TICKET.env}.99")
     pulse.hold(server)
     pulse.add([TICKET, other])
-    pulse.remove(other)
+    pulse.remove([other])
     eventually(lambda: server.renewed)
     assert pulse.let_go() == [TICKET]
     before, beats = len(server.renewed), len(server.heard)
@@ -92,6 +93,30 @@ def test_tickets_are_renewed_while_they_are_held_and_not_after(server: Server, p
     assert len(server.renewed) == before
     assert set(server.renewed) <= {(TICKET,), (TICKET, other)}
     assert server.renewed[-1] == (TICKET,)
+
+
+def test_an_event_loop_takes_and_lets_go_of_tickets_while_a_renewal_waits_for_the_server(
+    server: Server, pulse: Pulse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, is_back = threading.Event(), threading.Event()
+
+    def renew(tickets: Iterable[Ticket], /) -> None:
+        asked.set()
+        assert is_back.wait(30)
+
+    monkeypatch.setattr(server, "renew", renew)
+    pulse.hold(server)
+    pulse.add([TICKET])
+    assert asked.wait(10)
+    pulse.remove([TICKET])
+    pulse.add([TICKET])
+    assert pulse.let_go() == [TICKET]
+    settling = threading.Thread(target=pulse.settle)
+    settling.start()
+    assert settling.is_alive(), "a ticket is given back behind the renewal"
+    is_back.set()
+    settling.join(10)
+    assert not settling.is_alive()
 
 
 def test_a_beat_that_fails_in_any_way_is_told_and_the_next_one_tries_again(

@@ -4,7 +4,7 @@ import contextlib
 from pathlib import Path
 
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.run.supervisor import Supervisor
+from rlbuffer.run.supervisor import Child, Supervisor
 
 
 def test_a_full_disk_is_said_once_and_stops_nobody_from_being_heard(tmp_path: Path) -> None:
@@ -20,3 +20,25 @@ def test_a_full_disk_is_said_once_and_stops_nobody_from_being_heard(tmp_path: Pa
     assert [line.split(":")[1] for name, line in heard if name == "run"] == [
         " No space left on device. Lines are missing there"
     ]
+
+
+def test_what_needs_no_torch_starts_while_the_forkserver_still_loads_it(tmp_path: Path) -> None:
+    supervisor = Supervisor(RunSettings(home=tmp_path), say=lambda name, line: None)
+    started: list[str] = []
+    children = [
+        Child(name=name, start=lambda name=name: started.append(name) or _Alive(), is_forked=forked)  # type: ignore[misc]
+        for name, forked in (("worker a", True), ("serve", False))
+    ]
+    for child in children:
+        supervisor._look_after(child, None)  # type: ignore[arg-type]
+    assert started == ["serve"]
+    supervisor._is_warm.set()
+    for child in children:
+        supervisor._look_after(child, None)  # type: ignore[arg-type]
+    assert started == ["serve", "worker a"]
+
+
+class _Alive:
+    """A process that goes on."""
+
+    pid, exitcode = 1, None

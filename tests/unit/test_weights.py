@@ -223,7 +223,7 @@ def test_weights_that_do_not_fit_leave_the_model_as_it_was(change: object, messa
 
 HINT = (
     "Give [model] path = a Hugging Face model's directory, or [model.config] for a fresh model "
-    "(rlbuffer.toml of the project has one)"
+    "(the file that `rlbuffer config example` prints has one)"
 )
 
 

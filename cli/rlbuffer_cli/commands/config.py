@@ -26,8 +26,8 @@ the options of envs and samplers."""
 def command() -> None:
     """Check the settings, show them with where each came from, or give them to a run at work.
 
-    Settings come from rlbuffer.toml, then from RLBUFFER_* variables (RLBUFFER_BATCHER__MAX_AGE is batcher.max_age),
-    then from flags; the last one wins.
+    `rlbuffer config example > rlbuffer.toml` makes a file to begin with. Settings come from rlbuffer.toml,
+    then from RLBUFFER_* variables (RLBUFFER_BATCHER__MAX_AGE is batcher.max_age), then from flags; the last one wins.
     """
 
 
@@ -58,6 +58,23 @@ def check(config: str | None, redis: str | None, run: str | None, home: str | No
     given, warnings = len(loaded.sources), len(loaded.warnings)
     echo(f"ok: {where}, {given} setting{'s' * (given != 1)} given, {warnings} warning{'s' * (warnings != 1)}")
     return 0
+
+
+@command.command("example")
+def example() -> None:
+    """Print a file with every setting, its default and what it means. `rlbuffer run` runs it as it is: the demo's envs.
+
+    \b
+    Example:
+      rlbuffer config example > rlbuffer.toml
+    """
+    from importlib import resources
+    from pathlib import Path
+
+    packaged = resources.files("rlbuffer_cli") / "example.toml"
+    # Beside the packages in a checkout, inside of one in a wheel.
+    text = packaged if packaged.is_file() else Path(__file__).parents[3] / "rlbuffer.toml"
+    click.echo(text.read_text(encoding="utf-8"), nl=False)
 
 
 @command.command("show")

@@ -31,15 +31,15 @@ def command(config: str | None, redis: str | None, run: str | None, home: str | 
 
     loaded = options.load(config, redis, run, home)
     check_home(loaded)
-    url = loaded.settings.redis_url
-    with connect(url, run=loaded.settings.run, config=loaded.settings, name="runs") as buffer:
+    url, origin = loaded.settings.redis_url, options.redis_origin(loaded)
+    with connect(url, run=loaded.settings.run, config=loaded.settings, name="runs", origin=origin) as buffer:
         opened_at_of = {name: at for name, at in buffer.store.runs().items() if run in (None, name)}
         now = buffer.store.now()
         address = buffer.store.server()["address"]
     if not opened_at_of and not as_json:
         echo(f"no runs on {address}")
     for name, opened in opened_at_of.items():
-        with connect(url, run=name, config=loaded.settings, name="runs") as other:
+        with connect(url, run=name, config=loaded.settings, name="runs", origin=origin) as other:
             try:
                 meta, trainer, total = other.store.meta(), other.store.trainer(), other.ledger().total()
             except SchemaMismatch as error:

@@ -54,7 +54,7 @@ def command(
     named = {f"score.{key}.{k}": v for k, v in flags.items()}
     loaded = options.load(config, redis, run, home, named, parts=(f"score.{key}",))
     settings = loaded.settings
-    sections.check("score", key, settings.score, "Give --model or --reward, or add the section.")
+    sections.check("score", key, settings.score, loaded.file, "--model or --reward")
 
     from rlbuffer.narration.scorer import ScoreNarrator
     from rlbuffer.run import members
@@ -66,7 +66,9 @@ def command(
         settings.score[key].replicas,
         display,
         ScoreNarrator,
-        lambda title, stop, on_event: members.score(settings, key, replica, title, stop, on_event),
+        lambda title, stop, on_event: members.score(
+            settings, key, replica, title, stop, on_event, origin=options.redis_origin(loaded)
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import click
@@ -55,6 +56,20 @@ def command(
     }
     loaded = options.load(config, redis, run, home, flags, parts=("train",))
     settings = loaded.settings
+    with ExitStack() as connections:
+        if not fake_data:
+            from rlbuffer.client import connect
+
+            # Ranks that cannot connect would be started again and again: whether there is a server is asked first.
+            starting("connecting to the server")
+            origin = options.redis_origin(loaded)
+            connections.enter_context(
+                connect(settings.redis_url, run=settings.run, config=settings, name="train", origin=origin)
+            )
+        return _train(settings, display, fake_data=fake_data)
+
+
+def _train(settings: RunSettings, display: str, *, fake_data: bool) -> int:
     starting("loading torch")
 
     from rlbuffer.process.environment import name_process

@@ -60,7 +60,7 @@ def command(
         _tell_run(config, redis, run, home, named, key, str(error))
         raise
     settings = loaded.settings
-    sections.check("worker", key, settings.worker, "Give --env, or add the section.")
+    sections.check("worker", key, settings.worker, loaded.file, "--env")
 
     from rlbuffer.narration.worker import WorkerNarrator
     from rlbuffer.run import members
@@ -72,7 +72,9 @@ def command(
         settings.worker[key].replicas,
         display,
         WorkerNarrator,
-        lambda title, stop, on_event: members.sample(settings, key, replica, title, stop, on_event),
+        lambda title, stop, on_event: members.sample(
+            settings, key, replica, title, stop, on_event, origin=options.redis_origin(loaded)
+        ),
     )
 
 

@@ -419,7 +419,16 @@ class Connection:
             instead = f"leave {self._origin.split()[0]} out"
         elif re.fullmatch(r"[A-Z0-9_]+", self._origin):
             instead = f"unset {self._origin}"
-        return f"  {spent}{source}\n  Start one:   docker compose up -d redis\n  Or use the embedded one: {instead}."
+        return f"  {spent}{source}\n  {self._start_one()}\n  Or use the embedded one: {instead}."
+
+    def _start_one(self) -> str:
+        """How the server comes about that is not there."""
+        options = self._url_options()
+        if self._url.startswith("unix:"):
+            return f"Start one:   valkey-server --unixsocket {options.get('path', '')}   (or redis-server)"
+        if self._url.startswith("rediss:"):
+            return "Start one there, with TLS (valkey-server or redis-server)."
+        return f"Start one there:   valkey-server --port {options.get('port', 6379)}   (or redis-server)"
 
 
 def _refused(error: BaseException) -> BaseException | None:

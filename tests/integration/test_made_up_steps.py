@@ -1,0 +1,51 @@
+"""`rlbuffer train --fake-data` with a loss that reads further columns: made-up rollouts have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.trainer.fake import FakeBuffer
+from rlbuffer.trainer.loop import train
+from rlbuffer.weights.model import TINY_QWEN3
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+SMALL = dict(TINY_QWEN3, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"kl_beta": 0.1},
+        {"loss": "teacher:loss", "loss_columns": ["teacher_logprobs"], "loss_options": {"clip": 0.4}},
+    ],
+    ids=["kl_beta", "loss_columns"],
+)
+def test_a_loss_that_reads_a_column_trains_on_made_up_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: dict[str, Any]
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    wanted = RunSettings(
+        home=tmp_path,
+        batcher={"row_tokens": 64},
+        model={"config": SMALL},
+        trainer={"steps": 1, "output": tmp_path, "device": "cpu", **trainer},
+    )
+    assert train(wanted, rank=0, world_size=1, fake_data=True)
+    (record,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert np.isfinite(record["loss"])
+
+
+def test_further_columns_change_no_token_of_a_made_up_step() -> None:
+    buffer = FakeBuffer(RunSettings(batcher={"row_tokens": 64}), vocabulary=13)
+    with_columns = next(buffer.reader(columns=("ref_logprobs", "entropy")).steps())
+    without = next(buffer.reader().steps())
+    for mine, theirs in zip(with_columns, without, strict=True):
+        assert mine.input_ids.tolist() == theirs.input_ids.tolist()
+        assert mine.columns["ref_logprobs"][mine.loss_mask].max() <= 0.0
+        assert set(mine.columns) == {"ref_logprobs", "entropy"}

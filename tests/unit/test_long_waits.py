@@ -1,0 +1,51 @@
+"""A loop of one's own that waits for long says for what: nothing else on its terminal would."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+import rlbuffer
+from rlbuffer import refusals
+from rlbuffer.client.refusals import LongWait
+
+pytest.importorskip("fakeredis")
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "LONG_WAIT_SECONDS", 0.0)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_writer_without_a_ticket_says_what_the_batcher_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+    with rlbuffer.connect("memory://", run="math") as buffer:
+        writer = buffer.writer("w0")
+        assert writer.take("gsm8k", timeout_seconds=0.05) == []
+        silent = "run math: waiting for a ticket of gsm8k for 0 s. No batcher has said anything: is `rlbuffer serve` "
+        assert told(caplog) == [f"{silent}running?"]
+        buffer.store.set_waiting("batcher", "No trainer has joined yet.")
+        writer.take("gsm8k", timeout_seconds=0.05)
+        assert told(caplog)[1] == "run math: waiting for a ticket of gsm8k for 0 s. No trainer has joined yet."
+
+
+def test_rank_0_without_a_step_says_so_and_others_do_not(caplog: pytest.LogCaptureFixture) -> None:
+    with rlbuffer.connect("memory://", run="math") as buffer:
+        buffer.store.open_run()
+        for rank in (1, 0):
+            looks = iter((False, True))
+            assert list(buffer.reader(rank, 2).steps(until=lambda looks=looks: next(looks))) == []
+    assert [text.partition(" for ")[2].split(" for ")[0] for text in told(caplog)] == ["step 1"]
+
+
+def test_a_long_wait_is_told_again_only_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    with rlbuffer.connect("memory://", run="math") as buffer:
+        buffer.store.open_run()
+        wait = LongWait(buffer.store)
+        for _ in range(3):
+            wait.look("step 1")
+    assert len(told(caplog)) == 1
