@@ -4,7 +4,7 @@
 adapter gathers rollouts until it has its batch: its own step ends with the first step of the run at whose end at least
 `batch_size` of its rollouts were trained since its last own step. That step's header says `ready_to_update`, the
 trainer steps the adapter's optimizer once, and the version that this makes is the number of its own steps. What one
-step of the run holds is never cut, so an own step has at least `batch_size` rollouts and the count begins anew at 0.
+step of the run holds is never cut, so an own step has at least `batch_size` rollouts and the count begins at 0 again.
 
 An own step's age rule is that of the run's: version - `min_policy_version`, where version is the one that the adapter
 has while this step trains. An announced version is proof of its steps: after a loss of writes the count goes on there.
@@ -37,7 +37,7 @@ Tags = MutableMapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class AdapterAccount:
-    """What is remembered of an adapter; moves only when a step is committed."""
+    """The account of an adapter; moves only when a step is committed."""
 
     samples: int = 0
     """Rollouts trained in this run."""
@@ -209,7 +209,7 @@ def asking(
     max_age_of: Callable[[str], int | None],
     step: int,
 ) -> tuple[dict[str, AdapterProgress], int | None]:
-    """Which versions `step` must ask for, because what is published now is too old for whatever comes after it.
+    """Finds the versions that `step` must ask for, because the published ones are too old for the step after it.
 
     A version that nobody may be going to publish (`publish_every` above 1) would be waited for for ever. So the step
     after which it is needed asks for it, and the trainer publishes what it has made by then.

@@ -1,4 +1,4 @@
-"""How many tickets may be out per env: enough to keep steps coming, few enough that little is thrown away.
+"""The number of tickets that may be out per env: enough to keep steps coming, so few that little is thrown away.
 
 A group sampled now by policy version v can serve steps up to v + 1 + max_age. Of the steps after the last committed one
 that is a window of v + 1 + max_age - last_step, and there is no use for more groups than the window can train:
@@ -35,7 +35,7 @@ _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSupply:
-    """What an env has, and how far its data reaches."""
+    """The groups that an env has, and how far they reach."""
 
     window: int
     """Steps after the last committed one that a group sampled now can serve; <= 0: none."""

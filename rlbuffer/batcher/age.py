@@ -1,4 +1,4 @@
-"""How old data is, and an index that finds what is too old without looking at the rest.
+"""The age of data, and an index that finds groups that are too old without looking at the rest.
 
 Step s trains version s - 1, so a rollout whose oldest token was sampled by version v has age (s - 1) - v there, the
 time it spent in the pool included. Groups are kept in buckets by version: sweeping pops whole buckets, selecting walks
@@ -29,7 +29,7 @@ def is_future(step: int, max_version: int) -> bool:
 
 
 class Versioned(Protocol):
-    """What the index holds."""
+    """A group, as far as the index looks at it."""
 
     @property
     def group_id(self) -> str: ...

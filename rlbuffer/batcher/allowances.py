@@ -1,4 +1,4 @@
-"""What the run needs to be sampled next: the envs that the open step wants, and the tickets that each may have out."""
+"""The sampling that a run needs next: the envs that the open step wants, and the tickets that each may have out."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ index at once and is repeated by every decision until `dropped` confirms it.
 
 Time: `now` is any clock that does not run backwards, the same one in `add` and `next`. A group's timeout counts from
 the `now` of its first part's `add` and is looked at only in `next`; a new leader that passes its own time to `add`
-starts the timeouts anew, so time in which no batcher ran does not count.
+starts the timeouts again, so time in which no batcher ran does not count.
 
 Cost: a step touches the groups that it selects or drops, and running sums of the others
 (:mod:`rlbuffer.batcher.pool_index`).
@@ -77,7 +77,7 @@ class Batcher:
         self._step = int((state or {}).get("step", 0))
         """The last committed one, as far as the state tells."""
         self._at = float((state or {}).get("at", "-inf"))
-        """When it was decided: over a takeover, too, so that a step does not wait anew."""
+        """When it was decided: over a takeover, too, so that a step does not wait all over again."""
         self._waits_since = self._at
         self._decided: _Decided | None = None
         self._selector = load_selector(config)
@@ -384,7 +384,7 @@ class Batcher:
     def _close_rest(
         self, step: int, limits: Limits, fractions: Mapping[str, float], world_size: int
     ) -> tuple[Sequence[GroupState], Plan, str] | None:
-        """What is ready, of a step that is not waited for any longer: it has waited for `fill_timeout_seconds`, or
+        """Closes a step with what is ready when it is not waited for any longer: `fill_timeout_seconds` are over, or
         nothing more comes."""
         known, timeout, now = self._known, self._config.fill_timeout_seconds, self._pool.now
         is_last = known.is_last

@@ -1,4 +1,4 @@
-"""Who is owed how much: deficit round robin over envs.
+"""The amount that each env is owed: deficit round robin over envs.
 
 Every env has a share of what a step trains, in tokens, rollouts or groups. Whenever a group of size w is selected, each
 env is credited its share of w and the env that gave the group is charged w; who is owed most in proportion to its share
@@ -24,7 +24,7 @@ MEAN_WINDOW = 64
 
 @dataclass(slots=True)
 class EnvAccount:
-    """What is remembered of an env from step to step; moves only when a step is committed."""
+    """The account of an env from step to step; moves only when a step is committed."""
 
     deficit: float = 0.0
     """What the env is owed, in the budget's unit; negative when it gave more than its share."""
@@ -60,7 +60,7 @@ class EnvAccount:
 
 
 def size_of(unit: str, *, tokens: int, rollouts: int) -> int:
-    """What a group counts in the budget's unit."""
+    """The size of a group in the budget's unit."""
     return tokens if unit == "tokens" else rollouts if unit == "rollouts" else 1
 
 

@@ -1,4 +1,4 @@
-"""How many of the selected groups fit into a step's rows.
+"""The number of selected groups that fit into a step's rows.
 
 The token sum bounds the step from above and costs nothing; one call of the planner settles it; where rows fragment, one
 group is given back, and only then is the prefix searched. Closing before the group that needs another level fills

@@ -1,4 +1,4 @@
-"""Which sentence says why a step is not there yet (:mod:`rlbuffer.narration.waiting` has the words)."""
+"""The sentence that says why a step is not there yet (:mod:`rlbuffer.narration.waiting` has the words)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlbuffer.narration import waiting
 
 
 def sentence(known: Situation, step: int, trial: Trial, limits: Limits, fractions: Mapping[str, float]) -> str:
-    """Why `step` is not made: the pauses, a version, the env that is short, or whose turn it is."""
+    """The reason why `step` is not made: the pauses, a version, the env that is short, or the one whose turn it is."""
     if known.is_last:
         paused = sorted(env for env in known.paused if not known.is_finished(env))
         return waiting.for_paused(paused) if paused else waiting.for_end(step - 1)
@@ -62,7 +62,7 @@ def _need(
     fractions: Mapping[str, float],
     means: Mapping[str, Mean],
 ) -> waiting.EnvNeed:
-    """What the step still needs of `env`: what it is owed now, and its share of what the step still lacks."""
+    """The need of the step for `env`: what it is owed now, and its share of what the step still lacks."""
     done, _ = progress(trial, limits)
     size = sum(budget.size_of(known.config.unit, tokens=g.tokens, rollouts=g.rollouts) for g in trial.groups)
     lacking = size / done - size if done > 0 else 0.0
@@ -83,7 +83,7 @@ def _need(
 
 
 def progress(trial: Trial, limits: Limits) -> tuple[float, str]:
-    """How full the step is: share, 0-1, and the same in words."""
+    """The filled share of the step, 0-1, and the same in words."""
     if limits.groups is not None:
         return len(trial.groups) / limits.groups, f"{len(trial.groups)} of {limits.groups} groups ready"
     if limits.rollouts is not None:

@@ -34,7 +34,7 @@ class Member(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """Why a part, or one rollout of it, does not join its group."""
+    """The reason why a part, or one rollout of it, does not join its group."""
 
     reason: str
     detail: str
@@ -109,7 +109,7 @@ class GroupState:
 
     @property
     def ids(self) -> set[str]:
-        """Of the rollouts that came, valid or not."""
+        """The ids of the rollouts that came, valid or not."""
         if self._ids is None:
             self._ids = {member.info.rollout_id for member in self.members}
         return self._ids
@@ -129,7 +129,7 @@ class GroupState:
 
     @property
     def rewards(self) -> list[float]:
-        """Of the valid rollouts; all of them once the group is ready."""
+        """The rewards of the valid rollouts; all have one once the group is ready."""
         return [m.info.reward for m in self.members if m.info.reward is not None]
 
     def take(self, entry_id: str, info: GroupInfo, row_tokens: int) -> Rejected | None:
@@ -251,8 +251,8 @@ class GroupState:
         return self.arrived >= self.planned_size
 
     def too_small(self, min_group_size: int, *, is_over: bool, timeout_seconds: float | None) -> Rejected | None:
-        """Why the group can no longer become ready, or None. `is_over`: its time is up, or, where `timeout_seconds` is
-        None, nothing more comes of its env."""
+        """The reason why the group can no longer become ready, or None. `is_over`: its time is up, or, where
+        `timeout_seconds` is None, nothing more comes of its env."""
         if not is_over and (self.needs or not self.has_all):
             return None
         when = (
@@ -270,7 +270,7 @@ class GroupState:
         return None
 
     def uses(self, max_uses: int = 1) -> list[EntryUse]:
-        """What packing the group does with each of its entries, exactly.
+        """The exact use of each of the group's entries when it is packed.
 
         What an entry holds beyond the packed rollouts is dropped with the first use.
         """

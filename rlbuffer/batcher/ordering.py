@@ -1,4 +1,4 @@
-"""Which group of an env goes first, where that is not a matter of versions: by priority.
+"""The order of an env's groups where it is not a matter of versions: by priority.
 
 `priority` takes the groups with the largest variance in reward first: with rewards of 0 and 1 that is p (1 - p), most
 where a prompt is solved half of the time, nothing where it is always or never solved and the advantage is 0. Of equals
@@ -28,12 +28,12 @@ from rlbuffer.config.dotted import load, refused
 from rlbuffer.errors import InvalidRollout
 
 _SLACK = 64
-"""Entries of a heap that may be outdated beyond half of it before it is made anew."""
+"""Entries of a heap that may be outdated beyond half of it before it is made again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a selector sees of a ready group."""
+    """A ready group as a selector sees it."""
 
     group_id: str
     env: str
@@ -58,7 +58,7 @@ def by_variance(group: Candidate, rng: np.random.Generator) -> float:
 
 
 def load_selector(config: BatcherConfig) -> Selector | None:
-    """What `order` names; None where versions decide.
+    """Loads the selector that `order` names; None where versions decide.
 
     Raises:
         ConfigError: it cannot be imported, or is not callable; the message says why.

@@ -1,8 +1,8 @@
-"""Which groups go into a step, in order: deficit round robin until the step is full or an env has nothing left.
+"""The groups that go into a step, in order: deficit round robin until the step is full or an env has nothing left.
 
-Of the envs that would still be owed something after being credited for their next group, the one goes first that would
-be the first to be owed a whole group. Simply taking the largest deficit drifts by up to 1.7 groups among eight envs of
-unequal shares (simulated); with deadlines no env is ever further than one group from its share.
+The env whose deficit would reach a whole group soonest goes first. Envs whose deficit would be at or below 0 after the
+credit for their next group do not compete. Simply taking the largest deficit drifts by up to 1.7 groups among eight
+envs of unequal shares (simulated); with deadlines no env is ever further than one group from its share.
 Source: Baruah, Cohen, Plaxton and Varvel 1996, Proportionate progress (earliest pseudo-deadline first).
 
 Nothing is moved here. A trial walks the ready groups from the front, on copies of the deficits, and says why it ended:
@@ -28,7 +28,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much one step may hold."""
+    """The bounds of one step."""
 
     rows: int
     """Rows of the step: world size x micro_batches_per_rank x rows_per_micro_batch."""
@@ -54,17 +54,17 @@ class Limits:
 
     @property
     def total(self) -> int:
-        """What fills a step: groups, rollouts or tokens."""
+        """The amount that fills a step: groups, rollouts or tokens."""
         return self.groups or self.rollouts or self.tokens
 
     def amount(self, group: GroupState) -> int:
-        """What one group adds to it."""
+        """The amount that one group adds to it."""
         return 1 if self.groups is not None else group.rollouts if self.rollouts is not None else group.tokens
 
 
 @dataclass(slots=True)
 class Trial:
-    """What a trial selected, and how it ended."""
+    """The groups that a trial selected, and how it ended."""
 
     groups: list[GroupState] = field(default_factory=list)
     deficits: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the batcher knows: the pool, the accounts, what is published, who is paused. Its questions, no decisions."""
+"""The batcher's knowledge: the pool, the accounts, what is published, who is paused. Questions, no decisions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Situation:
         return bool(self.done) and self.done.issuperset(everybody) and self.pool.is_empty
 
     def env(self, env: str) -> EnvPool:
-        """What is pending of it."""
+        """The pending groups of `env`."""
         return self.pool.envs.get(env, EMPTY)
 
     def fractions(self, step: int) -> dict[str, float]:
@@ -169,7 +169,7 @@ class Situation:
         return chain(fresh, lane.used.walk(newest_first=newest_first, oldest=oldest))
 
     def limits(self, world_size: int) -> Limits:
-        """How much a step may hold."""
+        """The bounds of a step."""
         config = self.config
         return Limits(
             rows=world_size * config.micro_batches_per_rank * config.rows_per_micro_batch,

@@ -1,4 +1,4 @@
-"""How long a step waits for an env: the timers of `spillover` and of dead envs. No clock: `now` is given.
+"""The time that a step waits for an env: the timers of `spillover` and of dead envs. No clock: `now` is given.
 
 An env is **short** while it is owed more than its mean group and has nothing ready; after `spill_after_seconds` of that
 `borrow` lets the others fill its place until it has something again, `partial` closes the step as it is. An env is
@@ -39,12 +39,12 @@ class Patience:
             timers.pop(env, None)
 
     def looked(self, now: float, *, short: Iterable[str], awaited: Iterable[str]) -> None:
-        """What the last trial found: the envs that are short, and those that the open step needs."""
+        """Notes the result of the last trial: the envs that are short, and those that the open step needs."""
         self._short = {env: self._short.get(env, now) for env in short}
         self._awaited = {env: self._awaited.get(env, now) for env in awaited}
 
     def committed(self, *, is_full: bool = True) -> None:
-        """A step went out: what the next one waits for is counted anew, but who borrows goes on.
+        """A step went out: the next one counts its waiting from now, but who borrows goes on.
 
         One that went out because it had waited for long enough lacked what it had waited for, and so did one in which
         others filled the place of an env that was short: silence goes on.

@@ -42,7 +42,7 @@ def load_estimators(config: BatcherConfig) -> dict[str, Loaded]:
 
 
 def facts(group: GroupState) -> dict[str, Any]:
-    """What an estimator of the user's own is told of a group besides its rewards: of the valid rollouts, in order.
+    """The facts about a group that a user's estimator gets besides its rewards: of the valid rollouts, in order.
 
     group_id, env, prompt_id, adapter; and per rollout, as tuples: rollout_ids, rewards (the named ones, each a dict),
     lengths and prompt_tokens (all tokens, and the prompt's), is_truncated, min_policy_versions, max_policy_versions.
@@ -98,7 +98,7 @@ def advantages_of(
 
 
 def is_masked(info: RolloutInfo, config: BatcherConfig) -> bool:
-    """Whether a rollout of a step is not trained: ``truncated = "mask"``."""
+    """True when a rollout of a step is not trained: ``truncated = "mask"``."""
     return info.is_truncated and config.truncated == "mask"
 
 

@@ -316,7 +316,7 @@ def connect(
 
 
 def _password(settings: RunSettings) -> str:
-    """What the address need not hold: of the environment, else of the file that the settings name; "" for neither."""
+    """The password that the address may lack: of the environment, else of the file in the settings; "" for neither."""
     given = os.environ.get(PASSWORD_VARIABLE, "")
     if given or settings.redis_password_file is None:
         return given

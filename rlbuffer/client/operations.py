@@ -1,4 +1,4 @@
-"""What operators do to a run that is at work: drop pending groups, drain it, and know when that is done."""
+"""Operations on a run that is at work: drop pending groups, drain it, and know when that is done."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def choose(store: Store, where: str) -> Chosen:
 # -- drain -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainState:
-    """How far a drain has come."""
+    """The state of a drain."""
 
     is_asked: bool
     """Nobody has undone it."""
@@ -100,7 +100,7 @@ class Drain:
         """Server time since when no ticket is out: none can be taken any more, so it stays that way."""
 
     def look(self) -> DrainState:
-        """Where it stands. What the leader says counts only when it is newer than the last ticket."""
+        """The state of the drain. The leader's word counts only when it is newer than the last ticket."""
         store = self._store
         _, is_asked = store.asked()
         tickets = store.tickets_out()

@@ -1,4 +1,4 @@
-"""How far the trainer is, and how it says so: the attempt, its reports, and what it hands back to a server that forgot.
+"""The trainer's progress and its reports: the attempt, and the steps that it hands back to a server that forgot.
 
     acknowledged -> (the server loses its newest writes) -> handed back -> (recovery: a new epoch) -> acknowledged
 
@@ -28,7 +28,7 @@ REPORT_TRIES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the trainer is. Replaced as a whole, so that the heartbeat never reads half of it."""
+    """The trainer's place. Replaced as a whole, so that the heartbeat never reads half of it."""
 
     step: int = 0
     digest: str = ""
@@ -42,7 +42,7 @@ class Place:
 
 
 class Progress:
-    """What one rank knows of the trainer's progress; rank 0's reports for all. Safe from several threads."""
+    """The trainer's progress as one rank knows it; rank 0 reports for all. Safe from several threads."""
 
     def __init__(self, store: Store, *, world_size: int, reports: bool) -> None:
         self._store = store
@@ -82,7 +82,7 @@ class Progress:
         return is_here
 
     def lets_go(self) -> None:
-        """The step that it had taken is not trained: it asks for it, or another one, anew."""
+        """The step that it had taken is not trained: it asks again, for it or another one."""
         self._taken = (0, "")
 
     def trained(self, step: TrainedStep, *, epoch: int) -> None:
@@ -118,7 +118,7 @@ class Progress:
     def announce(self, version: PolicyVersion) -> bool:
         """Announces a version, and remembers it for a server that forgets. -> False when a newer one is there.
 
-        A server that takes no writes for now is told with the next report that it takes.
+        A server that takes no writes for now hears it with the next report that it takes.
         """
         known = self._announced.get(version.adapter)
         if known is None or version.version >= known.version:
@@ -142,7 +142,7 @@ class Progress:
         return meta
 
     def is_going_back(self, step: int) -> bool:
-        """Whether the run is about to go on from before `step`, although the step is retired: what the trainer handed
+        """True when the run is about to go on from before `step`, although the step is retired: what the trainer handed
         back was not carried out yet, or just now."""
         return bool(self._store.trainer().claim) or self._store.meta().retired < step
 

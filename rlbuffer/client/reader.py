@@ -198,7 +198,7 @@ class Reader:
         """Acknowledges `step` (or the step of that number) as trained.
 
         Its rollouts move from packed to trained, and the next may be committed. :meth:`steps` does it when the next
-        step is asked for. A server that takes no writes for now (a full disk, a failover) is told as soon as it does.
+        step is asked for. A server that takes no writes for now (a full disk, a failover) hears it as soon as it does.
 
         Raises:
             AttemptFenced: a newer attempt has taken over.
@@ -230,11 +230,11 @@ class Reader:
         self._refusals.told_later(self._progress.report)
 
     def announce(self, version: PolicyVersion) -> bool:
-        """As :meth:`rlbuffer.client.buffer.Policy.announce`; a server that loses its newest writes is told again."""
+        """As :meth:`rlbuffer.client.buffer.Policy.announce`; a server that loses its newest writes hears it again."""
         return self._progress.announce(version)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep to continue the same sequence of steps."""
+        """The state that a checkpoint must keep to continue the same sequence of steps."""
         return self._progress.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -279,7 +279,7 @@ class Reader:
                     raise _Ended
                 self._check_run(number)
                 if self._refusals.current:
-                    # Nothing can be committed: the time allowed begins anew when the server takes writes again.
+                    # Nothing can be committed: the time allowed begins again when the server takes writes again.
                     deadline = time.monotonic() + self.timeout_seconds
                 if time.monotonic() >= deadline:
                     raise BatchTimeout(no_batch(self._store, number, self.timeout_seconds))

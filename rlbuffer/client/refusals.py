@@ -1,8 +1,8 @@
-"""What a rank does when it does not get on: the server takes no writes for now (a full disk, too few replicas, a
-failover), or no step comes.
+"""A rank that does not get on: the server takes no writes for now (a full disk, too few replicas, a failover), or no
+step comes.
 
-Nobody gives up for a refusal. What is said once more by the next heartbeat is left to it; what is needed at once is
-waited for, and the reason is said, then every minute again.
+Nobody gives up for a refusal. A message that the next heartbeat repeats is left to it. A write that is needed at once
+is waited for, and the reason is said, then every minute again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Refusals:
             self._say("cannot show what it does", error)
 
     def waited_out(self, work: Callable[[], T]) -> T:
-        """What `work` gives once the server takes it. Raises ServerRefused when it is stopped before."""
+        """Repeats `work` until the server takes it. -> its result. Raises ServerRefused when it is stopped before."""
         while True:
             try:
                 return work()
@@ -97,7 +97,7 @@ class LongWait:
 
 
 def no_batch(store: Store, number: int, seconds: float) -> str:
-    """Why step `number` has not come within `seconds`, as far as the run knows."""
+    """The reason why step `number` has not come within `seconds`, as far as the run knows."""
     workers = store.heartbeats("worker")
     seen = min(((float(beat.get("seconds_ago", 0.0)), name) for name, beat in workers.items()), default=None)
     last = "No worker has been seen." if seen is None else f"Last worker seen: {seen[1]}, {seen[0]:.0f} s ago."

@@ -22,7 +22,7 @@ REMEMBERED = 16
 
 
 class Skew:
-    """What rank 0 sees of the others. `rank`, `world_size`: of this reader."""
+    """The other ranks' passes as rank 0 sees them. `rank`, `world_size`: of this reader."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.watches = rank == 0 and world_size > 1

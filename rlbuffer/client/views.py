@@ -162,7 +162,7 @@ def _pending(store: Store) -> Iterator[GroupView]:
 
 
 def pending_groups(store: Store) -> Iterator[tuple[GroupView, Sequence[PoolEntry]]]:
-    """What is in the pool, newest first: every group, and the pushes that make it up."""
+    """The groups in the pool, newest first, each with the pushes that make it up."""
     parts: dict[str, list[PoolEntry]] = {}
     for entry in _pool(store):
         parts.setdefault(entry.group_id, []).append(entry)

@@ -36,8 +36,7 @@ from rlbuffer.records.truncation import truncated_group
 from rlbuffer.store.protocol import Store
 
 TICKET_SECONDS = 60.0
-"""How long a ticket stays out without renewal, unless the writer is told otherwise: after that a dead worker's prompt
-is taken again."""
+"""The usual time that a ticket stays out without renewal: after that a dead worker's prompt is taken again."""
 CONFIG_SECONDS = 30.0
 """How often a writer looks whether the run cuts rollouts that are longer than a row."""
 MOST_BREAKS = 5

@@ -13,7 +13,7 @@ def is_url(location: str) -> bool:
 
 
 def wrong_url(url: str) -> str:
-    """What of a URL cannot be, as the end of a sentence; "" when nothing is wrong."""
+    """The mistake in a URL, as the end of a sentence; "" when nothing is wrong."""
     try:
         parts = urlsplit(url)
         if not parts.hostname:

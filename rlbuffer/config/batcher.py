@@ -73,7 +73,7 @@ class AdapterConfig(_Section):
 @_refusing_as_config_error
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class BatcherConfig(_Section):
-    """How the batcher forms steps.
+    """The settings by which the batcher forms steps.
 
     Raises:
         ConfigError: a value is outside its range or can never make a batch; the message names the setting.
@@ -165,7 +165,7 @@ class BatcherConfig(_Section):
 
     @property
     def largest_max_age(self) -> int:
-        """Of all envs."""
+        """The largest `max_age` of all envs."""
         return max((self.max_age, *(env.max_age or 0 for env in self.envs.values())))
 
     def batch_size(self, adapter: str) -> int:

@@ -39,7 +39,7 @@ class Mistake:
 
 
 def together(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    """What can be seen in the settings alone, and cannot work: every mistake of it."""
+    """Every mistake that can be seen in the settings alone."""
     yield from _addresses(settings, places)
     yield from _gpus(settings, places)
     yield from _nucleus(settings, places)
@@ -96,7 +96,7 @@ def _temperatures(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 
 
 def _deterministic(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    """What makes two runs of the same settings differ."""
+    """The settings that make two runs of the same settings differ."""
     if not settings.deterministic:
         return
     batcher, workers = settings.batcher, settings.worker
@@ -239,7 +239,7 @@ def _orders(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 
 
 def _scorers(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    """What scorers add, and what groups need."""
+    """Mistakes between the columns that scorers add and those that groups need."""
     known = "reward, rewards.NAME"
     for name, scoring in settings.score.items():
         setting = f"score.{name}"
@@ -265,7 +265,7 @@ def _is_reward(name: str) -> bool:
 
 
 def _memory(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    """Whether the embedded server holds the steps that must be there at once."""
+    """Refuses an embedded server that cannot hold the steps that must be there at once."""
     from rlbuffer.config.memory_needs import memory_bytes
 
     if settings.redis_url:

@@ -17,7 +17,7 @@ from rlbuffer.narration.nearest import did_you_mean
 
 
 def load(setting: str, path: str, takes: str) -> Any:
-    """What `path` names. A class is called without arguments first.
+    """Loads the callable that `path` names. A class is called without arguments first.
 
     Args:
         setting: where the path stands, ``batcher.order``.
@@ -68,7 +68,7 @@ def forget(folders: Sequence[str]) -> None:
 # -- without running any of it -----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What can be said of a path by looking at files alone."""
+    """The answer about a path that files alone can give."""
 
     why_not: str = ""
     """Why it cannot be imported; "" when nothing speaks against it."""
@@ -112,7 +112,7 @@ def look_up(path: str, folders: Sequence[str] = (), members: Sequence[str] = ())
 
 
 def _meant(module: str, name: str) -> str:
-    """What to write in place of a file's name."""
+    """A hint at what to write in place of a file's name."""
     if not module.endswith(".py") or not name:
         return ""
     return f". Write {module.removesuffix('.py').removeprefix('./').replace('/', '.')}:{name}"
@@ -150,7 +150,7 @@ def _find_top(name: str, folders: Sequence[str]) -> ModuleSpec | None:
 
 
 def is_installed(module: str, folders: Sequence[str] = ()) -> bool:
-    """Whether the top-level `module` could be imported; it is not."""
+    """True when the top-level `module` could be imported; it is not imported."""
     return module in sys.modules or _find_top(module, folders) is not None
 
 
@@ -185,8 +185,8 @@ def _parsed(file: Path) -> ast.Module | str:
 
 
 def _wrong_imports(tree: ast.Module, file: Path, folders: Sequence[str]) -> Iterator[str]:
-    """What ends the import in any case: modules and names that there are not, an exception raised outside of
-    conditions."""
+    """The statements that end the import in any case: modules and names that there are not, an exception raised outside
+    of conditions."""
     for node in tree.body:
         if isinstance(node, ast.Raise):
             yield f"{file}:{node.lineno} raises {ast.unparse(node.exc) if node.exc else 'an exception'}"
@@ -207,8 +207,8 @@ def _wrong_imports(tree: ast.Module, file: Path, folders: Sequence[str]) -> Iter
 
 
 def _lacking(module: str, name: str, folders: Sequence[str]) -> str:
-    """Why `name` cannot be imported from `module`; "" when nothing speaks against it. What the module imports itself is
-    not looked at."""
+    """The reason why `name` cannot be imported from `module`; "" when nothing speaks against it. The module's own
+    imports are not looked at."""
     there = sys.modules.get(module)
     if there is not None and (hasattr(there, name) or not hasattr(there, "__file__")):
         return ""
@@ -258,7 +258,7 @@ def _names(tree: ast.Module) -> tuple[dict[str, ast.AST], bool]:
 
 
 def _signature(node: ast.AST, file: Path, members: Sequence[str]) -> Seen:
-    """What a function, or a class, shows of itself. Decorators may change all of it."""
+    """The signature that the source of a function or class shows. Decorators may change all of it."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return Seen()
     place = f"{file}:{node.lineno}"

@@ -43,7 +43,7 @@ def _read_budget(value: Any) -> float | Points:
 
 
 def fraction_at(budget: float | Sequence[Sequence[float]], step: int) -> float:
-    """What a budget, fixed or scheduled, is at a step.
+    """The value of a budget, fixed or scheduled, at a step.
 
     Example:
         >>> [fraction_at(((10, 0.2), (20, 0.4)), step) for step in (1, 10, 15, 99)]

@@ -1,4 +1,4 @@
-"""Which GPUs a process sees."""
+"""The GPUs that a process sees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def visible(gpus: Sequence[int | str]) -> dict[str, str]:
 def gpus_of(options: WorkerSettings | ScoreSettings, replica: int) -> tuple[int | str, ...]:
     """The GPUs of one replica: the list dealt out in order, equally many each.
 
-    Numbers from `replicas` on are those of other hosts, where the list is dealt out anew.
+    Numbers from `replicas` on are those of other hosts, where the list is dealt out again.
     """
     replica %= options.replicas
     each = len(options.gpus) // options.replicas

@@ -55,7 +55,7 @@ class Loaded:
     file: Path | None = None
 
     def source(self, name: str) -> str:
-        """Where the setting `name` came from: its place, its section's place, or ``default``."""
+        """The source of the setting `name`: its place, its section's place, or ``default``."""
         return place_of(name, self.sources) or "default"
 
     def values(self) -> Iterator[tuple[str, Any]]:
@@ -127,7 +127,7 @@ def load(
 
 
 def _determine(data: dict[str, Any], sources: dict[str, str]) -> None:
-    """What ``deterministic = true`` sets where nothing else does; what contradicts it is found later."""
+    """Sets what ``deterministic = true`` implies where nothing else sets it; contradictions are found later."""
     place = f"deterministic, {sources['deterministic']}"
     workers = data.get("worker")
     named = {f"worker.{name}.groups_per_batch": options for name, options in workers.items()} if workers else {}
@@ -145,7 +145,7 @@ def _determine(data: dict[str, Any], sources: dict[str, str]) -> None:
 
 
 def folders_of(file: Path | None) -> list[str]:
-    """Where modules of the user's own are looked for, after ``sys.path``: the config file's folder."""
+    """The folders in which modules of the user's own are looked for, after ``sys.path``: the config file's folder."""
     return [] if file is None else [str(file.absolute().parent)]
 
 
@@ -302,8 +302,8 @@ def _known(
 
 
 def _unknown(path: tuple[str, ...], siblings: list[str]) -> tuple[str, tuple[str, ...]]:
-    """What to say of a name that is none, and what may have been meant: the same word elsewhere first, then the nearest
-    beside it, then anywhere."""
+    """The sentence about a name that is no setting, and the name that may have been meant: the same word elsewhere
+    first, then the nearest beside it, then anywhere."""
     reason = why_not(path[-1]) if path[0] in ("worker", "eval") and len(path) == 3 else ""
     if reason:
         return f"{'.'.join(path)} is not a setting: {reason}.", ()

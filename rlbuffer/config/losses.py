@@ -1,4 +1,4 @@
-"""Which losses and corrections there are, and which settings each of them reads.
+"""The losses and corrections that there are, and the settings that each of them reads.
 
 Known without torch, so that every command can refuse a loss that there is not, and a setting that the chosen loss would
 never look at. What they compute is in :mod:`rlbuffer.trainer.losses`.
@@ -21,7 +21,7 @@ trained tokens. ``longest``: rollouts x a constant number of tokens."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossFacts:
-    """What is known of a loss before it is computed."""
+    """Facts about a loss that are known before it is computed."""
 
     reads: tuple[str, ...] | None = None
     """Settings of ``[trainer]`` that it looks at; None: it does not say, so none is refused."""
@@ -34,7 +34,7 @@ class LossFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionFacts:
-    """What is known of a correction."""
+    """Facts about a correction."""
 
     reads: tuple[str, ...]
     needs_old: bool = True
@@ -92,7 +92,7 @@ def declare(name: str, facts: LossFacts) -> None:
 
 
 def facts_of(name: str) -> LossFacts:
-    """Of the loss `name`; a function of the user's own (``package.module:name``) says nothing.
+    """The facts about the loss `name`; a function of the user's own (``package.module:name``) has the default ones.
 
     Raises:
         ConfigError: there is no such loss.
@@ -115,7 +115,7 @@ def corrections_of(trainer: TrainerSettings) -> tuple[str, ...]:
 
 
 def uses_old(trainer: TrainerSettings) -> bool:
-    """Whether ratios are against the policy at the start of the step, and not against the inference policy."""
+    """True when ratios are against the policy at the start of the step, not against the inference policy."""
     if trainer.old_logprobs != "auto":
         return trainer.old_logprobs == "recomputed"
     return any(CORRECTION_FACTS[name].needs_old for name in corrections_of(trainer))

@@ -1,4 +1,4 @@
-"""What a run needs of the server's memory, and what server.maxmemory says there is."""
+"""The server memory that a run needs, against what server.maxmemory says there is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ rounding (160-410), its places in the pool and in its step's part (150). Measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What the steps of a run take on the server."""
+    """The memory that the steps of a run take on the server."""
 
     step_bytes: int
     """One step, as it is expected to be."""
@@ -83,7 +83,7 @@ def capacity_bytes(config: BatcherConfig, world_size: int) -> int | None:
 
 
 def does_not_fit(forecast: Forecast, config: BatcherConfig, *, world_size: int) -> str:
-    """Why a run is refused, with the numbers and what to change."""
+    """The reason why a run is refused, with the numbers and what to change."""
     if forecast.measured:
         source = f"the mean of the last {forecast.measured} steps"
     else:

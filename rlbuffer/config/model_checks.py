@@ -1,4 +1,4 @@
-"""What can be said of a model by looking at its files: its config, its weights, its tokenizer. Nothing is imported."""
+"""Checks of a model that look at its files alone: its config, its weights, its tokenizer. Nothing is imported."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def config_of(directory: Path) -> dict[str, Any]:
 
 
 def wrong_directory(directory: Path) -> Iterator[str]:
-    """Why a Hugging Face model cannot be loaded from `directory`: every reason."""
+    """Every reason why a Hugging Face model cannot be loaded from `directory`."""
     if not directory.is_dir():
         hint = "" if directory.exists() or len(directory.parts) != 2 else f". {NOT_THE_HUB}"
         yield f"{directory} is not a directory{hint}"
@@ -148,7 +148,7 @@ def wrong_config(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _models() -> Path | None:
-    """Where transformers keeps its models; None when it is not here to be asked."""
+    """The folder in which transformers keeps its models; None when it is not installed."""
     there = sys.modules.get("transformers")
     spec = None if there is not None else find_spec("transformers")
     where = list(getattr(there, "__path__", ())) if spec is None else list(spec.submodule_search_locations or ())
@@ -180,7 +180,7 @@ def unknown_type(kind: str) -> str:
 
 
 def wrong_tokenizer(directory: Path) -> str:
-    """Why no tokenizer can be loaded from `directory`, as the end of a sentence; "" when nothing speaks against it."""
+    """The reason why no tokenizer can be loaded from `directory`, as the end of a sentence; "" when there is none."""
     if not directory.is_dir():
         return "is not a directory"
     if not any(next(directory.glob(pattern), None) for pattern in TOKENIZER):
@@ -189,7 +189,7 @@ def wrong_tokenizer(directory: Path) -> str:
 
 
 def which_model(path: str) -> str:
-    """What to say when neither or both of path and config are set."""
+    """The sentence for when neither or both of path and config are set."""
     how = "both are set" if path else "neither is set"
     return (
         f"model: exactly one of path and config is needed; {how}. Give [model] path = a Hugging Face model's "
@@ -198,7 +198,7 @@ def which_model(path: str) -> str:
 
 
 def router_loss(config: Mapping[str, Any]) -> str:
-    """Why a model with this Hugging Face config is not trained as it asks; "" where it does not ask.
+    """The reason why a model with this Hugging Face config is not trained as it asks; "" where it does not ask.
 
     The loss is a product of means over a batch, so no sum over micro-batches and ranks gives it.
     """

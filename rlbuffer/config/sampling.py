@@ -1,4 +1,4 @@
-"""Which settings of sampling there are, and why there are no others.
+"""The settings of sampling that there are, and why there are no others.
 
 A trainer's logprob of a token is over the whole vocabulary, at the temperature. A sampler records the same, so that
 their ratio is 1 while the policy is the same. What bends the distribution beyond that is refused where it is written:
@@ -53,7 +53,7 @@ REFUSED_SAMPLING: Mapping[str, str] = {
 
 
 def why_not(name: str) -> str:
-    """Why a worker has no such setting of sampling; "" for what is no setting of sampling."""
+    """The reason why a worker has no such setting of sampling; "" for a name that is no setting of sampling."""
     return REFUSED_SAMPLING.get(name, "")
 
 

@@ -41,7 +41,7 @@ def planned_updates(settings: TrainerSettings) -> int:
 
 
 def mistakes(settings: TrainerSettings) -> Iterator[ConfigError]:
-    """What cannot be meant: the minimum is above the rate, or wsd_sqrt has no stable part, or nothing after it."""
+    """Finds settings that cannot be meant: a minimum above the rate, a wsd_sqrt without a stable part or an end."""
     if settings.min_learning_rate > settings.learning_rate:
         yield ConfigError(
             f"trainer.min_learning_rate = {settings.min_learning_rate:g} is above trainer.learning_rate = "
@@ -69,7 +69,7 @@ def check_schedule(settings: TrainerSettings) -> None:
 
 
 def learning_rate_at(update: int, settings: TrainerSettings) -> float:
-    """Of the given update, from 1."""
+    """The learning rate of the given update, counted from 1."""
     full, low, warmup = settings.learning_rate, settings.min_learning_rate, settings.warmup_updates
     if update < warmup:
         return full * update / warmup

@@ -1,4 +1,4 @@
-"""Which settings exist: a tree of names read off the settings' own types, so that it cannot drift from them."""
+"""All settings as a tree of names, read off the settings' own types, so that it cannot drift from them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Node = Leaf | Free | Named | Section
 
 
 def children(node: Node, name: str) -> Node | None:
-    """What `name` is inside `node`; None when there is no such setting."""
+    """The node that `name` is inside `node`; None when there is no such setting."""
     if isinstance(node, Section):
         return node.fields.get(name)
     if isinstance(node, Named):

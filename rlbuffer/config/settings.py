@@ -364,7 +364,7 @@ class ScoreSettings(_Section):
 
     @property
     def adds(self) -> tuple[str, ...]:
-        """What these processes add, as groups name it in `needs`."""
+        """The columns and rewards that these processes add, as groups name them in `needs`."""
         columns = (self.column,) if self.model else ()
         return (*columns, *((self.gives or ("reward",)) if self.reward else ()))
 
@@ -413,12 +413,12 @@ class RunSettings(_Section):
 
     @property
     def run_dir(self) -> Path:
-        """Where this run's weights, checkpoints and metrics live, unless `trainer.output` says otherwise."""
+        """The folder of this run's weights, checkpoints and metrics, unless `trainer.output` says otherwise."""
         return self.home.expanduser() / "runs" / self.run
 
     @property
     def output_dir(self) -> Path:
-        """Where the trainer writes. Another one than the run's lets a second trainer replay the recorded steps."""
+        """The folder that the trainer writes to. Another than the run's lets a second trainer replay its steps."""
         return self.trainer.output.expanduser() if self.trainer.output is not None else self.run_dir
 
 

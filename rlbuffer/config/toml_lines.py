@@ -1,4 +1,4 @@
-"""Where each key of a TOML file stands: dotted name -> line.
+"""The line of each key of a TOML file: dotted name -> line.
 
 `tomllib` reads values but keeps no positions. This scanner walks the same text and keeps only the positions; it may
 assume that the text is valid, because it runs after `tomllib` has read it.

@@ -1,4 +1,4 @@
-"""What it means to change the batcher's settings while a run is at work: what differs, and what follows from it.
+"""Changes of the batcher's settings while a run is at work: what differs, and what follows from it.
 
 Pure. `rlbuffer config apply` shows it, the leader refuses by it; docs/operations.md has the same as a table.
 """
@@ -74,7 +74,7 @@ def config_digest(config: BatcherConfig) -> str:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """What differs between two configs (:meth:`BatcherConfig.as_dict`), per env where settings are.
+    """The differences between two configs (:meth:`BatcherConfig.as_dict`), per env where settings are.
 
     Example:
         >>> [str(c) for c in changes({"max_age": 1, "budgets": {"a": 0.5}}, {"max_age": 2, "budgets": {}})]

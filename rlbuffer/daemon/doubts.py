@@ -28,7 +28,7 @@ RANK_FRESH_SECONDS = 10.0
 
 
 class Doubts:
-    """What one leader knows of bad payloads. `step`: the last one that is committed."""
+    """The bad payloads that one leader knows of. `step`: the last one that is committed."""
 
     def __init__(self, store: Store, emit: Emit, step: int) -> None:
         self._store = store
@@ -54,7 +54,7 @@ class Doubts:
         return bool(self._known) or self._found_at is not None
 
     def sentence(self) -> str:
-        """Of the last damaged step, with a space before it; "" without one."""
+        """The sentence about the last damaged step, with a space before it; "" without one."""
         if not self._known:
             return ""
         step = max(self._known)

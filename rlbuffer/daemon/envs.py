@@ -1,4 +1,4 @@
-"""What the leader watches of the envs: which ones an operator has paused, which ones have fallen silent."""
+"""The leader's watch of the envs: those that an operator has paused, and those that have fallen silent."""
 
 from __future__ import annotations
 

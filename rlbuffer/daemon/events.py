@@ -1,4 +1,4 @@
-"""What the leader says while it runs: events for its own output, the waiting sentence for everybody."""
+"""The leader's messages while it runs: events for its own output, the waiting sentence for everybody."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Teller:
         self._drops: dict[str, list[int]] = {}
 
     def forget(self) -> None:
-        """A new leadership: the sentence is told again, and drops are counted anew."""
+        """A new leadership: says the sentence again, and counts drops from 0."""
         self._told = ("", float("-inf"))
         self._drops = {}
 
@@ -71,5 +71,5 @@ class Teller:
         self.settled()
 
     def settled(self) -> None:
-        """The drops since the last step are told."""
+        """The drops since the last step have been reported."""
         self._drops = {}

@@ -196,14 +196,14 @@ class Leadership:
         self._commit(decision, decision.plan, trainer, started)
 
     def _end_of(self, trainer: Attempt) -> str:
-        """What to say when the trainer has made its steps and left; "" while it is there, or left otherwise."""
+        """The sentence for a trainer that has made its steps and left; "" while it is there, or left otherwise."""
         if (trainer.seen_seconds_ago or 0.0) <= GONE_SECONDS:
             return ""
         beat = self._store.heartbeats("rank").get("0", {})
         return waiting.ended(trainer.trained) if beat.get("finished") == trainer.trained else ""
 
     def _ends(self, decision: Decision, trainer: Attempt) -> bool:
-        """Whether the run has ended: nothing more comes, and what came is trained. One that had ended may go on."""
+        """True when the run has ended: nothing more comes, and what came is trained. One that had ended may go on."""
         step, known = self._meta.step, self._meta.ended
         if not decision.is_over or trainer.trained < step:
             if known is not None:
@@ -217,7 +217,7 @@ class Leadership:
         return True
 
     def _hears(self, trainer: Attempt) -> bool:
-        """Whether the trainer has reported since the takeover, or has been silent for so long that it counts as gone.
+        """True when the trainer has reported since the takeover, or has been silent for so long that it counts as gone.
 
         Until then nothing is committed: after a loss of acknowledged writes the next step here may be one that the
         trainer has trained already, with other content. On a server that no trainer has spoken to yet, silence is no

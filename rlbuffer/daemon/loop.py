@@ -54,7 +54,7 @@ class Daemon:
         on_event: called with every event, a dict with `event`.
         replace_config: go on with a run that was started with another config.
         follows: go on with the run's config, whatever it is; `config` is for a run that has none.
-        reread: gives the config anew; asked when `hangup` is set, which is cleared then.
+        reread: gives the config again; asked when `hangup` is set, which is cleared then.
         lease_seconds: a leader that is silent for this long may be replaced.
     """
 
@@ -100,11 +100,11 @@ class Daemon:
 
         Raises:
             ConfigError: the run was started with other settings and `replace_config` is not set; it does not fit the
-                server's memory; or a function of the user's own that the settings name failed. Of the last two every
-                waiting rank is told, too.
+                server's memory; or a function of the user's own that the settings name failed. Every waiting rank
+                hears of the last two, too.
             SchemaMismatch: the run was written by an incompatible version.
             RunDamaged: at the start the run has no meta, but other keys.
-            RlbufferError: a fatal error; every waiting rank is told before it is raised.
+            RlbufferError: a fatal error; every waiting rank hears it before it is raised.
         """
         while not stop.is_set() and self._ended is None:
             try:
@@ -156,7 +156,7 @@ class Daemon:
 
     def _lead(self, keeper: LeaseKeeper, token: int, stop: threading.Event) -> None:
         """Leads until stopped. Whatever ends a leadership (a recovery, an operator) leaves nothing of its memory."""
-        # Of before the look at the file: a server that starts anew after it is another one.
+        # Of before the look at the file: a server that starts again after it is another one.
         has_heard, since, losses = False, None, self._store.losses()
         self._await_whole_file(keeper, stop)
         while not stop.is_set() and self._ended is None:

@@ -137,7 +137,7 @@ class Pressure:
 
     # -- 70 % ------------------------------------------------------------------------------------------------------
     def asks(self, step: int, *, retired: int, done: int, sizes: Mapping[int, int], checkpoint: int = 0) -> bool:
-        """Whether the header of `step` asks for a checkpoint.
+        """True when the header of `step` asks for a checkpoint.
 
         Args:
             step: the one to be committed.
@@ -181,7 +181,7 @@ def no_limit(limit: int) -> str:
 
 
 def above_assumed(used: int, limit: int) -> str:
-    """What a server without maxmemory holds is above what early retirement keeps it at. Another sentence follows."""
+    """A server without maxmemory uses more than early retirement keeps it at. Another sentence follows."""
     return (
         f"The server has no memory limit (maxmemory 0) and uses {_mib(used)}, above {100 * EARLY_SHARE:.0f} % of half "
         f"its machine's memory ({_mib(limit)}): set one, or take groups away that wait (`rlbuffer inspect`). "

@@ -132,8 +132,8 @@ class MemoryWatch:
         }
 
     def check(self, meta: Meta | None) -> None:
-        """Whether these settings may take the place of others, or begin a run (None): to be asked of a watch of its
-        own, before they do.
+        """Checks that these settings may take the place of others, or begin a run (None). Ask a watch of its own before
+        they do.
 
         Raises:
             ConfigError: the steps that must be there at once do not fit the server's memory.
@@ -166,7 +166,7 @@ class MemoryWatch:
         """A trainer has joined: its world size decides.
 
         Raises:
-            ConfigError: what a step of that many ranks takes does not fit; all ranks are told.
+            ConfigError: what a step of that many ranks takes does not fit; all ranks hear it.
         """
         if trainer.number == self._attempt or (trainer.seen_seconds_ago or 0.0) > ALIVE_SECONDS:
             return
@@ -263,7 +263,7 @@ class MemoryWatch:
             self._emit({"event": "memory", "state": "checkpoint", "step": header.step, "sentence": sentence})
 
     def sentence(self) -> str:
-        """What to say when the server takes no pushes for want of memory, else ""."""
+        """The sentence for when the server takes no pushes for want of memory, else ""."""
         self._look()
         used, limit = self._pressure.used, self._pressure.limit
         if used is None or not limit:

@@ -1,4 +1,4 @@
-"""What the leader holds in memory: every pool entry, read once, and the batcher that decides about them."""
+"""The leader's memory: every pool entry, read once, and the batcher that decides about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which settings this process leads with: its own at the start, from then on those of the run.
+"""The settings that this process leads with: its own at the start, from then on those of the run.
 
 A run's settings have revisions. The first leader brings the first; every later one comes from an operator (`rlbuffer
 config apply`, SIGHUP), who leaves it in `meta`, and counts when a leader has taken it at a step boundary::
@@ -107,7 +107,7 @@ class Revisions:
         """The run had other settings than this process's from the start, and not only by what operators did since."""
         if self._seen:
             return self._seen != self._digest
-        # It stood by before the first leader had brought its settings: only of the first revision it can be told.
+        # It stood by before the first leader had brought its settings: only the first revision can be compared.
         return meta.revision <= 1 and meta.config_digest not in ("", self._digest)
 
     def reread(self, load: Callable[[], BatcherConfig]) -> None:
@@ -159,6 +159,6 @@ class Revisions:
 
 
 def has_refused(meta: Meta, digest: str) -> str:
-    """Why the leader refused the wanted config of this digest; "" when it did not."""
+    """The reason why the leader refused the wanted config of this digest; "" when it did not."""
     refused, _, reason = meta.refused.partition(" ")
     return reason if refused == digest else ""

@@ -1,4 +1,4 @@
-"""What the leader says of groups that wait for a scorer, and the room that scored groups leave behind."""
+"""The leader's sentence about groups that wait for a scorer, and the room that scored groups leave behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCORER_FRESH_SECONDS = 8.0
 
 
 class ScorerWatch:
-    """Who gives what the pending groups need."""
+    """Watches the scorers that give what the pending groups need."""
 
     def __init__(self, store: Store, batcher: Batcher) -> None:
         self._store = store
@@ -26,7 +26,7 @@ class ScorerWatch:
         self._looked = float("-inf")
 
     def sentence(self) -> str:
-        """What is waited for, with a space before it; "" when no group needs anything."""
+        """The need that is waited for, with a space before it; "" when no group needs anything."""
         needs = self._batcher.needs
         if not needs:
             return ""

@@ -1,4 +1,4 @@
-"""What the leader watches of the sources: which envs have said all that they had to say."""
+"""The leader's watch of the sources: the envs that nothing more will come of."""
 
 from __future__ import annotations
 

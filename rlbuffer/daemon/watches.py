@@ -1,4 +1,4 @@
-"""What the leader hears of operators while it leads."""
+"""The leader's watch of operators' wishes while it leads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the leader says of workers whose groups cannot be made, and of runs without a worker."""
+"""The leader's sentences about workers whose groups cannot be made, and about runs without a worker."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WORKER_FRESH_SECONDS = 8.0
 
 
 Told = dict[str, tuple[object, str, float]]
-"""What -> what its sentence is made of but for numbers, the sentence, and when it was made."""
+"""Subject -> what its sentence is made of except numbers, the sentence, and when it was made."""
 
 
 class WorkerWatch:
-    """Whose groups do not come, and why."""
+    """Watches the workers whose groups do not come, and says why."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -36,9 +36,9 @@ class WorkerWatch:
         self._failing: Told = {}
 
     def sentence(self, said: str) -> str:
-        """What is added to the batcher's sentence `said`, with a space before it; "" when workers have no trouble.
+        """The addition to the batcher's sentence `said`, with a space before it; "" when workers have no trouble.
 
-        Counts grow all the time: they are told anew every minute, and when another kind comes.
+        Counts grow all the time: they are said again every minute, and when another kind comes.
         """
         now = time.monotonic()
         self._look(now)
@@ -55,13 +55,13 @@ class WorkerWatch:
         return "".join(f" {text}" for text in texts) + nobody
 
     def failing(self) -> str:
-        """Envs of which groups fail, also while others are made and steps go on; "" when all are made. Told anew as
+        """Envs of which groups fail, also while others are made and steps go on; "" when all are made. Said again as
         sentences are."""
         now = time.monotonic()
         self._look(now)
         envs: dict[str, dict[str, Failed]] = {}
         texts: dict[str, tuple[object, str]] = {}
-        """What -> what its text is made of but for numbers, and the text."""
+        """Subject -> what its text is made of except numbers, and the text."""
         for name, beat in self._beats.items():
             env, failed = str(beat.get("env", "")), failures_of(beat)
             if failed.kinds:
@@ -97,7 +97,7 @@ class WorkerWatch:
 
     @staticmethod
     def _anew(past: Told, what: str, key: object, text: str, now: float) -> str:
-        """`text`, or what was told of it before while only numbers have changed since."""
+        """`text`, or its last form while only numbers have changed since."""
         before = past.get(what)
         if before is not None and before[0] == key and now < before[2] + waiting.AGAIN_SECONDS:
             return before[1]

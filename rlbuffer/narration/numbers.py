@@ -47,7 +47,7 @@ def duration(seconds: float | None) -> str:
 
 
 class Failed(NamedTuple):
-    """What a worker's heartbeat says of groups that could not be made."""
+    """The groups that could not be made, as a worker's heartbeat says."""
 
     kinds: Mapping[str, int]
     """Kind of the error -> groups."""

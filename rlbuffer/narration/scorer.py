@@ -1,4 +1,4 @@
-"""What `score` prints."""
+"""The output of `score`."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ class ScoreNarrator:
 
 
 def gives_nothing(scorer: str) -> str:
-    """What to say of a scorer that adds nothing."""
+    """The sentence about a scorer that adds nothing."""
     return f"score.{scorer} gives nothing: set model (a directory, or `initial`), or reward (package.module:function)"

@@ -81,7 +81,7 @@ class ServeNarrator:
             self._waiting("")
             self._say(str(event["sentence"]))
         elif kind == "trouble" and self._show is None and event["sentence"] in self._pending:
-            return  # it is about to be told
+            return  # it is about to be said
         elif kind in ("memory", "damaged", "trouble"):
             self._say(f"! {event['sentence']}")
         elif kind == "env":

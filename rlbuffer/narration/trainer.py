@@ -1,4 +1,4 @@
-"""What `train` prints."""
+"""The output of `train`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONG_WAIT = 0.2
 
 
 class Waited(NamedTuple):
-    """How long a trainer waited for data, and which side that makes the slow one."""
+    """The time that a trainer waited for data, and the side that is the slow one by that."""
 
     share: float
     """0-1."""
@@ -26,7 +26,7 @@ class Waited(NamedTuple):
 
 
 def waited(wait: Sequence[float], total: Sequence[float]) -> Waited:
-    """Of the last steps: seconds waited for data, and seconds in all, one each per step.
+    """Sums up the last steps, from the seconds waited for data and the seconds in all, one each per step.
 
     Example:
         >>> waited([0.5, 0.36], [1.0, 1.0]).text

@@ -1,4 +1,4 @@
-"""Why there is no step yet, in one sentence for people: which env, how much is missing and what is on its way."""
+"""The reason why there is no step yet, in one sentence for people: the env, what is missing, what is on its way."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SILENT_BATCHER = "No batcher has said anything: is `rlbuffer serve` running?"
 
 
 class Lasting:
-    """Says of a trouble that is met again and again when it is to be told: at once, then every minute."""
+    """Decides when to say a trouble that is met again and again: at once, then every minute."""
 
     def __init__(self) -> None:
         self._told: dict[str, float] = {}
 
     def is_due(self, sentence: str, now: float) -> bool:
-        """Whether `sentence` is to be told now. Its first line counts: what follows may differ each time."""
+        """True when `sentence` is to be said now. Its first line counts: what follows may differ each time."""
         head = sentence.partition("\n")[0]
         if now < self._told.get(head, float("-inf")) + AGAIN_SECONDS:
             return False
@@ -32,13 +32,13 @@ class Lasting:
         return True
 
     def is_over(self) -> None:
-        """The trouble has passed: another one is told at once."""
+        """The trouble has passed: another one is said at once."""
         self._told.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvNeed:
-    """What the open step still needs of an env."""
+    """The open step's need for an env."""
 
     env: str
     missing: float
@@ -186,7 +186,7 @@ def for_file(*, failed: int) -> str:
 
 
 def for_step(step: int) -> str:
-    """What a rank waits for; why, the batcher says."""
+    """The sentence of a rank that waits; the batcher says why."""
     return f"Waiting for step {step}."
 
 
@@ -213,7 +213,7 @@ def absent_trainer(step: int, trained: int) -> str:
 
 def silent_trainer(step: int, trained: int, seconds: float) -> str:
     """It has enough steps and does not report."""
-    # Tens of seconds: the sentence must not change at every look, or it would be told at every look.
+    # Tens of seconds: the sentence must not change at every look, or it would be said at every look.
     return (
         f"Step {step} is committed, but the trainer has said nothing for over {seconds // 10 * 10:.0f} s; it "
         f"was at step {trained}. It has ended, or hangs: start `rlbuffer train` again to go on."
@@ -221,7 +221,7 @@ def silent_trainer(step: int, trained: int, seconds: float) -> str:
 
 
 def to_trainer(sentence: str) -> str:
-    """The batcher's sentence as a trainer repeats it: it need not be told to start itself."""
+    """The batcher's sentence as a trainer repeats it: without the advice to start the trainer."""
     return UNHEARD if "start" in sentence and "`rlbuffer train`" in sentence else sentence
 
 

@@ -1,4 +1,4 @@
-"""What `worker` prints."""
+"""The output of `worker`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class WorkerNarrator:
             self._tell(f"! {event['error']}")
 
     def _fail(self, event: Mapping[str, Any]) -> None:
-        """A group was given up: the first of a kind is told with its traceback, the others are counted."""
+        """A group was given up: says the first of a kind with its traceback, and counts the others."""
         if event["traceback"]:
             self._tell(f"! {event['error']}\n{event['traceback']}")
             self._told_failures = max(self._told_failures, time.monotonic())

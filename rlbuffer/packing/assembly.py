@@ -55,7 +55,7 @@ class PackItem:
     length: int
     """Tokens, as planned."""
     sample: Sample
-    """What the trainer is told; its advantage is broadcast to the trained tokens (a column ``advantages`` wins)."""
+    """The trainer's record of it; its advantage is broadcast to the trained tokens (a column ``advantages`` wins)."""
     adapter: str = ""
     """"" is all weights."""
 
@@ -125,7 +125,7 @@ def assemble(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """What all micro-batches of one call share."""
+    """The values that all micro-batches of one call share."""
 
     schema: Mapping[str, ColumnSpec]
     row_tokens: int
@@ -287,7 +287,7 @@ def _concatenate(out: NDArray[Any], parts: Sequence[NDArray[Any] | None], length
 
 
 def _per_rollout(arrays: Mapping[str, NDArray[Any]], slab: Sequence[_Segments], lengths: NDArray[np.int64]) -> None:
-    """What has one value per rollout: the sample's index, and its advantage on trained tokens.
+    """The columns with one value per rollout: the sample's index, and its advantage on trained tokens.
 
     A column ``advantages`` of the rollout wins over the sample's.
     """

@@ -28,7 +28,7 @@ from rlbuffer.records.step_plan import StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnSpec:
-    """How packing lays out a column, and what stands in for it where a rollout lacks it."""
+    """The layout of a column in a micro-batch, and the value that stands in for it where a rollout lacks it."""
 
     fill: float
     """Value of every token of a rollout without the column."""
@@ -74,7 +74,7 @@ def register_column(name: str, *, fill: float, dtype: DTypeLike, shape: tuple[in
 
 
 def column_spec(name: str) -> ColumnSpec | None:
-    """What was declared for a column; None when nothing was."""
+    """The declaration of a column; None when there is none."""
     return _SPECS.get(name)
 
 
@@ -143,7 +143,7 @@ def _misfit(kind: ColumnKind, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def fits(rollout: Rollout, schema: Mapping[str, ColumnSpec]) -> bool:
-    """Whether the rollout's further columns are among those of `schema`, of its shapes, in dtypes that convert."""
+    """True when the rollout's further columns are all in `schema`, of its shapes, in dtypes that convert."""
     for name, array in rollout.columns.items():
         if name == "advantages":
             if array.ndim != 1 or array.dtype.kind == "b":
@@ -158,7 +158,7 @@ def fits(rollout: Rollout, schema: Mapping[str, ColumnSpec]) -> bool:
 
 
 def common_spec(name: str, kinds: Mapping[tuple[np.dtype[Any], tuple[int, ...]], str]) -> ColumnSpec:
-    """How a column is laid out for all rollouts: as declared, else in a dtype that holds the values of every kind.
+    """The layout of a column for all rollouts: as declared, else in a dtype that holds the values of every kind.
 
     Args:
         kinds: (dtype, trailing shape) that rollouts come with -> id of the first that has it.
@@ -188,7 +188,7 @@ def common_spec(name: str, kinds: Mapping[tuple[np.dtype[Any], tuple[int, ...]],
 
 
 def _converts(dtype: np.dtype[Any], to: np.dtype[Any]) -> bool:
-    """Whether values keep their meaning: rounding to a float is fine, wrapping an integer is not."""
+    """True when values keep their meaning: rounding to a float is fine, wrapping an integer is not."""
     return np.can_cast(dtype, to, "safe") or (to.kind == "f" and dtype.kind in "iuf")
 
 

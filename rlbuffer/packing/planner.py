@@ -7,7 +7,7 @@ directions: filling rows by tokens leaves uneven costs, because attention makes 
 short ones of the same total.
 
 1. *Fill.* Best-fit decreasing: near the fewest rows possible, but all the slack ends up in the last, cheap rows.
-2. *Level.* Only the cheapest 1, 2, 4 or 16 micro-steps are dealt anew, costliest rollout first into the cheapest row
+2. *Level.* Only the cheapest 1, 2, 4 or 16 micro-steps are dealt again, costliest rollout first into the cheapest row
    with room, at the same number of rows: level where there is slack, and the full rows stay full. The best span wins.
 3. *Round up* to a multiple of world size x rows per micro-batch: the tail takes the empty rows while it has rollouts
    to fill them, then the costliest rows are split, and only then are there dummies.

@@ -132,7 +132,7 @@ def _level_tail(
     kinds: Ints | None,
     capacity: int,
 ) -> int | None:
-    """Deals the rollouts `tail` anew over rows ``first`` to ``total``, in place; None when no adapter could be dealt.
+    """Deals the rollouts `tail` again over rows ``first`` to ``total``, in place; None when no adapter could be dealt.
 
     `bounds` = (first, rows, total): rows from ``rows`` on are empty so far. -> number of rows used.
     """

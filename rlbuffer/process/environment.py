@@ -7,7 +7,7 @@ import os
 
 
 def name_process(title: str) -> None:
-    """What `ps` shows; nothing where setproctitle is not installed."""
+    """Sets the name that `ps` shows; nothing where setproctitle is not installed."""
     with contextlib.suppress(ImportError):
         from setproctitle import setproctitle
 

@@ -51,7 +51,7 @@ class Heartbeats(ABC):
         self._thread.start()
 
     def record(self) -> dict[str, Any]:
-        """What a heartbeat says; msgpack types."""
+        """The content of a heartbeat; msgpack types."""
         since, rollouts, tokens = self._seen[0]
         elapsed = max(time.monotonic() - since, 1e-9)
         return {

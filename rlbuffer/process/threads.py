@@ -17,7 +17,7 @@ Place = tuple[str, int, str]
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """What `work` gives or raises, done in a daemon thread of its own.
+    """Does `work` in a daemon thread of its own, and gives or raises what it does.
 
     ``asyncio.to_thread`` takes a thread of a pool that is joined before the process can end: one call that never
     returns would hold it for ever. Here nobody waits for a thread that is not awaited any more; where it was then goes
@@ -53,7 +53,7 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 
 def places_of_thread(ident: int | None) -> list[Place]:
-    """Where a thread is at this moment, the innermost place last."""
+    """The places where a thread is at this moment, the innermost one last."""
     places = []
     frame: FrameType | None = sys._current_frames().get(ident or 0)
     while frame is not None:

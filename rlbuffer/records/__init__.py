@@ -1,7 +1,7 @@
-"""What everything else talks about: rollouts, groups, policy versions, step plans, micro-batches.
+"""The things that every room talks about: rollouts, groups, policy versions, step plans, micro-batches.
 
 Frozen dataclasses over numpy arrays, checked when they are made. No server, no settings, no bytes.
-What many rooms must agree on may enter; what only one of them knows stays there.
+A record that many rooms must agree on may enter; one that a single room knows stays there.
 Open first: `rollout`, then `group`.
 """
 

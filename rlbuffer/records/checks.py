@@ -126,7 +126,7 @@ def _plain_key(name: str, key: Any) -> str:
 
 
 def _plain_leaf(name: str, value: Any) -> Any:
-    """What is neither plain as it is nor a list or map."""
+    """The plain form of a value that is neither plain already nor a list or map."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, str):
@@ -142,7 +142,7 @@ def _plain_leaf(name: str, value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `value` is a leaf that :func:`plain` returns as it is; saves naming the place of nearly every one."""
+    """True for a leaf that :func:`plain` returns as it is; saves naming the place of nearly every one."""
     kind = type(value)
     if kind is int:
         return bool(-(2**63) <= value < 2**64)

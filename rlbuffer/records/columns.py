@@ -94,7 +94,7 @@ def _first(bad: NDArray[np.bool_]) -> int:
 
 
 def _frozen(array: NDArray[Any]) -> bool:
-    """Whether nothing that is in reach of others can write to the array's memory."""
+    """True when nothing that is in reach of others can write to the array's memory."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         if owner.flags.writeable:

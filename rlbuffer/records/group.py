@@ -82,7 +82,7 @@ class Group:
         return _rebuilt, (type(self), _field_values(self))
 
     def info(self) -> GroupInfo:
-        """What the batcher sees of this group: no payloads."""
+        """The group as the batcher sees it: no payloads."""
         return GroupInfo(
             group_id=self.group_id,
             env=self.env,
@@ -124,7 +124,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """What became of a push."""
+    """The outcome of a push."""
 
     entry_id: str
     """Id of its entry in the pool."""

@@ -1,4 +1,4 @@
-"""What the batcher sees: rollouts and groups without their payloads, 49 bytes a rollout and some 150 a group."""
+"""Rollouts and groups as the batcher sees them: no payloads, 49 bytes a rollout and some 150 a group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLAT_WITHIN = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutInfo:
-    """What the batcher sees of one rollout."""
+    """One rollout as the batcher sees it."""
 
     rollout_id: str
     """Unique in its group."""
@@ -54,7 +54,7 @@ class RolloutInfo:
 
 
 class Totals(NamedTuple):
-    """What the rollouts of one push amount to: enough to hold a whole group, without looking at any of them."""
+    """Sums over the rollouts of one push: enough to hold a whole group, without looking at any of them."""
 
     rollouts: int
     tokens: int
@@ -73,7 +73,7 @@ class Totals(NamedTuple):
 
 
 class _Unpacked:
-    """What a :class:`GroupInfo` holds besides its fields. Neither takes part in comparisons, copies or pickles.
+    """Two attributes of a :class:`GroupInfo` besides its fields. Neither takes part in comparisons, copies or pickles.
 
     A leader that takes over reads a million rollouts and looks at few of them: those of a decoded push stay packed
     until somebody asks for `rollouts`.
@@ -100,7 +100,7 @@ class _Unpacked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupInfo(_Unpacked):
-    """What the batcher sees of one push: a group, or a part of one, without its payload."""
+    """One push as the batcher sees it: a group, or a part of one, without its payload."""
 
     group_id: str
     """`[A-Za-z0-9_.:-]{1,128}`, unique in the run."""
@@ -130,13 +130,13 @@ class GroupInfo(_Unpacked):
 
 
 def are_flat(rewards: Collection[float | None]) -> bool:
-    """Whether rewards tell nothing apart: all lie within :data:`FLAT_WITHIN`, or all are missing."""
+    """True when rewards tell nothing apart: all lie within :data:`FLAT_WITHIN`, or all are missing."""
     scored = [reward for reward in rewards if reward is not None]
     return not scored or (len(scored) == len(rewards) and max(scored) - min(scored) <= FLAT_WITHIN)
 
 
 def totals_of(rollouts: Sequence[RolloutInfo]) -> Totals:
-    """What the rollouts of one push amount to; all zero when there are none."""
+    """Adds up the rollouts of one push; all zero when there are none."""
     rewards = {r.reward for r in rollouts}
     return Totals(
         rollouts=len(rollouts),
@@ -151,7 +151,7 @@ def totals_of(rollouts: Sequence[RolloutInfo]) -> Totals:
 
 
 def check_producer(worker: str, incarnation: str) -> None:
-    """What a producer is called becomes part of keys, and of records whose fields a space divides.
+    """Checks a producer's name: it becomes part of keys, and of records whose fields a space divides.
 
     Raises:
         ConfigError: a character that cannot stand there.
@@ -171,7 +171,7 @@ def unfrozen(record: type[Any]) -> type[Any]:
 
 
 class GroupFields(Protocol):
-    """What a group and its info have in common."""
+    """The fields that a group and its info have in common."""
 
     @property
     def group_id(self) -> str: ...
@@ -192,7 +192,7 @@ class GroupFields(Protocol):
 
 
 def group_fields(record: GroupFields) -> dict[str, Any]:
-    """What a group and its info have in common, checked: everything but the rollouts.
+    """Checks the fields that a group and its info have in common: everything except the rollouts.
 
     Raises:
         InvalidRollout: a field is of the wrong type or outside its range.

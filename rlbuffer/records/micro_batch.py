@@ -1,4 +1,4 @@
-"""What a step is made of: the plan that the batcher commits, and the micro-batches that a rank trains on.
+"""The parts of a step: the plan that the batcher commits, and the micro-batches that a rank trains on.
 
 A step's life: the batcher makes a :class:`StepPlan`, the store commits it, each rank's reader turns its part into a
 :class:`Step` of :class:`MicroBatch` es.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a trainer may want to know of one rollout in a micro-batch."""
+    """Everything that a trainer may want to know of one rollout in a micro-batch."""
 
     rollout_id: str
     group_id: str
@@ -179,7 +179,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """What one rank trains on in one step. Iterating gives its micro-batches."""
+    """One step as one rank trains it. Iterating gives its micro-batches."""
 
     number: int
     """From 1: step s trains version s - 1 and makes version s."""

@@ -1,4 +1,4 @@
-"""What moves through the buffer: rollouts, groups, and what the batcher sees of them.
+"""The records that move through the buffer: rollouts, groups, and their form without payload for the batcher.
 
 A rollout is a small table: one row per token, one column per quantity. A group holds the rollouts of one prompt.
 A :class:`GroupInfo` is a group (or a part of one) without its payload: all that a decision needs, 49 bytes a

@@ -1,4 +1,4 @@
-"""What the batcher decides: the plan of a step, and the groups it drops."""
+"""The batcher's decisions: the plan of a step, and the groups it drops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Which rollout goes into which row, of which micro-step, of which rank."""
+    """The place of each rollout of a step: its rank, its micro-step and its row."""
 
     rows: tuple[tuple[tuple[Row, ...], ...], ...]
     """``rows[micro_step][rank]`` is a tuple of `rows_per_micro_batch` rows; a row is a tuple of indices, () a dummy."""
@@ -71,7 +71,7 @@ class RolloutRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterProgress:
-    """How far an adapter is with a step, this step included; "" is all weights, whose own steps are the run's."""
+    """The progress of an adapter with a step, this step included; "" is all weights, whose own steps are the run's."""
 
     samples: int
     """Rollouts trained in this run."""
@@ -99,7 +99,7 @@ def version_trained(adapters: Mapping[str, AdapterProgress], adapter: str, step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryUse:
-    """What a step does with one pool entry; packed and dropped add up to the whole entry."""
+    """One pool entry as a step uses it; packed and dropped add up to the whole entry."""
 
     entry_id: str
     env: str
@@ -116,7 +116,7 @@ class EntryUse:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step trains on; immutable once committed."""
+    """The rollouts that one step trains on, and their places; immutable once committed."""
 
     step: int
     group_ids: tuple[str, ...]
@@ -160,7 +160,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What the batcher would do now. Nothing has happened yet: only `Batcher.committed` moves its state."""
+    """The batcher's proposal for now. Nothing has happened yet: only `Batcher.committed` moves its state."""
 
     plan: StepPlan | None
     state: Mapping[str, Any]

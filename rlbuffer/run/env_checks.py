@@ -20,7 +20,7 @@ def with_envs(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 
 
 def _requests(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    """What the agents of a verifiers env would ask of the worker's sampler, and be refused in every rollout."""
+    """Requests of a verifiers env's agents that the worker's sampler would refuse in every rollout."""
     from rlbuffer.worker.envs.gateway import refusal
 
     sections: list[tuple[str, WorkerSettings | EvaluationSettings, float]]

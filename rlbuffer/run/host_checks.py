@@ -1,4 +1,4 @@
-"""What the settings name and this host must have: models, modules, packages, folders.
+"""Checks of the things that the settings name and this host must have: models, modules, packages, folders.
 
 Looked at without importing any of it, so that a mistake is said at once, before torch is loaded and before anything is
 started. Which of it is needed depends on what shall run here: a batcher needs no model, a worker no loss.
@@ -57,7 +57,7 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 
 
 def on_host(settings: RunSettings, places: Places, parts: Parts, folders: Sequence[str] = ()) -> Iterator[Mistake]:
-    """What is not there and `parts` need: every mistake of it. Modules are also looked for in `folders`."""
+    """Everything that `parts` need and that is not there. Modules are also looked for in `folders`."""
     look = _Look(settings, places, folders)
     if parts:
         yield from look.server(parts)
@@ -133,7 +133,7 @@ class _Look:
             yield self._say(f"{setting}.world_size", text)
 
     def server(self, parts: Parts) -> Iterator[Mistake]:
-        """What the address of the server names."""
+        """The files and names in the server's address."""
         from rlbuffer.store.server import tls
         from rlbuffer.store.server.address import check_place, is_memory, options_of, redacted, source_of
 

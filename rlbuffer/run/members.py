@@ -1,4 +1,4 @@
-"""What each process of `rlbuffer run` does once it is started: serve, sample, train.
+"""The work of each process of `rlbuffer run` once it is started: serve, sample, train.
 
 The supervisor hands over the settings as JSON, so that a process acts on what was loaded at the start, not on what a
 file says by then. Every process ends when its supervisor is gone, whatever killed it.

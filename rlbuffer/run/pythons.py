@@ -1,4 +1,4 @@
-"""Where the processes of a run are put: which GPUs they see, which Python runs them, with which environment."""
+"""The places of a run's processes: the GPUs that they see, the Python that runs them, and its environment."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def wrong_pythons(settings: RunSettings, own: str) -> Iterator[ConfigError]:
 
 
 def _probe(python: str, environment: Mapping[str, str]) -> str:
-    """What is wrong with a Python, as the end of a sentence; "" when nothing is."""
+    """The mistake with a Python, as the end of a sentence; "" when there is none."""
     try:
         answer = subprocess.run(
             [python, "-c", _PROBE],

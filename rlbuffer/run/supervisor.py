@@ -1,7 +1,7 @@
 """``rlbuffer run``: every process of a run on this machine, restarted when it dies, with one log.
 
 The embedded server starts when the supervisor connects. `serve` is a light process of its own; workers and the trainer
-are forked from one forkserver that has torch already (:mod:`rlbuffer.process.forkserver`), but for workers with a
+are forked from one forkserver that has torch already (:mod:`rlbuffer.process.forkserver`), except workers with a
 Python, GPUs or an environment of their own (:mod:`rlbuffer.run.pythons`). A process that ends is started again after a
 pause that doubles while it keeps failing. The run is over when the trainer has made its steps; ctrl-C drains workers,
 batcher and trainer, in that order.
@@ -373,7 +373,7 @@ class Supervisor:
 
     @property
     def log_path(self) -> str:
-        """Where everything that was said is kept."""
+        """The file that keeps everything that was said."""
         return str(self.settings.run_dir / "run.log")
 
     def _write_pids(self, started: dict[str, int]) -> None:

@@ -29,7 +29,7 @@ class Beat(Heartbeats):
             self._held = set(entry_ids)
 
     def record(self) -> dict[str, Any]:
-        """What a heartbeat says; msgpack types."""
+        """The content of a heartbeat; msgpack types."""
         return {"gives": self._gives, "envs": self._envs, "late": self.late} | super().record()
 
     def _renew(self) -> None:

@@ -191,7 +191,7 @@ class _Scorer:
     def _look(self) -> None:
         """Reads what is new in the pool."""
         if int(self._cursor.partition("-")[0]) > 1000 * self._store.now():
-            self._cursor = "0-0"  # an id ahead of the clock: the pool is made anew (RENUMBER) with lower ones
+            self._cursor = "0-0"  # an id ahead of the clock: the pool is made again (RENUMBER) with lower ones
         while entries := self._store.read_pool(self._cursor, count=ENTRIES_PER_READ):
             self._cursor = entries[-1].entry_id
             for entry in entries:
@@ -200,7 +200,7 @@ class _Scorer:
                     self._found.setdefault(entry.entry_id, _Pending(entry))
 
     def _wanted(self, entry: PoolEntry) -> frozenset[str]:
-        """What this scorer adds to a push."""
+        """The columns and rewards that this scorer adds to a push."""
         if entry.info is None or (self._envs and entry.env not in self._envs):
             return frozenset()
         return self._gives & frozenset(entry.info.needs)
@@ -354,7 +354,7 @@ class _Scorer:
         self._on_event({"event": "trouble", "error": self._beat.error})
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` gives; it is given up when the scorer is told to stop."""
+        """Gives the result of `work`; gives it up when the scorer is asked to stop."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():

@@ -50,7 +50,7 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[NDArray[np.float32]]:
-        """Of each rollout the logprob of every trained token given those before it, 0 elsewhere: [T] float32, nats."""
+        """Per rollout the logprob of every trained token given those before it, 0 elsewhere: [T] float32, nats."""
         out: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(rollouts)
         lengths = [rollout.length for rollout in rollouts]
         row_tokens = max(self._row_tokens, *lengths)

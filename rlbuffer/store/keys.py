@@ -91,15 +91,15 @@ class Keys:
         return f"{self.tag}:tickets:{env}"
 
     def evaluating(self, env: str, version: int, line: int) -> str:
-        """Who evaluates a version of a line on an env, or that it is done."""
+        """The owner of the evaluation of a version of a line on an env, or that it is done."""
         return f"{self.tag}:evaluating:{env}:{version}:{line}"
 
     def scoring(self, entry_id: str) -> str:
-        """Who adds what a pending push needs."""
+        """The scorer that adds what a pending push needs."""
         return f"{self.tag}:scoring:{entry_id}"
 
     def visits(self, env: str) -> str:
-        """How the groups of each prompt of an env went."""
+        """The visits of each prompt of an env: how its groups went."""
         return f"{self.tag}:visits:{env}"
 
     def heartbeats(self, kind: str) -> str:
@@ -111,7 +111,7 @@ class Keys:
         return f"{self.payload_prefix}{group_id}:{suffix}"
 
     def unnamed_payload(self, group_id: str, suffix: str) -> str:
-        """Where the payload waits, with a time to live, until its push is pending: in the slot of its name."""
+        """The key where the payload waits, with a time to live, until its push is pending: in the slot of its name."""
         return f"{self.payload_prefix}{{{self.payload(group_id, suffix)}}}"
 
 

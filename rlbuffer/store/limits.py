@@ -1,4 +1,4 @@
-"""How large a push may be for its server, and how long it may take.
+"""The size that a push may have for its server, and the time it may take.
 
 A transaction counts whole against `client-query-buffer-limit`, each value against `proto-max-bulk-len`. What is above
 them is not refused: the server closes the connection, each time that it is tried, which looks like a server that is
@@ -28,7 +28,7 @@ SLOWEST_BYTES_PER_SECOND = MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a server takes, in bytes."""
+    """The sizes that a server takes, in bytes."""
 
     transaction: int = QUERY_BUFFER_BYTES
     """client-query-buffer-limit"""
@@ -38,7 +38,7 @@ class Limits:
     """maxmemory; 0: none."""
 
     def refusal(self, sizes: Mapping[str, int]) -> str:
-        """Why values of these sizes can never be stored together; "" when they can. The keys name them."""
+        """The reason why values of these sizes can never be stored together; "" when they can. The keys name them."""
         total = sum(sizes.values())
         largest = max(sizes, key=lambda name: sizes[name])
         if sizes[largest] > self.value:
@@ -51,7 +51,7 @@ class Limits:
 
 
 def read_limits(client: Any) -> Limits:
-    """The limits that `client`'s server says it has, else those that servers have unless they are told otherwise."""
+    """The limits that `client`'s server says it has, else those that servers have unless they are set otherwise."""
     known = Limits()
     try:
         settings = client.config_get("client-query-buffer-limit", "proto-max-bulk-len")
@@ -69,7 +69,7 @@ def read_limits(client: Any) -> Limits:
 
 
 def timeout_seconds(size: int, usual: float) -> float:
-    """How long a command of `size` bytes may take: `usual`, doubled until the slowest line has sent it."""
+    """The time that a command of `size` bytes may take: `usual`, doubled until the slowest line has sent it."""
     if size <= QUICK_BYTES:
         return usual
     needed = usual + size / SLOWEST_BYTES_PER_SECOND

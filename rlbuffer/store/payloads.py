@@ -22,7 +22,7 @@ FETCH_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainable:
-    """What a trainer can train. Its ranks say it in their heartbeats."""
+    """The rollouts that a trainer can train, as its ranks say in their heartbeats."""
 
     vocabulary: int | None = None
     """How many token ids its model has; None: not known here."""
@@ -33,7 +33,7 @@ class Trainable:
 
     @classmethod
     def of(cls, beats: Iterable[Mapping[str, Any]]) -> Trainable:
-        """What all ranks of these heartbeats can train. No field of one is certain to be there."""
+        """The rollouts that all ranks of these heartbeats can train. No field of one is certain to be there."""
         beats = tuple(beats)
         sizes = [beat["vocabulary"] for beat in beats if isinstance(beat.get("vocabulary"), int)]
         needed = [beat["columns"] for beat in beats if isinstance(beat.get("columns"), list | tuple)]

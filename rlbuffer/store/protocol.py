@@ -71,7 +71,7 @@ class Store(Protocol):
         """ "" when the server's append-only file can be trusted; else why to wait. Raises ServerUnsuitable."""
 
     def server_id(self) -> str:
-        """Which server this is: another one after every restart and failover, when newest writes may be lost."""
+        """The server's identity: another one after every restart and failover, when newest writes may be lost."""
 
     def losses(self) -> int:
         """Times that this process lost the server; it may have come back without its newest writes."""
@@ -84,7 +84,7 @@ class Store(Protocol):
         """Creates the run's meta if there is none; refuses another schema (SchemaMismatch). Safe to repeat."""
 
     def has_ended(self) -> bool:
-        """Whether every env is done, everything is trained, and nothing was pushed since."""
+        """True when every env is done, everything is trained, and nothing was pushed since."""
 
     def runs(self) -> Mapping[str, float]:
         """run -> Unix seconds when it was last opened."""
@@ -145,7 +145,7 @@ class Store(Protocol):
         """The wanted config of this digest cannot be used. Raises LeaseLost."""
 
     def sources(self) -> Sources:
-        """Who may still send something."""
+        """The sources that may still send something."""
 
     def set_ended(self, token: int, step: int | None, written: Mapping[bytes, bytes] = ...) -> bool:
         """The run has ended after `step`; None takes that back. `written`: what was seen of the ends (`Sources`).

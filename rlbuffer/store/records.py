@@ -1,4 +1,4 @@
-"""What the store tells: the records that its moves take and answer, as docs/protocol.md describes them.
+"""The store's records: what its moves take and answer, as docs/protocol.md describes them.
 
 All times are the server's clock, in seconds unless named otherwise.
 """
@@ -53,7 +53,7 @@ class Reused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """What the lease script answered."""
+    """The answer of the lease script."""
 
     token: int
     """Fencing token; grows with every new holder."""
@@ -108,7 +108,7 @@ class Meta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Who may still send something."""
+    """The envs by whether a worker or producer may still send something of them."""
 
     done: frozenset[str] = frozenset()
     """Envs with an end of which every ticket was given, and none is out."""
@@ -167,7 +167,7 @@ class TrainedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a trainer hands back to a server that has lost acknowledged writes."""
+    """The steps that a trainer hands back to a server that has lost acknowledged writes."""
 
     step: int
     """Last step that the trainer's state contains."""
@@ -224,7 +224,7 @@ class StepHeader:
     """No token of a truncated rollout is trained, whatever its payload says."""
 
     def masks(self, info: RolloutInfo) -> bool:
-        """Whether this rollout of the step is there, and not trained."""
+        """True when this rollout of the step is there, and not trained."""
         return self.masks_truncated and info.is_truncated
 
 
@@ -313,7 +313,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What `verify` found. `ok` when there are no findings."""
+    """The findings of `verify`. `ok` when there are none."""
 
     findings: tuple[Finding, ...]
     checked: Mapping[str, int]

@@ -1,7 +1,7 @@
-"""What every concern of the store shares: the connection, the run's keys, and the scripts.
+"""The base of every concern of the store: the connection, the run's keys, and the scripts.
 
-A *move* runs one Lua file and is repeated over reconnects unless told otherwise: every script answers the same when it
-is repeated. A *look* only reads, or writes what may be written twice.
+A *move* runs one Lua file and is repeated over reconnects unless the caller forbids it: every script answers the
+same when it is repeated. A *look* only reads, or writes what may be written twice.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Session:
         return entries(reply)
 
     def server_id(self) -> str:
-        """Which server this is: another one after every restart and failover, when newest writes may be lost."""
+        """The server's identity: another one after every restart and failover, when newest writes may be lost."""
         losses, known = self._server
         if losses != self.connection.losses or not known:
             losses, known = self.connection.losses, self.connection.server_id(self.patience_seconds)
@@ -114,7 +114,7 @@ class Session:
         return known
 
     def early_reason(self, step: int) -> str:
-        """Why `step` is gone, for whoever needs it: "" when a checkpoint held it, as usual."""
+        """The reason why `step` is gone, for whoever needs it: "" when a checkpoint held it, as usual."""
         early = int(self.look(lambda client: client.hget(self.keys.meta, "early")) or 0)
         if step > early:
             return ""
@@ -154,7 +154,7 @@ class Session:
 
 
 def answers(pipe: Any) -> list[Any]:
-    """What a pipeline answers; None for a key of another type than the command is for, as if it were not there."""
+    """The replies of a pipeline; None for a key of another type than the command is for, as if it were not there."""
     replies: list[Any] = pipe.execute(raise_on_error=False)
     for i, answer in enumerate(replies):
         if isinstance(answer, redis.ResponseError) and str(answer).startswith("WRONGTYPE"):

@@ -1,4 +1,4 @@
-"""When a policy version is written and announced.
+"""The rule by which a policy version is written and announced.
 
 The trainer only announces. Whether a version is any good is the workers' business: they evaluate announced versions
 (``[eval.NAME]``), so that no rank ever waits for an evaluation.

@@ -1,4 +1,4 @@
-"""What samplers get of the policy: all weights, or with LoRA the adapter alone beside a base that is written once.
+"""The weights that samplers get: all of the policy's, or with LoRA the adapter beside a base that is written once.
 
 A trainer of the user's own publishes its model through :mod:`rlbuffer.weights.publishing`.
 """

@@ -68,8 +68,8 @@ class Pulls:
         self._steps = None
 
     def _count(self, step: Step, damaged: int) -> None:
-        """What cannot be read is left out, in every replay of the step alike. That never ends a run by itself: whoever
-        pushes can make such a step. A run of which nothing sound comes any more does end."""
+        """Counts steps with too many damaged tokens, which are left out in every replay of the step alike. Such a step
+        alone never ends a run: whoever pushes can make one. A run of which nothing sound comes any more does end."""
         settings, expected = self._session.settings, step.normalizers.loss_tokens
         limit = settings.trainer.max_damaged
         self._damaged = self._damaged + 1 if damaged > limit * expected else 0

@@ -1,4 +1,4 @@
-"""What a rank needs before it can train: device, other ranks, policy, optimizer, and somebody to pull from."""
+"""The things that a rank needs before it can train: device, other ranks, policy, optimizer, a reader to pull from."""
 
 from __future__ import annotations
 

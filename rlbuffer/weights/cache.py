@@ -272,7 +272,7 @@ class VersionCache:
 
 
 def _known(folder: Path, name: str) -> dict[str, ListedFile]:
-    """What an earlier attempt was downloading into `folder`."""
+    """The version that an earlier attempt was downloading into `folder`."""
     try:
         return {file.name: file for file in parse_list((folder / LIST_FILE).read_bytes(), name=name)}
     except (OSError, WeightsError):

@@ -1,4 +1,4 @@
-"""What weights and checkpoints both need of a disk: content that is really there, and a proof of what it is."""
+"""The needs of weights and checkpoints on a disk: content that is really there, and a proof of what it is."""
 
 from __future__ import annotations
 

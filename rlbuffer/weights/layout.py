@@ -1,4 +1,4 @@
-"""How policy versions lie in a folder, and how that is checked: names, the list of files, what is complete.
+"""The layout of policy versions in a folder, and its checks: names, the list of files, what is complete.
 
     <directory>/v00000012-9f86d081884c/model.safetensors    the weights
                                        config.json          the Hugging Face config
@@ -60,7 +60,7 @@ class ListedFile:
 
 
 def listed(directory: Path, known: Mapping[str, str]) -> list[ListedFile]:
-    """What lies in `directory`, with the list itself left out.
+    """The files in `directory`, with the list itself left out.
 
     Args:
         known: name -> sha256 of files that were hashed already.
@@ -133,7 +133,7 @@ def is_adapter(directory: Path) -> bool:
 
 
 def base_of(directory: Path) -> PolicyVersion:
-    """Where the model is that an adapter is for, with size and checksum; its version number means nothing.
+    """The base model that an adapter is for: place, size and checksum; its version number means nothing.
 
     Raises:
         WeightsError: ``base.json`` is missing or does not say it.

@@ -1,4 +1,4 @@
-"""Where a run's weights are: the folder, the address that is announced, and the server over it."""
+"""The places of a run's weights: the folder, the address that is announced, and the server over it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def default_cache() -> VersionCache:
 
 
 def announced(settings: RunSettings, location: str) -> str:
-    """What a trainer announces for a version in the directory `location`: its URL where ``weights.url`` is set.
+    """The location that a trainer announces for a version in `location`: its URL where ``weights.url`` is set.
 
     Raises:
         ConfigError: the URL is none.

@@ -21,7 +21,7 @@ from rlbuffer.weights.state import is_sharded, model_state
 
 
 class Announcements(Protocol):
-    """Who knows the versions of a run: :class:`rlbuffer.client.buffer.Policy`, or a stand-in."""
+    """The announced versions of a run: :class:`rlbuffer.client.buffer.Policy`, or a stand-in."""
 
     def current(self) -> PolicyVersion:
         """The newest announced version."""
@@ -31,7 +31,7 @@ class Announcements(Protocol):
 
 
 def weights_folder(settings: RunSettings) -> Path:
-    """Where the trainer's versions lie."""
+    """The folder of the trainer's versions."""
     return settings.output_dir / "weights"
 
 

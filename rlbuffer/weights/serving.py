@@ -192,7 +192,7 @@ class FileServer:
 
     @property
     def url(self) -> str:
-        """Where it can be asked from this host."""
+        """The address at which this host can ask it."""
         host = "127.0.0.1" if self._host in ("", "0.0.0.0", "::") else self._host
         return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
 

@@ -97,7 +97,7 @@ class _Weights:
 
 
 def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """What is called as one, with the modules whose weights it needs: a layer with all in it, and single modules.
+    """The units that are called as one, with the modules whose weights each needs: whole layers, and single modules.
 
     A layer may use a weight of a module in it without calling that module.
     """

@@ -78,7 +78,7 @@ def encode_info(info: GroupInfo) -> bytes:
 
 
 def decode_info(data: bytes) -> GroupInfo:
-    """What a push's metadata says.
+    """Decodes a push's metadata.
 
     Raises:
         PayloadError: above 64 KiB, damaged, not the map of this format, or a value outside its range.

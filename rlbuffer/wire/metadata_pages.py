@@ -67,7 +67,7 @@ _UnfrozenGroup = unfrozen(GroupInfo)
 
 
 def decode_infos(pushes: Sequence[bytes]) -> list[GroupInfo | PayloadError]:
-    """What :func:`~rlbuffer.wire.metadata.decode_info` says of each push, or the error that it raises."""
+    """Decodes many pushes at once: for each its info, or the error of :func:`~rlbuffer.wire.metadata.decode_info`."""
     envs: dict[Any, str] = {}
     infos: list[Any] = [_plain(data, envs) for data in pushes]
     right = [info for info in infos if info is not None]
@@ -162,7 +162,7 @@ def _plain(data: bytes, envs: dict[Any, str]) -> Any:
 
 
 def _are_named(rewards: dict[Any, Any], count: int) -> bool:
-    """Whether these are named rewards of `count` rollouts."""
+    """True when these are named rewards of `count` rollouts."""
     for name, item in rewards.items():
         if type(name) is not str or len(name) > 64 or type(item) is not list or len(item) != 2:
             return False
@@ -180,7 +180,7 @@ def _are_named(rewards: dict[Any, Any], count: int) -> bool:
 
 
 def _totals(packed: Sequence[bytes]) -> list[Totals | None]:
-    """What the rows of each push amount to; None when a value is outside its range.
+    """Adds up the rows of each push; None when a value is outside its range.
 
     Args:
         packed: the rows of each push, whole ones and at least one.

@@ -22,7 +22,7 @@ SOLVED, FAILED, MIXED = "s", "f", "m"
 
 
 class VisitStore(Protocol):
-    """What is kept with the run."""
+    """The store of visits, which are kept with the run."""
 
     def visits(self, env: str, prompt_ids: Sequence[str], /) -> list[str]: ...
     def note_visits(self, env: str, prompt_id: str, marks: str, /) -> None: ...
@@ -41,7 +41,7 @@ class Difficulty:
         self._store, self._env, self._settings = store, env, settings
 
     def reasons(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> list[str]:
-        """Why each ticket's prompt is skipped; "" when it is to be sampled.
+        """The reason why each ticket's prompt is skipped; "" when it is to be sampled.
 
         A share `skip_retry` of the tickets is sampled all the same, whoever holds them: what was too hard for an
         earlier version may not be for this one.

@@ -165,7 +165,7 @@ class Evaluator:
 
 
 def summary(rollouts: list[Rollout], *, failed: int) -> dict[str, Any]:
-    """What an evaluation says: means over the rollouts, with the standard error of the reward's.
+    """The result of an evaluation: means over the rollouts, with the standard error of the reward's.
 
     Returns:
         ``reward/mean``, ``reward/error`` (standard error; 0 for one rollout), ``reward/<name>`` and ``success/<name>``

@@ -1,4 +1,4 @@
-"""What goes wrong in an env: which kind of error, where in whose file, and what has been running for too long.
+"""Failures of an env: the kind of error, its place in the user's files, and what has been running for too long.
 
 An env is the user's code. Most of what fails in it fails in every group, so a worker says the file and line of it, and
 what it does when it does not come back.
@@ -43,7 +43,7 @@ _PYTHON = sysconfig.get_paths()["stdlib"]
 
 
 def place_of(error: BaseException, env: object, function: str) -> str:
-    """Where in the user's files `error` was raised, as ``FILE:LINE in NAME``.
+    """The place in the user's files where `error` was raised, as ``FILE:LINE in NAME``.
 
     The innermost line outside of rlbuffer and of Python's own library; where there is none, because what the env gave
     is wrong, the beginning of the env's `function`. "" for what the env had no part in.
@@ -78,7 +78,7 @@ class Failures:
         return self._counts[kind] == 1
 
     def all_of(self, env: str) -> ConfigError:
-        """What a worker ends with that has made no group."""
+        """The error with which a worker ends that has made no group."""
         counts = self.record()
         return ConfigError(
             f"env {env}: none of {sum(counts.values())} groups could be made ({counted(counts)}), the last: "
@@ -110,14 +110,14 @@ _current: ContextVar[Work | None] = ContextVar("work", default=None)
 
 
 def exited(error: SystemExit) -> RuntimeError:
-    """What is said of an env that would end its process."""
+    """The error for an env that would end its process."""
     raised = RuntimeError(f"sys.exit({error.code!r}) was called")
     raised.__cause__ = error
     return raised
 
 
 class UserWork:
-    """What of the env runs at this moment. Safe to read from any thread.
+    """The env's functions that run at this moment. Safe to read from any thread.
 
     Args:
         env: whose functions these are.
@@ -179,7 +179,7 @@ class UserWork:
 
     @staticmethod
     def current() -> Work | None:
-        """What this task does for the env, for calls that come from other tasks."""
+        """The work that this task does for the env, for calls that come from other tasks."""
         return _current.get()
 
     @staticmethod
@@ -196,7 +196,7 @@ class UserWork:
                 work.since = time.monotonic()
 
     def now(self) -> str:
-        """What runs, with the place of the function that began first; "" while nothing does."""
+        """The function that runs and began first, with its place; "" while none does."""
         running = [work for work in list(self._running.values()) if work.since is not None]
         if not running:
             return ""
@@ -205,7 +205,7 @@ class UserWork:
         return f"{what}()" + (f" ({place})" if place else "")
 
     def sentence(self) -> str:
-        """What has run for long, and where it is; "" while nothing has."""
+        """A sentence about the function that has run for long, with its place; "" while none has."""
         running = [work for work in list(self._running.values()) if work.since is not None]
         longest = min(running, key=lambda work: work.since or 0.0, default=None)
         if longest is None or longest.since is None:
@@ -243,7 +243,7 @@ def _is_pythons(file: str) -> bool:
 
 
 def _beginning(env: object, function: str) -> Place | None:
-    """Where the env's `function` is defined."""
+    """The place where the env's `function` is defined."""
     code = getattr(inspect.unwrap(getattr(env, function, env)), "__code__", None)  # type: ignore[arg-type]
     return None if code is None else (code.co_filename, code.co_firstlineno, code.co_name)
 

@@ -26,13 +26,13 @@ WITHOUT_A_WORD = "ended without a word"
 
 
 class Renewer(Protocol):
-    """What a pulse needs of a Writer."""
+    """A Writer, as far as a pulse needs it."""
 
     def renew(self, tickets: Iterable[Ticket], /) -> None: ...
 
 
 class Heart(Protocol):
-    """What a pulse needs of a Buffer."""
+    """A Buffer, as far as a pulse needs it."""
 
     def heartbeat(self, kind: str, name: str, record: Mapping[str, Any], /) -> None: ...
 
@@ -110,7 +110,7 @@ class Pulse(Heartbeats):
             return
 
     def record(self) -> dict[str, Any]:
-        """What a heartbeat says; msgpack types."""
+        """The content of a heartbeat; msgpack types."""
         own = {"env": self._env, "version": self.version, "skipped": self.skipped}
         failed = {"failures": self.failures.record(), "failure": self.failures.last, "busy": self._work.sentence()}
         # Of a process that ends without a word this is what is known.

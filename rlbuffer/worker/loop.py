@@ -59,7 +59,7 @@ WORKER_POLL_SECONDS = 0.1
 SKIPS_AT_ONCE = 256
 """Tickets skipped one after the other before each further look for one that is not waits a little."""
 LAND_SECONDS = 2.0
-"""When the worker is told to stop: how long what is in flight may take to end as a group, or as none."""
+"""The time that groups in flight have to end, as a group or as none, once the worker is asked to stop."""
 CHECKED_PROMPTS = 64
 """Prompts that are looked at for one to check the sampler with."""
 LAST_FAILURE = 3
@@ -88,8 +88,8 @@ def run_worker(
 
     Events, each a dict with ``event``: ``checked`` (version, difference), ``version`` (version, seconds), ``group``
     (one was pushed: group_id, version, rollouts, tokens, reward, seconds), ``waiting`` (waiting), ``trouble`` (error;
-    of a group given up also kind, and traceback, "" but for the first of a kind), ``restart`` (error), ``done`` (env,
-    sentence), ``stopped`` (groups, rollouts, failed_groups).
+    of a group given up also kind, and traceback, "" except for the first of a kind), ``restart`` (error), ``done``
+    (env, sentence), ``stopped`` (groups, rollouts, failed_groups).
 
     Args:
         name: the producer's name; the same after a restart.
@@ -218,7 +218,7 @@ class _Worker:
         return self._is_done
 
     def _no_ticket(self) -> str:
-        """Why there is none."""
+        """The reason why there is no ticket."""
         _, is_draining = self._buffer.store.asked()
         if is_draining:
             return draining()

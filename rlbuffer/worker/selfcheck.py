@@ -57,7 +57,7 @@ async def check_sampler(
 
     A sample of tokens: the end of one prompt, two short completions. All weights take part in it, also of a model that
     is larger than memory: it takes what one layer, the embedding and the head take in float32. The tolerance is that of
-    the dtype in the published config: engines use it unless they are told otherwise.
+    the dtype in the published config: engines use it unless they are set otherwise.
 
     Raises:
         WrongLogprobs: as :func:`check`.

@@ -1,4 +1,4 @@
-"""Which policy version a worker's sampler serves: found, loaded, and kept when a newer one cannot be loaded."""
+"""The policy version that a worker's sampler serves: found, loaded, and kept when a newer one cannot be loaded."""
 
 from __future__ import annotations
 

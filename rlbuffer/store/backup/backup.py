@@ -45,7 +45,7 @@ Read = tuple[str, int, list[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackupReport:
-    """What was written, or restored."""
+    """The counts of a backup that was written, or restored."""
 
     run: str
     epoch: int
@@ -261,7 +261,7 @@ def _items(kind: str, content: Any) -> list[Any]:
 
 
 def _as_of_no_process(name: str, items: list[Any], prefix: str) -> list[Any] | None:
-    """What a key holds once every process is gone; None when nothing of it is kept."""
+    """The content of a key once every process is gone; None when nothing of it is kept."""
     if name == "lease":
         return [item for item in items if item[0] == b"token"] or None
     if name == "trainer":

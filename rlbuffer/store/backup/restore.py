@@ -137,7 +137,7 @@ def _write(store: RedisStore, path: Path) -> dict[str, tuple[str, int]]:
 
 
 def _put(store: RedisStore, key: str, kind: str, frame: dict[str, Any], items: list[Any], ttl: int) -> None:
-    """Adds one frame's items to a key; the first frame of it begins it anew."""
+    """Adds one frame's items to a key; the first frame of it begins it again."""
 
     def put(client: Any) -> None:
         with client.pipeline(transaction=True) as pipe:

@@ -25,7 +25,7 @@ MAX_TRAINER_BYTES = 64 * 2**10
 
 
 class TrainerMoves(Session):
-    """What rank 0 says, and what is known of the trainer."""
+    """Moves of rank 0, and views of the trainer."""
 
     def attempt(self, *, uuid: str, world_size: int, resume_step: int, claim: Claim | None = None) -> Attempt:
         """ATTEMPT: from here on older attempts are fenced. The same `uuid` again gives the same attempt.

@@ -19,7 +19,7 @@ _DONE = b"done"
 
 
 class EvaluationMoves(Session):
-    """Who evaluates what, and what came of it."""
+    """Claims of evaluations, and their results."""
 
     _evaluated: dict[tuple[str, int], int]
     """(env, version) -> the line of versions in which this process took its evaluation."""
@@ -57,7 +57,7 @@ class EvaluationMoves(Session):
         """Keeps a result. Repeated after a lost reply it may be there twice: the first one counts.
 
         Raises:
-            ServerRefused: an entry that was added by hand has taken the last id; the leader makes the stream anew.
+            ServerRefused: an entry that was added by hand has taken the last id; the leader makes the stream again.
         """
         line = self._evaluated.get((env, version)) or self._line()
         fields = {"env": env, "version": version, "line": line, "record": payload.dumps(dict(record))}

@@ -14,7 +14,7 @@ from rlbuffer.wire import payload
 
 
 def tombstone_ms(config: Mapping[str, Any]) -> int:
-    """How long tombstones are kept: late parts of a group can come for as long as the group could have waited."""
+    """The time that tombstones are kept: late parts of a group can come for as long as the group could have waited."""
     timeout = config.get("group_timeout_seconds")
     milliseconds = 2000 * timeout if isinstance(timeout, int | float) else 0
     return max(MINIMUM_TOMBSTONE_MS, round(milliseconds))
@@ -60,7 +60,7 @@ class LeaseMoves(Session):
         return int(reply[1])
 
     def refuse_config(self, token: int, digest: str, reason: str) -> None:
-        """The wanted config of this digest cannot be used: whoever asked for it is told why. Raises LeaseLost."""
+        """Refuses the wanted config of this digest: whoever asked for it hears why. Raises LeaseLost."""
         self._as_leader("refuse", token, digest, reason)
 
     def set_error(self, token: int, message: str) -> None:
@@ -68,7 +68,7 @@ class LeaseMoves(Session):
         self._as_leader("error", token, message)
 
     def set_allowances(self, token: int, allowances: Mapping[str, int]) -> None:
-        """How many tickets of each env may be out; an env that is not named has none. Raises LeaseLost."""
+        """Sets the number of tickets that may be out per env; an env that is not named has none. Raises LeaseLost."""
         self._as_leader("allow", token, *(x for env, n in allowances.items() for x in (env, max(0, int(n)))))
 
     def set_ended(self, token: int, step: int | None, written: Mapping[bytes, bytes] = MappingProxyType({})) -> bool:

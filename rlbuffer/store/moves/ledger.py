@@ -37,7 +37,7 @@ def parse_ledger(fields: Mapping[Any, Any]) -> Ledger:
 
 
 def foreign_fields(fields: Mapping[Any, Any]) -> list[str]:
-    """What no script of rlbuffer has written: a field that is of no account, or no amount in it."""
+    """Fields that no script of rlbuffer has written: of no account, or with no amount in them."""
     return sorted(
         f"{text(name)[:100]!r} = {text(value)[:40]!r}"
         for name, value in fields.items()

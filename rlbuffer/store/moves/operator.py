@@ -1,4 +1,4 @@
-"""What an operator asks of a run: other settings, a drain, pending groups dropped. With or without a leader.
+"""An operator's wishes for a run: other settings, a drain, pending groups dropped. With or without a leader.
 
 Nobody but the leader changes what steps are made of. An operator leaves a wish in `meta`; the leader looks at `asked`
 about twice a second and reads everything again when it has grown.
@@ -62,7 +62,7 @@ class OperatorMoves(PoolMoves, Session):
         return int(asked or 0), draining is not None
 
     def is_led(self) -> bool:
-        """Whether a batcher holds the lease."""
+        """True when a batcher holds the lease."""
 
         def look(client: Any) -> list[Any]:
             with client.pipeline(transaction=True) as pipe:

@@ -122,7 +122,7 @@ class PoolMoves(Session):
         return self.move("push", (keys.meta, keys.pool, producer_key, keys.ledger, keys.garbage), args, repeat=False)
 
     def _answers(self) -> bool:
-        """Whether the server answers something small now."""
+        """True when the server answers something small now."""
         try:
             self.connection.call(lambda: self.client.exists(self.keys.meta), patience_seconds=0.0, repeat=False)
         except RlbufferError:
@@ -266,12 +266,12 @@ def _entry(keys: Keys, entry_id: str, fields: Fields, info: GroupInfo | PayloadE
 
 
 def _first_ms(fields: Fields, entry_id: str) -> int:
-    """When the rollouts were first pushed; not later than the entry itself says."""
+    """The time when the rollouts were first pushed; not later than the entry itself says."""
     return min(_count(fields, b"pushed"), int(entry_id.partition("-")[0]))
 
 
 def _agrees(fields: Fields, info: GroupInfo) -> bool:
-    """Whether the entry says of its push what the metadata says, and names a payload that a push can have."""
+    """True when the entry agrees with the metadata of its push, and names a payload that a push can have."""
     totals = info.totals
     return (
         SUFFIX.match(fields.get(b"key", b"")) is not None

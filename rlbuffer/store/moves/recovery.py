@@ -1,4 +1,4 @@
-"""When a run goes back: RECOVER after a loss of acknowledged writes, VOID by an operator.
+"""Moves that take a run back: RECOVER after a loss of acknowledged writes, VOID by an operator.
 
 A server that comes back without its newest writes (power cut, failover) may be behind the trainer. The trainer hands
 back a *claim*, the last steps that it has trained; the leader lets the run go on after them, in a new epoch.
@@ -158,9 +158,9 @@ class RecoveryMoves(StepMoves, RunViews):
         return self._void(to, f"step {to}", with_pool=True, force=force)
 
     def _leaving(self, keep: int, *, with_pool: bool) -> list[list[Any]]:
-        """What people will look for: id, env, rollouts, tokens, reward, oldest version and why, of each group that
-        leaves. What the account says is the script's doing; this is a list of what is there just before, as far as it
-        can be read: a step that cannot be is the first that somebody wants to take back."""
+        """A list for people: id, env, rollouts, tokens, reward, oldest version and why, of each group that leaves. The
+        script keeps the account; this list shows what is there just before, as far as it can be read: a step that
+        cannot be read is the first that somebody wants to take back."""
         out: dict[str, list[Any]] = {}
 
         def add(group_id: str, env: str, infos: Sequence[RolloutInfo], why: str) -> None:
@@ -239,7 +239,7 @@ class RecoveryMoves(StepMoves, RunViews):
     def delete_run(self) -> int:
         """Removes everything that the server holds of the run, control keys first. -> keys removed."""
         keys = self.keys
-        # Meta first: whoever still works for the run is told that it is gone, instead of making half of it anew.
+        # Meta first: whoever still works for the run hears that it is gone, instead of making half of it again.
         removed = int(self.look(lambda client: client.unlink(keys.meta)))
         for pattern in (f"{keys.tag}:*", f"{keys.payload_prefix}*"):
             for page in _pages(self.look(partial(_names, pattern=pattern))):

@@ -23,7 +23,7 @@ class RunViews(Session):
     """Opening a run and looking at it."""
 
     def server(self) -> Mapping[str, Any]:
-        """What is known of the server; see :meth:`rlbuffer.store.server.connection.Connection.describe`."""
+        """A description of the server; see :meth:`rlbuffer.store.server.connection.Connection.describe`."""
         return self.connection.describe()
 
     def sentence_until_whole(self) -> str:
@@ -44,8 +44,8 @@ class RunViews(Session):
     def open_run(self) -> Meta:
         """OPEN: creates the run's meta if there is none, and notes that the run was opened. Safe to repeat.
 
-        The first epoch is the server's clock in milliseconds, so that a run that was deleted and made anew is in
-        another epoch: whoever still works for the old one is told (RunGone).
+        The first epoch is the server's clock in milliseconds, so that a run that was deleted and made again is in
+        another epoch: whoever still works for the old one hears it (RunGone).
 
         Raises:
             SchemaMismatch: the run was written by an incompatible version.
@@ -93,7 +93,7 @@ class RunViews(Session):
         return meta
 
     def has_ended(self) -> bool:
-        """Whether the run has ended, and nothing was pushed since: a cheap look."""
+        """True when the run has ended, and nothing was pushed since: a cheap look."""
 
         def look(client: Any) -> list[Any]:
             with client.pipeline(transaction=True) as pipe:

@@ -1,7 +1,7 @@
-"""Who adds what a pending push needs: claims that lapse, so that another scorer takes over from a dead one.
+"""Scoring claims on pending pushes. They lapse, so that another scorer takes over from a dead one.
 
-A claim keeps two scorers from the same work, no more. What is added is added once whoever holds it, because PUSH puts
-it in the place of an entry that must still be there.
+A claim keeps two scorers from the same work, no more. A column or reward is added once, whoever holds the claim: PUSH
+puts it in the place of an entry that must still be there.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def check_numbers(header: Mapping[str, Any], plan: StepPlan) -> None:
-    """What is computed for a step, and did not come in with its rollouts, can be read again: nobody can train a step
-    that cannot, and it stays for ever.
+    """Checks that the numbers computed for a step, which did not come in with its rollouts, can be read again: nobody
+    can train a step that cannot be read, and it stays for ever.
 
     Raises:
         PayloadError: a number is not finite.
@@ -179,7 +179,7 @@ def _columns_of(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> Columns:
 
 
 def info_of(ref: RolloutRef, entries: Mapping[str, PoolEntry]) -> RolloutInfo:
-    """What the pool says about a planned rollout.
+    """The pool's metadata of a planned rollout.
 
     Raises:
         PayloadError: the plan names a rollout that its entry does not hold.

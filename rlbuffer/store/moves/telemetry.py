@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Telemetry(Session):
-    """What processes say about themselves, stamped with the server's clock."""
+    """Messages of processes about themselves, stamped with the server's clock."""
 
     _refused: set[str]
     """Keys that the server does not let this process write."""
@@ -56,7 +56,7 @@ class Telemetry(Session):
         return out
 
     def set_waiting(self, who: str, sentence: str) -> None:
-        """What `who` waits for, in one sentence; "" when it does not wait."""
+        """Says what `who` waits for, in one sentence; "" when it does not wait."""
         self._note(self.keys.waiting, who, sentence)
 
     def waiting(self) -> Mapping[str, str]:
@@ -100,7 +100,7 @@ class Telemetry(Session):
         self._tell((key,), ("note", name, record, FORGOTTEN_AFTER_MS))
 
     def _tell(self, keys: Sequence[str], args: Sequence[Any]) -> None:
-        """One move of telemetry. A server that does not allow it is told of once: nobody stops working for it."""
+        """One move of telemetry. A server that does not allow it is reported once: nobody stops working for it."""
         try:
             self.move("telemetry", keys, args)
         except (ServerUnsuitable, WrongType) as error:

@@ -15,7 +15,7 @@ _END = re.compile(r"=?([0-9]{1,15})\Z")
 
 
 class TicketMoves(Session):
-    """What workers take and the batcher closes."""
+    """Tickets, which workers take and the batcher closes."""
 
     def take_tickets(
         self, env: str, n: int, *, ttl_seconds: float, size: int | None = None, section: str = ""
@@ -56,7 +56,7 @@ class TicketMoves(Session):
         return self.move("done", (self.keys.ends, self.keys.numbers, self.keys.meta), (action, *args))
 
     def sources(self) -> Sources:
-        """Who may still send something. What nobody of rlbuffer has written counts as an env without an end."""
+        """The sources that may still send something. A field that is not rlbuffer's counts as an env without an end."""
 
         def look(client: Any) -> list[Any]:
             with client.pipeline(transaction=True) as pipe:

@@ -1,4 +1,4 @@
-"""How the groups of a prompt went, for all workers of a run: what a filter of prompts by difficulty goes by."""
+"""Notes on how the groups of a prompt went, for all workers of a run; the filter of prompts by difficulty uses them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Visits(Session):
     """One short text per prompt. It decides which prompts are sampled, and nothing else."""
 
     def visits(self, env: str, prompt_ids: Sequence[str]) -> list[str]:
-        """What was noted last for each prompt; "" for one not met yet."""
+        """The last note on each prompt; "" for one not met yet."""
         if not prompt_ids:
             return []
         reply = self.look(lambda client: client.hmget(self.keys.visits(env), list(prompt_ids)))

@@ -44,7 +44,7 @@ def redacted(url: str) -> str:
 
 
 def has_password(url: str) -> bool:
-    """Whether `url` holds what :func:`redacted` hides."""
+    """True when `url` holds what :func:`redacted` hides."""
     return redacted(url) != url
 
 
@@ -62,7 +62,7 @@ def check_quoted(url: str, source: str) -> None:
 
 
 def options_of(url: str, source: str) -> dict[str, Any]:
-    """What redis-py makes of a server's address, ``redis://``, ``rediss://`` or ``unix://``.
+    """Options that redis-py makes of a server's address, ``redis://``, ``rediss://`` or ``unix://``.
 
     Args:
         source: where it came from, as a sentence on a line of its own; "" when nobody knows.

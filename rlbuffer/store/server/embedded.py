@@ -59,7 +59,7 @@ ANSWER_TIMEOUT_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What a server says about itself."""
+    """A server's answer about itself."""
 
     pid: int
     name: str
@@ -117,7 +117,7 @@ class EmbeddedServer:
                 except BlockingIOError:
                     return False
                 if not os.path.samestat(os.fstat(descriptor), (directory / "users.lock").stat()):
-                    return False  # the home was removed and made anew: the server in it is not the one that was used
+                    return False  # the home was removed and made again: the server in it is not the one that was used
                 return _stop(directory, deadline)
         except (OSError, ServerUnreachable):
             # The directory is gone or stays locked: leaving must work even so, at exit above all.
@@ -269,7 +269,7 @@ def _await_ready(directory: Path, socket: Path, deadline: float) -> _Answer | No
 
 
 def _look(socket: Path) -> _Answer | None:
-    """What answers at the socket, or None when nothing listens. Raises redis.TimeoutError when it does not answer."""
+    """The server that answers at the socket; None when nothing listens. Raises redis.TimeoutError when it is silent."""
     client = redis.Redis(
         unix_socket_path=str(socket),
         protocol=3,

@@ -1,4 +1,4 @@
-"""What goes wrong with TLS, in words: a wrong CA, name, date or port looks like a server that is away."""
+"""Mistakes with TLS, in words: a wrong CA, name, date or port looks like a server that is away."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_options(options: Mapping[str, Any], address: str, source: str) -> str:
 
 
 def mistake(error: BaseException) -> str:
-    """What is certainly wrong, and what to do; "" when it is nothing of TLS."""
+    """The certain mistake, and what to do; "" when it is nothing of TLS."""
     for below in _chain(error):
         if isinstance(below, ssl.SSLCertVerificationError):
             why = below.verify_message
@@ -67,7 +67,7 @@ def mistake(error: BaseException) -> str:
 
 
 def suspicion(error: BaseException, options: Mapping[str, Any], *, is_tls: bool) -> str:
-    """What a connection that never came about may lack; the other end is asked what it speaks. "": nothing of TLS."""
+    """The likely mistake behind a connection that failed; asks the other end what it speaks. "": nothing of TLS."""
     place = (str(options.get("host", "localhost")), int(options.get("port", 6379)))
     if "path" in options:
         return ""

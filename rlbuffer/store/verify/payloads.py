@@ -102,9 +102,9 @@ def _expiring(store: Verified, keys: Sequence[str]) -> dict[str, int]:
 
 
 def _check_untrained(store: Verified, shot: Snapshot, findings: Findings) -> int:
-    """What is yet to be trained decodes, with its checksum, and agrees with what the step says about it.
+    """Every untrained rollout decodes, with its checksum, and agrees with what the step says about it.
 
-    Trained steps are left to the sizes: what was damaged there was treated alike by all ranks, and is counted.
+    In trained steps only sizes are checked: all ranks treated damage there alike, and counted it.
     """
     decoded = 0
     for step in shot.steps:

@@ -19,17 +19,17 @@ T = TypeVar("T")
 
 
 class Verified(Protocol):
-    """What `verify` needs of a store (:class:`rlbuffer.store.redis_store.RedisStore`)."""
+    """A store, as far as `verify` needs it (:class:`rlbuffer.store.redis_store.RedisStore`)."""
 
     keys: Keys
     tombstone_ms: int
     tombstone_steps: int
 
     def look(self, command: Callable[[Any], T]) -> T:
-        """What `command` reads, asked again when the connection breaks."""
+        """Gives what `command` reads; asks again when the connection breaks."""
 
     def server(self) -> Mapping[str, Any]:
-        """What the server says of itself."""
+        """The server's description of itself."""
 
     def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
         """Payloads by reference; None where there is none any more."""
@@ -70,7 +70,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class Findings:
-    """What was found so far."""
+    """The findings so far."""
 
     found: list[Finding] = field(default_factory=list)
 

@@ -67,7 +67,7 @@ class Checkpoint:
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is."""
+    """The folder of the checkpoint of `step`."""
     return directory / f"step-{step:08d}"
 
 
@@ -124,7 +124,7 @@ def save(
 
 
 def _finish(temporary: Path, final: Path, checkpoint: Checkpoint, keep: int) -> None:
-    """What rank 0 does once every rank has written its part."""
+    """Finishes a checkpoint on rank 0, once every rank has written its part."""
     files: dict[str, Any] = {}
     for part in sorted(temporary.glob("files-*.json")):
         files |= json.loads(part.read_text(encoding="utf-8"))
@@ -170,7 +170,7 @@ def _together(ranks: Ranks, error: BaseException | None, step: int, final: Path,
 
 
 def _tensors(policy: PackedPolicy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is trained, and the optimizer's state, by parameter name; a tied tensor stands under its first name."""
+    """The trained tensors and the optimizer's state, by parameter name; a tied tensor stands under its first name."""
     model, state = get_state_dict(policy, optimizer, options=_OPTIONS)
     for name in tied_names(policy):
         model.pop(name, None)
@@ -179,7 +179,7 @@ def _tensors(policy: PackedPolicy, optimizer: torch.optim.Optimizer) -> dict[str
 
 @contextmanager
 def _alone(is_alone: bool) -> Iterator[dict[str, bool]]:
-    """Options of torch's save and load. One process has nobody to agree with: torch warns of what it was told."""
+    """Options of torch's save and load. One process has nobody to agree with: torch warns of that option itself."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield {"no_dist": is_alone}

@@ -1,4 +1,4 @@
-"""Where a run is, and how it goes on from there: from the newest whole checkpoint, and into the next one."""
+"""The place of a run, and its way on from there: from the newest whole checkpoint, and into the next one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlbuffer.trainer.session import Session
 
 @dataclass(slots=True, kw_only=True)
 class Place:
-    """How far the run is; the loop moves it."""
+    """The place of the run; the loop moves it."""
 
     step: int = 0
     """Last trained step."""
@@ -28,7 +28,7 @@ class Place:
 def resume(session: Session, *, warn: Callable[[str], None]) -> Place:
     """Loads the newest whole checkpoint; which one that is, rank 0 decides for all.
 
-    `warn` is told of newer ones that cannot be used.
+    `warn` hears of newer ones that cannot be used.
     """
     folder = _folder(session)
     step, problems = checkpoints.newest(folder) if session.is_first else (0, [])

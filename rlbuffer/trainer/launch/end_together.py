@@ -1,4 +1,4 @@
-"""When one rank has ended, the others end too, in seconds, whatever they are doing.
+"""Ends all ranks when one has ended, in seconds, whatever they are doing.
 
 Torch's launcher asks them and waits for half a minute. A rank that hangs in an exchange, in its data or halted never
 answers, and has nothing to save: a checkpoint takes all ranks.
@@ -68,7 +68,7 @@ class EndTogether:
                 return
 
     def _ranks(self) -> dict[int, _Process]:
-        """Of ranks that have begun and not said that they are done."""
+        """The processes of ranks that have begun and not said that they are done."""
         processes = {}
         for path in self._directory.glob("*.pid"):
             # It says so at this moment, or the file was not written by a rank: such a one is not watched.
@@ -78,7 +78,7 @@ class EndTogether:
         return processes
 
     def _has_failed(self) -> bool:
-        """Whether a rank is gone without having finished, or has left a report of an error."""
+        """True when a rank is gone without having finished, or has left a report of an error."""
         kinds = [_kind_of(path) for path in self._directory.glob("rank-*.json")]
         if kinds:
             return any(kind != "stopped" for kind in kinds)
@@ -88,7 +88,7 @@ class EndTogether:
 
 
 def _kind_of(report: Path) -> str:
-    """How a rank ended, as its report says; "" when that cannot be read."""
+    """The kind of a rank's end, as its report says; "" when that cannot be read."""
     try:
         return str(json.loads(report.read_text(encoding="utf-8"))["kind"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -115,7 +115,7 @@ class _Process:
 
 
 def _begin_of(pid: int) -> str:
-    """When a process began, in ticks since the boot; "" where there is no /proc."""
+    """The begin of a process, in ticks since the boot; "" where there is no /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

@@ -34,7 +34,7 @@ LEAVE_SECONDS = 15
 """Time that ranks have to leave once asked to: a step and a checkpoint."""
 
 LASTED_SECONDS = 60.0
-"""Ranks that ran this long were well: an end after it starts the count of restarts anew."""
+"""Ranks that ran this long were well: an end after it starts the count of restarts again."""
 
 
 def launch(
@@ -100,7 +100,7 @@ def _run(settings: RunSettings, world_size: int, quiet: bool, fake_data: bool, t
 
 
 class _End:
-    """How one start of the ranks ended."""
+    """The end of one start of the ranks."""
 
     def __init__(self, exit_code: int, text: str = "", *, is_final: bool = False) -> None:
         self.exit_code = exit_code
@@ -147,7 +147,7 @@ def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bo
 
 
 def _cause(reports: Sequence[Report], codes: Mapping[int, int], world_size: int, ended: Collection[int] = ()) -> _End:
-    """What to say and do: the first rank that failed by itself counts, not those that lost it.
+    """The sentence about an end, and what to do: the first rank that failed by itself counts, not those that lost it.
 
     `codes` are the exit codes that the launcher saw before it ended the other ranks; `ended` are ranks that had to be
     killed, because they did not end by themselves when another one had.

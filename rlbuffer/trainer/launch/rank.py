@@ -33,7 +33,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How a rank ended, when not by finishing."""
+    """The end of a rank that did not finish."""
 
     rank: int
     kind: str
@@ -61,7 +61,7 @@ def read_reports(directory: Path) -> list[Report]:
 
 
 def report_of(rank: int, error: Exception) -> Report:
-    """What the launcher should know of an error."""
+    """The report to the launcher about an error."""
     return Report(
         rank=rank,
         kind=type(error).__name__,
@@ -74,7 +74,7 @@ def report_of(rank: int, error: Exception) -> Report:
 
 
 def rank_main(settings_json: str, reports: str, quiet: bool, fake_data: bool) -> None:
-    """What the launcher runs in each process; rank and world size come from the environment that it sets."""
+    """Runs one rank in a process of the launcher, which sets rank and world size in the environment."""
     _end_with_launcher()
     if sys.platform == "linux":
         # All ranks are on this machine: gloo need not find out, and possibly fail to, what the host's name means.
@@ -157,7 +157,7 @@ def line_of(event: Mapping[str, Any]) -> str:
 
 
 def _is_lost_peer(error: Exception) -> bool:
-    """Whether an exchange failed because another rank had left: gloo and nccl say so in words only."""
+    """True when an exchange failed because another rank had left: gloo and nccl say so in words only."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(
         sign in text for sign in ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "tcpstore")

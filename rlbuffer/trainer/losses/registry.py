@@ -86,7 +86,7 @@ def _own(path: str) -> Loss:
 
 
 def settings_of(trainer: TrainerSettings) -> LossSettings:
-    """What a loss is told: what the user set, else the loss's own defaults, else those of all losses."""
+    """The settings that a loss gets: the user's, else the loss's own defaults, else those of all losses."""
     values = {f.name: getattr(trainer, f.name) for f in fields(LossSettings) if f.name != "options"}
     chosen = dict(get_loss(trainer.loss).facts.defaults) | {k: v for k, v in values.items() if v is not None}
     return replace(LossSettings(), **chosen, options=trainer.loss_options)

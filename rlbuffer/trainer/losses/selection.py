@@ -69,7 +69,7 @@ def means_of(parts: Sequence[TrainedTokens], total: Total) -> Means:
 
 
 def largest(scores: Sequence[Tensor], count: int, total: Total) -> list[Tensor]:
-    """Which scores are among the `count` largest of all ranks. [N] float64 each -> [N] bool each; -inf never is."""
+    """Marks the scores among the `count` largest of all ranks. [N] float64 each -> [N] bool each; -inf never is."""
     keys = [_ordered(part) for part in scores]
     is_candidate = [part > -torch.inf for part in scores]
     alive = torch.cat([key[is_in] for key, is_in in zip(keys, is_candidate, strict=True)]).cpu()

@@ -1,4 +1,4 @@
-"""What a loss sees: the trained tokens of one micro-batch, and the numbers that were set for it.
+"""The input of a loss: the trained tokens of one micro-batch, and the numbers that were set for it.
 
 Three policies may stand behind a token: the one being trained, the one that the step started from (*old*), and the one
 that sampled it (*inference*: an older version, in another engine). Ratios are taken against `TrainedTokens.old`.
@@ -137,4 +137,4 @@ class LossSettings:
     sequence_high: float = 2.0
     mask_kl: float = 0.1
     options: Mapping[str, Any] = field(default_factory=dict)
-    """``[trainer.loss_options]``: whatever a loss of the user's own wants to be told."""
+    """``[trainer.loss_options]``: whatever a loss of the user's own wants to know."""

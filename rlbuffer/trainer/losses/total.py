@@ -52,7 +52,7 @@ def token_weights(divisor: Divisor, rollout: Tensor, like: Tensor) -> Tensor:
 
 
 def divisor_of(divisor: Divisor, normalizers: Normalizers, longest: int) -> int:
-    """What the weighted sum over all ranks is divided by."""
+    """The divisor of the weighted sum over all ranks."""
     if divisor == "rollouts":
         return max(1, normalizers.rollouts)
     if divisor == "tokens":

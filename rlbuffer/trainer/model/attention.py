@@ -59,7 +59,7 @@ class _Batch:
 
 
 class SegmentPlan:
-    """How one micro-batch's segments are attended to; made once, used by every layer.
+    """The attention over one micro-batch's segments; made once, used by every layer.
 
     Shapes: ``cu_seqlens`` [S + 1], ascending from 0 to T, the segment boundaries.
 
@@ -208,7 +208,7 @@ def _varlen(
 
 
 def can_use_varlen(query: Tensor) -> bool:
-    """Whether torch's variable-length kernel takes this tensor; the gathered batches do the same on any device."""
+    """True when torch's variable-length kernel takes this tensor; the gathered batches do the same on any device."""
     if not (query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256):
         return False
     return importlib.util.find_spec("torch.nn.attention.varlen") is not None

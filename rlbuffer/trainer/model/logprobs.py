@@ -25,7 +25,7 @@ anything less the probability is 0 in float64, too."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitShape:
-    """What a model does to its logits after the matrix product: first the scale, then the cap."""
+    """The changes that a model makes to its logits after the matrix product: first the scale, then the cap."""
 
     scale: float = 1.0
     """Factor (Cohere's logit_scale, one over Granite's logits_scaling)."""
@@ -144,7 +144,7 @@ def _log_softmax(logits: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def _scale(temperature: Tensor | float, part: slice, logits: Tensor) -> Tensor | float:
-    """What the logits of these tokens are divided by."""
+    """The divisor of these tokens' logits."""
     return temperature if isinstance(temperature, float) else temperature[part, None].to(logits.dtype)
 
 

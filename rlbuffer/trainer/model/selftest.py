@@ -113,7 +113,7 @@ def separate_logprobs(model: PreTrainedModel, tokens: Tensor, *, compute: torch.
 
 @torch.no_grad()
 def logit_shape_of(model: PreTrainedModel) -> LogitShape:
-    """What the model does to its logits, chosen among what its config names by comparing with the model itself.
+    """Finds the change that the model makes to its logits: of those that its config names, by comparing with the model.
 
     The same name means a factor in one library model and a divisor in another, so the name alone decides nothing.
 

@@ -18,7 +18,7 @@ from rlbuffer.records.micro_batch import Step
 
 
 class Verdict(enum.Enum):
-    """What all ranks do next."""
+    """The next action of all ranks."""
 
     TRAIN = "train"
     PULL_AGAIN = "pull again"
@@ -30,7 +30,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What the ranks agreed on."""
+    """The result of an agreement of all ranks."""
 
     verdict: Verdict
     damaged_tokens: int = 0

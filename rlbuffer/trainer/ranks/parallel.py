@@ -1,4 +1,4 @@
-"""How ranks share one policy: each holds all of it (DDP), or a part of every tensor (FSDP2).
+"""Ranks share one policy: each holds all of it (DDP), or a part of every tensor (FSDP2).
 
 DDP exchanges gradients and nothing else; every rank holds parameters, gradients and optimizer state of the whole
 model. FSDP2 splits all three over the ranks and gathers one decoder layer at a time, for what DDP has no memory for.

@@ -1,4 +1,4 @@
-"""A rank that hangs in its data is told from one that is busy, and ends the job in seconds.
+"""Tells a rank that hangs in its data from one that is busy, and ends the job in seconds.
 
 Exchanges cannot tell them apart: whoever waits in one knows only that somebody is missing, and a rank may be long for
 good reasons (it writes weights, or a checkpoint). So every rank leaves a note in the process group's store of what it

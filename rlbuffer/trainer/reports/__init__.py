@@ -1,4 +1,4 @@
-"""What a trainer says of itself: records per step, sinks, examples for people, model FLOPs.
+"""The trainer's reports: records per step, sinks, examples for people, model FLOPs.
 
 Open first: `reports`.
 """

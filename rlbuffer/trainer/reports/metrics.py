@@ -1,4 +1,4 @@
-"""What a trained step leaves behind: one JSON object per step in ``metrics.jsonl``, written by rank 0."""
+"""The record of a trained step: one JSON object per step in ``metrics.jsonl``, written by rank 0."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Stopwatch:
 
 
 class Tally:
-    """What one rank counts while it trains a step."""
+    """The counts that one rank makes while it trains a step."""
 
     def __init__(self, ranks: Ranks, step: Step) -> None:
         self._ranks = ranks

@@ -1,4 +1,4 @@
-"""What share of the device's arithmetic a step used: model FLOPs utilisation.
+"""The share of the device's arithmetic that a step used: model FLOPs utilisation.
 
     FLOPs = 6 N T + 6 layers x width x sum over rollouts of L^2,   MFU = FLOPs / (seconds x ranks x peak)
 
@@ -50,5 +50,5 @@ class Work:
         self._per_square = 6 * (getattr(config, "num_hidden_layers", 0) or 0) * width
 
     def flops(self, tokens: float, squares: float) -> float:
-        """Of one forward and backward pass. `squares`: sum of the rollouts' squared lengths."""
+        """The model FLOPs of one forward and backward pass. `squares`: sum of the rollouts' squared lengths."""
         return 6.0 * self._parameters * tokens + self._per_square * squares

@@ -1,4 +1,4 @@
-"""What a run tells of itself: ``metrics.jsonl`` always, lines on the console, TensorBoard and W&B where asked for."""
+"""The reports of a run: ``metrics.jsonl`` always, lines on the console, TensorBoard and W&B where asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where metrics go beside ``metrics.jsonl``, when it is asked for: TensorBoard, Weights & Biases.
+"""The sinks of metrics beside ``metrics.jsonl``, when asked for: TensorBoard, Weights & Biases.
 
 Both are extras, imported only here and only when a setting asks for them; a package that is missing is said at start.
 """

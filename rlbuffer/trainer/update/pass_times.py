@@ -1,4 +1,4 @@
-"""How long a rank's own passes take, so that a slow rank can be told from those that wait for it."""
+"""The time that a rank's own passes take, which tells a slow rank from those that wait for it."""
 
 from __future__ import annotations
 

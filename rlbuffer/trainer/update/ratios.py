@@ -1,4 +1,4 @@
-"""How far the policy has drifted from the one that sampled, over all trained tokens of a step and all ranks.
+"""The drift of the policy from the one that sampled, over all trained tokens of a step and all ranks.
 
 Mean and extremes are exact. The 99th percentile comes from a histogram with 16 bins per power of ten, so that ranks
 exchange a hundred counts instead of every token: it is the upper edge of its bin, at most 15.5 % too far from 0 (nats).
@@ -39,7 +39,7 @@ class Ratios:
         self._bins += torch.bincount(torch.bucketize(drift.abs(), EDGES), minlength=len(self._bins))
 
     def counts(self) -> dict[str, Any]:
-        """What the ranks exchange. JSON types."""
+        """The counts that the ranks exchange. JSON types."""
         return {
             "count": self._count,
             "sum": self._sum,

@@ -22,7 +22,7 @@ from rlbuffer.records.step_plan import Normalizers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """What one update trains on, on this rank."""
+    """The micro-batches that one update trains on, on this rank."""
 
     start: int
     """Index of its first micro-batch in the step."""

@@ -1,4 +1,4 @@
-"""What must be known of all tokens before the first gradient: a pass over the micro-batches without gradients.
+"""A pass over the micro-batches without gradients, for what must be known of all tokens before the first gradient.
 
 Two things need it: ratios against the policy that a step started from, where the step has several updates; and tokens
 that are chosen among all of an update's (kl_cov, clip_cov, the top fraction by entropy), on all ranks together. Where
@@ -30,7 +30,7 @@ Forward = Callable[[nn.Module, MicroBatch], TrainedTokens]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Known:
-    """What is known of one micro-batch's trained tokens before its training pass; fields as in `TrainedTokens`."""
+    """The facts about one micro-batch's trained tokens before its training pass; fields as in `TrainedTokens`."""
 
     old_logprobs: Tensor | None = None
     is_selected: Tensor | None = None
@@ -62,9 +62,10 @@ def survey(
     total: Total,
     device: torch.device,
 ) -> list[Known]:
-    """What is known before an update over `micro_batches`; `old` where :func:`old_logprobs` ran at the step's start.
+    """Collects what is known before an update over `micro_batches`.
 
-    All ranks call it for the same update, since they choose together. `total` adds up over ranks.
+    All ranks call it for the same update, since they choose together. `total` adds up over ranks; `old` is what
+    :func:`old_logprobs` gave at the start of the step, where it ran.
     """
     starts_here = old is None and uses_old(settings)
     old_values: Sequence[Tensor | None] = [None] * len(micro_batches) if old is None else old

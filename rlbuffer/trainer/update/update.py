@@ -203,7 +203,7 @@ def make_optimizer(policy: nn.Module, settings: TrainerSettings) -> torch.optim.
 
 @torch.no_grad()
 def _sums(tokens: TrainedTokens, share: Tensor, micro_batch: MicroBatch, settings: TrainerSettings) -> Tensor:
-    """Of one micro-batch, in the order of :data:`SUMS`. kl is the k3 estimate to the inference policy.
+    """The sums of one micro-batch, in the order of :data:`SUMS`. kl is the k3 estimate to the inference policy.
 
     ``clipped`` counts tokens whose ratio is outside of the loss's clip, whether or not it clips.
     """

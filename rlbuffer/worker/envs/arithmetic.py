@@ -142,7 +142,7 @@ class Arithmetic:
         return "".join(ARITHMETIC_SYMBOLS[t] if 0 <= t < size else "?" for t in tokens.tolist())
 
     def _calculator(self, turn: str) -> str:
-        """What it answers to a turn that ends with ``>``."""
+        """The calculator's answer to a turn that ends with ``>``."""
         _, opened, expression = turn[:-1].rpartition("<")
         try:
             return f"{calculate(expression)}=" if opened else ERROR

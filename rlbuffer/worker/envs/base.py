@@ -1,4 +1,4 @@
-"""What an env is to a worker: prompts in a fixed order, and a score for whatever a policy answers.
+"""The env as a worker uses it: prompts in a fixed order, and a score for whatever a policy answers.
 
 An env speaks token ids only. Nothing is rendered to text and tokenised again between the sampler and the trainer: that
 round trip is not the identity, and a logprob would then belong to a token that was never sampled.
@@ -94,7 +94,7 @@ class WholeRolloutEnv(Env, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyAccess:
-    """How an env that makes rollouts itself gets tokens."""
+    """The access to tokens for an env that makes rollouts itself."""
 
     ask: Ask
     """Samples one completion of a prompt; it says which version sampled which token. SamplerUnavailable and Aborted

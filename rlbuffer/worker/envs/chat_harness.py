@@ -98,7 +98,7 @@ async def _tools(urls: Mapping[str, str]) -> tuple[list[dict[str, Any]], dict[st
 
 
 async def _call(owners: Mapping[str, str], name: str, arguments: str) -> str:
-    """What a tool says; a call that cannot be made says why, since the policy may do better the next time."""
+    """The answer of a tool; a call that cannot be made says why, since the policy may do better the next time."""
     if name not in owners:
         return f"error: there is no tool {name}"
     try:

@@ -51,7 +51,7 @@ class Episode:
 
     @property
     def sampled_tokens(self) -> int:
-        """How many of them the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return sum(int(mask.sum()) for mask in self._masks)
 
     def extend(self, tokens: Sequence[int] | NDArray[np.int32], *, role: str = "tool") -> None:
@@ -72,7 +72,7 @@ class Episode:
         self.finish_reason = completion.finish_reason
 
     async def sample(self, *, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Completion:
-        """What the policy says next; it is added.
+        """Samples the policy's next turn, and adds it.
 
         Args:
             max_new_tokens: of this turn; None: as configured.

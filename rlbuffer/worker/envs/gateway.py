@@ -39,7 +39,7 @@ class UnknownParameter(RlbufferError):
 
 @dataclass(slots=True)
 class Session:
-    """What was sampled for one trace."""
+    """The tokens that were sampled for one trace."""
 
     policy: PolicyAccess
     completions: list[Completion] = field(default_factory=list)

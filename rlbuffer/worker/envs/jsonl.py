@@ -119,8 +119,8 @@ class JsonLines:
 
 
 def mistakes(options: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """What a worker would refuse of `options`. No tokenizer is loaded, and no reward function of the user's own; of a
-    large file the beginning is looked at."""
+    """The mistakes in `options` that a worker would refuse. Loads no tokenizer, and no reward function of the user's
+    own; looks only at the beginning of a large file."""
     has_text, known = bool(options.get("tokenizer")), options.get("vocab_size") or 0
     if not has_text and not (known and options.get("eos_token_ids")):
         yield ConfigError(NO_TOKENIZER, setting="env_options")
@@ -156,7 +156,7 @@ def mistakes(options: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _wrong_prompt(prompt: object, vocab_size: int, *, is_text: bool) -> str:
-    """What is wrong with a line's prompt; "" when nothing is."""
+    """The mistake in a line's prompt; "" when there is none."""
     if isinstance(prompt, str):
         wrong = "" if is_text else "a prompt of text needs a tokenizer"
         return wrong or ("" if prompt else "an empty prompt")

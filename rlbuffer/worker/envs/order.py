@@ -1,4 +1,4 @@
-"""The order of prompts: every one of a data set once an epoch, each epoch shuffled anew.
+"""The order of prompts: every one of a data set once an epoch, each epoch shuffled again.
 
 Ticket n is prompt ``order(n // size)[n % size]``. Tickets are numbered on the server and neither skipped nor doubled,
 so epoch and position come from there alone: a worker that is killed loses its place to nobody, and a resumed run goes

@@ -1,4 +1,4 @@
-"""What an env asks and answers: a prompt, its score, a skip."""
+"""The records of an env: a prompt, its score, a skip."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Skip(RlbufferError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What a group shares."""
+    """The prompt that a group shares."""
 
     prompt_id: str
     """Names the prompt to people; the same prompt met again has the same id."""
@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What one completion earned."""
+    """The earnings of one completion."""
 
     reward: float | None
     """Finite scalar; None when a scorer adds it: the worker's `needs` then has ``reward``."""

@@ -110,7 +110,7 @@ class ReasoningGym:
 
 
 def without_tags(text: str) -> str:
-    """What stands between the last answer tags, or all of it where there are none; white space around it removed.
+    """The text between the last answer tags, or all of it where there are none; white space around it removed.
 
     Example:
         >>> without_tags("so <answer> 7 </answer>")

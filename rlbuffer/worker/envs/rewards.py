@@ -105,7 +105,7 @@ def regex_match(pattern: str, *, compare: bool = False, last: bool = True) -> Re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """What the length of a completion, in tokens, does to its reward R; L is the target, n the length.
+    """The effect of a completion's length, in tokens, on its reward R; L is the target, n the length.
 
     ==========  ==================================================
     ``exact``   R - coefficient * abs(L - n)
@@ -193,7 +193,7 @@ class Rewards:
         self.functions, self.length, self.success, self.on_error = dict(functions), length, success, on_error
 
     def score(self, answered: Answered) -> Score:
-        """What a completion earned.
+        """Scores a completion.
 
         Raises:
             RewardFailed: a function raised or returned no finite number, and `on_error` is ``fail``.

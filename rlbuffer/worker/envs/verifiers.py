@@ -164,7 +164,7 @@ class Verifiers:
         """Stops the tool servers and the gateway."""
         self._ending.set()
         if self._server is not None:
-            with contextlib.suppress(Exception):  # what went wrong there has been told by the rollouts
+            with contextlib.suppress(Exception):  # the rollouts have said what went wrong there
                 await self._server
         await self._gateway.close()
 

@@ -1,5 +1,5 @@
-"""What the built-in envs share: 13 symbols (ten digits, filler, equals, end), so that one tiny model learns both, and
-how an answer in them is scored.
+"""The vocabulary of the built-in envs: 13 symbols (ten digits, filler, equals, end), so that one tiny model learns
+both, and how an answer in them is scored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a sampler is to a worker: policy versions in, token ids with the logprobs they were really sampled with out.
+"""The sampler as a worker uses it: policy versions in, token ids with the logprobs they were really sampled with out.
 
 Two protocols. A :class:`Sampler` is asynchronous: many prompts are in flight at once, and a newer version is loaded
 while they are. A :class:`BatchSampler` is the simple kind, one batch after the other in one thread;
@@ -32,7 +32,7 @@ def logprobs_mode(top_p: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn."""
+    """The settings by which tokens are drawn."""
 
     max_new_tokens: int
     """Longest completion, in tokens, >= 1."""

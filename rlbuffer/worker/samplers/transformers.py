@@ -167,7 +167,7 @@ def distribution_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    """What is left of a distribution, not renormalised: the smallest set of likeliest tokens with at least `top_p` of
+    """The nucleus of a distribution, not renormalised: the smallest set of likeliest tokens with at least `top_p` of
     the mass (Holtzman et al. 2020, arXiv:1904.09751).
 
     Shapes: probabilities [rows, vocabulary] -> the same.

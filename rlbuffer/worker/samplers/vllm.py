@@ -229,7 +229,7 @@ class VllmSampler:
 
 
 async def answer_of(engine: AsyncLLM, calls: Coroutine[Any, Any, str]) -> str:
-    """What control calls come to. An engine whose process is killed answers none of them, ever.
+    """Waits for the answer of control calls. An engine whose process is killed answers none of them, ever.
 
     Raises:
         EngineDeadError: it died meanwhile.

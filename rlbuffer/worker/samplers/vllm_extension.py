@@ -1,4 +1,4 @@
-"""What rlbuffer adds to every vLLM worker process: weights and adapters that are checked before the model is touched.
+"""The extension of every vLLM worker process: weights and adapters that are checked before the model is touched.
 
 For a server of your own: ``--worker-extension-cls rlbuffer.worker.samplers.vllm_extension.WeightsExtension``. A load
 that fails half-way leaves an engine that dies at its next step while it still says that it is healthy, so everything
