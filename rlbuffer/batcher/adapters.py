@@ -3,8 +3,8 @@
 **Own steps.** All weights ("" as an adapter) make a version per step of the run: step s trains version s - 1. Any other
 adapter gathers rollouts until it has its batch: its own step ends with the first step of the run at whose end at least
 `batch_size` of its rollouts were trained since its last own step. That step's header says `ready_to_update`, the
-trainer steps the adapter's optimizer once, and the version that this makes is the number of its own steps. What one
-step of the run holds is never cut, so an own step has at least `batch_size` rollouts and the count begins at 0 again.
+trainer steps the adapter's optimizer once, and the version that this makes is the number of its own steps. The
+rollouts of one step are never split, so an own step has at least `batch_size` of them and the count begins at 0 again.
 
 An own step's age rule is that of the run's: version - `min_policy_version`, where version is the one that the adapter
 has while this step trains. An announced version is proof of its steps: after a loss of writes the count goes on there.

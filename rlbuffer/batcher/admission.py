@@ -1,7 +1,7 @@
 """The number of tickets that may be out per env: enough to keep steps coming, so few that little is thrown away.
 
-A group sampled now by policy version v can serve steps up to v + 1 + max_age. Of the steps after the last committed one
-that is a window of v + 1 + max_age - last_step, and there is no use for more groups than the window can train:
+A group sampled now by policy version v can serve steps up to v + 1 + max_age. After the last committed step
+that is a window of v + 1 + max_age - last_step steps, and there is no use for more groups than the window can train:
 
     tickets out + forming + ready <= G x window,     G = the env's share of a step / its mean group
 
@@ -91,11 +91,11 @@ def missing(
 ) -> dict[str, int]:
     """env -> groups that the open step still needs of it, beyond those pending.
 
-    The step is selected in advance, as :mod:`rlbuffer.batcher.selection` will do it, of groups of mean size. What a
-    step holds on average (:func:`groups_per_step`) says nothing of what an env is owed from earlier steps, and rounding
-    it up for every env samples a group too many for almost each of them. In what order envs give their groups goes by
-    the means alone: by the groups' real sizes the last ones would be asked now of this env and now of that one, and
-    come of both. How full the step is goes by what is there, and by what those on their way may at most turn out to be.
+    The step is selected in advance, as :mod:`rlbuffer.batcher.selection` will do it, of groups of mean size. The
+    average of a step (:func:`groups_per_step`) says nothing of what an env is owed from earlier steps, and rounding it
+    up for every env samples a group too many for almost each of them. The order in which envs give their groups follows
+    from the means alone: by the groups' real sizes the last ones would be asked now of this env, now of that one, and
+    come of both. The step counts as full by what is there, and by what those on their way may at most turn out to be.
 
     A step is `groups` groups, or `rollouts` rollouts, or else from `tokens` tokens on.
     """

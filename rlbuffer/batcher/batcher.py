@@ -1,13 +1,13 @@
 """The batcher: infos of pushed groups in, decisions out.
 
-Pure: no server, no clock, no randomness but the generator it is given, so that the same calls give the same decisions
-on every machine and a restart from a saved state goes on with the same bytes. What it decides happens elsewhere::
+Pure: no server, no clock, no randomness except the generator it is given. The same calls give the same decisions on
+every machine, and a restart from a saved state goes on with the same bytes. Its decisions are carried out elsewhere::
 
     add(info) ... next(step) -> Decision --commit--> committed(plan)
                                          --gone----> refused(plan, gone)
                                          --drops---> dropped(drops)
 
-A decision moves nothing of the account: deficits and means follow only `committed`. What must be dropped leaves the
+A decision moves nothing of the account: deficits and means follow only `committed`. A group to be dropped leaves the
 index at once and is repeated by every decision until `dropped` confirms it.
 
 Time: `now` is any clock that does not run backwards, the same one in `add` and `next`. A group's timeout counts from
@@ -142,7 +142,7 @@ class Batcher:
     def pause(self, env: str) -> None:
         """`env` takes no part until it is resumed: no tickets, nothing of it is selected, no step waits for it.
 
-        What it has in the pool stays there and grows older. Its share goes to the others in proportion.
+        Its groups in the pool stay there and grow older. Its share goes to the others in proportion.
         """
         self._known.paused.add(env)
         self._patience.forget(env)
@@ -152,9 +152,9 @@ class Batcher:
         self._known.paused.discard(env)
 
     def set_sources(self, *, done: Collection[str], said: Collection[str] = (), others: Collection[str] = ()) -> None:
-        """Takes in of which envs nothing more comes, and who else may still send something.
+        """Takes in the envs that nothing more comes of, and those that may still send something.
 
-        No step waits for envs that are done. What forms of them closes with the next decision where that was `said`;
+        No step waits for envs that are done. Their forming groups close with the next decision where that was `said`;
         else, as ever, when it is whole or its time is up: an env is done by its tickets when a part of each group was
         read. Once there are no others but paused envs, the steps take what there is; the last decision is `is_over`.
         """

@@ -6,7 +6,7 @@
        |                                                                                  |
        +------------------------------> dropped(reason) <---------------------------------+
 
-A part is one push, so one pool entry. What happens to its rollouts is decided as it arrives: valid ones join, others
+A part is one push, so one pool entry. Its rollouts are judged as it arrives: valid ones join, others
 are set aside with a reason and are accounted for together with the entry that holds them.
 """
 

@@ -1,8 +1,8 @@
 """The order of an env's groups where it is not a matter of versions: by priority.
 
 `priority` takes the groups with the largest variance in reward first: with rewards of 0 and 1 that is p (1 - p), most
-where a prompt is solved half of the time, nothing where it is always or never solved and the advantage is 0. Of equals
-the newer version goes first, then whoever was ready first.
+where a prompt is solved half of the time, nothing where it is always or never solved and the advantage is 0. Among
+equals the newer version goes first, then the one that was ready first.
 
 The user's own selector is a callable named by a dotted path, ``package.module:name`` (a class is called without
 arguments first)::

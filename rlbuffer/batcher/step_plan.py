@@ -69,8 +69,8 @@ def advantages_of(
     """-> [rollouts] float32, group by group, by each env's estimator; and the groups that have none that can be
     trained, with the reason. When there are any, the advantages are those of the others.
 
-    What `advantage_scale` divides by is of the rollouts of one adapter: two policies do not share a batch. A rollout
-    that is masked has counted in all of it, and gets 0.
+    The divisor of `advantage_scale` is taken over the rollouts of one adapter: two policies do not share a batch. A
+    masked rollout counts in all of it, and gets 0.
 
     Raises:
         ConfigError: an estimator of the user's own failed.

@@ -1,6 +1,6 @@
 """The front door: `connect()` gives a Buffer, and a Buffer gives writers, readers, the policy and views of a run.
 
-What a user's own worker or trainer calls lives here. Waiting, retries and progress enter; decisions do not.
+Everything that a user's own worker or trainer calls lives here. Waiting, retries and progress enter; decisions do not.
 Open first: `buffer`.
 """
 

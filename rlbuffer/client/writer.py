@@ -171,10 +171,10 @@ class Writer:
             return self._store_as(group, sequence) if sequence is not None else self._store_next(group)
 
     def done(self, env: str) -> None:
-        """Says that nothing more comes of `env` but what was pushed, and the tickets that are out: no further ticket
+        """Says that nothing more comes of `env` except what was pushed and the tickets that are out: no further ticket
         is given. When every env of the run is done, its steps take what is left, and it ends with success.
 
-        Say it once, after the last push of all producers of the env. What is pushed later trains all the same, as long
+        Say it once, after the last push of all producers of the env. Later pushes train all the same, as long
         as the run has not ended or is started again; ``rlbuffer env resume`` takes it back.
 
         Raises:

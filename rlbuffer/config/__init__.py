@@ -1,6 +1,6 @@
 """Settings: rlbuffer.toml and the environment as checked dataclasses, and every refusal with its line.
 
-What is true of the settings alone may enter. What needs an env, a server or a host to be known is checked by `run`.
+A check that needs the settings alone may enter. One that needs an env, a server or a host belongs to `run`.
 Open first: `loading`, then `settings`.
 """
 

@@ -89,8 +89,8 @@ class Seen:
 def look_up(path: str, folders: Sequence[str] = (), members: Sequence[str] = ()) -> Seen:
     """Looks for what `path` names in the source files, and runs none of them: they may import torch, or take minutes.
 
-    `folders` are searched after ``sys.path``; `members` are what a class must have. What only running would show (a
-    call that raises, a name that is made at run time) is not found.
+    `folders` are searched after ``sys.path``; `members` are what a class must have. It does not see what only running
+    would show (a call that raises, a name that is made at run time).
     """
     module, _, name = path.partition(":")
     first = name.partition(".")[0]

@@ -5,8 +5,8 @@ flags; the last one wins. ``RLBUFFER_RUN`` is `run`, ``RLBUFFER_BATCHER__MAX_AGE
 underscores stand for the dot.
 
 Every mistake is one line that begins with the place: ``rlbuffer.toml:8  batcher.max_agee is not a setting. ...``. All
-are found at once: what is wrong is noted and left out, and the rest is looked at as if it had not been given. What may
-only follow from another mistake is not told.
+are found at once: what is wrong is noted and left out, and the rest is looked at as if it had not been given. A
+mistake that may only follow from another one is not named.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The settings of sampling that there are, and why there are no others.
 
 A trainer's logprob of a token is over the whole vocabulary, at the temperature. A sampler records the same, so that
-their ratio is 1 while the policy is the same. What bends the distribution beyond that is refused where it is written:
-nothing after that place could tell.
+their ratio is 1 while the policy is the same. A setting that bends the distribution beyond that is refused where it is
+written: nothing after that place could tell.
 """
 
 from __future__ import annotations

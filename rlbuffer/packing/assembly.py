@@ -5,8 +5,8 @@ into memory that an :class:`~rlbuffer.packing.arena.Arena` reuses; positions and
 That runs at several hundred million tokens a second on one core, near what copying the same bytes costs (``python -m
 benchmarks.bench_assembly``), against a few million for lists of Python integers.
 
-What a rollout cannot give is masked, never left out: a rollout that is missing or damaged becomes padding of its
-planned length, so all ranks keep the same shapes and a replay gives the same bytes.
+A rollout that is missing or damaged is masked, never left out: it becomes padding of its planned length,
+so all ranks keep the same shapes and a replay gives the same bytes.
 """
 
 from __future__ import annotations

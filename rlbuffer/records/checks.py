@@ -1,8 +1,7 @@
 """Scalars, names and free-form values of a record, checked once and made plain.
 
-What a user hands over may be a numpy scalar, a tuple, or a nested dict that the user goes on changing. What a record
-keeps is a copy in the types that msgpack knows, so that a record equals itself after the wire and cannot change behind
-its checks.
+A user may hand over a numpy scalar, a tuple, or a nested dict and go on changing it. A record keeps a copy
+in the types that msgpack knows, so that it equals itself after the wire and cannot change behind its checks.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Rewards:
     """Asks the user's function about rollouts, several at once.
 
     Args:
-        function: ``(rollout, group) -> float | {name: float}``, plain or async. Of a mapping the key ``reward`` is the
+        function: ``(rollout, group) -> float | {name: float}``, plain or async. In a mapping the key ``reward`` is the
             reward, else the sum of all is; the others are named rewards.
         concurrent: rollouts asked about at once.
         timeout_seconds: for one rollout.

@@ -1,8 +1,8 @@
 """The size that a push may have for its server, and the time it may take.
 
-A transaction counts whole against `client-query-buffer-limit`, each value against `proto-max-bulk-len`. What is above
+A transaction counts whole against `client-query-buffer-limit`, each value against `proto-max-bulk-len`. A push above
 them is not refused: the server closes the connection, each time that it is tried, which looks like a server that is
-away. So it is compared before anything is sent.
+away. So sizes are compared before anything is sent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The rule by which a policy version is written and announced.
 
-The trainer only announces. Whether a version is any good is the workers' business: they evaluate announced versions
+The trainer only announces. Workers find out how good a version is: they evaluate announced versions
 (``[eval.NAME]``), so that no rank ever waits for an evaluation.
 """
 

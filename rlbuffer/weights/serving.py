@@ -37,7 +37,7 @@ HEAD_SECONDS = 20.0
 """A connection whose next request has not come by then is closed: whoever means to ask does so at once."""
 MOST_CONNECTIONS = 512
 MOST_OF_A_HOST = 64
-"""Connections at once, all together and of one address (a proxy counts as one). What is above is hung up on; a client
+"""Connections at once, all together and of one address (a proxy counts as one). Further ones are hung up on; a client
 asks again, and goes on from where it was."""
 SERVING_CLOSE_SECONDS = 2.0
 """Time that answers under way have when the server closes; the client continues them elsewhere."""

@@ -1,6 +1,6 @@
 """A model whose weights stay in their file, for one forward pass of a model that is larger than memory.
 
-The file is mapped, not read. What a layer needs is made float32 just before the layer is called and let go after it, so
+The file is mapped, not read. A layer's weights are made float32 just before the layer is called and let go after it, so
 that a pass takes memory for one layer, the embedding and the head. Nothing of it is drawn or initialised.
 
 Imports torch and transformers: import this module lazily.

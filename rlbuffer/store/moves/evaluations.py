@@ -77,7 +77,7 @@ class EvaluationMoves(Session):
     def evaluations(self, *, limit: int = 1000) -> list[dict[str, Any]]:
         """Results, the oldest first: ``env``, ``version``, ``at`` (Unix seconds), and what the record holds.
 
-        Of a version that several lines have made, that of the newest one.
+        Where several lines have made a version, the newest line's result counts.
 
         Args:
             limit: how many of the newest entries are looked at.

@@ -90,7 +90,7 @@ class OperatorMoves(PoolMoves, Session):
         return {env: int(n) for env, n in sorted(zip(envs, counts, strict=True)) if n}
 
     def drop_pending(self, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> int:
-        """DROP by an operator. What is no longer pending is passed over, so it may be repeated.
+        """DROP by an operator. Groups that are no longer pending are passed over, so it may be repeated.
 
         The leader, if there is one, forgets what it held; a step that it plans meanwhile is refused as gone.
 

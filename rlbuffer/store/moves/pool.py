@@ -218,7 +218,7 @@ def _sizes(push: payload.EncodedPush) -> dict[str, int]:
 
 
 def pool_entries(keys: Keys, entries: Sequence[Entry]) -> list[PoolEntry]:
-    """Pool entries as the server has them. What cannot be decoded is named in `error`, not raised: it must go."""
+    """Pool entries as the server has them. A push that cannot be decoded says so in `error`, and must go."""
     infos = payload.decode_infos([fields.get(b"metadata", b"") for _, fields in entries])
     return [_entry(keys, entry_id, fields, info) for (entry_id, fields), info in zip(entries, infos, strict=True)]
 

@@ -203,7 +203,7 @@ class RecoveryMoves(StepMoves, RunViews):
         flags = (int(with_pool), int(force))
         age = round(1000 * ATTEMPT_SECONDS)
         epoch = self.meta().epoch
-        # Not repeated: a person asks again. What was sent is of this epoch, so it cannot be carried out twice.
+        # Not repeated: a person asks again. The call names this epoch, so it cannot be carried out twice.
         reply = self.move(
             "void",
             (*where, keys.history, keys.policy),

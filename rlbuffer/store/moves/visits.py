@@ -24,7 +24,7 @@ class Visits(Session):
         return ["" if value is None else text(value) for value in reply]
 
     def note_visits(self, env: str, prompt_id: str, marks: str) -> None:
-        """Replaces what is noted for a prompt. Of two workers that do so at once, one is lost.
+        """Replaces the note on a prompt. When two workers do so at once, one note is lost.
 
         Beyond :data:`MOST_VISITS` prompts some others are forgotten, whichever the server picks: they are sampled once
         more than they would have been.

@@ -133,7 +133,7 @@ class Connection:
         self.is_memory = False
         """The in-process model instead of a server."""
         self.losses = 0
-        """Times that the connection was lost. What the server had acknowledged before may be gone with it."""
+        """Times that the connection was lost. Writes that the server had acknowledged may be gone with it."""
         self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """The losses when a connection of the pool was last made."""
         self._is_known = False

@@ -6,7 +6,7 @@ users crash it runs on and is found again, so that a run survives any of its pro
 Three locks, all released by the kernel when their holder dies, so none can be left behind:
 
 - ``start.lock``: exclusive while a server is looked for, started, joined or stopped. Eight processes at once start one.
-- ``users.lock``: shared, one per user. Who can turn its own into an exclusive one is the last.
+- ``users.lock``: shared, one per user. A user that can turn its own into an exclusive one is the last.
 - ``alive.lock``: exclusive, inherited by the server itself. While it is held nobody starts a second server on the same
   files, whatever the socket or a stale pid says.
 
@@ -71,7 +71,7 @@ class _Answer:
 class EmbeddedServer:
     """A running embedded server, and this process's place among its users.
 
-    Lifecycle: `ensure` (a user) -> `release` (no longer one). What `find` gives never was one.
+    Lifecycle: `ensure` (a user) -> `release` (no longer one). A server that `find` gives never was a user.
     """
 
     home: Path

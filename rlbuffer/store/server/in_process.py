@@ -4,11 +4,11 @@ For tests and for trying things out: nothing is installed, started or kept. ``me
 the process that names it; ``memory://`` is a fresh server for each connection. Any thread may use it, blocking reads
 included; a script runs alone, as on a server.
 
-What differs from a server, so that nobody takes its word for these: nothing is persisted, and a forked child has a copy
+It differs from a server, so nobody should take its word for these: nothing is persisted, and a forked child has a copy
 of its own; there is no memory limit, hence no OOM, and no ACL; INFO, CONFIG and MEMORY do not exist; Lua has `cjson`
 but neither `cmsgpack`, `struct`, `bit` nor ``redis.sha1hex``; the ``#!lua flags=...`` line of a script is not known
-there and is left out (:class:`rlbuffer.store.server.script.Script`). What a script wrote before
-it failed stays, as on a server.
+there and is left out (:class:`rlbuffer.store.server.script.Script`). Writes of a script
+before it failed stay, as on a server.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class PackedPolicy(nn.Module):
         return hidden
 
     def _padded(self, width: int, parts: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-        """[n, width] tokens -> [n, width, D]. What is padded stands to the right: no real token can see it."""
+        """[n, width] tokens -> [n, width, D]. Padding stands to the right: no real token can see it."""
         output = backbone_of(self.model)(
             input_ids=parts[0], attention_mask=None if mask is None else mask.long(), use_cache=False
         )

@@ -201,7 +201,7 @@ class MetricsFile:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """One line, readable at once. What is not finite becomes null."""
+        """One line, readable at once. A number that is not finite becomes null."""
         self._file.write(json.dumps(finite(record), allow_nan=False) + "\n")
         self._file.flush()
 

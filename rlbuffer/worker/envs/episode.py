@@ -1,7 +1,7 @@
 """An episode: the token-exact record of one rollout while it is being made.
 
-An env adds what the policy did not say (tool output, a user's turn) as tokens, and asks for what it says next. What was
-sampled is never turned into text and back: the next prompt is exactly the tokens so far.
+An env adds what the policy did not say (tool output, a user's turn) as tokens, and asks for what it says next. Sampled
+tokens are never turned into text and back: the next prompt is exactly the tokens so far.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Text for envs whose prompts are written, not numbered: a tokenizer for prompts, and for people who read rollouts.
 
-Only a prompt is ever tokenised, before anything is sampled. What was sampled is decoded for rewards and for people, and
-never encoded again.
+Only a prompt is ever tokenised, before anything is sampled. Sampled tokens are decoded for rewards and for people,
+and never encoded again.
 """
 
 from __future__ import annotations

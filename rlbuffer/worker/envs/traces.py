@@ -1,7 +1,7 @@
 """From a trace of verifiers to a rollout: the tokens as the policy sampled them, everything else masked out.
 
 A trace is a graph of messages; a path from its root to a leaf is one training sample, and each message on it holds the
-tokens it adds. What the sampler gave is compared with what the trace says was sampled, token by token: a trace that was
+tokens it adds. The sampler's own tokens are compared with those of the trace, one by one: a trace that was
 tokenised again on its way is refused, since its logprobs would belong to other tokens.
 """
 

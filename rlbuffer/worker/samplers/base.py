@@ -79,7 +79,7 @@ class Sampler(Protocol):
         """True when the logprobs come from this project's own forward pass: nothing foreign to be checked."""
 
     async def load(self, policy: PolicyVersion) -> None:
-        """Serves `policy` from now on. What is in flight goes on, with the new version from its next token on.
+        """Serves `policy` from now on. Requests in flight go on, with the new version from their next token on.
 
         Raises:
             WeightsError: the weights are missing, not those announced, or do not fit the model. Everything is checked
