@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 import threading
 import time
 from contextlib import nullcontext
@@ -17,10 +16,6 @@ from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
-
-
-MOST_FOOT_ROWS = 8
-"""Of the terminal that what is waited for may take."""
 
 
 @click.command("serve")
@@ -133,9 +128,7 @@ class _Status:
             return [f"step {self.step} · at work"]
         seconds = int(time.monotonic() - self._since)
         lasting = f"{seconds} s" if seconds < 10 else duration(seconds)
-        text = f"step {self.step} · waiting {lasting}: {self._sentence}"
-        # What to do stands at the end of a sentence: it must not be cut off there.
-        return textwrap.wrap(text, width, max_lines=MOST_FOOT_ROWS, placeholder=" …", break_on_hyphens=False)
+        return [f"step {self.step} · waiting {lasting}: {self._sentence}"]
 
 
 def _check_run(loaded: Loaded, *, resume: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -18,6 +19,8 @@ from rich.cells import cell_len, set_cell_size
 from rlbuffer.narration.numbers import printable
 from rlbuffer_cli.starting import clear
 
+MOST_FOOT_ROWS = 8
+"""That one line may take."""
 FOOT_LOOK_SECONDS = 0.25
 """Between two looks whether the lines, or the terminal's width, are others."""
 
@@ -78,7 +81,7 @@ class Foot:
     def _draw(self) -> None:
         width = columns(self._stream)
         # One column stays free: a line that fills the last one would move what follows.
-        lines = [_cut(line, width - 1) for line in self._lines(width - 1)]
+        lines = [row for line in self._lines(width - 1) for row in _rows(line, width - 1)]
         if (lines, width) == (self._drawn, self._width):
             return
         erased = self._erased()
@@ -109,6 +112,14 @@ def columns(stream: IO[str]) -> int:
         return 80
 
 
-def _cut(line: str, width: int) -> str:
+def _rows(line: str, width: int) -> list[str]:
+    """The line on as many rows as it takes: what to do stands at the end of a sentence, and must not be cut off."""
     text = printable(line)
+    if cell_len(text) <= width:
+        return [text]
+    rows = textwrap.wrap(text, width, max_lines=MOST_FOOT_ROWS, placeholder=" …", break_on_hyphens=False)
+    return [_cut(row, width) for row in rows]
+
+
+def _cut(text: str, width: int) -> str:
     return text if cell_len(text) <= width else set_cell_size(text, width - 1).rstrip() + "…"

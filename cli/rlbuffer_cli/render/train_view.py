@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from textwrap import wrap
 from types import TracebackType
 from typing import Any
 
@@ -127,7 +126,7 @@ class TrainView:
             lines = train_lines(self._records, self._planned, self._changed - self._started, width)
         if self._waiting and now - self._changed > QUIET_VIEW_SECONDS:
             quiet = f"no step for {duration(now - self._changed)}. batcher: {self._waiting}"
-            lines += wrap(quiet, width, max_lines=3, placeholder=" …")
+            lines.append(quiet)
         return lines
 
 
