@@ -33,6 +33,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.run.supervisor import Supervisor
 from rlbuffer.store.server import embedded_files
 from rlbuffer.store.server.connection import Connection
+from rlbuffer.store.server.embedded import ensure
 
 pytest_plugins = ("store_fixtures",)
 
@@ -113,6 +114,14 @@ def test_a_socket_path_that_fits_nowhere_is_refused(tmp_path: Path, monkeypatch:
     assert str(caught.value) == (
         f"no path short enough for a unix socket: {tmp_path} and the temporary directory are long."
     )
+
+
+def test_a_home_that_cannot_be_made_is_a_mistake_in_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        ensure(tmp_path / "file" / "home", ServerSettings())
+    assert str(caught.value) == f"home: {tmp_path}/file/home/server cannot be made: Not a directory"
+    assert caught.value.setting == "home"
 
 
 def test_a_supervisor_forks_nobody_before_its_forkserver_runs(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import ServerUnreachable
+from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.process.file_locks import LOCK_POLL_SECONDS, exclusive, is_held, try_lock
 from rlbuffer.store.server.binary import find_binary
 from rlbuffer.store.server.embedded_files import (
@@ -152,13 +152,16 @@ def ensure(home: Path, settings: ServerSettings, *, timeout_seconds: float = 60.
 
     Raises:
         ServerUnreachable: no program, no start, or no answer in time; the message has the log's last lines.
-        ConfigError: a setting that no server would take.
+        ConfigError: a setting that no server would take, or a home that cannot be made.
     """
     if _is_exiting:
         raise ServerUnreachable("this process is ending: it does not start the embedded server again")
     home = home.expanduser().absolute()
     directory = home / "server"
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"home: {directory} cannot be made: {error.strerror}", setting="home") from None
     directory.chmod(0o700)
     deadline = time.monotonic() + timeout_seconds
     with exclusive(directory / "start.lock", deadline):
