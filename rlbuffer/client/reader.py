@@ -10,39 +10,30 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from rlbuffer.client.progress import Progress, remembered
 from rlbuffer.client.refusals import LongWait, Refusals, no_batch
 from rlbuffer.client.skew import Skew
+from rlbuffer.client.step_pull import StepPull
 from rlbuffer.errors import (
     BatcherFailed,
     BatchTimeout,
     NotFound,
-    PayloadError,
     RlbufferError,
     ServerRefused,
     ServerUnreachable,
     StepRetired,
 )
 from rlbuffer.narration.waiting import for_step
-from rlbuffer.packing.arena import Arena
-from rlbuffer.packing.assembly import PackItem, assemble
-from rlbuffer.packing.further_columns import ColumnSpec, column_spec
-from rlbuffer.packing.planner import redeal
-from rlbuffer.records.micro_batch import Sample, Step
+from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.step_plan import Normalizers, Plan
-from rlbuffer.store.payloads import Trainable, read_rollouts
+from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.protocol import Store
-from rlbuffer.store.records import PartRollout, StepHeader
-from rlbuffer.wire import payload
 
 READER_BLOCK_SECONDS = 1.0
 """One blocking read; between two the reader looks for a fatal error of the batcher and for its own end."""
@@ -95,12 +86,11 @@ class Reader:
         self.rank = rank
         self.world_size = world_size
         self.timeout_seconds = timeout_seconds
-        self._pad_token_id = pad_token_id
-        self._pad_to_multiple_of = pad_to_multiple_of
         self._can = can
         self._is_finished = False
-        self._arena = Arena()
-        self._assembling = threading.Lock()  # an arena serves one caller at a time; `pull` may run beside a prefetch
+        self._source = StepPull(
+            store, rank, world_size, can, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of
+        )
         self._progress = Progress(store, world_size=world_size, reports=rank == 0)
         self.has_ended = False
         """The run has ended: every env was done, and the last step was trained. :meth:`steps` stops then."""
@@ -363,7 +353,7 @@ class Reader:
             if header is None:
                 continue
             try:
-                rows, refs, plan = self._part(header)
+                part = self._source.part(header)
                 break
             except NotFound:
                 # The server has lost the step between the two reads, or has it again after a rollback that undid its
@@ -372,23 +362,7 @@ class Reader:
                 if again is not None and again.digest == header.digest == missed:
                     raise
                 missed = header.digest
-        schema = {
-            name: column_spec(name) or ColumnSpec(fill=0, dtype=np.dtype(dtype), shape=shape)
-            for name, (dtype, shape) in header.columns.items()
-        }
-        items, damaged = self._items(refs, schema, header)
-        normalizers = Normalizers(**header.normalizers)
-        with self._assembling:
-            micro_batches = assemble(
-                rows,
-                items,
-                row_tokens=plan.row_tokens,
-                normalizers=normalizers,
-                pad_token_id=self._pad_token_id,
-                pad_to_multiple_of=self._pad_to_multiple_of,
-                arena=self._arena,
-                schema=schema,
-            )
+        step, damaged = self._source.step(header, part)
         if damaged:
             first, wrong = damaged[0]
             _log.warning(
@@ -398,101 +372,4 @@ class Reader:
             )
             names = [f"{ref.group_id} {ref.info.rollout_id}" for ref, _ in damaged]
             self._refusals.waited_out(lambda: self._store.count_damaged(number, names))
-        return Step(
-            number=header.step,
-            epoch=header.epoch,
-            digest=header.digest,
-            world_size=self.world_size,
-            micro_batches=micro_batches,
-            normalizers=normalizers,
-            rollouts=header.rollouts,
-            groups=len(header.group_ids),
-            damaged=tuple(ref.info.rollout_id for ref, _ in damaged),
-            header={
-                "tokens": header.tokens,
-                "reward": header.reward,
-                "age": header.age,
-                "max_age": header.max_age,
-                "fill": header.fill,
-                "closed_by": header.closed_by,
-                "envs": header.envs,
-                "group_ids": header.group_ids,
-                "checkpoint_now": header.checkpoint_now,
-                "waiting_for_version": header.waiting_for_version,
-                "world_size": header.world_size,
-            },
-            adapters=header.adapters,
-        )
-
-    def _part(self, header: StepHeader) -> tuple[Sequence[Any], list[PartRollout], Plan]:
-        """This rank's rows with indices into the rollouts that it needs, and the plan they come from."""
-        same = header.world_size == self.world_size
-        parts = self._store.read_parts(header.step, [self.rank] if same else None)
-        rollouts: list[PartRollout] = []
-        per_rank = []
-        for part in parts:
-            base = len(rollouts)
-            rollouts.extend(part.rollouts)
-            per_rank.append([tuple(tuple(base + i for i in row) for row in rows) for rows in part.rows])
-        plan = Plan(
-            rows=tuple(zip(*per_rank, strict=True)),
-            world_size=len(parts),
-            row_tokens=parts[0].row_tokens,
-            rows_per_micro_batch=parts[0].rows_per_micro_batch,
-        )
-        if same:
-            return [step[0] for step in plan.rows], rollouts, plan
-        plan = redeal(plan, self.world_size)
-        rows = [step[self.rank] for step in plan.rows]
-        used = sorted({i for step in rows for row in step for i in row})
-        place = {index: k for k, index in enumerate(used)}
-        return (
-            [tuple(tuple(place[i] for i in row) for row in step) for step in rows],
-            [rollouts[i] for i in used],
-            plan,
-        )
-
-    def _items(
-        self, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec], header: StepHeader
-    ) -> tuple[list[PackItem], list[tuple[PartRollout, str]]]:
-        """Every rollout, and those that are missing, damaged or not to be trained here, with what is wrong: they
-        become masked padding."""
-        answers = self._answers(refs)
-        items: list[PackItem] = []
-        damaged: list[tuple[PartRollout, str]] = []
-        for ref, outcome in read_rollouts(self._store, refs, schema, self._can):
-            info = ref.info
-            rollout = None if isinstance(outcome, str) else outcome
-            if isinstance(outcome, str):
-                damaged.append((ref, outcome))
-            elif header.masks(info):
-                rollout = replace(outcome, loss_mask=np.zeros_like(outcome.loss_mask))
-            sample = Sample(
-                rollout_id=info.rollout_id,
-                group_id=ref.group_id,
-                env=ref.env,
-                reward=info.reward,
-                rewards=info.rewards,
-                advantage=ref.advantage,
-                policy_versions=(info.min_version, info.max_version),
-                answer=answers.get(ref.payload_key),
-                prompt_tokens=info.prompt_tokens,
-                length=info.length,
-                adapter=ref.adapter,
-                is_truncated=info.is_truncated,
-                attachments={} if rollout is None else rollout.attachments,
-            )
-            items.append(PackItem(rollout=rollout, length=info.length, sample=sample, adapter=ref.adapter))
-        return items, damaged
-
-    def _answers(self, refs: Sequence[PartRollout]) -> dict[str, Any]:
-        keys = list(dict.fromkeys(ref.payload_key for ref in refs))
-        answers = {}
-        for key, data in zip(keys, self._store.read_group_payloads(keys), strict=True):
-            if data is not None:
-                try:
-                    answers[key] = payload.decode_group_payload(data)[0]
-                except PayloadError:
-                    # Nothing trains on an answer: a damaged one is shown as missing, as the group's view does.
-                    answers[key] = None
-        return answers
+        return step

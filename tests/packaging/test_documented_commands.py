@@ -44,3 +44,13 @@ def test_operations_are_all_on_their_page() -> None:
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     operations = set(COMMANDS) - {"demo", "run", "worker", "train", "push"}
     assert sorted(name for name in operations if f"`rlbuffer {name}" not in text) == []
+
+
+FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|lua))`")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_of_the_code_that_a_page_names_exists(page: str) -> None:
+    named = FILE.findall((ROOT / page).read_text(encoding="utf-8"))
+    folders = (ROOT, ROOT / "rlbuffer", ROOT / "tests", ROOT / "docs", (ROOT / page).parent)
+    assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []
