@@ -1,7 +1,7 @@
 """rlbuffer: the experience buffer of asynchronous RL post-training for language models.
 
-Everything importable from here is public, and so are the modules ``rlbuffer.errors`` and ``rlbuffer.testing``;
-everything else is private. Names resolve on first use, so that ``import rlbuffer`` costs a millisecond and loads
+Everything importable from here is public, and so are what the packages of the rooms name (``rlbuffer.records``,
+``rlbuffer.packing`` ...), ``rlbuffer.errors`` and ``rlbuffer.testing``; everything else is private. Names resolve on first use, so that ``import rlbuffer`` costs a millisecond and loads
 neither numpy nor a Redis client.
 """
 
@@ -51,8 +51,11 @@ _HOME = {
     "plan": "rlbuffer.packing.planner",
     "redeal": "rlbuffer.packing.planner",
 }
-_MODULES = ("errors", "testing")
-"""Public modules beside the names."""
+_MODULES = {
+    name: f"rlbuffer.{name}" for name in ("batcher", "client", "config", "errors", "packing", "records", "testing")
+}
+_MODULES["advantages"] = "rlbuffer.batcher.advantages"
+"""Modules that need no import of their own: ``rlbuffer.packing.pack``."""
 
 if TYPE_CHECKING:
     from rlbuffer import errors as errors
@@ -100,7 +103,7 @@ __all__ = ["__version__", *sorted(_HOME)]
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"rlbuffer.{name}")
+        return importlib.import_module(_MODULES[name])
     if name not in _HOME:
         raise AttributeError(f"module 'rlbuffer' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

@@ -80,6 +80,15 @@ def test_errors_and_testing_need_no_import_of_their_own() -> None:
     assert done.stdout == "1\n"
 
 
+def test_rooms_with_public_names_need_no_import_of_their_own() -> None:
+    code = """import rlbuffer
+print(rlbuffer.packing.pack is rlbuffer.pack, rlbuffer.records.Rollout is rlbuffer.Rollout)
+print(rlbuffer.advantages.advantage is rlbuffer.advantage, rlbuffer.batcher.Batcher is rlbuffer.Batcher)
+print(rlbuffer.client.connect is rlbuffer.connect, rlbuffer.config.BatcherConfig is rlbuffer.BatcherConfig)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True True\n" * 3
+
+
 def test_a_name_that_is_none_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"^module 'rlbuffer' has no attribute 'Rolout'$"):
         _ = rlbuffer.Rolout
