@@ -1,8 +1,8 @@
 """rlbuffer: the experience buffer of asynchronous RL post-training for language models.
 
 Everything importable from here is public, and so are what the packages of the rooms name (``rlbuffer.records``,
-``rlbuffer.packing`` ...), ``rlbuffer.errors`` and ``rlbuffer.testing``; everything else is private. Names resolve on first use, so that ``import rlbuffer`` costs a millisecond and loads
-neither numpy nor a Redis client.
+``rlbuffer.packing`` ...), ``rlbuffer.errors`` and ``rlbuffer.testing``; everything else is private. Names resolve on
+first use, so that ``import rlbuffer`` costs a millisecond and loads neither numpy nor a Redis client.
 """
 
 from __future__ import annotations
