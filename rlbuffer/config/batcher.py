@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import ConfigDict, PlainValidator, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
-from rlbuffer.config.fractions import Points, _read_budget, _read_flat, budgets_at
-from rlbuffer.config.refusal import _refusing_as_config_error
+from rlbuffer.config.fractions import Points, budgets_at, read_budget, read_flat
+from rlbuffer.config.refusal import refusing_as_config_error
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.info import ENV_NAME
 
@@ -46,7 +46,7 @@ class _Section:
         return no_truth_as_number(value, cls.__annotations__[info.field_name or ""])
 
 
-@_refusing_as_config_error
+@refusing_as_config_error
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class EnvConfig(_Section):
     """Overrides for one env; None means the batcher's own value."""
@@ -61,7 +61,7 @@ class EnvConfig(_Section):
     """Estimator by name, or the user's own."""
 
 
-@_refusing_as_config_error
+@refusing_as_config_error
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class AdapterConfig(_Section):
     """Settings of one LoRA adapter."""
@@ -70,7 +70,7 @@ class AdapterConfig(_Section):
     """Rollouts of one of its optimizer steps, at least."""
 
 
-@_refusing_as_config_error
+@refusing_as_config_error
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class BatcherConfig(_Section):
     """The settings by which the batcher forms steps.
@@ -101,7 +101,7 @@ class BatcherConfig(_Section):
     """Rollouts with which a group may still be trained after the timeout."""
     group_timeout_seconds: float = 300.0
     """Seconds after which a group that is not full closes with what it has, or is dropped as small."""
-    flat: Annotated[str | float, PlainValidator(_read_flat)] = "keep"
+    flat: Annotated[str | float, PlainValidator(read_flat)] = "keep"
     """Groups whose rewards are all within 1e-6: keep (dropping can starve an env that is solved), drop, or the share
     of a step, 0-1, up to which they are kept; what exceeds it is dropped."""
     oversized: Literal["drop", "truncate"] = "drop"
@@ -109,7 +109,7 @@ class BatcherConfig(_Section):
     advantage: str = "rloo"
     """Estimator by name: rloo, grpo, dr_grpo, max_rl, opo, reinforce, length_penalty, or the user's own,
     ``package.module:name``."""
-    budgets: Mapping[str, Annotated[float | Points, PlainValidator(_read_budget)]] = field(default_factory=dict)
+    budgets: Mapping[str, Annotated[float | Points, PlainValidator(read_budget)]] = field(default_factory=dict)
     """env -> fraction of a step's tokens, or a list of [step, fraction], linear in between. Sum at most 1 at every
     step; the remainder goes to the envs not named."""
     remainder: str = "proportional"

@@ -15,7 +15,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read_flat(value: Any) -> str | float:
+def read_flat(value: Any) -> str | float:
     """`keep`, `drop` or a fraction; a variable of the environment writes the fraction as text."""
     if value in ("keep", "drop"):
         return str(value)
@@ -28,7 +28,7 @@ def _read_flat(value: Any) -> str | float:
     return number
 
 
-def _read_budget(value: Any) -> float | Points:
+def read_budget(value: Any) -> float | Points:
     """A fraction, or points of one."""
     if _is_number(value):
         return float(value)

@@ -10,19 +10,13 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError
 
-_MEMORY = re.compile(r"[0-9]+(b|k|kb|m|mb|g|gb)?", re.IGNORECASE)
+_SIZE = re.compile(r"[0-9]+(b|k|kb|m|mb|g|gb)?", re.IGNORECASE)
 FORECAST_SHARE = 0.60
 """Of maxmemory: what the steps that must be there at the same time may take."""
-
-
 ASK_SHARE = 0.70
 """Of maxmemory: from here on a checkpoint is asked for."""
-
-
 TOKEN_BYTES = 9
 """Of the required columns: tokens int32, loss_mask bool, logprobs float32."""
-
-
 ROLLOUT_BYTES = 450
 """What the server holds of a rollout beyond its required columns: details and alignment (90), keys and the allocator's
 rounding (160-410), its places in the pool and in its step's part (150). Measured with Valkey 9.1.2, groups of 8."""
@@ -97,21 +91,22 @@ def does_not_fit(forecast: Forecast, config: BatcherConfig, *, world_size: int) 
     )
     oldest = forecast.steps - config.lookahead - 3
     return (
-        f"the run does not fit the server's memory: a step takes {_mib(forecast.step_bytes)} ({source}), and "
-        f"{forecast.steps} of them (lookahead {config.lookahead} + max_age {oldest} + 3) take {_mib(forecast.needed)}, "
-        f"above {100 * FORECAST_SHARE:.0f} % of its maxmemory of {_mib(forecast.limit)}. Give it at least {least} MiB "
+        f"the run does not fit the server's memory: a step takes {mib(forecast.step_bytes)} ({source}), and "
+        f"{forecast.steps} of them (lookahead {config.lookahead} + max_age {oldest} + 3) take {mib(forecast.needed)}, "
+        f"above {100 * FORECAST_SHARE:.0f} % of its maxmemory of {mib(forecast.limit)}. Give it at least {least} MiB "
         f"(server.maxmemory; `redis-cli config set maxmemory` on a server of your own), or make steps smaller "
         f"({smaller}), or lower batcher.lookahead or max_age"
     )
 
 
-def _mib(size: int) -> str:
+def mib(size: int) -> str:
+    """Bytes as mebibytes, for people."""
     return f"{size / 2**20:.1f} MiB"
 
 
 def check_memory(settings: ServerSettings) -> None:
     """Raises ConfigError when `maxmemory` is no size."""
-    if _MEMORY.fullmatch(settings.maxmemory) is None:
+    if _SIZE.fullmatch(settings.maxmemory) is None:
         raise ConfigError(
             f"server.maxmemory = {settings.maxmemory!r} is not a size: write a number and b, kb, mb or gb, like 2gb.",
             setting="server.maxmemory",

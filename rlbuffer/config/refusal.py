@@ -15,7 +15,7 @@ from rlbuffer.narration.nearest import nearest
 _T = TypeVar("_T")
 
 
-def _refusing_as_config_error(cls: type[_T]) -> type[_T]:
+def refusing_as_config_error(cls: type[_T]) -> type[_T]:
     """Whoever makes the record by hand gets the ConfigError that a file would give, and not pydantic's error."""
     check = cls.__init__
 

@@ -1,4 +1,4 @@
-"""The server's memory: what a run will need of it, and what to do when it fills up.
+"""The server's memory: what to do when it fills up. What a run needs of it: :mod:`rlbuffer.config.memory_needs`.
 
     below 70 %   nothing
     from 70 %    the next header asks for a checkpoint: it lets steps retire that no checkpoint holds yet
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.memory_needs import ASK_SHARE, Forecast, _mib, is_by_capacity
+from rlbuffer.config.memory_needs import ASK_SHARE, Forecast, is_by_capacity, mib
 from rlbuffer.store.keys import EARLY_SHARE
 
 ENOUGH_SHARE = 0.75
@@ -177,14 +177,14 @@ def no_limit(limit: int) -> str:
     """The server has no maxmemory; `limit` is what it is taken to have."""
     if not limit:
         return f"{NO_LIMIT} Until then trained steps go with the trainer's checkpoints alone."
-    return f"{NO_LIMIT} Until then trained steps go as if it were {_mib(limit)}, half of that machine's."
+    return f"{NO_LIMIT} Until then trained steps go as if it were {mib(limit)}, half of that machine's."
 
 
 def above_assumed(used: int, limit: int) -> str:
     """A server without maxmemory uses more than early retirement keeps it at. Another sentence follows."""
     return (
-        f"The server has no memory limit (maxmemory 0) and uses {_mib(used)}, above {100 * EARLY_SHARE:.0f} % of half "
-        f"its machine's memory ({_mib(limit)}): set one, or take groups away that wait (`rlbuffer inspect`). "
+        f"The server has no memory limit (maxmemory 0) and uses {mib(used)}, above {100 * EARLY_SHARE:.0f} % of half "
+        f"its machine's memory ({mib(limit)}): set one, or take groups away that wait (`rlbuffer inspect`). "
     )
 
 
@@ -192,7 +192,7 @@ def checkpoints_often(forecast: Forecast, checkpoint_every: int) -> str:
     """The trainer's own checkpoints come too seldom for this server."""
     return (
         f"{checkpoint_every} steps between checkpoints (trainer.checkpoint_every) do not fit the server's memory "
-        f"({_mib(forecast.step_bytes)} a step, {_mib(forecast.limit)} in all): the trainer will be asked for one about "
+        f"({mib(forecast.step_bytes)} a step, {mib(forecast.limit)} in all): the trainer will be asked for one about "
         f"every {forecast.kept_steps} step{'s' * (forecast.kept_steps != 1)}."
     )
 
@@ -209,7 +209,7 @@ def steps_retired_early(first: int, last: int, used: int, limit: int, *, checkpo
     """Above :data:`EARLY_SHARE`. `checkpoint`: the trainer's newest."""
     steps = f"step {last}" if first == last else f"steps {first} to {last}"
     first_words = (
-        f"The server's memory was {100 * used / limit:.0f} % full ({used / 2**20:.1f} of {_mib(limit)}): {steps}"
+        f"The server's memory was {100 * used / limit:.0f} % full ({used / 2**20:.1f} of {mib(limit)}): {steps}"
     )
     if last <= checkpoint:
         return f"{first_words} retired early; the trainer's newest checkpoint, of step {checkpoint}, holds them."
@@ -221,10 +221,10 @@ def steps_retired_early(first: int, last: int, used: int, limit: int, *, checkpo
 
 def full(used: int, limit: int, *, steps: int) -> str:
     """The server takes no pushes; in bytes, `steps` what the run's steps take of it. Another sentence follows."""
-    first = f"The server's memory is full ({used / 2**20:.1f} of {_mib(limit)}): pushes wait until steps retire. "
+    first = f"The server's memory is full ({used / 2**20:.1f} of {mib(limit)}): pushes wait until steps retire. "
     if steps < limit / 4:
         return (
-            f"{first}Little of it is in steps ({_mib(steps)}): groups that wait hold it, or other runs "
+            f"{first}Little of it is in steps ({mib(steps)}): groups that wait hold it, or other runs "
             "(`rlbuffer inspect`, `rlbuffer runs`). Raise its maxmemory, or make room there. "
         )
     return f"{first}Checkpoint more often (trainer.checkpoint_every), or raise its maxmemory. "

@@ -1,4 +1,4 @@
-"""One line of plain text per event: what `serve`, `worker` and `train` print and what `run` logs."""
+"""Numbers and names as text for people: amounts, durations, shares; and what controls a terminal made harmless."""
 
 from __future__ import annotations
 

@@ -11,8 +11,6 @@ from rlbuffer.narration.numbers import amount, percent
 
 WAITING_SECONDS = 5.0
 """Sentences about waiting come at most this often."""
-
-
 QUIET_SECONDS = 1.0
 """Waiting shorter than this is normal and not worth a line."""
 

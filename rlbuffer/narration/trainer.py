@@ -9,8 +9,6 @@ from rlbuffer.narration.numbers import percent
 
 RECENT_STEPS = 20
 """Trained steps that sentences about waiting, and rates, are means of."""
-
-
 LONG_WAIT = 0.2
 """Share of the trainer's time from which waiting for data is worth a sentence."""
 

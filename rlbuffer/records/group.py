@@ -20,9 +20,9 @@ from rlbuffer.records.info import (
 )
 from rlbuffer.records.rollout import (
     Rollout,
-    _field_values,
-    _named,
-    _rebuilt,
+    field_values,
+    rebuilt,
+    with_id,
 )
 
 
@@ -68,7 +68,7 @@ class Group:
                 raise InvalidRollout(f"rollouts[{i}]: expected a Rollout, got {shown(rollout)}")
         if len(rollouts) > self.planned_size:
             raise InvalidRollout(f"rollouts: {len(rollouts)} are more than planned_size = {self.planned_size}")
-        rollouts = tuple(_named(r, f"{self.group_id}/{i}") for i, r in enumerate(rollouts))
+        rollouts = tuple(with_id(r, f"{self.group_id}/{i}") for i, r in enumerate(rollouts))
         ids = [r.rollout_id for r in rollouts]
         if len(set(ids)) != len(ids):
             twice = next(i for i in ids if ids.count(i) > 1)
@@ -79,7 +79,7 @@ class Group:
         put(self, "metadata", MappingProxyType(metadata))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (type(self), _field_values(self))
+        return rebuilt, (type(self), field_values(self))
 
     def info(self) -> GroupInfo:
         """The group as the batcher sees it: no payloads."""

@@ -44,8 +44,6 @@ _T = TypeVar("_T")
 
 REASONS = ("stale", "future", "small", "flat", "oversized", "invalid", "late", "duplicate", "void", "operator")
 """Why rollouts are dropped; the order is the order of tables and metrics."""
-
-
 MAX_LOGPROB = np.float32(1e-3)
 """Logprobs end at 0; samplers that compute in 16 bits round a little above it."""
 
@@ -234,7 +232,7 @@ class Rollout:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Read-only mappings do not pickle; samplers do send rollouts between their own processes.
-        return _rebuilt, (type(self), _field_values(self))
+        return rebuilt, (type(self), field_values(self))
 
 
 def _refuse_above_0(name: str, array: NDArray[Any]) -> None:
@@ -278,16 +276,18 @@ def _named_values(field_name: str, values: Any, check: Callable[[str, Any], _T])
     return MappingProxyType(out)
 
 
-def _field_values(record: Any) -> dict[str, Any]:
+def field_values(record: Any) -> dict[str, Any]:
+    """The fields of a record, read-only mappings as dicts: what pickle can take."""
     values = {f.name: getattr(record, f.name) for f in fields(record)}
     return {k: dict(v) if isinstance(v, MappingProxyType) else v for k, v in values.items()}
 
 
-def _rebuilt(cls: type[_T], values: Mapping[str, Any]) -> _T:
+def rebuilt(cls: type[_T], values: Mapping[str, Any]) -> _T:
+    """The record that :func:`field_values` was read from."""
     return cls(**values)
 
 
-def _named(rollout: Rollout, rollout_id: str) -> Rollout:
+def with_id(rollout: Rollout, rollout_id: str) -> Rollout:
     """The same rollout with an id where it has none; its other fields were checked already."""
     if rollout.rollout_id:
         return rollout

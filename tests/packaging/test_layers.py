@@ -133,6 +133,19 @@ def test_a_circle_would_be_seen() -> None:
     assert list(circles(graph)) == [["a", "b", "c"]]
 
 
+def test_nobody_imports_another_files_private_names() -> None:
+    private = [
+        f"{module}:{node.lineno}: {node.module}.{alias.name}"
+        for module, path in MODULES.items()
+        if not module.startswith("simulation")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("rlbuffer")
+        for alias in node.names
+        if alias.name.startswith("_") and not alias.name.startswith("__")
+    ]
+    assert private == []
+
+
 def test_the_root_of_the_package_holds_rooms_and_three_files() -> None:
     assert {path.name for path in (ROOT / "rlbuffer").glob("*.py")} == AT_THE_ROOT
 

@@ -75,16 +75,10 @@ def _ask(settings: RunSettings, done: threading.Event, tell: Callable[[str], Non
 
 
 PASSES = ("forward", "backward", "exchange")
-
-
 SLOW_SHARE = 1.25
 """A rank is called slow when its passes take this many times as long as the middle one's,"""
-
-
 SLOW_PASS_SECONDS = 0.01
 """and longer by this: below it is chance."""
-
-
 QUIET_VIEW_SECONDS = 3.0
 """Without a step for longer, the trainer's view says what is waited for."""
 

@@ -129,8 +129,6 @@ _LOGIN = (
     redis.exceptions.AuthenticationWrongNumberOfArgsError,
 )
 _LOST = (redis.ConnectionError, redis.TimeoutError, redis.InvalidResponse)
-
-
 ABORTED = "Transaction discarded because of: "
 """Begins the answer to an EXEC that a server refuses as it refuses a single command; the reason follows."""
 

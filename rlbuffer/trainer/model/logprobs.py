@@ -16,8 +16,6 @@ CHUNK_ELEMENTS = 2**23
 """Logits held at once (chunk tokens x V), at least: 32 MiB in float32, the size from which glibc always maps memory of
 its own and gives it back. Chunks a little smaller stay in its heap, where aligned ones of equal size never fit into
 each other's place: the peak was 0.9 GB instead of 0.2 (docs/log.md)."""
-
-
 LEAST_NATS = -1e4
 """Logprobs end here: of a symbol that the model masks (a logit of -inf) probability times logprob is 0, and not NaN. Of
 anything less the probability is 0 in float64, too."""

@@ -10,8 +10,6 @@ from rlbuffer.config.sampling import refused_option
 from rlbuffer.errors import ConfigError
 
 OPENAI_OPTIONS = ("servers", "timeout_seconds", "updates_weights")
-
-
 VLLM_OWN = ("model", "logprobs_mode", "worker_extension_cls", "skip_tokenizer_init")
 """Engine arguments that the sampler sets itself."""
 
