@@ -12,10 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlbuffer.errors import PackingError
-from rlbuffer.packing.arena import Arena
 from rlbuffer.packing.assembly import PackItem, assemble
-from rlbuffer.packing.further_columns import register_column
-from rlbuffer.packing.planner import fewest_rows, plan, redeal
 from rlbuffer.records.micro_batch import MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
@@ -97,6 +94,3 @@ def _sample(rollout: Rollout, advantage: float) -> Sample:
         is_truncated=rollout.is_truncated,
         attachments=rollout.attachments,
     )
-
-
-__all__ = ["Arena", "PackItem", "assemble", "fewest_rows", "pack", "plan", "redeal", "register_column"]

@@ -19,8 +19,6 @@ from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan
 from rlbuffer.store.records import (
     Attempt,
     Claim,
-    EnvLedger,
-    Finding,
     Lease,
     Ledger,
     Meta,
@@ -31,27 +29,7 @@ from rlbuffer.store.records import (
     Sources,
     StepHeader,
     StepPart,
-    TrainedStep,
 )
-
-__all__ = [
-    "Attempt",
-    "Claim",
-    "EnvLedger",
-    "Finding",
-    "Lease",
-    "Ledger",
-    "Meta",
-    "PartRollout",
-    "PoolEntry",
-    "Report",
-    "Reused",
-    "Sources",
-    "StepHeader",
-    "StepPart",
-    "Store",
-    "TrainedStep",
-]
 
 
 class Store(Protocol):

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 import rlbuffer
-from rlbuffer import refusals
+from rlbuffer.client import refusals
 from rlbuffer.client.refusals import LongWait
 
 pytest.importorskip("fakeredis")

@@ -11,7 +11,7 @@ import torch
 from rlbuffer.config.losses import BUILT_IN_LOSSES, CORRECTION_FACTS, LOSSES, check_losses, mistakes
 from rlbuffer.config.settings import TrainerSettings
 from rlbuffer.errors import ConfigError
-from rlbuffer.trainer.losses import CORRECTION_FACTS as WEIGHTS
+from rlbuffer.trainer.losses import CORRECTIONS as WEIGHTS
 from rlbuffer.trainer.losses import LossSettings, TrainedTokens, get_loss
 from rlbuffer.trainer.losses.selection import Means
 
