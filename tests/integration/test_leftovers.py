@@ -53,10 +53,10 @@ def test_process(lasting):
 
 def test_server(tmp_path):
     from rlbuffer.config.settings import ServerSettings
-    from rlbuffer.store import server
+    from rlbuffer.store.server import embedded
     import tempfile
     from pathlib import Path
-    server.ensure(Path(tempfile.mkdtemp()), ServerSettings())
+    embedded.ensure(Path(tempfile.mkdtemp()), ServerSettings())
 
 def test_variable():
     os.environ["LEFT"] = "1"
