@@ -25,7 +25,6 @@ from rlbuffer.trainer.losses import register_loss
 from rlbuffer.trainer.model.attention import SegmentPlan, segment_attention
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
 from rlbuffer.trainer.pulls import Pulls
-from rlbuffer.trainer.ranks.agreement import Agreement, Verdict
 from rlbuffer.trainer.session import Session, device_of
 from rlbuffer.trainer.update.update import take_step, trained_tokens
 from rlbuffer.weights.files import load_state, open_weights, publish, publish_base, read_config
@@ -163,13 +162,17 @@ def test_a_reader_that_does_not_give_the_next_step_ends_the_trainer(steps: list[
 
 
 def test_ranks_that_never_agree_end_with_what_each_holds() -> None:
-    held = ("rank 0: step 4 of epoch 1, digest aa", "rank 1: step 4 of epoch 1, digest bb")
-    disagreeing = SimpleNamespace(agree=lambda step, **kw: Agreement(verdict=Verdict.PULL_AGAIN, held=held))
+    def gather(mine: torch.Tensor) -> torch.Tensor:
+        other = mine.clone()
+        other[4:8] = 0  # the words of its digest
+        return torch.stack([mine, other])
+
     with pytest.raises(RlbufferError) as caught:
-        pulls([step(4)], disagreeing).next(4)
+        pulls([step(4)], SimpleNamespace(gather=gather)).next(4)
     assert str(caught.value) == (
-        "the ranks pulled different steps 3 times: rank 0: step 4 of epoch 1, digest aa; rank 1: step 4 of epoch 1, "
-        "digest bb. `rlbuffer verify` checks the steps; are all ranks on the same run and server?"
+        f"the ranks pulled different steps 3 times: rank 0: step 4 of epoch 1, digest {step(4).digest[:12]}; rank 1: "
+        "step 4 of epoch 1, digest 000000000000. `rlbuffer verify` checks the steps; are all ranks on the same run and "
+        "server?"
     )
 
 
