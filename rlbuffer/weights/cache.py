@@ -17,6 +17,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -153,7 +154,8 @@ class VersionCache:
                 if directory is None:
                     directory = self._download(name, places, weights)
                     self._prune(name)
-                os.utime(directory)  # most recently used
+                now = time.time_ns()  # the kernel's own time of a file moves in ticks of milliseconds
+                os.utime(directory, ns=(now, now))  # most recently used
                 return directory
         except OSError as error:
             raise WeightsError(

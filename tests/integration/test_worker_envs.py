@@ -224,8 +224,8 @@ def test_a_worker_that_stops_pushes_groups_of_which_more_than_half_is_there(stag
     eventually(lambda: (env.waiting, env.now, stage.groups()) == (3, 9, ["counting.2"]))
     stage.finish()
     assert stage.raised is None
-    assert stage.groups() == ["counting.2", "counting.0"]
-    assert [len(group) for group in stage.rollouts()] == [4, 3]
+    assert stage.groups() == ["counting.0", "counting.2"]
+    assert [len(group) for group in stage.rollouts()] == [3, 4]
     assert stage.events[-1] == {"event": "stopped", "groups": 2, "rollouts": 7, "failed_groups": 0}
     other = stage.buffer.writer("w-1")
     stage.allow(4)

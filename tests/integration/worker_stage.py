@@ -110,6 +110,7 @@ class Stage:
         self.stop = threading.Event()
         self.events: list[dict[str, Any]] = []
         self.sampler, self.env = FakeSampler(), Counting()
+        self._last: dict[str, int] = {}
         self.raised: BaseException | None = None
         self.thread: threading.Thread | None = None
 
@@ -130,7 +131,7 @@ class Stage:
                     "w-0",
                     settings,
                     stop=self.stop,
-                    on_event=self.events.append,
+                    on_event=self._hear,
                     env=self.env if changes.get("env") is None else None,
                     sampler=Batched(self.sampler) if changes.get("env") is None else None,
                 )
@@ -140,6 +141,15 @@ class Stage:
         self.thread = threading.Thread(target=work)
         self.thread.start()
 
+    def stop_after(self, **events: int) -> None:
+        """Asks the worker to stop in the moment in which it has said so many of each of these events."""
+        self._last = events
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        if self._last and all(len(self.told(kind)) >= count for kind, count in self._last.items()):
+            self.stop.set()
+
     def finish(self) -> None:
         self.stop.set()
         if self.thread is not None:
@@ -147,12 +157,13 @@ class Stage:
             assert not self.thread.is_alive()
 
     def groups(self) -> list[str]:
-        return [entry.group_id for entry in self.store.read_pool()]
+        """Ids of what the pool holds, sorted: each group is scored in a thread of its own, and pushed when it is."""
+        return sorted(entry.group_id for entry in self.store.read_pool())
 
     def rollouts(self) -> list[list[Rollout]]:
-        """What the pool holds, decoded from its payloads, group by group."""
+        """What the pool holds, decoded from its payloads, in the order of :meth:`groups`."""
         out = []
-        for entry in self.store.read_pool():
+        for entry in sorted(self.store.read_pool(), key=lambda entry: entry.group_id):
             payloads = self.store.client.hgetall(entry.payload_key)
             infos = enumerate(entry.info.rollouts)
             out.append([decode_rollout(payloads[str(i).encode()], expected=info) for i, info in infos])
