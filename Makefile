@@ -76,7 +76,7 @@ vllm-test:
 
 vllm-faults:
 	PYTHON=$(PYTHON) .ci/vllm-env $(VLLM)
-	$(VLLM_ENVIRONMENT) PYTHONPATH=tests $(VLLM)/bin/python -W default tests/real_vllm/engine_kills.py $(FAULTS)
+	$(VLLM_ENVIRONMENT) PYTHONPATH=tests/support $(VLLM)/bin/python -W default tests/real_vllm/engine_kills.py $(FAULTS)
 
 $(ADAPTERS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ADAPTERS)

@@ -49,54 +49,74 @@ TEST_SECONDS = 60
 FOUND = ("simulation", "tests")
 """Who may find a mutant."""
 COPIED = ("rlbuffer", "simulation", "tests", "cli", "pyproject.toml")
-MUTATED = ("store", "daemon", "policy", "writer.py", "reader.py", "batcher.py", "heartbeats.py")
+MUTATED = (
+    "store",
+    "daemon",
+    "batcher",
+    "client/writer.py",
+    "client/reader.py",
+    "client/step_pull.py",
+    "process/heartbeat.py",
+)
 """Of rlbuffer; of the Python files only the lines that the simulation runs."""
+
+
+def in_room(test: str) -> str:
+    """`test`, "<room>/<subject>", as a path from the root."""
+    room, subject = test.split("/")
+    return f"tests/integration/{room}/test_{subject}.py"
+
+
 SCRIPTS = {
-    "announce": ("control_moves", "version_lines", "store_trainer", "recovery"),
-    "ask": ("control_moves", "drain", "config_revisions"),
-    "attempt": ("version_lines", "store_trainer", "recovery"),
-    "commit": ("store_steps", "store_reuse", "store_lease"),
-    "done": ("finite_sources", "version_lines"),
-    "drop": ("operator_drop", "store_steps", "store_reuse", "hostile_writes"),
-    "keep": ("control_moves", "store_lease", "finite_sources"),
-    "lease": ("store_lease", "config_revisions", "finite_sources", "shifted_clock"),
-    "open": ("store_push", "hostile_writes"),
-    "push": ("store_push", "store_replace", "push_limits", "writer"),
-    "recover": ("control_moves", "recovery", "store_reuse"),
-    "renumber": ("hostile_writes",),
-    "report": ("store_trainer", "version_lines", "recovery"),
-    "retire": ("control_moves", "store_lease", "store_steps", "store_trainer", "backup"),
-    "telemetry": ("strange_values", "store_views"),
-    "ticket": ("store_lease", "ticket_order", "finite_sources"),
-    "void": ("control_moves", "version_lines", "recovery"),
+    "announce": ("store/control_moves", "weights/version_lines", "store/attempts", "whole/recovery"),
+    "ask": ("store/control_moves", "daemon/drain", "daemon/config_revisions"),
+    "attempt": ("weights/version_lines", "store/attempts", "whole/recovery"),
+    "commit": ("store/steps", "store/reuse", "store/lease"),
+    "done": ("daemon/finite_sources", "weights/version_lines"),
+    "drop": ("daemon/operator_drop", "store/steps", "store/reuse", "whole/hostile_writes"),
+    "keep": ("store/control_moves", "store/lease", "daemon/finite_sources"),
+    "lease": ("store/lease", "daemon/config_revisions", "daemon/finite_sources", "whole/shifted_clock"),
+    "open": ("store/push", "whole/hostile_writes"),
+    "push": ("store/push", "store/replace", "client/push_limits", "client/writer"),
+    "recover": ("store/control_moves", "whole/recovery", "store/reuse"),
+    "renumber": ("whole/hostile_writes",),
+    "report": ("store/attempts", "weights/version_lines", "whole/recovery"),
+    "retire": ("store/control_moves", "store/lease", "store/steps", "store/attempts", "store/backup"),
+    "telemetry": ("whole/strange_values", "store/views"),
+    "ticket": ("store/lease", "daemon/ticket_order", "daemon/finite_sources"),
+    "void": ("store/control_moves", "weights/version_lines", "whole/recovery"),
 }
-"""Script -> what tests/integration holds of it, those that find most first."""
+"""Script -> what tests/integration holds of it, by room, those that find most first."""
 TESTS = {
-    **{
-        f"rlbuffer/store/scripts/{script}.lua": tuple(f"tests/integration/test_{name}.py" for name in names)
-        for script, names in SCRIPTS.items()
-    },
-    "rlbuffer/policy": ("tests/unit/test_[abgops]*.py", "tests/unit/test_memory_policy.py", "tests/unit/test_f*.py"),
+    **{f"rlbuffer/store/scripts/{script}.lua": tuple(map(in_room, names)) for script, names in SCRIPTS.items()},
     "rlbuffer/batcher/batcher.py": ("tests/unit/test_b*.py", "tests/unit/test_adapters.py", "tests/unit/test_pool.py"),
+    "rlbuffer/batcher": ("tests/unit/test_[abgops]*.py", "tests/unit/test_f*.py"),
     "rlbuffer/daemon": (
         "tests/unit/test_memory_policy.py",
         "tests/unit/test_takeover_garbage.py",
-        "tests/integration/test_daemon_troubles.py",
-        "tests/integration/test_config_revisions.py",
-        "tests/integration/test_drain.py",
-        "tests/integration/test_env_pause.py",
-        "tests/integration/test_store_reuse.py",
+        "tests/integration/daemon/test_daemon_troubles.py",
+        "tests/integration/daemon/test_config_revisions.py",
+        "tests/integration/daemon/test_drain.py",
+        "tests/integration/daemon/test_env_pause.py",
+        "tests/integration/store/test_reuse.py",
     ),
-    "rlbuffer/client/writer.py": ("tests/integration/test_writer.py",),
-    "rlbuffer/client/reader.py": ("tests/integration/test_reader_troubles.py", "tests/integration/test_recovery.py"),
+    "rlbuffer/client/writer.py": ("tests/integration/client/test_writer.py",),
+    "rlbuffer/client/reader.py": (
+        "tests/integration/client/test_reader_troubles.py",
+        "tests/integration/whole/test_recovery.py",
+    ),
     "rlbuffer/process/heartbeat.py": ("tests/unit/test_pulse.py",),
-    "rlbuffer/store/verify/written.py": ("tests/integration/test_hostile_writes.py",),
-    "rlbuffer/store/moves/recovery.py": tuple(f"tests/integration/test_{name}.py" for name in SCRIPTS["void"]),
+    "rlbuffer/store/verify/written.py": ("tests/integration/whole/test_hostile_writes.py",),
+    "rlbuffer/store/moves/recovery.py": tuple(map(in_room, SCRIPTS["void"])),
     "rlbuffer/store/server/answers.py": (
-        "tests/integration/test_foreign_answers.py",
-        "tests/integration/test_passwords.py",
+        "tests/integration/store/test_foreign_answers.py",
+        "tests/integration/store/test_passwords.py",
     ),
-    "": ("tests/unit/test_store_format.py", "tests/integration/test_store_*.py", "tests/integration/test_recovery.py"),
+    "": (
+        "tests/unit/test_store_format.py",
+        "tests/integration/store/test_*.py",
+        "tests/integration/whole/test_recovery.py",
+    ),
 }
 """Path of what is changed, or how it begins -> the quick tests that are asked when the simulation has found nothing."""
 

@@ -11,7 +11,7 @@ selected in advance, and an env gets what it still lacks (:func:`missing`).
 Simulated over 200 steps, `max_age` + 1 steps' worth of groups in flight lost half of everything as stale; this rule
 loses 0 % at max_age 0 and 4-13 % at 1 and 2 with one env. With two envs of which one holds up the steps, newest first,
 the other one's surplus took that to 37 %; narrowing its window to one step while the step waits for another env brings
-it to 3-9 % at the same speed (tests/property/closed_loop.py).
+it to 3-9 % at the same speed (tests/support/closed_loop.py).
 """
 
 from __future__ import annotations

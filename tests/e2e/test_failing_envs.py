@@ -143,7 +143,7 @@ def test_an_env_that_fails_sometimes_is_named_though_steps_go_on(home: Home) -> 
 
 def test_a_worker_that_cannot_make_its_env_tells_the_run_why(home: Home) -> None:
     config = write_config(home, tries=0)
-    shutil.copy(Path(__file__).with_name("raising_module.py"), home.path)
+    shutil.copy(Path(failing_envs.__file__).with_name("raising_module.py"), home.path)
     command = ["worker", "--env", "raising_module:make", "--config", config]
     failed = home.call(*command)
     assert failed.returncode == 3
@@ -168,7 +168,7 @@ def test_a_run_whose_batcher_has_no_function_is_not_begun(home: Home) -> None:
     model = "".join(f"{key} = {json.dumps(value)}\n" for key, value in TINY_QWEN3.items() if value is not None)
     config = write_config(home, "raises", tries=3, more=f"[model.config]\n{model}")
     config.write_text(config.read_text().replace("[batcher]\n", '[batcher]\norder = "raising_module:order"\n'))
-    shutil.copy(Path(__file__).with_name("raising_module.py"), home.path)
+    shutil.copy(Path(failing_envs.__file__).with_name("raising_module.py"), home.path)
     failed = home.call("run", config, "--display", "plain")
     assert failed.returncode == 3
     said = "batcher.order = 'raising_module:order' cannot be imported: KeyError: 'JUDGE_KEY'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import homes
 from homes import Home
 
 STEPS = 150
@@ -46,7 +47,7 @@ groups_per_batch = 2
 
 def test_150_steps_of_a_megabyte_fit_a_server_of_64_megabytes(home: Home) -> None:
     home.environment["PYTHONPATH"] = ":".join(
-        filter(None, [home.environment.get("PYTHONPATH", ""), str(Path(__file__).parent)])
+        filter(None, [home.environment.get("PYTHONPATH", ""), str(Path(homes.__file__).parent)])
     )
     config = home.path / "heavy.toml"
     config.write_text(CONFIG)

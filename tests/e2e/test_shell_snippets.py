@@ -45,7 +45,7 @@ def test_every_command_on_a_page_is_run_here_or_has_a_reason_why_not() -> None:
         for place, command in shell_snippets.commands()
         if command not in RUN_HERE and not shell_snippets.why_not_here(command)
     ]
-    assert unknown == [], "enter them in tests/e2e/shell_snippets.py; a block that is no command is one of `text`"
+    assert unknown == [], "enter them in tests/support/shell_snippets.py; a block that is no command is one of `text`"
 
 
 def test_no_table_names_a_command_that_is_on_no_page() -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Runs with the homes of the end-to-end tests and the servers of the integration tests. -> exit code"""
-    tests = Path(__file__).parents[1]
-    sys.path[:0] = [str(tests / "e2e"), str(tests / "integration")]
+    """Runs with the homes and servers of tests/support. -> exit code"""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
     from fault_command import main as run
 
     return run()

@@ -1,9 +1,8 @@
-"""The fault runs use the homes of the end-to-end tests and the servers of the integration tests."""
+"""A home of its own for each fault run."""
 
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +13,6 @@ import pytest
 if TYPE_CHECKING:
     from forked import Parent
     from homes import Home
-
-TESTS = Path(__file__).parents[1]
-for folder in ("e2e", "integration"):
-    if str(TESTS / folder) not in sys.path:
-        sys.path.append(str(TESTS / folder))
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Every text that an exception of the source can carry stands in a test, word for word.
 
-What fails here is listed with its place. Add a row with the exact text to a table of `tests/*/test_refusals_*.py`, or,
+What fails here is listed with its place. Add a row with the exact text to a table of `tests/**/test_*_errors.py`, or,
 where no test can make it happen, an entry with the reason to EXCEPTIONS.
 """
 

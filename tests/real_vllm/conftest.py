@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from homes import Home
 
 HERE = Path(__file__).parent
-E2E = str(HERE.parent / "e2e")
-if E2E not in sys.path:
-    sys.path.append(E2E)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -111,9 +111,14 @@ def test_seeds_that_run_a_line_of_python_come_first() -> None:
     assert seen.lines("a.py") == {4, 5}
 
 
-def test_every_path_has_quick_tests_that_are_there() -> None:
-    for path in ("rlbuffer/store/scripts/commit.lua", *(begin for begin in mutate.TESTS if begin)):
-        assert mutate.tests_of(path)
+def test_every_file_that_is_changed_is_there_and_has_quick_tests_that_are_there() -> None:
+    changed = mutate.files()
+    assert all((ROOT / path).is_file() and mutate.tests_of(path) for path in changed)
+    folders = {path.removeprefix("rlbuffer/").split("/")[0] for path in changed}
+    assert folders == {"store", "daemon", "batcher", "client", "process"}
+    for begin, patterns in mutate.TESTS.items():
+        assert any(path.startswith(begin) for path in changed), begin
+        assert all(list(ROOT.glob(pattern)) for pattern in patterns), begin
 
 
 @pytest.mark.parametrize(("path", "old", "new"), mutate.equivalents())

@@ -297,7 +297,7 @@ def test_a_server_that_is_not_there_is_said_at_once_with_where_its_address_came_
     call: Call, arguments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(Connection.__init__.__kwdefaults__, "patience_seconds", 0.0)
-    Path("example.toml").write_text((Path(__file__).parents[2] / "rlbuffer.toml").read_text())
+    Path("example.toml").write_text((Path(__file__).parents[3] / "rlbuffer.toml").read_text())
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]

@@ -14,7 +14,7 @@ from rlbuffer.trainer.fake import FakeBuffer
 from rlbuffer.trainer.loop import train
 from rlbuffer.weights.model import TINY_QWEN3
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 SMALL = dict(TINY_QWEN3, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
 
 

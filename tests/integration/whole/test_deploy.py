@@ -23,7 +23,7 @@ from rlbuffer.store.backup.backup import write_backup
 from rlbuffer.store.backup.restore import restore_backup
 from rlbuffer.store.server.binary import ServerBinary
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ROLES = ("operator", "worker", "scorer", "trainer", "viewer")
 CONFIG = rlbuffer.BatcherConfig(256, step_groups=2, max_age=9)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 MESSY = """
 import os, random, signal, subprocess, sys, threading, time
 import pytest
@@ -84,7 +84,8 @@ def test_a_test_that_leaves_something_fails_with_its_name_and_the_next_one_is_sa
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-p", "leftovers", "-p", "no:cacheprovider", "-rE", "test_messy.py"],
-            env=os.environ | {"PYTHONPATH": str(TESTS), "STRANGER": str(stranger.pid), "PYTEST_LEFTOVERS_SECONDS": "1"},
+            env=os.environ
+            | {"PYTHONPATH": str(TESTS / "support"), "STRANGER": str(stranger.pid), "PYTEST_LEFTOVERS_SECONDS": "1"},
             cwd=tmp_path,
             capture_output=True,
             text=True,

@@ -22,7 +22,7 @@ from rlbuffer.trainer.losses import TrainedTokens
 from rlbuffer.trainer.losses.tokens import LossSettings
 from rlbuffer.weights.model import TINY_QWEN3
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)
 STEPS = 2
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import own_server
 import pytest
 from daemon_runs import Served
 from own_server import OwnServer
@@ -33,7 +34,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None or sys.platform != "linux":
         pytest.skip("shifting a server's clock needs a C compiler and Linux")  # which no bare machine has to have
     library = tmp_path_factory.mktemp("clock") / "clock_shift.so"
-    source = Path(__file__).with_name("clock_shift.c")
+    source = Path(own_server.__file__).with_name("clock_shift.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
     return library
 

@@ -86,7 +86,7 @@ NOT_HERE_BEGINNINGS = {
     "python3 -m venv ": INSTALLS,
     "export ": "it sets variables; that rlbuffer knows them: the test of names below",
     "torchrun --nnodes 2 ": TWO_HOSTS,
-    "valkey-server --bind ": "a server's own command; with these settings: tests/integration/own_server.py",
+    "valkey-server --bind ": "a server's own command; with these settings: tests/support/own_server.py",
     "for i in 0 1 2 3; do /opt/vllm/": VLLM,
     "VLLM_": VLLM,
     "docker compose ": "Docker; what the files say: tests/packaging/test_compose.py",
