@@ -35,10 +35,19 @@ def stage(runner: asyncio.Runner, folder: Path) -> Iterator[Stage]:
     runner.run(sampler.close())
 
 
+def command_of(child: psutil.Process) -> str:
+    """Its command line; "" of an engine that has ended and that nobody has waited for yet."""
+    try:
+        return " ".join(child.cmdline())
+    except psutil.Error:
+        return ""
+
+
 def kill_engine() -> None:
     """SIGKILL to the engine's own process, which is a child of this one."""
-    engines = [child for child in psutil.Process().children() if "EngineCore" in " ".join(child.cmdline())]
-    assert engines, [child.cmdline() for child in psutil.Process().children()]
+    children = psutil.Process().children()
+    engines = [child for child in children if "EngineCore" in command_of(child)]
+    assert engines, [command_of(child) for child in children]
     for engine in engines:
         os.kill(engine.pid, signal.SIGKILL)
 
