@@ -29,7 +29,8 @@ from benchmarks.report import commit
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.schedules import learning_rate_at
-from rlbuffer.config.settings import ModelSettings, RunSettings, TrainerSettings
+from rlbuffer.config.settings import ModelSettings, RunSettings
+from rlbuffer.config.trainer import LossChoice, OptimizerSettings, TrainerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.group import Group
@@ -90,7 +91,11 @@ def settings_of(run: Run, steps: int, home: Path) -> RunSettings:
         ),
         model=ModelSettings(config=dict(TINY_QWEN3)),
         trainer=TrainerSettings(
-            steps=steps, seed=run.seed, device="cpu", learning_rate=2e-3, loss=run.loss, entropy_bonus=0.02
+            steps=steps,
+            seed=run.seed,
+            device="cpu",
+            optimizer=OptimizerSettings(learning_rate=2e-3),
+            loss=LossChoice(name=run.loss, entropy_bonus=0.02),
         ),
     )
 
@@ -101,7 +106,7 @@ def train(run: Run, steps: int) -> Iterator[tuple[int, float, dict[str, float]]]
         settings = settings_of(run, steps, Path(folder))
         torch.manual_seed(run.seed)
         policy = prepare(build_model(settings.model, seed=run.seed))
-        optimizer = make_optimizer(policy, settings.trainer)
+        optimizer = make_optimizer(policy, settings.trainer.optimizer)
         url = f"memory://{run.name}"
         sampler = Groups(run, Path(folder))
         with connect(url, config=settings) as buffer, batcher(url, settings):
@@ -150,7 +155,7 @@ def update(
         sums += updates.accumulate(part)
         rate = learning_rate_at(step.number, trainer)
         place = f"step {step.number}"
-        take_step(policy, optimizer, learning_rate=rate, gradient_clip=trainer.gradient_clip, place=place)
+        take_step(policy, optimizer, learning_rate=rate, gradient_clip=trainer.optimizer.gradient_clip, place=place)
     return dict(zip(SUMS, sums.tolist(), strict=True))
 
 

@@ -1,9 +1,9 @@
 """A loss of your own: learn from a teacher's logprobs, and trust a token the less the older it is.
 
-[trainer]
-loss = "teacher:loss"
-loss_columns = ["teacher_logprobs"]       # a rollout without them is left out
-loss_options = { clip = 0.4 }
+[trainer.loss]
+name = "teacher:loss"
+columns = ["teacher_logprobs"]            # a rollout without them is left out
+options = { clip = 0.4 }
 """
 
 import torch

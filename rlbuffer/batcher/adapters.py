@@ -211,8 +211,8 @@ def asking(
 ) -> tuple[dict[str, AdapterProgress], int | None]:
     """Finds the versions that `step` must ask for, because the published ones are too old for the step after it.
 
-    A version that nobody may be going to publish (`publish_every` above 1) would be waited for for ever. So the step
-    after which it is needed asks for it, and the trainer publishes what it has made by then.
+    With `trainer.publish.every` above 1 nobody might publish such a version, and the batcher would wait for ever. So
+    the step after which it is needed asks for it, and the trainer publishes what it has made by then.
 
     Args:
         progress: adapter -> as after `step`.

@@ -154,8 +154,8 @@ def _addresses(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 
 
 def _publishing(settings: RunSettings, places: Places) -> Iterator[Mistake]:
-    # Between two published versions the workers' newest weights are up to publish_every - 1 versions old already.
-    behind = settings.trainer.publish_every - 1
+    # Between two published versions the workers' newest weights are up to publish.every - 1 versions old already.
+    behind = settings.trainer.publish.every - 1
     batcher = settings.batcher
     ages = [("batcher.max_age", batcher.max_age)] + [
         (f"batcher.envs.{env}.max_age", override.max_age)
@@ -165,10 +165,10 @@ def _publishing(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     for name, age in ages:
         if behind > age:
             yield never(
-                f"publish_every = {settings.trainer.publish_every} leaves the newest weights up to {behind} versions "
-                f"behind, but {name.removeprefix('batcher.')} = {age}",
+                f"trainer.publish.every = {settings.trainer.publish.every} leaves the newest weights up to {behind} "
+                f"versions behind, but {name.removeprefix('batcher.')} = {age}",
                 places,
-                "trainer.publish_every",
+                "trainer.publish.every",
                 name,
             )
 
@@ -221,9 +221,9 @@ def _gpus(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 
 def _orders(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     """Bounds in the wrong order leave nothing between them."""
-    trainer = settings.trainer
+    loss = settings.trainer.loss
     pairs = [
-        (f"trainer.{low}", getattr(trainer, low), f"trainer.{high}", getattr(trainer, high)) for low, high in BOUNDS
+        (f"trainer.loss.{low}", getattr(loss, low), f"trainer.loss.{high}", getattr(loss, high)) for low, high in BOUNDS
     ]
     for name, worker in settings.worker.items():
         if worker.skip_visits:
@@ -288,7 +288,7 @@ def _memory(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 def _trainer(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     from rlbuffer.config import losses, schedules
 
-    for mistake in (*losses.mistakes(settings.trainer), *schedules.mistakes(settings.trainer)):
+    for mistake in (*losses.mistakes(settings.trainer.loss), *schedules.mistakes(settings.trainer)):
         yield placed(mistake, places)
 
 
@@ -333,11 +333,11 @@ def _doubts(settings: RunSettings, places: Places) -> list[str]:
                 f"scorer elsewhere does ({places(f'worker.{worker}.needs')})."
             )
     planned = batcher.step_groups is None and batcher.step_rollouts is None
-    if planned and settings.trainer.updates_per_pass > batcher.micro_batches_per_rank:
+    if planned and settings.trainer.optimizer.updates_per_pass > batcher.micro_batches_per_rank:
         out.append(
-            f"trainer.updates_per_pass = {settings.trainer.updates_per_pass}, but a step has "
+            f"trainer.optimizer.updates_per_pass = {settings.trainer.optimizer.updates_per_pass}, but a step has "
             f"{batcher.micro_batches_per_rank} micro-batches on a rank, and an update has at least one "
-            f"({places('trainer.updates_per_pass', 'batcher.micro_batches_per_rank')})."
+            f"({places('trainer.optimizer.updates_per_pass', 'batcher.micro_batches_per_rank')})."
         )
     if settings.weights.listen and not settings.weights.url:
         out.append(
@@ -382,10 +382,15 @@ def _more_doubts(settings: RunSettings, places: Places, sampled: set[str | None]
         if gpus and device == "cpu":
             pair = f"{name}.gpus", f"{name}.device"
             out.append(f"{name}.gpus = {list(gpus)} does nothing with device = cpu ({places(*pair)}).")
+    optimizer, loss = trainer.optimizer, trainer.loss
     for setting, value, reader in (
-        ("stable", trainer.stable and trainer.schedule != "wsd_sqrt", "schedule = wsd_sqrt"),
-        ("min_learning_rate", trainer.min_learning_rate and trainer.schedule == "constant", "another schedule"),
-        ("kl_estimator", trainer.kl_estimator != "k3" and not trainer.kl_beta, "kl_beta above 0"),
+        ("optimizer.stable", optimizer.stable and optimizer.schedule != "wsd_sqrt", "schedule = wsd_sqrt"),
+        (
+            "optimizer.min_learning_rate",
+            optimizer.min_learning_rate and optimizer.schedule == "constant",
+            "another schedule",
+        ),
+        ("loss.kl_estimator", loss.kl_estimator != "k3" and not loss.kl_beta, "kl_beta above 0"),
         ("lora", trainer.lora.targets != ("all-linear",) and not trainer.lora.rank, "lora.rank above 0"),
     ):
         if value:

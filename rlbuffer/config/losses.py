@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import LossChoice
 from rlbuffer.errors import ConfigError
 from rlbuffer.narration.nearest import did_you_mean
 
@@ -24,10 +24,10 @@ class LossFacts:
     """Facts about a loss that are known before it is computed."""
 
     reads: tuple[str, ...] | None = None
-    """Settings of ``[trainer]`` that it looks at; None: it does not say, so none is refused."""
+    """Settings of ``[trainer.loss]`` that it looks at; None: it does not say, so none is refused."""
     divisor: Divisor = "tokens"
     corrections: tuple[str, ...] = ()
-    """That are part of it, beside those that ``trainer.correction`` names."""
+    """That are part of it, beside those that ``trainer.loss.correction`` names."""
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Its own values of `LossSettings`, where the user sets none."""
 
@@ -61,7 +61,7 @@ LOSSES: dict[str, LossFacts] = {
     "icepop": LossFacts(reads=_CLIPPED, corrections=("icepop",)),
     "decoupled": LossFacts(reads=_CLIPPED, corrections=("tis",), defaults={"correction_cap": 5.0}),
 }
-"""Every loss by its name in ``trainer.loss``."""
+"""Every loss by its name in ``trainer.loss.name``."""
 
 CORRECTION_FACTS: Mapping[str, CorrectionFacts] = {
     "tis": CorrectionFacts(reads=("correction_cap",)),
@@ -71,12 +71,12 @@ CORRECTION_FACTS: Mapping[str, CorrectionFacts] = {
     "geometric_mask": CorrectionFacts(reads=_SEQUENCE),
     "negative_mask": CorrectionFacts(reads=("mask_kl",), needs_old=False),
 }
-"""Every correction by its name in ``trainer.correction``."""
+"""Every correction by its name in ``trainer.loss.correction``."""
 
 BUILT_IN_LOSSES = tuple(LOSSES)
 """Names of the losses above: :func:`declare` adds to them."""
 
-OWN_ONLY, LONGEST_ONLY = ("loss_options", "loss_columns"), "max_length"
+OWN_ONLY, LONGEST_ONLY = ("options", "columns"), "max_length"
 """What only a loss of the user's own reads; what only the divisor ``longest`` does."""
 
 
@@ -104,65 +104,65 @@ def facts_of(name: str) -> LossFacts:
     own = " Your own is named as package.module:name" * ("." in name)
     hint = did_you_mean(name, LOSSES, otherwise=own)
     raise ConfigError(
-        f"trainer.loss = {name!r} is not a loss: {', '.join(sorted(LOSSES))}{'.' * bool(hint)}{hint}",
-        setting="trainer.loss",
+        f"trainer.loss.name = {name!r} is not a loss: {', '.join(sorted(LOSSES))}{'.' * bool(hint)}{hint}",
+        setting="trainer.loss.name",
     )
 
 
-def corrections_of(trainer: TrainerSettings) -> tuple[str, ...]:
+def corrections_of(loss: LossChoice) -> tuple[str, ...]:
     """Names of the corrections in force: the loss's own, then the settings'."""
-    return tuple(dict.fromkeys((*facts_of(trainer.loss).corrections, *trainer.correction)))
+    return tuple(dict.fromkeys((*facts_of(loss.name).corrections, *loss.correction)))
 
 
-def uses_old(trainer: TrainerSettings) -> bool:
+def uses_old(loss: LossChoice) -> bool:
     """True when ratios are against the policy at the start of the step, not against the inference policy."""
-    if trainer.old_logprobs != "auto":
-        return trainer.old_logprobs == "recomputed"
-    return any(CORRECTION_FACTS[name].needs_old for name in corrections_of(trainer))
+    if loss.old_logprobs != "auto":
+        return loss.old_logprobs == "recomputed"
+    return any(CORRECTION_FACTS[name].needs_old for name in corrections_of(loss))
 
 
-def mistakes(trainer: TrainerSettings) -> Iterator[ConfigError]:
+def mistakes(loss: LossChoice) -> Iterator[ConfigError]:
     """A loss that there is not, corrections of ratios that correct nothing, settings that nothing reads."""
     try:
-        facts = facts_of(trainer.loss)
+        facts = facts_of(loss.name)
     except ConfigError as error:
         yield error
         return
-    idle = [name for name in corrections_of(trainer) if CORRECTION_FACTS[name].needs_old]
-    if idle and not uses_old(trainer):
+    idle = [name for name in corrections_of(loss) if CORRECTION_FACTS[name].needs_old]
+    if idle and not uses_old(loss):
         yield ConfigError(
-            f"trainer.old_logprobs = 'inference', but {', '.join(idle)} weighs tokens by the old policy over the "
-            "inference policy, which would be 1: set trainer.old_logprobs = 'auto' or 'recomputed'",
-            setting="trainer.old_logprobs",
+            f"trainer.loss.old_logprobs = 'inference', but {', '.join(idle)} weighs tokens by the old policy over the "
+            "inference policy, which would be 1: set trainer.loss.old_logprobs = 'auto' or 'recomputed'",
+            setting="trainer.loss.old_logprobs",
         )
-    yield from _unread(trainer, facts)
+    yield from _unread(loss, facts)
 
 
-def check_losses(trainer: TrainerSettings) -> None:
+def check_losses(loss: LossChoice) -> None:
     """Refuses the first of the :func:`mistakes`.
 
     Raises:
         ConfigError: says which.
     """
-    for mistake in mistakes(trainer):
+    for mistake in mistakes(loss):
         raise mistake
 
 
-def _unread(trainer: TrainerSettings, facts: LossFacts) -> Iterator[ConfigError]:
+def _unread(loss: LossChoice, facts: LossFacts) -> Iterator[ConfigError]:
     if facts.reads is None:
         return
-    chosen = f"trainer.loss = {trainer.loss!r}" + (
-        f" with trainer.correction = {list(trainer.correction)}" if trainer.correction else ""
+    chosen = f"trainer.loss.name = {loss.name!r}" + (
+        f" with correction = {list(loss.correction)}" if loss.correction else ""
     )
-    divisor = facts.divisor if trainer.normalizer == "auto" else trainer.normalizer
-    read = {*facts.reads, *(name for c in corrections_of(trainer) for name in CORRECTION_FACTS[c].reads)}
+    divisor = facts.divisor if loss.normalizer == "auto" else loss.normalizer
+    read = {*facts.reads, *(name for c in corrections_of(loss) for name in CORRECTION_FACTS[c].reads)}
     for name, readers in _readers().items():
-        value = getattr(trainer, name)
-        if name in read or value == TrainerSettings.model_fields[name].get_default(call_default_factory=True):
+        value = getattr(loss, name)
+        if name in read or value == LossChoice.model_fields[name].get_default(call_default_factory=True):
             continue
         if name == LONGEST_ONLY:
             if divisor != "longest":
-                yield _nothing(name, value, f"the divisor {divisor!r}", "trainer.normalizer = 'longest'")
+                yield _nothing(name, value, f"the divisor {divisor!r}", "trainer.loss.normalizer = 'longest'")
             continue
         yield _nothing(name, value, chosen, readers)
 
@@ -170,8 +170,9 @@ def _unread(trainer: TrainerSettings, facts: LossFacts) -> Iterator[ConfigError]
 def _nothing(name: str, value: object, chosen: str, readers: str) -> ConfigError:
     shown = dict(value) if isinstance(value, Mapping) else value
     return ConfigError(
-        f"trainer.{name} = {shown!r} does nothing: {chosen} does not read it. Leave it out; it is read by {readers}",
-        setting=f"trainer.{name}",
+        f"trainer.loss.{name} = {shown!r} does nothing: {chosen} does not read it. Leave it out; it is "
+        f"read by {readers}",
+        setting=f"trainer.loss.{name}",
     )
 
 

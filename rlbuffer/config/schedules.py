@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.errors import ConfigError
 
 Schedule = Callable[[float, float], float]
@@ -32,51 +32,52 @@ SCHEDULES: dict[str, Schedule] = {
     "cosine": lambda done, planned: (1 + math.cos(math.pi * done / planned)) / 2,
     "wsd_sqrt": lambda done, planned: 1 - math.sqrt(done / planned),
 }
-"""Every schedule by its name in ``trainer.schedule``."""
+"""Every schedule by its name in ``trainer.optimizer.schedule``."""
 
 
-def planned_updates(settings: TrainerSettings) -> int:
+def planned_updates(trainer: TrainerSettings) -> int:
     """Updates of the whole run. A step with fewer micro-batches than `updates_per_pass` makes fewer."""
-    return settings.steps * settings.passes * settings.updates_per_pass
+    return trainer.steps * trainer.optimizer.passes * trainer.optimizer.updates_per_pass
 
 
-def mistakes(settings: TrainerSettings) -> Iterator[ConfigError]:
+def mistakes(trainer: TrainerSettings) -> Iterator[ConfigError]:
     """Finds settings that cannot be meant: a minimum above the rate, a wsd_sqrt without a stable part or an end."""
-    if settings.min_learning_rate > settings.learning_rate:
+    optimizer, planned = trainer.optimizer, planned_updates(trainer)
+    if optimizer.min_learning_rate > optimizer.learning_rate:
         yield ConfigError(
-            f"trainer.min_learning_rate = {settings.min_learning_rate:g} is above trainer.learning_rate = "
-            f"{settings.learning_rate:g}",
-            setting="trainer.min_learning_rate",
+            f"trainer.optimizer.min_learning_rate = {optimizer.min_learning_rate:g} is above learning_rate = "
+            f"{optimizer.learning_rate:g}",
+            setting="trainer.optimizer.min_learning_rate",
         )
-    planned = planned_updates(settings)
-    if settings.schedule == "wsd_sqrt" and not settings.warmup_updates <= settings.stable < planned:
+    if optimizer.schedule == "wsd_sqrt" and not optimizer.warmup_updates <= optimizer.stable < planned:
         yield ConfigError(
-            f"trainer.stable = {settings.stable}: with schedule = wsd_sqrt the rate falls from that update on, so it "
-            f"must be at least trainer.warmup_updates = {settings.warmup_updates} and less than the {planned} planned "
-            "updates",
-            setting="trainer.stable",
+            f"trainer.optimizer.stable = {optimizer.stable}: with schedule = wsd_sqrt the rate falls from that update "
+            f"on, so it must be at least warmup_updates = {optimizer.warmup_updates} and less than the {planned} "
+            "planned updates",
+            setting="trainer.optimizer.stable",
         )
 
 
-def check_schedule(settings: TrainerSettings) -> None:
+def check_schedule(trainer: TrainerSettings) -> None:
     """Refuses the first of the :func:`mistakes`.
 
     Raises:
         ConfigError: says which.
     """
-    for mistake in mistakes(settings):
+    for mistake in mistakes(trainer):
         raise mistake
 
 
-def learning_rate_at(update: int, settings: TrainerSettings) -> float:
+def learning_rate_at(update: int, trainer: TrainerSettings) -> float:
     """The learning rate of the given update, counted from 1."""
-    full, low, warmup = settings.learning_rate, settings.min_learning_rate, settings.warmup_updates
+    optimizer = trainer.optimizer
+    full, low, warmup = optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_updates
     if update < warmup:
         return full * update / warmup
-    start = settings.stable if settings.schedule == "wsd_sqrt" else warmup
-    planned = planned_updates(settings) - start
-    if settings.schedule == "constant" or update <= start:
+    start = optimizer.stable if optimizer.schedule == "wsd_sqrt" else warmup
+    planned = planned_updates(trainer) - start
+    if optimizer.schedule == "constant" or update <= start:
         return full
     # A run that is longer than planned goes on at the minimum.
-    share = SCHEDULES[settings.schedule](update - start, planned) if update - start < planned else 0.0
+    share = SCHEDULES[optimizer.schedule](update - start, planned) if update - start < planned else 0.0
     return low + (full - low) * share

@@ -12,7 +12,7 @@ from dataclasses import asdict
 import numpy as np
 
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.settings import TrainerSettings, needed_columns
+from rlbuffer.config.trainer import TrainerSettings, needed_columns
 from rlbuffer.daemon.doubts import Doubts
 from rlbuffer.daemon.envs import EnvWatch
 from rlbuffer.daemon.events import TELEMETRY_SECONDS, Teller
@@ -91,7 +91,7 @@ class Leadership:
         self._envs = EnvWatch(store, config, self._held.batcher, teller.emit)
         self._sources = SourceWatch(store, self._held.batcher)
         self._memory = MemoryWatch(
-            store, config, teller.emit, world_size=trainer.world_size, checkpoint_every=trainer.checkpoint_every
+            store, config, teller.emit, world_size=trainer.world_size, checkpoint_every=trainer.checkpoint.every
         )
         self._allowances: Mapping[str, int] = {}
         self._published = float("-inf")

@@ -200,7 +200,7 @@ class Daemon:
             config,
             self._teller.emit,
             world_size=self._trainer.world_size,
-            checkpoint_every=self._trainer.checkpoint_every,
+            checkpoint_every=self._trainer.checkpoint.every,
         )
         watch.check(self._meta())
 

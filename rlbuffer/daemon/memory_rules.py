@@ -191,7 +191,7 @@ def above_assumed(used: int, limit: int) -> str:
 def checkpoints_often(forecast: Forecast, checkpoint_every: int) -> str:
     """The trainer's own checkpoints come too seldom for this server."""
     return (
-        f"{checkpoint_every} steps between checkpoints (trainer.checkpoint_every) do not fit the server's memory "
+        f"{checkpoint_every} steps between checkpoints (trainer.checkpoint.every) do not fit the server's memory "
         f"({mib(forecast.step_bytes)} a step, {mib(forecast.limit)} in all): the trainer will be asked for one about "
         f"every {forecast.kept_steps} step{'s' * (forecast.kept_steps != 1)}."
     )
@@ -227,4 +227,4 @@ def full(used: int, limit: int, *, steps: int) -> str:
             f"{first}Little of it is in steps ({mib(steps)}): groups that wait hold it, or other runs "
             "(`rlbuffer inspect`, `rlbuffer runs`). Raise its maxmemory, or make room there. "
         )
-    return f"{first}Checkpoint more often (trainer.checkpoint_every), or raise its maxmemory. "
+    return f"{first}Checkpoint more often (trainer.checkpoint.every), or raise its maxmemory. "

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rlbuffer.config.cross_checks import Mistake, Places, never, placed
-from rlbuffer.config.settings import EvaluationSettings, RunSettings, WorkerSettings, needed_columns
+from rlbuffer.config.settings import EvaluationSettings, RunSettings, WorkerSettings
+from rlbuffer.config.trainer import needed_columns
 from rlbuffer.errors import ConfigError
 
 PROMPTS = 16
@@ -79,9 +80,9 @@ def _references(settings: RunSettings, places: Places) -> Iterator[Mistake]:
         if "ref_logprobs" in worker.needs or worker.env not in (*BUILT_IN, *ADAPTERS):
             continue
         for column in needed_columns(settings.trainer):
-            pair = "trainer.kl_beta", f"worker.{name}"
+            pair = "trainer.loss.kl_beta", f"worker.{name}"
             yield Mistake(
-                f"trainer.kl_beta = {settings.trainer.kl_beta:g} needs {column}, and env {worker.env} "
+                f"trainer.loss.kl_beta = {settings.trainer.loss.kl_beta:g} needs {column}, and env {worker.env} "
                 f'gives none: set worker.{name}.needs = ["{column}"] and a [score.NAME] with model = "initial" '
                 f"({places(*pair)}).",
                 pair,

@@ -181,15 +181,15 @@ class _Look:
         yield from self.model()
         if why := router_loss(config_of(Path(model.path).expanduser()) if model.path else model.config):
             yield self._say("model", why)
-        if ":" in trainer.loss:
-            yield from self.path("trainer.loss", trainer.loss, "tokens, settings")
+        if ":" in trainer.loss.name:
+            yield from self.path("trainer.loss.name", trainer.loss.name, "tokens, settings")
         yield from self.gpus("trainer", trainer.gpus, trainer.device, trainer.world_size)
         for setting, is_wanted, module, extra in (
             ("trainer", True, "torch", "train"),
             ("trainer", True, "transformers", "train"),
             ("trainer.lora.rank", bool(trainer.lora.rank), "peft", "lora"),
-            ("trainer.tensorboard", trainer.tensorboard, "tensorboard", "tensorboard"),
-            ("trainer.wandb_project", bool(trainer.wandb_project), "wandb", "wandb"),
+            ("trainer.reports.tensorboard", trainer.reports.tensorboard, "tensorboard", "tensorboard"),
+            ("trainer.reports.wandb_project", bool(trainer.reports.wandb_project), "wandb", "wandb"),
         ):
             if is_wanted and not is_installed(module):
                 yield self._say(setting, f"{setting} needs the module {module}: {_install(extra)}")

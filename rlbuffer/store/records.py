@@ -206,8 +206,8 @@ class StepHeader:
     columns: Mapping[str, tuple[str, tuple[int, ...]]]
     """Further column -> dtype and trailing shape: the same in all micro-batches of all ranks."""
     waiting_for_version: int | None = None
-    """The trainer publishes after this step, also where `publish_every` would not, unless this version or a newer one
-    is published by then."""
+    """The trainer publishes after this step, also where `trainer.publish.every` would not, unless this version or a
+    newer one is published by then."""
     checkpoint_now: bool = False
     """The trainer writes a checkpoint when it has trained this step."""
     uses: Mapping[str, int] = field(default_factory=dict)

@@ -20,9 +20,9 @@ class Announcer:
         self._session = session
 
     def publish_if_due(self, step: Step) -> None:
-        """After `step` was trained: publishes at every ``publish_every``, at the end, and where it is waited for."""
+        """After `step` was trained: publishes at every ``publish.every``, at the end, and where it is waited for."""
         settings = self._session.settings.trainer
-        if step.number % settings.publish_every == 0 or step.number == settings.steps:
+        if step.number % settings.publish.every == 0 or step.number == settings.steps:
             self.publish(step.number)
         elif step.header.get("waiting_for_version") is not None:
             # Nothing that could be sampled with an older one would still be young enough for the next step.

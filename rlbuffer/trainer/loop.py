@@ -76,8 +76,8 @@ def train(
             if pulled is None:
                 break
             step = pulled.step
-            if trainer.debug_samples and place.step == place.resumed_from:
-                show_samples(session, step, trainer.debug_samples)
+            if trainer.reports.debug_samples and place.step == place.resumed_from:
+                show_samples(session, step, trainer.reports.debug_samples)
 
             tally = Tally(session.ranks, step)
             with watch.measure("train"):
@@ -101,7 +101,7 @@ def train(
                         session.policy,
                         session.optimizer,
                         learning_rate=tally.learning_rate,
-                        gradient_clip=trainer.gradient_clip,
+                        gradient_clip=trainer.optimizer.gradient_clip,
                         place=f"step {step.number}",
                     )
             place.step = step.number
@@ -112,7 +112,7 @@ def train(
             reports.step(step, tally, watch, place, damaged_tokens=pulled.damaged_tokens)
 
             watch = Stopwatch()  # what follows belongs to the next step's time
-            if step.number % trainer.checkpoint_every == 0 or step.header.get("checkpoint_now"):
+            if step.number % trainer.checkpoint.every == 0 or step.header.get("checkpoint_now"):
                 with watch.measure("checkpoint"):
                     reports.checkpoint(place, checkpoint(session, place))
 

@@ -39,7 +39,7 @@ def write_version(
     state = model_state(policy, inside="model", dtype=None if lora else narrow_dtype(settings.model), only_trained=lora)
     if ranks.rank != 0:
         return None
-    folder, keep = weights_folder(settings), settings.trainer.keep_versions
+    folder, keep = weights_folder(settings), settings.trainer.publish.keep
     if base is None:
         dtype = narrow_dtype(settings.model)
         return publish(folder, version, state=state, config=config_of(policy.model, dtype=dtype), keep=keep)

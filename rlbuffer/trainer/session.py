@@ -23,7 +23,8 @@ from rlbuffer.client.reader import Reader
 from rlbuffer.config.losses import check_losses
 from rlbuffer.config.model_checks import router_loss
 from rlbuffer.config.schedules import check_schedule
-from rlbuffer.config.settings import RunSettings, needed_columns
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.config.trainer import needed_columns
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.process.stop_request import StopRequest
@@ -95,7 +96,7 @@ def open_session(
         ConfigError: no such device or loss, settings that it does not read, a model that asks for a router loss.
         PackedForwardError: see `prepare`.
     """
-    check_losses(settings.trainer)
+    check_losses(settings.trainer.loss)
     check_schedule(settings.trainer)
     device = device_of(settings)
     if settings.deterministic and device.type == "cuda":
@@ -142,7 +143,7 @@ def open_session(
                 ranks=ranks,
                 policy=policy,
                 module=module,
-                optimizer=make_optimizer(policy, settings.trainer),
+                optimizer=make_optimizer(policy, settings.trainer.optimizer),
                 buffer=buffer,
                 reader=reader,
                 stop=stop or StopRequest(),

@@ -87,7 +87,7 @@ def publish_model(
             model,
             version,
             folder=weights_folder(settings) if folder is None else folder.expanduser(),
-            keep=settings.trainer.keep_versions if keep is None else keep,
+            keep=settings.trainer.publish.keep if keep is None else keep,
             is_first=rank == 0,
         ),
     )

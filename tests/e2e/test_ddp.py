@@ -108,7 +108,7 @@ def test_an_error_of_our_own_ends_the_job_with_one_message_and_its_exit_code(par
     _, errors = process.communicate(timeout=400)
     assert process.returncode == 3
     known = "cispo, clip, clip_cov, dapo, decoupled, dppo_tv, dr_grpo, gspo, icepop, kl_cov, masked_ratio, ratio, tis"
-    assert errors == f"Error: trainer.loss = 'ppo' is not a loss: {known}. Did you mean dppo_tv?\n"
+    assert errors == f"Error: trainer.loss.name = 'ppo' is not a loss: {known}. Did you mean dppo_tv?\n"
 
 
 def test_a_rank_that_keeps_failing_ends_the_job_after_its_restarts_with_its_traceback(

@@ -23,7 +23,7 @@ COMPARED = ("loss", "grad_norm", "parameters_sha256")
 def test_a_resumed_run_draws_on_every_rank_what_an_undisturbed_one_draws(home: Home) -> None:
     (home.path / "drawing.py").write_text(LOSS)
     config = home.config(world_size=2, checkpoint_every=2)
-    config.write_text(config.read_text().replace("[trainer]\n", '[trainer]\nloss = "drawing:loss"\n'))
+    config.write_text(config.read_text().replace("[trainer]\n", '[trainer]\nloss = { name = "drawing:loss" }\n'))
 
     def trained(output: str, *steps: int) -> list[tuple[object, ...]]:
         for last in steps:

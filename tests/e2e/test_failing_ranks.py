@@ -41,7 +41,9 @@ steps = 1000
 device = "cpu"
 max_restarts = 0
 stall_seconds = 3.0
-loss = "{loss}"
+
+[trainer.loss]
+name = "{loss}"
 """
 
 LOSS = """

@@ -14,32 +14,33 @@ from gradient_ranks import COUNT, Rows, Trainee, unpacked_step, work
 
 TERMS = {"kl_beta": 0.1, "entropy_bonus": 0.01}
 LOSSES: list[dict[str, Any]] = [
-    {"loss": "clip"},
-    {"loss": "dapo", "top_entropy": 0.3},
-    {"loss": "dr_grpo", "max_length": 30},
-    {"loss": "ratio", "max_ratio": 1.2},
-    {"loss": "kl_cov", "cov_fraction": 0.1},
-    {"loss": "clip_cov", "cov_fraction": 0.1, "cov_low": 0.0, "clip_low": 0.6, "clip_high": 2.0},
-    {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.1},
-    {"loss": "cispo", "max_ratio": 1.1},
-    {"loss": "masked_ratio", "mask_low": 0.8, "mask_high": 1.4},
-    {"loss": "dppo_tv", "tv_low": 0.02, "tv_high": 0.02, "tv_penalty": 0.1},
-    {"loss": "tis", "correction_cap": 1.1},
-    {"loss": "icepop", "mask_low": 0.8, "mask_high": 1.4},
-    {"loss": "decoupled", "correction_cap": 1.2, "correction": ("geometric_mask",)},
+    {"name": "clip"},
+    {"name": "dapo", "top_entropy": 0.3},
+    {"name": "dr_grpo", "max_length": 30},
+    {"name": "ratio", "max_ratio": 1.2},
+    {"name": "kl_cov", "cov_fraction": 0.1},
+    {"name": "clip_cov", "cov_fraction": 0.1, "cov_low": 0.0, "clip_low": 0.6, "clip_high": 2.0},
+    {"name": "gspo", "clip_low": 0.05, "clip_high": 0.1},
+    {"name": "cispo", "max_ratio": 1.1},
+    {"name": "masked_ratio", "mask_low": 0.8, "mask_high": 1.4},
+    {"name": "dppo_tv", "tv_low": 0.02, "tv_high": 0.02, "tv_penalty": 0.1},
+    {"name": "tis", "correction_cap": 1.1},
+    {"name": "icepop", "mask_low": 0.8, "mask_high": 1.4},
+    {"name": "decoupled", "correction_cap": 1.2, "correction": ("geometric_mask",)},
 ]
 SEVERAL = {"passes": 2, "updates_per_pass": 2}
 """Two passes over two slices."""
-Job = tuple[str, dict[str, Any]]
-"""dtype, settings."""
+Job = tuple[str, dict[str, Any], dict[str, int]]
+"""dtype, settings of the loss, and of the optimizer."""
 FEW: list[Job] = [
-    ("float64", TERMS | {"loss": "dapo", "top_entropy": 0.3}),
-    ("float64", TERMS | {"loss": "tis", "correction_cap": 1.1}),
-    ("float32", TERMS | {"loss": "clip"}),
-    ("float64", TERMS | {"loss": "decoupled"} | SEVERAL),
+    ("float64", TERMS | {"name": "dapo", "top_entropy": 0.3}, {}),
+    ("float64", TERMS | {"name": "tis", "correction_cap": 1.1}, {}),
+    ("float32", TERMS | {"name": "clip"}, {}),
+    ("float64", TERMS | {"name": "decoupled"}, SEVERAL),
 ]
 JOBS: dict[int, list[Job]] = {
-    2: [("float64", TERMS | loss) for loss in LOSSES] + [*FEW[2:], ("float64", TERMS | {"loss": "kl_cov"} | SEVERAL)],
+    2: [("float64", TERMS | loss, {}) for loss in LOSSES]
+    + [*FEW[2:], ("float64", TERMS | {"name": "kl_cov"}, SEVERAL)],
     8: FEW,
 }
 """By world size."""
@@ -91,7 +92,7 @@ def relative(ours: np.ndarray, expected: np.ndarray) -> float:
 def test_gradients_over_ranks_are_those_of_one_process_that_packs_nothing(
     parent: Parent, tmp_path: Path, world_size: int
 ) -> None:
-    from rlbuffer.config.settings import TrainerSettings
+    from rlbuffer.config.trainer import TrainerSettings
     from rlbuffer.process.ranks import Ranks
 
     told = train(parent, world_size, tmp_path)
@@ -100,13 +101,15 @@ def test_gradients_over_ranks_are_those_of_one_process_that_packs_nothing(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     trainees = {dtype: Trainee(dtype, 1) for dtype in TOLERANCE}
-    for number, (dtype, values) in enumerate(JOBS[world_size]):
-        name = f"{values} {dtype}"
-        several = "passes" in values
+    for number, (dtype, loss, optimizer) in enumerate(JOBS[world_size]):
+        name = f"{loss} {optimizer} {dtype}"
+        several = bool(optimizer)
         everybody = [rank[number] for rank in told]
         assert all(rank["digests"] == everybody[0]["digests"] for rank in everybody), name  # equal to the bit
         step = unpacked_step(slices(world_size, several))
-        expected = work(trainees[dtype], step, Ranks(0, 1, torch.device("cpu")), TrainerSettings(**values))
+        expected = work(
+            trainees[dtype], step, Ranks(0, 1, torch.device("cpu")), TrainerSettings(loss=loss, optimizer=optimizer)
+        )
         assert everybody[0]["counts"] == expected["counts"], name
         ours = np.load(tmp_path / f"{number}.npz")
         assert relative(ours["gradient0"], expected["gradients"][0]) <= TOLERANCE[dtype], name

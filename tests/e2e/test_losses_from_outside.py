@@ -40,10 +40,12 @@ max_position_embeddings = 64
 
 [trainer]
 steps = 2
-loss = "seen:loss"
-loss_columns = ["teacher_logprobs"]
-loss_options = { clip = 0.4 }
 timeout_seconds = 120.0
+
+[trainer.loss]
+name = "seen:loss"
+columns = ["teacher_logprobs"]
+options = { clip = 0.4 }
 """
 
 SEEN = """\

@@ -35,8 +35,10 @@ tie_word_embeddings = true
 
 [trainer]
 steps = {STEPS}
-checkpoint_every = 1000
 timeout_seconds = 120.0
+
+[trainer.checkpoint]
+every = 1000
 
 [worker.heavy]
 env = "heavy_env:make"

@@ -29,7 +29,7 @@ def test_a_run_finds_the_modules_beside_its_config_in_every_process(home: Home) 
     (project / "of_the_run.py").write_text(MODULE)
     text = home.config(world_size=1, steps=2).read_text()
     text = text.replace('advantage = "grpo"', 'advantage = "of_the_run:estimate"')
-    text = text.replace("[trainer]\n", '[trainer]\nloss = "of_the_run:loss"\n')
+    text = text.replace("[trainer]\n", '[trainer]\nloss = { name = "of_the_run:loss" }\n')
     text = text.replace('[worker.vcopy]\nenv = "vcopy"\n', '[worker.vcopy]\nenv = "of_the_run:make"\n')
     text = text.replace(
         '[worker.repeat]\nenv = "repeat"\n',

@@ -31,7 +31,7 @@ def test_a_run_whose_processes_have_only_the_rights_of_their_roles(home: Home, p
     path = home.config(steps=4, world_size=1)
     text = (
         path.read_text()
-        .replace("[trainer]\n", "[trainer]\nkl_beta = 0.1\n")
+        .replace("[trainer]\n", "[trainer]\nloss = { kl_beta = 0.1 }\n")
         .replace("vocab_size = 16", "vocab_size = 13")
     )
     path.write_text(text.replace("group_size = 8\n", 'group_size = 8\nneeds = ["ref_logprobs"]\n') + SCORER)

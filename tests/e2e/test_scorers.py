@@ -112,7 +112,7 @@ def test_a_run_trains_with_a_kl_to_the_logprobs_that_its_scorers_add(home: Home)
     path = home.config(steps=6, world_size=1)
     text = (
         path.read_text()
-        .replace("[trainer]\n", "[trainer]\nkl_beta = 0.1\n")
+        .replace("[trainer]\n", "[trainer]\nloss = { kl_beta = 0.1 }\n")
         .replace("vocab_size = 16", "vocab_size = 13")
     )
     text = text.replace("group_size = 8\n", 'group_size = 8\nneeds = ["ref_logprobs"]\n')

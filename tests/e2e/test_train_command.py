@@ -32,8 +32,8 @@ FIELDS = {
 
 def test_two_ranks_show_a_sample_and_record_every_step(home: Home) -> None:
     config = home.config(run="fake")
-    home.environment["RLBUFFER_TRAINER__PEAK_FLOPS"] = "1e12"  # so that a CPU has an mfu, too
-    home.environment["RLBUFFER_TRAINER__EXAMPLE_EVERY"] = "1"
+    home.environment["RLBUFFER_TRAINER__REPORTS__PEAK_FLOPS"] = "1e12"  # so that a CPU has an mfu, too
+    home.environment["RLBUFFER_TRAINER__REPORTS__EXAMPLE_EVERY"] = "1"
     ended = home.call(
         "train", "--config", config, "--fake-data", "--steps", "2", "--debug-samples", "1", "--display", "plain"
     )

@@ -108,7 +108,7 @@ def _config(home: Home, world_size: int) -> Path:
     path = write_config(home, steps=100_000, keep_checkpoints=2)
     text = (
         path.read_text()
-        .replace("checkpoint_every = 5", "checkpoint_every = 100000")
+        .replace("every = 5", "every = 100000")
         .replace("max_restarts = 1000\n", "")
         # What no scorer gives holds tickets until then.
         .replace("[batcher]\n", f"[batcher]\ngroup_timeout_seconds = {GROUP_SECONDS:g}\n")

@@ -46,11 +46,17 @@ eos_token_id = 12
 [trainer]
 device = "cpu"
 steps = {steps}
-learning_rate = 2e-3
-loss = "dapo"
-entropy_bonus = 0.01
-checkpoint_every = 1000
 timeout_seconds = 300.0
+
+[trainer.optimizer]
+learning_rate = 2e-3
+
+[trainer.loss]
+name = "dapo"
+entropy_bonus = 0.01
+
+[trainer.checkpoint]
+every = 1000
 
 [worker.vcopy]
 env = "vcopy"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
@@ -132,7 +132,7 @@ def work(trainee: Trainee, step: Step, ranks: Ranks, settings: TrainerSettings) 
     """Trains `step`. -> ``gradients`` of each update [parameters], ``parameters`` at the end, digests of both."""
     trainee.reset()
     policy, module = trainee.policy, trainee.module
-    optimizer = make_optimizer(policy, settings)
+    optimizer = make_optimizer(policy, settings.optimizer)
     updates = Updates(module, step, settings, ranks, longest=ROW_TOKENS)
     gradients, counts = [], []
     for part in updates.parts:
@@ -149,16 +149,18 @@ def work(trainee: Trainee, step: Step, ranks: Ranks, settings: TrainerSettings) 
     }
 
 
-def run_rank(rank: int, world_size: int, folder: str, jobs: list[tuple[str, dict[str, Any]]], rows: Rows) -> None:
+def run_rank(
+    rank: int, world_size: int, folder: str, jobs: list[tuple[str, dict[str, Any], dict[str, int]]], rows: Rows
+) -> None:
     """The whole life of one rank; what it leaves in `folder`: ``N.npz`` of rank 0, ``RANK.json`` of every rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     ranks = Ranks(rank, world_size, torch.device("cpu"))
-    trainees = {dtype: Trainee(dtype, world_size) for dtype in sorted({dtype for dtype, _ in jobs})}
+    trainees = {dtype: Trainee(dtype, world_size) for dtype in sorted({dtype for dtype, *_ in jobs})}
     told = []
-    for number, (dtype, values) in enumerate(jobs):
+    for number, (dtype, loss, optimizer) in enumerate(jobs):
         step = packed_step(rows, rank, world_size)
-        done = work(trainees[dtype], step, ranks, TrainerSettings(**values))
+        done = work(trainees[dtype], step, ranks, TrainerSettings(loss=loss, optimizer=optimizer))
         told.append({"digests": done["digests"], "counts": done["counts"]})
         if rank == 0:
             arrays = {f"gradient{i}": gradient for i, gradient in enumerate(done["gradients"])}

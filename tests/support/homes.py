@@ -52,11 +52,15 @@ max_position_embeddings = 64
 [trainer]
 world_size = {world_size}
 steps = {steps}
-checkpoint_every = {checkpoint_every}
-keep_checkpoints = {keep_checkpoints}
+timeout_seconds = 120.0
+
+[trainer.checkpoint]
+every = {checkpoint_every}
+keep = {keep_checkpoints}
+
+[trainer.reports]
 check_parameters = true
 record_batches = true
-timeout_seconds = 120.0
 
 [worker.vcopy]
 env = "vcopy"

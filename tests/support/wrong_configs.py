@@ -69,10 +69,14 @@ TABLE = [
     ("batcher", 'order = "best"', ["batcher.order = 'best' must be newest_first"]),
     ("batcher", 'adapters = { "" = { batch_size = 1 } }', ["batcher.adapters names the adapter ''"]),
     ("trainer", "world_size = 0", ["trainer.world_size = 0: input should be greater than or equal to 1"]),
-    ("trainer", 'learning_rate = "fast"', ["trainer.learning_rate = 'fast': input should be a valid number"]),
-    ("trainer", 'schedule = "sine"', ["trainer.schedule = 'sine': input should be 'constant'"]),
-    ("trainer", "betas = [0.9]", ["trainer.betas.1 is required"]),
-    ("trainer", 'correction = ["tiss"]', ["trainer.correction.0 = 'tiss': input should be 'tis'"]),
+    (
+        "trainer.optimizer",
+        'learning_rate = "fast"',
+        ["trainer.optimizer.learning_rate = 'fast': input should be a valid number"],
+    ),
+    ("trainer.optimizer", 'schedule = "sine"', ["trainer.optimizer.schedule = 'sine': input should be 'constant'"]),
+    ("trainer.optimizer", "betas = [0.9]", ["trainer.optimizer.betas.1 is required"]),
+    ("trainer.loss", 'correction = ["tiss"]', ["trainer.loss.correction.0 = 'tiss': input should be 'tis'"]),
     ("worker.a", "temperature = 0", ["worker.a.temperature = 0: input should be greater than 0"]),
     ("worker.a", "top_p = 1.1", ["worker.a.top_p = 1.1: input should be less than or equal to 1"]),
     ("worker.a", 'sampler = "sglang"', ["worker.a.sampler = 'sglang': input should be 'transformers'"]),
@@ -93,7 +97,7 @@ TABLE = [
     ("weights", 'relays = ["ftp://host"]', ["weights.relays = 'ftp://host' must begin with http:// or https://"]),
     ("", 'home = "own.py/home"', ["home = 'own.py/home': "]),
     # together
-    ("trainer", "publish_every = 9", ["publish_every = 9 leaves the newest weights up to 8 versions behind"]),
+    ("trainer.publish", "every = 9", ["trainer.publish.every = 9 leaves the newest weights up to 8 versions behind"]),
     ("batcher", "min_group_size = 99", ["min_group_size = 99, but the workers' group_size = 16"]),
     ("batcher", "row_tokens = 3", ["row_tokens = 3, but the shortest rollout of vcopy has 6 tokens"]),
     (
@@ -102,23 +106,39 @@ TABLE = [
         ["worker.a.gpus = [0, 1, 2] cannot be dealt equally over 2 replicas"],
     ),
     ("trainer", "gpus = [0]\nworld_size = 2", ["trainer.gpus = [0]: trainer.world_size = 2 ranks need one each"]),
-    ("trainer", "min_learning_rate = 1.0", ["trainer.min_learning_rate = 1 is above trainer.learning_rate = 0.001"]),
-    ("trainer", 'schedule = "wsd_sqrt"\nstable = 9', ["trainer.stable = 9: with schedule = wsd_sqrt the rate falls"]),
+    (
+        "trainer.optimizer",
+        "min_learning_rate = 1.0",
+        ["trainer.optimizer.min_learning_rate = 1 is above learning_rate = 0.001"],
+    ),
+    (
+        "trainer.optimizer",
+        'schedule = "wsd_sqrt"\nstable = 9',
+        ["trainer.optimizer.stable = 9: with schedule = wsd_sqrt the rate falls"],
+    ),
     # losses
-    ("trainer", 'loss = "gspoo"', ["trainer.loss = 'gspoo' is not a loss ... Did you mean gspo?"]),
+    ("trainer.loss", 'name = "gspoo"', ["trainer.loss.name = 'gspoo' is not a loss ... Did you mean gspo?"]),
     (
-        "trainer",
-        'loss = "gspo"\nclip_ceiling = 4.0\ndual_clip = 3.0',
-        ["trainer.clip_ceiling = 4.0 does nothing", "trainer.dual_clip = 3.0 does nothing"],
+        "trainer.loss",
+        'name = "gspo"\nclip_ceiling = 4.0\ndual_clip = 3.0',
+        ["trainer.loss.clip_ceiling = 4.0 does nothing", "trainer.loss.dual_clip = 3.0 does nothing"],
     ),
-    ("trainer", "mask_low = 0.3", ["trainer.mask_low = 0.3 does nothing: trainer.loss = 'clip' does not read it."]),
-    ("trainer", "loss_options = { tau = 1 }", ["trainer.loss_options = {'tau': 1} does nothing"]),
     (
-        "trainer",
-        'loss = "tis"\nold_logprobs = "inference"',
-        ["trainer.old_logprobs = 'inference', but tis weighs tokens"],
+        "trainer.loss",
+        "mask_low = 0.3",
+        ["trainer.loss.mask_low = 0.3 does nothing: trainer.loss.name = 'clip' does not read it."],
     ),
-    ("trainer", 'loss = "own:no_loss"', ["trainer.loss = 'own:no_loss' cannot be imported ... own.py has no no_loss"]),
+    ("trainer.loss", "options = { tau = 1 }", ["trainer.loss.options = {'tau': 1} does nothing"]),
+    (
+        "trainer.loss",
+        'name = "tis"\nold_logprobs = "inference"',
+        ["trainer.loss.old_logprobs = 'inference', but tis weighs tokens"],
+    ),
+    (
+        "trainer.loss",
+        'name = "own:no_loss"',
+        ["trainer.loss.name = 'own:no_loss' cannot be imported ... own.py has no no_loss"],
+    ),
     # envs and modules
     ("worker.a", 'env = "vcoppy"', ["env 'vcoppy' is not one of vcopy ... Did you mean vcopy?"]),
     (
@@ -153,7 +173,11 @@ TABLE = [
     ("worker.a", 'sampler = "openai"\nsampler_options = { server = "http://h" }', ["sampler_options.server is not an"]),
     ("worker.a", "sampler_options = { seed = 5 }", ["sampler_options: seed: the transformers sampler has no options"]),
     ("model.config", "output_router_logits = true", ["model: output_router_logits = true asks for the router auxili"]),
-    ("trainer", 'loss_columns = ["x"]', ["trainer.loss_columns = ('x',) does nothing: trainer.loss = 'clip' does not"]),
+    (
+        "trainer.loss",
+        'columns = ["x"]',
+        ["trainer.loss.columns = ('x',) does nothing: trainer.loss.name = 'clip' does not"],
+    ),
     (
         "batcher",
         'advantage = "grpo"\nadvantage_scale = "batch"',
@@ -177,21 +201,33 @@ TABLE = [
     ("-model.config", '[model]\npath = "nameless"', ["model.path: nameless/config.json names no model_type"]),
     ("-worker.a", "", ["there is no [worker.NAME] section: nothing would be sampled "]),
     # numbers that are none, or not this one
-    ("trainer", "learning_rate = inf", ["trainer.learning_rate = inf: input should be a finite number"]),
-    ("trainer", "weight_decay = nan", ["trainer.weight_decay = nan: input should be a finite number"]),
+    (
+        "trainer.optimizer",
+        "learning_rate = inf",
+        ["trainer.optimizer.learning_rate = inf: input should be a finite number"],
+    ),
+    (
+        "trainer.optimizer",
+        "weight_decay = nan",
+        ["trainer.optimizer.weight_decay = nan: input should be a finite number"],
+    ),
     ("trainer", "timeout_seconds = inf", ["trainer.timeout_seconds = inf: input should be a finite number"]),
-    ("trainer", "learning_rate = true", ["trainer.learning_rate = True: true is no value of this setting"]),
+    (
+        "trainer.optimizer",
+        "learning_rate = true",
+        ["trainer.optimizer.learning_rate = True: true is no value of this setting"],
+    ),
     ("batcher", "max_age = false", ["batcher.max_age = False: false is no value of this setting"]),
-    ("trainer", "betas = [0.9, 1.0]", ["trainer.betas.1 = 1.0: input should be less than 1"]),
+    ("trainer.optimizer", "betas = [0.9, 1.0]", ["trainer.optimizer.betas.1 = 1.0: input should be less than 1"]),
     ("trainer", "seed = 18446744073709551616", ["trainer.seed = 18446744073709551616: input should be less than or"]),
-    ("trainer", "clip_low = 20.0", ["trainer.clip_low = 20.0: input should be less than or equal to 1"]),
+    ("trainer.loss", "clip_low = 20.0", ["trainer.loss.clip_low = 20.0: input should be less than or equal to 1"]),
     ("batcher", 'row_tokens = "8k"', ["batcher.row_tokens = '8k': input should be a valid integer"]),
     ("batcher", "budgets = { vcopy = nan }", ["batcher.budgets.vcopy = nan must be above 0"]),
     ("worker.a", "temperature = inf", ["worker.a.temperature = inf: input should be a finite number"]),
     ("worker.a", "skip_failed = nan", ["worker.a.skip_failed = nan: input should be a finite number"]),
     # lists, tables, names
-    ("trainer", 'correction = "tis"', ["trainer.correction = 'tis': must be a list"]),
-    ("trainer", 'loss_options = "x"', ["trainer.loss_options = 'x': must be a table"]),
+    ("trainer.loss", 'correction = "tis"', ["trainer.loss.correction = 'tis': must be a list"]),
+    ("trainer.loss", 'options = "x"', ["trainer.loss.options = 'x': must be a table"]),
     ("worker.a", 'needs = "reward"', ["worker.a.needs = 'reward': must be a list"]),
     (
         "worker.a",
@@ -208,9 +244,13 @@ TABLE = [
         ["batcher.remainder = 'proportionl' is no env here. Did you mean proportional?"],
     ),
     # pairs
-    ("trainer", 'loss = "icepop"\nmask_low = 6.0', ["trainer.mask_low = 6 is not below trainer.mask_high = 5"]),
+    (
+        "trainer.loss",
+        'name = "icepop"\nmask_low = 6.0',
+        ["trainer.loss.mask_low = 6 is not below trainer.loss.mask_high = 5"],
+    ),
     ("worker.a", "skip_visits = 2\nskip_failed = 1.0", ["worker.a.skip_failed = 1 is not below worker.a.skip_solved"]),
-    ("trainer", "kl_beta = 0.1", ["trainer.kl_beta = 0.1 needs ref_logprobs, and env vcopy gives none"]),
+    ("trainer.loss", "kl_beta = 0.1", ["trainer.loss.kl_beta = 0.1 needs ref_logprobs, and env vcopy gives none"]),
     (
         "score.s",
         'model = "initial"\ncolumn = "logprobs"',
@@ -254,9 +294,13 @@ TABLE = [
     ),
     ("weights", 'cache = "own.py/x"', ["weights.cache = 'own.py/x': "]),
     # callables
-    ("trainer", 'loss = "own:one"', ["trainer.loss = 'own:one' does not fit ... it is called with (tokens, settings)"]),
-    ("trainer", 'loss = "own:waits"', ["trainer.loss = 'own:waits' is async"]),
-    ("trainer", 'loss = "own.loss"', ["'own.loss' is not a loss ... Your own is named as package.module:name"]),
+    (
+        "trainer.loss",
+        'name = "own:one"',
+        ["trainer.loss.name = 'own:one' does not fit ... it is called with (tokens, settings)"],
+    ),
+    ("trainer.loss", 'name = "own:waits"', ["trainer.loss.name = 'own:waits' is async"]),
+    ("trainer.loss", 'name = "own.loss"', ["'own.loss' is not a loss ... Your own is named as package.module:name"]),
     ("batcher", 'order = "own:one"', ["batcher.order = 'own:one' does not fit ... it is called with (group, rng)"]),
     (
         "batcher",

@@ -33,6 +33,9 @@ def run(
     return call
 
 
+EXAMPLE_FILE = Path(__file__).parents[2] / "rlbuffer.toml"
+
+
 def command(name: str) -> click.Command:
     found = importlib.import_module(f"rlbuffer_cli.commands.{name}").command
     assert isinstance(found, click.Command)
@@ -128,8 +131,9 @@ def test_config_show_hides_what_may_be_a_secret(run: Callable[..., tuple[int, st
     for options in ((), ("--json",), ("--sources",)):
         code, out, _ = run("config", "show", *options)
         assert (code, "sk-" in out) == (0, False)
-        assert "worker.math.environment.OPENAI_API_KEY" in out
-        assert "worker.math.sampler_options.api_key" in out
+        joined = "." if options == ("--json",) else "]\n"
+        assert f"worker.math.environment{joined}OPENAI_API_KEY" in out
+        assert f"worker.math.sampler_options{joined}api_key" in out
         assert "77" in out
         assert "8192" in out, "tokens of a row are no secret"
 
@@ -137,11 +141,17 @@ def test_config_show_hides_what_may_be_a_secret(run: Callable[..., tuple[int, st
 def test_config_show_tells_value_and_source(run: Callable[..., tuple[int, str, str]]) -> None:
     Path("rlbuffer.toml").write_text("[batcher]\nmax_age = 3\n")
     code, out, _ = run("config", "show", "--sources", "--run", "x")
-    rows = {line.split(" = ")[0].strip(): line.split(" = ")[1].split() for line in out.splitlines()}
     assert code == 0
-    assert rows["batcher.max_age"] == ["3", "rlbuffer.toml:2"]
-    assert rows["run"] == ['"x"', "--run"]
-    assert rows["batcher.row_tokens"] == ["8192", "default"]
+    top, batcher, trainer = (
+        dict(line.split(" = ") for line in table.splitlines()[bool(i) :])
+        for i, table in enumerate(out.split("\n\n"))
+        if i == 0 or table.startswith(("[batcher]", "[trainer]"))
+    )
+    assert batcher["max_age"].split() == ["3", "#", "rlbuffer.toml:2"]
+    assert top["run"].split() == ['"x"', "#", "--run"]
+    assert top["# redis_url"].split() == ["(not", "set)", "#", "default"]
+    assert batcher["row_tokens"].split() == ["8192", "#", "default"]
+    assert list(trainer)[:3] == ["world_size", "steps", "# output"]
     code, out, _ = run("config", "show", "--json")
     record = next(r for r in map(json.loads, out.splitlines()) if r["name"] == "batcher.max_age")
     assert record == {
@@ -150,6 +160,14 @@ def test_config_show_tells_value_and_source(run: Callable[..., tuple[int, str, s
         "value": 3,
         "source": "rlbuffer.toml:2",
     }
+
+
+def test_what_config_show_prints_is_a_file_with_the_same_settings(run: Callable[..., tuple[int, str, str]]) -> None:
+    Path("rlbuffer.toml").write_text(EXAMPLE_FILE.read_text())
+    first = run("config", "show")
+    Path("rlbuffer.toml").write_text(first[1])
+    assert run("config", "show") == first
+    assert (first[0], first[1].count("\n[trainer.")) == (0, 6)
 
 
 def line(**changes: Any) -> str:

@@ -9,7 +9,7 @@ import torch
 from test_packing import make_item, one
 from torch import Tensor, nn
 
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import LossChoice
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.micro_batch import MicroBatch, Step, digest_step
 from rlbuffer.records.step_plan import Normalizers
@@ -79,12 +79,12 @@ def test_a_rollout_without_reference_logprobs_is_refused_with_its_env_and_not_tr
 ):
     tokens = trained_tokens(Policy(), mixed(ref_logprobs=[0.0, -1.5, -1.5]).to("cpu"))
     with pytest.raises(ConfigError) as refused:
-        loss_of(tokens, TrainerSettings(kl_beta=0.1), COUNTS, longest=1)
+        loss_of(tokens, LossChoice(kl_beta=0.1), COUNTS, longest=1)
     assert str(refused.value) == (
-        "trainer.kl_beta is above 0, but the rollouts of env a carry no column ref_logprobs: push it with them, "
-        "or set trainer.kl_beta = 0"
+        "trainer.loss.kl_beta is above 0, but the rollouts of env a carry no column ref_logprobs: push it with them, "
+        "or set trainer.loss.kl_beta = 0"
     )
-    loss_of(tokens, TrainerSettings(), COUNTS, longest=1)
+    loss_of(tokens, LossChoice(), COUNTS, longest=1)
 
 
 def test_a_loss_gets_every_column_and_the_age_of_each_token() -> None:
@@ -104,7 +104,7 @@ def test_a_column_that_some_tokens_lack_is_refused_where_a_loss_needs_it() -> No
             tokens.column(name)
         assert str(refused.value) == (
             f"the loss reads column {name}, but the rollouts{whose} carry none: push it with them, and name it in "
-            "trainer.loss_columns, so that a rollout without it is left out"
+            "trainer.loss.columns, so that a rollout without it is left out"
         )
     whole = trained_tokens(Policy(), one([(0,)], [make_item(3, mine=[1.0, 2.0, 3.0])]).to("cpu"))
     assert whole.column("mine").tolist() == [2.0, 3.0]
@@ -118,7 +118,7 @@ def test_padding_and_masked_rollouts_need_no_reference() -> None:
     alone = one([(0,)], [make_item(2, damaged=True)])
     for batch, expected in ((beside, True), (alone, False)):
         tokens = trained_tokens(Policy(), batch.to("cpu"))
-        loss = loss_of(tokens, TrainerSettings(kl_beta=0.1), COUNTS, longest=1)
+        loss = loss_of(tokens, LossChoice(kl_beta=0.1), COUNTS, longest=1)
         assert torch.isfinite(loss)
         assert bool(len(tokens.logprobs)) is expected
 

@@ -22,8 +22,8 @@ row_tokens = 128
 max_age = 2
 budgets = { gsm8k = 0.4, code = 0.6 }
 
-[trainer]
-publish_every = 2
+[trainer.publish]
+every = 2
 
 [worker.gsm8k]
 env = "gsm8k"
@@ -69,8 +69,8 @@ def test_variables_reach_into_sections_and_know_the_users_own_names(file: Path) 
     variables = {
         "RLBUFFER_BATCHER__MAX_AGE": "3",
         "RLBUFFER_WORKER__GSM8K__REPLICAS": "2",
-        "RLBUFFER_TRAINER__BETAS": "[0.8, 0.9]",
-        "RLBUFFER_TRAINER__CHECK_PARAMETERS": "true",
+        "RLBUFFER_TRAINER__OPTIMIZER__BETAS": "[0.8, 0.9]",
+        "RLBUFFER_TRAINER__REPORTS__CHECK_PARAMETERS": "true",
         "RLBUFFER_MODEL__CONFIG__HIDDEN_SIZE": "64",
         "RLBUFFER_MODEL__PATH": "123",
         "RLBUFFER_SERVER_BIN": "/usr/bin/redis-server",
@@ -81,8 +81,8 @@ def test_variables_reach_into_sections_and_know_the_users_own_names(file: Path) 
     settings = loaded.settings
     assert settings.batcher.max_age == 3
     assert settings.worker["gsm8k"].replicas == 2
-    assert settings.trainer.betas == (0.8, 0.9)
-    assert settings.trainer.check_parameters is True
+    assert settings.trainer.optimizer.betas == (0.8, 0.9)
+    assert settings.trainer.reports.check_parameters is True
     assert settings.model.config == {"hidden_size": 64}
     assert settings.model.path == "123"
     assert loaded.source("worker.gsm8k.replicas") == "RLBUFFER_WORKER__GSM8K__REPLICAS"
@@ -113,13 +113,13 @@ def test_the_file_is_the_flag_then_the_variable_then_the_current_directory(file:
             "rlbuffer.toml:13  worker.gsm8k.grup_size is not a setting. Did you mean worker.gsm8k.group_size?",
         ),
         (
-            "[trainer]",
+            "[trainer.publish]",
             "[traner]",
             "rlbuffer.toml:8  traner is not a setting. Did you mean trainer?",
         ),
         (
-            "publish_every = 2",
-            "max_age = 2",
+            "[trainer.publish]\nevery = 2",
+            "[trainer]\nmax_age = 2",
             "rlbuffer.toml:9  trainer.max_age is not a setting. Did you mean batcher.max_age?",
         ),
         (
@@ -136,11 +136,11 @@ def test_the_file_is_the_flag_then_the_variable_then_the_current_directory(file:
         ("[batcher]", "batcher = 3\n[model.config]", "rlbuffer.toml:3  batcher is a section ([batcher]), got 3"),
         ("max_age = 2", "max_age =", "rlbuffer.toml:5  not valid TOML: Invalid value (column 10)"),
         (
-            "publish_every = 2",
-            "publish_every = 4",
+            "every = 2",
+            "every = 4",
             (
-                "these settings can never make a batch: publish_every = 4 leaves the newest weights up to 3 versions "
-                "behind, but max_age = 2 (rlbuffer.toml:9, :5)."
+                "these settings can never make a batch: trainer.publish.every = 4 leaves the newest weights up to 3 "
+                "versions behind, but max_age = 2 (rlbuffer.toml:9, :5)."
             ),
         ),
         (
@@ -259,19 +259,19 @@ def test_more_uses_than_the_age_allows_are_doubtful(file: Path, uses: int, age: 
 
 @pytest.mark.parametrize("closing", ["", "step_groups = 8"])
 def test_more_updates_than_micro_batches_are_doubtful(file: Path, closing: str) -> None:
-    file.write_text(f"[batcher]\nmicro_batches_per_rank = 2\n{closing}\n[trainer]\nupdates_per_pass = 3\n")
+    file.write_text(f"[batcher]\nmicro_batches_per_rank = 2\n{closing}\n[trainer.optimizer]\nupdates_per_pass = 3\n")
     sentence = (
-        "trainer.updates_per_pass = 3, but a step has 2 micro-batches on a rank, and an update has at least one "
-        "(rlbuffer.toml:5, :2)."
+        "trainer.optimizer.updates_per_pass = 3, but a step has 2 micro-batches on a rank, and an update has at least "
+        "one (rlbuffer.toml:5, :2)."
     )
     assert load(environ={}).warnings == (() if closing else (sentence,))
 
 
 def test_a_schedule_that_cannot_be_meant_is_refused_with_the_file(file: Path) -> None:
-    file.write_text('[trainer]\nschedule = "wsd_sqrt"\nsteps = 10\nstable = 10\n')
+    file.write_text('[trainer]\nsteps = 10\n[trainer.optimizer]\nschedule = "wsd_sqrt"\nstable = 10\n')
     assert refusal() == (
-        "rlbuffer.toml:4  trainer.stable = 10: with schedule = wsd_sqrt the rate falls from that update on, so it must "
-        "be at least trainer.warmup_updates = 0 and less than the 10 planned updates"
+        "rlbuffer.toml:5  trainer.optimizer.stable = 10: with schedule = wsd_sqrt the rate falls from that update on, "
+        "so it must be at least warmup_updates = 0 and less than the 10 planned updates"
     )
 
 

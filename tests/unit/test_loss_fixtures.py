@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlbuffer.config import losses
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import LossChoice
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, registry
 from rlbuffer.trainer.update.token_choice import Known, choose
@@ -34,7 +34,7 @@ def tokens_of(record: dict[str, Any], logprobs: Tensor, entropy: Tensor) -> Trai
 
 def computed(record: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     """-> loss, gradient of the logprobs, gradient of the entropies."""
-    settings = TrainerSettings(**record["settings"])
+    settings = LossChoice(**record["settings"])
     leaves = [torch.tensor(record["inputs"][n], dtype=torch.float64).requires_grad_() for n in ("logprobs", "entropy")]
     tokens = tokens_of(record, *leaves)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_a_fixture_reaches_the_part_of_its_loss_that_makes_it_another_loss(name:
 
 
 def test_every_loss_that_is_registered_has_a_fixture() -> None:
-    covered = {json.loads((FOLDER / f"{name}.json").read_text())["settings"]["loss"] for name in NAMES}
+    covered = {json.loads((FOLDER / f"{name}.json").read_text())["settings"]["name"] for name in NAMES}
     assert covered == {name for name in registry._LOSSES if name in losses.BUILT_IN_LOSSES}
 
 

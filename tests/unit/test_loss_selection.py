@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import LossChoice
 from rlbuffer.trainer.losses import LossSettings, TrainedTokens
 from rlbuffer.trainer.losses.selection import Means, covariance, drawn_covariance, largest, means_of
 
@@ -115,7 +115,7 @@ def test_the_share_of_uncertain_tokens_is_rounded_and_at_least_one() -> None:
 
     made = tokens([0.1, 0.2, 0.3, 0.4, 0.5], [1.0] * 5)
     for share, expected in ((0.5, 2), (0.01, 1), (0.7, 4)):
-        _, (chosen,) = choose([made], TrainerSettings(top_entropy=share), alone)
+        _, (chosen,) = choose([made], LossChoice(top_entropy=share), alone)
         assert chosen is not None
         assert int(chosen.sum()) == expected
 
@@ -124,7 +124,7 @@ def test_choosing_in_each_micro_batch_would_choose_others() -> None:
     from rlbuffer.trainer.update.token_choice import choose
 
     parts = [tokens([0.9, 0.8], [1.0, 1.0]), tokens([0.3, 0.1], [1.0, 1.0])]
-    settings = TrainerSettings(top_entropy=0.5)
+    settings = LossChoice(top_entropy=0.5)
     together = [part.tolist() for part in choose(parts, settings, alone)[1] if part is not None]
     apart = [part.tolist() for one in parts for part in choose([one], settings, alone)[1] if part is not None]
     assert together == [[False, False], [True, True]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlbuffer.config.losses import BUILT_IN_LOSSES, CORRECTION_FACTS, LOSSES, check_losses, mistakes
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import LossChoice
 from rlbuffer.errors import ConfigError
 from rlbuffer.trainer.losses import CORRECTIONS as WEIGHTS
 from rlbuffer.trainer.losses import LossSettings, TrainedTokens, get_loss
@@ -69,15 +69,15 @@ def test_every_setting_of_losses_is_read_by_one() -> None:
     ("values", "texts"),
     [
         (
-            {"loss": "gspo", "clip_ceiling": 4.0, "dual_clip": 3.0},
+            {"name": "gspo", "clip_ceiling": 4.0, "dual_clip": 3.0},
             [
                 (
-                    "trainer.clip_ceiling = 4.0 does nothing: trainer.loss = 'gspo' does not read it. Leave it out; it "
-                    "is read by clip, dapo, dr_grpo, clip_cov, tis, icepop, decoupled"
+                    "trainer.loss.clip_ceiling = 4.0 does nothing: trainer.loss.name = 'gspo' does not read it. Leave "
+                    "it out; it is read by clip, dapo, dr_grpo, clip_cov, tis, icepop, decoupled"
                 ),
                 (
-                    "trainer.dual_clip = 3.0 does nothing: trainer.loss = 'gspo' does not read it. Leave it out; it "
-                    "is read by clip, dapo, dr_grpo, clip_cov, tis, icepop, decoupled"
+                    "trainer.loss.dual_clip = 3.0 does nothing: trainer.loss.name = 'gspo' does not read it. Leave "
+                    "it out; it is read by clip, dapo, dr_grpo, clip_cov, tis, icepop, decoupled"
                 ),
             ],
         ),
@@ -85,41 +85,41 @@ def test_every_setting_of_losses_is_read_by_one() -> None:
             {"mask_kl": 0.2, "correction": ("tis",)},
             [
                 (
-                    "trainer.mask_kl = 0.2 does nothing: trainer.loss = 'clip' with trainer.correction = ['tis'] does "
-                    "not read it. Leave it out; it is read by the correction negative_mask"
+                    "trainer.loss.mask_kl = 0.2 does nothing: trainer.loss.name = 'clip' with correction = ['tis'] "
+                    "does not read it. Leave it out; it is read by the correction negative_mask"
                 )
             ],
         ),
         (
-            {"loss_options": {"tau": 2}},
+            {"options": {"tau": 2}},
             [
                 (
-                    "trainer.loss_options = {'tau': 2} does nothing: trainer.loss = 'clip' does not read it. Leave it "
-                    "out; it is read by a loss of your own"
+                    "trainer.loss.options = {'tau': 2} does nothing: trainer.loss.name = 'clip' does not read it. "
+                    "Leave it out; it is read by a loss of your own"
                 )
             ],
         ),
         (
-            {"loss": "dr_grpo", "normalizer": "tokens", "max_length": 9},
+            {"name": "dr_grpo", "normalizer": "tokens", "max_length": 9},
             [
                 (
-                    "trainer.max_length = 9 does nothing: the divisor 'tokens' does not read it. Leave it out; it is "
-                    "read by trainer.normalizer = 'longest'"
+                    "trainer.loss.max_length = 9 does nothing: the divisor 'tokens' does not read it. Leave it out; "
+                    "it is read by trainer.loss.normalizer = 'longest'"
                 )
             ],
         ),
-        ({"loss": "dr_grpo", "max_length": 9}, []),
+        ({"name": "dr_grpo", "max_length": 9}, []),
         ({"normalizer": "longest", "max_length": 9}, []),
-        ({"loss": "gspo", "clip_low": 0.1, "mask_low": 0.5}, []),  # 0.5 is what it is anyway
+        ({"name": "gspo", "clip_low": 0.1, "mask_low": 0.5}, []),  # 0.5 is what it is anyway
         ({"correction": ("icepop", "negative_mask"), "mask_low": 0.1, "mask_kl": 0.2}, []),
-        ({"loss": "tis", "correction_cap": 3.0}, []),
-        ({"loss": "package.module:loss", "dual_clip": 3.0, "loss_options": {"tau": 2}}, []),
+        ({"name": "tis", "correction_cap": 3.0}, []),
+        ({"name": "package.module:loss", "dual_clip": 3.0, "options": {"tau": 2}}, []),
     ],
 )
 def test_a_setting_that_the_chosen_loss_does_not_read_is_refused(values: dict[str, Any], texts: list[str]) -> None:
-    trainer = TrainerSettings(**values)
-    assert [str(mistake) for mistake in mistakes(trainer)] == texts
+    loss = LossChoice(**values)
+    assert [str(mistake) for mistake in mistakes(loss)] == texts
     if texts:
         with pytest.raises(ConfigError) as refused:
-            check_losses(trainer)
+            check_losses(loss)
         assert str(refused.value) == texts[0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlbuffer.config.losses import BUILT_IN_LOSSES
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import LossChoice
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import (
@@ -42,8 +42,8 @@ def tokens(policy: list[float] = POLICY, rollout: list[int] | None = None, **fie
     return TrainedTokens(**(values | fields))
 
 
-def settings(**values: Any) -> TrainerSettings:
-    return TrainerSettings(**({"clip_low": 0.2, "clip_high": 0.2} | values))
+def settings(**values: Any) -> LossChoice:
+    return LossChoice(**({"clip_low": 0.2, "clip_high": 0.2} | values))
 
 
 def counts(rollouts: int = 1, loss_tokens: int = 4) -> Normalizers:
@@ -61,7 +61,7 @@ def counts(rollouts: int = 1, loss_tokens: int = 4) -> Normalizers:
     ],
 )
 def test_a_loss_has_the_value_of_its_formula(name: str, expected: float) -> None:
-    chosen = settings(loss=name)
+    chosen = settings(name=name)
     (selected,), _ = choose([tokens()], chosen, lambda values: values)
     value = loss_of(tokens(is_selected=selected), chosen, counts(), longest=10)
     assert float(value) == pytest.approx(expected, abs=1e-7)
@@ -69,16 +69,16 @@ def test_a_loss_has_the_value_of_its_formula(name: str, expected: float) -> None
 
 def test_dppo_tv_drops_the_tokens_that_have_moved_too_far_and_penalises_them_all_the_same() -> None:
     # Tokens 1 and 3 moved by 0.4 and -0.5 in probability, the way they are pushed.
-    value = loss_of(tokens(), settings(loss="dppo_tv", tv_penalty=0.0), counts(), longest=1)
+    value = loss_of(tokens(), settings(name="dppo_tv", tv_penalty=0.0), counts(), longest=1)
     assert float(value) == pytest.approx((-0.5 / 0.4 + 0.3 / 0.35) / 4)
-    penalty = loss_of(tokens(), settings(loss="dppo_tv"), counts(), longest=1) - value
+    penalty = loss_of(tokens(), settings(name="dppo_tv"), counts(), longest=1) - value
     logs = [math.log(p / q) for p, q in zip(POLICY, INFERENCE, strict=True)]
     assert float(penalty) == pytest.approx(1e-3 * sum(x * x for x in logs) / 4)
     assert float(value + penalty) == pytest.approx(-0.0973069, abs=1e-7)
 
 
 def test_kl_cov_selects_the_token_whose_covariance_is_largest() -> None:
-    (selected,), _ = choose([tokens()], settings(loss="kl_cov"), lambda values: values)
+    (selected,), _ = choose([tokens()], settings(name="kl_cov"), lambda values: values)
     assert selected is not None
     assert selected.tolist() == [False, False, False, True]
 
@@ -104,7 +104,7 @@ def test_a_correction_has_the_weights_of_its_formula(correction: str, expected: 
 
 def test_corrections_multiply_with_each_other_and_with_the_losses_own() -> None:
     made = Known(starts_here=True).add_to(tokens(rollout=[0, 0, 1, 1]))
-    both = settings(loss="tis", correction=("geometric_mask",), normalizer="tokens")
+    both = settings(name="tis", correction=("geometric_mask",), normalizer="tokens")
     weights = [1.25, 1.8, 0.0, 0.0]  # the mask leaves out the second rollout
     expected = -sum(w * a for w, a in zip(weights, ADVANTAGES, strict=True)) / 4  # the ratio to itself is 1
     assert float(loss_of(made, both, counts(), longest=1)) == pytest.approx(expected)
@@ -112,13 +112,13 @@ def test_corrections_multiply_with_each_other_and_with_the_losses_own() -> None:
 
 def test_a_correction_that_would_be_one_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
-        check_losses(settings(loss="icepop", old_logprobs="inference"))
+        check_losses(settings(name="icepop", old_logprobs="inference"))
     assert str(error.value) == (
-        "trainer.old_logprobs = 'inference', but icepop weighs tokens by the old policy over the inference policy, "
-        "which would be 1: set trainer.old_logprobs = 'auto' or 'recomputed'"
+        "trainer.loss.old_logprobs = 'inference', but icepop weighs tokens by the old policy over the inference "
+        "policy, which would be 1: set trainer.loss.old_logprobs = 'auto' or 'recomputed'"
     )
-    check_losses(settings(loss="icepop"))
-    check_losses(settings(loss="clip", correction=("negative_mask",), old_logprobs="inference"))
+    check_losses(settings(name="icepop"))
+    check_losses(settings(name="clip", correction=("negative_mask",), old_logprobs="inference"))
 
 
 def test_every_loss_has_the_normaliser_of_the_table_and_a_setting_overrides_it() -> None:
@@ -126,15 +126,15 @@ def test_every_loss_has_the_normaliser_of_the_table_and_a_setting_overrides_it()
     for name in BUILT_IN_LOSSES:
         expected = "rollouts" if name in by_rollout else "longest" if name == "dr_grpo" else "tokens"
         assert get_loss(name).facts.divisor == expected, name
-    own = loss_of(tokens(), settings(loss="clip"), counts(2, 4), longest=1)
-    over = loss_of(tokens(), settings(loss="clip", normalizer="tokens"), counts(2, 4), longest=1)
+    own = loss_of(tokens(), settings(name="clip"), counts(2, 4), longest=1)
+    over = loss_of(tokens(), settings(name="clip", normalizer="tokens"), counts(2, 4), longest=1)
     assert float(over) == pytest.approx(-0.1857143, abs=1e-7)
     assert float(own) == pytest.approx(-0.1857143 / 2, abs=1e-7)
 
 
 def test_weights_of_tokens_weigh_the_loss_and_its_kl_and_leave_the_divisor() -> None:
     reference = torch.tensor([0.45, 0.8, 0.3, 0.2], dtype=torch.float64).log()
-    chosen = settings(loss="dapo", kl_beta=0.5)
+    chosen = settings(name="dapo", kl_beta=0.5)
     weights = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     value = loss_of(tokens(ref_logprobs=reference, weights=weights), chosen, counts(), longest=1)
     d = math.log(0.45 / 0.5)
@@ -143,7 +143,7 @@ def test_weights_of_tokens_weigh_the_loss_and_its_kl_and_leave_the_divisor() -> 
 
 def test_the_loss_is_on_uncertain_tokens_only_and_kl_and_bonus_on_all() -> None:
     made = tokens(ref_logprobs=torch.full((4,), -1.0, dtype=torch.float64))
-    chosen = settings(loss="dapo", top_entropy=0.25, kl_beta=0.1, entropy_bonus=0.2)
+    chosen = settings(name="dapo", top_entropy=0.25, kl_beta=0.1, entropy_bonus=0.2)
     _, (uncertain,) = choose([made], chosen, lambda values: values)
     assert uncertain is not None
     assert uncertain.tolist() == [False, False, False, True]  # the least likely one
@@ -154,13 +154,13 @@ def test_the_loss_is_on_uncertain_tokens_only_and_kl_and_bonus_on_all() -> None:
 
 
 def test_the_upper_clip_has_a_bound_of_its_own() -> None:
-    low, high = (float(loss_of(tokens(), settings(loss="dapo", clip_high=h), counts(), longest=1)) for h in (0.2, 0.28))
+    low, high = (float(loss_of(tokens(), settings(name="dapo", clip_high=h), counts(), longest=1)) for h in (0.2, 0.28))
     # Two tokens gain 0.08 each: r = 1.25 and 1.8 are clipped at 1.2, or at 1.25 and 1.28.
     assert low - high == pytest.approx((0.05 + 0.08) / 4)
 
 
 def test_the_ratio_is_capped() -> None:
-    capped = loss_of(tokens([0.5, 0.9, 0.3, 0.1]), settings(loss="ratio", max_ratio=1.5), counts(), longest=1)
+    capped = loss_of(tokens([0.5, 0.9, 0.3, 0.1]), settings(name="ratio", max_ratio=1.5), counts(), longest=1)
     assert float(capped) == pytest.approx(-(1.25 + 1.5 - 0.3 / 0.35 - 0.1 / 0.6) / 4)
 
 
@@ -176,8 +176,8 @@ def test_a_kl_term_without_reference_logprobs_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         loss_of(tokens(), settings(kl_beta=0.1), counts(), longest=1)
     assert str(error.value) == (
-        "trainer.kl_beta is above 0, but the rollouts carry no column ref_logprobs: push it with them, "
-        "or set trainer.kl_beta = 0"
+        "trainer.loss.kl_beta is above 0, but the rollouts carry no column ref_logprobs: push it with them, "
+        "or set trainer.loss.kl_beta = 0"
     )
 
 
@@ -205,8 +205,8 @@ def test_the_weighted_k3_is_unbiased_on_tokens_of_another_policy_and_k3_is_not()
 
 def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss_divides_by() -> None:
     for name in ("clip", "dr_grpo"):
-        plain = loss_of(tokens(), settings(loss=name), counts(2, 8), longest=3)
-        with_bonus = loss_of(tokens(), settings(loss=name, entropy_bonus=0.5), counts(2, 8), longest=3)
+        plain = loss_of(tokens(), settings(name=name), counts(2, 8), longest=3)
+        with_bonus = loss_of(tokens(), settings(name=name, entropy_bonus=0.5), counts(2, 8), longest=3)
         assert float(with_bonus - plain) == pytest.approx(-0.5 * float(tokens().entropy.sum()) / 8)
 
 
@@ -214,7 +214,7 @@ def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss_divides_by() 
 def test_the_gradient_is_that_of_finite_differences(name: str) -> None:
     # Off the corners of clipping, where there is no derivative.
     start = torch.tensor([0.41, 0.9, 0.3, 0.1], dtype=torch.float64).log()
-    chosen = settings(loss=name, entropy_bonus=0.01, kl_beta=0.05)
+    chosen = settings(name=name, entropy_bonus=0.01, kl_beta=0.05)
     selected = torch.tensor([False, True, False, True])
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
@@ -252,7 +252,7 @@ def test_any_logprob_that_a_rollout_may_bring_has_a_finite_gradient(name: str, n
         ref_logprobs=-odd,
         is_selected=torch.tensor([False, True, False, True]),
     )
-    chosen = settings(loss=name, kl_beta=0.01)
+    chosen = settings(name=name, kl_beta=0.01)
     (gradient,) = torch.autograd.grad(loss_of(made, chosen, counts(), longest=4), leaf)
     assert torch.isfinite(gradient).all()
     assert torch.isfinite(gradient.square().sum())
@@ -279,13 +279,13 @@ def test_an_update_without_tokens_divides_by_one() -> None:
 
 
 def test_max_length_replaces_the_row_length_in_dr_grpo() -> None:
-    short = loss_of(tokens(), settings(loss="dr_grpo", max_length=5), counts(), longest=10)
-    long = loss_of(tokens(), settings(loss="dr_grpo"), counts(), longest=10)
+    short = loss_of(tokens(), settings(name="dr_grpo", max_length=5), counts(), longest=10)
+    long = loss_of(tokens(), settings(name="dr_grpo"), counts(), longest=10)
     assert float(short) == pytest.approx(2 * float(long))
 
 
 def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"^trainer\.loss = 'ppo' is not a loss: cispo, clip, clip_cov, dapo,"):
+    with pytest.raises(ConfigError, match=r"^trainer\.loss\.name = 'ppo' is not a loss: cispo, clip, clip_cov, dapo,"):
         get_loss("ppo")
     with pytest.raises(ConfigError, match=r", tis\. Did you mean gspo\?$"):
         get_loss("gpso")

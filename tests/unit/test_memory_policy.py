@@ -81,7 +81,7 @@ def test_between_two_checkpoints_fits_what_seventy_percent_leave_beside_the_step
     forecast = Forecast(step_bytes=2**20, steps=5, limit=64 * 2**20)
     assert forecast.kept_steps == 44 - 4
     assert memory_rules.checkpoints_often(forecast, 1000) == (
-        "1000 steps between checkpoints (trainer.checkpoint_every) do not fit the server's memory (1.0 MiB a step, "
+        "1000 steps between checkpoints (trainer.checkpoint.every) do not fit the server's memory (1.0 MiB a step, "
         "64.0 MiB in all): the trainer will be asked for one about every 40 steps."
     )
     assert Forecast(step_bytes=300, steps=5, limit=LIMIT).kept_steps == 1
@@ -194,7 +194,7 @@ def test_a_full_server_says_what_fills_it() -> None:
     mib = 2**20
     assert memory_rules.full(63 * mib, 64 * mib, steps=40 * mib) == (
         "The server's memory is full (63.0 of 64.0 MiB): pushes wait until steps retire. Checkpoint more often "
-        "(trainer.checkpoint_every), or raise its maxmemory. "
+        "(trainer.checkpoint.every), or raise its maxmemory. "
     )
     assert memory_rules.full(63 * mib, 64 * mib, steps=15 * mib) == (
         "The server's memory is full (63.0 of 64.0 MiB): pushes wait until steps retire. Little of it is in steps "

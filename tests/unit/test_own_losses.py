@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import LossChoice
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import LossSettings, TrainedTokens, get_loss, loss_of, register_loss
@@ -41,7 +41,7 @@ def tokens() -> TrainedTokens:
 
 def value(**settings: object) -> float:
     counts = Normalizers(loss_tokens=2, rollouts=1, groups=1)
-    return float(loss_of(tokens(), TrainerSettings(**settings), counts, longest=1))
+    return float(loss_of(tokens(), LossChoice(**settings), counts, longest=1))
 
 
 def expected(low: float = 1.05) -> float:
@@ -53,17 +53,17 @@ def expected(low: float = 1.05) -> float:
 
 def test_a_loss_that_is_registered_from_outside_is_trained_by_its_name() -> None:
     register_loss("sapo", sapo)
-    assert value(loss="sapo") == pytest.approx(expected())
-    assert value(loss="sapo", loss_options={"tau_low": 2.0}) == pytest.approx(expected(2.0))
+    assert value(name="sapo") == pytest.approx(expected())
+    assert value(name="sapo", options={"tau_low": 2.0}) == pytest.approx(expected(2.0))
 
 
 def test_a_loss_is_named_by_its_dotted_path_with_no_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("my_losses")
     vars(module)["sapo"] = sapo
     monkeypatch.setitem(sys.modules, "my_losses", module)
-    assert value(loss="my_losses:sapo") == pytest.approx(expected())
-    assert value(loss="my_losses:sapo", normalizer="rollouts") == pytest.approx(expected())
-    assert value(loss="my_losses:sapo", normalizer="longest", max_length=8) == pytest.approx(expected() * 2 / 8)
+    assert value(name="my_losses:sapo") == pytest.approx(expected())
+    assert value(name="my_losses:sapo", normalizer="rollouts") == pytest.approx(expected())
+    assert value(name="my_losses:sapo", normalizer="longest", max_length=8) == pytest.approx(expected() * 2 / 8)
 
 
 def test_a_loss_that_gives_no_loss_per_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,14 +74,14 @@ def test_a_loss_that_gives_no_loss_per_token_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "bad_losses", module)
     for name, given in (("mean", "shape []"), ("number", "float")):
         with pytest.raises(ConfigError) as error:
-            value(loss=f"bad_losses:{name}")
+            value(name=f"bad_losses:{name}")
         assert str(error.value) == (
-            f"trainer.loss = 'bad_losses:{name}' gave {given}: it must give one loss per token, [2]"
+            f"trainer.loss.name = 'bad_losses:{name}' gave {given}: it must give one loss per token, [2]"
         )
 
 
 def test_a_path_that_leads_nowhere_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match=r"^trainer\.loss = 'no_such:loss' cannot be imported: ModuleNotFoundError"):
+    with pytest.raises(ConfigError, match=r"^trainer\.loss\.name = 'no_such:loss' cannot be imported: Module"):
         get_loss("no_such:loss")
 
 

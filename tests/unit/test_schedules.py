@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from rlbuffer.config.schedules import SCHEDULES, check_schedule, learning_rate_at
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import OptimizerSettings, TrainerSettings
 from rlbuffer.errors import ConfigError
 
 
-def settings(**values: Any) -> TrainerSettings:
-    return TrainerSettings(**({"learning_rate": 2.0, "steps": 100} | values))
+def settings(steps: int = 100, **values: Any) -> TrainerSettings:
+    return TrainerSettings(steps=steps, optimizer=OptimizerSettings(**({"learning_rate": 2.0} | values)))
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_a_decay_that_begins_in_the_warm_up_or_after_the_end_is_refused(stable: 
     with pytest.raises(ConfigError) as error:
         check_schedule(settings(schedule="wsd_sqrt", warmup_updates=10, stable=stable))
     assert str(error.value) == (
-        f"trainer.stable = {stable}: with schedule = wsd_sqrt the rate falls from that update on, so it must be at "
-        "least trainer.warmup_updates = 10 and less than the 100 planned updates"
+        f"trainer.optimizer.stable = {stable}: with schedule = wsd_sqrt the rate falls from that update on, so it "
+        "must be at least warmup_updates = 10 and less than the 100 planned updates"
     )
     check_schedule(settings(schedule="wsd_sqrt", warmup_updates=10, stable=10))
     check_schedule(settings(schedule="cosine", stable=stable))
 
 
 def test_a_minimum_above_the_rate_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^trainer\.min_learning_rate = 3 is above trainer\.learning_rate = 2$"):
+    with pytest.raises(ConfigError, match=r"^trainer\.optimizer\.min_learning_rate = 3 is above learning_rate = 2$"):
         check_schedule(settings(min_learning_rate=3.0))

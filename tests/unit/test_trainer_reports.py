@@ -15,7 +15,8 @@ import torch
 import wandb
 
 import rlbuffer
-from rlbuffer.config.settings import RunSettings, TrainerSettings
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.narration.trainer import waited
 from rlbuffer.packing.pack import pack
@@ -96,12 +97,12 @@ def test_what_is_not_finite_is_null_at_any_depth() -> None:
         (
             "torch.utils.tensorboard",
             {"tensorboard": True},
-            "trainer.tensorboard = true, but tensorboard is not installed: pip install 'rlbuffer[tensorboard]'",
+            "trainer.reports.tensorboard = true, but tensorboard is not installed: pip install 'rlbuffer[tensorboard]'",
         ),
         (
             "wandb",
             {"wandb_project": "p"},
-            "trainer.wandb_project = 'p', but wandb is not installed: pip install 'rlbuffer[wandb]'",
+            "trainer.reports.wandb_project = 'p', but wandb is not installed: pip install 'rlbuffer[wandb]'",
         ),
     ],
 )
@@ -110,14 +111,14 @@ def test_a_package_that_is_missing_is_said_with_the_line_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError) as caught:
-        sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path, **values)))
+        sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path, reports=values)))
     assert str(caught.value) == text
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (sink,) = sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path, tensorboard=True)))
+    (sink,) = sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path, reports={"tensorboard": True})))
     for step in (1, 2):
         sink.write({"step": step, "time": 1e9 + step, "rewards": {"math": 0.25 * step}})
     sink.close()
@@ -136,7 +137,7 @@ def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
         run="learns",
         redis_url="redis://:secret@host",
         batcher=rlbuffer.BatcherConfig(1024, budgets={"math": 0.7, "code": 0.3}),
-        trainer=TrainerSettings(output=tmp_path, wandb_project="p"),
+        trainer=TrainerSettings(output=tmp_path, reports={"wandb_project": "p"}),
     )
     (sink,) = sinks_of(told)
     for step in (1, 2):

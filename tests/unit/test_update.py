@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rlbuffer.config.schedules import learning_rate_at
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import OptimizerSettings, TrainerSettings
 from rlbuffer.errors import RlbufferError
 from rlbuffer.trainer.update.update import make_optimizer, take_step
 
@@ -22,7 +22,7 @@ class Policy(nn.Module):
         self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
 
 
-def step(policy: Policy, settings: TrainerSettings, gradient: float, *, clip: float = 1.0) -> tuple[float, float]:
+def step(policy: Policy, settings: OptimizerSettings, gradient: float, *, clip: float = 1.0) -> tuple[float, float]:
     """Takes one step with every gradient `gradient`. -> norm as reported, norm that the optimizer saw."""
     optimizer = make_optimizer(policy, settings)
     seen: list[float] = []
@@ -41,7 +41,7 @@ def step(policy: Policy, settings: TrainerSettings, gradient: float, *, clip: fl
 
 def test_weight_decay_shrinks_matrices_only() -> None:
     policy = Policy()
-    step(policy, TrainerSettings(weight_decay=0.5), 0.0)
+    step(policy, OptimizerSettings(weight_decay=0.5), 0.0)
     assert torch.equal(policy.matrix, torch.full((2, 2), 0.95))  # 1 - rate x decay
     assert torch.equal(policy.vector, torch.ones(2))
     assert torch.equal(policy.frozen, torch.ones(2, 2))
@@ -49,20 +49,20 @@ def test_weight_decay_shrinks_matrices_only() -> None:
 
 def test_an_update_goes_at_the_rate_it_is_given_and_not_at_the_settings_own() -> None:
     policy = Policy()
-    step(policy, TrainerSettings(learning_rate=5.0), 1.0)
+    step(policy, OptimizerSettings(learning_rate=5.0), 1.0)
     assert torch.allclose(policy.vector, torch.full((2,), 0.9))  # Adam's first step is the rate itself
 
 
 @pytest.mark.parametrize(("clip", "seen"), [(1.0, 1.0), (100.0, 6**0.5 * 2)])
 def test_the_norm_is_the_one_before_clipping(clip: float, seen: float) -> None:
-    assert step(Policy(), TrainerSettings(), 2.0, clip=clip) == pytest.approx((6**0.5 * 2, seen), rel=1e-5)
+    assert step(Policy(), OptimizerSettings(), 2.0, clip=clip) == pytest.approx((6**0.5 * 2, seen), rel=1e-5)
 
 
 @pytest.mark.parametrize("gradient", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(gradient: float) -> None:
     policy = Policy()
     with pytest.raises(RlbufferError, match=r"^step 3: the gradient's norm is (nan|inf)\. The parameters are left"):
-        step(policy, TrainerSettings(weight_decay=0.5), gradient)
+        step(policy, OptimizerSettings(weight_decay=0.5), gradient)
     assert torch.equal(policy.matrix, torch.ones(2, 2))
     assert torch.equal(policy.vector, torch.ones(2))
 
@@ -73,4 +73,5 @@ def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(gradient: 
 def test_the_rate_grows_to_the_full_one_at_the_last_update_of_the_warm_up(
     warmup: int, update: int, share: float
 ) -> None:
-    assert learning_rate_at(update, TrainerSettings(learning_rate=0.5, warmup_updates=warmup)) == 0.5 * share
+    trainer = TrainerSettings(optimizer=OptimizerSettings(learning_rate=0.5, warmup_updates=warmup))
+    assert learning_rate_at(update, trainer) == 0.5 * share

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -82,7 +83,7 @@ def example() -> None:
 @click.option("--sources", is_flag=True, help="Also say where each value came from.")
 @click.option("--json", "as_json", is_flag=True, help="One object per setting.")
 def show(config: str | None, redis: str | None, run: str | None, home: str | None, sources: bool, as_json: bool) -> int:
-    """Print every setting as it counts.
+    """Print every setting as it counts, by table: what it prints is a file of settings.
 
     \b
     Example:
@@ -95,12 +96,26 @@ def show(config: str | None, redis: str | None, run: str | None, home: str | Non
             record = {"schema": "rlbuffer.setting/1", "name": name, "value": value, "source": source}
             echo(json.dumps(record, default=_plain))
         return 0
-    width = max(len(name) for name, _, _ in rows)
-    texts = [json.dumps(value, default=_plain) if value is not None else "(not set)" for _, value, _ in rows]
-    column = min(max(len(text) for text in texts), 40)
-    for (name, _, source), text in zip(rows, texts, strict=True):
-        echo(f"{name:<{width}} = {text:<{column}}  {source}" if sources else f"{name:<{width}} = {text}")
+    for line in _as_toml(rows, sources):
+        echo(line)
     return 0
+
+
+def _as_toml(rows: Sequence[tuple[str, Any, str]], has_sources: bool) -> Iterator[str]:
+    """Settings by table, in the order of the schema; one that is not set is a comment."""
+    tables: dict[str, list[tuple[str, str]]] = {}
+    for name, value, source in rows:
+        table, _, key = name.rpartition(".")
+        line = f"{key} = {json.dumps(value, default=_plain)}" if value is not None else f"# {key} = (not set)"
+        tables.setdefault(table, []).append((line, source))
+    for number, (table, lines) in enumerate(sorted(tables.items(), key=lambda item: bool(item[0]))):
+        if number:
+            yield ""
+        if table:
+            yield f"[{table}]"
+        width = min(max(len(line) for line, _ in lines), 60)
+        for line, source in lines:
+            yield f"{line:<{width}}  # {source}" if has_sources else line
 
 
 @command.command("apply")

@@ -82,7 +82,7 @@ def _settings(
         flags: dict[str, tuple[str, Any]] = {"trainer.steps": ("--steps", steps), "trainer.seed": ("--seed", seed)}
         if config is None and steps is not None:
             # Steps up to the oldest checkpoint are retired: a short demo shall leave something to inspect, too.
-            flags["trainer.checkpoint_every"] = ("--steps", max(1, min(10, steps // 4)))
+            flags["trainer.checkpoint.every"] = ("--steps", max(1, min(10, steps // 4)))
         for number, worker in enumerate(workers if config is None else ()):
             flags[f"worker.{worker}.seed"] = ("--seed", 1000 * seed + 100 * number)
             flags[f"worker.{worker}.env_options.seed"] = ("--seed", seed)

@@ -52,7 +52,7 @@ def command(
         "trainer.world_size": ("--world-size", world_size),
         "trainer.steps": ("--steps", steps),
         "trainer.output": ("--output", output),
-        "trainer.debug_samples": ("--debug-samples", debug_samples),
+        "trainer.reports.debug_samples": ("--debug-samples", debug_samples),
     }
     loaded = options.load(config, redis, run, home, flags, parts=("train",))
     settings = loaded.settings
@@ -77,7 +77,7 @@ def _train(settings: RunSettings, display: str, *, fake_data: bool) -> int:
 
     name_process("train")
     # A live view would draw over the tables.
-    shown = "plain" if display == "auto" and settings.trainer.debug_samples else options.choose_display(display)
+    shown = "plain" if display == "auto" and settings.trainer.reports.debug_samples else options.choose_display(display)
     done = threading.Event()
     follower = _follow(settings, shown, done, fake_data=fake_data)
     try:

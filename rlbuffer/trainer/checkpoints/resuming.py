@@ -59,12 +59,12 @@ def checkpoint(session: Session, place: Place) -> Path:
         ),
         session.policy,
         session.optimizer,
-        keep=session.settings.trainer.keep_checkpoints,
+        keep=session.settings.trainer.checkpoint.keep,
         ranks=session.ranks,
     )
     # The fresh weights count as checkpoint 0, because they can be made again: nothing is retired before a real
     # checkpoint is the oldest of `keep`, so a short run can be replayed, and looked into, from step 1.
-    kept = saved[0] if len(saved) >= session.settings.trainer.keep_checkpoints else 0
+    kept = saved[0] if len(saved) >= session.settings.trainer.checkpoint.keep else 0
     place.checkpointed = place.step
     session.reader.checkpointed(place.step, oldest_kept=session.ranks.first(kept))
     return checkpoints.path_of(_folder(session), place.step)

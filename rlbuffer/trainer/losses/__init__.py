@@ -21,9 +21,10 @@ decoupled     as clip, x min(w, cap)                                            
 ============  =====================================================================  =================================
 
 "old" is the policy that sampled (its inference logprobs), or the one at the start of the step where a correction needs
-that or ``trainer.old_logprobs = "recomputed"``. Each name is a function of a few lines (`clipping`, `weighting`), the
-weights of the last three are corrections (`corrections`) that go with any loss. To add a loss: write a function of
-(tokens, settings) that gives [N], and call :func:`register_loss`, or name it ``trainer.loss = "package.module:name"``.
+that or ``trainer.loss.old_logprobs = "recomputed"``. Each name is a function of a few lines (`clipping`, `weighting`),
+the weights of the last three are corrections (`corrections`) that go with any loss. To add a loss: write a function of
+(tokens, settings) that gives [N], and call :func:`register_loss`, or name it:
+``trainer.loss.name = "package.module:name"``.
 
 Nothing here is a mean over a micro-batch: every term is a sum, and the divisor is a constant of the whole update. So a
 step gives the same gradient in however many pieces and on however many ranks it is trained, where a mean of means was

@@ -92,4 +92,4 @@ CORRECTIONS: dict[str, Correction] = {
     "geometric_mask": geometric_mask,
     "negative_mask": negative_mask,
 }
-"""Every correction by its name in ``trainer.correction``."""
+"""Every correction by its name in ``trainer.loss.correction``."""

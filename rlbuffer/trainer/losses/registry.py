@@ -11,7 +11,7 @@ from torch import Tensor
 from rlbuffer.config import losses
 from rlbuffer.config.dotted import load, refused
 from rlbuffer.config.losses import Divisor, LossFacts, facts_of
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import LossChoice
 from rlbuffer.trainer.losses.clipping import clip_cov, clipped, sequence_clipped
 from rlbuffer.trainer.losses.selection import Score, covariance, drawn_covariance
 from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens
@@ -46,7 +46,7 @@ def register_loss(
     defaults: Mapping[str, float] | None = None,
     reads: tuple[str, ...] | None = None,
 ) -> None:
-    """Makes a loss available as ``trainer.loss = name``, in this process.
+    """Makes a loss available as ``trainer.loss.name = name``, in this process.
 
     `reads` are the settings of ``[trainer]`` that it looks at: any other one of a loss is then refused. Without it none
     is. Ranks are processes of their own: where nothing registers it there, name the function by its dotted path
@@ -72,24 +72,24 @@ def get_loss(name: str) -> Loss:
 @cache
 def _own(path: str) -> Loss:
     """A loss of the user's own; what it gives is checked, because a wrong shape would broadcast in silence."""
-    own = load("trainer.loss", path, "(tokens, settings)")
+    own = load("trainer.loss.name", path, "(tokens, settings)")
 
     def checked(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
         given = own(tokens, settings)
         if not isinstance(given, Tensor) or given.shape != tokens.logprobs.shape:
             what = f"shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
             requirement = f"it must give one loss per token, {list(tokens.logprobs.shape)}"
-            raise refused("trainer.loss", path, f"gave {what}: {requirement}")
+            raise refused("trainer.loss.name", path, f"gave {what}: {requirement}")
         return given
 
     return Loss(name=path, per_token=checked)
 
 
-def settings_of(trainer: TrainerSettings) -> LossSettings:
+def settings_of(choice: LossChoice) -> LossSettings:
     """The settings that a loss gets: the user's, else the loss's own defaults, else those of all losses."""
-    values = {f.name: getattr(trainer, f.name) for f in fields(LossSettings) if f.name != "options"}
-    chosen = dict(get_loss(trainer.loss).facts.defaults) | {k: v for k, v in values.items() if v is not None}
-    return replace(LossSettings(), **chosen, options=trainer.loss_options)
+    values = {f.name: getattr(choice, f.name) for f in fields(LossSettings) if f.name != "options"}
+    chosen = dict(get_loss(choice.name).facts.defaults) | {k: v for k, v in values.items() if v is not None}
+    return replace(LossSettings(), **chosen, options=choice.options)
 
 
 for _name, _per_token, _score in (

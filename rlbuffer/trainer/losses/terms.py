@@ -35,7 +35,7 @@ def k3(difference: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "weighted_k3": k3}
-"""By their name in ``trainer.kl_estimator``; the last one is multiplied by the ratio to the policy that sampled."""
+"""By their name in ``trainer.loss.kl_estimator``; the last is multiplied by the ratio to the policy that sampled."""
 
 
 def kl_to_reference(tokens: TrainedTokens, estimator: str = "k3") -> Tensor:
@@ -55,9 +55,9 @@ def kl_to_reference(tokens: TrainedTokens, estimator: str = "k3") -> Tensor:
     if tokens.ref_logprobs is None or envs:
         whose = f" of env {', '.join(envs)}" if envs else ""
         raise ConfigError(
-            f"trainer.kl_beta is above 0, but the rollouts{whose} carry no column ref_logprobs: push it with them, "
-            "or set trainer.kl_beta = 0",
-            setting="trainer.kl_beta",
+            f"trainer.loss.kl_beta is above 0, but the rollouts{whose} carry no column ref_logprobs: push it with "
+            "them, or set trainer.loss.kl_beta = 0",
+            setting="trainer.loss.kl_beta",
         )
     divergence = KL_ESTIMATORS[estimator](tokens.ref_logprobs - tokens.logprobs)
     if estimator != "weighted_k3":

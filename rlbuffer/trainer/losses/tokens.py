@@ -88,8 +88,8 @@ class TrainedTokens:
         whose = f" of env {', '.join(envs)}" if name in self.columns else ""
         raise ConfigError(
             f"the loss reads column {name}, but the rollouts{whose} carry none: push it with them, and name it in "
-            "trainer.loss_columns, so that a rollout without it is left out",
-            setting="trainer.loss_columns",
+            "trainer.loss.columns, so that a rollout without it is left out",
+            setting="trainer.loss.columns",
         )
 
     def envs_without(self, name: str) -> tuple[str, ...]:
@@ -113,9 +113,9 @@ class TrainedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """``[trainer]``'s numbers for losses, with what was not set filled in by the loss's own defaults.
+    """``[trainer.loss]``'s numbers, with what was not set filled in by the loss's own defaults.
 
-    The settings of the same names in :class:`rlbuffer.config.settings.TrainerSettings` say what each is.
+    The settings of the same names in :class:`rlbuffer.config.trainer.LossChoice` say what each is.
     """
 
     clip_low: float = 0.2
@@ -137,4 +137,4 @@ class LossSettings:
     sequence_high: float = 2.0
     mask_kl: float = 0.1
     options: Mapping[str, Any] = field(default_factory=dict)
-    """``[trainer.loss_options]``: whatever a loss of the user's own wants to know."""
+    """``[trainer.loss.options]``: whatever a loss of the user's own wants to know."""

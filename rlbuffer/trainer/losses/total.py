@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlbuffer.config.losses import Divisor, corrections_of
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import LossChoice
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses.corrections import CORRECTIONS
 from rlbuffer.trainer.losses.registry import get_loss, settings_of
@@ -14,29 +14,29 @@ from rlbuffer.trainer.losses.terms import kl_to_reference
 from rlbuffer.trainer.losses.tokens import TrainedTokens
 
 
-def loss_of(tokens: TrainedTokens, settings: TrainerSettings, normalizers: Normalizers, *, longest: int) -> Tensor:
+def loss_of(tokens: TrainedTokens, choice: LossChoice, normalizers: Normalizers, *, longest: int) -> Tensor:
     """This micro-batch's share of the update's loss, a scalar: over all micro-batches of all ranks, shares add up.
 
     Per token: (loss x corrections where it is uncertain enough, + beta KL) x the column ``weights``; then the sum over
     tokens by the divisor, minus the entropy bonus, which is a mean over all trained tokens, whatever the loss divides
     by and whichever tokens it leaves out. `normalizers` are the update's counts over all ranks; `longest` is the
-    constant of dr_grpo, in tokens, used where ``settings.max_length`` is 0.
+    constant of dr_grpo, in tokens, used where ``choice.max_length`` is 0.
     """
-    loss, loss_settings = get_loss(settings.loss), settings_of(settings)
+    loss, loss_settings = get_loss(choice.name), settings_of(choice)
     per_token = loss.per_token(tokens, loss_settings)
-    for name in corrections_of(settings):
+    for name in corrections_of(choice):
         per_token = per_token * CORRECTIONS[name](tokens, loss_settings)
     if tokens.is_uncertain is not None:
         per_token = torch.where(tokens.is_uncertain, per_token, torch.zeros_like(per_token))
-    if settings.kl_beta:
-        per_token = per_token + settings.kl_beta * kl_to_reference(tokens, settings.kl_estimator)
+    if choice.kl_beta:
+        per_token = per_token + choice.kl_beta * kl_to_reference(tokens, choice.kl_estimator)
     if tokens.weights is not None:
         per_token = per_token * tokens.weights
-    divisor = loss.facts.divisor if settings.normalizer == "auto" else settings.normalizer
+    divisor = loss.facts.divisor if choice.normalizer == "auto" else choice.normalizer
     total = (per_token * token_weights(divisor, tokens.rollout, per_token)).sum()
-    total = total / divisor_of(divisor, normalizers, settings.max_length or longest)
-    if settings.entropy_bonus:
-        total = total - settings.entropy_bonus * tokens.entropy.sum() / max(1, normalizers.loss_tokens)
+    total = total / divisor_of(divisor, normalizers, choice.max_length or longest)
+    if choice.entropy_bonus:
+        total = total - choice.entropy_bonus * tokens.entropy.sum() / max(1, normalizers.loss_tokens)
     return total
 
 

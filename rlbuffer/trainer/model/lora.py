@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlbuffer.config.settings import LoraSettings
+from rlbuffer.config.trainer import LoraSettings
 from rlbuffer.errors import ConfigError
 
 _ADAPTER = "default"

@@ -36,7 +36,7 @@ class Reports:
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._parameters = sum(p.numel() for p in session.policy.parameters())
         self._work = Work(session.policy.model, self._parameters)
-        self._peak = peak_of(session.ranks.device, session.settings.trainer.peak_flops)
+        self._peak = peak_of(session.ranks.device, session.settings.trainer.reports.peak_flops)
 
     def __enter__(self) -> Reports:
         return self
@@ -85,7 +85,7 @@ class Reports:
             world_size=session.ranks.world_size,
         )
         if self._peak:
-            squares = counted["length_squares"] * session.settings.trainer.passes
+            squares = counted["length_squares"] * session.settings.trainer.optimizer.passes
             flops = self._work.flops(counted["trained_tokens"], squares)
             seconds = record["seconds"]["total"] * session.ranks.world_size
             record["mfu"] = flops / (seconds * self._peak)
@@ -93,7 +93,7 @@ class Reports:
         slow = waited([w for w, _ in self._recent], [t for _, t in self._recent])
         record |= {"slow_side": slow.text if slow.is_long else "", "resumed_from": place.resumed_from}
         record |= self._proofs(step)
-        every = session.settings.trainer.example_every
+        every = session.settings.trainer.reports.example_every
         if session.is_first and every and step.number % every == 0:
             self._decode = self._decode or text_decoder(session.settings)
             record["examples"] = examples_of(step, self._decode)
@@ -124,8 +124,8 @@ class Reports:
         """Hashes that were asked for, of all ranks."""
         settings, ranks = self._session.settings.trainer, self._session.ranks
         proofs: dict[str, Any] = {}
-        if settings.check_parameters:
+        if settings.reports.check_parameters:
             proofs["parameters_sha256"] = ranks.gather_digests(digest_parameters(self._session.policy))
-        if settings.record_batches:
+        if settings.reports.record_batches:
             proofs["batch_sha256"] = ranks.gather_digests(digest_step(step))
         return proofs

@@ -31,9 +31,9 @@ def sinks_of(settings: RunSettings) -> list[Sink]:
         ConfigError: a package is not installed.
     """
     sinks: list[Sink] = []
-    if settings.trainer.tensorboard:
+    if settings.trainer.reports.tensorboard:
         sinks.append(TensorBoard(settings.output_dir / "tensorboard"))
-    if settings.trainer.wandb_project:
+    if settings.trainer.reports.wandb_project:
         sinks.append(WeightsAndBiases(settings))
     return sinks
 
@@ -46,8 +46,9 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                "trainer.tensorboard = true, but tensorboard is not installed: pip install 'rlbuffer[tensorboard]'",
-                setting="trainer.tensorboard",
+                "trainer.reports.tensorboard = true, but tensorboard is not installed: "
+                "pip install 'rlbuffer[tensorboard]'",
+                setting="trainer.reports.tensorboard",
             ) from error
         self._writer: Any = SummaryWriter(str(folder))
 
@@ -70,14 +71,14 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                f"trainer.wandb_project = {settings.trainer.wandb_project!r}, but wandb is not installed: "
-                "pip install 'rlbuffer[wandb]'",
-                setting="trainer.wandb_project",
+                f"trainer.reports.wandb_project = {settings.trainer.reports.wandb_project!r}, but wandb is not "
+                "installed: pip install 'rlbuffer[wandb]'",
+                setting="trainer.reports.wandb_project",
             ) from error
         config = json.loads(to_json(settings))
         del config["redis_url"]  # it may hold a password
         self._run: Any = wandb.init(
-            project=settings.trainer.wandb_project,
+            project=settings.trainer.reports.wandb_project,
             name=settings.run,
             id=settings.run,
             resume="allow",

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import LossChoice
 from rlbuffer.records.micro_batch import MicroBatch
 from rlbuffer.trainer.losses import TrainedTokens, get_loss, settings_of, uses_old
 from rlbuffer.trainer.losses.selection import Total, largest, means_of
@@ -55,7 +55,7 @@ def old_logprobs(
 def survey(
     policy: nn.Module,
     micro_batches: Sequence[MicroBatch],
-    settings: TrainerSettings,
+    choice: LossChoice,
     *,
     old: Sequence[Tensor] | None,
     forward: Forward,
@@ -67,10 +67,10 @@ def survey(
     All ranks call it for the same update, since they choose together. `total` adds up over ranks; `old` is what
     :func:`old_logprobs` gave at the start of the step, where it ran.
     """
-    starts_here = old is None and uses_old(settings)
+    starts_here = old is None and uses_old(choice)
     old_values: Sequence[Tensor | None] = [None] * len(micro_batches) if old is None else old
     known = [Known(old_logprobs=logprobs, starts_here=starts_here) for logprobs in old_values]
-    chooses = get_loss(settings.loss).score is not None or settings.top_entropy < 1
+    chooses = get_loss(choice.name).score is not None or choice.top_entropy < 1
     if not chooses:
         return known
     with torch.no_grad():
@@ -78,23 +78,23 @@ def survey(
             replace(k.add_to(forward(policy, m.to(device))), draws=_draws(m, device))
             for k, m in zip(known, micro_batches, strict=True)
         ]
-        selected, uncertain = choose(parts, settings, total)
+        selected, uncertain = choose(parts, choice, total)
     return [replace(k, is_selected=s, is_uncertain=u) for k, s, u in zip(known, selected, uncertain, strict=True)]
 
 
 def choose(
-    parts: Sequence[TrainedTokens], settings: TrainerSettings, total: Total
+    parts: Sequence[TrainedTokens], choice: LossChoice, total: Total
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Chooses among the tokens of all `parts` of all ranks. -> per part: selected by the loss, of high entropy."""
-    loss, loss_settings = get_loss(settings.loss), settings_of(settings)
+    loss, loss_settings = get_loss(choice.name), settings_of(choice)
     nothing: list[Tensor | None] = [None] * len(parts)
     selected, uncertain = nothing, nothing
     means = means_of(parts, total)
     if loss.score is not None:
         count = max(1, int(loss_settings.cov_fraction * means.tokens))
         selected = [*largest([loss.score(part, loss_settings, means) for part in parts], count, total)]
-    if settings.top_entropy < 1:
-        count = max(1, round(settings.top_entropy * means.tokens))
+    if choice.top_entropy < 1:
+        count = max(1, round(choice.top_entropy * means.tokens))
         uncertain = [*largest([part.entropy.double() for part in parts], count, total)]
     return selected, uncertain
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import LossChoice, OptimizerSettings, TrainerSettings
 from rlbuffer.errors import RlbufferError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Step
@@ -98,10 +98,10 @@ def accumulate(
                 tokens = trained_tokens(policy, micro_batch, temperature=settings.temperature, version=version)
                 if known is not None:
                     tokens = known[i].add_to(tokens)
-                share = loss_of(tokens, settings, normalizers, longest=longest)
+                share = loss_of(tokens, settings.loss, normalizers, longest=longest)
             with pace.measure("exchange" if is_last and world_size > 1 else "backward"):
                 (share * world_size).backward()  # type: ignore[no-untyped-call]
-        sums += _sums(tokens, share, micro_batch, settings)
+        sums += _sums(tokens, share, micro_batch, settings.loss)
         if ratios is not None:
             ratios.add(tokens.logprobs.detach() - tokens.inference_logprobs)
     return sums
@@ -131,10 +131,12 @@ class Updates:
         self._longest = longest
         self._ratios = ratios
         self._pace = pace
-        self.parts: tuple[Slice, ...] = slices_of(step, ranks, settings.updates_per_pass) * settings.passes
+        self.parts: tuple[Slice, ...] = (
+            slices_of(step, ranks, settings.optimizer.updates_per_pass) * settings.optimizer.passes
+        )
         """One per update."""
         self._old: list[Tensor] | None = None
-        if uses_old(settings) and len(self.parts) > 1:
+        if uses_old(settings.loss) and len(self.parts) > 1:
             self._old = old_logprobs(policy, tuple(step), self._forward, ranks.device)
 
     def accumulate(self, part: Slice) -> Tensor:
@@ -143,7 +145,7 @@ class Updates:
         known = survey(
             self._policy,
             part.micro_batches,
-            self._settings,
+            self._settings.loss,
             old=None if self._old is None else self._old[part.start : end],
             forward=self._forward,
             total=self._ranks.sum,
@@ -180,7 +182,8 @@ def take_step(
     if not torch.isfinite(torch.tensor(norm)):
         raise RlbufferError(
             f"{place}: the gradient's norm is {norm}. The parameters are left as they were; look at the step with "
-            "`rlbuffer inspect`, lower trainer.learning_rate or trainer.max_ratio, or resume from an older checkpoint"
+            "`rlbuffer inspect`, lower trainer.optimizer.learning_rate or trainer.loss.max_ratio, or resume from an "
+            "older checkpoint"
         )
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
@@ -189,7 +192,7 @@ def take_step(
     return norm
 
 
-def make_optimizer(policy: nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:
+def make_optimizer(policy: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
     """AdamW; weight decay for matrices only, since norms and biases have nothing to shrink to."""
     parameters = [p for p in policy.parameters() if p.requires_grad]
     groups = [
@@ -197,19 +200,22 @@ def make_optimizer(policy: nn.Module, settings: TrainerSettings) -> torch.optim.
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=settings.learning_rate, betas=settings.betas, foreach=True
+        [g for g in groups if g["params"]],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        foreach=True,
     )
 
 
 @torch.no_grad()
-def _sums(tokens: TrainedTokens, share: Tensor, micro_batch: MicroBatch, settings: TrainerSettings) -> Tensor:
+def _sums(tokens: TrainedTokens, share: Tensor, micro_batch: MicroBatch, choice: LossChoice) -> Tensor:
     """The sums of one micro-batch, in the order of :data:`SUMS`. kl is the k3 estimate to the inference policy.
 
     ``clipped`` counts tokens whose ratio is outside of the loss's clip, whether or not it clips.
     """
     difference = (tokens.logprobs - tokens.inference_logprobs).double()
     ratio = torch.exp(difference)
-    loss_settings, of_old = settings_of(settings), tokens.ratio
+    loss_settings, of_old = settings_of(choice), tokens.ratio
     clipped = (of_old < 1 - loss_settings.clip_low) | (of_old > 1 + loss_settings.clip_high)
     values = torch.stack(
         [

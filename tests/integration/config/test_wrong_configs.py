@@ -51,8 +51,8 @@ def found(path: Path) -> str:
 
 
 def test_the_config_that_the_mistakes_are_put_into_has_none(folder: Path) -> None:
-    extra = ("worker.b", 'env = "own:make"\nenv_options = { size = 4 }'), ("trainer", 'loss = "own:loss"')
-    assert load(written(*extra), environ={}, parts=EVERYTHING).settings.trainer.loss == "own:loss"
+    extra = ("worker.b", 'env = "own:make"\nenv_options = { size = 4 }'), ("trainer.loss", 'name = "own:loss"')
+    assert load(written(*extra), environ={}, parts=EVERYTHING).settings.trainer.loss.name == "own:loss"
     load(written(("worker.b", 'env = "kit.envs:make"')), environ={}, parts=EVERYTHING)
     assert not Path("imported").exists()  # a check runs nobody's code
 
@@ -74,7 +74,8 @@ def test_all_mistakes_of_one_file_are_told_at_once(folder: Path) -> None:
         ("batcher", "max_agee = 1\nclose_fill = 2.0\nmax_uses = 0"),
         ("", 'redis_url = "localhost:6379"'),
         ("server", 'maxmemory = "lots"'),
-        ("trainer", 'loss = "gspo"\ndual_clip = 3.0\nsteps = 0'),
+        ("trainer", "steps = 0"),
+        ("trainer.loss", 'name = "gspo"\ndual_clip = 3.0'),
         ("worker.a", "gpus = [0]\nreplicas = 2"),
         ("worker.b", 'env = "nowhere:make"'),
         ("worker.c", 'env = "vcoppy"'),
@@ -103,14 +104,17 @@ def test_a_package_that_is_not_installed_is_named_with_what_brings_it(
     monkeypatch.setattr("rlbuffer.run.host_checks.is_installed", lambda module: module in ("torch", "transformers"))
     text = found(
         written(
-            ("trainer", "tensorboard = true\nlora = { rank = 4 }"),
+            ("trainer", "reports = { tensorboard = true }\nlora = { rank = 4 }"),
             ("worker.b", 'env = "reasoning_gym"'),
             ("worker.a", 'sampler = "vllm"'),
         )
     )
     assert [line.partition("  ")[2] for line in text.split("\n")[1:]] == [
         "rlbuffer.toml:9  trainer.lora.rank needs the module peft: pip install 'rlbuffer[lora]'",
-        "rlbuffer.toml:8  trainer.tensorboard needs the module tensorboard: pip install 'rlbuffer[tensorboard]'",
+        (
+            "rlbuffer.toml:8  trainer.reports.tensorboard needs the module tensorboard: "
+            "pip install 'rlbuffer[tensorboard]'"
+        ),
         "rlbuffer.toml:12  worker.a.sampler = 'vllm' needs the module vllm: pip install 'rlbuffer[vllm]'",
         "rlbuffer.toml:15  worker.b.env = 'reasoning_gym' needs the module reasoning_gym: pip install 'rlbuffer[envs]'",
         "rlbuffer.toml:15  worker.b.env_options.dataset is required: env reasoning_gym has no default for it",
@@ -119,7 +123,7 @@ def test_a_package_that_is_not_installed_is_named_with_what_brings_it(
 
 
 def test_what_may_only_follow_from_another_mistake_is_not_told(folder: Path) -> None:
-    text = found(written(("batcher", "max_age = -3"), ("trainer", "publish_every = 3")))
+    text = found(written(("batcher", "max_age = -3"), ("trainer.publish", "every = 3")))
     assert text == "rlbuffer.toml:3  batcher.max_age = -3 must not be negative"
     text = found(written(("-worker.a", "[worker.b]\ngroup_size = 4")))
     assert text == "rlbuffer.toml:9  worker.b.env is required"
@@ -152,9 +156,14 @@ DOUBTS = [
     ("worker.a", "group_size = 1", None, "worker.a.group_size = 1: advantages compare the rollouts of a group"),
     ("worker.a", "max_new_tokens = 2000", None, "what is longer than batcher.row_tokens = 1024 is dropped"),
     ("worker.a", "gpus = [0]", None, "worker.a.gpus = [0] does nothing with device = cpu"),
-    ("trainer", "min_learning_rate = 0.0001", None, "trainer.min_learning_rate does nothing without another schedule"),
-    ("trainer", "stable = 1", None, "trainer.stable does nothing without schedule = wsd_sqrt"),
-    ("trainer", 'kl_estimator = "k1"', None, "trainer.kl_estimator does nothing without kl_beta above 0"),
+    (
+        "trainer.optimizer",
+        "min_learning_rate = 0.0001",
+        None,
+        "trainer.optimizer.min_learning_rate does nothing without another schedule",
+    ),
+    ("trainer.optimizer", "stable = 1", None, "trainer.optimizer.stable does nothing without schedule = wsd_sqrt"),
+    ("trainer.loss", 'kl_estimator = "k1"', None, "trainer.loss.kl_estimator does nothing without kl_beta above 0"),
     ("batcher", 'remainder = "repeat"', None, "batcher.remainder: no worker here samples repeat"),
     ("batcher", "envs = { vcopyy = { max_age = 2 } }", None, "batcher.envs.vcopyy: no worker here samples vcopyy"),
     ("weights", 'url = "http://h:1"', None, "weights.url is set and weights.listen is not"),
@@ -197,7 +206,7 @@ def test_a_command_says_what_is_wrong_before_it_loads_torch_or_starts_anything(
         ("server", 'maxmemory = "lots"'),
         ("batcher", 'order = "own:order"'),
         ("worker.b", 'env = "own:mak"'),
-        ("trainer", "tensorboard = false"),
+        ("trainer.reports", "tensorboard = false"),
         ("-model.config", ""),
         ("score.s", 'reward = "nowhere:judge"'),
     )

@@ -67,7 +67,7 @@ def test_a_trainer_publishes_what_the_next_step_needs_though_it_publishes_seldom
         home=tmp_path,
         batcher={"row_tokens": 64},
         model={"config": {**TINY_QWEN3, "vocab_size": VOCABULARY}},
-        trainer={"steps": 7, "publish_every": 100, "timeout_seconds": 60.0, "checkpoint_every": 100},
+        trainer={"steps": 7, "publish": {"every": 100}, "timeout_seconds": 60.0, "checkpoint": {"every": 100}},
     )
     try:
         # Without the headers' word nothing but version 0 would be published, and step 2 + max_age would wait for ever.

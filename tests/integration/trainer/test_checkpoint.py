@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlbuffer.config.settings import RunSettings, TrainerSettings
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.config.trainer import OptimizerSettings
 from rlbuffer.errors import CheckpointError
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.checkpoints import checkpoint
@@ -48,7 +49,7 @@ def trained(config: Mapping[str, Any] = TINY_QWEN3, *, seed: int = 0) -> tuple[P
     """A policy after one update, and its optimizer."""
     torch.manual_seed(seed)
     policy = PackedPolicy(model_from_config(config), attention=ATTENTION)
-    optimizer = make_optimizer(policy, TrainerSettings())
+    optimizer = make_optimizer(policy, OptimizerSettings())
     for parameter in policy.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -208,12 +209,18 @@ def test_a_checkpoint_whose_random_states_are_damaged_is_not_whole(tmp_path: Pat
 
 
 def settings(output: Path, **trainer: Any) -> RunSettings:
-    values = {"steps": 6, "checkpoint_every": 3, "output": output, "device": "cpu", "record_batches": True}
+    values = {
+        "steps": 6,
+        "checkpoint": {"every": 3},
+        "output": output,
+        "device": "cpu",
+        "reports": {"record_batches": True},
+    }
     return RunSettings(
         home=output,
         batcher={"row_tokens": 128},
         model={"config": dict(TINY_QWEN3)},
-        trainer=values | {"warmup_updates": 4, "weight_decay": 0.01} | trainer,
+        trainer=values | {"optimizer": {"warmup_updates": 4, "weight_decay": 0.01}} | trainer,
     )
 
 

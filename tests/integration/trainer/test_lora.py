@@ -14,7 +14,7 @@ from test_model_families import published, run, settings
 from test_packed_forward import GEMMA2, GPT2, QWEN3, made, row
 from transformers import AutoModelForCausalLM
 
-from rlbuffer.config.settings import LoraSettings
+from rlbuffer.config.trainer import LoraSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.checkpoints.checkpoint import load_parameters, path_of, restore
@@ -36,7 +36,7 @@ def policy_of(output: Path, config: Any, step: int) -> PackedPolicy:
     wanted = settings(output, config, lora=LORA)
     policy = prepare(build_model(wanted.model, seed=wanted.trainer.seed))
     add_adapter(policy.model, wanted.trainer.lora, seed=9)
-    restore(path_of(output / "checkpoints", step), policy, make_optimizer(policy, wanted.trainer))
+    restore(path_of(output / "checkpoints", step), policy, make_optimizer(policy, wanted.trainer.optimizer))
     return policy
 
 

@@ -19,22 +19,22 @@ SMALL = dict(TINY_QWEN3, hidden_size=32, intermediate_size=32, num_hidden_layers
 
 
 @pytest.mark.parametrize(
-    "trainer",
+    "loss",
     [
         {"kl_beta": 0.1},
-        {"loss": "teacher:loss", "loss_columns": ["teacher_logprobs"], "loss_options": {"clip": 0.4}},
+        {"name": "teacher:loss", "columns": ["teacher_logprobs"], "options": {"clip": 0.4}},
     ],
-    ids=["kl_beta", "loss_columns"],
+    ids=["kl_beta", "columns"],
 )
 def test_a_loss_that_reads_a_column_trains_on_made_up_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: dict[str, Any]
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     wanted = RunSettings(
         home=tmp_path,
         batcher={"row_tokens": 64},
         model={"config": SMALL},
-        trainer={"steps": 1, "output": tmp_path, "device": "cpu", **trainer},
+        trainer={"steps": 1, "output": tmp_path, "device": "cpu", "loss": loss},
     )
     assert train(wanted, rank=0, world_size=1, fake_data=True)
     (record,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -27,7 +27,7 @@ QWEN2 = dict(LLAMA) | {"model_type": "qwen2", "use_sliding_window": True, "slidi
 
 
 def settings(output: Path, config: Mapping[str, Any], *, dtype: str = "float32", **trainer: Any) -> RunSettings:
-    values = {"steps": 3, "checkpoint_every": 3, "output": output, "device": "cpu"} | trainer
+    values = {"steps": 3, "checkpoint": {"every": 3}, "output": output, "device": "cpu"} | trainer
     return RunSettings(
         home=output, batcher={"row_tokens": 128}, model={"config": dict(config), "dtype": dtype}, trainer=values
     )
@@ -68,7 +68,7 @@ def test_a_model_trains_three_steps_and_its_published_version_gives_the_trainers
     assert all(record["grad_norm"] > 0 for record in records)
 
     policy = prepare(build_model(wanted.model, seed=1))
-    restore(path_of(tmp_path / "checkpoints", 3), policy, make_optimizer(policy, wanted.trainer))
+    restore(path_of(tmp_path / "checkpoints", 3), policy, make_optimizer(policy, wanted.trainer.optimizer))
     ids, positions, cu_seqlens = row(lengths=(40, 9, 33))
     with torch.no_grad():
         trained = packed_forward(policy)(ids, positions, cu_seqlens)
@@ -110,14 +110,14 @@ def test_padded_rows_and_recomputed_activations_train_what_packed_rows_do(tmp_pa
 
 def test_bfloat16_keeps_small_updates_and_publishes_what_samplers_compute_in(tmp_path: Path) -> None:
     """A learning rate whose updates are below what bfloat16 can add to a weight."""
-    wanted = settings(tmp_path, QWEN3, dtype="bfloat16", learning_rate=1e-6)
+    wanted = settings(tmp_path, QWEN3, dtype="bfloat16", optimizer={"learning_rate": 1e-6})
     run(wanted)
     state = load_file(published(tmp_path, 3) / "model.safetensors")
     assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
     assert json.loads((published(tmp_path, 3) / "config.json").read_text())["dtype"] == "bfloat16"
     fresh = build_model(wanted.model, seed=0)
     policy = prepare(build_model(wanted.model, seed=0), compute=torch.bfloat16)
-    restore(path_of(tmp_path / "checkpoints", 3), policy, make_optimizer(policy, wanted.trainer))
+    restore(path_of(tmp_path / "checkpoints", 3), policy, make_optimizer(policy, wanted.trainer.optimizer))
     moved = [
         float((ours - theirs).abs().max().detach())
         for ours, theirs in zip(policy.model.parameters(), fresh.parameters(), strict=True)

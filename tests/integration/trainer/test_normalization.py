@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import LossChoice, TrainerSettings
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.records.micro_batch import MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout
@@ -92,7 +92,7 @@ def gradient(
 @pytest.mark.parametrize("loss", ["clip", "dapo", "dr_grpo", "ratio", "gspo", "cispo", "masked_ratio", "dppo_tv"])
 def test_packed_accumulated_on_two_ranks_equals_unpacked_in_one_process(loss: str) -> None:
     made = policy()
-    settings = TrainerSettings(loss=loss, entropy_bonus=0.01, kl_beta=0.1)
+    settings = TrainerSettings(loss=LossChoice(name=loss, entropy_bonus=0.01, kl_beta=0.1))
     everything = rollouts()
     normalizers = Normalizers(loss_tokens=sum(r.loss_tokens for r in everything), rollouts=len(everything), groups=1)
     # Two ranks, three micro-steps, packed rows of several rollouts, and a dummy on rank 1.
@@ -115,7 +115,7 @@ def test_packed_accumulated_on_two_ranks_equals_unpacked_in_one_process(loss: st
 def test_a_mean_of_means_would_be_another_gradient() -> None:
     """What the counts that travel with a step are for: dividing by each rank's own count is not the same."""
     made = policy()
-    settings = TrainerSettings(loss="dapo")
+    settings = TrainerSettings(loss=LossChoice(name="dapo"))
     plan = Plan(rows=((((0, 1, 2, 3, 5, 6),), ((4,),)),), world_size=2, row_tokens=ROW_TOKENS)
     counts = [sum(rollouts()[i].loss_tokens for i in plan.rows[0][rank][0]) for rank in (0, 1)]
     whole = Normalizers(loss_tokens=sum(counts), rollouts=7, groups=1)
@@ -132,7 +132,15 @@ def test_a_dummy_reaches_every_parameter_and_changes_none() -> None:
     normalizers = Normalizers(loss_tokens=10, rollouts=1, groups=1)
     dummy = cut(Plan(rows=((((),),),), world_size=1, row_tokens=ROW_TOKENS), 0, normalizers)
     assert dummy[0].is_dummy
-    accumulate(made, dummy, TrainerSettings(entropy_bonus=0.1), normalizers, world_size=1, longest=1, device=CPU)
+    accumulate(
+        made,
+        dummy,
+        TrainerSettings(loss=LossChoice(entropy_bonus=0.1)),
+        normalizers,
+        world_size=1,
+        longest=1,
+        device=CPU,
+    )
     for name, parameter in made.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
@@ -140,7 +148,7 @@ def test_a_dummy_reaches_every_parameter_and_changes_none() -> None:
 
 def test_a_damaged_rollout_is_not_trained_and_leaves_the_others_as_they_were() -> None:
     made = policy()
-    settings = TrainerSettings(loss="dapo")
+    settings = TrainerSettings(loss=LossChoice(name="dapo"))
     normalizers = Normalizers(loss_tokens=77, rollouts=7, groups=1)
     whole = items(rollouts())
     damaged = [

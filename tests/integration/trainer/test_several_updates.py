@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def settings(output: Path, **trainer: Any) -> RunSettings:
-    values = {"steps": 2, "checkpoint_every": 1, "keep_checkpoints": 9, "output": output, "device": "cpu"}
+SEVERAL = {"passes": 2, "updates_per_pass": 2, "schedule": "linear"}
+
+
+def settings(output: Path, optimizer: Mapping[str, Any] | None = None, **trainer: Any) -> RunSettings:
+    values = {"steps": 2, "checkpoint": {"every": 1, "keep": 9}, "output": output, "device": "cpu"}
     return RunSettings(
         home=output,
         batcher={"row_tokens": 64, "rows_per_micro_batch": 2},
         model={"config": SMALL},
-        trainer=values | {"passes": 2, "updates_per_pass": 2, "schedule": "linear"} | trainer,
+        trainer=values | {"optimizer": SEVERAL | dict(optimizer or {})} | trainer,
     )
 
 
@@ -56,7 +59,7 @@ def test_schedules_count_updates_and_a_checkpoint_knows_how_many_there_were(tmp_
 
 
 def test_a_resumed_run_of_several_updates_is_the_undisturbed_one(tmp_path: Path) -> None:
-    loss = {"loss": "decoupled", "top_entropy": 0.5}
+    loss = {"loss": {"name": "decoupled", "top_entropy": 0.5}}
     expected = trained(tmp_path / "whole", **loss)
     trained(tmp_path / "halves", **loss)
     (tmp_path / "halves" / "checkpoints" / "step-00000002" / "meta.json").unlink()
@@ -74,7 +77,12 @@ def test_a_resumed_run_of_several_updates_is_the_undisturbed_one(tmp_path: Path)
 @pytest.mark.parametrize(("old", "is_still"), [("recomputed", True), ("inference", False)])
 def test_the_first_update_is_at_ratio_one_to_the_recomputed_policy(tmp_path: Path, old: str, is_still: bool) -> None:
     """With a rate of nearly 0 the policy stays where it was, so against itself no ratio ever leaves the clip."""
-    few = trained(tmp_path, steps=1, old_logprobs=old, learning_rate=1e-12, clip_low=1e-4, clip_high=1e-4)
+    few = trained(
+        tmp_path,
+        steps=1,
+        optimizer={"learning_rate": 1e-12},
+        loss={"old_logprobs": old, "clip_low": 1e-4, "clip_high": 1e-4},
+    )
     assert (few[0]["clip_fraction"] == 0.0) is is_still
 
 
@@ -85,7 +93,7 @@ def test_one_update_needs_no_pass_of_its_own_to_know_the_old_policy(tmp_path: Pa
         raise AssertionError("a pass that is not needed")
 
     monkeypatch.setattr(update, "old_logprobs", never)
-    once = trained(tmp_path / "one", steps=1, passes=1, updates_per_pass=1, loss="tis")
+    once = trained(tmp_path / "one", steps=1, optimizer={"passes": 1, "updates_per_pass": 1}, loss={"name": "tis"})
     assert once[0]["clip_fraction"] == 0.0
     with pytest.raises(AssertionError, match="not needed"):
-        trained(tmp_path / "two", steps=1, passes=2, updates_per_pass=1, loss="tis")
+        trained(tmp_path / "two", steps=1, optimizer={"passes": 2, "updates_per_pass": 1}, loss={"name": "tis"})

@@ -15,7 +15,8 @@ from test_agreement import step
 from test_checkpoint import made, trained
 from torch import nn
 
-from rlbuffer.config.settings import ModelSettings, RunSettings, TrainerSettings
+from rlbuffer.config.settings import ModelSettings, RunSettings
+from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.errors import CheckpointError, ConfigError, PackedForwardError, RlbufferError, WeightsError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.process.stop_request import StopRequest
@@ -91,8 +92,8 @@ def step_with_infinite_gradient() -> None:
             RlbufferError,
             (
                 "step 7: the gradient's norm is inf. The parameters are left as they were; look at the step with "
-                "`rlbuffer inspect`, lower trainer.learning_rate or trainer.max_ratio, or resume from an older "
-                "checkpoint"
+                "`rlbuffer inspect`, lower trainer.optimizer.learning_rate or trainer.loss.max_ratio, or "
+                "resume from an older checkpoint"
             ),
         ),
         (

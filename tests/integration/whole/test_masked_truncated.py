@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import rlbuffer
-from rlbuffer.config.settings import TrainerSettings
+from rlbuffer.config.trainer import LossChoice
 from rlbuffer.daemon import Daemon
 from rlbuffer.testing import make_group
 from rlbuffer.trainer.losses import loss_of
@@ -68,7 +68,7 @@ def made_groups() -> list[rlbuffer.Group]:
 def test_what_was_truncated_trains_nothing_and_divides_nothing(buffer: rlbuffer.Buffer, world_size: int) -> None:
     groups = made_groups()
     step_of(buffer, groups, "mask")
-    settings, total, seen = TrainerSettings(loss="dapo"), 0.0, {}
+    settings, total, seen = LossChoice(name="dapo"), 0.0, {}
     for rank in range(world_size):
         step = buffer.reader(rank, world_size, timeout_seconds=20).pull(1)
         for micro_batch in step:

@@ -1,0 +1,199 @@
+"""Settings of the trainer: ``[trainer]`` and the tables in it, each setting with default, unit and reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rlbuffer.config.table import LARGEST_SEED, Gpu, OptionalPath, Table
+
+Correction = Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask", "negative_mask"]
+"""Of `rlbuffer.trainer.losses.corrections`."""
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+"""One of AdamW's two."""
+
+
+class LoraSettings(Table):
+    """``[trainer.lora]``: train a low-rank adapter and leave the model's own weights as they are."""
+
+    rank: int = Field(0, ge=0, description="Rank of the adapter's matrices; 0: no adapter, all weights are trained.")
+    alpha: float = Field(16.0, gt=0, description="The adapter's product is multiplied by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        ("all-linear",), min_length=1, description="Names of the modules that get one, as PEFT reads them."
+    )
+
+
+class OptimizerSettings(Table):
+    """``[trainer.optimizer]``: AdamW, its learning rate, and how many updates a step makes."""
+
+    learning_rate: float = Field(1e-3, gt=0, description="AdamW.")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW.")
+    gradient_clip: float = Field(1.0, gt=0, description="Global L2 norm that gradients are clipped to.")
+    schedule: Literal["constant", "linear", "cosine", "wsd_sqrt"] = Field(
+        "constant", description="What the learning rate does after the warm-up. Counted in updates, as is all of it."
+    )
+    warmup_updates: int = Field(0, ge=0, description="Updates of linear warm-up.")
+    stable: int = Field(0, ge=0, description="wsd_sqrt: the update from which the rate falls, from the run's start.")
+    min_learning_rate: float = Field(0.0, ge=0, description="What the rate falls to at the last planned update.")
+    passes: int = Field(1, ge=1, description="Times that a step is trained.")
+    updates_per_pass: int = Field(
+        1, ge=1, description="Optimizer updates of one pass: consecutive slices of the ranks' micro-batches."
+    )
+
+
+class LossChoice(Table):
+    """``[trainer.loss]``: which loss, and the numbers that it and its corrections read."""
+
+    name: str = Field(
+        "clip",
+        description="clip, dapo, dr_grpo, ratio, kl_cov, clip_cov, gspo, cispo, masked_ratio, dppo_tv, tis, icepop, "
+        "decoupled, or a function of yours, `package.module:name`.",
+    )
+    options: Mapping[str, Any] = Field(default_factory=dict, description="Passed to a loss of your own.")
+    columns: tuple[str, ...] = Field(
+        (), description="Further columns that a loss of your own reads: a rollout without one is not trained."
+    )
+    normalizer: Literal["auto", "rollouts", "tokens", "longest"] = Field(
+        "auto", description="What the loss is divided by, over all ranks; auto: the loss's own divisor."
+    )
+    old_logprobs: Literal["auto", "inference", "recomputed"] = Field(
+        "auto",
+        description="What ratios are against: the logprobs that came with the rollouts, or those of the policy at the "
+        "start of the step (a pass without gradients where a step has several updates); auto: as the loss needs.",
+    )
+    correction: tuple[Correction, ...] = Field(
+        (), description="Weights for the distance from sampler to trainer, multiplied with the loss."
+    )
+    correction_cap: float | None = Field(
+        None, gt=0, description="Cap of tis and sequence_tis; empty: 2, in the loss `decoupled` 5."
+    )
+    kl_beta: float = Field(0.0, ge=0, description="Weight of the KL to the column ref_logprobs.")
+    kl_estimator: Literal["k1", "k2", "k3", "weighted_k3"] = Field(
+        "k3", description="Its estimate per token; weighted_k3 is unbiased on tokens of older policies, too."
+    )
+    entropy_bonus: float = Field(0.0, ge=0, description="Weight of the mean entropy of trained tokens.")
+    top_entropy: float = Field(
+        1.0, gt=0, le=1, description="Share of an update's tokens, those of the highest entropy, that the loss is on."
+    )
+    clip_low: float | None = Field(
+        None, gt=0, le=1, description="Ratio is clipped below at 1 - clip_low; empty: 0.2, in gspo 0.0003."
+    )
+    clip_high: float | None = Field(
+        None, gt=0, description="Ratio is clipped above at 1 + clip_high; empty: 0.28, in gspo 0.0004."
+    )
+    clip_ceiling: float | None = Field(
+        None, gt=1, description="Two-sided clip: largest ratio of tokens with a negative advantage; empty: none."
+    )
+    dual_clip: float | None = Field(
+        None, gt=1, description="Dual clip: largest loss of such tokens, in units of -advantage; empty: none."
+    )
+    max_ratio: float | None = Field(None, gt=1, description="Cap of the ratio; empty: 8 in `ratio`, 5 in `cispo`.")
+    mask_low: float = Field(0.5, ge=0, description="Ratio below which icepop and masked_ratio leave a token out.")
+    mask_high: float = Field(5.0, gt=0, description="Ratio above which they do.")
+    sequence_low: float = Field(0.5, ge=0, description="As mask_low, of a rollout, in the sequence corrections.")
+    sequence_high: float = Field(2.0, gt=0, description="As mask_high, of a rollout.")
+    mask_kl: float = Field(
+        0.1, ge=0, description="negative_mask: drift of a rollout, in nats per token, above which it is left out."
+    )
+    max_length: int = Field(0, ge=0, description="Constant of the divisor `longest`, in tokens; 0: row_tokens.")
+    cov_fraction: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of an update's tokens that kl_cov (empty: 0.002) and clip_cov (0.0002) select; at least 1.",
+    )
+    cov_coefficient: float = Field(1.0, ge=0, description="kl_cov: weight of |logprob - old| on those.")
+    cov_low: float = Field(1.0, description="clip_cov: covariance that a selected token exceeds.")
+    cov_high: float = Field(5.0, description="clip_cov: covariance that it stays below.")
+    tv_low: float = Field(0.2, ge=0, le=1, description="dppo_tv: fall in probability beyond which a token is dropped.")
+    tv_high: float = Field(0.2, ge=0, le=1, description="dppo_tv: rise beyond which it is.")
+    tv_penalty: float = Field(1e-3, ge=0, description="dppo_tv: weight of the squared log ratio.")
+
+
+class CheckpointSettings(Table):
+    """``[trainer.checkpoint]``: what a trainer resumes from."""
+
+    every: int = Field(50, ge=1, description="Steps between full checkpoints.")
+    keep: int = Field(2, ge=1, description="Full checkpoints kept.")
+
+
+class PublishSettings(Table):
+    """``[trainer.publish]``: policy versions for the workers."""
+
+    every: int = Field(1, ge=1, description="Steps between published policy versions.")
+    keep: int = Field(4, ge=2, description="Published versions kept on disk.")
+
+
+class ReportSettings(Table):
+    """``[trainer.reports]``: what the trainer shows, checks and writes down beside its metrics."""
+
+    example_every: int = Field(
+        10, ge=0, description="Steps between shown examples: the best and the worst rollout of a group; 0: none."
+    )
+    debug_samples: int = Field(
+        0, ge=0, description="Rollouts of the first step that rank 0 prints token by token, with checks."
+    )
+    tensorboard: bool = Field(False, description="Write the metrics for TensorBoard, too: OUTPUT/tensorboard.")
+    wandb_project: str = Field("", description="Weights & Biases project that gets the metrics, too; empty: none.")
+    peak_flops: float = Field(
+        0.0, ge=0, description="FLOP/s of one rank's device, for `mfu`; 0: known for common GPUs, else left out."
+    )
+    check_parameters: bool = Field(
+        False, description="Compare a hash of the parameters over all ranks after each step."
+    )
+    record_batches: bool = Field(False, description="Write the sha256 of every step's micro-batches to the metrics.")
+
+
+class TrainerSettings(Table):
+    """``[trainer]``: the data-parallel trainer."""
+
+    world_size: int = Field(1, ge=1, description="Data-parallel ranks.")
+    steps: int = Field(1000, ge=1, description="Stop after this many steps.")
+    output: OptionalPath = Field(
+        None, description="Where checkpoints, weights and metrics go; empty: the run's folder under `home`."
+    )
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="Each rank holds the whole model (ddp), or a part of every tensor (fsdp)."
+    )
+    gpus: tuple[Gpu, ...] = Field(
+        (), description="GPUs of the ranks, by number or UUID as nvidia-smi gives them; empty: all that are visible."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one.")
+    layout: Literal["packed", "padded"] = Field(
+        "packed", description="padded: one rollout per row of the model's input, for models that cannot be packed."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Compute activations again in the backward pass: less memory, about a third more time."
+    )
+    seed: int = Field(
+        0, ge=0, le=LARGEST_SEED, description="Of the fresh model's weights and everything random in training."
+    )
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature that the logits are divided by.")
+    pad_to_multiple_of: int = Field(1, ge=1, description="Rows are padded to a multiple of this many tokens.")
+    timeout_seconds: float = Field(300.0, gt=0, description="How long to wait for a step before giving up (exit 5).")
+    stall_seconds: float = Field(
+        15.0,
+        gt=0,
+        description="How long ranks that have a step wait for one that still pulls it: longer, and it hangs (exit 5).",
+    )
+    max_damaged: float = Field(
+        0.5, ge=0, le=1, description="Share of loss tokens damaged, in step after step, from which training ends."
+    )
+    max_restarts: int = Field(10, ge=0, description="Times that the launcher restarts the ranks after a failure.")
+    optimizer: OptimizerSettings = OptimizerSettings()
+    loss: LossChoice = LossChoice()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    publish: PublishSettings = PublishSettings()
+    lora: LoraSettings = LoraSettings()
+    reports: ReportSettings = ReportSettings()
+
+
+def needed_columns(trainer: TrainerSettings) -> tuple[str, ...]:
+    """Further columns without which this trainer cannot train a rollout."""
+    reference = ("ref_logprobs",) if trainer.loss.kl_beta else ()
+    return tuple(dict.fromkeys((*reference, *trainer.loss.columns)))
