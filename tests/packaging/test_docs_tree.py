@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -72,3 +73,40 @@ def test_the_index_has_one_line_for_every_page() -> None:
 
 def test_the_readme_is_read_in_five_minutes() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+WALK = DOCS / "explain" / "walk.md"
+STOP = re.compile(r"^\| (\d+) \| `([\w/.]+)` \| ([^|]*) \| ([^|]+) \|$", re.MULTILINE)
+STATIONS = ["Push", "Pool", "Plan", "Commit", "Pull", "Loss", "Back to the server"]
+
+
+def defined(path: Path) -> set[str]:
+    """Names of a module's functions and classes, and ``Class.name`` of what a class defines."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            functions = (inner for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef))
+            names.update(f"{node.name}.{function.name}" for function in functions)
+    return names
+
+
+def test_the_walk_of_a_group_visits_every_file_once_and_names_what_is_there() -> None:
+    text = WALK.read_text(encoding="utf-8")
+    assert [heading.split(":")[0] for heading in re.findall(r"^## (.+)$", text, re.MULTILINE)] == STATIONS
+    stops = STOP.findall(text)
+    assert len(stops) == sum(line.startswith("| ") and line[2].isdigit() for line in text.splitlines())
+    assert [int(number) for number, *_ in stops] == list(range(1, len(stops) + 1))
+    files = [file for _, file, *_ in stops]
+    assert sorted({file for file in files if files.count(file) > 1}) == []
+    lost_names = []
+    for _, file, start, _ in stops:
+        path = ROOT / "rlbuffer" / file
+        if not path.exists():
+            lost_names.append(file)
+        elif path.suffix == ".py":
+            names = re.findall(r"`([\w.]+)`", start)
+            assert names, f"{file}: say where to start"
+            lost_names += [f"{file}: {name}" for name in names if name not in defined(path)]
+    assert lost_names == [], "the walk names what is not there (any more)"
