@@ -110,3 +110,15 @@ def test_the_walk_of_a_group_visits_every_file_once_and_names_what_is_there() ->
             assert names, f"{file}: say where to start"
             lost_names += [f"{file}: {name}" for name in names if name not in defined(path)]
     assert lost_names == [], "the walk names what is not there (any more)"
+
+
+def test_every_entry_of_the_log_is_dated_and_begins_with_its_question() -> None:
+    entries = re.split(r"^## ", text_of(DOCS / "log.md"), flags=re.MULTILINE)[1:]
+    dates = [entry[:10] for entry in entries]
+    assert len(entries) > 40
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
+    assert dates == sorted(dates), "newest last"
+    for entry in entries:
+        heading, _, body = entry.partition("\n")
+        first = re.sub(r"^### .*$", "", body, flags=re.MULTILINE).strip()
+        assert first.startswith("**Question.** "), heading
