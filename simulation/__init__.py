@@ -10,7 +10,8 @@ logic, `Daemon.run`, `Writer` and `Reader` with their own loops, threads and sle
   place of threads and processes, so that a process can be killed or stopped at every round trip;
 - the people (:mod:`simulation.actors`): supervisors that restart what died, an operator who drops groups.
 
-After every event the invariants of docs/protocol.md are checked on the server's data (:mod:`simulation.invariants`).
+After every event the invariants of docs/explain/protocol.md are checked on the server's data
+(:mod:`simulation.invariants`).
 
 What lies around it goes wrong in drawn ways: :data:`simulation.network` says which for a round trip,
 :mod:`simulation.circumstances` which for a run (plans longer than a lease, a failover behind the same address,

@@ -1,4 +1,4 @@
-"""The invariants of docs/protocol.md, checked on the server's data after every event, from what the event changed.
+"""The invariants of docs/explain/protocol.md, checked on the server's data after every event, from what it changed.
 
 Nothing of `verify` is used: this keeps accounts of its own. An event is one command, one script or one MULTI; the first
 violation ends the run.

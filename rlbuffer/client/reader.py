@@ -62,8 +62,9 @@ class _Fetch:
 
 
 class Reader:
-    """Pulls the steps of one rank. Made by :meth:`rlbuffer.client.buffer.Buffer.reader`; docs/trainers.md has whole
-    loops.
+    """Pulls the steps of one rank. Made by :meth:`rlbuffer.client.buffer.Buffer.reader`.
+
+    docs/tutorial/your_trainer.md has whole loops.
 
     Asking for the next step acknowledges the last one as trained; the next step is already being pulled meanwhile,
     and pulling acknowledges nothing.

@@ -1,4 +1,4 @@
-"""The Store protocol: every move that a process may make on a run, as docs/protocol.md describes it.
+"""The Store protocol: every move that a process may make on a run, as docs/explain/protocol.md describes it.
 
 The one implementation is :class:`rlbuffer.store.redis_store.RedisStore`; ``memory://`` is the same code and the same
 Lua files over an in-process model of the server. All times are the server's clock, in seconds unless named otherwise.
@@ -33,7 +33,7 @@ from rlbuffer.store.records import (
 
 
 class Store(Protocol):
-    """See the module's docstring; docs/protocol.md has the reason of every move."""
+    """See the module's docstring; docs/explain/protocol.md has the reason of every move."""
 
     run: str
 

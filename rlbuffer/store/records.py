@@ -1,4 +1,4 @@
-"""The store's records: what its moves take and answer, as docs/protocol.md describes them.
+"""The store's records: what its moves take and answer, as docs/explain/protocol.md describes them.
 
 All times are the server's clock, in seconds unless named otherwise.
 """
@@ -307,7 +307,7 @@ class Finding:
     """One violated invariant."""
 
     invariant: str
-    """``I1`` ... ``I13`` of docs/protocol.md."""
+    """``I1`` ... ``I13`` of docs/explain/protocol.md."""
     message: str
 
 

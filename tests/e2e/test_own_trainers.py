@@ -1,4 +1,4 @@
-"""The trainers of docs/trainers.md with a real `serve` and a real worker: the reward rises, also after a kill."""
+"""docs/tutorial/your_trainer.md with a real `serve` and a real worker: the reward rises, also after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole run as docs/deploy.md describes it: every process is a user of its own of deploy/users.acl, and no more."""
+"""A whole run as docs/guide/deploy.md has it: every process is a user of its own of deploy/users.acl, and no more."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from rlbuffer.run.loading import load
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 
 RUN_HERE = (
-    shell_snippets.README_ENDS | shell_snippets.README_LASTS | shell_snippets.DOCS_ENDS | shell_snippets.DOCS_LASTS
+    shell_snippets.SHIPPED_ENDS | shell_snippets.SHIPPED_LASTS | shell_snippets.DOCS_ENDS | shell_snippets.DOCS_LASTS
 )
 EXAMPLES = shell_snippets.ROOT / "docs" / "examples"
 JUDGE = "def reward(rollout, group):\n    return 1.0\n"
@@ -105,12 +105,12 @@ def typed(home: Home, command: str, words: Mapping[str, str]) -> list[str]:
     return [words.get(word, word).replace("~", str(home.path)) for word in shlex.split(command)]
 
 
-def test_readme_from_top_to_bottom(folder: Home) -> None:
+def test_the_pages_commands_for_the_run_that_comes_along(folder: Home) -> None:
     example = folder.call("config", "example").stdout
     (folder.path / "rlbuffer.toml").write_text(example)
     (folder.path / "new.toml").write_text(example.replace("\nmax_age = 1 ", "\nmax_age = 2 ", 1))
     folder.environment["RLBUFFER_BATCHER__ROW_TOKENS"] = "4096"  # half the tokens of a step: half the time
-    lasting = shell_snippets.README_LASTS
+    lasting = shell_snippets.SHIPPED_LASTS
     serve, *others, score = lasting
     starts(folder, lasting, serve, {})
     *workers, trainer = others
@@ -122,7 +122,7 @@ def test_readme_from_top_to_bottom(folder: Home) -> None:
     with folder.connect("old-run") as buffer:
         buffer.store.open_run()
     folder.environment["RLBUFFER_RUN"] = "default"  # old-run was opened later
-    ends(folder, shell_snippets.README_ENDS, {})
+    ends(folder, shell_snippets.SHIPPED_ENDS, {})
     starts(folder, lasting, score, {})
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from homes import Home
@@ -28,6 +30,13 @@ FIELDS = {
     "ranks",
     "examples",
 }
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
+
+
+def fields_of_the_page() -> set[str]:
+    """Every field that the page about metrics has a row for."""
+    rows = re.findall(r"^\| (`.*?`) \| ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
 def test_two_ranks_show_a_sample_and_record_every_step(home: Home) -> None:
@@ -53,6 +62,7 @@ def test_two_ranks_show_a_sample_and_record_every_step(home: Home) -> None:
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
         assert record.keys() >= FIELDS
+        assert sorted(record.keys() - fields_of_the_page()) == []
         assert record["ratio"]["min"] <= record["ratio"]["mean"] <= record["ratio"]["max"]
         assert record["tokens_per_second"] == pytest.approx(record["tokens"] / record["seconds"]["total"], rel=1e-3)
         assert 0 < record["mfu"] < 1

@@ -1,8 +1,8 @@
 """A run whose workers' login is in hostile hands: strange values on every key that it may write, and hostile pushes.
 
 Every process has the user of its role in deploy/users.acl, and no more; the workers' user is tied to this run. Some of
-what that user may do by right holds steps up and is no finding (docs/deploy.md, Who is trusted with what): it may take
-all tickets and say that an env is done. So an operator sets that right before steps are expected again.
+what that user may do by right holds steps up and is no finding (docs/guide/deploy.md, Who is trusted with what): it may
+take all tickets and say that an env is done. So an operator sets that right before steps are expected again.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def run_hostile(
 
 
 def _users() -> str:
-    """The shipped users; the worker's is tied to its run as docs/deploy.md says."""
+    """The shipped users; the worker's is tied to its run as docs/guide/deploy.md says."""
     lines = USERS.read_text().splitlines()
     tied = [
         line.replace("{rlb:*}", f"{{rlb:{RUN}}}").replace("rlb:*:", f"rlb:{RUN}:") if "user worker " in line else line
@@ -179,7 +179,7 @@ class _Stage:
                 self._start_worker(env)
 
     def set_right(self) -> list[str]:
-        """What docs/deploy.md tells an operator to do after such an attack. -> what there was to do"""
+        """What docs/guide/deploy.md tells an operator to do after such an attack. -> what there was to do"""
         done = []
         with self._admin() as client:
             now = 1000 * int(client.time()[0])

@@ -37,7 +37,7 @@ SERVERS = "RLBUFFER_TEST_SERVERS"
 RUN = "torn"
 CONFIG = BatcherConfig(64, step_groups=2, max_age=1000)
 STEPS = 7
-"""Before the cut: at most what a trainer remembers (docs/protocol.md, Loss of acknowledged writes)."""
+"""Before the cut: at most what a trainer remembers (docs/explain/protocol.md, Loss of acknowledged writes)."""
 MORE = 3
 """After each of the two starts."""
 KEPT = 3

@@ -1,4 +1,4 @@
-"""Every sentence about waiting has an entry in docs/operations.md, and every entry a sentence."""
+"""Every sentence about waiting has an entry in docs/guide/it_waits.md, and every entry a sentence."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sentences() -> dict[str, object]:
 
 def entries() -> dict[str, tuple[str, str]]:
     """name -> the sentence's beginning and what to do."""
-    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guide" / "it_waits.md").read_text(encoding="utf-8")
     return {name: (beginning, advice) for beginning, name, advice in ENTRY.findall(text)}
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name != "log.md")]
 FENCE = re.compile(r"^( *)```([a-z]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
-README_ENDS = {
+SHIPPED_ENDS = {
     "rlbuffer inspect": (0, "rollouts: "),
     "rlbuffer inspect --where 'env:vcopy state:ready'": (0, ""),
     "rlbuffer inspect vcopy.120": ((0, 1), "vcopy.120"),  # it may be retired, or not be sampled yet
@@ -29,8 +29,8 @@ README_ENDS = {
     "rlbuffer rewind 100": (1, "the trainer of run 'default' was seen "),
     "rlbuffer reset old-run --yes": (0, "old-run"),
 }
-"""README's, in their order, beside a run of the file that comes along -> exit code and a part of what they print."""
-README_LASTS = {
+"""In their order, beside a run of the file that comes along -> exit code and a part of what they print."""
+SHIPPED_LASTS = {
     "rlbuffer serve": 'serving run "default" from step 0',
     "rlbuffer worker vcopy": "sampling with policy version 0",
     "rlbuffer worker repeat": "sampling with policy version 0",
@@ -58,7 +58,7 @@ DOCS_ENDS = {
     "rlbuffer weights serve": (3, "where should it listen? Give --listen HOST:PORT, or set weights.listen"),
     "rlbuffer train --fake-data --steps 20": (0, "finished at step 20"),
 }
-"""The other pages', beside `rlbuffer serve --run math` and a file with no more than a tiny model in it."""
+"""Beside `rlbuffer serve --run math` and a file with no more than a tiny model in it."""
 
 TWO_HOSTS = "several hosts and their names; the same processes on one: tests/e2e/test_two_hosts.py, test_roles.py"
 VLLM = "vLLM, on GPUs; on CPUs: tests/real_vllm"
@@ -67,7 +67,7 @@ EXAMPLE = "run as it is, until the reward rises, by tests/e2e/test_own_trainers.
 NOT_HERE = {
     "make demo": f"{INSTALLS}; `rlbuffer demo` is run by tests/e2e/test_deterministic_demo.py",
     "make test": f"{INSTALLS}, and would run itself",
-    "rlbuffer train --world-size 2 --config rlbuffer.toml": "README's `rlbuffer train` reads the same",
+    "rlbuffer train --world-size 2 --config rlbuffer.toml": "`rlbuffer train` of the first run reads the same",
     "rlbuffer train --debug-samples 2": "on made-up steps: tests/e2e/test_train_command.py",
     "torchrun --nproc-per-node 8 -m rlbuffer.trainer rlbuffer.toml": "eight ranks; fewer: tests/e2e/test_ddp.py",
     "torchrun --nproc-per-node 2 docs/examples/plain_loop.py redis://host:6379 RUN MODEL_DIR OUTPUT_DIR STEPS": EXAMPLE,

@@ -17,7 +17,7 @@ OLD = BatcherConfig(64, budgets={"a": 0.5, "b": 0.25})
 def test_every_setting_was_thought_through_and_stands_in_the_table() -> None:
     fields = {field.name for field in dataclasses.fields(BatcherConfig)}
     assert set(CONSEQUENCES) == fields
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "operate.md").read_text(encoding="utf-8")
     table = page[page.index("| setting |") : page.index("## Pause an env")]
     assert [name for name in sorted(fields - {"envs"}) if f"`{name}`" not in table] == []
     assert "`envs.*`" in table

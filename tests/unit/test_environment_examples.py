@@ -1,4 +1,4 @@
-"""The examples of docs/environments.md, as a reader would run them."""
+"""The examples of docs/guide/environments.md, as a reader would run them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.samplers import Completion, Sampling
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "environments.md").read_text()
+GUIDE = DOCS / "guide"
+TEXT = (GUIDE / "environments.md").read_text()
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ def test_the_example_of_a_whole_file_scores_one_answer(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("page", ["text.md", "gpu_box.md"])
 def test_the_configs_on_a_page_load(page: str) -> None:
-    blocks = re.findall(r"```toml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    blocks = re.findall(r"```toml\n(.*?)```", (GUIDE / page).read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
         settings = RunSettings(**tomllib.loads(block))

@@ -13,7 +13,7 @@
 --       {'DIGEST', digest}    the run has another step there, and nothing that fits is handed back
 --       {'RETIRED', retired}  the steps after the trainer's state are gone
 -- The number is max(server ms, last + 1): it never goes back, over a loss of the newest writes too.
--- A new line of versions begins (see docs/protocol.md, Lines) when the trainer hands something back, when the server is
+-- A new line of versions begins (docs/explain/protocol.md, Lines) when the trainer hands something back, when the server is
 -- another one than its trainer last spoke to, or when a version above the run's last step is announced, which was made
 -- from steps that the server has lost: there may be versions out there that this attempt will make again otherwise. What
 -- is announced and may be given up is taken back; the new trainer announces what it has.

@@ -18,7 +18,7 @@ from rlbuffer.store.verify.written import check_written
 
 
 def verify(store: Verified) -> Report:
-    """Checks the invariants of docs/protocol.md that are visible on the server."""
+    """Checks the invariants of docs/explain/protocol.md that are visible on the server."""
     shot = take_snapshot(store)
     findings = Findings(list(shot.unreadable))
     _check_ledger(shot, findings)

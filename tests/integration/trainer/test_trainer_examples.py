@@ -1,4 +1,4 @@
-"""The examples of docs/trainers.md, as a reader would run them: on a real server, under torchrun, in Trainer."""
+"""The examples of docs/tutorial/your_trainer.md and the loss of docs/guide/losses.md, as a reader would run them."""
 
 from __future__ import annotations
 
@@ -103,10 +103,10 @@ def test_trainer_and_accelerate_make_the_same_updates_of_the_same_steps_without_
 
 
 def test_the_pages_loss_can_be_called_and_its_links_lead_somewhere() -> None:
-    page = (EXAMPLES.parent / "trainers.md").read_text()
+    page = (EXAMPLES.parent / "guide" / "losses.md").read_text()
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(compile(block, "trainers.md", "exec"), names)
+        exec(compile(block, "losses.md", "exec"), names)
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     tokens = TrainedTokens(
         logprobs=logprobs,
@@ -118,6 +118,6 @@ def test_the_pages_loss_can_be_called_and_its_links_lead_somewhere() -> None:
     names["loss"](tokens, LossSettings()).sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-1.0, 2.0]
-    pages = [path.read_text() for path in EXAMPLES.parent.glob("*.md")]
-    links = {link for text in pages for link in re.findall(r"\]\((examples/[a-z_]+\.py)\)", text)}
-    assert sorted(links) == sorted(f"examples/{path.name}" for path in EXAMPLES.glob("*.py"))
+    pages = [path.read_text() for path in EXAMPLES.parent.rglob("*.md")]
+    links = {link for text in pages for link in re.findall(r"\]\(\.\./examples/([a-z_]+\.py)\)", text)}
+    assert sorted(links) == sorted(path.name for path in EXAMPLES.glob("*.py"))

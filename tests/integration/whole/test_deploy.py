@@ -1,4 +1,4 @@
-"""docs/deploy.md as it stands: the users of deploy/users.acl, TLS, and a cluster of one shard, each with a real run."""
+"""docs/guide/deploy.md with real runs: the users of deploy/users.acl, TLS, and a cluster of one shard."""
 
 from __future__ import annotations
 
