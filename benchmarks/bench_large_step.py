@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from benchmarks.bench_batcher import GROUP_SIZE
 from benchmarks.bench_leader import Cost, fill, spent
@@ -23,6 +22,7 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.daemon.loop import LEASE_SECONDS
+from rlbuffer.events.batcher import BatcherEvent, LeaderReady, LeadLost, StepCommitted, StepWaits
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.redis_store import open_store
 
@@ -77,18 +77,18 @@ def measure() -> tuple[Cost, int]:
         store.announce(number, PolicyVersion(version=0))
         stop, lost, marks = threading.Event(), [], [spent(store)]
 
-        def hear(event: dict[str, Any]) -> None:
-            if event["event"] == "ready":
+        def hear(event: BatcherEvent) -> None:
+            if isinstance(event, LeaderReady):
                 # The trainer's word, so that the leader need not wait for it.
                 store.report(number, epoch=store.meta().epoch, trained=0, digest="", oldest_kept=0)
                 marks[0] = spent(store)
-            elif event["event"] == "leader" and event["state"] == "lost":
-                lost.append(event["reason"])
-            elif event["event"] == "step" and event["step"] == STEPS:
+            elif isinstance(event, LeadLost):
+                lost.append(event.reason)
+            elif isinstance(event, StepCommitted) and event.header.step == STEPS:
                 marks.append(spent(store))
                 stop.set()
-            elif event["event"] == "waiting":
-                raise RuntimeError(f"the benchmark's pool makes no step: {event['sentence']}")
+            elif isinstance(event, StepWaits):
+                raise RuntimeError(f"the benchmark's pool makes no step: {event.sentence}")
 
         Daemon(Buffer(store, settings=RunSettings()), CONFIG, on_event=hear).run(stop)
         return marks[1] - marks[0], len(lost)

@@ -21,6 +21,7 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
+from rlbuffer.events.batcher import BatcherEvent, LeaderReady, StepCommitted
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.wire import payload
@@ -104,12 +105,12 @@ def measure(pool: int) -> tuple[Cost, Cost]:
         store.announce(attempt, PolicyVersion(version=0))
         stop, marks = threading.Event(), {}
 
-        def hear(event: dict[str, Any]) -> None:
-            if event["event"] == "step" and event["step"] in (1, WARM, WARM + STEPS):
-                marks[event["step"]] = spent(store)
-            if event["event"] == "step" and event["step"] == WARM + STEPS:
+        def hear(event: BatcherEvent) -> None:
+            if isinstance(event, StepCommitted) and event.header.step in (1, WARM, WARM + STEPS):
+                marks[event.header.step] = spent(store)
+            if isinstance(event, StepCommitted) and event.header.step == WARM + STEPS:
                 stop.set()
-            if event["event"] == "ready":
+            if isinstance(event, LeaderReady):
                 # The trainer's word, so that the leader need not wait for it.
                 store.report(attempt, epoch=store.meta().epoch, trained=0, digest="", oldest_kept=0)
 

@@ -11,9 +11,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 from benchmarks.report import Report
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import RunSettings, ServerSettings, WorkerSettings
+from rlbuffer.events.worker import GroupPushed, WorkerEvent
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker import loop
@@ -97,8 +96,8 @@ class Watch:
         self.begun = self.ended = (0.0, 0.0)
         """(CPU seconds, wall seconds)."""
 
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        if event["event"] != "group":
+    def __call__(self, event: WorkerEvent) -> None:
+        if not isinstance(event, GroupPushed):
             return
         self.groups += 1
         if self.groups == WARM:

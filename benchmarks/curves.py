@@ -117,7 +117,7 @@ def train(run: Run, steps: int) -> Iterator[tuple[int, float, dict[str, float]]]
             sampler.push(writer, 1)
             for step in reader.steps(1):
                 sums = update(policy, optimizer, step, settings)
-                yield step.number, float(step.header["reward"]), sums
+                yield step.number, float(step.header.reward or 0.0), sums
                 sampler.publish(buffer, policy, step.number)
                 reader.trained(step)
                 if step.number == steps:

@@ -24,6 +24,7 @@ from rlbuffer.errors import (
     RlbufferError,
     StepRetired,
 )
+from rlbuffer.events.batcher import BatcherEvent, LeaderReady, LeadLost, StandingBy, StepCommitted, StepWaits
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.micro_batch import Step, digest_step
 from rlbuffer.records.policy_version import PolicyVersion
@@ -45,11 +46,16 @@ def batcher(host: Host, process: Process) -> None:
     """`rlbuffer serve`"""
     buffer: Any = SimpleNamespace(store=host.store(process), run=host.world.run, settings=RunSettings())
 
-    def emit(event: dict[str, Any]) -> None:
-        if event["event"] == "waiting":
-            host.world.sentence = event["sentence"]
-        elif event["event"] in ("ready", "leader", "step"):
-            host.world.note(f"{process.name}: {event['event']} {event.get('state', '')} {event.get('step', '')}")
+    def emit(event: BatcherEvent) -> None:
+        match event:
+            case StepWaits():
+                host.world.sentence = event.sentence
+            case LeaderReady():
+                host.world.note(f"{process.name}: {event.event}  {event.step}")
+            case StepCommitted():
+                host.world.note(f"{process.name}: {event.event}  {event.header.step}")
+            case StandingBy() | LeadLost():
+                host.world.note(f"{process.name}: {event.event} {event.state} ")
 
     plan = host.world.plan
     # Started again, it goes on with what an operator has made of the settings, as a supervisor's does.
@@ -354,7 +360,7 @@ class Trainer:
             if rank == 0:
                 self.trained = max(self.trained, step.number)
                 job.at = step.number
-                if step.number % plan.checkpoint_every == 0 or step.header["checkpoint_now"]:
+                if step.number % plan.checkpoint_every == 0 or step.header.checkpoint_now:
                     self._checkpoint(reader, step.number)
 
     def _check(self, job: Job, rank: int, step: Step) -> None:

@@ -102,7 +102,7 @@ CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.daemon.leadership", "LEADER_POLL_SECONDS"): 0.15,
     ("rlbuffer.daemon.leadership", "TELEMETRY_SECONDS"): 3.0,
     ("rlbuffer.daemon.memory_watch", "TELEMETRY_SECONDS"): 3.0,
-    ("rlbuffer.daemon.events", "TELEMETRY_SECONDS"): 3.0,
+    ("rlbuffer.daemon.teller", "TELEMETRY_SECONDS"): 3.0,
     ("rlbuffer.daemon.pending", "POOL_PAGE"): 5,
     ("rlbuffer.client.writer", "TICKET_SECONDS"): 3.0,
     ("rlbuffer.client.reader", "READER_BLOCK_SECONDS"): 1.0,

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.starting import starting
 
+if TYPE_CHECKING:
+    from rlbuffer.events.event import Event
+
 SHARING = 2
 """Processes that share this machine's cores, this one included; a set OMP_NUM_THREADS counts instead."""
 
-OnEvent = Callable[[dict[str, Any]], None]
+AnEvent = TypeVar("AnEvent", bound="Event")
 
 
 def only(kind: str, what: str, known: Sequence[str], none: str) -> str:
@@ -52,10 +55,11 @@ def run_alone(
     replica: int,
     replicas: int,
     display: str,
-    narrator: Callable[[Callable[[str], None]], Callable[[Mapping[str, Any]], None]],
-    work: Callable[[str, threading.Event, OnEvent], int],
+    narrator: Callable[[Callable[[str], None]], Callable[[AnEvent], None]],
+    work: Callable[[str, threading.Event, Callable[[AnEvent], None]], int],
 ) -> int:
     """Runs `work` (process name, stop, on_event) until a signal sets `stop`. -> its exit code."""
+    from rlbuffer.events.event import as_object
     from rlbuffer.process.environment import name_process, share_cores
     from rlbuffer.process.signals import stop_on_signals
     from rlbuffer.run import members
@@ -67,9 +71,9 @@ def run_alone(
     stop_on_signals(stop)
     narrate = narrator(lambda line: echo(f"{datetime.now():%H:%M:%S} {line}"))
 
-    def on_event(event: dict[str, Any]) -> None:
+    def on_event(event: AnEvent) -> None:
         if display == "json":
-            echo(json.dumps(event, default=str))
+            echo(json.dumps(as_object(event), default=str))
         elif display != "none":
             narrate(event)
 

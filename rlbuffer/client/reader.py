@@ -198,7 +198,7 @@ class Reader:
         """
         self._raise_fault()
         if isinstance(step, Step):
-            place = remembered(step.number, step.digest, tuple(step.header["group_ids"]), step.header["envs"])
+            place = remembered(step.number, step.digest, step.header.group_ids, step.header.envs)
             self._refusals.told_later(lambda: self._progress.trained(place, epoch=step.epoch))
         else:
             header = self._store.wait_step(step, block_seconds=0.0)

@@ -19,10 +19,11 @@ from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.further_columns import ColumnSpec, column_spec
 from rlbuffer.packing.planner import redeal
 from rlbuffer.records.micro_batch import Sample, Step
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Normalizers, Plan
 from rlbuffer.store.payloads import Trainable, read_rollouts
 from rlbuffer.store.protocol import Store
-from rlbuffer.store.records import PartRollout, StepHeader
+from rlbuffer.store.records import PartRollout
 from rlbuffer.wire import payload
 
 
@@ -117,19 +118,7 @@ class StepPull:
             rollouts=header.rollouts,
             groups=len(header.group_ids),
             damaged=tuple(ref.info.rollout_id for ref, _ in damaged),
-            header={
-                "tokens": header.tokens,
-                "reward": header.reward,
-                "age": header.age,
-                "max_age": header.max_age,
-                "fill": header.fill,
-                "closed_by": header.closed_by,
-                "envs": header.envs,
-                "group_ids": header.group_ids,
-                "checkpoint_now": header.checkpoint_now,
-                "waiting_for_version": header.waiting_for_version,
-                "world_size": header.world_size,
-            },
+            header=header,
             adapters=header.adapters,
         )
         return step, damaged

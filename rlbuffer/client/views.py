@@ -12,10 +12,12 @@ from statistics import fmean
 from typing import Any
 
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
+from rlbuffer.events.history import Dropped, RunRewound, StepsVoided
 from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.store.protocol import Store
-from rlbuffer.store.records import PartRollout, PoolEntry, StepHeader
+from rlbuffer.store.records import PartRollout, PoolEntry
 from rlbuffer.wire import payload
 
 VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")
@@ -141,9 +143,9 @@ def _all_groups(
         yield from _in_steps(store, problems)
     if takes("dropped"):
         for record in store.history():
-            if record.get("event") == "drop":
+            if record.get("event") == Dropped.event:
                 yield _dropped(record)
-            elif record.get("event") in ("void", "rewind"):
+            elif record.get("event") in (StepsVoided.event, RunRewound.event):
                 for row in reversed(record.get("groups", ())):
                     yield _dropped({**dict(zip(VOID_FIELDS, row, strict=True)), "reason": "void"})
 

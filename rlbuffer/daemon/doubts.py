@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rlbuffer.daemon.events import Emit
+from rlbuffer.daemon.teller import Emit
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
+from rlbuffer.events.batcher import PayloadsDamaged
 from rlbuffer.narration import waiting
 from rlbuffer.narration.numbers import printable
 from rlbuffer.packing.further_columns import Columns, ColumnSpec
@@ -43,7 +44,7 @@ class Doubts:
         for damaged, count in counts.items():
             if count > self._known.get(damaged, 0):
                 sentence = waiting.for_damaged(damaged, count, self._whose(damaged))
-                self._emit({"event": "damaged", "step": damaged, "rollouts": count, "sentence": sentence})
+                self._emit(PayloadsDamaged(step=damaged, rollouts=count, sentence=sentence))
         self._known = counts
         if self._found_at is not None and step >= self._found_at + WATCHED_STEPS:
             self._found_at = None

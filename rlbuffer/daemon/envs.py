@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.daemon.events import Emit
+from rlbuffer.daemon.teller import Emit
 from rlbuffer.errors import RlbufferError
+from rlbuffer.events.batcher import EnvBack, EnvPaused, EnvResumed, EnvSilent
 from rlbuffer.narration import waiting
 from rlbuffer.store.protocol import Store
 
@@ -36,10 +37,10 @@ class EnvWatch:
         paused = self._store.paused()
         for env in sorted(paused - self._paused):
             self._batcher.pause(env)
-            self._emit({"event": "env", "env": env, "state": "paused"})
+            self._emit(EnvPaused(env=env))
         for env in sorted(self._paused - paused):
             self._batcher.resume(env)
-            self._emit({"event": "env", "env": env, "state": "resumed"})
+            self._emit(EnvResumed(env=env))
         self._paused, self._paused_at = paused, now
 
     def mourn(self, dead: Mapping[str, float], step: int) -> None:
@@ -54,10 +55,10 @@ class EnvWatch:
         """
         for env in sorted(dead.keys() - self._dead):
             sentence = waiting.for_dead(env, dead[env])
-            self._emit({"event": "env", "env": env, "state": "dead", "seconds": dead[env], "sentence": sentence})
+            self._emit(EnvSilent(env=env, seconds=dead[env], sentence=sentence))
             if self._config.on_dead_env == "stop":
                 raise RlbufferError(f"step {step} cannot be made: {sentence} (batcher.on_dead_env = stop)")
         for env in sorted(self._dead - dead.keys()):
             if env not in self._paused:
-                self._emit({"event": "env", "env": env, "state": "back"})
+                self._emit(EnvBack(env=env))
         self._dead = frozenset(dead)

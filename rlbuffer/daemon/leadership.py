@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 
 import numpy as np
 
@@ -15,15 +14,16 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.trainer import TrainerSettings, needed_columns
 from rlbuffer.daemon.doubts import Doubts
 from rlbuffer.daemon.envs import EnvWatch
-from rlbuffer.daemon.events import TELEMETRY_SECONDS, Teller
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch, without_garbage_collection
 from rlbuffer.daemon.pending import Held
 from rlbuffer.daemon.scorers import ScorerWatch
 from rlbuffer.daemon.sources import SourceWatch
+from rlbuffer.daemon.teller import TELEMETRY_SECONDS, Teller
 from rlbuffer.daemon.watches import AskWatch
 from rlbuffer.daemon.workers import WorkerWatch
 from rlbuffer.errors import LeaseLost, StepRetired
+from rlbuffer.events.batcher import LeaderReady, ReadAgain, RunEnded, RunRecovered
 from rlbuffer.narration import waiting
 from rlbuffer.packing.further_columns import agree
 from rlbuffer.records.step_plan import Decision, StepPlan
@@ -120,16 +120,16 @@ class Leadership:
             while self._held.ingest(block_seconds=0.0):
                 self._stay()
         self._held.close_tickets()
+        taken_over = LeaderReady if self._is_first else ReadAgain
         self._teller.emit(
-            {
-                "event": "ready" if self._is_first else "read again",
-                "run": self._store.run,
-                "step": self._meta.step,
-                "epoch": self._meta.epoch,
-                "pending": self._held.pending,
-                "server": dict(self._store.server()),
-                "forecast": forecast,
-            }
+            taken_over(
+                run=self._store.run,
+                step=self._meta.step,
+                epoch=self._meta.epoch,
+                pending=self._held.pending,
+                server=dict(self._store.server()),
+                forecast=forecast,
+            )
         )
         self._memory.tell()
 
@@ -213,7 +213,7 @@ class Leadership:
         if known != step and not self._store.set_ended(self._token, step, self._sources.obeyed.written):
             return False
         self.ended = step
-        self._teller.emit({"event": "ended", "step": step, "sentence": waiting.at_end(step)})
+        self._teller.emit(RunEnded(step=step, sentence=waiting.at_end(step)))
         return True
 
     def _hears(self, trainer: Attempt) -> bool:
@@ -233,7 +233,7 @@ class Leadership:
         self.has_heard = True  # the claim is the trainer's own word
         outcome = self._store.recover(self._token, trainer, self._held.entries())
         if outcome is not None:
-            self._teller.emit({"event": "recovery", **outcome})
+            self._teller.emit(RunRecovered(**outcome))
             self._store.retire(self._token, int(outcome["step"]), since=self.losses)
 
     def _trainer_sentence(self, trainer: Attempt) -> str:
@@ -312,7 +312,7 @@ class Leadership:
         self._say("")
         if header is not None:
             self._memory.committed(header, self._meta)
-            self._teller.step(asdict(header), round(1000 * (time.perf_counter() - started), 2))
+            self._teller.step(header, round(1000 * (time.perf_counter() - started), 2))
         self._teller.settled()
 
     def _say(self, sentence: str) -> None:

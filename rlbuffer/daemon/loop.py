@@ -16,11 +16,11 @@ from collections.abc import Callable
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.daemon.events import Emit, Teller
 from rlbuffer.daemon.leadership import Leadership
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch
 from rlbuffer.daemon.revisions import Revisions
+from rlbuffer.daemon.teller import Emit, Teller
 from rlbuffer.errors import (
     ConfigError,
     LeaseLost,
@@ -31,6 +31,7 @@ from rlbuffer.errors import (
     ServerRefused,
     ServerUnreachable,
 )
+from rlbuffer.events.batcher import LeadLost, StandingBy
 from rlbuffer.narration import waiting
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Lease, Meta
@@ -51,7 +52,7 @@ class Daemon:
     Args:
         buffer: the run.
         config: what steps are made of.
-        on_event: called with every event, a dict with `event`.
+        on_event: called with every event (:mod:`rlbuffer.events.batcher`).
         replace_config: go on with a run that was started with another config.
         follows: go on with the run's config, whatever it is; `config` is for a run that has none.
         reread: gives the config again; asked when `hangup` is set, which is cleared then.
@@ -118,7 +119,7 @@ class Daemon:
                 if isinstance(error, RunDamaged) and not self._has_opened:
                     raise  # who starts the batcher must hear it; one that is at work waits for a person
                 if self._lost.is_due(str(error), time.monotonic()):
-                    self._teller.emit({"event": "leader", "state": "lost", "reason": str(error)})
+                    self._teller.emit(LeadLost(reason=str(error)))
                 self._token = 0
                 stop.wait(BACKOFF_SECONDS * _RANDOM.uniform(1, 2))
             except SchemaMismatch:
@@ -149,7 +150,7 @@ class Daemon:
                 return lease
             if lease.owner != said:
                 said = lease.owner
-                self._teller.emit({"event": "leader", "state": "standby", "owner": lease.owner})
+                self._teller.emit(StandingBy(owner=lease.owner))
             self._heed_hangup()
             stop.wait(min(0.2, max(0.02, lease.remaining_seconds)))
         return None
@@ -224,7 +225,7 @@ class Daemon:
             self._store.release_lease(self._owner)
         except RlbufferError as error:
             # Leaving without the server is fine: the lease runs out by itself.
-            self._teller.emit({"event": "leader", "state": "lost", "reason": str(error)})
+            self._teller.emit(LeadLost(reason=str(error)))
 
     def _fail(self, error: Exception) -> None:
         """Tells every waiting rank at once, then lets the error out."""
@@ -232,4 +233,4 @@ class Daemon:
             self._store.set_error(self._token, f"{type(error).__name__}: {error}")
             self._store.release_lease(self._owner)
         except RlbufferError as second:
-            self._teller.emit({"event": "leader", "state": "lost", "reason": str(second)})
+            self._teller.emit(LeadLost(reason=str(second)))

@@ -14,7 +14,6 @@ from typing import Any
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, steps_at_once
-from rlbuffer.daemon.events import TELEMETRY_SECONDS, Emit
 from rlbuffer.daemon.memory_rules import (
     FULL_SHARE,
     Pressure,
@@ -28,10 +27,13 @@ from rlbuffer.daemon.memory_rules import (
     steps_retired_early,
     stored_bytes,
 )
+from rlbuffer.daemon.teller import TELEMETRY_SECONDS, Emit
 from rlbuffer.errors import ConfigError
+from rlbuffer.events.batcher import CheckpointAsked, CheckpointsNeeded, MemoryTight, MemoryUnlimited, StepsRetiredEarly
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.keys import EARLY_SHARE
 from rlbuffer.store.protocol import Store
-from rlbuffer.store.records import Attempt, Meta, StepHeader
+from rlbuffer.store.records import Attempt, Meta
 
 HURRY_SECONDS = 0.1
 """How often the server is looked at while its memory may become short; :data:`TELEMETRY_SECONDS` otherwise."""
@@ -100,7 +102,7 @@ class MemoryWatch:
         """Step -> world size that it was planned for."""
 
     # -- the forecast ----------------------------------------------------------------------------------------------
-    def start(self, token: int, meta: Meta) -> dict[str, Any]:
+    def start(self, token: int, meta: Meta) -> dict[str, int]:
         """Takes in the live steps, sweeps what an earlier leader left, and looks whether the run can fit.
 
         A run that is at work already with these settings is not ended by a leader that starts again: it is warned of.
@@ -109,7 +111,7 @@ class MemoryWatch:
             token: of the lease.
             meta: of the run, before these settings are written to it.
 
-        -> what the ``ready`` event says of it.
+        -> what the event of the takeover says of it.
 
         Raises:
             ConfigError: the steps that must be there at once do not fit the server's memory.
@@ -147,19 +149,16 @@ class MemoryWatch:
         limit = self._limit()
         if limit == 0:
             assumed = assumed_limit(0, int(self._store.server()["machine"]))
-            self._emit({"event": "memory", "state": "unlimited", "limit": assumed, "sentence": no_limit(assumed)})
+            self._emit(MemoryUnlimited(limit=assumed, sentence=no_limit(assumed)))
         forecast = self._forecast(self._world_size)
         if forecast is not None and not forecast.fits:
             sentence = does_not_fit(forecast, self._config, world_size=self._world_size)
-            self._emit({"event": "memory", "state": "tight", "sentence": f"{sentence[:1].upper()}{sentence[1:]}."})
+            self._emit(MemoryTight(sentence=f"{sentence[:1].upper()}{sentence[1:]}."))
         elif forecast is not None and forecast.kept_steps < self._checkpoint_every:
             self._emit(
-                {
-                    "event": "memory",
-                    "state": "often",
-                    "steps": forecast.kept_steps,
-                    "sentence": checkpoints_often(forecast, self._checkpoint_every),
-                }
+                CheckpointsNeeded(
+                    steps=forecast.kept_steps, sentence=checkpoints_often(forecast, self._checkpoint_every)
+                )
             )
 
     def joined(self, token: int, trainer: Attempt) -> None:
@@ -224,16 +223,14 @@ class MemoryWatch:
         if up_to > trainer.checkpoint:
             self._pressure.must_ask()
         self._emit(
-            {
-                "event": "memory",
-                "state": "retired early",
-                "first": first,
-                "last": up_to,
-                "used": used,
-                "limit": limit,
-                "checkpoint": trainer.checkpoint,
-                "sentence": steps_retired_early(first, up_to, used, limit, checkpoint=trainer.checkpoint),
-            }
+            StepsRetiredEarly(
+                first=first,
+                last=up_to,
+                used=used,
+                limit=limit,
+                checkpoint=trainer.checkpoint,
+                sentence=steps_retired_early(first, up_to, used, limit, checkpoint=trainer.checkpoint),
+            )
         )
         return True
 
@@ -260,7 +257,7 @@ class MemoryWatch:
         self._note(header, retired=meta.retired)
         if header.checkpoint_now and header.step == self._marked:
             sentence = checkpoint_asked(header.step)
-            self._emit({"event": "memory", "state": "checkpoint", "step": header.step, "sentence": sentence})
+            self._emit(CheckpointAsked(step=header.step, sentence=sentence))
 
     def sentence(self) -> str:
         """The sentence for when the server takes no pushes for want of memory, else ""."""

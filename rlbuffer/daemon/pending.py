@@ -10,7 +10,7 @@ from typing import Any
 from rlbuffer.batcher.adapters import at_step
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.daemon.events import Teller
+from rlbuffer.daemon.teller import Teller
 from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.records.step_plan import Drop, StepPlan
 from rlbuffer.store.moves.pool import AHEAD_MS

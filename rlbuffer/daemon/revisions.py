@@ -14,8 +14,9 @@ from typing import Any
 from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.config_changes import changes, check_change, config_digest
-from rlbuffer.daemon.events import Emit
+from rlbuffer.daemon.teller import Emit
 from rlbuffer.errors import ConfigChanged, ConfigError
+from rlbuffer.events.batcher import SettingsAsked, SettingsRefused, SettingsTaken
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Meta
 
@@ -29,7 +30,7 @@ class Revisions:
     Args:
         store: the run.
         config: what the process was started with.
-        emit: takes ``config`` events.
+        emit: takes events about the settings.
         replace: `config` takes the place of what the run has.
         follows: go on with what the run has; `config` is only for a run that has none.
         accepts: raises ConfigError for a wanted config that cannot be led with here: the old one goes on.
@@ -121,11 +122,11 @@ class Revisions:
                     answer = self._store.ask_config(config.as_dict(), config_digest(config), seen=meta)
                 except ConfigChanged:
                     continue
-                self._emit({"event": "config", "state": answer})
+                self._emit(SettingsAsked(state=answer))
                 return
-            self._emit({"event": "config", "state": "refused", "reason": "others change the settings at this moment"})
+            self._emit(SettingsRefused(reason="others change the settings at this moment"))
         except ConfigError as error:
-            self._emit({"event": "config", "state": "refused", "reason": str(error)})
+            self._emit(SettingsRefused(reason=str(error)))
 
     def _adopt(self, token: int, meta: Meta) -> None:
         try:
@@ -134,7 +135,7 @@ class Revisions:
             check_change(meta.config, meta.wanted, step=meta.step)
         except (ConfigError, TypeError) as error:
             self._store.refuse_config(token, meta.wanted_digest, str(error))
-            self._emit({"event": "config", "state": "refused", "reason": str(error)})
+            self._emit(SettingsRefused(reason=str(error)))
             return
         self._take(token, meta, meta.wanted, meta.wanted_digest, answers=meta.wanted_digest)
 
@@ -143,10 +144,8 @@ class Revisions:
             return
         revision = self._store.set_config(token, config, digest, settles=answers)
         if meta.config and digest != meta.config_digest:
-            edits = [str(change) for change in changes(meta.config, config)]
-            self._emit(
-                {"event": "config", "state": "taken", "revision": revision, "step": meta.step + 1, "changes": edits}
-            )
+            edits = tuple(str(change) for change in changes(meta.config, config))
+            self._emit(SettingsTaken(revision=revision, step=meta.step + 1, changes=edits))
 
     def _other(self, meta: Meta) -> str:
         theirs = meta.wanted or meta.config

@@ -1,6 +1,6 @@
-"""The sentences that people read: why a step waits, and one line per event of each process.
+"""The sentences that people read: why a step waits, what was probably meant; numbers as text.
 
-Numbers and names come in, text goes out; nothing is looked up here. A new sentence of `serve`, `worker`, `train` or
-`score` enters here.
+Numbers and names come in, text goes out; nothing is looked up here. A sentence that several rooms say enters here; the
+lines of what happens are told by the narrators of `events`.
 Open first: `waiting`.
 """

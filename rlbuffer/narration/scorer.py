@@ -1,50 +1,6 @@
-"""The output of `score`."""
+"""What is said of scorers by more than one room."""
 
 from __future__ import annotations
-
-import time
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from rlbuffer.narration.numbers import amount
-
-
-class ScoreNarrator:
-    """Tells a scorer's events: troubles at once, scored groups summed up every few seconds."""
-
-    def __init__(self, say: Callable[[str], None], *, every_seconds: float = 10.0) -> None:
-        self._say = say
-        self._every = every_seconds
-        self._since = time.monotonic()
-        self._sums = [0, 0, 0]
-        self._has_scored = False
-
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        kind = event["event"]
-        if kind == "ready":
-            self._say(f"gives {', '.join(event['gives'])}")
-        elif kind == "scored":
-            for place, count in enumerate((1, event["rollouts"], event["tokens"])):
-                self._sums[place] += count
-            if not self._has_scored or time.monotonic() - self._since >= self._every:
-                self._tell()
-        elif kind == "stopped":
-            self._tell()
-            failed = f", {event['failed_groups']} not scored" if event["failed_groups"] else ""
-            late = f", {event['late']} late" if event["late"] else ""
-            self._say(f"stopped after {event['groups']} groups, {event['rollouts']} rollouts{late}{failed}")
-        elif kind != "late":
-            self._say(f"! {event['error']}")
-
-    def _tell(self) -> None:
-        groups, rollouts, tokens = self._sums
-        if groups:
-            rate = tokens / max(time.monotonic() - self._since, 1e-3)
-            self._say(
-                f"scored {groups} groups, {rollouts} rollouts, {amount(tokens)} tokens"
-                + (f"  {amount(rate)} tokens/s" if self._has_scored else "")
-            )
-        self._since, self._sums, self._has_scored = time.monotonic(), [0, 0, 0], True
 
 
 def gives_nothing(scorer: str) -> str:

@@ -11,6 +11,7 @@ from rlbuffer.records.micro_batch import MicroBatch, Padded, Sample, Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import AdapterProgress, Decision, Drop, Normalizers, Plan, StepPlan
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "RolloutInfo",
     "Sample",
     "Step",
+    "StepHeader",
     "StepPlan",
     "Ticket",
     "Turn",

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PackingError
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import AdapterProgress, Normalizers
 
 if TYPE_CHECKING:
@@ -194,12 +195,12 @@ class Step:
     """Over all ranks."""
     groups: int
     """Over all ranks."""
+    header: StepHeader
+    """The step as it was committed: per env tokens, rollouts, reward, ages; what it asks the trainer for."""
     micro_batches: tuple[MicroBatch, ...] = ()
     """As many on every rank. How many of them make an optimizer update is the trainer's choice."""
     damaged: tuple[str, ...] = ()
     """Ids of this rank's rollouts that were missing or damaged and became masked padding."""
-    header: Mapping[str, Any] = field(default_factory=dict)
-    """Totals of the step as committed: per env tokens, rollouts, reward, ages; for reports."""
     adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
     """Adapter ("" is all weights) -> how far it is with this step: which optimizers step after it."""
 

@@ -13,15 +13,17 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.gpus import gpus_of, visible
 from rlbuffer.config.settings import RunSettings, from_json
 from rlbuffer.errors import RlbufferError
+from rlbuffer.events.batcher import BatcherEvent, LeaderReady
+from rlbuffer.events.scorer import ScorerEvent
+from rlbuffer.events.scorer_narrator import ScoreNarrator
+from rlbuffer.events.worker import WorkerEvent
+from rlbuffer.events.worker_narrator import WorkerNarrator
 from rlbuffer.narration.numbers import printable
-from rlbuffer.narration.scorer import ScoreNarrator
-from rlbuffer.narration.worker import WorkerNarrator
 from rlbuffer.process.environment import name_process
 from rlbuffer.process.signals import end_with, end_with_supervisor, stop_on_signals
 
@@ -42,7 +44,7 @@ def sample(
     replica: int,
     name: str,
     stop: threading.Event,
-    on_event: Callable[[dict[str, Any]], None] | None = None,
+    on_event: Callable[[WorkerEvent], None] | None = None,
     *,
     origin: str = "",
 ) -> int:
@@ -73,7 +75,7 @@ def score(
     replica: int,
     name: str,
     stop: threading.Event,
-    on_event: Callable[[dict[str, Any]], None] | None = None,
+    on_event: Callable[[ScorerEvent], None] | None = None,
     *,
     origin: str = "",
 ) -> int:
@@ -124,7 +126,7 @@ def trainer_main(settings_json: str, log: Connection) -> None:
 def serve(
     settings: RunSettings,
     stop: threading.Event,
-    on_event: Callable[[dict[str, Any]], None],
+    on_event: Callable[[BatcherEvent], None],
     *,
     replace_config: bool = False,
     follows: bool = False,
@@ -155,14 +157,14 @@ def serve_main() -> None:
     With ``--again`` this process takes the place of one that ended: the run's settings count, which an operator may
     have changed since.
     """
-    from rlbuffer.narration.serve import ServeNarrator
+    from rlbuffer.events.batcher_narrator import ServeNarrator
 
     settings, stop = _begin("serve")
     narrator = ServeNarrator(say)
 
-    def on_event(event: dict[str, Any]) -> None:
-        if event["event"] == "ready":
-            say(f"serving run {event['run']!r} from step {event['step']}")
+    def on_event(event: BatcherEvent) -> None:
+        if isinstance(event, LeaderReady):
+            say(f"serving run {event.run!r} from step {event.step}")
         narrator(event)
 
     _leave_with(lambda: serve(settings, stop, on_event, follows="--again" in sys.argv[1:]))

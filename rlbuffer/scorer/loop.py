@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlbuffer.client.views import stand_in
 from rlbuffer.config.settings import RunSettings, ScoreSettings
 from rlbuffer.errors import ConfigError, InvalidRollout, PayloadError, RlbufferError, RunDamaged, RunGone, ServerRefused
+from rlbuffer.events.event import RunChanged, Trouble
+from rlbuffer.events.scorer import GroupScored, ScoredLate, ScorerEvent, ScorerReady, ScorerStopped
 from rlbuffer.narration.scorer import gives_nothing
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group
@@ -69,13 +71,12 @@ def run_scorer(
     settings: RunSettings,
     *,
     stop: threading.Event,
-    on_event: Callable[[dict[str, Any]], None] | None = None,
+    on_event: Callable[[ScorerEvent], None] | None = None,
 ) -> bool:
     """Runs one scorer of ``[score.KEY]`` until `stop` is set, or the run has ended (-> True); what it has not pushed
     yet is given back then.
 
-    Events, each a dict with ``event``: ``ready`` (gives), ``scored`` (group_id, rollouts, tokens, seconds), ``late``
-    (group_id), ``trouble`` (error), ``restart`` (error), ``stopped`` (groups, rollouts, late, failed_groups).
+    `on_event` is called with each event (:mod:`rlbuffer.events.scorer`).
 
     Raises:
         ConfigError: it gives nothing, or its model or function cannot be loaded.
@@ -110,7 +111,7 @@ class _Scorer:
         reference: Reference | None,
         rewards: Rewards | None,
         stop: threading.Event,
-        on_event: Callable[[dict[str, Any]], None],
+        on_event: Callable[[ScorerEvent], None],
     ) -> None:
         self._buffer, self._store, self._name, self._options = buffer, buffer.store, name, options
         self._gives, self._envs = frozenset(gives), frozenset(options.envs)
@@ -126,7 +127,7 @@ class _Scorer:
         """-> whether the run has ended."""
         has_ended = False
         self._beat.start()
-        self._on_event({"event": "ready", "gives": sorted(self._gives)})
+        self._on_event(ScorerReady(gives=tuple(sorted(self._gives))))
         try:
             while not (self._stop.is_set() or has_ended):
                 self._forget()
@@ -136,7 +137,7 @@ class _Scorer:
                     break
                 except RunGone as error:
                     self._beat.error = str(error)
-                    self._on_event({"event": "restart", "error": str(error)})
+                    self._on_event(RunChanged(error=str(error)))
                     if isinstance(error, RunDamaged):  # until a person has mended it
                         await asyncio.sleep(RETRY_SECONDS)
                 except ServerRefused as error:
@@ -147,13 +148,12 @@ class _Scorer:
             self._beat.close()
             beat = self._beat
             self._on_event(
-                {
-                    "event": "stopped",
-                    "groups": beat.groups,
-                    "rollouts": beat.rollouts,
-                    "late": beat.late,
-                    "failed_groups": beat.failed_groups,
-                }
+                ScorerStopped(
+                    groups=beat.groups,
+                    rollouts=beat.rollouts,
+                    late=beat.late,
+                    failed_groups=beat.failed_groups,
+                )
             )
         return has_ended
 
@@ -314,7 +314,7 @@ class _Scorer:
         self._found.pop(pending.entry.entry_id, None)
         if not pushed:
             self._beat.late += 1
-            self._on_event({"event": "late", "group_id": group.group_id})
+            self._on_event(ScoredLate(group_id=group.group_id))
             return
         tokens = sum(rollout.length for rollout in group.rollouts)
         self._beat.groups += 1
@@ -322,13 +322,7 @@ class _Scorer:
         self._beat.tokens += tokens
         self._beat.error = ""
         self._on_event(
-            {
-                "event": "scored",
-                "group_id": group.group_id,
-                "rollouts": len(group.rollouts),
-                "tokens": tokens,
-                "seconds": seconds,
-            }
+            GroupScored(group_id=group.group_id, rollouts=len(group.rollouts), tokens=tokens, seconds=seconds)
         )
 
     def _stored(self, writer: Writer, group: Group, entry_id: str) -> str:
@@ -351,7 +345,7 @@ class _Scorer:
         rest = f" ({pending.failures} times: it is left alone)" if pending.failures >= GROUP_TRIES else ""
         self._beat.failed_groups += pending.failures >= GROUP_TRIES
         self._beat.error = f"group {pending.entry.group_id} cannot be scored: {reason}{rest}"
-        self._on_event({"event": "trouble", "error": self._beat.error})
+        self._on_event(Trouble(error=self._beat.error))
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """Gives the result of `work`; gives it up when the scorer is asked to stop."""

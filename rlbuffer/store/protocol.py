@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan
 from rlbuffer.store.records import (
     Attempt,
@@ -27,7 +28,6 @@ from rlbuffer.store.records import (
     Report,
     Reused,
     Sources,
-    StepHeader,
     StepPart,
 )
 

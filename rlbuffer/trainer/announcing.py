@@ -24,9 +24,9 @@ class Announcer:
         settings = self._session.settings.trainer
         if step.number % settings.publish.every == 0 or step.number == settings.steps:
             self.publish(step.number)
-        elif step.header.get("waiting_for_version") is not None:
+        elif step.header.waiting_for_version is not None:
             # Nothing that could be sampled with an older one would still be young enough for the next step.
-            self.publish(step.number, unless=int(step.header["waiting_for_version"]))
+            self.publish(step.number, unless=step.header.waiting_for_version)
 
     def publish(self, version: int, *, unless: int | None = None) -> None:
         """Rank 0 writes and announces a version, unless samplers have it (or version `unless`), or a newer one."""

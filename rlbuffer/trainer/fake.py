@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +23,7 @@ from rlbuffer.packing.planner import plan
 from rlbuffer.records.micro_batch import Sample, Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Normalizers
 
 GROUPS = 8
@@ -170,21 +171,30 @@ class FakeReader:
         )
         tokens = sum(r.length for r in rollouts)
         reward = float(np.mean([r.reward for r in rollouts]))
+        digest = hashlib.sha256(f"{self._settings.trainer.seed}:{number}".encode()).hexdigest()
+        rows = sum(len(rank) for micro_step in planned.rows for rank in micro_step)
         return Step(
             number=number,
             epoch=0,
-            digest=hashlib.sha256(f"{self._settings.trainer.seed}:{number}".encode()).hexdigest(),
+            digest=digest,
             world_size=self._world_size,
             micro_batches=micro_batches,
             normalizers=normalizers,
             rollouts=len(rollouts),
             groups=GROUPS,
-            header={
-                "tokens": tokens,
-                "reward": reward,
-                "age": 0.0,
-                "max_age": 0,
-                "envs": {
+            header=StepHeader(
+                step=number,
+                epoch=0,
+                digest=digest,
+                previous_digest="",
+                world_size=self._world_size,
+                normalizers=asdict(normalizers),
+                rollouts=len(rollouts),
+                tokens=tokens,
+                group_ids=tuple(f"fake.{number}.{g}" for g in range(GROUPS)),
+                closed_by="groups",
+                fill=tokens / (row_tokens * rows),
+                envs={
                     "fake": {
                         "rollouts": len(rollouts),
                         "tokens": tokens,
@@ -194,7 +204,12 @@ class FakeReader:
                         "max_age": 0,
                     }
                 },
-            },
+                reward=reward,
+                age=0.0,
+                max_age=0,
+                committed_ms=0,
+                columns={},
+            ),
         )
 
 

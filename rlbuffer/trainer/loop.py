@@ -38,8 +38,8 @@ def train(
     """Trains until ``settings.trainer.steps`` or the end of the run, from the newest checkpoint if there is one.
 
     With a world size above 1 the process group is joined from the environment (MASTER_ADDR and so on, as torchrun
-    sets it). `on_event` is called on rank 0 with ``start``, ``step``, ``checkpoint`` and ``end`` objects; `on_stall`
-    in a thread, when another rank hangs (default: says so and ends the process).
+    sets it). `on_event` is called on rank 0 with each event (:mod:`rlbuffer.events.trainer`); `on_stall` in a
+    thread, when another rank hangs (default: says so and ends the process).
 
     Returns:
         True when the planned steps are trained, or the run has ended; False when it was asked to stop before (with a
@@ -112,7 +112,7 @@ def train(
             reports.step(step, tally, watch, place, damaged_tokens=pulled.damaged_tokens)
 
             watch = Stopwatch()  # what follows belongs to the next step's time
-            if step.number % trainer.checkpoint.every == 0 or step.header.get("checkpoint_now"):
+            if step.number % trainer.checkpoint.every == 0 or step.header.checkpoint_now:
                 with watch.measure("checkpoint"):
                     reports.checkpoint(place, checkpoint(session, place))
 

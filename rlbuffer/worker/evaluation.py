@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
 from rlbuffer.errors import ServerRefused
+from rlbuffer.events.event import Trouble
+from rlbuffer.events.worker import VersionEvaluated, WorkerEvent
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.worker.envs import Env, close_env, make_env
@@ -51,7 +53,7 @@ class Evaluator:
         settings: Mapping[str, EvaluationSettings],
         *,
         hold: Callable[[], Any],
-        on_event: Callable[[dict[str, Any]], None],
+        on_event: Callable[[WorkerEvent], None],
     ) -> None:
         self._store = buffer.store
         self._sampler = sampler
@@ -126,7 +128,7 @@ class Evaluator:
         else:
             await asyncio.to_thread(self._store.release_evaluation, name, version, owner=self._owner)
             return
-        self._on_event({"event": "evaluation", "env": name, "version": version, **record})
+        self._on_event(VersionEvaluated(env=name, version=version, result=record))
 
     async def _measured(
         self, name: str, settings: EvaluationSettings, version: int
@@ -161,7 +163,7 @@ class Evaluator:
         return summary(rollouts, failed=settings.prompts - len(rollouts)), ""
 
     def _trouble(self, sentence: str) -> None:
-        self._on_event({"event": "trouble", "error": sentence})
+        self._on_event(Trouble(error=sentence))
 
 
 def summary(rollouts: list[Rollout], *, failed: int) -> dict[str, Any]:

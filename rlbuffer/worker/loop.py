@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
 from rlbuffer.errors import (
@@ -31,6 +31,17 @@ from rlbuffer.errors import (
     SamplerUnavailable,
     ServerRefused,
     ServerUnreachable,
+)
+from rlbuffer.events.event import RunChanged, Trouble
+from rlbuffer.events.worker import (
+    EnvFinished,
+    GroupGivenUp,
+    GroupPushed,
+    SamplerChecked,
+    VersionLoaded,
+    WorkerEvent,
+    WorkerStopped,
+    WorkerWaits,
 )
 from rlbuffer.narration.waiting import draining
 from rlbuffer.process.threads import in_thread
@@ -69,8 +80,6 @@ AWAY_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
-Event = dict[str, Any]
-
 
 def run_worker(
     buffer: Buffer,
@@ -78,7 +87,7 @@ def run_worker(
     settings: WorkerSettings,
     *,
     stop: threading.Event,
-    on_event: Callable[[Event], None] | None = None,
+    on_event: Callable[[WorkerEvent], None] | None = None,
     env: Env | None = None,
     sampler: Sampler | None = None,
     evaluations: Mapping[str, EvaluationSettings] | None = None,
@@ -86,10 +95,7 @@ def run_worker(
 ) -> bool:
     """Runs one worker until `stop` is set, or its env is done; tickets it still holds then are given back.
 
-    Events, each a dict with ``event``: ``checked`` (version, difference), ``version`` (version, seconds), ``group``
-    (one was pushed: group_id, version, rollouts, tokens, reward, seconds), ``waiting`` (waiting), ``trouble`` (error;
-    of a group given up also kind, and traceback, "" except for the first of a kind), ``restart`` (error), ``done``
-    (env, sentence), ``stopped`` (groups, rollouts, failed_groups).
+    `on_event` is called with each event (:mod:`rlbuffer.events.worker`).
 
     Args:
         name: the producer's name; the same after a restart.
@@ -111,15 +117,7 @@ def run_worker(
         env, sampler = env or make_env(settings.env, **settings.env_options), sampler or make_sampler(settings)
     buffer.store.open_run()
     worker = _Worker(
-        buffer,
-        name,
-        settings,
-        stop,
-        on_event or (lambda event: None),
-        env,
-        sampler,
-        evaluations or {},
-        section,
+        buffer, name, settings, stop, on_event or (lambda event: None), env, sampler, evaluations or {}, section
     )
     return asyncio.run(worker.run())
 
@@ -135,7 +133,7 @@ class _Worker:
         name: str,
         settings: WorkerSettings,
         stop: threading.Event,
-        on_event: Callable[[Event], None],
+        on_event: Callable[[WorkerEvent], None],
         env: Env,
         sampler: Sampler,
         evaluations: Mapping[str, EvaluationSettings],
@@ -154,7 +152,7 @@ class _Worker:
             sampler,
             env,
             loaded=self._loaded,
-            trouble=self._trouble,
+            trouble=lambda sentence: self._trouble(Trouble(error=sentence)),
             wait=self._wait,
             cache=VersionCache.of(buffer.settings, stop=stop),
             max_age=buffer.settings.batcher.for_env(env.name, "max_age"),
@@ -178,7 +176,7 @@ class _Worker:
     async def run(self) -> bool:
         with suppress(RlbufferError):
             for sentence in self._pulse.look_back(self._buffer.store.heartbeats("worker")):
-                self._trouble(sentence, kind=WITHOUT_A_WORD, traceback="")
+                self._trouble(GroupGivenUp(error=sentence, kind=WITHOUT_A_WORD, traceback=""))
         self._pulse.start()
         try:
             while not self._stop.is_set() and not self._is_done:
@@ -199,7 +197,7 @@ class _Worker:
                     self._versions.forget()
                     self._evaluator.forget()
                     self._failures.clear()
-                    self._on_event({"event": "restart", "error": str(error)})
+                    self._on_event(RunChanged(error=str(error)))
                     if isinstance(error, RunDamaged):  # until a person has mended it
                         await asyncio.sleep(AWAY_SECONDS)
                 except ServerRefused as error:
@@ -213,8 +211,9 @@ class _Worker:
             self._pusher.shutdown()
             self._pulse.close()
             pulse = self._pulse
-            counts = {"groups": pulse.groups, "rollouts": pulse.rollouts, "failed_groups": pulse.failed_groups}
-            self._on_event({"event": "stopped"} | counts)
+            self._on_event(
+                WorkerStopped(groups=pulse.groups, rollouts=pulse.rollouts, failed_groups=pulse.failed_groups)
+            )
         return self._is_done
 
     def _no_ticket(self) -> str:
@@ -270,7 +269,7 @@ class _Worker:
         except EnvDone as error:
             # What is in flight here was made by another worker, whose tickets these were before they lapsed.
             self._is_done = True
-            self._on_event({"event": "done", "env": self._env.name, "sentence": str(error)})
+            self._on_event(EnvFinished(env=self._env.name, sentence=str(error)))
         except (RunGone, ServerUnreachable, ServerRefused):
             self._pulse.let_go()  # the tickets mean nothing any more, or cannot be given back: they lapse
             raise
@@ -367,7 +366,7 @@ class _Worker:
                 await self._release(writer, [ticket])
         except SamplerUnavailable as error:
             await self._release(writer, [ticket])
-            self._trouble(f"{error}; asked again in {AWAY_SECONDS:g} s")
+            self._trouble(Trouble(error=f"{error}; asked again in {AWAY_SECONDS:g} s"))
             await asyncio.sleep(AWAY_SECONDS)
         except (GroupFailed, InvalidRollout) as error:
             reason = str(error) if isinstance(error, GroupFailed) else in_words(error, self._settings)
@@ -429,7 +428,7 @@ class _Worker:
         else:
             await self._release(writer, [ticket])
         is_first = self._pulse.failures.note(kind, what)
-        self._trouble(sentence, kind=kind, traceback=traceback_of(error) if is_first else "")
+        self._trouble(GroupGivenUp(error=sentence, kind=kind, traceback=traceback_of(error) if is_first else ""))
         tries = self._settings.max_failures
         if tries and not self._pulse.groups and self._pulse.failed_groups >= tries:
             raise self._pulse.failures.all_of(self._env.name)
@@ -451,7 +450,7 @@ class _Worker:
 
         prompt = await asyncio.to_thread(self._first_prompt)
         difference = await check_sampler(self._sampler, policy, prompt.tokens, self._maker.sampling)
-        self._on_event({"event": "checked", "version": policy.version, "difference": difference})
+        self._on_event(SamplerChecked(version=policy.version, difference=difference))
 
     def _first_prompt(self) -> Prompt:
         """The prompt of the first ticket that is not skipped."""
@@ -465,25 +464,24 @@ class _Worker:
         self._pulse.version = version
         if version >= 0:
             self._evaluator.wake()
-            self._on_event({"event": "version", "version": version, "seconds": seconds})
+            self._on_event(VersionLoaded(version=version, seconds=seconds))
 
     def _tell(self, group: Group, seconds: float) -> None:
         rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
         self._on_event(
-            {
-                "event": "group",
-                "group_id": group.group_id,
-                "version": self._pulse.version,
-                "rollouts": len(group.rollouts),
-                "tokens": sum(rollout.length for rollout in group.rollouts),
-                "reward": sum(rewards) / len(rewards) if rewards else 0.0,
-                "seconds": seconds,
-            }
+            GroupPushed(
+                group_id=group.group_id,
+                version=self._pulse.version,
+                rollouts=len(group.rollouts),
+                tokens=sum(rollout.length for rollout in group.rollouts),
+                reward=sum(rewards) / len(rewards) if rewards else 0.0,
+                seconds=seconds,
+            )
         )
 
-    def _trouble(self, sentence: str, **more: str) -> None:
-        self._pulse.error = sentence
-        self._on_event({"event": "trouble", "error": sentence, **more})
+    def _trouble(self, event: Trouble | GroupGivenUp) -> None:
+        self._pulse.error = event.error
+        self._on_event(event)
 
     def _wait(self, what: str) -> None:
         """Notes what is waited for, and says it once it has lasted."""
@@ -493,7 +491,7 @@ class _Worker:
         self._pulse.waiting = f"waiting for {now - self._waiting_since:.0f} s: {what}"
         if now - self._said_waiting >= SAY_WAITING_SECONDS:
             self._said_waiting = now
-            self._on_event({"event": "waiting", "waiting": self._pulse.waiting})
+            self._on_event(WorkerWaits(waiting=self._pulse.waiting))
 
     def _work(self) -> None:
         self._waiting_since = None

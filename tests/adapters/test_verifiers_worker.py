@@ -14,6 +14,8 @@ from test_verifiers_env import CALL, RENDERER, Script
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import SamplerUnavailable
+from rlbuffer.events.event import Trouble
+from rlbuffer.events.worker import WorkerEvent, WorkerStopped
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker.envs import make_env
@@ -50,7 +52,7 @@ def test_a_tool_env_of_verifiers_fills_the_pool_with_token_exact_groups(tokenize
     options = {"taskset": "tiny_tools", "tokenizer": str(tokenizer), "renderer": RENDERER, "name": "tools"}
     settings = WorkerSettings(env="verifiers", env_options=options, group_size=2, groups_per_batch=2)
     env, sampler, stop = make_env("verifiers", **options), Sampler(tokenizer), threading.Event()
-    events: list[dict[str, Any]] = []
+    events: list[WorkerEvent] = []
     with connect("memory://") as buffer:
         store: Any = buffer.store
         store.open_run()
@@ -72,8 +74,8 @@ def test_a_tool_env_of_verifiers_fills_the_pool_with_token_exact_groups(tokenize
         finally:
             stop.set()
             thread.join(PATIENCE_SECONDS)
-        assert events[-1] == {"event": "stopped", "groups": 2, "rollouts": 4, "failed_groups": 0}
-        trouble = [event["error"] for event in events if event["event"] == "trouble"]
+        assert events[-1] == WorkerStopped(groups=2, rollouts=4, failed_groups=0)
+        trouble = [event.error for event in events if isinstance(event, Trouble)]
         assert trouble == ["the server is away; asked again in 1 s"]  # its ticket went back, and nothing else happened
         for entry in store.read_pool():
             payloads = store.client.hgetall(entry.payload_key)

@@ -111,7 +111,7 @@ def test_separate_processes_over_a_pushed_file_end_by_themselves(home: Home) -> 
         def read() -> None:
             for step in buffer.reader().steps():
                 steps.append(step.number)
-                groups.update(step.header["group_ids"])
+                groups.update(step.header.group_ids)
 
         reading = threading.Thread(target=read)
         reading.start()

@@ -25,7 +25,7 @@ SOURCES = [path for name, path in MODULES.items() if not name.startswith("simula
 FLOORS = (
     ("errors", "narration"),
     ("records", "process"),
-    ("wire", "packing", "config", "testing"),
+    ("events", "wire", "packing", "config", "testing"),
     ("batcher", "weights", "store"),
     ("client",),
     ("daemon", "worker", "trainer"),

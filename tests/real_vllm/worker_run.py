@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import WorkerSettings
+from rlbuffer.events.event import as_object
+from rlbuffer.events.worker import WorkerEvent
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker.envs import Prompt, Score
@@ -171,9 +173,12 @@ class WorkerRun:
 
     def _work(self) -> None:
         try:
-            run_worker(self.buffer, "w-0", self.settings, stop=self._stop, on_event=self._note, env=Endless())
+            run_worker(self.buffer, "w-0", self.settings, stop=self._stop, on_event=self._hear, env=Endless())
         except BaseException as error:
             self.raised.append(error)
+
+    def _hear(self, event: WorkerEvent) -> None:
+        self._note(as_object(event))
 
     def _note(self, event: dict[str, Any]) -> None:
         if event["event"] == "group":  # as a batcher does that has read it

@@ -16,6 +16,8 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon, leadership
+from rlbuffer.events.batcher import BatcherEvent
+from rlbuffer.events.event import as_object
 
 LEASE_SECONDS = 20.0
 """One that is stopped gives it back at once; a busy machine must not take it from one that works."""
@@ -37,7 +39,7 @@ class Served:
         store = self.run.again()
         self.run.closes(self)
         leadership.ATTEMPT_SECONDS = self._word_seconds
-        options = {"on_event": self.events.append, "lease_seconds": LEASE_SECONDS} | options
+        options = {"on_event": self.hear, "lease_seconds": LEASE_SECONDS} | options
         daemon = Daemon(Buffer(store, settings=settings or RunSettings()), config, **options)
         stop = threading.Event()
 
@@ -51,6 +53,10 @@ class Served:
         thread.start()
         self._running.append((stop, thread))
         return store
+
+    def hear(self, event: BatcherEvent) -> None:
+        """Keeps the event as ``--display json`` would print it."""
+        self.events.append(as_object(event))
 
     def stop(self, which: int = 0) -> None:
         stop, thread = self._running.pop(which)

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import RlbufferError
+from rlbuffer.events.event import as_object
 from rlbuffer.process import heartbeat
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
@@ -159,7 +160,7 @@ def _worker(options: argparse.Namespace) -> int:
             options.name,
             settings,
             stop=stop,
-            on_event=_say,
+            on_event=lambda event: _say(as_object(event)),
             env=env,
             sampler=Batched(PacedSampler(options.seconds, seed=os.getpid())),
         )

@@ -11,6 +11,8 @@ from typing import Any
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.views import stand_in
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.events.event import as_object
+from rlbuffer.events.scorer import ScorerEvent
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.scorer.loop import run_scorer
@@ -64,12 +66,15 @@ class Stage:
     def start(self, name: str = "s") -> None:
         def work() -> None:
             try:
-                run_scorer(self.buffer, name, "one", self.settings, stop=self.stop, on_event=self.events.append)
+                run_scorer(self.buffer, name, "one", self.settings, stop=self.stop, on_event=self._hear)
             except BaseException as error:
                 self.raised = error
 
         self.threads.append(threading.Thread(target=work))
         self.threads[-1].start()
+
+    def _hear(self, event: ScorerEvent) -> None:
+        self.events.append(as_object(event))
 
     def finish(self) -> None:
         self.stop.set()

@@ -11,8 +11,9 @@ import numpy as np
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.records.group import Group
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, EntryUse, Normalizers, Plan, RolloutRef, StepPlan
-from rlbuffer.store.records import Lease, PoolEntry, StepHeader
+from rlbuffer.store.records import Lease, PoolEntry
 from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.testing import make_group
 

@@ -14,6 +14,8 @@ import numpy as np
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import WeightsError
+from rlbuffer.events.event import as_object
+from rlbuffer.events.worker import WorkerEvent
 from rlbuffer.process import heartbeat
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
@@ -145,8 +147,8 @@ class Stage:
         """Asks the worker to stop in the moment in which it has said so many of each of these events."""
         self._last = events
 
-    def _hear(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
+    def _hear(self, event: WorkerEvent) -> None:
+        self.events.append(as_object(event))
         if self._last and all(len(self.told(kind)) >= count for kind, count in self._last.items()):
             self.stop.set()
 

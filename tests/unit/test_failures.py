@@ -14,7 +14,9 @@ import pytest
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, InvalidRollout
-from rlbuffer.narration.worker import WorkerNarrator
+from rlbuffer.events.event import Trouble
+from rlbuffer.events.worker import GroupGivenUp, WorkerStopped, WorkerWaits
+from rlbuffer.events.worker_narrator import WorkerNarrator
 from rlbuffer.process.threads import places_of_thread
 from rlbuffer.records.group import Ticket
 from rlbuffer.worker import failures
@@ -218,7 +220,7 @@ def test_the_first_failure_of_a_kind_is_told_with_its_traceback_and_the_others_a
     tell = WorkerNarrator(said.append)
 
     def fail(kind: str, error: str, traceback: str = "") -> None:
-        tell({"event": "trouble", "error": error, "kind": kind, "traceback": traceback})
+        tell(GroupGivenUp(error=error, kind=kind, traceback=traceback))
 
     fail("KeyError", "group m.0 given up: KeyError: 'x'", "Traceback: line 3")
     for number in range(1, 5):
@@ -228,7 +230,7 @@ def test_the_first_failure_of_a_kind_is_told_with_its_traceback_and_the_others_a
         "! group m.0 given up: KeyError: 'x'\nTraceback: line 3",
         "! group m.5 given up: ValueError: y\nTraceback: line 4",
     ]
-    tell({"event": "stopped", "groups": 0, "rollouts": 0, "failed_groups": 6})
+    tell(WorkerStopped(groups=0, rollouts=0, failed_groups=6))
     assert said[2:] == [
         "! 4 more groups given up (KeyError 4), the last: group m.4 given up: KeyError: 'x'",
         "stopped after 0 groups, 0 rollouts, 6 given up",
@@ -239,7 +241,7 @@ def test_a_trouble_that_lasts_is_told_once_a_minute() -> None:
     said: list[str] = []
     tell = WorkerNarrator(said.append)
     for _ in range(3):
-        tell({"event": "trouble", "error": "the server is away; asked again in 1 s"})
+        tell(Trouble(error="the server is away; asked again in 1 s"))
     assert said == ["! the server is away; asked again in 1 s"]
 
 
@@ -248,7 +250,7 @@ def test_what_a_worker_waits_for_is_told_once_a_minute_though_its_numbers_change
     tell = WorkerNarrator(said.append)
     for seconds in (5, 10, 5):  # failed groups take a ticket now and then: the count begins again
         for wait in ("no ticket for m: what may be sampled now is out", "the first policy version"):
-            tell({"event": "waiting", "waiting": f"waiting for {seconds} s: {wait}"})
+            tell(WorkerWaits(waiting=f"waiting for {seconds} s: {wait}"))
     assert said == [
         "waiting for 5 s: no ticket for m: what may be sampled now is out",
         "waiting for 5 s: the first policy version",

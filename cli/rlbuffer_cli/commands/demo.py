@@ -18,6 +18,7 @@ from rlbuffer_cli.starting import starting
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
     from rlbuffer.store.records import Ledger
+    from rlbuffer_cli.events import DemoStep, RunSummary
     from rlbuffer_cli.render.watch import Watch
 
 EDGE_STEPS = 10
@@ -148,7 +149,9 @@ class _Demo:
 
     def _on_step(self, record: Mapping[str, Any]) -> None:
         if self._shown == "json":
-            echo(json.dumps(step_event(record)))
+            from rlbuffer.events.event import as_object
+
+            echo(json.dumps(as_object(step_event(record))))
         elif self._shown == "plain":
             from rlbuffer_cli.render.train_view import train_line
 
@@ -157,52 +160,64 @@ class _Demo:
 
     def _summarize(self, watch: Watch, ledger: Ledger, code: int, restarts: int, log: str) -> None:
         from rlbuffer.config.fractions import budgets_at
+        from rlbuffer.events.event import as_object
 
-        summary = summary_event(watch, ledger, self._settings.run, str(self._settings.output_dir))
-        summary |= {"exit_code": code, "restarts": restarts, "seed": self._seed}
+        summary = summary_event(
+            watch,
+            ledger,
+            self._settings.run,
+            str(self._settings.output_dir),
+            code=code,
+            restarts=restarts,
+            seed=self._seed,
+        )
         if self._shown == "json":
-            echo(json.dumps(summary))
+            echo(json.dumps(as_object(summary)))
         elif self._shown != "none":
             budgets = budgets_at(self._settings.batcher.budgets, self._settings.trainer.steps)
             for line in summary_lines(summary, budgets, log, str(self._settings.home)):
                 echo(line)
 
 
-def step_event(record: Mapping[str, Any]) -> dict[str, Any]:
+def step_event(record: Mapping[str, Any]) -> DemoStep:
     """A trained step for ``--display json``."""
-    return {
-        "event": "step",
-        "step": record["step"],
-        "reward": record.get("reward"),
-        "reward_env": record.get("rewards", {}),
-        "tokens": record.get("tokens"),
-        "tokens_env": record.get("tokens_by_env", {}),
-        "ages": {"mean": record.get("age"), "max": record.get("max_age"), "env": record.get("ages", {})},
-        "loss": record.get("loss"),
-        "entropy": record.get("entropy"),
-        "time": record.get("time"),
-    }
+    from rlbuffer_cli.events import DemoStep
+
+    return DemoStep(
+        step=record["step"],
+        reward=record.get("reward"),
+        reward_env=record.get("rewards", {}),
+        tokens=record.get("tokens"),
+        tokens_env=record.get("tokens_by_env", {}),
+        ages={"mean": record.get("age"), "max": record.get("max_age"), "env": record.get("ages", {})},
+        loss=record.get("loss"),
+        entropy=record.get("entropy"),
+        time=record.get("time"),
+    )
 
 
-def summary_event(watch: Watch, ledger: Ledger, run: str, folder: str) -> dict[str, Any]:
-    """The summary of a run: where reward began and ended, what was trained, whether it adds up."""
+def summary_event(
+    watch: Watch, ledger: Ledger, run: str, folder: str, *, code: int, restarts: int, seed: int
+) -> RunSummary:
+    """The summary of a run that has ended with `code`."""
+    from rlbuffer_cli.events import RunSummary
+
     records = watch.records
     edge = max(1, min(EDGE_STEPS, len(records) // 2))
     total = ledger.total()
     dropped = sum(d[0] for d in total.dropped.values())
     accounted = total.pending[0] + total.packed[0] + total.trained[0] + dropped
-    return {
-        "event": "summary",
-        "run": run,
-        "steps": records[-1]["step"] if records else 0,
-        "seconds": round(watch.seconds, 2),
-        "first_step_seconds": None if watch.first_step_seconds is None else round(watch.first_step_seconds, 2),
-        "reward_from": watch.mean_reward(records[:edge]),
-        "reward_to": watch.mean_reward(records[-edge:]),
-        "edge_steps": edge,
-        "tokens": sum(watch.tokens.values()),
-        "shares": watch.shares(),
-        "ledger": {
+    return RunSummary(
+        run=run,
+        steps=records[-1]["step"] if records else 0,
+        seconds=round(watch.seconds, 2),
+        first_step_seconds=None if watch.first_step_seconds is None else round(watch.first_step_seconds, 2),
+        reward_from=watch.mean_reward(records[:edge]),
+        reward_to=watch.mean_reward(records[-edge:]),
+        edge_steps=edge,
+        tokens=sum(watch.tokens.values()),
+        shares=watch.shares(),
+        ledger={
             "pushed": total.pushed[0],
             "pending": total.pending[0],
             "packed": total.packed[0],
@@ -210,43 +225,46 @@ def summary_event(watch: Watch, ledger: Ledger, run: str, folder: str) -> dict[s
             "dropped": {reason: d[0] for reason, d in total.dropped.items()},
             "balances": accounted == total.pushed[0],
         },
-        "stored": folder,
-        "parameters_sha256": next(iter(records[-1].get("parameters_sha256", ())), None) if records else None,
-    }
+        stored=folder,
+        parameters_sha256=next(iter(records[-1].get("parameters_sha256", ())), None) if records else None,
+        exit_code=code,
+        restarts=restarts,
+        seed=seed,
+    )
 
 
-def summary_lines(summary: Mapping[str, Any], budgets: Mapping[str, float], log: str, home: str) -> list[str]:
+def summary_lines(summary: RunSummary, budgets: Mapping[str, float], log: str, home: str) -> list[str]:
     """The summary for people, with what to type next."""
     from rlbuffer.narration.numbers import amount, duration
     from rlbuffer_cli.render.text import wrapped
 
-    ledger = summary["ledger"]
+    ledger = summary.ledger
     shares = " · ".join(
         f"{env} {100 * share:.1f}%" + (f" (target {100 * budgets[env]:.0f}%)" if env in budgets else "")
-        for env, share in summary["shares"].items()
+        for env, share in summary.shares.items()
     )
     drops = " ".join(f"{n:,} {reason}" for reason, n in ledger["dropped"].items()) or "0"
     where = "" if home == "~/.rlbuffer" else f" --home {home}"
     how = {0: "done", options.EXIT_INTERRUPTED: "interrupted"}
-    head = how.get(summary["exit_code"], f"ended early (exit code {summary['exit_code']}, see {log})")
-    first = summary["first_step_seconds"]
+    head = how.get(summary.exit_code, f"ended early (exit code {summary.exit_code}, see {log})")
+    first = summary.first_step_seconds
     when = "" if first is None else f", the first after {duration(first)}"
-    if summary["reward_to"] is None:
+    if summary.reward_from is None or summary.reward_to is None:
         reward = "no step was trained"
     else:
-        reward = f"{summary['reward_from']:.3f} -> {summary['reward_to']:.3f}  (means of {summary['edge_steps']} steps)"
+        reward = f"{summary.reward_from:.3f} -> {summary.reward_to:.3f}  (means of {summary.edge_steps} steps)"
     account = (
         f"{ledger['pushed']:,} rollouts pushed = {ledger['pending']:,} pending + {ledger['packed']:,} packed "
         f"+ {ledger['trained']:,} trained + dropped {drops}"
     )
     return [
         "",
-        f"{head}: {summary['steps']} steps in {duration(summary['seconds'])}{when}",
+        f"{head}: {summary.steps} steps in {duration(summary.seconds)}{when}",
         f"  reward   {reward}",
-        f"  tokens   {amount(summary['tokens'])} trained   {shares}",
+        f"  tokens   {amount(summary.tokens)} trained   {shares}",
         *wrapped(f"  ledger   {'balances' if ledger['balances'] else 'DOES NOT BALANCE'}: {account}", indent=" " * 11),
-        *([f"  digest   {summary['parameters_sha256']} of the parameters"] if summary["parameters_sha256"] else []),
-        f"  stored   {summary['stored']}   (log: run.log)",
-        f"  next     {options.program()} inspect --run {summary['run']}{where}",
-        f"           {options.program()} verify --run {summary['run']}{where}",
+        *([f"  digest   {summary.parameters_sha256} of the parameters"] if summary.parameters_sha256 else []),
+        f"  stored   {summary.stored}   (log: run.log)",
+        f"  next     {options.program()} inspect --run {summary.run}{where}",
+        f"           {options.program()} verify --run {summary.run}{where}",
     ]

@@ -67,9 +67,12 @@ def command(
 
 
 def _printer(shown: str):  # type: ignore[no-untyped-def]
+    from rlbuffer.events.event import as_object
+    from rlbuffer_cli.events import ProcessSaid
+
     def say(name: str, line: str) -> None:
         if shown == "json":
-            echo(json.dumps({"event": "log", "process": name, "line": line}))
+            echo(json.dumps(as_object(ProcessSaid(process=name, line=line))))
         elif shown == "plain":
             echo(f"{datetime.now():%H:%M:%S} {name:<14} {line}")
         sys.stdout.flush()

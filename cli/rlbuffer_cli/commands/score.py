@@ -56,7 +56,7 @@ def command(
     settings = loaded.settings
     sections.check("score", key, settings.score, loaded.file, "--model or --reward")
 
-    from rlbuffer.narration.scorer import ScoreNarrator
+    from rlbuffer.events.scorer_narrator import ScoreNarrator
     from rlbuffer.run import members
 
     return sections.run_alone(

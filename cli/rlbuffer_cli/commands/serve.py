@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,6 +17,7 @@ from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
+    from rlbuffer.events.batcher import LeaderReady
 
 
 @click.command("serve")
@@ -52,7 +54,9 @@ def command(
       rlbuffer worker --env vcopy --run math      (in a second terminal)
       rlbuffer train --world-size 2 --run math    (in a third)
     """
-    from rlbuffer.narration.serve import ServeNarrator
+    from rlbuffer.events.batcher import BatcherEvent, LeaderReady, StepCommitted
+    from rlbuffer.events.batcher_narrator import ServeNarrator
+    from rlbuffer.events.event import as_object
     from rlbuffer.process.environment import name_process
     from rlbuffer.process.signals import set_on_hangup, stop_on_signals
     from rlbuffer.run import members
@@ -77,15 +81,15 @@ def command(
             lambda line: say(f"{datetime.now():%H:%M:%S} {line}"), None if foot is None else status.wait_for
         )
 
-        def on_event(event: dict[str, Any]) -> None:
+        def on_event(event: BatcherEvent) -> None:
             if shown == "json":
-                echo(json.dumps(event, default=str))
+                echo(json.dumps(as_object(event), default=str))
             elif shown != "none":
-                if event["event"] == "ready":
-                    status.step = int(event["step"])
+                if isinstance(event, LeaderReady):
+                    status.step = event.step
                     say("\n".join(banner(loaded, event, time.monotonic() - started)))
-                elif event["event"] == "step":
-                    status.step = int(event["step"])
+                elif isinstance(event, StepCommitted):
+                    status.step = event.header.step
                 narrator(event)
 
         members.serve(
@@ -162,14 +166,14 @@ def _check_run(loaded: Loaded, *, resume: bool) -> None:
             )
 
 
-def banner(loaded: Loaded, ready: dict[str, Any], seconds: float) -> list[str]:
+def banner(loaded: Loaded, ready: LeaderReady, seconds: float) -> list[str]:
     """What `serve` says when it is ready: which server, and the settings that decide with where they came from."""
     from rlbuffer import __version__
     from rlbuffer.config.fractions import budgets_at
     from rlbuffer.narration.numbers import percent
 
     batcher = loaded.settings.batcher
-    server = ready["server"]
+    server = ready.server
     where = "embedded" if server.get("embedded") else loaded.source("redis_url")
     per_rank = batcher.micro_batches_per_rank * batcher.rows_per_micro_batch
     if batcher.step_groups or batcher.step_rollouts:
@@ -177,7 +181,7 @@ def banner(loaded: Loaded, ready: dict[str, Any], seconds: float) -> list[str]:
         size = f"{size}, rows of {batcher.row_tokens:,} tokens"
     else:
         size = f"{per_rank} row{'s' * (per_rank > 1)} of {batcher.row_tokens:,} tokens per rank"
-    budgets = budgets_at(batcher.budgets, ready["step"] + 1)
+    budgets = budgets_at(batcher.budgets, ready.step + 1)
     shares = " · ".join(f"{env} {percent(share)}" for env, share in budgets.items())
     memory = _bytes(server.get("used_memory", 0))
     if server.get("maxmemory"):
@@ -201,15 +205,15 @@ def banner(loaded: Loaded, ready: dict[str, Any], seconds: float) -> list[str]:
             ),
         ),
         ("budgets", shares or f"{batcher.remainder} (none set)"),
-        *_forecast(ready.get("forecast") or {}, loaded),
+        *_forecast(ready.forecast, loaded),
     ]
-    lines = [f'rlbuffer {__version__} · serving run "{ready["run"]}" from step {ready["step"]}']
+    lines = [f'rlbuffer {__version__} · serving run "{ready.run}" from step {ready.step}']
     lines += [f"  {name:<9} {text}" for name, text in rows]
-    lines.append(f"  ready in {seconds:.1f} s.   look: {options.program()} inspect --run {ready['run']}   stop: ctrl-c")
+    lines.append(f"  ready in {seconds:.1f} s.   look: {options.program()} inspect --run {ready.run}   stop: ctrl-c")
     return lines
 
 
-def _forecast(forecast: dict[str, Any], loaded: Loaded) -> list[tuple[str, str]]:
+def _forecast(forecast: Mapping[str, int], loaded: Loaded) -> list[tuple[str, str]]:
     """What the run's steps take of the server's memory; nothing where that is not known."""
     if not forecast:
         return []

@@ -62,7 +62,7 @@ def command(
     settings = loaded.settings
     sections.check("worker", key, settings.worker, loaded.file, "--env")
 
-    from rlbuffer.narration.worker import WorkerNarrator
+    from rlbuffer.events.worker_narrator import WorkerNarrator
     from rlbuffer.run import members
 
     return sections.run_alone(

@@ -17,6 +17,8 @@ from rlbuffer.errors import (
     ServerUnreachable,
     WrongType,
 )
+from rlbuffer.events.event import as_object
+from rlbuffer.events.history import Dropped
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo, unfrozen
 from rlbuffer.records.step_plan import Drop
@@ -342,16 +344,14 @@ def _chunks(
 
 
 def _drop_record(drop: Drop) -> bytes:
-    return payload.dumps(
-        {
-            "event": "drop",
-            "group_id": drop.group_id,
-            "env": drop.env,
-            "reason": drop.reason,
-            "rollouts": drop.rollouts,
-            "tokens": drop.tokens,
-            "detail": drop.detail,
-            "min_version": drop.min_version,
-            "reward": drop.reward,
-        }
+    record = Dropped(
+        group_id=drop.group_id,
+        env=drop.env,
+        reason=drop.reason,
+        rollouts=drop.rollouts,
+        tokens=drop.tokens,
+        detail=drop.detail,
+        min_version=drop.min_version,
+        reward=drop.reward,
     )
+    return payload.dumps(as_object(record))

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 from rlbuffer.errors import EpochChanged, NotFound, PayloadError, RlbufferError, RunGone, StepRetired
+from rlbuffer.events.event import as_object
+from rlbuffer.events.history import Recovered, RunRewound, StepsVoided
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.store.keys import RUNS
 from rlbuffer.store.moves.pool import HISTORY_ENTRIES, pool_entries
@@ -89,16 +91,16 @@ class RecoveryMoves(StepMoves, RunViews):
             if entry.group_id in trained_groups:
                 pending.setdefault(entry.group_id, []).append(entry)
         uses = [use for members in pending.values() for use in _as_trained(members)]
-        record = {
-            "step": claim.step,
-            "forgotten": claim.step - common,
-            "void": last - common,
-            "groups": len(groups),
-            "entries": len(uses),
-        }
+        record = Recovered(
+            step=claim.step,
+            forgotten=claim.step - common,
+            void=last - common,
+            groups=len(groups),
+            entries=len(uses),
+        )
         keys = self.keys
         args: list[Any] = [token, trainer.number, trainer.claim, claim.step, claim.digest, claim.epoch, fork]
-        args += [keys.payload_prefix, HISTORY_ENTRIES, payload.dumps({"event": "recovery", **record})]
+        args += [keys.payload_prefix, HISTORY_ENTRIES, payload.dumps(as_object(record))]
         args.append(len(groups))
         for group_id in groups:
             args += [group_id, pending[group_id][0].env if group_id in pending else ""]
@@ -109,7 +111,7 @@ class RecoveryMoves(StepMoves, RunViews):
         reply = self.move("recover", (*where, keys.history, keys.reuse), args)
         status = text(reply[0])
         if status == "OK":
-            return {"epoch": int(reply[1]), **record}
+            return {"epoch": int(reply[1]), **asdict(record)}
         if status == "NONE":
             return None
         if status == "FENCED":
@@ -195,10 +197,9 @@ class RecoveryMoves(StepMoves, RunViews):
     def _void(self, keep: int, what: str, *, with_pool: bool, force: bool) -> Mapping[str, Any]:
         keys = self.keys
         groups = self._leaving(keep, with_pool=with_pool)
-        event = "rewind" if with_pool else "void"
-        record = payload.dumps(
-            {"event": event, "step": keep, "groups": groups[:LISTED], "unlisted": len(groups[LISTED:])}
-        )
+        taken_back = RunRewound if with_pool else StepsVoided
+        listed = taken_back(step=keep, groups=groups[:LISTED], unlisted=len(groups[LISTED:]))
+        record = payload.dumps(as_object(listed))
         where = (keys.lease, keys.meta, keys.pool, keys.steps, keys.ledger, keys.closed, keys.garbage, keys.trainer)
         flags = (int(with_pool), int(force))
         age = round(1000 * ATTEMPT_SECONDS)

@@ -17,8 +17,9 @@ import numpy as np
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.further_columns import Columns, agree
 from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import AdapterProgress, RolloutRef, StepPlan, version_trained
-from rlbuffer.store.records import Meta, PartRollout, PoolEntry, StepHeader, StepPart
+from rlbuffer.store.records import Meta, PartRollout, PoolEntry, StepPart
 from rlbuffer.wire import payload
 
 MAX_STEP_BYTES = 512 * 2**20

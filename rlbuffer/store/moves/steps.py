@@ -9,6 +9,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlbuffer.errors import LeaseLost, NotFound, PayloadError, RlbufferError, StepRetired
+from rlbuffer.events.event import as_object
+from rlbuffer.events.history import Committed, RetiredEarly
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import RolloutRef, StepPlan
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.pool import HISTORY_ENTRIES
@@ -21,7 +24,7 @@ from rlbuffer.store.moves.step_format import (
     part_records,
     step_digest,
 )
-from rlbuffer.store.records import Meta, PartRollout, PoolEntry, StepHeader, StepPart
+from rlbuffer.store.records import Meta, PartRollout, PoolEntry, StepPart
 from rlbuffer.store.session import BLOCK_SECONDS, LAST_IN_STEP, Fields, Session, answers, ranged, text
 from rlbuffer.wire import payload
 
@@ -94,7 +97,7 @@ class StepMoves(Session):
         digest = step_digest(meta.digest, header, parts)
         summary = {name: record[name] for name in ("step", "rollouts", "tokens", "reward", "age", "max_age", "fill")}
         summary["envs"] = record["envs"]
-        history = {"event": "step", "groups": len(plan.group_ids), "closed_by": plan.closed_by, **summary}
+        history = as_object(Committed(groups=len(plan.group_ids), closed_by=plan.closed_by, **summary))
         args: list[Any] = [token, meta.epoch, plan.step, meta.digest, digest, self.keys.payload_prefix]
         # An adapter's data ages by its own steps, which may come as late as they like: nothing is forgotten then.
         remembered = 0 if any(plan.adapters) else self.tombstone_steps
@@ -202,7 +205,7 @@ class StepMoves(Session):
             LeaseLost: another leads, or the server was away.
         """
         keys = self.keys
-        record = b"" if early is None else payload.dumps({"event": "retired early", "step": up_to, **early})
+        record = b"" if early is None else payload.dumps(as_object(RetiredEarly(step=up_to, memory=early)))
         where = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history, keys.holds)
         reply = self.move("retire", where, (token, up_to, record, HISTORY_ENTRIES), since=since)
         if text(reply[0]) == "FENCED":

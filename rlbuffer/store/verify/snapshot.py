@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from rlbuffer.errors import PayloadError
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.ledger import parse_ledger
 from rlbuffer.store.moves.pool import pool_entries, reused_groups
 from rlbuffer.store.moves.run import parse_meta
 from rlbuffer.store.moves.steps import header_of, part_of
-from rlbuffer.store.records import Finding, Ledger, Meta, PartRollout, PoolEntry, Reused, StepHeader, StepPart
+from rlbuffer.store.records import Finding, Ledger, Meta, PartRollout, PoolEntry, Reused, StepPart
 from rlbuffer.store.session import Entry, answers, ranged, text
 
 T = TypeVar("T")

@@ -9,18 +9,17 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rlbuffer.config.gpus import visible
 from rlbuffer.config.settings import RunSettings, from_json
 from rlbuffer.errors import RankFailed, RlbufferError
+from rlbuffer.events.trainer import TrainerEvent
+from rlbuffer.events.trainer_narrator import line_of
 from rlbuffer.narration.numbers import printable
-from rlbuffer.narration.trainer import example_lines
 from rlbuffer.process.environment import name_process
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.launch.end_together import note_end, note_start
@@ -124,36 +123,8 @@ def run_rank(
     )
 
 
-def _print_event(event: Mapping[str, Any]) -> None:
+def _print_event(event: TrainerEvent) -> None:
     print(printable(line_of(event), lines=True), flush=True)
-
-
-def line_of(event: Mapping[str, Any]) -> str:
-    """An event as one plain line."""
-    kind = event["event"]
-    if kind == "step":
-        reward = "-" if event["reward"] is None else f"{event['reward']:.3f}"
-        rewards = " ".join(f"{env} {r:.3f}" for env, r in event["rewards"].items() if r is not None)
-        return (
-            f"step {event['step']}  reward {reward} ({rewards})  loss {event['loss']:+.4f}  "
-            f"entropy {event['entropy']:.3f}  kl {event['kl']:.4f}  clipped {event['clip_fraction']:.1%}  "
-            f"grad {event['grad_norm']:.2f}  age {event['age'] or 0:.2f}  tokens {event['tokens']}  "
-            f"{event['seconds']['total']:.2f} s  wait {event['wait']:.0%}"
-            + "".join(f"\n  {line}" for line in example_lines(event.get("examples", ())))
-        )
-    if kind == "start":
-        origin = f"from the checkpoint of step {event['step']}" if event["step"] else "from step 0"
-        ranks = "1 rank" if event["world_size"] == 1 else f"{event['world_size']} ranks"
-        return (
-            f"training {event['parameters']:,} parameters on {ranks} ({event['device']}, "
-            f"{event['attention']}), {origin} to {event['steps']}; output in {event['output']}"
-        )
-    if kind == "checkpoint":
-        return f"checkpoint of step {event['step']} in {event['path']}"
-    if kind == "end":
-        why = f": {reason[:1].lower()}{reason[1:]}" if (reason := event.get("reason")) else ""
-        return f"{'finished' if event['finished'] else 'stopped'} at step {event['step']}{why}"
-    return str(event.get("message", kind))
 
 
 def _is_lost_peer(error: Exception) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rlbuffer.events.trainer import StepTrained
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.trainer.update.pass_times import Pace
@@ -144,41 +145,44 @@ def step_record(
     damaged_tokens: int,
     watch: Stopwatch,
     world_size: int,
-) -> dict[str, Any]:
-    """The object of one step. `counted` is :meth:`Tally.over_ranks`.
-
-    Units: nats, seconds, bytes, policy versions (ages), fractions from 0 to 1.
-    """
+) -> StepTrained:
+    """The record of one step. `counted` is :meth:`Tally.over_ranks`."""
     header = step.header
-    envs: Mapping[str, Mapping[str, Any]] = header.get("envs", {})
     total = max(watch.total, 1e-9)
-    tokens = header.get("tokens", counted["trained_tokens"])
     seconds = {part: round(value, 6) for part, value in watch.seconds.items()}
-    return {
-        "event": "step",
-        "step": step.number,
-        "epoch": step.epoch,
-        "digest": step.digest,
-        "time": time.time(),
-        "reward": header.get("reward"),
-        "rewards": {env: values.get("reward") for env, values in envs.items()},
-        **{name: value for name, value in counted.items() if name not in ("trained_tokens", "length_squares")},
-        "grad_norm": gradient_norm,
-        "learning_rate": learning_rate,
-        "age": header.get("age"),
-        "max_age": header.get("max_age"),
-        "ages": {env: values.get("age") for env, values in envs.items()},
-        "tokens": tokens,
-        "tokens_by_env": {env: values.get("tokens") for env, values in envs.items()},
-        "tokens_per_second": round(tokens / total, 3),
-        "loss_tokens": step.normalizers.loss_tokens,
-        "damaged_tokens": damaged_tokens,
-        "rollouts": step.rollouts,
-        "groups": step.groups,
-        "world_size": world_size,
-        "wait": round(watch.seconds.get("wait", 0.0) / total, 6),
-        "seconds": seconds | {"total": round(total, 6)},
-    }
+    return StepTrained(
+        step=step.number,
+        epoch=step.epoch,
+        digest=step.digest,
+        time=time.time(),
+        reward=header.reward,
+        rewards={env: values["reward"] for env, values in header.envs.items()},
+        loss=counted["loss"],
+        entropy=counted["entropy"],
+        kl=counted["kl"],
+        ratio=counted["ratio"],
+        clip_fraction=counted["clip_fraction"],
+        reward_parts=counted["reward_parts"],
+        truncated=counted["truncated"],
+        truncated_by_env=counted["truncated_by_env"],
+        memory_bytes=counted["memory_bytes"],
+        ranks=counted["ranks"],
+        grad_norm=gradient_norm,
+        learning_rate=learning_rate,
+        age=header.age,
+        max_age=header.max_age,
+        ages={env: values["age"] for env, values in header.envs.items()},
+        tokens=header.tokens,
+        tokens_by_env={env: values["tokens"] for env, values in header.envs.items()},
+        tokens_per_second=round(header.tokens / total, 3),
+        loss_tokens=step.normalizers.loss_tokens,
+        damaged_tokens=damaged_tokens,
+        rollouts=step.rollouts,
+        groups=step.groups,
+        world_size=world_size,
+        wait=round(watch.seconds.get("wait", 0.0) / total, 6),
+        seconds=seconds | {"total": round(total, 6)},
+    )
 
 
 def finite(value: Any) -> Any:

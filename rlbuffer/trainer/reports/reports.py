@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rlbuffer.errors import RlbufferError
+from rlbuffer.events.event import as_object
+from rlbuffer.events.trainer import (
+    CheckpointWritten,
+    TrainerEvent,
+    TrainerWarning,
+    TrainingEnded,
+    TrainingStarted,
+    WaitingNoticed,
+)
 from rlbuffer.narration.trainer import RECENT_STEPS, waited
 from rlbuffer.narration.waiting import at_end
 from rlbuffer.records.micro_batch import Step, digest_step
@@ -21,7 +31,7 @@ from rlbuffer.trainer.reports.mfu import Work, peak_of
 from rlbuffer.trainer.reports.sinks import Sink, sinks_of
 from rlbuffer.trainer.session import Session
 
-OnEvent = Callable[[dict[str, Any]], None]
+OnEvent = Callable[[TrainerEvent], None]
 
 
 class Reports:
@@ -51,20 +61,21 @@ class Reports:
 
     def warn(self, message: str) -> None:
         """Something that a person should know, and that stops nothing."""
-        self._event("warning", message=message)
+        self._tell(TrainerWarning(message=message))
 
     def start(self, place: Place) -> None:
         """Training is about to begin, or to go on."""
         session = self._session
-        self._event(
-            "start",
-            step=place.step,
-            steps=session.settings.trainer.steps,
-            world_size=session.ranks.world_size,
-            device=str(session.ranks.device),
-            attention=session.policy.attention,
-            parameters=self._parameters,
-            output=str(session.settings.output_dir),
+        self._tell(
+            TrainingStarted(
+                step=place.step,
+                steps=session.settings.trainer.steps,
+                world_size=session.ranks.world_size,
+                device=str(session.ranks.device),
+                attention=session.policy.attention,
+                parameters=self._parameters,
+                output=str(session.settings.output_dir),
+            )
         )
 
     def step(self, step: Step, tally: Tally, watch: Stopwatch, place: Place, *, damaged_tokens: int) -> None:
@@ -84,41 +95,53 @@ class Reports:
             watch=watch,
             world_size=session.ranks.world_size,
         )
+        seconds = record.seconds["total"]
+        self._recent.append((watch.seconds.get("wait", 0.0), seconds))
+        slow = waited([w for w, _ in self._recent], [t for _, t in self._recent])
+        mfu = None
         if self._peak:
             squares = counted["length_squares"] * session.settings.trainer.optimizer.passes
             flops = self._work.flops(counted["trained_tokens"], squares)
-            seconds = record["seconds"]["total"] * session.ranks.world_size
-            record["mfu"] = flops / (seconds * self._peak)
-        self._recent.append((watch.seconds.get("wait", 0.0), record["seconds"]["total"]))
-        slow = waited([w for w, _ in self._recent], [t for _, t in self._recent])
-        record |= {"slow_side": slow.text if slow.is_long else "", "resumed_from": place.resumed_from}
-        record |= self._proofs(step)
-        every = session.settings.trainer.reports.example_every
-        if session.is_first and every and step.number % every == 0:
-            self._decode = self._decode or text_decoder(session.settings)
-            record["examples"] = examples_of(step, self._decode)
+            mfu = flops / (seconds * session.ranks.world_size * self._peak)
+        record = replace(
+            record,
+            mfu=mfu,
+            slow_side=slow.text if slow.is_long else "",
+            resumed_from=place.resumed_from,
+            **self._proofs(step),
+            examples=self._examples(step),
+        )
         if self._metrics is not None:
-            self._metrics.write(record)
-        for sink in self._sinks:
-            sink.write(record)
-        if self._on_event is not None:
-            self._on_event(record)
+            line = as_object(record)
+            self._metrics.write(line)
+            for sink in self._sinks:
+                sink.write(line)
+        self._tell(record)
         if slow.is_long and step.number % RECENT_STEPS == 0:
-            self._event("notice", message=slow.text)
-        if len(set(record.get("parameters_sha256", ()))) > 1:
-            raise RlbufferError(f"step {step.number}: the ranks' parameters differ: {record['parameters_sha256']}")
+            self._tell(WaitingNoticed(message=slow.text))
+        if len(set(record.parameters_sha256 or ())) > 1:
+            raise RlbufferError(f"step {step.number}: the ranks' parameters differ: {record.parameters_sha256}")
 
     def checkpoint(self, place: Place, path: Path) -> None:
         """A checkpoint was written."""
-        self._event("checkpoint", step=place.step, path=str(path))
+        self._tell(CheckpointWritten(step=place.step, path=str(path)))
 
     def end(self, place: Place, *, finished: bool, has_ended: bool = False) -> None:
         """Training is over: the planned steps are made, or (`has_ended`) all that the run had to train is trained."""
-        self._event("end", step=place.step, finished=finished, reason=at_end(place.step) if has_ended else "")
+        reason = at_end(place.step) if has_ended else ""
+        self._tell(TrainingEnded(step=place.step, finished=finished, reason=reason))
 
-    def _event(self, kind: str, **values: Any) -> None:
+    def _tell(self, event: TrainerEvent) -> None:
         if self._on_event is not None:
-            self._on_event({"event": kind, **values})
+            self._on_event(event)
+
+    def _examples(self, step: Step) -> list[dict[str, Any]] | None:
+        """A few rollouts, on rank 0 of every step that shall show some."""
+        every = self._session.settings.trainer.reports.example_every
+        if not self._session.is_first or not every or step.number % every:
+            return None
+        self._decode = self._decode or text_decoder(self._session.settings)
+        return examples_of(step, self._decode)
 
     def _proofs(self, step: Step) -> dict[str, Any]:
         """Hashes that were asked for, of all ranks."""

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rlbuffer.narration.serve import ServeNarrator
+from rlbuffer.events.batcher import CureNeeded, EnvPaused, MemoryTight, StepWaits
+from rlbuffer.events.batcher_narrator import ServeNarrator
 from rlbuffer.narration.waiting import silent_trainer
 from rlbuffer_cli.commands.serve import _Status
 from rlbuffer_cli.render.foot import Foot
@@ -141,11 +142,11 @@ def test_serve_shows_what_it_waits_for_in_one_place_and_says_what_is_wrong_above
     said: list[str] = []
     shown: list[str] = []
     tell = ServeNarrator(said.append, shown.append)
-    tell({"event": "waiting", "sentence": "Step 1 is 0 % full."})
-    tell({"event": "waiting", "sentence": "Step 1 is 1 % full. a fails: 1 group given up."})
-    tell({"event": "trouble", "sentence": "a fails: 1 group given up."})
-    tell({"event": "memory", "sentence": "the server is full"})
-    tell({"event": "env", "env": "b", "state": "paused"})
+    tell(StepWaits(sentence="Step 1 is 0 % full."))
+    tell(StepWaits(sentence="Step 1 is 1 % full. a fails: 1 group given up."))
+    tell(CureNeeded(sentence="a fails: 1 group given up."))
+    tell(MemoryTight(sentence="the server is full"))
+    tell(EnvPaused(env="b"))
     tell.close()
     assert shown == ["Step 1 is 0 % full.", "Step 1 is 1 % full. a fails: 1 group given up.", ""]
     assert said == [

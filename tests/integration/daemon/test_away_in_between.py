@@ -14,6 +14,7 @@ from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import LeaseLost
+from rlbuffer.events.batcher import BatcherEvent
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.redis_store import RedisStore
 
@@ -97,7 +98,7 @@ def test_a_leader_that_was_cut_off_between_pin_and_commit_reads_again_and_goes_o
 
     pin = RedisStore.pin
     monkeypatch.setattr(RedisStore, "pin", cut_off_once)
-    events: list[dict[str, Any]] = []
+    events: list[BatcherEvent] = []
     stop = threading.Event()
     daemon = Daemon(Buffer(store, settings=RunSettings()), CONFIG, on_event=events.append, lease_seconds=1.0)
     thread = threading.Thread(target=daemon.run, args=(stop,))
@@ -111,7 +112,7 @@ def test_a_leader_that_was_cut_off_between_pin_and_commit_reads_again_and_goes_o
         time.sleep(0.05)
     stop.set()
     thread.join(timeout=20)
-    kinds = [event["event"] for event in events]
+    kinds = [event.event for event in events]
     assert kinds[: kinds.index("step")].count("ready") >= 2, kinds
     assert len(pins) >= 2
     assert run.store.verify().findings == ()

@@ -59,7 +59,7 @@ def test_a_leader_takes_new_settings_between_two_steps_and_loses_nothing(served:
     assert [header.revision for header in run.store.headers()] == [1, 2]
     assert [header.step for header in run.store.headers()] == [1, 2]
     (event,) = served.said("config", state="taken")
-    assert (event["revision"], event["step"], event["changes"]) == (2, 2, ["batcher.step_groups: 2 -> 3"])
+    assert (event["revision"], event["step"], event["changes"]) == (2, 2, ("batcher.step_groups: 2 -> 3",))
     meta = run.store.meta()
     assert (meta.wanted_digest, meta.config["step_groups"]) == ("", 3)
     assert run.store.verify().ok

@@ -57,7 +57,7 @@ def start(run: Run, **can: object) -> Reader:
 
 
 def groups_of(step: rlbuffer.Step) -> list[str]:
-    return sorted(step.header["group_ids"])
+    return sorted(step.header.group_ids)
 
 
 def test_after_a_damaged_step_unsound_payloads_are_dropped_before_they_are_committed(

@@ -63,7 +63,7 @@ def test_packed_reference_logprobs_are_those_of_separate_forward_passes(stage: S
             assert (found[original.loss_mask] < -0.1).all()
             assert np.array_equal(rollout.tokens, original.tokens)
             assert (rollout.reward, rollout.version_spans) == (original.reward, original.version_spans)
-    assert stage.told("ready") == [{"event": "ready", "gives": ["ref_logprobs"]}]
+    assert stage.told("ready") == [{"event": "ready", "gives": ("ref_logprobs",)}]
     assert sorted(event["group_id"] for event in stage.told("scored")) == [f"a.{n}" for n in range(6)]
     assert stage.events[-1] == {"event": "stopped", "groups": 6, "rollouts": 24, "late": 0, "failed_groups": 0}
     assert stage.buffer.verify().findings == ()

@@ -211,7 +211,7 @@ def test_other_settings_than_the_runs_are_refused_with_each_difference(served: S
 @pytest.mark.parametrize(("seconds", "silence"), [(119.4, "119 s"), (120.0, "2 minutes")])
 def test_an_env_that_stops_the_run_is_named_with_the_setting(served: Served, seconds: float, silence: str) -> None:
     config = BatcherConfig(64, on_dead_env="stop")
-    watch = EnvWatch(served.run.store, config, rlbuffer.Batcher(config), served.events.append)
+    watch = EnvWatch(served.run.store, config, rlbuffer.Batcher(config), served.hear)
     with pytest.raises(RlbufferError) as caught:
         watch.mourn({"math": seconds}, 7)
     assert str(caught.value) == (

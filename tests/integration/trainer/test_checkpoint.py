@@ -15,6 +15,7 @@ import torch
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.config.trainer import OptimizerSettings
 from rlbuffer.errors import CheckpointError
+from rlbuffer.events.trainer import StepTrained, TrainerEvent, TrainerWarning
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.checkpoints.checkpoint import (
@@ -234,8 +235,8 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path
 
     stop = StopRequest()
 
-    def after_the_fourth(event: dict[str, Any]) -> None:
-        if event["event"] == "step" and event["step"] == 4:
+    def after_the_fourth(event: TrainerEvent) -> None:
+        if isinstance(event, StepTrained) and event.step == 4:
             stop.set()
 
     first = settings(halves)
@@ -283,9 +284,9 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_with_a_sentence
     damaged.write_bytes(data)
     said: list[str] = []
 
-    def listen(event: dict[str, Any]) -> None:
-        if event["event"] == "warning":
-            said.append(event["message"])
+    def listen(event: TrainerEvent) -> None:
+        if isinstance(event, TrainerWarning):
+            said.append(event.message)
 
     assert train(wanted, rank=0, world_size=1, fake_data=True, on_event=listen)
     assert said == [f"{damaged} is damaged: its sha256 is not the one in meta.json; an older checkpoint is used"]
@@ -301,9 +302,9 @@ def test_with_no_whole_checkpoint_left_training_begins_again_and_says_so(tmp_pat
     damaged.write_bytes(damaged.read_bytes()[:-1])
     said: list[str] = []
 
-    def listen(event: dict[str, Any]) -> None:
-        if event["event"] == "warning":
-            said.append(event["message"])
+    def listen(event: TrainerEvent) -> None:
+        if isinstance(event, TrainerWarning):
+            said.append(event.message)
 
     assert train(once, rank=0, world_size=1, fake_data=True, on_event=listen)
     assert len(said) == 1

@@ -21,6 +21,7 @@ from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
+from rlbuffer.events.event import as_object
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.records import Attempt, Claim
 from rlbuffer.store.redis_store import RedisStore
@@ -59,7 +60,9 @@ class Loop:
     def _lead(self) -> None:
         buffer = Buffer(self.store, settings=RunSettings())
         try:
-            Daemon(buffer, CONFIG, on_event=self.events.append, lease_seconds=1.0).run(self._stop)
+            Daemon(buffer, CONFIG, on_event=lambda event: self.events.append(as_object(event)), lease_seconds=1.0).run(
+                self._stop
+            )
         except BaseException as error:
             self.errors.append(error)
 
@@ -138,7 +141,7 @@ def test_the_run_goes_on_after_the_trainers_step_in_a_new_epoch(url_run: Run) ->
     for _ in range(2):
         writer.push(next(made))
     sixth = next(steps)
-    assert (sixth.number, sixth.epoch, sixth.header["checkpoint_now"]) == (6, meta.epoch, True)
+    assert (sixth.number, sixth.epoch, sixth.header.checkpoint_now) == (6, meta.epoch, True)
     assert ids_of(run.store, 6) & set().union(*trained.values()) == set()
     reader.trained(sixth)
     deadline = time.monotonic() + 10

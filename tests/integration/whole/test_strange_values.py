@@ -196,7 +196,7 @@ def test_the_strangest_values_are_refused_at_the_door_or_train_and_end_no_proces
             break
         trained += 1
         step = reader.pull(trained)
-        assert not step.damaged or masked.issuperset(step.header["group_ids"])
+        assert not step.damaged or masked.issuperset(step.header.group_ids)
         for micro_batch in step:
             for array in (micro_batch.advantages, micro_batch.logprobs, *micro_batch.columns.values()):
                 assert np.abs(array.astype(np.float64)).max(initial=0.0) <= 2.0**64

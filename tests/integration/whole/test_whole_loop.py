@@ -17,6 +17,7 @@ import pytest
 import rlbuffer
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import AttemptFenced, BatcherFailed, BatchTimeout, ConfigError, NotFound, StepRetired
+from rlbuffer.events.batcher import LeaderReady
 from rlbuffer.records.micro_batch import digest_step
 from rlbuffer.testing import make_group
 
@@ -199,7 +200,7 @@ def test_an_estimator_that_fails_stops_the_batcher_and_every_waiting_rank_hears_
 
 def test_another_config_is_refused_until_told_to_replace(place: Place) -> None:
     place.serve()
-    place.wait_for(lambda: any(event["event"] == "ready" for event in place.events))
+    place.wait_for(lambda: any(isinstance(event, LeaderReady) for event in place.events))
     place.stop_serving()
     place.serve(rlbuffer.BatcherConfig(64, step_groups=2, max_age=3))
     error = place.wait_for(lambda: place.errors)[0]
@@ -209,7 +210,7 @@ def test_another_config_is_refused_until_told_to_replace(place: Place) -> None:
     place.stop_serving()
     place.events.clear()
     place.serve(rlbuffer.BatcherConfig(64, step_groups=2, max_age=3), replace_config=True)
-    place.wait_for(lambda: any(event["event"] == "ready" for event in place.events))
+    place.wait_for(lambda: any(isinstance(event, LeaderReady) for event in place.events))
     assert place.connect().store.meta().config["max_age"] == 3
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.settings import EvaluationSettings
+from rlbuffer.events.worker import VersionEvaluated, WorkerEvent
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker import evaluation
@@ -72,13 +73,13 @@ def evaluated(
     sampler: Greedy,
     seconds: float = 1.0,
     *,
-    heard: Callable[[dict[str, Any]], object] = lambda event: None,
+    heard: Callable[[WorkerEvent], object] = lambda event: None,
     **changes: Any,
-) -> list[dict[str, Any]]:
+) -> list[Any]:
     """What an evaluator tells in a while; `heard` is called with each event at once."""
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
 
-    def tell(event: dict[str, Any]) -> None:
+    def tell(event: WorkerEvent) -> None:
         heard(event)
         events.append(event)
 
@@ -100,7 +101,7 @@ def evaluated(
 def test_a_version_that_is_due_is_measured_with_the_likeliest_tokens(buffer: Buffer) -> None:
     sampler = Greedy(4)
     events = evaluated(buffer, sampler, 20.0)
-    assert [(e["event"], e["env"], e["version"], e["rollouts"]) for e in events] == [("evaluation", "held_out", 4, 4)]
+    assert [(type(e), e.env, e.version, e.result["rollouts"]) for e in events] == [(VersionEvaluated, "held_out", 4, 4)]
     assert {s.temperature for s in sampler.samplings} == {0.0}
     [result] = buffer.store.evaluations()  # type: ignore[attr-defined]
     assert 0 < result["reward/mean"] <= 1
@@ -124,11 +125,11 @@ def test_a_result_with_a_token_of_another_version_does_not_count_and_is_free_aga
     sampler = Greedy(4)
     sampler.spans = [4, 5]
     events = evaluated(buffer, sampler, 20.0)
-    assert [e["error"] for e in events] == [
+    assert [e.error for e in events] == [
         "eval/held_out of version 4 does not count: another version sampled some of it"
     ]
     assert buffer.store.evaluations() == []  # type: ignore[attr-defined]
-    assert evaluated(buffer, Greedy(4), 20.0)[0]["event"] == "evaluation"
+    assert isinstance(evaluated(buffer, Greedy(4), 20.0)[0], VersionEvaluated)
 
 
 def test_whoever_hears_that_a_result_does_not_count_may_take_the_evaluation(buffer: Buffer) -> None:
@@ -169,7 +170,7 @@ def test_an_evaluation_that_takes_too_long_is_given_up(buffer: Buffer) -> None:
             raise AssertionError
 
     events = evaluated(buffer, Stuck(4), 20.0, timeout_seconds=0.1)
-    assert [e["error"] for e in events] == ["eval/held_out of version 4 took longer than 0.1 s"]
+    assert [e.error for e in events] == ["eval/held_out of version 4 took longer than 0.1 s"]
     assert buffer.store.claim_evaluation("held_out", 4, owner="b", ttl_seconds=1)
 
 
@@ -215,4 +216,4 @@ def test_all_envs_that_are_due_are_measured_before_a_newer_version_takes_its_pla
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
-    assert [(e["env"], e["version"]) for e in events] == [("one", 4), ("two", 4)]
+    assert [(e.env, e.version) for e in events] == [("one", 4), ("two", 4)]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
+from rlbuffer.events.batcher import BatcherEvent, CureNeeded, GroupDropped, StepCommitted, StepWaits
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.protocol import Store
 
 TELEMETRY_SECONDS = 1.0
 """How often the waiting sentence and the heartbeat are written although nothing changed."""
 
-Emit = Callable[[dict[str, Any]], None]
+Emit = Callable[[BatcherEvent], None]
 
 
 class Teller:
@@ -44,10 +45,10 @@ class Teller:
         before, at = self._told
         now = time.monotonic()
         if sentence != before and sentence:
-            self.emit({"event": "waiting", "sentence": sentence})
+            self.emit(StepWaits(sentence=sentence))
         if trouble and trouble != self._trouble:
             self._trouble = trouble
-            self.emit({"event": "trouble", "sentence": trouble})
+            self.emit(CureNeeded(sentence=trouble))
         if sentence != before or now - at > TELEMETRY_SECONDS:
             self._told = (sentence, now)
             self._store.set_waiting("batcher", sentence)
@@ -57,7 +58,7 @@ class Teller:
         """Groups were dropped: an event each, and counted for the next step's line."""
         for drop in drops:
             self.count(drop.reason, drop.rollouts, drop.tokens)
-            self.emit({"event": "drop", **asdict(drop)})
+            self.emit(GroupDropped(drop=drop))
 
     def count(self, reason: str, rollouts: int, tokens: int) -> None:
         """Adds to what was dropped since the last step."""
@@ -65,9 +66,9 @@ class Teller:
         totals[0] += rollouts
         totals[1] += tokens
 
-    def step(self, header: Mapping[str, Any], build_ms: float) -> None:
+    def step(self, header: StepHeader, build_ms: float) -> None:
         """A step was committed: one event with all that was dropped since the last one."""
-        self.emit({"event": "step", **header, "build_ms": build_ms, "drops": self._drops})
+        self.emit(StepCommitted(header=header, build_ms=build_ms, drops=self._drops))
         self.settled()
 
     def settled(self) -> None:

@@ -1,0 +1,94 @@
+"""The records of a run's history, a stream on the server: what was committed, dropped, taken back or lost.
+
+They are written as their JSON objects (:func:`rlbuffer.events.event.as_object`) in msgpack. They are read as mappings:
+another version, or anybody, may have written them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlbuffer.events.event import SPREAD, Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(Event):
+    """A step was committed."""
+
+    event = "step"
+    groups: int
+    closed_by: str
+    step: int
+    rollouts: int
+    tokens: int
+    reward: float | None
+    age: float
+    max_age: int
+    fill: float
+    envs: Mapping[str, Mapping[str, Any]]
+    """As in the step's header."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped(Event):
+    """A group was dropped."""
+
+    event = "drop"
+    group_id: str
+    env: str
+    reason: str
+    rollouts: int
+    tokens: int
+    detail: str
+    min_version: int
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered(Event):
+    """The run went on after steps that the server had lost."""
+
+    event = "recovery"
+    step: int
+    forgotten: int
+    void: int
+    groups: int
+    entries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsVoided(Event):
+    """Steps after `step` were taken back; what was pending stayed."""
+
+    event = "void"
+    step: int
+    groups: Sequence[Sequence[Any]]
+    """Id, env, rollouts, tokens, reward, oldest version and why, of each that left; the first few thousand."""
+    unlisted: int
+    """The rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRewound(Event):
+    """The run was taken back to `step`, with all that was pending."""
+
+    event = "rewind"
+    step: int
+    groups: Sequence[Sequence[Any]]
+    """As of :class:`StepsVoided`."""
+    unlisted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetiredEarly(Event):
+    """Steps up to `step` retired before a checkpoint held them."""
+
+    event = "retired early"
+    step: int
+    memory: Mapping[str, int] = field(metadata=SPREAD)
+    """``used`` and ``limit``, in bytes."""
+
+
+HistoryEvent = Committed | Dropped | Recovered | StepsVoided | RunRewound | RetiredEarly
