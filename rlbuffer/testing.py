@@ -1,4 +1,4 @@
-"""For tests of rlbuffer and of code that uses it: groups and steps out of nothing, and a clock that stands still.
+"""For tests of rlbuffer and of code that uses it: groups out of nothing, and a clock that stands still.
 
 ``connect("memory://")`` gives the server to go with them: the real scripts, in process.
 """
@@ -6,18 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from rlbuffer.records.group import Group
-from rlbuffer.records.micro_batch import MicroBatch, Step
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
-from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import Normalizers
 
 VOCABULARY = 256
 """Token ids of made groups are below this."""
@@ -137,55 +133,4 @@ def _made(
         turns=turns if length > prompt else turns[:1],
         finish_reason="stop",
         columns={name: np.asarray(values) for name, values in columns.items()},
-    )
-
-
-def make_step(
-    micro_batches: Sequence[MicroBatch],
-    *,
-    number: int = 1,
-    epoch: int = 0,
-    digest: str = "",
-    world_size: int = 1,
-    normalizers: Normalizers | None = None,
-    rollouts: int | None = None,
-    groups: int | None = None,
-) -> Step:
-    """A step of ready-made micro-batches, as a reader would give it, for a test of a loss or of a loop.
-
-    Counts are those of the micro-batches unless they are given. Its header says nothing of envs, rewards and ages.
-    """
-    samples = [sample for micro_batch in micro_batches for sample in micro_batch.samples]
-    rollouts = len(samples) if rollouts is None else rollouts
-    groups = len({sample.group_id for sample in samples}) if groups is None else groups
-    normalizers = micro_batches[0].normalizers if normalizers is None else normalizers
-    header = StepHeader(
-        step=number,
-        epoch=epoch,
-        digest=digest,
-        previous_digest="",
-        world_size=world_size,
-        normalizers=asdict(normalizers),
-        rollouts=rollouts,
-        tokens=sum(sample.length for sample in samples),
-        group_ids=tuple(dict.fromkeys(sample.group_id for sample in samples)),
-        closed_by="groups",
-        fill=1.0,
-        envs={},
-        reward=None,
-        age=0.0,
-        max_age=0,
-        committed_ms=0,
-        columns={},
-    )
-    return Step(
-        number=number,
-        epoch=epoch,
-        digest=digest,
-        world_size=world_size,
-        normalizers=normalizers,
-        rollouts=rollouts,
-        groups=groups,
-        header=header,
-        micro_batches=tuple(micro_batches),
     )

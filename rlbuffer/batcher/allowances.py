@@ -85,12 +85,12 @@ def _open_step(known: Situation, supply: Mapping[str, admission.EnvSupply], limi
         return {}
     least = config.close_fill * limits.tokens
     needed = admission.missing(supply, tokens=least, groups=limits.groups, rollouts=limits.rollouts)
-    return {e: max(n, e in known.short) for e, n in needed.items() if config.for_env(e, "max_age") == 0}
+    return {e: max(n, e in known.short) for e, n in needed.items() if config.for_env(e).max_age == 0}
 
 
 def _pending(known: Situation, env: str, step: int) -> int:
     """Groups forming or ready that can still train; what cannot is no supply, though it may wait to be swept."""
-    pool, max_age = known.env(env), known.config.for_env(env, "max_age")
+    pool, max_age = known.env(env), known.config.for_env(env).max_age
     ready = 0
     for adapter, lane in pool.lanes.items():
         ready += lane.ready.count(oldest_version(known.own_step(adapter, step), max_age))
@@ -102,7 +102,7 @@ def _window(known: Situation, env: str, step: int) -> int:
 
     An adapter's own steps are never more than the run's.
     """
-    max_age, windows = known.config.for_env(env, "max_age"), [0]
+    max_age, windows = known.config.for_env(env).max_age, [0]
     for adapter in known.sampled(env):
         own = known.own_step(adapter, step)
         # Before anyone said what is published, assume the newest that there can be.

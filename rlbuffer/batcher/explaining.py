@@ -39,7 +39,7 @@ def sentence(known: Situation, step: int, trial: Trial, limits: Limits, fraction
 
 
 def _for_version(known: Situation, step: int, blocked: str, lagging: list[str]) -> str:
-    ages = {e: known.config.for_env(e, "max_age") for e in ([blocked] if blocked else lagging)}
+    ages = {e: known.config.for_env(e).max_age for e in ([blocked] if blocked else lagging)}
     # The env that needs the least new version is the first that can go on.
     env = blocked or max(sorted(ages), key=lambda e: ages[e], default="")
     max_age = ages.get(env, known.config.max_age)

@@ -367,7 +367,7 @@ class Pool:
     def sweep_stale(self, env: str, step: int, adapter: str = "") -> None:
         """Drops an env's groups of one adapter that are too old for `step`, in the adapter's count, and every later
         one."""
-        max_age = self.config.for_env(env, "max_age")
+        max_age = self.config.for_env(env).max_age
         lane = self._env(env).lane(adapter)
         oldest = oldest_version(step, max_age)
         whose = f" of adapter {adapter}" if adapter else ""
@@ -404,10 +404,8 @@ class Pool:
     def _env(self, name: str) -> EnvPool:
         pool = self.envs.get(name)
         if pool is None:
-            pool = self.envs[name] = EnvPool(
-                least=self.config.for_env(name, "min_group_size"),
-                max_age_seconds=self.config.for_env(name, "max_age_seconds"),
-            )
+            own = self.config.for_env(name)
+            pool = self.envs[name] = EnvPool(least=own.min_group_size, max_age_seconds=own.max_age_seconds)
         return pool
 
     def pending_tokens(self, name: str) -> int:

@@ -134,7 +134,7 @@ class Situation:
     def lags(self, env: str, adapter: str, step: int) -> bool:
         """True when the adapter's published version is so old that nothing sampled now could train at `step`."""
         published = self.published.get(adapter)
-        oldest = oldest_version(self.own_step(adapter, step), self.config.for_env(env, "max_age"))
+        oldest = oldest_version(self.own_step(adapter, step), self.config.for_env(env).max_age)
         return published is not None and published < oldest
 
     def env_lags(self, env: str, step: int) -> bool:
@@ -144,7 +144,7 @@ class Situation:
     def youngest_limit(self, adapter: str) -> int | None:
         """The smallest `max_age` of the envs that sample `adapter`; None when no env does."""
         known = [env for env in self.known() if env not in self.paused and adapter in self.sampled(env)]
-        ages = [self.config.for_env(env, "max_age") for env in known]
+        ages = [self.config.for_env(env).max_age for env in known]
         if not ages and adapter in self.published and not self.known():
             return self.config.max_age
         return min(ages, default=None)
@@ -152,7 +152,7 @@ class Situation:
     # -- groups -------------------------------------------------------------------------------------------------------
     def queue(self, env: str, pool: EnvPool, step: int) -> Queue:
         """The env's ready groups in the order in which they should train."""
-        max_age = self.config.for_env(env, "max_age")
+        max_age = self.config.for_env(env).max_age
         lanes = {
             adapter: self._walk(lane, oldest_version(self.own_step(adapter, step), max_age))
             for adapter, lane in pool.lanes.items()

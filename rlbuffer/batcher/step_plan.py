@@ -77,7 +77,7 @@ def advantages_of(
     """
     per_group, untrainable = [], []
     for group in groups:
-        name = config.for_env(group.env, "advantage")
+        name = config.for_env(group.env).advantage
         lengths = [member.info.loss_tokens for member in group.members]
         group_facts = facts(group) if ":" in name else {}
         try:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -157,11 +158,17 @@ class BatcherConfig(_Section):
         object.__setattr__(self, "envs", MappingProxyType(dict(self.envs)))
         object.__setattr__(self, "adapters", MappingProxyType(dict(self.adapters)))
 
-    def for_env(self, env: str, setting: str) -> Any:
-        """The value of `setting` for `env`: its override, else the batcher's."""
-        override = self.envs.get(env)
-        value = None if override is None else getattr(override, setting)
-        return getattr(self, setting) if value is None else value
+    def for_env(self, env: str) -> EnvSettings:
+        """The settings that hold for `env`: its overrides, and the batcher's own where it has none."""
+        return self._overridden.get(env, self._plain)
+
+    @cached_property
+    def _plain(self) -> EnvSettings:
+        return EnvSettings.of(self, EnvConfig())
+
+    @cached_property
+    def _overridden(self) -> Mapping[str, EnvSettings]:
+        return {env: EnvSettings.of(self, override) for env, override in self.envs.items()}
 
     @property
     def largest_max_age(self) -> int:
@@ -186,6 +193,36 @@ class BatcherConfig(_Section):
                 value = list(value)
             out[f.name] = value
         return out
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSettings:
+    """What holds for one env, every value decided. Made once per env of a :class:`BatcherConfig`.
+
+    Example:
+        >>> BatcherConfig(8192, max_age=1, envs={"math": EnvConfig(max_age=4)}).for_env("math").max_age
+        4
+    """
+
+    max_age: int
+    """Policy versions."""
+    max_age_seconds: float | None
+    """Seconds since a group's first push; None: no limit."""
+    min_group_size: int
+    """Rollouts."""
+    advantage: str
+    """Estimator by name, or the user's own."""
+
+    @classmethod
+    def of(cls, config: BatcherConfig, override: EnvConfig) -> EnvSettings:
+        """`override` where it says something, else `config`."""
+        seconds, least = override.max_age_seconds, override.min_group_size
+        return cls(
+            max_age=config.max_age if override.max_age is None else override.max_age,
+            max_age_seconds=config.max_age_seconds if seconds is None else seconds,
+            min_group_size=config.min_group_size if least is None else least,
+            advantage=config.advantage if override.advantage is None else override.advantage,
+        )
 
 
 def _refuse(setting: str, why: str) -> NoReturn:

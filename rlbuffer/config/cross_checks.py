@@ -175,7 +175,7 @@ def _publishing(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 
 def _group_sizes(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     for worker, options in settings.worker.items():
-        required = settings.batcher.for_env(options.env, "min_group_size")
+        required = settings.batcher.for_env(options.env).min_group_size
         if required > options.group_size:
             override = settings.batcher.envs.get(options.env)
             own = override is not None and override.min_group_size is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -195,14 +195,19 @@ class Step:
     """Over all ranks."""
     groups: int
     """Over all ranks."""
-    header: StepHeader
-    """The step as it was committed: per env tokens, rollouts, reward, ages; what it asks the trainer for."""
     micro_batches: tuple[MicroBatch, ...] = ()
     """As many on every rank. How many of them make an optimizer update is the trainer's choice."""
     damaged: tuple[str, ...] = ()
     """Ids of this rank's rollouts that were missing or damaged and became masked padding."""
+    header: StepHeader = field(default=None)  # type: ignore[assignment]  # never None once it is made
+    """The step as it was committed: per env tokens, rollouts, reward, ages; what it asks the trainer for. One that is
+    made without a header gets one that knows the step's own counts and no env."""
     adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
     """Adapter ("" is all weights) -> how far it is with this step: which optimizers step after it."""
+
+    def __post_init__(self) -> None:
+        if self.header is None:
+            object.__setattr__(self, "header", _plain_header(self))
 
     def padded(self, *, rows: int = 1, pad_token_id: int = 0, pad_to_multiple_of: int = 1) -> Padded:
         """All of this rank's rollouts as one batch for one forward pass: one rollout a row, [B, L].
@@ -216,6 +221,29 @@ class Step:
 
     def __len__(self) -> int:
         return len(self.micro_batches)
+
+
+def _plain_header(step: Step) -> StepHeader:
+    samples = [sample for micro_batch in step for sample in micro_batch.samples]
+    return StepHeader(
+        step=step.number,
+        epoch=step.epoch,
+        digest=step.digest,
+        previous_digest="",
+        world_size=step.world_size,
+        normalizers=asdict(step.normalizers),
+        rollouts=step.rollouts,
+        tokens=sum(sample.length for sample in samples),
+        group_ids=tuple(dict.fromkeys(sample.group_id for sample in samples)),
+        closed_by="",
+        fill=0.0,
+        envs={},
+        reward=None,
+        age=0.0,
+        max_age=0,
+        committed_ms=0,
+        columns={},
+    )
 
 
 HASHED_ARRAYS = (

@@ -155,7 +155,7 @@ class _Worker:
             trouble=lambda sentence: self._trouble(Trouble(error=sentence)),
             wait=self._wait,
             cache=VersionCache.of(buffer.settings, stop=stop),
-            max_age=buffer.settings.batcher.for_env(env.name, "max_age"),
+            max_age=buffer.settings.batcher.for_env(env.name).max_age,
             check=self._check,
         )
         self._evaluator = Evaluator(buffer, sampler, evaluations, hold=self._versions.held, on_event=on_event)

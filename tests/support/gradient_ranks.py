@@ -23,7 +23,6 @@ from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.testing import make_step
 from rlbuffer.trainer.model.packed_policy import prepare
 from rlbuffer.trainer.ranks.digests import digest_parameters
 from rlbuffer.trainer.update.update import Updates, make_optimizer, take_step
@@ -84,7 +83,7 @@ def counts_of(made: Sequence[PackItem]) -> Normalizers:
 
 def step_of(micro_batches: tuple[MicroBatch, ...], world_size: int) -> Step:
     """A step of ready-made micro-batches."""
-    return make_step(
+    return Step(
         number=1,
         epoch=0,
         digest="",

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rlbuffer.packing.pack import pack
-from rlbuffer.records.micro_batch import HASHED_ARRAYS, MicroBatch, digest_step
+from rlbuffer.records.micro_batch import HASHED_ARRAYS, MicroBatch, Step, digest_step
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.testing import make_group, make_step
+from rlbuffer.testing import make_group
 
 
 def micro_batch() -> MicroBatch:
@@ -22,7 +22,7 @@ def micro_batch() -> MicroBatch:
 
 def digest(*micro_batches: MicroBatch) -> str:
     counts = Normalizers(loss_tokens=1, rollouts=1, groups=1)
-    step = make_step(
+    step = Step(
         number=1,
         epoch=1,
         digest="",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgpack
 import pytest
 
-from rlbuffer.config.batcher import AdapterConfig, BatcherConfig, EnvConfig
+from rlbuffer.config.batcher import AdapterConfig, BatcherConfig, EnvConfig, EnvSettings
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.errors import ConfigError
 
@@ -176,8 +177,8 @@ def test_a_setting_at_its_limit_is_taken(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("env", "max_age", "least"), [("a", 0, 2), ("b", 3, 1), ("c", 3, 2)])
 def test_an_env_has_its_override_or_the_batchers_own_value(env: str, max_age: int, least: int) -> None:
     made = config(max_age=3, min_group_size=2, envs={"a": EnvConfig(max_age=0), "b": EnvConfig(min_group_size=1)})
-    assert made.for_env(env, "max_age") == max_age
-    assert made.for_env(env, "min_group_size") == least
+    assert made.for_env(env).max_age == max_age
+    assert made.for_env(env).min_group_size == least
 
 
 def test_settings_survive_the_record_that_the_run_keeps_of_them() -> None:
@@ -195,3 +196,13 @@ def test_settings_survive_the_record_that_the_run_keeps_of_them() -> None:
 def test_a_scheduled_budget_is_linear_between_its_points_and_constant_outside(step: int, fraction: float) -> None:
     made = config(budgets={"a": [[10, 0.2], [14, 0.4], [20, 0.1]], "b": 0.3})
     assert budgets_at(made.budgets, step) == {"a": pytest.approx(fraction), "b": 0.3}
+
+
+def test_what_an_env_may_override_is_decided_for_every_env() -> None:
+    made = config(max_age_seconds=9.0, advantage="grpo", envs={"a": EnvConfig(max_age_seconds=1.0)})
+    names = [f.name for f in dataclasses.fields(EnvSettings)]
+    assert names == [f.name for f in dataclasses.fields(EnvConfig)]
+    assert made.for_env("a") == dataclasses.replace(made.for_env("b"), max_age_seconds=1.0)
+    assert made.for_env("a") is made.for_env("a")
+    assert [getattr(made.for_env("b"), name) for name in names] == [getattr(made, name) for name in names]
+    assert config(**made.as_dict()) == made  # what was decided is no setting

@@ -14,10 +14,21 @@ from rlbuffer.events.event import Event, RunChanged, Trouble, as_object
 from rlbuffer.events.scorer_narrator import ScoreNarrator
 from rlbuffer.events.trainer_narrator import line_of
 from rlbuffer.packing.pack import pack
+from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_plan import Drop
-from rlbuffer.testing import make_group, make_step
+from rlbuffer.testing import make_group
 
-HEADER = make_step([pack(make_group(size=2).rollouts, row_tokens=64)], number=7).header
+BATCH = pack(make_group(size=2).rollouts, row_tokens=64)
+HEADER = Step(
+    number=7,
+    epoch=1,
+    digest="d",
+    world_size=1,
+    normalizers=BATCH.normalizers,
+    rollouts=2,
+    groups=1,
+    micro_batches=(BATCH,),
+).header
 MEMORY: dict[str, Any] = {"first": 1, "last": 2, "used": 3, "limit": 4, "checkpoint": 0, "sentence": "s"}
 TRAINED = trainer.StepTrained(
     step=4,

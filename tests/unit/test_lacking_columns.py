@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from rlbuffer.config.trainer import LossChoice
 from rlbuffer.errors import ConfigError
-from rlbuffer.records.micro_batch import MicroBatch, digest_step
+from rlbuffer.records.micro_batch import MicroBatch, Step, digest_step
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.testing import make_step
 from rlbuffer.trainer.losses import loss_of
 from rlbuffer.trainer.update.update import trained_tokens
 
@@ -51,7 +50,7 @@ def test_the_digest_of_a_step_does_not_depend_on_it() -> None:
     values = {name: getattr(batch, name) for name in MicroBatch.__dataclass_fields__}
 
     def digest(micro_batch: MicroBatch) -> str:
-        step = make_step(
+        step = Step(
             number=1,
             epoch=0,
             digest="",

@@ -7,12 +7,11 @@ from test_packing import make_item, one
 
 from rlbuffer.packing.assembly import assemble
 from rlbuffer.records.micro_batch import MicroBatch, Step
-from rlbuffer.testing import make_step
 
 
 def step_of(*micro_batches: MicroBatch) -> Step:
     counts = micro_batches[0].normalizers
-    return make_step(
+    return Step(
         number=1,
         epoch=1,
         digest="",

@@ -245,7 +245,7 @@ def test_the_batcher_s_settings_are_in_the_frozen_order_with_the_frozen_defaults
     assert {name: getattr(config, name) for name in frozen} == {**frozen, "row_tokens": 8192}
     assert rlbuffer.BatcherConfig(8192, 2, 3).rows_per_micro_batch == 3
     assert rlbuffer.BatcherConfig(**{**frozen, "row_tokens": 8192}) == config
-    assert rlbuffer.BatcherConfig(8192, envs={"a": {"max_age": 3}}).for_env("a", "max_age") == 3
+    assert rlbuffer.BatcherConfig(8192, envs={"a": {"max_age": 3}}).for_env("a").max_age == 3
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from rlbuffer.packing.pack import pack
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Step
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.testing import make_group, make_step
+from rlbuffer.testing import make_group
 from rlbuffer.trainer.update.slices import slices_of
 from rlbuffer.trainer.update.token_choice import _draws
 
@@ -26,7 +26,7 @@ def micro_batch(seed: int, size: int = 2) -> MicroBatch:
 
 
 def step(count: int) -> Step:
-    return make_step(
+    return Step(
         number=3,
         epoch=0,
         digest="",

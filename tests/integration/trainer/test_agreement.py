@@ -16,7 +16,6 @@ from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
-from rlbuffer.testing import make_step
 from rlbuffer.trainer.ranks.agreement import Agreement, Verdict, agree
 
 
@@ -43,7 +42,7 @@ def step(number: int = 4, *, content: str = "x", trained: int = 10, expected: in
     rollout = Rollout.from_completion(
         prompt_ids=[1], token_ids=[2] * trained, logprobs=[-1.0] * trained, reward=1.0, policy_version=0
     )
-    return make_step(
+    return Step(
         number=number,
         epoch=1,
         digest=hashlib.sha256(content.encode()).hexdigest(),
