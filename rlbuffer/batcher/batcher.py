@@ -37,6 +37,7 @@ from rlbuffer.batcher.spillover import Patience
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.info import GroupInfo
+from rlbuffer.records.states import ClosedBy, Reason
 from rlbuffer.records.step_plan import Decision, Drop, Plan, StepPlan
 
 
@@ -183,7 +184,7 @@ class Batcher:
         self._known.accounts, self._known.adapters = decided.accounts, decided.adapters
         self._step, self._at, self._decided = decided.step, decided.at, None
         self._waits_since = self._at
-        self._patience.committed(is_full=plan.closed_by not in ("timeout", "partial"))
+        self._patience.committed(is_full=plan.closed_by not in (ClosedBy.TIMEOUT, ClosedBy.PARTIAL))
         self._pool.consume(plan.group_ids)
 
     def refused(self, plan: StepPlan, gone: Iterable[str]) -> None:
@@ -247,18 +248,18 @@ class Batcher:
             laid_out = _laid_out(closed_step[0], closed_step[2])
             advantages, untrainable = step_plan.advantages_of(laid_out, self._config, self._estimators)
             for group, why in untrainable:  # nobody can train them: the step is made of others
-                pool.drop(group, "invalid", why)
+                pool.drop(group, Reason.INVALID, why)
             if untrainable:
                 continue
-            if closed_step[2] not in ("timeout", "end") or step_plan.teaches(closed_step[0], advantages):
+            if closed_step[2] not in (ClosedBy.TIMEOUT, ClosedBy.END) or step_plan.teaches(closed_step[0], advantages):
                 break
             # It would only move the learning rate: it waits on, or goes when there is nothing to wait for.
-            if closed_step[2] == "timeout":
+            if closed_step[2] is ClosedBy.TIMEOUT:
                 closed_step = None
                 break
             fresh = [group for group in closed_step[0] if not group.used]
             for group in fresh:
-                pool.drop(group, "flat", "nothing more comes, and no rollout of what is left has an advantage")
+                pool.drop(group, Reason.FLAT, "nothing more comes, and no rollout of what is left has an advantage")
             if not fresh:  # nothing would be left out of the next look
                 closed_step = None
                 break
@@ -338,7 +339,9 @@ class Batcher:
             overdue=self._patience.overdue(self._pool.now),
         )
 
-    def _close(self, trial: Trial, limits: Limits, world_size: int) -> tuple[Sequence[GroupState], Plan, str] | None:
+    def _close(
+        self, trial: Trial, limits: Limits, world_size: int
+    ) -> tuple[Sequence[GroupState], Plan, ClosedBy] | None:
         """The groups of the step, their plan and what closed it; None when the step stays open."""
         groups = trial.groups
         micro_steps = self._config.micro_batches_per_rank
@@ -347,17 +350,17 @@ class Batcher:
             return step_plan.plan_groups(some, self._config, world_size)
 
         if trial.ended == "count":
-            closed_by = "groups" if limits.groups is not None else "rollouts"
+            closed_by = ClosedBy.GROUPS if limits.groups is not None else ClosedBy.ROLLOUTS
             return groups, planner(_laid_out(groups, closed_by)), closed_by
         if groups and trial.ended == "short" and self._patience.may_close(self._pool.now, trial.short):
-            return *self._as_it_is(groups, limits, world_size), "partial"
+            return *self._as_it_is(groups, limits, world_size), ClosedBy.PARTIAL
         if not limits.by_rows:
             return None
         is_full = trial.ended == "full"
         if not is_full and trial.balanced:
             plan = planner(groups[: trial.balanced])
             if plan.micro_steps <= micro_steps:
-                return groups[: trial.balanced], plan, "fill"
+                return groups[: trial.balanced], plan, ClosedBy.FILL
             is_full = True
         # Any packing leaves at most one row of an adapter less than half full: below that there is always room.
         kinds = len({group.adapter for group in groups})
@@ -366,7 +369,7 @@ class Batcher:
         if not is_full:
             return None
         count, plan = closing.longest_fit(groups, planner, micro_steps)
-        return groups[:count], plan, "capacity"
+        return groups[:count], plan, ClosedBy.CAPACITY
 
     def _as_it_is(
         self, groups: Sequence[GroupState], limits: Limits, world_size: int
@@ -383,7 +386,7 @@ class Batcher:
 
     def _close_rest(
         self, step: int, limits: Limits, fractions: Mapping[str, float], world_size: int
-    ) -> tuple[Sequence[GroupState], Plan, str] | None:
+    ) -> tuple[Sequence[GroupState], Plan, ClosedBy] | None:
         """Closes a step with what is ready when it is not waited for any longer: `fill_timeout_seconds` are over, or
         nothing more comes."""
         known, timeout, now = self._known, self._config.fill_timeout_seconds, self._pool.now
@@ -393,15 +396,15 @@ class Batcher:
         groups = self._select(step, limits, fractions, waits=False).groups
         fresh = [group.pushed for group in groups if not group.used]
         if fresh and (is_last or (timeout is not None and now - min(fresh) >= timeout)):
-            return *self._as_it_is(groups, limits, world_size), "end" if is_last else "timeout"
+            return *self._as_it_is(groups, limits, world_size), ClosedBy.END if is_last else ClosedBy.TIMEOUT
         if is_last:
             self._pool.let_go(paused=known.paused)
         return None
 
 
-def _laid_out(groups: Sequence[GroupState], closed_by: str) -> Sequence[GroupState]:
+def _laid_out(groups: Sequence[GroupState], closed_by: ClosedBy) -> Sequence[GroupState]:
     """The groups as a step holds them: by name where their number closes it, so that the same groups are the same step,
     in whatever order they came; else in the order of selection, of which a step is the beginning."""
-    if closed_by not in ("groups", "rollouts"):
+    if not closed_by.is_counted:
         return groups
     return sorted(groups, key=lambda group: (group.env, len(group.group_id), group.group_id))

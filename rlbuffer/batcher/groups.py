@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from rlbuffer.records.info import GroupInfo, RolloutInfo, are_flat
-from rlbuffer.records.rollout import REASONS
+from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, EntryUse
 
 REWARD = "reward"
@@ -36,7 +36,7 @@ class Member(NamedTuple):
 class Rejected(NamedTuple):
     """The reason why a part, or one rollout of it, does not join its group."""
 
-    reason: str
+    reason: Reason
     detail: str
 
 
@@ -80,7 +80,7 @@ class GroupState:
         """Steps that trained it before."""
         self.parts: dict[str, GroupInfo] = {}
         """entry id -> push, of the parts that hold a valid rollout."""
-        self.rejected: dict[str, list[tuple[str, RolloutInfo]]] = {}
+        self.rejected: dict[str, list[tuple[Reason, RolloutInfo]]] = {}
         """entry id -> (reason, rollout) of what those parts hold besides."""
         self.rollouts = 0
         """Number of valid rollouts."""
@@ -142,16 +142,16 @@ class GroupState:
         ):
             return self._foreign(info)
         if not info.totals.rollouts:
-            return Rejected("invalid", "a part without rollouts")
+            return Rejected(Reason.INVALID, "a part without rollouts")
         if self._takes_whole(entry_id, info, row_tokens):
             return None
         members, ids = self.members, self.ids
         joined: list[Member] = []
-        rejected: list[tuple[str, RolloutInfo]] = []
-        details: dict[str, str] = {}
+        rejected: list[tuple[Reason, RolloutInfo]] = []
+        details: dict[Reason, str] = {}
         for index, rollout in enumerate(info.rollouts):
             rejection = self._judge(rollout, info, row_tokens, len(members) + len(joined))
-            if rejection is None or rejection.reason in ("oversized", "invalid"):
+            if rejection is None or rejection.reason in (Reason.OVERSIZED, Reason.INVALID):
                 ids.add(rollout.rollout_id)
                 self.arrived += 1
             if rejection is None:
@@ -202,8 +202,10 @@ class GroupState:
         for name in ("env", "prompt_id", "adapter"):
             mine, theirs = getattr(self, name), getattr(info, name)
             if mine != theirs:
-                return Rejected("invalid", f"{name} {theirs!r} differs from the group's {mine!r}")
-        return Rejected("invalid", f"planned_size {info.planned_size!r} differs from the group's {self.planned_size!r}")
+                return Rejected(Reason.INVALID, f"{name} {theirs!r} differs from the group's {mine!r}")
+        return Rejected(
+            Reason.INVALID, f"planned_size {info.planned_size!r} differs from the group's {self.planned_size!r}"
+        )
 
     def _takes_whole(self, entry_id: str, info: GroupInfo, row_tokens: int) -> bool:
         """Merges a part of which nothing can be rejected, the first one of its group: nearly every push is one.
@@ -232,13 +234,13 @@ class GroupState:
 
     def _judge(self, rollout: RolloutInfo, part: GroupInfo, row_tokens: int, valid: int) -> Rejected | None:
         if rollout.rollout_id in self.ids:
-            return Rejected("duplicate", f"rollout {rollout.rollout_id} came before")
+            return Rejected(Reason.DUPLICATE, f"rollout {rollout.rollout_id} came before")
         if self.is_closed or valid >= self.planned_size:
-            return Rejected("late", f"the group was closed with {valid} of {self.planned_size} rollouts")
+            return Rejected(Reason.LATE, f"the group was closed with {valid} of {self.planned_size} rollouts")
         if rollout.length > row_tokens:
-            return Rejected("oversized", f"length {rollout.length} > row_tokens {row_tokens}")
+            return Rejected(Reason.OVERSIZED, f"length {rollout.length} > row_tokens {row_tokens}")
         if rollout.reward is None and REWARD not in part.needs:
-            return Rejected("invalid", f"rollout {rollout.rollout_id} has no reward")
+            return Rejected(Reason.INVALID, f"rollout {rollout.rollout_id} has no reward")
         return None
 
     def is_whole(self, min_group_size: int) -> bool:
@@ -263,10 +265,10 @@ class GroupState:
             else f" after {timeout_seconds:g} s"
         )
         if self.needs:
-            return Rejected("small", f"still needs {', '.join(sorted(self.needs))}{when}")
+            return Rejected(Reason.SMALL, f"still needs {', '.join(sorted(self.needs))}{when}")
         least = max(1, min_group_size)
         if self.rollouts < least:
-            return Rejected("small", f"{self.rollouts} valid rollouts < min_group_size {least}{when}")
+            return Rejected(Reason.SMALL, f"{self.rollouts} valid rollouts < min_group_size {least}{when}")
         return None
 
     def uses(self, max_uses: int = 1) -> list[EntryUse]:
@@ -281,7 +283,7 @@ class GroupState:
             count[1] += member.info.length
         out = []
         for entry_id, (rollouts, tokens) in packed.items():
-            dropped: dict[str, list[int]] = {}
+            dropped: dict[Reason, list[int]] = {}
             for reason, rollout in self.rejected.get(entry_id, ()) if not self.used else ():
                 count = dropped.setdefault(reason, [0, 0])
                 count[0] += 1
@@ -292,7 +294,7 @@ class GroupState:
                     env=self.env,
                     packed_rollouts=rollouts,
                     packed_tokens=tokens,
-                    dropped=tuple((r, dropped[r][0], dropped[r][1]) for r in REASONS if r in dropped),
+                    dropped=tuple((r, dropped[r][0], dropped[r][1]) for r in Reason if r in dropped),
                     group_id=self.group_id,
                     uses=self.used,
                     is_kept=self.used + 1 < max_uses,
@@ -300,7 +302,7 @@ class GroupState:
             )
         return out
 
-    def drop(self, reason: str, detail: str) -> Drop:
+    def drop(self, reason: Reason, detail: str) -> Drop:
         """The drop of the whole group: all its entries with everything they hold.
 
         A group that was used holds nothing any more that the ledger could drop: it is only released.
@@ -334,7 +336,7 @@ def drop_part(entry_id: str, info: GroupInfo, why: Rejected) -> Drop:
     )
 
 
-def most_common(reasons: Iterable[str]) -> str:
+def most_common(reasons: Iterable[Reason]) -> Reason:
     """The reason that occurs most often; of equals the first in the order of tables."""
-    counts = Counter(reasons)
-    return max(counts, key=lambda reason: (counts[reason], -REASONS.index(reason)))
+    counts, order = Counter(reasons), list(Reason)
+    return max(counts, key=lambda reason: (counts[reason], -order.index(reason)))

@@ -18,6 +18,7 @@ from rlbuffer.batcher.ordering import PriorityIndex, Selector, priority_of
 from rlbuffer.config.batcher import BatcherConfig, remembered_steps
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.info import GroupInfo
+from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop
 
 TOMBSTONE_SECONDS = 3600.0
@@ -125,7 +126,7 @@ class Pool:
             return
         self._entries[entry_id] = info.group_id
         if info.group_id in self._closed:
-            self._queue(drop_part(entry_id, info, Rejected("late", "the group is closed")), {entry_id: info})
+            self._queue(drop_part(entry_id, info, Rejected(Reason.LATE, "the group is closed")), {entry_id: info})
             return
         group = self._groups.get(info.group_id)
         if group is None:
@@ -215,7 +216,7 @@ class Pool:
         env.count(group, 1)
         self._unjudged.append(group)  # steps that trained it may be void
         if not group.rollouts:
-            self.drop(group, "oversized", "no rollout of it fits a row any more")
+            self.drop(group, Reason.OVERSIZED, "no rollout of it fits a row any more")
         elif env.max_age_seconds is not None:
             env.expiring.append(group)
 
@@ -242,7 +243,7 @@ class Pool:
             self._unranked.append(group)
 
     # -- leaving ------------------------------------------------------------------------------------------------------
-    def drop(self, group: GroupState, reason: str, detail: str) -> None:
+    def drop(self, group: GroupState, reason: Reason, detail: str) -> None:
         """Takes a group out and queues its drop."""
         self._forget(group)
         if group.parts:
@@ -253,14 +254,14 @@ class Pool:
         for name in sorted(self.envs.keys() - set(paused)):
             for lane in self.envs[name].lanes.values():
                 for group in [*lane.ready.walk(newest_first=False, oldest=0)]:
-                    self.drop(group, "stale", "nothing more comes, and no step can hold it")
+                    self.drop(group, Reason.STALE, "nothing more comes, and no step can hold it")
                 for group in [*lane.used.walk(newest_first=False, oldest=0)]:
-                    self.drop(group, "void", "nothing more comes that it could be trained again with")
+                    self.drop(group, Reason.VOID, "nothing more comes that it could be trained again with")
 
     def drop_flat(self, group: GroupState) -> None:
         """Drops a group without variance in reward: it, or more of its kind, is not wanted."""
         rest = "" if self.config.flat == "drop" else f", and a step holds at most {self.config.flat:g} of flat groups"
-        self.drop(group, "flat", f"all {group.rollouts} rollouts have reward {group.reward:g}{rest}")
+        self.drop(group, Reason.FLAT, f"all {group.rollouts} rollouts have reward {group.reward:g}{rest}")
 
     def consume(self, group_ids: Iterable[str]) -> None:
         """A commit consumed these groups: forgets them, or keeps them for another use.
@@ -288,14 +289,14 @@ class Pool:
         self._forget(group)
         del group.parts[entry_id]
         if group.parts:
-            self._queue(group.drop("invalid", f"its part {entry_id} is gone from the pool"), group.parts)
+            self._queue(group.drop(Reason.INVALID, f"its part {entry_id} is gone from the pool"), group.parts)
 
     def close(self, group_ids: Iterable[str]) -> None:
         """Remembers groups as closed; what is pending of them is late."""
         for group_id in group_ids:
             group = self._groups.get(group_id)
             if group is not None and not group.used:
-                self.drop(group, "late", "the group is closed")
+                self.drop(group, Reason.LATE, "the group is closed")
             self._closed[group_id] = self.now, self._step
 
     def confirm(self, drops: Iterable[Drop]) -> None:
@@ -339,7 +340,7 @@ class Pool:
                 group = env.expiring.popleft()
                 if self._groups.get(group.group_id) is group:
                     waited = self.now - group.pushed
-                    self.drop(group, "stale", f"{waited:.1f} s in the pool > max_age_seconds {limit:g}")
+                    self.drop(group, Reason.STALE, f"{waited:.1f} s in the pool > max_age_seconds {limit:g}")
         keep, steps = max(TOMBSTONE_SECONDS, 2 * timeout), remembered_steps(self.config.largest_max_age)
         while forgets and self._closed:
             at, closed = next(iter(self._closed.values()))
@@ -360,7 +361,7 @@ class Pool:
             try:
                 priority = priority_of(group, selector, rng, self.config.order)
             except InvalidRollout as error:
-                self.drop(group, "invalid", str(error))
+                self.drop(group, Reason.INVALID, str(error))
                 continue
             self._env(group.env).lane(group.adapter).ranked.add(group, priority)
 
@@ -374,7 +375,7 @@ class Pool:
         for index in (lane.ready, lane.forming, lane.used):
             for group in index.pop_older_than(oldest):
                 age = age_at(step, group.min_version)
-                self.drop(group, "stale", f"age {age} > max_age {max_age} at step {step}{whose}")
+                self.drop(group, Reason.STALE, f"age {age} > max_age {max_age} at step {step}{whose}")
 
     def sweep_future(self, step_of: Callable[[str], int]) -> None:
         """Drops groups sampled by weights that are not made yet. Only what came since is looked at: steps only grow, so
@@ -392,7 +393,9 @@ class Pool:
                 step = steps[group.adapter] = step_of(group.adapter)
             if is_future(step, group.max_version) and self._groups.get(group.group_id) is group:
                 whose = f" of adapter {group.adapter}" if group.adapter else ""
-                self.drop(group, "future", f"policy version {group.max_version} > {step - 1} at step {step}{whose}")
+                self.drop(
+                    group, Reason.FUTURE, f"policy version {group.max_version} > {step - 1} at step {step}{whose}"
+                )
 
     def _hear(self, now: float) -> None:
         if self.now == float("-inf"):
@@ -416,7 +419,7 @@ class Pool:
     def _queue(self, drop: Drop, parts: Mapping[str, GroupInfo]) -> None:
         self.drops[drop.entry_ids] = drop
         self._dropping.update({entry_id: (drop.entry_ids, info) for entry_id, info in parts.items()})
-        if drop.reason not in ("late", "duplicate") and drop.rollouts:  # those come of groups that did train
+        if drop.reason not in (Reason.LATE, Reason.DUPLICATE) and drop.rollouts:  # those come of groups that did train
             self._env(drop.env).lost = f"{drop.reason}: {drop.detail}"
 
     def _withdraw(self, entry_id: str) -> None:

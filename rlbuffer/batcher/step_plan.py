@@ -14,6 +14,7 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.packing.planner import plan
 from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_plan import AdapterProgress, Normalizers, Plan, RolloutRef, StepPlan
 
 
@@ -113,7 +114,7 @@ def step_plan(
     groups: Sequence[GroupState],
     advantages: NDArray[np.float32],
     rows: Plan,
-    closed_by: str,
+    closed_by: ClosedBy,
     config: BatcherConfig,
     progress: Mapping[str, AdapterProgress],
 ) -> StepPlan:

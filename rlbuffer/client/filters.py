@@ -15,10 +15,7 @@ from typing import Any
 
 from rlbuffer.errors import FilterError
 from rlbuffer.narration.nearest import did_you_mean
-from rlbuffer.records.rollout import REASONS
-
-STATES = ("forming", "ready", "packed", "trained", "dropped")
-"""States of a group, in the order of its life."""
+from rlbuffer.records.states import Reason, State
 
 TEXT_FIELDS: Mapping[str, str] = MappingProxyType(
     {"env": "env", "state": "state", "reason": "reason", "worker": "worker", "adapter": "adapter", "id": "group_id"}
@@ -28,7 +25,7 @@ TEXT_FIELDS: Mapping[str, str] = MappingProxyType(
 NUMBERS: Mapping[str, str] = MappingProxyType({"age": "age", "reward": "reward", "tokens": "tokens"})
 """Fields compared as numbers -> attribute of the view."""
 
-_ALLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType({"state": STATES, "reason": REASONS})
+_ALLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType({"state": tuple(State), "reason": tuple(Reason)})
 _TERM = re.compile(r"([A-Za-z_]+)(>=|<=|!=|==|=|>|<|:)(.*)\Z")
 _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)([kKmM]?)\Z")
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6}

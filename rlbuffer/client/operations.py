@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rlbuffer.client.filters import parse
 from rlbuffer.client.views import pending_groups
+from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PoolEntry
@@ -49,7 +50,7 @@ def choose(store: Store, where: str) -> Chosen:
         drop = Drop(
             group_id=view.group_id,
             env=view.env,
-            reason="operator",
+            reason=Reason.OPERATOR,
             rollouts=sum(entry.rollouts for entry in entries),
             tokens=sum(entry.tokens for entry in entries),
             entry_ids=tuple(entry.entry_id for entry in entries),
@@ -110,7 +111,7 @@ class Drain:
         elif self._empty_since is None:
             self._empty_since = now
         if not store.is_led():
-            forming = sum(view.state == "forming" for view, _ in pending_groups(store))
+            forming = sum(view.state == State.FORMING for view, _ in pending_groups(store))
             return DrainState(is_asked=is_asked, has_leader=False, tickets=tickets, forming=forming, is_idle=True)
         # One that has just taken over has said nothing yet: then it is still reading.
         beat = store.heartbeats("batcher").get("leader") or {"seconds_ago": float("inf")}

@@ -14,6 +14,7 @@ from typing import Any
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.events.history import Dropped, RunRewound, StepsVoided
 from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.store.protocol import Store
@@ -33,10 +34,9 @@ class GroupView:
     group_id: str
     env: str
     prompt_id: str
-    state: str
-    """``forming`` | ``ready`` | ``packed`` | ``trained`` | ``dropped``."""
+    state: State
     reason: str
-    """Why it was dropped; "" otherwise."""
+    """Why it was dropped, a :class:`~rlbuffer.records.states.Reason` as the history has it; "" otherwise."""
     rollouts: int
     planned_size: int
     """0 when no longer known."""
@@ -134,20 +134,20 @@ def list_groups(
 
 
 def _all_groups(
-    store: Store, takes: Callable[[str], bool] = lambda state: True, problems: list[RlbufferError] | None = None
+    store: Store, takes: Callable[[State], bool] = lambda state: True, problems: list[RlbufferError] | None = None
 ) -> Iterator[GroupView]:
     """Every group in a state that `takes` accepts; groups of other states are not read."""
-    if takes("forming") or takes("ready"):
+    if takes(State.FORMING) or takes(State.READY):
         yield from _pending(store)
-    if takes("packed") or takes("trained"):
+    if takes(State.PACKED) or takes(State.TRAINED):
         yield from _in_steps(store, problems)
-    if takes("dropped"):
+    if takes(State.DROPPED):
         for record in store.history():
             if record.get("event") == Dropped.event:
                 yield _dropped(record)
             elif record.get("event") in (StepsVoided.event, RunRewound.event):
                 for row in reversed(record.get("groups", ())):
-                    yield _dropped({**dict(zip(VOID_FIELDS, row, strict=True)), "reason": "void"})
+                    yield _dropped({**dict(zip(VOID_FIELDS, row, strict=True)), "reason": Reason.VOID})
 
 
 # -- pending -----------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mappin
         group_id=group_id,
         env=parts[0].env,
         prompt_id=infos[0].prompt_id if infos else "",
-        state="ready" if complete else "forming",
+        state=State.READY if complete else State.FORMING,
         reason="",
         rollouts=len(members) or sum(entry.rollouts for entry in parts),
         planned_size=planned,
@@ -242,7 +242,7 @@ def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHe
         group_id=group_id,
         env=members[0].env,
         prompt_id=members[0].prompt_id,
-        state="trained" if header.step <= trained else "packed",
+        state=State.TRAINED if header.step <= trained else State.PACKED,
         reason="",
         rollouts=len(members),
         planned_size=members[0].planned_size,
@@ -269,7 +269,7 @@ def _dropped(record: Mapping[str, Any]) -> GroupView:
         group_id=str(record["group_id"]),
         env=str(record["env"]),
         prompt_id="",
-        state="dropped",
+        state=State.DROPPED,
         reason=str(record["reason"]),
         rollouts=int(record["rollouts"]),
         planned_size=0,
@@ -310,10 +310,10 @@ def find_group(store: Store, group_id: str) -> GroupDetail:
 
 def _detail(store: Store, view: GroupView) -> GroupDetail:
     places: list[tuple[PartRollout, int | None, int | None]] = []
-    if view.state in ("packed", "trained"):
+    if view.state in (State.PACKED, State.TRAINED):
         in_steps = store.find_in_steps(view.group_id, view.step)
         places = [(member, step, rank) for step, member, rank in in_steps if step == view.step]
-    elif view.state in ("forming", "ready"):
+    elif view.state in (State.FORMING, State.READY):
         places = [
             (stand_in(entry, index, info), None, None)
             for entry in _pool(store)

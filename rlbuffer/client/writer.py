@@ -32,6 +32,7 @@ from rlbuffer.errors import (
 from rlbuffer.records.checks import as_integer
 from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.info import ENV_NAME, check_producer
+from rlbuffer.records.states import PushStatus
 from rlbuffer.records.truncation import truncated_group
 from rlbuffer.store.protocol import Store
 
@@ -41,8 +42,6 @@ CONFIG_SECONDS = 30.0
 """How often a writer looks whether the run cuts rollouts that are longer than a row."""
 MOST_BREAKS = 5
 """Times that one push may break its connection while the server answers others, before it is given up."""
-LOST = "lost"
-"""Status of a push that was given up."""
 SPOOL_PUSHES = 64
 """Pushes kept for re-sending; with AOF every second a server loses at most a second of them."""
 FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.05, 2.0
@@ -235,7 +234,7 @@ class Writer:
         self._unsettled = None
         self._sequence = max(self._sequence, number)
         self._spool.append((number, sent, replaces))
-        if pushed.status == LOST:
+        if pushed.status == PushStatus.LOST:
             raise PushGivenUp(
                 f"group {group.group_id} is given up and counted as lost: its push broke the connection again and "
                 "again, to a server that answers others. Push it in smaller parts"
@@ -294,8 +293,8 @@ class Writer:
         self._breaks.update(dict.fromkeys(broken, MOST_BREAKS))
         return bool(broken)
 
-    def _store_push(self, group: Group, sequence: int, replaces: str) -> tuple[str, str]:
-        """-> the status, :data:`LOST` for a push that is given up, and the entry."""
+    def _store_push(self, group: Group, sequence: int, replaces: str) -> tuple[PushStatus, str]:
+        """-> the status, ``lost`` for a push that is given up, and the entry."""
         names: dict[str, Any] = {
             "producer": self.worker,
             "incarnation": self.incarnation,

@@ -26,6 +26,7 @@ from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.events.batcher import LeaderReady, ReadAgain, RunEnded, RunRecovered
 from rlbuffer.narration import waiting
 from rlbuffer.packing.further_columns import agree
+from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import Decision, StepPlan
 from rlbuffer.store.moves.recovery import ATTEMPT_SECONDS
 from rlbuffer.store.protocol import Store
@@ -299,7 +300,7 @@ class Leadership:
             waiting_for_version=decision.waiting_for_version,
             since=self.losses,
         )
-        if status == "gone":
+        if status == CommitStatus.GONE:
             self._held.refused(plan, detail)
             return
         self._held.committed(plan)

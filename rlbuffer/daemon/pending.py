@@ -12,6 +12,7 @@ from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.teller import Teller
 from rlbuffer.errors import LeaseLost, StepRetired
+from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, StepPlan
 from rlbuffer.store.moves.pool import AHEAD_MS
 from rlbuffer.store.protocol import Store
@@ -76,7 +77,7 @@ class Held:
                 self.batcher.restore(parts, uses=group.uses, now=self._since, pushed=pushed)
             elif group.entries:
                 env, entry_ids = group.entries[0].env, tuple(entry.entry_id for entry in group.entries)
-                self.drop([Drop(group.group_id, env, "void", 0, 0, entry_ids=entry_ids)])
+                self.drop([Drop(group.group_id, env, Reason.VOID, 0, 0, entry_ids=entry_ids)])
 
     def renumber(self) -> None:
         """The pool's ids say when a push came. One that was added by hand with an id far ahead would let the time of
@@ -208,7 +209,7 @@ def _invalid(entry: PoolEntry, detail: str) -> Drop:
     return Drop(
         group_id=entry.group_id,
         env=entry.env,
-        reason="invalid",
+        reason=Reason.INVALID,
         rollouts=entry.rollouts,
         tokens=entry.tokens,
         entry_ids=(entry.entry_id,),

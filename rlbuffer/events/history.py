@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlbuffer.events.event import SPREAD, Event
+from rlbuffer.records.states import ClosedBy, Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class Committed(Event):
 
     event = "step"
     groups: int
-    closed_by: str
+    closed_by: ClosedBy
     step: int
     rollouts: int
     tokens: int
@@ -38,7 +39,7 @@ class Dropped(Event):
     event = "drop"
     group_id: str
     env: str
-    reason: str
+    reason: Reason
     rollouts: int
     tokens: int
     detail: str

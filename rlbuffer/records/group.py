@@ -24,6 +24,7 @@ from rlbuffer.records.rollout import (
     rebuilt,
     with_id,
 )
+from rlbuffer.records.states import PushStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,5 +129,5 @@ class Pushed:
 
     entry_id: str
     """Id of its entry in the pool."""
-    status: str
-    """``stored`` | ``duplicate``; of what was to be replaced and was gone, ``duplicate`` without an entry."""
+    status: PushStatus
+    """Of what was to be replaced and was gone, ``duplicate`` without an entry."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PackingError
+from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import AdapterProgress, Normalizers
 
@@ -178,6 +179,10 @@ class MicroBatch:
         return MicroBatch(**(values | moved | tables))
 
 
+NO_HEADER = cast(StepHeader, None)
+"""Of a step that is made without one: it makes its own."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One step as one rank trains it. Iterating gives its micro-batches."""
@@ -199,14 +204,14 @@ class Step:
     """As many on every rank. How many of them make an optimizer update is the trainer's choice."""
     damaged: tuple[str, ...] = ()
     """Ids of this rank's rollouts that were missing or damaged and became masked padding."""
-    header: StepHeader = field(default=None)  # type: ignore[assignment]  # never None once it is made
+    header: StepHeader = NO_HEADER
     """The step as it was committed: per env tokens, rollouts, reward, ages; what it asks the trainer for. One that is
     made without a header gets one that knows the step's own counts and no env."""
     adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
     """Adapter ("" is all weights) -> how far it is with this step: which optimizers step after it."""
 
     def __post_init__(self) -> None:
-        if self.header is None:
+        if self.header is NO_HEADER:
             object.__setattr__(self, "header", _plain_header(self))
 
     def padded(self, *, rows: int = 1, pad_token_id: int = 0, pad_to_multiple_of: int = 1) -> Padded:
@@ -235,7 +240,7 @@ def _plain_header(step: Step) -> StepHeader:
         rollouts=step.rollouts,
         tokens=sum(sample.length for sample in samples),
         group_ids=tuple(dict.fromkeys(sample.group_id for sample in samples)),
-        closed_by="",
+        closed_by=ClosedBy.GROUPS,
         fill=0.0,
         envs={},
         reward=None,

@@ -42,8 +42,6 @@ from rlbuffer.records.spans import Turn, VersionSpan, as_spans, as_turns
 
 _T = TypeVar("_T")
 
-REASONS = ("stale", "future", "small", "flat", "oversized", "invalid", "late", "duplicate", "void", "operator")
-"""Why rollouts are dropped; the order is the order of tables and metrics."""
 MAX_LOGPROB = np.float32(1e-3)
 """Logprobs end at 0; samplers that compute in 16 bits round a little above it."""
 

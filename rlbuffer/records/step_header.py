@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_plan import AdapterProgress
 
 
@@ -23,7 +24,7 @@ class StepHeader:
     rollouts: int
     tokens: int
     group_ids: tuple[str, ...]
-    closed_by: str
+    closed_by: ClosedBy
     fill: float
     """Tokens over capacity, 0-1."""
     envs: Mapping[str, Mapping[str, Any]]

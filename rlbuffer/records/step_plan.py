@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    pass
+from rlbuffer.records.states import ClosedBy, Reason
 
 Row = tuple[int, ...]
 """Indices of the rollouts of one row; () is a dummy."""
@@ -105,7 +104,7 @@ class EntryUse:
     env: str
     packed_rollouts: int
     packed_tokens: int
-    dropped: tuple[tuple[str, int, int], ...] = ()
+    dropped: tuple[tuple[Reason, int, int], ...] = ()
     """(reason, rollouts, tokens) of what the entry holds beyond what is packed; () when the group was used before."""
     group_id: str = ""
     uses: int = 0
@@ -129,8 +128,8 @@ class StepPlan:
     normalizers: Normalizers
     tokens: int
     """Tokens of all rollouts."""
-    closed_by: str
-    """``capacity`` | ``fill`` | ``groups`` | ``rollouts`` | ``partial`` | ``timeout`` | ``end``: what ended it."""
+    closed_by: ClosedBy
+    """What ended its selection."""
     entries: tuple[EntryUse, ...] = ()
     """Every pool entry that the commit consumes."""
     adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
@@ -145,8 +144,7 @@ class Drop:
 
     group_id: str
     env: str
-    reason: str
-    """One of :data:`rlbuffer.records.rollout.REASONS`."""
+    reason: Reason
     rollouts: int
     tokens: int
     entry_ids: tuple[str, ...] = ()

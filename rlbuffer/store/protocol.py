@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.states import CommitStatus, PushStatus
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan
 from rlbuffer.store.records import (
@@ -70,7 +71,7 @@ class Store(Protocol):
     # -- worker ----------------------------------------------------------------------------------------------------
     def push(
         self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int, replaces: str = ""
-    ) -> tuple[str, str]:
+    ) -> tuple[PushStatus, str]:
         """PUSH. -> (status ``stored`` | ``duplicate``, entry id). `producer` is the worker, `incarnation` its uuid.
 
         `replaces` is a pending entry whose place it takes: the same rollouts, with what that one needed.
@@ -80,7 +81,9 @@ class Store(Protocol):
         retried inside: the writer repeats the call with the same sequence.
         """
 
-    def give_up(self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int) -> tuple[str, str]:
+    def give_up(
+        self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int
+    ) -> tuple[PushStatus, str]:
         """PUSH without the group: its sequence is used up. -> (``lost`` | ``duplicate`` when it is stored, entry id).
 
         Counted as lost, once. Raises as `push` does.
@@ -167,8 +170,11 @@ class Store(Protocol):
         state: Mapping[str, Any],
         waiting_for_version: int | None = None,
         since: int | None = None,
-    ) -> tuple[str, Any]:
-        """COMMIT. -> ("ok" | "duplicate", digest) or ("gone", [entry ids]). `since`: as for PIN. Raises LeaseLost."""
+    ) -> tuple[CommitStatus, Any]:
+        """COMMIT. -> (``ok`` | ``duplicate``, digest) or (``gone``, [entry ids]).
+
+        `since`: as for PIN. Raises LeaseLost.
+        """
 
     def load_state(self) -> Mapping[str, Any] | None:
         """The batcher's state as after the last step."""

@@ -23,6 +23,7 @@ from rlbuffer.packing.planner import plan
 from rlbuffer.records.micro_batch import Sample, Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Normalizers
 
@@ -192,7 +193,7 @@ class FakeReader:
                 rollouts=len(rollouts),
                 tokens=tokens,
                 group_ids=tuple(f"fake.{number}.{g}" for g in range(GROUPS)),
-                closed_by="groups",
+                closed_by=ClosedBy.GROUPS,
                 fill=tokens / (row_tokens * rows),
                 envs={
                     "fake": {

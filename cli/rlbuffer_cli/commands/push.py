@@ -59,6 +59,7 @@ def command(
     """
     from rlbuffer.client.buffer import connect
     from rlbuffer.errors import PushGivenUp, ServerRefused, ServerUnreachable
+    from rlbuffer.records.states import PushStatus
 
     loaded = options.load(config, redis, run, home)
     settings = loaded.settings
@@ -84,8 +85,8 @@ def command(
                         "from there"
                     ) from error
                 envs.add(group.env)
-                duplicate += status == "duplicate"
-                stored += status != "duplicate"
+                duplicate += status == PushStatus.DUPLICATE
+                stored += status != PushStatus.DUPLICATE
             for env in sorted(envs) if done else ():
                 writer.done(env)
     if as_json:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlbuffer.narration.numbers import amount, duration, printable
+from rlbuffer.records.states import State
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.pool import group_record
 from rlbuffer_cli.render.text import bar, show_table, sparkline, wrapped
@@ -221,7 +222,7 @@ def _life(view: GroupView, member: RolloutView) -> str:
     stages = [f"sampled by {sampled}" + (f", stop: {stop}" if stop else "")]
     if member.step is not None:
         stages.append(f"packed into step {member.step}, rank {member.rank}")
-    stages += [view.state] if view.state != "packed" else []
+    stages += [view.state] if view.state != State.PACKED else []
     return "  " + " -> ".join(stages)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbuffer.narration.numbers import amount, duration, failures_of, percent, printable
 from rlbuffer.narration.waiting import counted
+from rlbuffer.records.states import State
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.adapters import AdapterSummary, adapter_line, summarize_adapters
 from rlbuffer_cli.render.evaluations import evaluation_lines, summarize_evaluations
@@ -101,8 +102,8 @@ def summarize(buffer: Buffer) -> RunSummary:
         envs.append(
             EnvSummary(
                 env=env,
-                ready=sum(g.state == "ready" for g in mine),
-                forming=sum(g.state == "forming" for g in mine),
+                ready=sum(g.state == State.READY for g in mine),
+                forming=sum(g.state == State.FORMING for g in mine),
                 ages=dict(sorted(ages.items())),
                 account=ledger.envs.get(env) or _empty(),
                 budget=budgets.get(env),

@@ -21,6 +21,7 @@ from rlbuffer.events.event import as_object
 from rlbuffer.events.history import Dropped
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo, unfrozen
+from rlbuffer.records.states import PushStatus, Reason
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.keys import SUFFIX, Keys
 from rlbuffer.store.records import PoolEntry, Reused
@@ -35,7 +36,7 @@ DROP_ENTRIES = 500
 """Pool entries per DROP: about 1.5 ms of the server's time."""
 HISTORY_ENTRIES = 10_000
 """Records of drops and steps that are kept."""
-CLOSING_REASONS = frozenset({"stale", "future", "small", "flat", "void", "operator"})
+CLOSING_REASONS = frozenset({Reason.STALE, Reason.FUTURE, Reason.SMALL, Reason.FLAT, Reason.VOID, Reason.OPERATOR})
 """Reasons that end a group as a whole and leave a tombstone. The others concern rollouts or parts of one: the group may
 still be trained with the rest, so a tombstone would lose it at the next takeover."""
 _UnfrozenEntry = unfrozen(PoolEntry)
@@ -49,7 +50,7 @@ class PoolMoves(Session):
 
     def push(
         self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int, replaces: str = ""
-    ) -> tuple[str, str]:
+    ) -> tuple[PushStatus, str]:
         """PUSH: payload first, under the push's own key, then the script that makes it pending.
 
         `replaces` names a pending entry whose place it takes. When that is gone, this push is a duplicate.
@@ -85,15 +86,15 @@ class PoolMoves(Session):
 
     def _pushed(
         self, reply: Sequence[Any], producer: str, incarnation: str, sequence: int, epoch: int
-    ) -> tuple[str, str]:
+    ) -> tuple[PushStatus, str]:
         status = text(reply[0])
         if status == "LATE" or status == "LOST":
             self._fresh[incarnation] = sequence + 1
-            return ("duplicate" if status == "LATE" else "lost"), ""
+            return (PushStatus.DUPLICATE if status == "LATE" else PushStatus.LOST), ""
         if status == "OK" or status == "DUP":
             if text(reply[1]):  # else the server has later pushes, too
                 self._fresh[incarnation] = sequence + 1
-            return ("stored" if status == "OK" else "duplicate"), text(reply[1])
+            return (PushStatus.STORED if status == "OK" else PushStatus.DUPLICATE), text(reply[1])
         if status == "JAMMED":
             raise ServerRefused(
                 f"the pool of run {self.run!r} takes no push ({self.keys.pool}: {text(reply[1])}): an entry did not "
@@ -109,7 +110,9 @@ class PoolMoves(Session):
             raise self.gone(reply, epoch)
         raise self.unexpected("push", reply)
 
-    def give_up(self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int) -> tuple[str, str]:
+    def give_up(
+        self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int
+    ) -> tuple[PushStatus, str]:
         """PUSH without rollouts: the sequence is used up, and counted as lost, unless the push is stored already."""
         suffix = f"{incarnation}.{sequence}"
         waiting = self.keys.unnamed_payload(group.group_id, suffix)
@@ -117,7 +120,7 @@ class PoolMoves(Session):
         args += [0, 0, b"", "", self.keys.payload_prefix]
         reply = self._move_push(self.keys.producer(producer, incarnation), args)
         status, entry_id = self._pushed(reply, producer, incarnation, sequence, epoch)
-        return (status if entry_id else "lost"), entry_id  # a duplicate without an entry: given up before
+        return (status if entry_id else PushStatus.LOST), entry_id  # a duplicate without an entry: given up before
 
     def _move_push(self, producer_key: str, args: Sequence[Any]) -> list[Any]:
         keys = self.keys

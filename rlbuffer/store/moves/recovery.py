@@ -16,6 +16,7 @@ from rlbuffer.errors import EpochChanged, NotFound, PayloadError, RlbufferError,
 from rlbuffer.events.event import as_object
 from rlbuffer.events.history import Recovered, RunRewound, StepsVoided
 from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.states import Reason
 from rlbuffer.store.keys import RUNS
 from rlbuffer.store.moves.pool import HISTORY_ENTRIES, pool_entries
 from rlbuffer.store.moves.run import RunViews
@@ -259,7 +260,7 @@ def _as_trained(entries: Iterable[PoolEntry]) -> Iterator[list[Any]]:
                 repeated = [repeated[0] + 1, repeated[1] + info.length]
             seen.add(info.rollout_id)
         trained = [entry.rollouts - repeated[0], entry.tokens - repeated[1]]
-        yield [entry.entry_id, *trained, *([1, "duplicate", *repeated] if repeated[0] else [0])]
+        yield [entry.entry_id, *trained, *([1, Reason.DUPLICATE, *repeated] if repeated[0] else [0])]
 
 
 def _names(client: Any, pattern: str) -> list[bytes]:

@@ -17,6 +17,7 @@ import numpy as np
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.further_columns import Columns, agree
 from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import AdapterProgress, RolloutRef, StepPlan, version_trained
 from rlbuffer.store.records import Meta, PartRollout, PoolEntry, StepPart
@@ -197,12 +198,14 @@ def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepH
     def build(record: dict[str, Any]) -> tuple[StepHeader, dict[str, Any]]:
         limits = dict(record.pop("age_limits"))
         group_ids = tuple(record.pop("group_ids"))
+        closed_by = ClosedBy(record.pop("closed_by"))
         columns = {name: (dtype, tuple(shape)) for name, (dtype, *shape) in record.pop("columns").items()}
         adapters = {name: AdapterProgress(**progress) for name, progress in record.pop("adapters", {}).items()}
         header = StepHeader(
             digest=digest,
             committed_ms=committed_ms,
             group_ids=group_ids,
+            closed_by=closed_by,
             columns=columns,
             adapters=adapters,
             **record,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from rlbuffer.errors import LeaseLost, NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.events.event import as_object
 from rlbuffer.events.history import Committed, RetiredEarly
+from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import RolloutRef, StepPlan
 from rlbuffer.store.keys import Keys
@@ -79,8 +80,8 @@ class StepMoves(Session):
         state: Mapping[str, Any],
         waiting_for_version: int | None = None,
         since: int | None = None,
-    ) -> tuple[str, Any]:
-        """COMMIT. -> ("ok" | "duplicate", digest) or ("gone", [entry ids]).
+    ) -> tuple[CommitStatus, Any]:
+        """COMMIT. -> (``ok`` | ``duplicate``, digest) or (``gone``, [entry ids]).
 
         A lost reply is followed by the same bytes again, which the script knows; but not with `since`, the connection's
         losses when the plan's payloads were pinned: a server that was away may have lost the pins.
@@ -152,14 +153,14 @@ class StepMoves(Session):
 
     def _committed(
         self, reply: Sequence[Any], plan: StepPlan, entries: Mapping[str, PoolEntry], meta: Meta, digest: str
-    ) -> tuple[str, Any]:
+    ) -> tuple[CommitStatus, Any]:
         status = text(reply[0])
         if status == "OK":
-            return "ok", digest
+            return CommitStatus.OK, digest
         if status == "DUP":
-            return "duplicate", digest
+            return CommitStatus.DUPLICATE, digest
         if status == "GONE":
-            return "gone", [text(entry_id) for entry_id in reply[1:]]
+            return CommitStatus.GONE, [text(entry_id) for entry_id in reply[1:]]
         if status == "FENCED":
             raise self.lost(reply[1])
         if status == "ORDER":

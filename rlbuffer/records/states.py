@@ -1,0 +1,98 @@
+"""The words of an account: the states of a group, why rollouts drop, what closes a step, and what came of a push.
+
+They are strings: what is stored and printed is the value.
+
+Example:
+    >>> print(State.READY, Reason.STALE == "stale")
+    ready True
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """The state of a group, in the order of its life; ``dropped`` can follow the first two."""
+
+    FORMING = "forming"
+    """Rollouts are missing, or something that a scorer has yet to add."""
+    READY = "ready"
+    """It is whole: from here on nothing is added to it."""
+    PACKED = "packed"
+    """A committed step holds it."""
+    TRAINED = "trained"
+    """The trainer has acknowledged that step."""
+    DROPPED = "dropped"
+    """It will not be trained; its reason says why."""
+
+
+class Reason(StrEnum):
+    """The rule by which rollouts are dropped, in the order of tables and metrics."""
+
+    STALE = "stale"
+    """It is older than its env's `max_age` or `max_age_seconds` allow."""
+    FUTURE = "future"
+    """A version newer than the step could train has sampled it."""
+    SMALL = "small"
+    """Too few of its rollouts came in time, or a scorer did not."""
+    FLAT = "flat"
+    """Its rewards tell nothing apart, and no more of such groups are wanted."""
+    OVERSIZED = "oversized"
+    """It is longer than a row."""
+    INVALID = "invalid"
+    """It is malformed, has no reward, or holds a number that cannot be trained."""
+    LATE = "late"
+    """Its group was whole or closed when it arrived."""
+    DUPLICATE = "duplicate"
+    """The same rollout came before."""
+    VOID = "void"
+    """Its step was taken back, or it cannot be trained again."""
+    OPERATOR = "operator"
+    """An operator dropped it while it was pending."""
+
+
+class ClosedBy(StrEnum):
+    """What ended the selection of a step."""
+
+    CAPACITY = "capacity"
+    """The next group would need more rows than the step has."""
+    FILL = "fill"
+    """Tokens reach `close_fill`, and every env is near its share."""
+    GROUPS = "groups"
+    """It holds `step_groups` groups."""
+    ROLLOUTS = "rollouts"
+    """It holds `step_rollouts` rollouts."""
+    PARTIAL = "partial"
+    """An env was short for too long."""
+    TIMEOUT = "timeout"
+    """It has waited for `fill_timeout_seconds`."""
+    END = "end"
+    """Nothing more comes of any env."""
+
+    @property
+    def is_counted(self) -> bool:
+        """A number of groups or rollouts closed it, whatever their tokens."""
+        return self in (ClosedBy.GROUPS, ClosedBy.ROLLOUTS)
+
+
+class PushStatus(StrEnum):
+    """What came of a push."""
+
+    STORED = "stored"
+    """It is pending now."""
+    DUPLICATE = "duplicate"
+    """It was stored before, or what it was to replace is gone."""
+    LOST = "lost"
+    """Its producer gave it up."""
+
+
+class CommitStatus(StrEnum):
+    """What came of the commit of a step."""
+
+    OK = "ok"
+    """The step is committed."""
+    DUPLICATE = "duplicate"
+    """The same bytes were committed before."""
+    GONE = "gone"
+    """Entries of its plan are not pending any more."""
