@@ -35,7 +35,7 @@ def table(page: str, head: str) -> list[str]:
 @pytest.mark.parametrize(
     ("page", "head", "kind"),
     [
-        ("concepts.md", "reason", Reason),
+        ("explain/how_it_fits.md", "reason", Reason),
         ("explain/how_it_fits.md", "state", State),
         ("explain/batcher.md", "`closed_by`", ClosedBy),
     ],
@@ -46,7 +46,7 @@ def test_a_table_lists_every_member_in_order(page: str, head: str, kind: type[St
 
 def test_the_glossary_lists_every_reason() -> None:
     text = " ".join((DOCS / "reference" / "glossary.md").read_text(encoding="utf-8").split())
-    entry = text[text.index("- **reason**") :].split(" [Concepts]")[0]
+    entry = text[text.index("- **reason**") :].split(" [How it fits]")[0]
     assert re.findall(r"`(\w+)`", entry) == [reason.value for reason in Reason]
 
 
