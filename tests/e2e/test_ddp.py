@@ -28,7 +28,8 @@ sys.exit(launch(from_json(sys.argv[1]), world_size=int(sys.argv[2]), fake_data=T
 
 
 def settings_of(output: Path, *, dtype: str = "float32", **trainer: Any) -> RunSettings:
-    values = {"steps": 3, "output": output, "device": "cpu", "check_parameters": True, "entropy_bonus": 0.01}
+    values: dict[str, Any] = {"steps": 3, "output": output, "device": "cpu", "loss": {"entropy_bonus": 0.01}}
+    values["reports"] = {"check_parameters": True}
     return RunSettings(
         home=output,
         batcher={"row_tokens": 128, "micro_batches_per_rank": 2},
@@ -77,7 +78,7 @@ def test_eight_ranks_hold_equal_parameters_and_train_what_one_rank_trains(parent
 def test_a_killed_rank_is_started_again_with_the_others_and_sigterm_ends_with_a_checkpoint(
     parent: Parent, tmp_path: Path
 ) -> None:
-    process = start(parent, tmp_path, 2, steps=100_000, checkpoint_every=5)
+    process = start(parent, tmp_path, 2, steps=100_000, checkpoint={"every": 5})
     try:
         wait_until(lambda: len(records(tmp_path)) >= 7, process)
         victim = json.loads((tmp_path / "ranks.json").read_text())["rank-1"]
@@ -104,7 +105,7 @@ def test_a_killed_rank_is_started_again_with_the_others_and_sigterm_ends_with_a_
 
 
 def test_an_error_of_our_own_ends_the_job_with_one_message_and_its_exit_code(parent: Parent, tmp_path: Path) -> None:
-    process = start(parent, tmp_path, 2, loss="ppo")
+    process = start(parent, tmp_path, 2, loss={"name": "ppo"})
     _, errors = process.communicate(timeout=400)
     assert process.returncode == 3
     known = "cispo, clip, clip_cov, dapo, decoupled, dppo_tv, dr_grpo, gspo, icepop, kl_cov, masked_ratio, ratio, tis"
