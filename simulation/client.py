@@ -103,7 +103,7 @@ class SimulatedPipeline(CoreCommands):
 
 def encoded(args: Sequence[Any]) -> list[bytes]:
     """A command as it goes over the wire; several words in the first argument are several."""
-    words = [arg.encode() if type(arg) is str else arg if type(arg) is bytes else _number(arg) for arg in args]
+    words = [arg.encode() if isinstance(arg, str) else arg if type(arg) is bytes else _number(arg) for arg in args]
     if b" " in words[0]:
         words[:1] = words[0].split(b" ")
     words[0] = words[0].upper()

@@ -45,7 +45,7 @@ def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(parent: P
         "padded": {"parallel": "fsdp", "layout": "padded", "gradient_checkpointing": True},
     }
     # Two updates a step: those after the first look at the policy as it was before, in further forward passes.
-    many = {"passes": 2, "old_logprobs": "recomputed"}
+    many = {"optimizer": {"passes": 2}, "loss": {"old_logprobs": "recomputed", "entropy_bonus": 0.01}}
     finish([start(parent, tmp_path / name, 2, dtype="float64", **many, **way) for name, way in ways.items()])
     expected = load_parameters(tmp_path / "ddp", 3)
     for name in ("fsdp", "padded"):

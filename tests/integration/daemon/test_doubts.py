@@ -125,7 +125,7 @@ def test_a_push_without_the_reference_that_the_trainer_needs_is_dropped(served: 
     """A step of such pushes alone would end the trainer, at every restart again."""
     run = served.run
     reader = start(run)
-    settings = RunSettings.model_validate({"trainer": {"kl_beta": 0.1}})
+    settings = RunSettings.model_validate({"trainer": {"loss": {"kl_beta": 0.1}}})
     lacking = run.push("a.0", lengths=[8, 8])
     for name in ("a.1", "a.2"):
         run.push(name, lengths=[8, 8], columns=[{"ref_logprobs": np.zeros(8, np.float32)}] * 2)
@@ -144,7 +144,7 @@ def test_a_rollout_without_the_reference_beside_one_that_has_it_is_masked_and_na
     """The push has the column, by its other rollout: only who reads the payload sees it."""
     run = served.run
     reader = start(run, columns=["ref_logprobs"])
-    settings = RunSettings.model_validate({"trainer": {"kl_beta": 0.1}})
+    settings = RunSettings.model_validate({"trainer": {"loss": {"kl_beta": 0.1}}})
     column = {"ref_logprobs": np.full(8, -1.0, np.float32)}
     for name, columns in (("a.0", [column, {}]), ("a.1", [column, column])):
         run.push(name, lengths=[8, 8], columns=columns)
