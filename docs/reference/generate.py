@@ -15,6 +15,7 @@ import re
 import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -149,14 +150,17 @@ def _fields(cls: type) -> Iterator[tuple[str, Any, Any, str]]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Field -> the docstring below it."""
+    """Field, or member -> the docstring below it."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     out = {}
     for before, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
+        name = before.target if isinstance(before, ast.AnnAssign) else None
+        if isinstance(before, ast.Assign):
+            name = before.targets[0]
+        if isinstance(name, ast.Name):
             text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-            out[before.target.id] = _prose(inspect.cleandoc(str(text)))
+            out[name.id] = _prose(inspect.cleandoc(str(text)))
     return out
 
 
@@ -253,6 +257,15 @@ def record_page() -> str:
     page = [RECORD_HEAD]
     for name in dict.fromkeys((*RECORDS, *records.__all__)):
         cls = getattr(records, name)
+        if isinstance(cls, type) and issubclass(cls, StrEnum):
+            rows = [f"| `{cls[member]}` | {_cell(text)} |" for member, text in field_docs(cls).items()]
+            page += [
+                f"\n## {name}\n",
+                *_paragraphs(inspect.getdoc(cls) or ""),
+                "| word | meaning |",
+                "|---|---|",
+                *rows,
+            ]
         is_tuple = isinstance(cls, type) and hasattr(cls, "_fields")
         if not (isinstance(cls, type) and (dataclasses.is_dataclass(cls) or is_tuple)):
             continue

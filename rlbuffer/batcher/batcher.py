@@ -31,7 +31,7 @@ from rlbuffer.batcher import adapters, allowances, budget, closing, explaining, 
 from rlbuffer.batcher.groups import GroupState
 from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.batcher.pool_index import Pool
-from rlbuffer.batcher.selection import Limits, Trial, select
+from rlbuffer.batcher.selection import Ended, Limits, Trial, select
 from rlbuffer.batcher.situation import Situation
 from rlbuffer.batcher.spillover import Patience
 from rlbuffer.config.batcher import BatcherConfig
@@ -349,14 +349,14 @@ class Batcher:
         def planner(some: Sequence[GroupState]) -> Plan:
             return step_plan.plan_groups(some, self._config, world_size)
 
-        if trial.ended == "count":
+        if trial.ended == Ended.COUNT:
             closed_by = ClosedBy.GROUPS if limits.groups is not None else ClosedBy.ROLLOUTS
             return groups, planner(_laid_out(groups, closed_by)), closed_by
-        if groups and trial.ended == "short" and self._patience.may_close(self._pool.now, trial.short):
+        if groups and trial.ended == Ended.SHORT and self._patience.may_close(self._pool.now, trial.short):
             return *self._as_it_is(groups, limits, world_size), ClosedBy.PARTIAL
         if not limits.by_rows:
             return None
-        is_full = trial.ended == "full"
+        is_full = trial.ended == Ended.FULL
         if not is_full and trial.balanced:
             plan = planner(groups[: trial.balanced])
             if plan.micro_steps <= micro_steps:

@@ -5,18 +5,14 @@ credit for their next group do not compete. Simply taking the largest deficit dr
 envs of unequal shares (simulated); with deadlines no env is ever further than one group from its share.
 Source: Baruah, Cohen, Plaxton and Varvel 1996, Proportionate progress (earliest pseudo-deadline first).
 
-Nothing is moved here. A trial walks the ready groups from the front, on copies of the deficits, and says why it ended:
-
-``full``     the step's tokens are there, or the next group would exceed them (it is not part of the selection)
-``count``    `step_groups` or `step_rollouts` is reached
-``short``    an env with a budget is owed more than its mean group and has nothing ready: the step waits for it
-``empty``    nothing that may go next is ready
+Nothing is moved here. A trial walks the ready groups from the front, on copies of the deficits, and says why it ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from rlbuffer.batcher.adapters import Queue
 from rlbuffer.batcher.budget import charge, size_of
@@ -62,6 +58,19 @@ class Limits:
         return 1 if self.groups is not None else group.rollouts if self.rollouts is not None else group.tokens
 
 
+class Ended(StrEnum):
+    """Why a trial ended."""
+
+    FULL = "full"
+    """The step's tokens are there, or the next group would exceed them (it is not part of the selection)."""
+    COUNT = "count"
+    """`step_groups` or `step_rollouts` is reached."""
+    SHORT = "short"
+    """An env with a budget is owed more than its mean group and has nothing ready: the step waits for it."""
+    EMPTY = "empty"
+    """Nothing that may go next is ready."""
+
+
 @dataclass(slots=True)
 class Trial:
     """The groups that a trial selected, and how it ended."""
@@ -69,7 +78,7 @@ class Trial:
     groups: list[GroupState] = field(default_factory=list)
     deficits: dict[str, float] = field(default_factory=dict)
     """As after the last selected group."""
-    ended: str = "empty"
+    ended: Ended = Ended.EMPTY
     tokens: int = 0
     rollouts: int = 0
     short: list[str] = field(default_factory=list)
@@ -133,11 +142,11 @@ def select(
     while True:
         trial.short = _short(heads, owed, means, waited)
         if trial.short:
-            trial.ended = "short"
+            trial.ended = Ended.SHORT
             break
         group = _next(heads, owed, fractions, unit)
         if group is None:
-            trial.ended = "empty"
+            trial.ended = Ended.EMPTY
             break
         env = group.env
         amount = limits.amount(group)
@@ -156,7 +165,7 @@ def select(
             # A row holds one adapter: each one's tokens need rows of their own.
             least_rows += rows_of(group.adapter, group.tokens)
             if trial.groups and (least_rows > limits.rows or over_half > limits.rows):
-                trial.ended = "full"
+                trial.ended = Ended.FULL
                 break
         flat += amount * is_flat
         used += amount * bool(group.used)
@@ -167,10 +176,10 @@ def select(
         candidates[env].take()
         heads[env] = candidates[env].head
         if len(trial.groups) == limits.groups or (limits.rollouts is not None and trial.rollouts >= limits.rollouts):
-            trial.ended = "count"
+            trial.ended = Ended.COUNT
             break
         if limits.by_rows and trial.tokens >= limits.tokens:
-            trial.ended = "full"
+            trial.ended = Ended.FULL
             break
         if limits.by_rows and trial.tokens >= least and all(owed[e] <= means[e] for e in waited if e in owed):
             trial.balanced = len(trial.groups)
@@ -178,8 +187,8 @@ def select(
         owed[env] += size
     late = _short(heads, owed, means, left_out)
     trial.short += [env for env in late if env not in trial.short]
-    if late and trial.ended == "empty":
-        trial.ended = "short"
+    if late and trial.ended == Ended.EMPTY:
+        trial.ended = Ended.SHORT
     trial.lent = _short(heads, owed, means, [env for env in budgeted if env in excused])
     trial.exhausted = [env for env, head in heads.items() if head is None]
     return trial

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlbuffer.events.event import SPREAD, Event
+from rlbuffer.records.states import SettingsState
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop
 
@@ -143,8 +144,8 @@ class SettingsAsked(Event):
     """The config file was read again."""
 
     event = "config"
-    state: str
-    """``asked``: they are taken between two steps. ``same``: nothing is new."""
+    state: SettingsState
+    """``asked`` or ``same``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +153,7 @@ class SettingsTaken(Event):
     """The run has new settings."""
 
     event = "config"
-    state: str = field(default="taken", init=False)
+    state: SettingsState = field(default=SettingsState.TAKEN, init=False)
     revision: int
     step: int
     """The first one that is made by them."""
@@ -164,7 +165,7 @@ class SettingsRefused(Event):
     """The old settings go on."""
 
     event = "config"
-    state: str = field(default="refused", init=False)
+    state: SettingsState = field(default=SettingsState.REFUSED, init=False)
     reason: str
 
 

@@ -35,6 +35,7 @@ from rlbuffer.events.batcher import (
     StepWaits,
 )
 from rlbuffer.narration.numbers import amount, percent
+from rlbuffer.records.states import SettingsState
 
 WAITING_SECONDS = 5.0
 """Sentences about waiting come at most this often."""
@@ -175,7 +176,7 @@ def _settings(event: SettingsEvent) -> str:
         case SettingsRefused():
             return f"! settings: the old ones go on: {event.reason}"
         case SettingsAsked():
-            is_asked = event.state == "asked"
+            is_asked = event.state == SettingsState.ASKED
             return f"settings: {'asked for, taken between two steps' if is_asked else 'nothing is new'}"
         case _:
             assert_never(event)

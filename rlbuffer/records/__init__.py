@@ -11,11 +11,13 @@ from rlbuffer.records.micro_batch import MicroBatch, Padded, Sample, Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.records.states import ClosedBy, PushStatus, Reason, State
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import AdapterProgress, Decision, Drop, Normalizers, Plan, StepPlan
 
 __all__ = [
     "AdapterProgress",
+    "ClosedBy",
     "Decision",
     "Drop",
     "Group",
@@ -25,10 +27,13 @@ __all__ = [
     "Padded",
     "Plan",
     "PolicyVersion",
+    "PushStatus",
     "Pushed",
+    "Reason",
     "Rollout",
     "RolloutInfo",
     "Sample",
+    "State",
     "Step",
     "StepHeader",
     "StepPlan",

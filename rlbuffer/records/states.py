@@ -1,4 +1,4 @@
-"""The words of an account: the states of a group, why rollouts drop, what closes a step, and what came of a push.
+"""The words of an account: the states of a group, why rollouts drop, what closes a step, what came of a request.
 
 They are strings: what is stored and printed is the value.
 
@@ -96,3 +96,18 @@ class CommitStatus(StrEnum):
     """The same bytes were committed before."""
     GONE = "gone"
     """Entries of its plan are not pending any more."""
+
+
+class SettingsState(StrEnum):
+    """What came of a wish for other settings of a run."""
+
+    SAME = "same"
+    """They are in force, and nothing else is wanted."""
+    ASKED = "asked"
+    """The leader takes or refuses them at its next step boundary."""
+    STORED = "stored"
+    """No batcher is at work: the next one takes or refuses them."""
+    TAKEN = "taken"
+    """They hold from the next step on."""
+    REFUSED = "refused"
+    """The old ones go on."""

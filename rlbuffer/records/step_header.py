@@ -13,18 +13,27 @@ from rlbuffer.records.step_plan import AdapterProgress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHeader:
-    """`<s>-0` of the steps stream."""
+    """A committed step: what it holds in all, over all ranks and envs. Entry ``<s>-0`` of the stream of steps."""
 
     step: int
+    """From 1."""
     epoch: int
+    """Of the run when it was committed."""
     digest: str
+    """SHA-256 of its bytes, chained on the last one's."""
     previous_digest: str
+    """Of the step before; "" before the first."""
     world_size: int
+    """Ranks that it was planned for."""
     normalizers: Mapping[str, int]
+    """``loss_tokens``, ``rollouts``, ``groups``."""
     rollouts: int
     tokens: int
+    """Of all rollouts."""
     group_ids: tuple[str, ...]
+    """In the order of selection; by name where their number closed it."""
     closed_by: ClosedBy
+    """What ended its selection."""
     fill: float
     """Tokens over capacity, 0-1."""
     envs: Mapping[str, Mapping[str, Any]]
@@ -34,7 +43,9 @@ class StepHeader:
     age: float
     """Mean over rollouts."""
     max_age: int
+    """Of any rollout."""
     committed_ms: int
+    """Server time, in milliseconds."""
     columns: Mapping[str, tuple[str, tuple[int, ...]]]
     """Further column -> dtype and trailing shape: the same in all micro-batches of all ranks."""
     waiting_for_version: int | None = None

@@ -145,6 +145,7 @@ class Drop:
     group_id: str
     env: str
     reason: Reason
+    """The rule."""
     rollouts: int
     tokens: int
     entry_ids: tuple[str, ...] = ()

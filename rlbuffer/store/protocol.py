@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.states import CommitStatus, PushStatus
+from rlbuffer.records.states import CommitStatus, PushStatus, SettingsState
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan
 from rlbuffer.store.records import (
@@ -201,7 +201,7 @@ class Store(Protocol):
     def rewind(self, to: int, *, force: bool = False) -> Mapping[str, Any]:
         """VOID of what follows step `to`, and of everything that is pending."""
 
-    def ask_config(self, config: Mapping[str, Any], digest: str, *, seen: Meta) -> str:
+    def ask_config(self, config: Mapping[str, Any], digest: str, *, seen: Meta) -> SettingsState:
         """ASK: the leader shall take this config. -> ``asked`` | ``same``. Raises ConfigChanged."""
 
     def ask_drain(self) -> int: ...

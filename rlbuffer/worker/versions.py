@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rlbuffer.config.addresses import is_url
 from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError
@@ -22,6 +22,22 @@ RELOAD_SECONDS = 5.0
 """Before weights that could not be loaded are tried again."""
 
 
+class Listener(Protocol):
+    """A worker, as far as its versions need it."""
+
+    def loaded(self, version: int, seconds: float, /) -> None:
+        """`version` serves now (-1: none); loading took so long."""
+
+    def trouble(self, sentence: str, /) -> None:
+        """A version could not be loaded, and why."""
+
+    def waits(self, what: str, /) -> None:
+        """Nothing serves, for want of `what`."""
+
+    async def check(self, policy: PolicyVersion, /) -> None:
+        """The first version is loaded; what this raises ends the worker."""
+
+
 class Versions:
     """Follows the announced versions.
 
@@ -29,12 +45,9 @@ class Versions:
         policy: what is announced.
         sampler: what loads it.
         env: must fit the model.
-        loaded: told of the version that serves now (-1: none) and the seconds that loading took.
-        trouble: told why a version could not be loaded.
-        wait: told what is waited for while nothing serves.
+        listener: hears what comes of them.
         cache: downloads versions that were announced under a URL.
         max_age: of the env, in versions: while a newer version is downloaded, one at most so old goes on sampling.
-        check: called once, when the first version is loaded; what it raises ends the worker.
     """
 
     def __init__(
@@ -42,16 +55,12 @@ class Versions:
         policy: Policy,
         sampler: Sampler,
         env: Env,
+        listener: Listener,
         *,
-        loaded: Callable[[int, float], None],
-        trouble: Callable[[str], None],
-        wait: Callable[[str], None],
         cache: VersionCache,
         max_age: int,
-        check: Callable[[PolicyVersion], Awaitable[None]],
     ) -> None:
-        self._policy, self._sampler, self._env = policy, sampler, env
-        self._loaded, self._trouble, self._wait, self._check = loaded, trouble, wait, check
+        self._policy, self._sampler, self._env, self._listener = policy, sampler, env, listener
         self._cache, self._max_age = cache, max_age
         self._download: tuple[PolicyVersion, asyncio.Task[PolicyVersion]] | None = None
         self._is_checked = False
@@ -98,13 +107,13 @@ class Versions:
             if current.version < 0:
                 if self._served is not None:
                     self._served = None  # the run was reset: what served belongs to no version of it
-                    self._loaded(-1, 0.0)
-                self._wait("the first policy version: no trainer has announced one")
+                    self._listener.loaded(-1, 0.0)
+                self._listener.waits("the first policy version: no trainer has announced one")
                 return False
             if current != self._served and not self._is_refused(current):
                 await self._load(current)
             if self._served is None:
-                self._wait(f"weights of policy version {current.version} that can be loaded")
+                self._listener.waits(f"weights of policy version {current.version} that can be loaded")
             return self._served is not None
 
     def _is_refused(self, current: PolicyVersion) -> bool:
@@ -120,7 +129,7 @@ class Versions:
         except (WeightsError, SamplerUnavailable) as error:
             self._refused = (current, time.monotonic() + RELOAD_SECONDS)
             going_on = f"version {self._served.version} goes on sampling" if self._served else "nothing to sample with"
-            self._trouble(f"{error}; {going_on}")
+            self._listener.trouble(f"{error}; {going_on}")
             if isinstance(error, WeightsError):
                 await asyncio.to_thread(self._cache.recheck, current)
             return
@@ -131,10 +140,10 @@ class Versions:
                 setting="model",
             )
         if not self._is_checked:
-            await self._check(local)
+            await self._listener.check(local)
             self._is_checked = True
         self._served, self._refused = current, None
-        self._loaded(current.version, time.monotonic() - start)
+        self._listener.loaded(current.version, time.monotonic() - start)
 
     async def _localized(self, current: PolicyVersion) -> PolicyVersion | None:
         """`current` on this host's disk; None while it is downloaded and what serves is young enough to go on."""
@@ -149,7 +158,7 @@ class Versions:
         if not task.done() and is_young:
             return None
         if self._served is None:
-            self._wait(f"the weights of policy version {current.version}, downloaded from {current.location}")
+            self._listener.waits(f"the weights of policy version {current.version}, downloaded from {current.location}")
         await asyncio.wait([task])
         if target != current:
             return await self._localized(current)

@@ -153,7 +153,7 @@ def _worker(options: argparse.Namespace) -> int:
     env = make_env("vcopy", name=options.env)
     if options.prompts:
         env = OneEpoch(name=options.env, size=options.prompts)
-        loop.TICKET_SECONDS, heartbeat.BEAT_SECONDS = 3.0, 0.5
+        loop.WORKER_TICKET_SECONDS, heartbeat.BEAT_SECONDS = 3.0, 0.5
     with connect(run=options.run, config=RunSettings(home=options.home)) as buffer:
         run_worker(
             buffer,

@@ -21,7 +21,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.wire.payload import decode_rollout
-from rlbuffer.worker import loop, versions
+from rlbuffer.worker import flights, loop, messages, versions
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Completion
@@ -199,7 +199,8 @@ def eventually(fact: Callable[[], object]) -> None:
 def hurry(monkeypatch: Any) -> None:
     """Shortens what a worker waits for."""
     monkeypatch.setattr(loop, "TAKE_SECONDS", 0.05)
-    monkeypatch.setattr(loop, "WORKER_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(loop, "SAY_WAITING_SECONDS", 0.1)
+    for module in (loop, flights):
+        monkeypatch.setattr(module, "WORKER_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(messages, "SAY_WAITING_SECONDS", 0.1)
     monkeypatch.setattr(versions, "RELOAD_SECONDS", 0.1)
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)

@@ -138,6 +138,7 @@ def apply(
       rlbuffer config apply --config rlbuffer.toml --run math
     """
     from rlbuffer.daemon.config_changes import changes, check_change, config_digest
+    from rlbuffer.records.states import SettingsState
     from rlbuffer_cli.session import open_existing
 
     loaded = options.load(config, redis, run, home)
@@ -154,21 +155,22 @@ def apply(
                 continue
             note = f"   ({change.consequence})" if change.consequence else ""
             echo(f"{change}   {loaded.source(change.setting)}{note}")
-        answer = buffer.store.ask_config(batcher.as_dict(), config_digest(batcher), seen=seen)
-        if answer == "same":
-            state, revision = "same", seen.revision
-        elif not buffer.store.is_led():
-            state, revision = "stored", seen.revision
-        else:
-            state, revision = "taken", _wait_until_taken(buffer, config_digest(batcher), seen, timeout)
+        state = buffer.store.ask_config(batcher.as_dict(), config_digest(batcher), seen=seen)
+        revision = seen.revision
+        if state == SettingsState.ASKED and not buffer.store.is_led():
+            state = SettingsState.STORED
+        elif state == SettingsState.ASKED:
+            state, revision = SettingsState.TAKEN, _wait_until_taken(buffer, config_digest(batcher), seen, timeout)
     if as_json:
         echo(json.dumps({"schema": "rlbuffer.config.batcher/1", "run": name, "state": state, "revision": revision}))
         return 0
     echo(
         {
-            "same": f'run "{name}" has these settings already (revision {revision})',
-            "stored": f'stored for run "{name}": no batcher is at work; the next one that starts with them takes them',
-            "taken": f'run "{name}" has these settings from the next step on (revision {revision})',
+            SettingsState.SAME: f'run "{name}" has these settings already (revision {revision})',
+            SettingsState.STORED: (
+                f'stored for run "{name}": no batcher is at work; the next one that starts with them takes them'
+            ),
+            SettingsState.TAKEN: f'run "{name}" has these settings from the next step on (revision {revision})',
         }[state]
     )
     return 0

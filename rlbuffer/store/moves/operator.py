@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlbuffer.errors import ConfigChanged, RunGone
+from rlbuffer.records.states import SettingsState
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.moves.pool import PoolMoves
 from rlbuffer.store.records import Meta, PoolEntry
@@ -20,7 +21,7 @@ from rlbuffer.wire import payload
 class OperatorMoves(PoolMoves, Session):
     """ASK, and DROP without a lease."""
 
-    def ask_config(self, config: Mapping[str, Any], digest: str, *, seen: Meta) -> str:
+    def ask_config(self, config: Mapping[str, Any], digest: str, *, seen: Meta) -> SettingsState:
         """ASK: the leader shall take this config at its next step boundary; without one it waits for the next.
 
         `seen` is the run as the operator looked at it. A config that is in force takes the place of a wanted one.
@@ -38,7 +39,7 @@ class OperatorMoves(PoolMoves, Session):
                 f"the settings of run {self.run!r} changed in between: they are at revision {text(reply[1])}"
                 f"{' and others are asked for' if text(reply[2]) else ''}, not at {seen.revision} as shown. Look again"
             )
-        return "same" if status == "SAME" else "asked"
+        return SettingsState.SAME if status == "SAME" else SettingsState.ASKED
 
     def ask_drain(self) -> int:
         """ASK: no more tickets are given. -> server time, in milliseconds, since when. Raises RunGone."""

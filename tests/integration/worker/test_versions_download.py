@@ -32,6 +32,17 @@ class Loads:
         self.paths.append(policy.location)
 
 
+class Heard:
+    def __init__(self, troubles: list[str], waits: list[str]) -> None:
+        self.trouble, self.waits = troubles.append, waits.append
+
+    def loaded(self, version: int, seconds: float) -> None:
+        pass
+
+    async def check(self, policy: PolicyVersion) -> None:
+        assert Path(policy.location).is_dir()
+
+
 class Scene:
     def __init__(self, tmp_path: Path, trainer: Place, max_age: int) -> None:
         self.cache = tmp_path / "cache"
@@ -41,9 +52,6 @@ class Scene:
         self.troubles: list[str] = []
         self.waits: list[str] = []
 
-        async def check(policy: PolicyVersion) -> None:
-            assert Path(policy.location).is_dir()
-
         policy: Any = SimpleNamespace(current=lambda: self.current)
         sampler: Any = self.sampler
         env: Any = SimpleNamespace(vocab_size=13, name="vcopy")
@@ -51,12 +59,9 @@ class Scene:
             policy,
             sampler,
             env,
-            loaded=lambda version, seconds: None,
-            trouble=self.troubles.append,
-            wait=self.waits.append,
+            Heard(self.troubles, self.waits),
             cache=VersionCache(self.cache),
             max_age=max_age,
-            check=check,
         )
 
     def announce(self, version: int) -> str:

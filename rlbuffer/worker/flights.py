@@ -1,0 +1,285 @@
+"""The groups in flight: the group of each ticket, from its prompt to its push, or its ticket given back.
+
+prompt -> sample -> score -> push
+  |         |         |
+  +---------+---------+----> given up: the ticket goes back, lapses, or is left out
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, cast
+
+from rlbuffer.errors import (
+    InvalidRollout,
+    RlbufferError,
+    RunGone,
+    SamplerUnavailable,
+    ServerRefused,
+    ServerUnreachable,
+)
+from rlbuffer.events.event import Trouble
+from rlbuffer.events.worker import GroupGivenUp
+from rlbuffer.process.threads import in_thread
+from rlbuffer.records.group import Group, Ticket
+from rlbuffer.worker.difficulty import Difficulty
+from rlbuffer.worker.envs import Prompt, Skip
+from rlbuffer.worker.failures import place_of, traceback_of
+from rlbuffer.worker.group_maker import Aborted, GroupFailed, GroupMaker, in_words
+from rlbuffer.worker.heartbeat import Pulse
+from rlbuffer.worker.job import WorkerJob
+from rlbuffer.worker.messages import Messages
+from rlbuffer.worker.versions import Versions
+
+if TYPE_CHECKING:
+    from rlbuffer.client.writer import Writer
+
+WORKER_POLL_SECONDS = 0.1
+"""Between two looks for a newer version, and for the wish to stop."""
+SKIPS_AT_ONCE = 256
+"""Tickets skipped one after the other before each further look for one that is not waits a little."""
+LAND_SECONDS = 2.0
+"""The time that groups in flight have to end, as a group or as none, once the worker is asked to stop."""
+LAST_FAILURE = 3
+"""Times in a row that a group of an env with an end fails before its prompt is left out."""
+AWAY_SECONDS = 1.0
+"""Before a sampler that was away, or a server that refused, is asked again."""
+
+_log = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """Told to stop while the writer waited for the server."""
+
+
+class Flights:
+    """The groups that one worker makes at once, each in a task of its own.
+
+    Args:
+        job: the worker's.
+        maker: makes a group of a ticket and its prompt.
+        pulse: renews the tickets.
+        messages: takes what happens.
+        versions: what is sampled with.
+    """
+
+    def __init__(self, job: WorkerJob, maker: GroupMaker, pulse: Pulse, messages: Messages, versions: Versions) -> None:
+        self._env, self._settings, self._stop = job.env, job.settings, job.stop
+        self._maker, self._pulse, self._messages, self._versions = maker, pulse, messages, versions
+        self.tickets: int | None = getattr(job.env, "tickets", None)
+        """Tickets of an env with an end."""
+        self.refusal = ""
+        """What the writer last waited for."""
+        self._writer: Writer
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._difficulty = Difficulty(job.buffer.store, job.env.name, job.settings)
+        self._skips = 0
+        """Tickets in a row that were skipped."""
+        self._failures: Counter[int] = Counter()
+        """Ticket number -> times in a row that its group could not be made."""
+        # One thread for all pushes: a writer has one in flight at a time, and this keeps them in order.
+        self._pusher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
+        self._pushes: set[asyncio.Task[None]] = set()
+        """Pushes under way: a group that may be stored is not given up."""
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def have_failed(self) -> bool:
+        """Tickets of failed groups are out, and lapse first."""
+        return bool(self._failures)
+
+    def begin(self, writer: Writer) -> None:
+        """From now on groups are pushed through this writer: another epoch, or the same one again."""
+        self._writer = writer
+        self._pulse.hold(writer)
+
+    def forget(self) -> None:
+        """Ticket numbers mean something else from now on."""
+        self._failures.clear()
+
+    def close(self) -> None:
+        """Ends the thread that pushes."""
+        self._pusher.shutdown()
+
+    async def start(self, tickets: list[Ticket]) -> None:
+        """Asks for the tickets' prompts, closes those for which nothing is sampled, and sends the others off."""
+        prompts = await self._prompts_of(tickets)
+        skipped = [t for t, p in zip(tickets, prompts, strict=True) if isinstance(p, Skip)]
+        await self._skip(skipped, prompts)
+        if len(skipped) == len(tickets):
+            return
+        self._messages.works()
+        # Made together, so that a batch sampler is asked for all of them at once.
+        self._tasks |= {
+            asyncio.create_task(self._fly(t, p))
+            for t, p in zip(tickets, prompts, strict=True)
+            if not isinstance(p, Skip)
+        }
+
+    async def wait(self, watch: asyncio.Task[None]) -> None:
+        """Until one of them has ended, or the watch has, but not for long."""
+        await asyncio.wait({*self._tasks, watch}, timeout=WORKER_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+
+    async def settle(self, watch: asyncio.Task[None]) -> None:
+        """Takes finished groups out; what ends the worker, or this epoch, comes out here."""
+        await asyncio.sleep(0)
+        finished = {task for task in self._tasks if task.done()}
+        self._tasks -= finished
+        for task in finished:
+            task.result()
+        if watch.done():
+            watch.result()
+
+    async def land(self, watch: asyncio.Task[None]) -> None:
+        """Ends what is in flight, lets what is made of it arrive, and gives the other tickets back."""
+        flights, self._tasks = self._tasks, set()
+        if self._stop.is_set() and flights:
+            # Groups of which more than half is there are pushed without the rest.
+            self._maker.end()
+            await asyncio.wait(flights, timeout=LAND_SECONDS)
+        for task in (*flights, watch):
+            task.cancel()
+        outcomes = await asyncio.gather(*flights, watch, *self._pushes, return_exceptions=True)
+        tickets = self._pulse.let_go()
+        if tickets and not any(isinstance(o, RunGone | ServerUnreachable | ServerRefused) for o in outcomes):
+            with suppress(ServerRefused):  # not given back, they lapse
+                await asyncio.to_thread(self._settled, self._writer.release, tickets)
+
+    def held_up(self, error: RlbufferError) -> None:
+        """The writer waits for the server. Raises Stopped when there is no time for that."""
+        self.refusal = str(error)
+        self._messages.waits(self.refusal)
+        if self._stop.is_set():
+            raise Stopped
+
+    async def release(self, tickets: list[Ticket]) -> None:
+        """Gives tickets back."""
+        self._pulse.remove(tickets)
+        with suppress(ServerRefused):  # not given back, they lapse
+            await asyncio.to_thread(self._settled, self._writer.release, tickets)
+
+    # -- one group ---------------------------------------------------------------------------------------------------
+    async def _prompts_of(self, tickets: list[Ticket]) -> list[Prompt | Exception]:
+        try:
+            async with asyncio.timeout(self._settings.rollout_timeout_seconds):
+                return await in_thread(lambda: self._prompts(tickets))
+        except TimeoutError as error:
+            return [error] * len(tickets)
+
+    def _prompts(self, tickets: list[Ticket]) -> list[Prompt | Exception]:
+        prompts: list[Prompt | Exception] = []
+        for ticket in tickets:
+            try:
+                prompts.append(self._maker.prompt(ticket.number))
+            except Exception as error:  # the env is the user's code: whatever it raises costs this group only
+                prompts.append(error)
+        kept = [i for i, prompt in enumerate(prompts) if isinstance(prompt, Prompt)]
+        reasons = self._difficulty.reasons([tickets[i] for i in kept], [cast(Prompt, prompts[i]) for i in kept])
+        for i, reason in zip(kept, reasons, strict=True):
+            if reason:
+                prompts[i] = Skip(reason)
+        return prompts
+
+    async def _skip(self, tickets: list[Ticket], prompts: list[Prompt | Exception]) -> None:
+        """Closes tickets for which nothing is sampled; the reasons are among `prompts`."""
+        self._skips = self._skips + len(tickets) if len(tickets) == len(prompts) else 0
+        if not tickets:
+            return
+        self._pulse.remove(tickets)
+        self._pulse.skipped += len(tickets)
+        await asyncio.to_thread(self._settled, self._writer.skip, tickets)
+        if self._skips:
+            self._messages.waits(
+                f"a prompt of {self._env.name} to sample: the last {self._skips} were skipped ({prompts[-1]})"
+            )
+        if self._skips >= SKIPS_AT_ONCE:
+            await asyncio.sleep(WORKER_POLL_SECONDS)
+
+    async def _fly(self, ticket: Ticket, prompt: Prompt | Exception) -> None:
+        """Samples, scores and pushes the group of one ticket."""
+        start = time.monotonic()
+        function = self._maker.way
+        try:
+            if isinstance(prompt, Exception):
+                function = "prompt"
+                raise GroupFailed(f"prompt failed: {in_words(prompt, self._settings)}") from prompt
+            group = await self._maker.make(ticket, prompt)
+            push = asyncio.create_task(self._push(ticket, group, start))
+            self._pushes.add(push)
+            push.add_done_callback(self._pushes.discard)
+            await asyncio.shield(push)
+        except Aborted:
+            if not self._stop.is_set():  # else it goes back together with all that this worker still holds
+                await self.release([ticket])
+        except SamplerUnavailable as error:
+            await self.release([ticket])
+            self._messages.trouble(Trouble(error=f"{error}; asked again in {AWAY_SECONDS:g} s"))
+            await asyncio.sleep(AWAY_SECONDS)
+        except (GroupFailed, InvalidRollout) as error:
+            reason = str(error) if isinstance(error, GroupFailed) else in_words(error, self._settings)
+            await self._give_up(ticket, reason, error.__cause__ or error, function)
+
+    async def _push(self, ticket: Ticket, group: Group, start: float) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._pusher, self._store, group)
+        self._pulse.remove([ticket])
+        self._failures.pop(ticket.number, None)
+        self._messages.pushed(group, time.monotonic() - start)
+        if not self._failures and self._versions.is_current:
+            self._pulse.error = ""
+
+    def _store(self, group: Group) -> None:
+        """Waits as long as the server refuses: that passes when steps retire, or a person makes room."""
+        while True:
+            try:
+                self._writer.push(group)
+            except ServerRefused as error:
+                self.held_up(error)
+                continue
+            if self.refusal:
+                self.refusal = ""
+                self._messages.works()
+            break
+        self._difficulty.note(group)
+
+    async def _give_up(self, ticket: Ticket, reason: str, error: BaseException, function: str) -> None:
+        """Counts a group that cannot be made, and gives its ticket back once.
+
+        Raises:
+            ConfigError: so many in a row cannot be made, and none could.
+        """
+        _log.debug("group %s given up", ticket.group_id, exc_info=error)
+        self._pulse.failed_groups += 1
+        self._failures[ticket.number] += 1
+        place, kind = place_of(error, self._env, function), type(error).__name__
+        what = f"{reason} ({place})" if place else reason
+        sentence = f"group {ticket.group_id} given up: {what}"
+        if self.tickets is not None and self._failures[ticket.number] >= LAST_FAILURE:
+            # One prompt that can never be sampled must not keep the run from its end.
+            self._pulse.remove([ticket])
+            await asyncio.to_thread(self._settled, self._writer.skip, [ticket])
+            sentence += f" ({self._failures[ticket.number]} times; its prompt is left out)"
+        elif self._failures[ticket.number] > 1:
+            # Given back, it would be the next one taken, again and again. Not given back, it lapses by its own time.
+            self._pulse.remove([ticket])
+            sentence += f" ({self._failures[ticket.number]} times; its ticket is left to lapse)"
+        else:
+            await self.release([ticket])
+        is_first = self._pulse.failures.note(kind, what)
+        self._messages.trouble(
+            GroupGivenUp(error=sentence, kind=kind, traceback=traceback_of(error) if is_first else "")
+        )
+        tries = self._settings.max_failures
+        if tries and not self._pulse.groups and self._pulse.failed_groups >= tries:
+            raise self._pulse.failures.all_of(self._env.name)
+
+    def _settled(self, give_back: Callable[[list[Ticket]], None], tickets: list[Ticket]) -> None:
+        self._pulse.settle()
+        give_back(tickets)

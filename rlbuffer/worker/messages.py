@@ -1,0 +1,68 @@
+"""The worker's messages: its events, and what its heartbeat says of troubles and waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rlbuffer.events.event import Trouble
+from rlbuffer.events.worker import GroupGivenUp, GroupPushed, VersionLoaded, WorkerEvent, WorkerWaits
+from rlbuffer.records.group import Group
+from rlbuffer.worker.heartbeat import Pulse
+
+SAY_WAITING_SECONDS = 5.0
+"""Waiting is normal; for this long it is worth a sentence."""
+
+
+class Messages:
+    """Says the same in events and in the heartbeat."""
+
+    def __init__(self, pulse: Pulse, on_event: Callable[[WorkerEvent], None]) -> None:
+        self._pulse = pulse
+        self.tell = on_event
+        self._waiting_since: float | None = None
+        self._said_waiting = 0.0
+
+    def loaded(self, version: int, seconds: float) -> None:
+        """`version` serves now (-1: none); loading took so long."""
+        self._pulse.version = version
+        if version >= 0:
+            self.tell(VersionLoaded(version=version, seconds=seconds))
+
+    def pushed(self, group: Group, seconds: float) -> None:
+        """A group is on the server, `seconds` after its prompt was there."""
+        tokens = sum(rollout.length for rollout in group.rollouts)
+        self._pulse.groups += 1
+        self._pulse.rollouts += len(group.rollouts)
+        self._pulse.tokens += tokens
+        rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+        self.tell(
+            GroupPushed(
+                group_id=group.group_id,
+                version=self._pulse.version,
+                rollouts=len(group.rollouts),
+                tokens=tokens,
+                reward=sum(rewards) / len(rewards) if rewards else 0.0,
+                seconds=seconds,
+            )
+        )
+
+    def trouble(self, event: Trouble | GroupGivenUp) -> None:
+        """Something is wrong, and the worker goes on."""
+        self._pulse.error = event.error
+        self.tell(event)
+
+    def waits(self, what: str) -> None:
+        """Notes what is waited for, and says it once it has lasted."""
+        now = time.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = self._said_waiting = now
+        self._pulse.waiting = f"waiting for {now - self._waiting_since:.0f} s: {what}"
+        if now - self._said_waiting >= SAY_WAITING_SECONDS:
+            self._said_waiting = now
+            self.tell(WorkerWaits(waiting=self._pulse.waiting))
+
+    def works(self) -> None:
+        """Nothing is waited for any more."""
+        self._waiting_since = None
+        self._pulse.waiting = ""
