@@ -16,15 +16,25 @@ class StepHeader:
     """`<s>-0` of the steps stream."""
 
     step: int
+    """Number of the step, from 1."""
     epoch: int
+    """Epoch of the run in which it was committed."""
     digest: str
+    """SHA-256 of the step, chained on `previous_digest`."""
     previous_digest: str
+    """Of the step before; empty before the first."""
     world_size: int
+    """Ranks that it was planned for."""
     normalizers: Mapping[str, int]
+    """Counts over all ranks: loss_tokens, rollouts, groups."""
     rollouts: int
+    """Rollouts of all ranks."""
     tokens: int
+    """Tokens of all rollouts."""
     group_ids: tuple[str, ...]
+    """Groups in the order of the plan."""
     closed_by: ClosedBy
+    """What ended its selection."""
     fill: float
     """Tokens over capacity, 0-1."""
     envs: Mapping[str, Mapping[str, Any]]
@@ -34,7 +44,9 @@ class StepHeader:
     age: float
     """Mean over rollouts."""
     max_age: int
+    """Largest age of a rollout in it."""
     committed_ms: int
+    """Server time of the commit, in milliseconds."""
     columns: Mapping[str, tuple[str, tuple[int, ...]]]
     """Further column -> dtype and trailing shape: the same in all micro-batches of all ranks."""
     waiting_for_version: int | None = None
