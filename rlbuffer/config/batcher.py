@@ -50,7 +50,7 @@ class _Section:
 @refusing_as_config_error
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class EnvConfig(_Section):
-    """Overrides for one env; None means the batcher's own value."""
+    """Overrides for one env; where one is not set, the batcher's own value counts."""
 
     max_age: int | None = None
     """Policy versions."""
@@ -97,7 +97,7 @@ class BatcherConfig(_Section):
     max_age: int = 1
     """Policy versions: a rollout older than this at the step that would train it is dropped as stale."""
     max_age_seconds: float | None = None
-    """Seconds since a group's first push; None: no limit."""
+    """Seconds since a group's first push; not set: no limit."""
     min_group_size: int = 1
     """Rollouts with which a group may still be trained after the timeout."""
     group_timeout_seconds: float = 300.0
@@ -144,7 +144,7 @@ class BatcherConfig(_Section):
     """Rollouts of one optimizer step of an adapter that `adapters` does not name, at least."""
     fill_timeout_seconds: float | None = field(default=None, kw_only=True)
     """Seconds that a step waits to fill, since the one before was committed and the first group came that could train;
-    then what is ready trains, and what an env was short of it gets later. None: it waits until it is full."""
+    then what is ready trains, and what an env was short of it gets later. Not set: it waits until it is full."""
     advantage_scale: Literal["none", "batch"] = field(default="none", kw_only=True)
     """What advantages are divided by: nothing, or the standard deviation of all rewards of the step."""
     truncated: Literal["train", "mask"] = field(default="train", kw_only=True)
@@ -207,7 +207,7 @@ class EnvSettings:
     max_age: int
     """Policy versions."""
     max_age_seconds: float | None
-    """Seconds since a group's first push; None: no limit."""
+    """Seconds since a group's first push; not set: no limit."""
     min_group_size: int
     """Rollouts."""
     advantage: str

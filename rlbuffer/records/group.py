@@ -117,6 +117,7 @@ class Ticket:
     """Leave to sample one group now: number ``n`` of an env is its n-th prompt."""
 
     env: str
+    """The env whose prompt it is."""
     number: int
     """From 0; the group samples prompt ``number`` of the env's order."""
     group_id: str

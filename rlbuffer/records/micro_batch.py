@@ -30,19 +30,29 @@ class Sample:
     """Everything that a trainer may want to know of one rollout in a micro-batch."""
 
     rollout_id: str
+    """Unique in its group."""
     group_id: str
+    """Its group."""
     env: str
+    """Named source of tasks."""
     reward: float | None
+    """The whole reward."""
     rewards: Mapping[str, float]
+    """Named components of the reward."""
     advantage: float
+    """One number, broadcast to its trained tokens unless a column ``advantages`` has one each."""
     policy_versions: tuple[int, int]
     """(oldest, newest)."""
     answer: Any
+    """Reference answer of its group."""
     prompt_tokens: int
+    """Tokens before the first trained one."""
     length: int
+    """Tokens in all."""
     adapter: str = ""
     """LoRA adapter that it trains; "" is all weights."""
     is_truncated: bool = False
+    """Sampling ended at a length limit."""
     attachments: Mapping[str, NDArray[Any]] = field(default_factory=dict, compare=False)
     """The rollout's own: named arrays of any shape. Empty where it is damaged."""
 
@@ -194,6 +204,7 @@ class Step:
     digest: str
     """SHA-256 of the step, chained on the last one's; equal on all ranks."""
     world_size: int
+    """Ranks that train it."""
     normalizers: Normalizers
     """Over all ranks."""
     rollouts: int

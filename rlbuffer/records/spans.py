@@ -19,18 +19,26 @@ class VersionSpan(NamedTuple):
     """Tokens ``start`` to ``end`` (exclusive) were sampled by ``policy_version``."""
 
     policy_version: int
+    """The version that sampled them, from 0."""
     start: int
+    """Position of the first token, from 0."""
     end: int
+    """Position behind the last one."""
 
 
 class Turn(NamedTuple):
     """Tokens ``start`` to ``end`` (exclusive) belong to ``role``; reward and metadata of the turn are optional."""
 
     role: str
+    """Who spoke: user, assistant, tool ..."""
     start: int
+    """Position of the first token, from 0."""
     end: int
+    """Position behind the last one."""
     reward: float | None = None
+    """Of this turn alone; None: none."""
     metadata: Mapping[str, Any] | None = None
+    """The user's own; msgpack types only."""
 
 
 def as_spans(spans: Any, length: int, mask: NDArray[np.bool_]) -> tuple[VersionSpan, ...]:

@@ -16,22 +16,23 @@ class StepHeader:
     """A committed step: what it holds in all, over all ranks and envs. Entry ``<s>-0`` of the stream of steps."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     epoch: int
-    """Of the run when it was committed."""
+    """Epoch of the run in which it was committed."""
     digest: str
-    """SHA-256 of its bytes, chained on the last one's."""
+    """SHA-256 of the step, chained on `previous_digest`."""
     previous_digest: str
-    """Of the step before; "" before the first."""
+    """Of the step before; empty before the first."""
     world_size: int
     """Ranks that it was planned for."""
     normalizers: Mapping[str, int]
-    """``loss_tokens``, ``rollouts``, ``groups``."""
+    """Counts over all ranks: loss_tokens, rollouts, groups."""
     rollouts: int
+    """Rollouts of all ranks."""
     tokens: int
-    """Of all rollouts."""
+    """Tokens of all rollouts."""
     group_ids: tuple[str, ...]
-    """In the order of selection; by name where their number closed it."""
+    """Groups in the order of the plan."""
     closed_by: ClosedBy
     """What ended its selection."""
     fill: float
@@ -43,9 +44,9 @@ class StepHeader:
     age: float
     """Mean over rollouts."""
     max_age: int
-    """Of any rollout."""
+    """Largest age of a rollout in it."""
     committed_ms: int
-    """Server time, in milliseconds."""
+    """Server time of the commit, in milliseconds."""
     columns: Mapping[str, tuple[str, tuple[int, ...]]]
     """Further column -> dtype and trailing shape: the same in all micro-batches of all ranks."""
     waiting_for_version: int | None = None

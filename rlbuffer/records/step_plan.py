@@ -118,6 +118,7 @@ class StepPlan:
     """The rollouts that one step trains on, and their places; immutable once committed."""
 
     step: int
+    """Number of the step, from 1."""
     group_ids: tuple[str, ...]
     """Groups in the order in which they were selected; of a step that closes at a number of them, by name."""
     rollouts: tuple[RolloutRef, ...]
@@ -125,7 +126,9 @@ class StepPlan:
     advantages: NDArray[np.float32]
     """[rollouts] float32; one per rollout, broadcast to its trained tokens (a column ``advantages`` wins)."""
     plan: Plan
+    """The place of each rollout."""
     normalizers: Normalizers
+    """Counts over all ranks."""
     tokens: int
     """Tokens of all rollouts."""
     closed_by: ClosedBy
@@ -143,16 +146,21 @@ class Drop:
     """A group, or rollouts of one, that will not be trained."""
 
     group_id: str
+    """The group."""
     env: str
+    """Its env."""
     reason: Reason
-    """The rule."""
+    """The rule by which it goes."""
     rollouts: int
+    """Rollouts that go."""
     tokens: int
+    """Tokens of them."""
     entry_ids: tuple[str, ...] = ()
     """Pool entries that the drop consumes whole."""
     detail: str = ""
     """The rule with its value and its limit: ``age 3 > max_age 1 at step 12``."""
     min_version: int = 0
+    """Oldest policy version that sampled a token of them."""
     reward: float | None = None
     """Mean reward, for the history."""
 
@@ -162,6 +170,7 @@ class Decision:
     """The batcher's proposal for now. Nothing has happened yet: only `Batcher.committed` moves its state."""
 
     plan: StepPlan | None
+    """The step that can be committed now; None while it has to wait."""
     state: Mapping[str, Any]
     """The batcher's own state as after this plan; msgpack types; goes into the commit."""
     drops: tuple[Drop, ...] = ()

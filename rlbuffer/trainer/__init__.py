@@ -1,6 +1,6 @@
 """The data-parallel trainer: packed forward passes, losses over global counts, checkpoints, published versions.
 
-Nearly everything here imports torch: import it lazily. A loss enters `losses`, a way to share a model `ranks`, a
-number that people want to see `reports`.
+Nearly everything here imports torch: import it lazily. A loss enters `losses` and gets its name in `losses/registry`,
+a way to share a model enters `ranks`, a number that people want to see `reports`.
 Open first: `loop`, then `session`.
 """

@@ -22,10 +22,7 @@ TERMS = {
 def test_every_key_of_a_run_has_a_row_in_the_table() -> None:
     table = PAGE[PAGE.index("## Keys") : PAGE.index("### Fields of `meta`")]
     keys = Keys("r")
-    names = {value for name in Keys.__slots__ if ":" in (value := getattr(keys, name))} - {
-        keys.payload_prefix,
-        keys.tag,
-    }
+    names = {getattr(keys, name) for name in Keys.__slots__} - {keys.run, keys.tag, keys.payload_prefix}
     names |= {keys.heartbeats(kind) for kind in HEARTBEATS}
     patterns = {"producer:", "tickets:", "evaluating:", "scoring:", "visits:"}
     short = {name.removeprefix("{rlb:r}:") for name in names}

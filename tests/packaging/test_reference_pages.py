@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from rlbuffer import errors, records
-from rlbuffer.config.setting_tree import run_schema
+from rlbuffer.config.setting_tree import Node, children, run_schema
 
-REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
 
 
 def generator() -> ModuleType:
@@ -43,9 +45,44 @@ def test_every_setting_has_a_row_with_a_meaning() -> None:
     assert [path for path, meaning in rows.items() if len(meaning) < 5] == []
 
 
+def test_every_field_of_a_record_has_a_meaning() -> None:
+    text = (REFERENCE / "records.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`\w+`) \| `[^`]*` \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) > 100
+    assert [field for field, meaning in rows if len(meaning) < 5] == []
+
+
 def test_every_exception_and_every_record_is_on_its_page() -> None:
     text = (REFERENCE / "errors.md").read_text(encoding="utf-8")
     classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
     assert [name for name in classes if f"| `{name}` |" not in text] == []
     text = (REFERENCE / "records.md").read_text(encoding="utf-8")
     assert [name for name in MADE.RECORDS if f"\n## {name}\n" not in text or name not in records.__all__] == []
+
+
+PAGES = [
+    path
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if path.name != "log.md"
+]
+NAMED = re.compile(r"`\[?((?:batcher|trainer|model|weights|server|worker|score|eval)(?:\.[\w*]+)+)\]?(?: = [^`]*)?`")
+
+
+def is_setting(parts: list[str]) -> bool:
+    """Whether a dotted name is a setting, or a table of settings; names of the user's own stand for any."""
+    node: Node | None = run_schema()
+    for part in parts:
+        node = children(node, part) if node is not None else None
+    return node is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_setting_that_a_page_names_exists(page: Path) -> None:
+    names = NAMED.findall(page.read_text(encoding="utf-8"))
+    assert [name for name in names if not is_setting(name.split("."))] == []
+
+
+def test_names_of_settings_are_found_on_the_pages() -> None:
+    assert sum(len(NAMED.findall(page.read_text(encoding="utf-8"))) for page in PAGES) > 60
+    assert not is_setting(["trainer", "learning_rate"])
+    assert is_setting(["batcher", "envs", "math", "advantage"])
