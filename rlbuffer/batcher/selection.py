@@ -68,7 +68,7 @@ class Trial:
 
     groups: list[GroupState] = field(default_factory=list)
     deficits: dict[str, float] = field(default_factory=dict)
-    """As after the last selected group."""
+    """Env -> its deficit after the last selected group."""
     ended: str = "empty"
     tokens: int = 0
     rollouts: int = 0

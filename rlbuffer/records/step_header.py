@@ -47,9 +47,9 @@ class StepHeader:
     max_uses: int = 1
     """The rule that held at the commit."""
     revision: int = 0
-    """Of the config that made it."""
+    """Revision of the config that made the step."""
     bytes: int = 0
-    """Of its rollouts' payloads."""
+    """Size of its rollouts' payloads."""
     adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
     """Adapter ("" is all weights) -> how far it is with this step, of all that were trained so far."""
     masks_truncated: bool = False

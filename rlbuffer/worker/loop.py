@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from rlbuffer.client.writer import Writer
 
 TAKE_SECONDS = 0.5
-"""How long to wait for tickets before looking whether to stop."""
+"""Seconds to wait for tickets before looking whether to stop."""
 SAY_WAITING_SECONDS = 5.0
 """Waiting is normal; for this long it is worth a sentence."""
 WORKER_POLL_SECONDS = 0.1
