@@ -172,6 +172,6 @@ class Decision:
     waiting_for_version: int | None = None
     """The plan's header asks for this version: what is published is too old for the step after it."""
     dead: Mapping[str, float] = field(default_factory=dict)
-    """env of which steps need something -> seconds that it has been silent, when that is too long."""
+    """env -> seconds that it has been silent, for envs that a step needs and that are silent for too long."""
     is_over: bool = False
     """Nothing is pending, and nothing more comes of any env."""
