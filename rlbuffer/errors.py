@@ -113,7 +113,7 @@ class EpochChanged(RunGone):
         """First epoch that `epoch` goes on from: whoever works in one from it on may follow."""
 
     def follows(self, epoch: int) -> bool:
-        """Whether a process of `epoch` can go on in the run's: one began from the other by a recovery of lost writes.
+        """True when a process of `epoch` can go on in the run's: one began from the other by a recovery of lost writes.
 
         The server may have lost a recovery, too, so `epoch` can be the newer one by a few. Epochs of a run that was
         made anew are clock times, and lie further away.
@@ -161,7 +161,7 @@ class StepRetired(RlbufferError):
 
 
 class StepDamaged(RlbufferError):
-    """Of many steps in a row more loss tokens are missing or damaged than `max_damaged` allows."""
+    """Many steps in a row have more missing or damaged loss tokens than `max_damaged` allows."""
 
 
 class AttemptFenced(RlbufferError):

@@ -39,4 +39,4 @@ NOT_MODELLED = (
     "the loops of workers, trainers and scorers themselves, checkpoint files, weights, samplers and evaluation",
     "more than two ranks, three adapters and a few groups of three rollouts",
 )
-"""What is not modelled; tests on real servers and processes look at it."""
+"""Parts that are not modelled; tests on real servers and processes look at them."""

@@ -67,7 +67,7 @@ def _job(values: tuple[int, str, bool]) -> Result:
 
 
 def main() -> int:
-    """Runs what the command line asks for. -> exit code"""
+    """Runs what the command line asks for. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m simulation", description="The protocol under faults.")
     parser.add_argument("--seeds", type=int, default=500, help="how many seeds (default 500)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
@@ -119,7 +119,7 @@ def _many(args: argparse.Namespace) -> int:
 
 
 def _results(jobs: Sequence[tuple[int, str, bool]], processes: int) -> Iterator[Result]:
-    """What the seeds come to, as they end; one process is this one."""
+    """The results of the seeds, as they end; one process is this one."""
     if processes == 1:
         _ready()
         yield from map(_job, jobs)
@@ -131,7 +131,7 @@ def _results(jobs: Sequence[tuple[int, str, bool]], processes: int) -> Iterator[
 
 
 class Tally:
-    """What many seeds come to."""
+    """The sums over many seeds."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
@@ -155,7 +155,7 @@ class Tally:
         return [branch for number, branch in enumerate(branches()) if number not in self.entered]
 
     def branches(self) -> str:
-        """How many branches of the Lua files were entered, and which were not, or by few seeds."""
+        """The number of branches of the Lua files that were entered, and those that no seed or few seeds entered."""
         missed, all_of_them = self.missed(), branches()
         lines = [f"{len(all_of_them) - len(missed)}/{len(all_of_them)} branches of the Lua files entered"]
         lines += [f"not entered: {branch}" for branch in missed]

@@ -1,4 +1,4 @@
-"""What the invariants remember of the run: pushes that are pending, steps that are live."""
+"""The invariants' memory of the run: pushes that are pending, steps that are live."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Pending:
     """Rollouts, tokens."""
     metadata: bytes
     pushed_ms: int
-    """When its rollouts came first."""
+    """Time at which its rollouts came first."""
     entry_id: tuple[int, int]
 
     def ids(self) -> set[str]:

@@ -34,16 +34,16 @@ from simulation.scheduler import Killed, Process
 from simulation.stand_ins import Event
 
 NEED = "rewards.judge"
-"""What some groups need from a scorer,"""
+"""Need of some groups, which a scorer meets."""
 NEEDY = 0.5
-"""and how many of them, in runs that have one."""
+"""Share of the groups that have this need, in runs that have a scorer."""
 KEPT_CHECKPOINTS = 2
 """Checkpoints that the trainer keeps."""
 
 
 # -- batcher -----------------------------------------------------------------------------------------------------------
 def batcher(host: Host, process: Process) -> None:
-    """`rlbuffer serve`"""
+    """The process of `rlbuffer serve`."""
     buffer: Any = SimpleNamespace(store=host.store(process), run=host.world.run, settings=RunSettings())
 
     def emit(event: BatcherEvent) -> None:
@@ -78,7 +78,7 @@ class Worker:
         self._index = index
 
     def run(self, process: Process) -> None:
-        """`rlbuffer worker`"""
+        """The process of `rlbuffer worker`."""
         world, plan, dice = self.world, self.world.plan, self.world.dice
         store = self.host.store(process)
         writer = Writer(

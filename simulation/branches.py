@@ -1,4 +1,4 @@
-"""Which branches of the Lua files the seeds have entered: every arm of an `if`, the missing `else` too, every loop and
+"""Branches of the Lua files that the seeds have entered: every arm of an `if`, the missing `else` too, every loop and
 function.
 
 The text of a shipped file is given marks when it is loaded, on the lines that it has: ``then H[7]=1;``. A script that a
@@ -30,7 +30,7 @@ class Token:
     """``string``, ``name``, ``number`` or ``operator``."""
     text: str
     start: int
-    """Where it begins in the file."""
+    """Place in the file where it begins."""
 
     @property
     def end(self) -> int:

@@ -1,4 +1,5 @@
-"""What is not in every seed: steps that take longer than a lease, memory that is short, copies, strangers."""
+"""Circumstances that are not in every seed: steps that take longer than a lease, memory that is short, copies,
+strangers."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ from simulation.server import Command
 from simulation.values import LARGEST
 
 LIMIT = 1_000_000_000
-"""maxmemory while memory is short, in bytes."""
+"""Value of maxmemory while memory is short, in bytes."""
 SHORT = (0.6, 0.72, 0.9)
-"""What is in use then, as shares of the limit: it is watched, a checkpoint is asked for, steps retire early."""
+"""Memory in use then, as shares of the limit: it is watched, a checkpoint is asked for, steps retire early."""
 FAR_AHEAD = 0.2
 """Share of a stranger's entries with an id of a time that lies far ahead."""
 REPEATED = 0.01
@@ -91,7 +92,7 @@ def copier(host: Host, process: Process) -> None:
 
 
 def _is_unsure(world: World) -> bool:
-    """What the copy lacks, the run may lack, too."""
+    """True when the run may lack what the copy lacks."""
     return bool(world.invariants.damaged or world.was_rolled_back or world.was_disturbed or world.plan.strangers)
 
 
@@ -146,7 +147,7 @@ def stranger(host: Host, process: Process) -> None:
 
 # -- at the wrong moment -----------------------------------------------------------------------------------------------
 def come_first(world: World, name: str, command: Command) -> None:
-    """What comes between a look and the script that goes by it."""
+    """Does what may come between a look and the script that relies on it."""
     if world.server.refusal:
         return
     args = command[3 + int(command[2]) :]

@@ -12,20 +12,20 @@ from redis.exceptions import ResponseError
 
 
 class Wire(Protocol):
-    """Where commands go."""
+    """Receiver of commands."""
 
     def round_trip(self, commands: Sequence[Sequence[bytes]], *, is_transaction: bool) -> list[Any]:
-        """-> the replies, RESP2; errors among them."""
+        """Returns the replies, RESP2; errors among them."""
 
     def round_trip_blocking(self, command: Sequence[bytes], key: bytes, seconds: float) -> Any:
-        """As above for one XREAD, waiting for an entry."""
+        """The same as above for one XREAD, waiting for an entry."""
 
 
 CALLBACKS: dict[bytes, Any] = {k.encode(): v for k, v in {**_RedisCallbacks, **_RedisCallbacksRESP3}.items()}
 
 
 class SimulatedClient(CoreCommands):
-    """What redis.Redis is to the store."""
+    """Stand-in for redis.Redis in the store."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -54,7 +54,7 @@ class SimulatedClient(CoreCommands):
 
 
 class SimulatedPipeline(CoreCommands):
-    """What redis.client.Pipeline is to the store."""
+    """Stand-in for redis.client.Pipeline in the store."""
 
     def __init__(self, wire: Wire, *, is_transaction: bool) -> None:
         self._wire = wire

@@ -44,7 +44,7 @@ SHARES = {
     "PUSH": 0.03,
     "REPORT": 0.02,
 }
-"""Of a script's requests, how many get a wrong one before them."""
+"""Script -> share of its requests that get a wrong one before them."""
 
 
 class Defects:
@@ -108,7 +108,7 @@ class Defects:
         yield Wrong(b"GONE", args, ("meta",))
 
     def _attempt(self, args: list[bytes]) -> Iterator[Wrong]:
-        """Of another process: the same uuid again is not refused."""
+        """A request of another process: the same uuid again is not refused."""
         meta = self._keys.meta
         step, retired = self.number(meta, b"step"), self.number(meta, b"retired")
         yield Wrong(b"GONE", [OTHER, *args[1:]], ("meta",))

@@ -1,4 +1,4 @@
-"""Which seeds run which line: a seed that never runs a changed line goes on as if nothing had changed.
+"""Seeds that run each line: a seed that never runs a changed line goes on as if nothing had changed.
 
 Of the Lua files by their marks (:mod:`simulation.branches`), for every seed of the pool; of Python by a tracer, which
 takes as long as five seeds, for the first of them.
@@ -18,14 +18,14 @@ from typing import Any
 from simulation.branches import around, branches
 
 POOL = 300
-"""Seeds that are looked at,"""
+"""Seeds that are looked at."""
 TRACED = 24
-"""and those of them of which the lines of Python are known."""
+"""The first of those seeds, whose lines of Python are known."""
 CHUNK = 5
 
 
 class Entered:
-    """What was seen: seed -> marks, and seed -> file -> lines."""
+    """Lines and branches that were entered: seed -> marks, and seed -> file -> lines."""
 
     def __init__(self, marks: dict[int, list[int]], lines: dict[int, dict[str, list[int]]]) -> None:
         self._marks = marks

@@ -1,4 +1,5 @@
-"""What single scripts may answer: nobody gets past a fence, drops close what they must, tickets are given out once."""
+"""Answers that single scripts may give: nobody gets past a fence, drops close what they must, tickets are given out
+once."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Fences(ABC):
     _leader: tuple[bytes, int]
     """Owner, until when."""
     _left: dict[bytes, Pending]
-    """What left the pool in this event, by payload key."""
+    """Pushes that left the pool in this event, by payload key."""
 
     @abstractmethod
     def fail(self, invariant: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What the processes of a simulated run are given: the world around them, and who starts them again when they end."""
+"""Surroundings of the processes of a simulated run: the world around them, and who starts them again when they end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AWAY = (ServerUnreachable, ServerRefused)
 
 
 class World(Protocol):
-    """What a process may know and do of its world (:class:`simulation.world.World`)."""
+    """Knowledge and actions of a process in its world (:class:`simulation.world.World`)."""
 
     plan: Plan
     run: str
@@ -70,7 +70,8 @@ class Host:
         return process
 
     def keep(self, name: str, main: Callable[[Process], None], expected: tuple[str, ...] = ()) -> None:
-        """As :meth:`start`, again and again; an error is a violation, but for the server's absence and `expected`."""
+        """Starts it as :meth:`start` does, again and again; an error is a violation, except the server's absence and
+        `expected`."""
 
         def ended(process: Process) -> None:
             outcome = process.outcome

@@ -43,12 +43,12 @@ def counted(value: bytes) -> int:
 
 
 def _incarnation(payload: bytes) -> str:
-    """Who pushed it."""
+    """Incarnation of the producer that pushed it."""
     return payload.decode().rpartition(":")[2].rpartition(".")[0]
 
 
 class Invariants(Fences, Rewinds):
-    """What must always hold."""
+    """Conditions that must always hold."""
 
     def __init__(self, server: Server, network: Network, run: str) -> None:
         self.server = server
@@ -447,7 +447,7 @@ class Invariants(Fences, Rewinds):
                 self.fail("I11", f"step {step}: {key.decode()} may be swept before the step is retired")
 
     def is_damaged(self, step: int) -> bool:
-        """Whether chance has changed a payload of a live step."""
+        """True when chance has changed a payload of a live step."""
         return step in self.steps and not self.damaged.isdisjoint(self.steps[step].places.values())
 
     def check_damage(self, rank: int, step: Step) -> None:

@@ -1,4 +1,4 @@
-"""What the modelled server holds: keys with values and expiries, a clock, and a log of what changes."""
+"""Contents of the modelled server: keys with values and expiries, a clock, and a log of what changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 from simulation.values import SortedSet, Stream
 
 Change = tuple[str, bytes, Any]
-"""What kind (``hash``, ``xadd``, ``xdel``, ``zset``, ``string``, ``ttl``, ``gone``), key, and field, id or member."""
+"""Kind (``hash``, ``xadd``, ``xdel``, ``zset``, ``string``, ``ttl``, ``gone``), key, and field, id or member."""
 
 
 class Keyspace:

@@ -29,7 +29,7 @@ class Mutant:
     """One line, changed."""
 
     path: str
-    """Of the file, from the root of the repository."""
+    """Path of the file, from the root of the repository."""
     line: int
     operator: str
     old: str
@@ -75,7 +75,7 @@ def lua_mutants(path: str, text: str) -> list[Mutant]:
 
 
 def _of_lua(line: str, words: list[tuple[int, int, Token]]) -> Iterator[tuple[str, int, int, str]]:
-    """-> operator, from where, to where, what stands there instead"""
+    """Yields operator, from where, to where, and the text that stands there instead."""
     for i, (begin, end, word) in enumerate(words):
         text = word.text
         if text in LUA_COMPARISONS:
@@ -110,7 +110,7 @@ def _of_lua(line: str, words: list[tuple[int, int, Token]]) -> Iterator[tuple[st
 
 
 def _is_whole(words: list[tuple[int, int, Token]]) -> bool:
-    """Whether the brackets of the line are closed on it, and it goes on nowhere else."""
+    """True when the brackets of the line are closed on it, and it goes on nowhere else."""
     depth = sum((w.text in ("(", "{", "[")) - (w.text in (")", "}", "]")) for _, _, w in words)
     keywords = {"then", "else", "end", "do", "function", "return", "if", "for"}
     return depth == 0 and not any(w.text in keywords for _, _, w in words)
@@ -168,7 +168,7 @@ def _worth(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _of_python(raw: list[bytes], node: ast.AST) -> Iterator[tuple[str, tuple[int, int], int, str]]:
-    """-> operator, (line, column), end column, what stands there instead; columns in bytes"""
+    """Yields operator, (line, column), end column, and the text that stands there instead; columns in bytes."""
     if not isinstance(node, ast.expr | ast.stmt) or node.lineno != node.end_lineno or node.end_col_offset is None:
         if isinstance(node, ast.If | ast.While) and node.test.lineno == node.test.end_lineno:
             yield _negated(raw, node.test)

@@ -47,7 +47,7 @@ SOUND_SEEDS = 100
 CPU_SECONDS = 600
 TEST_SECONDS = 60
 FOUND = ("simulation", "tests")
-"""Who may find a mutant."""
+"""Suites that may find a mutant."""
 COPIED = ("rlbuffer", "simulation", "tests", "cli", "pyproject.toml")
 MUTATED = (
     "store",
@@ -58,7 +58,7 @@ MUTATED = (
     "client/step_pull.py",
     "process/heartbeat.py",
 )
-"""Of rlbuffer; of the Python files only the lines that the simulation runs."""
+"""Paths in rlbuffer; of the Python files only the lines that the simulation runs."""
 
 
 def in_room(test: str) -> str:
@@ -189,7 +189,7 @@ class Tree:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def judged(self, mutant: Mutant) -> tuple[str, str]:
-        """-> who found it (``simulation``, ``tests``, or ``nobody``), and how."""
+        """Returns the finder (``simulation``, ``tests``, or ``nobody``), and its finding."""
         file = self._folder / mutant.path
         text = file.read_text(encoding="utf-8")
         self._write(file, mutant.applied(text))
@@ -215,7 +215,7 @@ class Tree:
             compiled.unlink()
 
     def simulated(self, seeds: Sequence[int]) -> str:
-        """What the first of these seeds finds that finds anything; "" for nothing."""
+        """The violation in the first of these seeds that has one; "" for nothing."""
         code, out = self._run("-m", "simulation", "--only", ",".join(map(str, seeds)), "--jobs", "1")
         return _first_line(out, code) if code else ""
 
@@ -255,7 +255,7 @@ def _first_line(out: str, code: int) -> str:
 
 
 def digest() -> str:
-    """Of the files that a verdict depends on."""
+    """Digest of the files that a verdict depends on."""
     sums = hashlib.sha256()
     for name in COPIED:
         for file in sorted((ROOT / name).rglob("*")) if (ROOT / name).is_dir() else [ROOT / name]:
@@ -271,7 +271,7 @@ def equivalents() -> dict[tuple[str, str, str], str]:
 
 
 def main() -> int:
-    """Runs what the command line asks for. -> exit code: 1 when something survived"""
+    """Runs what the command line asks for. Returns the exit code: 1 when something survived."""
     parser = argparse.ArgumentParser(prog="python -m simulation.mutate", description="Are small defects found?")
     parser.add_argument("--count", type=int, default=80, help="how many (default 80)")
     parser.add_argument("--seed", type=int, default=1, help="which (default 1)")

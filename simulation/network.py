@@ -79,7 +79,7 @@ class Network:
         self._rate = sum(self._weights)
 
     def draw(self, process: Process) -> str:
-        """What happens to the next round trip; "" for nothing."""
+        """The fault of the next round trip; "" for nothing."""
         if self.is_healed or self.dice.random() >= self._rate:
             return ""
         kind = self.dice.choices(self._kinds, self._weights)[0]
@@ -157,7 +157,7 @@ class Network:
         self.server.waiting.clear()
 
     def _demoted(self, commands: Sequence[Command]) -> str:
-        """What the demoted server refuses with; it answers reads by what the new primary tells it, mostly."""
+        """The refusals of the demoted server; it answers reads by what the new primary tells it, mostly."""
         is_write = any(command[0] == b"EVALSHA" or command[0] in WRITES for command in commands)
         if self.demoted.startswith("MOVED") or (self.demoted.startswith("MASTERDOWN") and not self.is_healed):
             return self.demoted

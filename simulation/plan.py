@@ -1,4 +1,4 @@
-"""What a seed draws before anything runs: the settings of the run, its processes, and how often what goes wrong."""
+"""The plan that a seed draws before anything runs: settings of the run, its processes, and the rates of faults."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ REFUSALS = (
 )
 
 DEMOTED = ("READONLY", "MOVED 1234 127.0.0.1:7001", "MASTERDOWN Link with MASTER is down and no primary is known")
-"""How a server that is no primary any more refuses."""
+"""Refusals of a server that is no primary any more."""
 
 ROLLBACKS = 0.2
 """Share of seeds in which the server forgets what came after its last fsync."""
 
 CALMER = 0.6
 """Share of those, and of seeds in which steps are made void or ends are said, in which less goes wrong otherwise: where
-hardly a step is trained there is little to lose, and little to end,"""
+hardly a step is trained there is little to lose, and little to end."""
 CALMER_RATE = 0.15
-"""and how much less."""
+"""Factor on the other faults in those seeds."""
 
 CLOCK_STEPS = 0.2
-"""Share of seeds in which the server's clock is set forward,"""
+"""Share of seeds in which the server's clock is set forward."""
 CLOCK_STEP_SECONDS = (1.0, 30.0, 3700.0, 8 * 86_400.0)
-"""and by how much: longer than a lease, a tombstone of this simulation, an hour, a week."""
+"""Seconds that it is set forward: longer than a lease, a tombstone of this simulation, an hour, a week."""
 CLOCK_STEPS_BACK = 0.1
-"""Share of seeds in which it is set back,"""
+"""Share of seeds in which the server's clock is set back."""
 CLOCK_STEP_BACK_SECONDS = (-0.2, -1.0, -4.0)
-"""and by how much: shorter and longer than a lease. What is timed waits for as long as that more."""
+"""Seconds that it is set back: shorter and longer than a lease. Timed events wait as much longer."""
 
 ODD = {
     "memory": 0.1,
@@ -73,10 +73,10 @@ ODD = {
     "said": 0.12,
     "together": 0.15,
 }
-"""What is not in every seed -> its share of them."""
+"""Circumstance that is not in every seed -> its share of the seeds."""
 
 LATER = ("said", "together")
-"""Of those, what is drawn apart, so that the other draws of a seed stay what they were."""
+"""Circumstances that are drawn apart, so that the other draws of a seed stay what they were."""
 
 SHOWN_DRAWS = (
     *("tickets", "operator", "releaser", "reset", "full", "rollback", "taken_back", "damages", "refusal"),
@@ -96,7 +96,7 @@ SHOWN_DRAWS = (
         "left",
     ),
 )
-"""What a plan says of itself when it is on."""
+"""Draws that a plan names when they are on."""
 
 CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.daemon.leadership", "LEADER_POLL_SECONDS"): 0.15,
@@ -161,15 +161,15 @@ class Plan:
     late: float
     """Seconds after which batchers begin."""
     taken_back: float
-    """When the operator makes steps void, as a share of the time of faults; 0: not at all."""
+    """Time at which the operator makes steps void, as a share of the time of faults; 0: not at all."""
     damages: tuple[float, ...]
-    """When a payload is damaged, likewise."""
+    """Times at which a payload is damaged, as shares of the time of faults."""
     refusal: str
     """The error with which the server refuses writes for a while (LOADING: everything); "" for none."""
     tombstone_seconds: float
     clock_steps: tuple[tuple[float, float], ...]
-    """When the server's clock is set, as a share of the time of faults, and by how many seconds: nobody did anything
-    for so long, or somebody has set it; below 0 it goes back."""
+    """Times at which the server's clock is set, as shares of the time of faults, and by how many seconds: nobody did
+    anything for so long, or somebody has set it; below 0 it goes back."""
     ends: int
     """Tickets that each env has in all, after which the run must end; 0: there is no end."""
     scorers: int
@@ -179,13 +179,13 @@ class Plan:
     planning: float = field(default=0.0)
     """Share of plans, and of looks at their payloads, that take about as long as a lease."""
     adapters: tuple[str, ...] = field(default=())
-    """Whose rollouts the writers sample, "" being all weights; () for all weights alone."""
+    """Adapters whose rollouts the writers sample, "" being all weights; () for all weights alone."""
     backups: bool = field(default=False)
     """Somebody copies the run while it goes on, and puts the copy beside it under another name."""
     stops: bool = field(default=False)
     """An operator stops batchers, and a function of the user's own fails."""
     failover: str = field(default="")
-    """What a demoted server answers to those who are connected to it; "" for no failover."""
+    """Answer of a demoted server to those who are connected to it; "" for no failover."""
     too_large: float = field(default=0.0)
     """Share of groups that are larger than the server takes."""
     strangers: bool = field(default=False)
@@ -193,9 +193,10 @@ class Plan:
     said: bool = field(default=False)
     """People and producers say that envs are done, and take it back; in the end all are."""
     together: bool = field(default=False)
-    """What ends the trainer ends the server, too: it is started again while the next one trains steps again."""
+    """True when the end of the trainer ends the server, too: it is started again while the next one trains steps
+    again."""
     left: bool = field(default=False)
-    """Of the run that is deleted the meta goes first, and the rest a while later."""
+    """True when the meta of a run that is deleted goes first, and the rest a while later."""
     mutation: Mutation | None = field(default=None)
 
     def constants(self) -> dict[tuple[str, str], float]:

@@ -1,4 +1,4 @@
-"""What the accounts become when a run goes back: acknowledged writes lost, steps recovered, steps made void."""
+"""Changes of the accounts when a run goes back: acknowledged writes lost, steps recovered, steps made void."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Rewinds(ABC):
     def _field(self, key: str, name: bytes) -> int: ...
 
     def snapshot(self) -> dict[str, Any]:
-        """What is known now, to go with a snapshot of the server."""
+        """The state that is known now, to go with a snapshot of the server."""
         return {name: deepcopy(getattr(self, name)) for name in _KNOWLEDGE}
 
     def roll_back(self, saved: dict[str, Any], trained: int) -> None:
@@ -124,7 +124,7 @@ class Rewinds(ABC):
         self.incarnations = {name: epoch if at >= line else at for name, at in self.incarnations.items()}
 
     def _new_line(self, epoch: int) -> None:
-        """Who worked in an epoch before this one does not go on in it, nor in any later one."""
+        """A process of an epoch before this one goes on neither in it nor in any later one."""
         for adapter, value in (self.server.data.get(self.keys.policy.encode()) or {}).items():
             if int(value.split(b" ", 2)[1]) > self._field(self.keys.meta, b"step"):
                 self.fail("I5", f"version {value[:40]!r} of {adapter!r} stays in the new line of epoch {epoch}")

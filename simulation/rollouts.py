@@ -67,7 +67,7 @@ class Codec:
         self._rollouts: dict[bytes, tuple[RolloutInfo | None, Rollout]] = {}
 
     def replacements(self) -> list[tuple[Any, str, Any]]:
-        """What stands for what: function, its name, the stand-in."""
+        """The replaced functions: function, its name, the stand-in."""
         return [
             (self._encode, "encode_push", self.encode_push),
             (self._info, "decode_info", self.decode_info),
@@ -76,7 +76,7 @@ class Codec:
         ]
 
     def encode_push(self, group: Group) -> payload.EncodedPush:
-        """As :func:`rlbuffer.wire.payload.encode_push`."""
+        """The stand-in for :func:`rlbuffer.wire.payload.encode_push`."""
         # A part is a group of its own every time, of the same rollouts; holding the group keeps their ids in use.
         place = tuple(id(rollout) for rollout in group.rollouts)
         cached = self._pushes.get(place)
@@ -85,14 +85,14 @@ class Codec:
         return cached[1]
 
     def decode_info(self, data: bytes) -> GroupInfo:
-        """As :func:`rlbuffer.wire.payload.decode_info`."""
+        """The stand-in for :func:`rlbuffer.wire.payload.decode_info`."""
         info = self._infos.get(data)
         if info is None:
             info = _room(self._infos)[data] = self._info(data)
         return info
 
     def decode_infos(self, pushes: Sequence[bytes]) -> list[GroupInfo | PayloadError]:
-        """As :func:`rlbuffer.wire.payload.decode_infos`."""
+        """The stand-in for :func:`rlbuffer.wire.payload.decode_infos`."""
         known = {data: self._infos[data] for data in pushes if data in self._infos}
         unknown = [data for data in pushes if data not in known]
         made = dict(zip(unknown, self._page(unknown), strict=True))
@@ -102,7 +102,7 @@ class Codec:
         return [known[data] if data in known else made[data] for data in pushes]
 
     def decode_rollout(self, data: bytes, *, expected: RolloutInfo | None = None) -> Rollout:
-        """As :func:`rlbuffer.wire.payload.decode_rollout`."""
+        """The stand-in for :func:`rlbuffer.wire.payload.decode_rollout`."""
         known, rollout = self._rollouts.get(data, (None, None))
         if rollout is None or known != expected:
             rollout = self._rollout(data, expected=expected)

@@ -24,7 +24,7 @@ class Killed(BaseException):
 
 
 class Process:
-    """What dies, stops and goes on together: a simulated operating-system process."""
+    """A simulated operating-system process: its tasks die, stop and go on together."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -22,7 +22,7 @@ from simulation.scheduler import Process
 
 
 def scorer(host: Host, index: int, process: Process) -> None:
-    """`rlbuffer score`"""
+    """The process of `rlbuffer score`."""
     world, plan = host.world, host.world.plan
     store = host.store(process)
     epoch = store.open_run().epoch

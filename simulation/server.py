@@ -87,7 +87,7 @@ class Server(Keyspace):
         return run(self, command)
 
     def load(self, text: str) -> bytes:
-        """SCRIPT LOAD"""
+        """The command SCRIPT LOAD."""
         sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest().encode()
         first = text.partition("\n")[0]
         may_grow = not first.startswith("#!") or "allow-oom" in first
@@ -111,7 +111,7 @@ class Server(Keyspace):
         self.starts += 1
 
     def snapshot(self) -> tuple[dict[bytes, Any], dict[bytes, int]]:
-        """What is on the disk now."""
+        """The contents of the disk now."""
         return {k: v if isinstance(v, bytes) else v.copy() for k, v in self.data.items()}, dict(self.expiry)
 
     def roll_back(self, saved: tuple[dict[bytes, Any], dict[bytes, int]]) -> None:

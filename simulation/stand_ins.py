@@ -40,7 +40,7 @@ class Time:
 
 
 class Event:
-    """threading.Event"""
+    """Stand-in for threading.Event."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -67,7 +67,7 @@ class Event:
 
 
 class Lock:
-    """threading.Lock and RLock"""
+    """Stand-in for threading.Lock and RLock."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -92,7 +92,7 @@ class Lock:
 
 
 class Thread:
-    """threading.Thread: a task of the process that starts it."""
+    """Stand-in for threading.Thread: a task of the process that starts it."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Threading:
 
 
 class Future:
-    """concurrent.futures.Future"""
+    """Stand-in for concurrent.futures.Future."""
 
     def __init__(self, scheduler: Scheduler, task: Task) -> None:
         self._scheduler, self._task = scheduler, task
@@ -172,7 +172,7 @@ class Future:
 
 
 class Executor:
-    """concurrent.futures.ThreadPoolExecutor, with a thread for every call."""
+    """Stand-in for concurrent.futures.ThreadPoolExecutor, with a thread for every call."""
 
     def __init__(self, scheduler: Scheduler, max_workers: int | None = None, thread_name_prefix: str = "") -> None:
         self._scheduler = scheduler

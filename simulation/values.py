@@ -1,4 +1,4 @@
-"""What keys of the modelled server hold: streams and sorted sets. Hashes are dicts, strings are bytes."""
+"""Values of the modelled server's keys: streams and sorted sets. Hashes are dicts, strings are bytes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SortedSet:
         return other
 
     def set(self, member: bytes, score: float) -> bool:
-        """-> whether the member is new."""
+        """Returns True when the member is new."""
         old = self.scores.get(member)
         if old is not None:
             if old == score:

@@ -43,9 +43,9 @@ BUSY_CALLS = 30_000
 DRAIN_LOOKS = 20
 """For a moment at which the server's loss of its newest writes costs a trained step; 50 ms apart."""
 AFTER_LOSS_SECONDS = 1.5
-"""Where a loss is planned, things go wrong for so much longer: also while the run is recovered from it."""
+"""Seconds that things go wrong for longer where a loss is planned: also while the run is recovered from it."""
 EARLY = 0.15
-"""When a run is taken back before a trainer has joined it; seconds."""
+"""Seconds at which a run is taken back before a trainer has joined it."""
 LAST_EVENTS = 30
 RUN = "sim"
 
@@ -54,7 +54,7 @@ _ENGINE: list[Engine] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of a seed."""
+    """Result of a seed."""
 
     seed: int
     violation: str
@@ -68,7 +68,7 @@ class Result:
     steps: int
     plan: str
     branches: frozenset[int]
-    """Of the Lua files: those that were entered (:mod:`simulation.branches`)."""
+    """Branches of the Lua files that were entered (:mod:`simulation.branches`)."""
     log: tuple[str, ...]
     """The last events before a violation."""
 
@@ -225,7 +225,8 @@ class World:
             self.scheduler.after(LATEST_SECONDS + 0.1, self._delete_what_came_late)
 
     def _delete_what_came_late(self) -> None:
-        """Where a run was deleted nobody can begin one beside what came after that: a person is told to delete it."""
+        """Deletes a run that was deleted before and got late writes: nobody can begin one beside them, so a person is
+        told to."""
         if self.server.data and Keys(RUN).meta.encode() not in self.server.data:
             self.reset()
 
@@ -383,7 +384,7 @@ class World:
         self._moment("a loss")
 
     def _lose(self) -> None:
-        """What was acknowledged since the last look at the disk, or the last word to the replica, is gone."""
+        """Loses what was acknowledged since the last look at the disk, or the last word to the replica."""
         self.was_rolled_back = True
         if Keys(RUN).meta.encode() not in self._saved[0][0]:
             self.was_disturbed = True  # the run is lost whole, and begun anew
@@ -392,7 +393,7 @@ class World:
         self.invariants.roll_back(known, self.trainer.job.at if self.trainer.job else 0)
 
     def ends_untold(self, step: int) -> bool:
-        """Whether a trainer ends before it reports a step that the server has lost: nobody learns of it."""
+        """True when a trainer ends before it reports a step that the server has lost: nobody learns of it."""
         here = self.invariants._field(self.invariants.keys.meta, b"step")
         resumes_here = max(self.trainer.checkpoints, default=0) <= here < step
         if not resumes_here or self.network.is_healed or self.dice.random() < 0.6:

@@ -1,4 +1,4 @@
-"""What `demo` and `run` say with ``--display json`` beside what their processes say."""
+"""Events that `demo` and `run` print with ``--display json`` beside those of their processes."""
 
 from __future__ import annotations
 

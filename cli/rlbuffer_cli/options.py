@@ -101,7 +101,7 @@ def load(
 
 
 def redis_origin(loaded: Loaded) -> str:
-    """Where the server's address came from, for error messages; "" for the embedded server."""
+    """The origin of the server's address, for error messages; "" for the embedded server."""
     return loaded.source("redis_url") if loaded.settings.redis_url else ""
 
 
@@ -115,7 +115,7 @@ def choose_display(display: str) -> str:
 
 
 def program() -> str:
-    """How this command can be typed again: by name where it is on the PATH, else as it was called."""
+    """The words with which this command can be typed again: its name where it is on the PATH, else as it was called."""
     import shutil
     import sys
 

@@ -1,4 +1,4 @@
-"""What the commands share that run one process of a `[KIND.NAME]` section: `worker` and `score`."""
+"""Parts that `worker` and `score` share, the commands that run one process of a `[KIND.NAME]` section."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AnEvent = TypeVar("AnEvent", bound="Event")
 
 
 def only(kind: str, what: str, known: Sequence[str], none: str) -> str:
-    """Which section is meant when no NAME is given: the only one there is. ConfigError with `none` without any."""
+    """The section that is meant when no NAME is given: the only one there is. ConfigError with `none` without any."""
     from rlbuffer.errors import ConfigError
 
     if len(known) == 1:

@@ -91,7 +91,7 @@ def at_work(buffer: Buffer) -> list[str]:
 
 
 def resume_hint(settings: RunSettings, run: str, step: int) -> str:
-    """How the trainer goes on from `step`: it takes its newest checkpoint, which must be of no later step."""
+    """The way for the trainer to go on from `step`: it takes its newest checkpoint, which must be of no later step."""
     folder = settings.model_copy(update={"run": run}).output_dir / "checkpoints"
     # Read by name: the module of the checkpoints loads torch.
     checkpoints = sorted((int(path.name.removeprefix("step-")), path) for path in folder.glob("step-*[0-9]"))

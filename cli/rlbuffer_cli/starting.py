@@ -1,4 +1,4 @@
-"""What a command does before it has anything to show: on a terminal nobody shall wonder whether it hangs.
+"""The line of a command before it has anything to show: on a terminal nobody shall wonder whether it hangs.
 
 One line on stderr, taken away by whatever is printed first. Imports nothing: it stands there before anything is loaded.
 """

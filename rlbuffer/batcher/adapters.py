@@ -100,7 +100,7 @@ class AdapterAccounts:
         return AdapterAccounts(accounts, tags), progress
 
     def dump(self) -> dict[str, Any]:
-        """As msgpack types."""
+        """The accounts as msgpack types."""
         return {
             "adapters": {adapter: list(astuple(account)) for adapter, account in sorted(self.accounts.items())},
             "turns": {env: dict(sorted(its.items())) for env, its in sorted(self.tags.items())},

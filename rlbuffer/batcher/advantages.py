@@ -62,30 +62,31 @@ Estimator = Callable[[Rewards, Rewards | None], Rewards]
 
 
 def rloo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
-    """r_i - (sum - r_i) / (n - 1): the mean of the others is an unbiased baseline."""
+    """``r_i - (sum - r_i) / (n - 1)``: the mean of the others is an unbiased baseline."""
     others: Rewards = (rewards.sum() - rewards) / (len(rewards) - 1)
     return rewards - others
 
 
 def grpo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
-    """(r_i - mean) / (std + 1e-6), with the standard deviation over n - 1."""
+    """``(r_i - mean) / (std + 1e-6)``, with the standard deviation over n - 1."""
     std = float(rewards.std(ddof=1))
     return dr_grpo(rewards) / (std + GRPO_EPSILON)
 
 
 def dr_grpo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
-    """r_i - mean: no division, so that easy and hard prompts are not weighted up."""
+    """``r_i - mean``: no division, so that easy and hard prompts are not weighted up."""
     return rewards - float(rewards.mean())
 
 
 def max_rl(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
-    """(r_i - mean) / mean, zeros where the mean is not positive: prompts count by the inverse of their pass rate."""
+    """``(r_i - mean) / mean``, zeros where the mean is not positive: prompts count by the inverse of their pass
+    rate."""
     mean = float(rewards.mean())
     return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)
 
 
 def opo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
-    """r_i - sum(length_j r_j) / sum(length_j): the baseline of least variance when gradients grow with length."""
+    """``r_i - sum(length_j r_j) / sum(length_j)``: the baseline of least variance when gradients grow with length."""
     if lengths is None:
         raise InvalidRollout("advantage opo: lengths are required")
     total = float(lengths.sum())
@@ -94,12 +95,12 @@ def opo(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
 
 
 def reinforce(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
-    """r_i: no baseline."""
+    """``r_i``: no baseline."""
     return rewards.copy()
 
 
 def length_penalty(rewards: Rewards, lengths: Rewards | None = None) -> Rewards:
-    """rloo of r_i (1 - 0.1 sigmoid((length_i - mean) / std)) where r_i > 0; mean and std over those rollouts."""
+    """`rloo` of ``r_i (1 - 0.1 sigmoid((length_i - mean) / std))`` where r_i > 0; mean and std over those rollouts."""
     if lengths is None:
         raise InvalidRollout("advantage length_penalty: lengths are required")
     right = rewards > 0
@@ -124,7 +125,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def over_batch(advantages: Rewards, rewards: Rewards) -> Rewards:
-    """advantages / (std of all of a step's rewards over n - 1, + 1e-4): every prompt by the same number.
+    """``advantages / (std of all of a step's rewards over n - 1, + 1e-4)``: every prompt by the same number.
 
     A group's own deviation weighs up prompts that are nearly solved, or nearly never; the batch's does not. Where all
     rewards are equal nothing is divided.

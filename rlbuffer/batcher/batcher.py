@@ -374,7 +374,7 @@ class Batcher:
     def _as_it_is(
         self, groups: Sequence[GroupState], limits: Limits, world_size: int
     ) -> tuple[Sequence[GroupState], Plan]:
-        """As many of these groups as the step holds, and their plan."""
+        """The first of these groups, as many as the step holds, and their plan."""
 
         def planner(some: Sequence[GroupState]) -> Plan:
             return step_plan.plan_groups(some, self._config, world_size)

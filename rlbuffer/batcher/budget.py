@@ -27,7 +27,7 @@ class EnvAccount:
     """The account of an env from step to step; moves only when a step is committed."""
 
     deficit: float = 0.0
-    """What the env is owed, in the budget's unit; negative when it gave more than its share."""
+    """Amount that the env is owed, in the budget's unit; negative when it gave more than its share."""
     groups: int = 0
     """Trained groups that the means were made of, at most MEAN_WINDOW."""
     tokens: float = 0.0
@@ -37,7 +37,7 @@ class EnvAccount:
     largest: float = 0.0
     """Largest group ever trained, in the budget's unit."""
     variance: float = 0.0
-    """Of the tokens of a trained group."""
+    """Variance of the tokens of a trained group."""
 
     def learn(self, tokens: int, rollouts: int, size: int) -> None:
         """Takes one trained group into the running means."""

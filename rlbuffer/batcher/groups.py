@@ -21,7 +21,7 @@ from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, EntryUse
 
 REWARD = "reward"
-"""What a group needs whose rollouts are not scored yet."""
+"""Need of a group whose rollouts are not scored yet."""
 
 
 class Member(NamedTuple):

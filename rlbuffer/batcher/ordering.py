@@ -40,7 +40,7 @@ class Candidate:
     prompt_id: str
     adapter: str
     rewards: tuple[float, ...]
-    """Of the valid rollouts."""
+    """Rewards of the valid rollouts."""
     lengths: tuple[int, ...]
     """Tokens of the valid rollouts."""
     min_policy_version: int

@@ -22,7 +22,8 @@ from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop
 
 TOMBSTONE_SECONDS = 3600.0
-"""How long a closed group is remembered at least, so that a late part of it is known as late; and for some steps."""
+"""Seconds that a closed group is remembered at least, so that a late part of it is known as late; and for some
+steps."""
 
 
 class Lane:

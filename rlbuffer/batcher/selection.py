@@ -59,7 +59,7 @@ class Limits:
 
 
 class Ended(StrEnum):
-    """Why a trial ended."""
+    """The rule that ended a trial."""
 
     FULL = "full"
     """The step's tokens are there, or the next group would exceed them (it is not part of the selection)."""
@@ -77,7 +77,7 @@ class Trial:
 
     groups: list[GroupState] = field(default_factory=list)
     deficits: dict[str, float] = field(default_factory=dict)
-    """As after the last selected group."""
+    """Env -> its deficit after the last selected group."""
     ended: Ended = Ended.EMPTY
     tokens: int = 0
     rollouts: int = 0

@@ -35,9 +35,9 @@ class Situation:
     """adapter -> version that workers can sample from; -1 when none was announced."""
     paused: set[str] = field(default_factory=set)
     done: frozenset[str] = frozenset()
-    """Envs of which nothing more comes but what is pending, and further parts of it,"""
+    """Envs from which nothing more comes except their pending groups and further parts of them."""
     said: frozenset[str] = frozenset()
-    """and those of which no part comes either, because somebody has said so."""
+    """Envs of `done` from which no further part comes either, because somebody has said so."""
     others: frozenset[str] = frozenset()
     """Whoever else may still send something."""
     short: frozenset[str] = frozenset()

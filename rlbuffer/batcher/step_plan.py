@@ -67,8 +67,8 @@ def facts(group: GroupState) -> dict[str, Any]:
 def advantages_of(
     groups: Sequence[GroupState], config: BatcherConfig, estimators: Mapping[str, Loaded]
 ) -> tuple[NDArray[np.float32], list[tuple[GroupState, str]]]:
-    """-> [rollouts] float32, group by group, by each env's estimator; and the groups that have none that can be
-    trained, with the reason. When there are any, the advantages are those of the others.
+    """Returns [rollouts] float32, group by group, by each env's estimator; and the groups that have no advantages that
+    can be trained, with the reason. When there are any, the advantages are those of the others.
 
     The divisor of `advantage_scale` is taken over the rollouts of one adapter: two policies do not share a batch. A
     masked rollout counts in all of it, and gets 0.

@@ -23,12 +23,12 @@ class Chosen:
 
     @property
     def rollouts(self) -> int:
-        """As they were pushed."""
+        """Rollouts of them, as they were pushed."""
         return sum(drop.rollouts for drop, _ in self.drops)
 
     @property
     def tokens(self) -> int:
-        """As they were pushed."""
+        """Tokens of them, as they were pushed."""
         return sum(drop.tokens for drop, _ in self.drops)
 
     def envs(self) -> dict[str, tuple[int, int, int]]:

@@ -135,7 +135,7 @@ class Progress:
             return True
 
     def check_run(self) -> Meta:
-        """-> the run as it is, for a rank that waits. Raises RunGone when no step can come any more."""
+        """Returns the run as it is, for a rank that waits. Raises RunGone when no step can come any more."""
         meta = self._store.meta()
         if meta.step < self.place.step:
             self._check_epoch(meta)

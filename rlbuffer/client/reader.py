@@ -38,8 +38,8 @@ from rlbuffer.store.protocol import Store
 READER_BLOCK_SECONDS = 1.0
 """One blocking read; between two the reader looks for a fatal error of the batcher and for its own end."""
 HEARTBEAT_SECONDS = 1.0
-"""How often the rank says that it is alive; rank 0's report is the attempt's heartbeat as well. A batcher that has
-taken over waits for it before it commits, and shall commit within a lease and two seconds of the other's last word."""
+"""Seconds between the rank's heartbeats; rank 0's report is the attempt's heartbeat as well. A batcher that has taken
+over waits for it before it commits, and shall commit within a lease and two seconds of the other's last word."""
 CLOSED = "the reader was closed"
 ANYTHING = Trainable()
 _log = logging.getLogger(__name__)
@@ -221,7 +221,8 @@ class Reader:
         self._refusals.told_later(self._progress.report)
 
     def announce(self, version: PolicyVersion) -> bool:
-        """As :meth:`rlbuffer.client.buffer.Policy.announce`; a server that loses its newest writes hears it again."""
+        """The same as :meth:`rlbuffer.client.buffer.Policy.announce`, said again to a server that loses its newest
+        writes."""
         return self._progress.announce(version)
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Skew:
         self._is_told = False
 
     def look(self, step: int, beats: Mapping[str, Mapping[str, Any]], *, now: float) -> str:
-        """-> what is wrong, once; "" while nothing is.
+        """Returns the fault, once; "" while there is none.
 
         Args:
             step: the last one that this rank has acknowledged.

@@ -29,7 +29,7 @@ from rlbuffer.wire import payload
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank trains of a step, before its payloads are read."""
+    """One rank's part of a step, before its payloads are read."""
 
     rows: Sequence[Any]
     """Per micro-step: tuple of rows, each a tuple of indices into `rollouts`; () is a dummy."""

@@ -22,7 +22,7 @@ from rlbuffer.store.records import PartRollout, PoolEntry
 from rlbuffer.wire import payload
 
 VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")
-"""What the record of a void step or a rewind says of each group."""
+"""Fields of each group in the record of a void step or a rewind."""
 VIEW_PAGE = 1000
 """Pool entries per read."""
 
@@ -36,7 +36,7 @@ class GroupView:
     prompt_id: str
     state: State
     reason: str
-    """Why it was dropped, a :class:`~rlbuffer.records.states.Reason` as the history has it; "" otherwise."""
+    """Reason of its drop, a :class:`~rlbuffer.records.states.Reason` as the history has it; "" otherwise."""
     rollouts: int
     planned_size: int
     """0 when no longer known."""

@@ -39,7 +39,7 @@ from rlbuffer.store.protocol import Store
 TICKET_SECONDS = 60.0
 """The usual time that a ticket stays out without renewal: after that a dead worker's prompt is taken again."""
 CONFIG_SECONDS = 30.0
-"""How often a writer looks whether the run cuts rollouts that are longer than a row."""
+"""Seconds between a writer's looks whether the run cuts rollouts that are longer than a row."""
 MOST_BREAKS = 5
 """Times that one push may break its connection while the server answers others, before it is given up."""
 SPOOL_PUSHES = 64
@@ -255,7 +255,7 @@ class Writer:
         return group if self._limit is None else truncated_group(group, self._limit)
 
     def _send(self, group: Group, sequence: int, replaces: str = "") -> tuple[Pushed, int, Group]:
-        """-> what became of it, the sequence under which it is stored, and what was stored."""
+        """Returns the outcome, the sequence under which it is stored, and what was stored."""
         deadline = time.monotonic() + self._patience
         delay = FIRST_DELAY_SECONDS
         last: int | None = None
@@ -294,7 +294,7 @@ class Writer:
         return bool(broken)
 
     def _store_push(self, group: Group, sequence: int, replaces: str) -> tuple[PushStatus, str]:
-        """-> the status, ``lost`` for a push that is given up, and the entry."""
+        """Returns the status, ``lost`` for a push that is given up, and the entry."""
         names: dict[str, Any] = {
             "producer": self.worker,
             "incarnation": self.incarnation,

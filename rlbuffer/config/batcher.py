@@ -114,19 +114,19 @@ class BatcherConfig(_Section):
     """env -> fraction of a step's tokens, or a list of [step, fraction], linear in between. Sum at most 1 at every
     step; the remainder goes to the envs not named."""
     remainder: str = "proportional"
-    """Who gets what budgets leave over: proportional | equal | the name of an env."""
+    """Receiver of what budgets leave over: proportional | equal | the name of an env."""
     unit: Literal["tokens", "rollouts", "groups"] = "tokens"
-    """What budgets count."""
+    """Unit that budgets count."""
     order: str = "newest_first"
-    """Which group of an env goes first: newest_first (the freshest data), oldest_first (fewer groups thrown away),
+    """Order of the groups of an env: newest_first (the freshest data), oldest_first (fewer groups thrown away),
     priority (largest variance in reward), or the user's own selector, ``package.module:name``."""
     spillover: Literal["block", "borrow", "partial"] = "block"
-    """What happens when an env is short of its share: wait for it; let the other envs fill its place, which it gets
-    back later; or close the step with what is there."""
+    """Behaviour while an env is short of its share: wait for it; let the other envs fill its place, which it gets back
+    later; or close the step with what is there."""
     spill_after_seconds: float = 60.0
     """Seconds that an env is short before spillover acts; `block` never does."""
     max_uses: int = 1
-    """How many steps may train a group. Fresh groups go first: used ones only fill what they leave."""
+    """Number of steps that may train a group. Fresh groups go first: used ones only fill what they leave."""
     replay_fraction: float = 0.5
     """Largest share of a step that was trained before. 0-1. Without effect while `max_uses` is 1."""
     cost: tuple[int, int] = (24576, 1)
@@ -137,7 +137,7 @@ class BatcherConfig(_Section):
     env_dead_after_seconds: float = field(default=120.0, kw_only=True)
     """Seconds that a step waits for an env without hearing of it before the env counts as dead."""
     on_dead_env: Literal["wait", "borrow", "stop"] = field(default="wait", kw_only=True)
-    """What happens then: wait on, with an alert; go on without it until it sends something; or stop the run."""
+    """Behaviour then: wait on, with an alert; go on without it until it sends something; or stop the run."""
     adapters: Mapping[str, AdapterConfig] = field(default_factory=dict, kw_only=True)
     """LoRA adapter -> its batch size, where it differs."""
     adapter_batch_size: int = field(default=64, kw_only=True)
@@ -146,7 +146,7 @@ class BatcherConfig(_Section):
     """Seconds that a step waits to fill, since the one before was committed and the first group came that could train;
     then what is ready trains, and what an env was short of it gets later. Not set: it waits until it is full."""
     advantage_scale: Literal["none", "batch"] = field(default="none", kw_only=True)
-    """What advantages are divided by: nothing, or the standard deviation of all rewards of the step."""
+    """Divisor of advantages: none, or the standard deviation of all rewards of the step."""
     truncated: Literal["train", "mask"] = field(default="train", kw_only=True)
     """Rollouts that are flagged is_truncated: trained, or masked once their rewards have counted in their group."""
 
@@ -197,7 +197,7 @@ class BatcherConfig(_Section):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSettings:
-    """What holds for one env, every value decided. Made once per env of a :class:`BatcherConfig`.
+    """The settings of one env, every value decided. Made once per env of a :class:`BatcherConfig`.
 
     Example:
         >>> BatcherConfig(8192, max_age=1, envs={"math": EnvConfig(max_age=4)}).for_env("math").max_age
@@ -287,7 +287,7 @@ def _check_shares(config: BatcherConfig) -> None:
 
 
 def _check_points(name: str, points: Points) -> set[int]:
-    """-> the steps of a schedule."""
+    """Returns the steps of a schedule."""
     shown = [list(point) for point in points]
     steps = [step for step, _ in points]
     if any(step < 1 for step in steps) or any(b <= a for a, b in itertools.pairwise(steps)):

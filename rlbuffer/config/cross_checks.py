@@ -59,7 +59,7 @@ def doubts(settings: RunSettings, places: Places) -> tuple[str, ...]:
 
 
 Checks = Callable[[RunSettings, Places, Path | None], Iterator[Mistake]]
-"""What more is to be looked at: of (settings, where they came from, their file)."""
+"""Further checks: of (settings, where they came from, their file)."""
 
 
 def placed(error: ConfigError, places: Places, setting: str = "") -> Mistake:

@@ -71,17 +71,17 @@ class Seen:
     """The answer about a path that files alone can give."""
 
     why_not: str = ""
-    """Why it cannot be imported; "" when nothing speaks against it."""
+    """Reason why it cannot be imported; "" when nothing speaks against it."""
     keywords: tuple[str, ...] | None = None
     """Names of what the function takes; None where that is not known, or it takes anything."""
     required: tuple[str, ...] = ()
     """Those of them that have no default."""
     positional: tuple[int, float] | None = None
-    """How many arguments it takes by position: at least, at most; None where that is not known."""
+    """Least and greatest number of arguments that it takes by position; None where they are not known."""
     is_async: bool = False
     is_class: bool = False
     lacks: tuple[str, ...] = ()
-    """Of the members asked for, what a class that stands alone does not have."""
+    """Members asked for that a class that stands alone does not have."""
     place: str = ""
     """``FILE:LINE`` of its definition."""
 

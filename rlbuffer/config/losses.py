@@ -77,7 +77,7 @@ BUILT_IN_LOSSES = tuple(LOSSES)
 """Names of the losses above: :func:`declare` adds to them."""
 
 OWN_ONLY, LONGEST_ONLY = ("options", "columns"), "max_length"
-"""What only a loss of the user's own reads; what only the divisor ``longest`` does."""
+"""Settings that only a loss of the user's own reads; the setting that only the divisor ``longest`` reads."""
 
 
 def declare(name: str, facts: LossFacts) -> None:

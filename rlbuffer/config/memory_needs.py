@@ -12,14 +12,15 @@ from rlbuffer.errors import ConfigError
 
 _SIZE = re.compile(r"[0-9]+(b|k|kb|m|mb|g|gb)?", re.IGNORECASE)
 FORECAST_SHARE = 0.60
-"""Of maxmemory: what the steps that must be there at the same time may take."""
+"""Share of maxmemory that the steps may take that must be there at the same time."""
 ASK_SHARE = 0.70
-"""Of maxmemory: from here on a checkpoint is asked for."""
+"""Share of maxmemory from which a checkpoint is asked for."""
 TOKEN_BYTES = 9
-"""Of the required columns: tokens int32, loss_mask bool, logprobs float32."""
+"""Bytes of a token in the required columns: tokens int32, loss_mask bool, logprobs float32."""
 ROLLOUT_BYTES = 450
-"""What the server holds of a rollout beyond its required columns: details and alignment (90), keys and the allocator's
-rounding (160-410), its places in the pool and in its step's part (150). Measured with Valkey 9.1.2, groups of 8."""
+"""Bytes that the server holds of a rollout beyond its required columns: details and alignment (90), keys and the
+allocator's rounding (160-410), its places in the pool and in its step's part (150). Measured with Valkey 9.1.2, groups
+of 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,8 @@ class Forecast:
 
 
 def steps_at_once(config: BatcherConfig) -> int:
-    """lookahead + max_age + 3, with the largest max_age of all envs: ``lookahead`` + 1 steps that are committed and not
-    trained, ``max_age`` + 1 of what is pushed and not committed, and one that is trained and not retired."""
+    """``lookahead + max_age + 3``, with the largest max_age of all envs: ``lookahead`` + 1 steps that are committed and
+    not trained, ``max_age`` + 1 of what is pushed and not committed, and one that is trained and not retired."""
     ages = [config.max_age, *(env.max_age for env in config.envs.values() if env.max_age is not None)]
     return config.lookahead + max(ages) + 3
 

@@ -26,7 +26,7 @@ SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-"""Of a config: whole numbers from 1 on."""
+"""Keys of a model's config that must be whole numbers from 1 on."""
 EXAMPLE = "the file that `rlbuffer config example` prints"
 LARGEST_HEAD = 2**27
 """Bytes of the list of tensors at the head of a safetensors file."""

@@ -13,7 +13,7 @@ from rlbuffer.config.batcher import no_truth_as_number
 LARGEST_SEED = 2**63 - 1
 """The largest that torch takes, with room for the numbers of replicas."""
 Names = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-"""What the user calls a worker, a scorer or an evaluation: part of the names of processes, files and metrics."""
+"""Name that the user gives a worker, a scorer or an evaluation: a part of the names of processes, files and metrics."""
 OptionalPath = Annotated[Path | None, BeforeValidator(lambda value: None if value == "" else value)]
 """An empty path is none: Python would take it for the current folder."""
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from rlbuffer.config.table import LARGEST_SEED, Gpu, OptionalPath, Table
 
 Correction = Literal["tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask", "negative_mask"]
-"""Of `rlbuffer.trainer.losses.corrections`."""
+"""Names of the corrections in `rlbuffer.trainer.losses.corrections`."""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -14,7 +14,7 @@ from rlbuffer.narration import waiting
 from rlbuffer.store.protocol import Store
 
 PAUSED_SECONDS = 0.5
-"""How often the leader looks which envs are paused."""
+"""Seconds between the leader's looks at the paused envs."""
 
 
 class EnvWatch:

@@ -25,7 +25,7 @@ RENEWALS = 3
 SLOW_RENEWAL_SECONDS = 5.0
 """After this long in one turn people hear what takes so long; the waiting ranks would else read an old sentence."""
 KEEPER_CLOSE_SECONDS = 5.0
-"""How long closing waits for a renewal that is under way."""
+"""Seconds that closing waits for a renewal that is under way."""
 
 
 class LeaseKeeper:

@@ -18,18 +18,18 @@ from rlbuffer.config.memory_needs import ASK_SHARE, Forecast, is_by_capacity, mi
 from rlbuffer.store.keys import EARLY_SHARE
 
 ENOUGH_SHARE = 0.75
-"""Of maxmemory: early retirement goes on down to this."""
+"""Share of maxmemory down to which early retirement goes on."""
 FULL_SHARE = 0.97
-"""Of maxmemory: from here on pushes may be refused."""
+"""Share of maxmemory from which pushes may be refused."""
 MACHINE_SHARE = 0.50
-"""Of its machine's memory: what a server without maxmemory is taken to have, so that a trainer that never writes a
+"""Share of its machine's memory that a server without maxmemory is taken to have, so that a trainer that never writes a
 checkpoint does not fill the machine."""
 WORTH_SHARE = 0.10
-"""Of maxmemory: a checkpoint is not asked for when less than this could be freed by it."""
+"""Share of maxmemory that a checkpoint must be able to free: it is not asked for when less could be freed."""
 STORED_BYTES = 350
 """The same beyond its payload, which has the details in it."""
 WATCH_SHARE = 0.30
-"""Of maxmemory: from here on the server is looked at more often. A quick run fills a small one by 15 % a second."""
+"""Share of maxmemory from which the server is looked at more often. A quick run fills a small one by 15 % a second."""
 CAUTION = 0.75
 """Share of what is missing that steps retire early for, before the server is looked at again: with a step go the groups
 that were dropped beside it, which nobody has counted."""

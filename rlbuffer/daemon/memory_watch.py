@@ -36,7 +36,7 @@ from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Attempt, Meta
 
 HURRY_SECONDS = 0.1
-"""How often the server is looked at while its memory may become short; :data:`TELEMETRY_SECONDS` otherwise."""
+"""Seconds between looks at the server while its memory may become short; :data:`TELEMETRY_SECONDS` otherwise."""
 LAG_SECONDS = 5.0
 """Longest that memory which the server has still to give back is waited for before it is looked at anyway."""
 HOLD_SECONDS = 60.0
@@ -180,7 +180,7 @@ class MemoryWatch:
             raise
 
     def _limit(self) -> int | None:
-        """maxmemory, 0 when there is none; None for the model of a server, which has no memory to speak of."""
+        """``maxmemory``, 0 when there is none; None for the model of a server, which has no memory to speak of."""
         facts = self._store.server()
         return None if facts["name"] == "memory" else int(facts["maxmemory"])
 
@@ -278,7 +278,7 @@ class MemoryWatch:
             self._pressure.asked(header.step, retired=retired)
 
     def _look(self) -> bool:
-        """-> whether the server was looked at."""
+        """Returns True when the server was looked at."""
         now = time.monotonic()
         pause = HURRY_SECONDS if self._pressure.may_be_short else TELEMETRY_SECONDS
         if now - self._looked < pause:

@@ -21,7 +21,7 @@ from rlbuffer.store.records import PoolEntry
 POOL_PAGE = 1000
 """Pool entries per read."""
 _NUMBER = re.compile(r"[0-9]{1,15}\Z")
-"""Of a ticket: its group is called ``<env>.<number>``."""
+"""Number of a ticket: its group is called ``<env>.<number>``."""
 
 
 class Held:

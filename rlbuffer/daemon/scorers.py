@@ -11,7 +11,7 @@ from rlbuffer.narration import waiting
 from rlbuffer.store.protocol import Store
 
 SCORERS_LOOK_SECONDS = 1.0
-"""How often the leader looks which scorers are alive, while groups wait for one."""
+"""Seconds between the leader's looks at which scorers are alive, while groups wait for one."""
 SCORER_FRESH_SECONDS = 8.0
 """A scorer beats every two seconds; one that is silent for longer has lost its claims, too."""
 

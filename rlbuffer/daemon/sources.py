@@ -9,7 +9,7 @@ from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Sources
 
 SOURCES_SECONDS = 0.5
-"""How often the leader looks."""
+"""Seconds between the leader's looks at which envs are done."""
 
 
 class SourceWatch:

@@ -12,7 +12,7 @@ from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.protocol import Store
 
 TELEMETRY_SECONDS = 1.0
-"""How often the waiting sentence and the heartbeat are written although nothing changed."""
+"""Seconds after which the waiting sentence and the heartbeat are written again although nothing changed."""
 
 Emit = Callable[[BatcherEvent], None]
 

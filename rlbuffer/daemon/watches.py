@@ -8,7 +8,7 @@ from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Meta
 
 ASKED_SECONDS = 0.5
-"""How often the leader looks."""
+"""Seconds between looks at whether an operator has asked for something."""
 
 
 class AskWatch:

@@ -12,7 +12,7 @@ from rlbuffer.narration.numbers import Failed, failures_of
 from rlbuffer.store.protocol import Store
 
 WORKERS_LOOK_SECONDS = 1.0
-"""How often the leader looks at the workers' heartbeats while a step waits."""
+"""Seconds between the leader's looks at the workers' heartbeats while a step waits."""
 WORKER_FRESH_SECONDS = 8.0
 """A worker beats every two seconds."""
 

@@ -15,7 +15,7 @@ from rlbuffer.records.step_plan import Drop
 # -- leading -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenOver(Event):
-    """What a leader has read at its takeover."""
+    """State that a leader has read at its takeover."""
 
     run: str
     step: int
@@ -24,7 +24,7 @@ class TakenOver(Event):
     pending: int
     """Groups."""
     server: Mapping[str, Any]
-    """What the server says of itself: name, version, address, memory."""
+    """The server's own facts: name, version, address, memory."""
     forecast: Mapping[str, int]
     """``step_bytes``, ``steps``, ``limit``, ``measured``, ``kept_steps``; empty where the server's memory has no
     limit."""

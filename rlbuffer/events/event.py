@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Final
 
 SPREAD: Final[Mapping[str, Any]] = {"spread": True}
-"""Of a field: its own fields, or items, stand in the object in its place."""
+"""Mark of a field whose own fields, or items, stand in the object in its place."""
 IF_ANY: Final[Mapping[str, Any]] = {"if_any": True}
-"""Of a field: the object has it only where it is not None."""
+"""Mark of a field that the object has only where it is not None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ class Committed(Event):
     max_age: int
     fill: float
     envs: Mapping[str, Mapping[str, Any]]
-    """As in the step's header."""
+    """Env -> its figures, as in the step's header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class RunRewound(Event):
     event = "rewind"
     step: int
     groups: Sequence[Sequence[Any]]
-    """As of :class:`StepsVoided`."""
+    """Groups, as those of :class:`StepsVoided`."""
     unlisted: int
 
 

@@ -75,15 +75,15 @@ class StepTrained(Event):
     seconds: Mapping[str, float]
     """By part, and ``total``."""
     mfu: float | None = field(default=None, metadata=IF_ANY)
-    """Of the hardware's peak, where that is known."""
+    """Share of the hardware's peak, where that is known."""
     slow_side: str = ""
     """The sentence, when the trainer waits too long for data."""
     resumed_from: int = 0
     """Step of the checkpoint that this attempt began with."""
     parameters_sha256: Sequence[str] | None = field(default=None, metadata=IF_ANY)
-    """Of every rank, where the settings ask for it."""
+    """Digest of every rank, where the settings ask for it."""
     batch_sha256: Sequence[str] | None = field(default=None, metadata=IF_ANY)
-    """Of every rank, where the settings ask for it."""
+    """Digest of every rank, where the settings ask for it."""
     examples: Sequence[Mapping[str, Any]] | None = field(default=None, metadata=IF_ANY)
     """Rollouts to look at, every few steps."""
 

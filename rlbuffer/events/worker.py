@@ -55,7 +55,7 @@ class GroupGivenUp(Event):
     kind: str
     """Name of the exception."""
     traceback: str
-    """Of the first of its kind; "" for the others."""
+    """Traceback of the first failure of its kind; "" for the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class VersionEvaluated(Event):
     """Name of the evaluation."""
     version: int
     result: Mapping[str, float] = field(metadata=SPREAD)
-    """As :func:`rlbuffer.worker.evaluation.summary` gives it, and `seconds`."""
+    """Figures of :func:`rlbuffer.worker.evaluation.summary`, and `seconds`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What is said of scorers by more than one room."""
+"""Sentences about scorers that more than one room prints."""
 
 from __future__ import annotations
 

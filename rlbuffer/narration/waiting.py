@@ -46,13 +46,13 @@ class EnvNeed:
     ready: int
     forming: int
     oldest_seconds: float | None
-    """How long the oldest forming group has been forming; None when there is none."""
+    """Seconds that the oldest forming group has been forming; None when there is none."""
     is_silent: bool
     """It never sent a group."""
     dead_seconds: float | None = None
     """For how long it has been silent, when that is long enough to count as dead."""
     lost: str = ""
-    """Why its last group was dropped, while none has become ready since."""
+    """Reason why its last group was dropped, while none has become ready since."""
 
 
 def counted(kinds: Mapping[str, int]) -> str:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 TAIL_MICRO_STEPS = (1, 2, 4, 16)
-"""How many of the cheapest micro-steps are tried for re-levelling; more never paid on the benchmark's workloads."""
+"""Numbers of the cheapest micro-steps that are tried for re-levelling; more never paid on the benchmark's workloads."""
 TAIL_ROLLOUTS = 8192
 """Rollouts at most in a re-levelled tail of more than one micro-step: bounds the plan's time on huge steps."""
 

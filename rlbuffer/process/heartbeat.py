@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 BEAT_SECONDS = 2.0
 """Between two heartbeats, and between two renewals: a small part of the life of a ticket or a claim."""
 BEAT_CLOSE_SECONDS = 5.0
-"""How long closing waits for a beat that is under way."""
+"""Seconds that closing waits for a beat that is under way."""
 RATE_BEATS = 10
 """Beats that rates are averaged over: long enough to hold several batches, short enough to follow a change."""
 

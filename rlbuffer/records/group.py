@@ -39,7 +39,7 @@ class Group:
     env: str
     """`[A-Za-z0-9_.-]{1,64}`; named source of tasks."""
     prompt_id: str
-    """What the rollouts share."""
+    """Name of the prompt that the rollouts share."""
     rollouts: tuple[Rollout, ...]
     """At least one; ids are filled in as ``<group_id>/<index>`` where empty."""
     planned_size: int
@@ -51,9 +51,9 @@ class Group:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The user's own; msgpack types only; part of the payload."""
     needs: tuple[str, ...] = ()
-    """What must still be added before the group is ready."""
+    """Names of the columns or rewards that must still be added before the group is ready."""
     worker: str = ""
-    """Who pushed it."""
+    """Name of the worker that pushed it."""
     created: float | None = None
     """Unix seconds at the worker."""
 
@@ -131,4 +131,4 @@ class Pushed:
     entry_id: str
     """Id of its entry in the pool."""
     status: PushStatus
-    """Of what was to be replaced and was gone, ``duplicate`` without an entry."""
+    """Outcome of the push; ``duplicate`` without an entry where the group that it was to replace is gone."""

@@ -67,7 +67,7 @@ class Totals(NamedTuple):
     is_scored: bool
     """Every rollout has a reward."""
     is_flat: bool
-    """As :func:`are_flat` says of the rewards."""
+    """True when the rewards are flat, by :func:`are_flat`."""
     is_distinct: bool
     """No id occurs twice."""
 
@@ -82,7 +82,7 @@ class _Unpacked:
     __slots__ = ("_unpack", "totals")
     _unpack: Callable[[], tuple[RolloutInfo, ...]]
     totals: Totals
-    """What `rollouts` amount to."""
+    """Totals of `rollouts`."""
 
     if not TYPE_CHECKING:  # a checker would take any misspelt name for an attribute
 
@@ -107,7 +107,7 @@ class GroupInfo(_Unpacked):
     env: str
     """Named source of tasks."""
     prompt_id: str
-    """What the rollouts share."""
+    """Name of the prompt that the rollouts share."""
     adapter: str = ""
     """LoRA adapter that sampled them; "" is all weights."""
     planned_size: int
@@ -117,9 +117,9 @@ class GroupInfo(_Unpacked):
     columns: tuple[ColumnKind, ...] = ()
     """Every kind of further column that a rollout of this push has, in order."""
     needs: tuple[str, ...] = ()
-    """What must still be added before the group is ready, e.g. ``ref_logprobs``."""
+    """Names of the columns or rewards that must still be added before the group is ready, e.g. ``ref_logprobs``."""
     worker: str = ""
-    """Who pushed it."""
+    """Name of the worker that pushed it."""
     created: float | None = None
     """Unix seconds at the worker; None when unknown. Shown to people, decides nothing."""
 

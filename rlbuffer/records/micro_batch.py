@@ -90,7 +90,7 @@ class Padded:
     samples: tuple[Sample, ...]
     """The rollouts, in the order of the rows."""
     normalizers: Normalizers
-    """Of the whole update, over all ranks."""
+    """Divisors of the whole update, over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +124,7 @@ class MicroBatch:
     adapter_tokens: Mapping[str, int]
     """adapter -> tokens, padding included, in the order of the rows: running sums cut T by adapter."""
     normalizers: Normalizers
-    """Of the whole update, over all ranks."""
+    """Divisors of the whole update, over all ranks."""
     is_dummy: bool
     """Nothing here is trained; it exists so that every rank makes the same number of forward passes."""
     lacking: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
@@ -190,7 +190,7 @@ class MicroBatch:
 
 
 NO_HEADER = cast(StepHeader, None)
-"""Of a step that is made without one: it makes its own."""
+"""Default header of a step that is made by hand: the step makes its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,7 +212,8 @@ class Step:
     groups: int
     """Over all ranks."""
     micro_batches: tuple[MicroBatch, ...] = ()
-    """As many on every rank. How many of them make an optimizer update is the trainer's choice."""
+    """Micro-batches of this rank, as many as on every other rank. The trainer decides how many make an optimizer
+    update."""
     damaged: tuple[str, ...] = ()
     """Ids of this rank's rollouts that were missing or damaged and became masked padding."""
     header: StepHeader = NO_HEADER

@@ -21,11 +21,11 @@ class PolicyVersion:
     version: int
     """Number of trained steps in the weights; -1 when nothing was announced yet."""
     location: str = ""
-    """Where the weights are; empty when the version is announced without weights."""
+    """Place of the weights; empty when the version is announced without weights."""
     size: int = 0
     """Bytes."""
     checksum: str = ""
-    """Of the weights, as the publisher computed it."""
+    """Checksum of the weights, as the publisher computed it."""
     adapter: str = ""
     """"" is all weights."""
 

@@ -74,11 +74,11 @@ class Rollout:
     successes: Mapping[str, bool] = field(default_factory=dict)
     """Named verdicts."""
     version_spans: tuple[VersionSpan, ...]
-    """Which policy version sampled which tokens: ascending, disjoint, covering every trained token."""
+    """Policy version that sampled each range of tokens: ascending, disjoint, covering every trained token."""
     turns: tuple[Turn, ...] = ()
-    """Which role spoke which tokens: ascending, disjoint."""
+    """Role that spoke each range of tokens: ascending, disjoint."""
     finish_reason: str = ""
-    """Why sampling ended: ``stop``, ``length``, ..."""
+    """Reason why sampling ended: ``stop``, ``length``, ..."""
     is_truncated: bool = False
     """Sampling ended because a length limit was reached."""
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)

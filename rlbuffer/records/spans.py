@@ -30,13 +30,13 @@ class Turn(NamedTuple):
     """Tokens ``start`` to ``end`` (exclusive) belong to ``role``; reward and metadata of the turn are optional."""
 
     role: str
-    """Who spoke: user, assistant, tool ..."""
+    """Speaker: user, assistant, tool ..."""
     start: int
     """Position of the first token, from 0."""
     end: int
     """Position behind the last one."""
     reward: float | None = None
-    """Of this turn alone; None: none."""
+    """Reward of this turn alone; None: it has none."""
     metadata: Mapping[str, Any] | None = None
     """The user's own; msgpack types only."""
 

@@ -53,7 +53,7 @@ class Reason(StrEnum):
 
 
 class ClosedBy(StrEnum):
-    """What ended the selection of a step."""
+    """The rule that ended the selection of a step."""
 
     CAPACITY = "capacity"
     """The next group would need more rows than the step has."""
@@ -77,7 +77,7 @@ class ClosedBy(StrEnum):
 
 
 class PushStatus(StrEnum):
-    """What came of a push."""
+    """The outcome of a push."""
 
     STORED = "stored"
     """It is pending now."""
@@ -88,7 +88,7 @@ class PushStatus(StrEnum):
 
 
 class CommitStatus(StrEnum):
-    """What came of the commit of a step."""
+    """The outcome of the commit of a step."""
 
     OK = "ok"
     """The step is committed."""
@@ -99,7 +99,7 @@ class CommitStatus(StrEnum):
 
 
 class SettingsState(StrEnum):
-    """What came of a wish for other settings of a run."""
+    """Outcome of a wish for other settings of a run."""
 
     SAME = "same"
     """They are in force, and nothing else is wanted."""

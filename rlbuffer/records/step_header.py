@@ -22,7 +22,7 @@ class StepHeader:
     digest: str
     """SHA-256 of the step, chained on `previous_digest`."""
     previous_digest: str
-    """Of the step before; empty before the first."""
+    """Digest of the step before; empty before the first."""
     world_size: int
     """Ranks that it was planned for."""
     normalizers: Mapping[str, int]
@@ -34,7 +34,7 @@ class StepHeader:
     group_ids: tuple[str, ...]
     """Groups in the order of the plan."""
     closed_by: ClosedBy
-    """What ended its selection."""
+    """Rule that ended its selection."""
     fill: float
     """Tokens over capacity, 0-1."""
     envs: Mapping[str, Mapping[str, Any]]
@@ -59,9 +59,9 @@ class StepHeader:
     max_uses: int = 1
     """The rule that held at the commit."""
     revision: int = 0
-    """Of the config that made it."""
+    """Revision of the config that made the step."""
     bytes: int = 0
-    """Of its rollouts' payloads."""
+    """Size of its rollouts' payloads."""
     adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
     """Adapter ("" is all weights) -> how far it is with this step, of all that were trained so far."""
     masks_truncated: bool = False

@@ -85,7 +85,7 @@ class AdapterProgress:
     gathered: int = 0
     """Rollouts since its last own step, those of this step included."""
     rollouts: int = 0
-    """Of this step."""
+    """Rollouts of this step."""
     waiting_for_version: int | None = None
     """Publish after this step even if it is no regular point, unless this version or a newer one is published."""
 
@@ -132,7 +132,7 @@ class StepPlan:
     tokens: int
     """Tokens of all rollouts."""
     closed_by: ClosedBy
-    """What ended its selection."""
+    """The rule that ended its selection."""
     entries: tuple[EntryUse, ...] = ()
     """Every pool entry that the commit consumes."""
     adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
@@ -174,14 +174,14 @@ class Decision:
     state: Mapping[str, Any]
     """The batcher's own state as after this plan; msgpack types; goes into the commit."""
     drops: tuple[Drop, ...] = ()
-    """What must be dropped now, whether or not there is a plan."""
+    """Groups and rollouts that must be dropped now, whether or not there is a plan."""
     waiting: str = ""
-    """Why there is no plan, in one sentence; empty when there is one."""
+    """Reason why there is no plan, in one sentence; empty when there is one."""
     allowances: Mapping[str, int] = field(default_factory=dict)
     """env -> tickets that may be out."""
     waiting_for_version: int | None = None
     """The plan's header asks for this version: what is published is too old for the step after it."""
     dead: Mapping[str, float] = field(default_factory=dict)
-    """env of which steps need something -> seconds that it has been silent, when that is too long."""
+    """env -> seconds that it has been silent, for envs that a step needs and that are silent for too long."""
     is_over: bool = False
     """Nothing is pending, and nothing more comes of any env."""

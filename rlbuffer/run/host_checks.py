@@ -38,14 +38,14 @@ from rlbuffer.narration.scorer import gives_nothing
 from rlbuffer.run.pythons import gpus_here, python_of, wrong_pythons
 
 Parts = Collection[str]
-"""What shall run here: ``serve``, ``train``, ``worker`` or ``worker.NAME``, ``score`` or ``score.NAME``, and ``run``,
-which wants workers."""
+"""Parts that shall run here: ``serve``, ``train``, ``worker`` or ``worker.NAME``, ``score`` or ``score.NAME``, and
+``run``, which wants workers."""
 EVERYTHING: Parts = ("run", "serve", "worker", "score", "train")
-"""What `rlbuffer run` starts."""
+"""Parts that `rlbuffer run` starts."""
 FILE_OPTIONS: Mapping[str, tuple[str, ...]] = {"jsonl": ("path",)}
 """Options of envs that name a file."""
 ENV_MEMBERS = ("vocab_size", "eos_token_ids", "max_new_tokens", "prompt", "render")
-"""What an env must have; its name may come from its class."""
+"""Members that an env must have; its name may come from its class."""
 PACKAGES: Mapping[str, tuple[str, str]] = {
     "reasoning_gym": ("reasoning_gym", "envs"),
     "verifiers": ("verifiers", "verifiers"),

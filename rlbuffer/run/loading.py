@@ -22,7 +22,8 @@ def load(
     flags: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
     parts: Parts = (),
 ) -> Loaded:
-    """As :func:`rlbuffer.config.loading.load`, and refuses what the envs cannot work with or `parts` do not find here.
+    """Loads as :func:`rlbuffer.config.loading.load` does, and refuses what the envs cannot work with or `parts` do not
+    find here.
 
     Args:
         config, environ, flags: as there.

@@ -28,8 +28,7 @@ from rlbuffer.process.environment import name_process
 from rlbuffer.process.signals import end_with, end_with_supervisor, stop_on_signals
 
 DONE = 10
-"""What the supervisor hears from a worker whose env is done, or a scorer of a run that has ended: it is not to be
-started again."""
+"""Exit code of a worker whose env is done, or of a scorer of a run that has ended: it is not to be started again."""
 
 
 def say(text: str) -> None:
@@ -91,7 +90,7 @@ def score(
 
 # -- either ----------------------------------------------------------------------------------------------------------
 MEMBERS: Mapping[str, Callable[..., int]] = {"worker": sample, "score": score}
-"""What one process of a section does, by the section's kind: ``[worker.KEY]``, ``[score.KEY]``."""
+"""Kind of a section (``[worker.KEY]``, ``[score.KEY]``) -> entry point of one process of it."""
 
 
 def member_main(settings_json: str, kind: str, key: str, replica: int, name: str, log: Connection) -> None:

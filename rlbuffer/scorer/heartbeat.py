@@ -9,7 +9,8 @@ from rlbuffer.process.heartbeat import Heartbeats
 from rlbuffer.store.protocol import Store
 
 CLAIM_SECONDS = 8.0
-"""How long a claim outlives its scorer: three beats missed, and a reconnect. Then another takes its groups over."""
+"""Seconds that a claim outlives its scorer: three beats missed, and a reconnect. Then another scorer takes its groups
+over."""
 
 
 class Beat(Heartbeats):

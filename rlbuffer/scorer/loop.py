@@ -124,7 +124,7 @@ class _Scorer:
         self._losses = buffer.store.losses()
 
     async def run(self) -> bool:
-        """-> whether the run has ended."""
+        """Returns True when the run has ended."""
         has_ended = False
         self._beat.start()
         self._on_event(ScorerReady(gives=tuple(sorted(self._gives))))
@@ -326,7 +326,7 @@ class _Scorer:
         )
 
     def _stored(self, writer: Writer, group: Group, entry_id: str) -> str:
-        """-> the entry that it became; "" when another was first. Waits as long as the server refuses."""
+        """Returns the entry that it became; "" when another was first. Waits as long as the server refuses."""
         while True:
             try:
                 return writer.replace(group, entry_id).entry_id

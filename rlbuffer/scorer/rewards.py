@@ -19,7 +19,7 @@ from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
 
 NAMED = "rewards."
-"""What a group needs whose rollouts lack the named reward NAME starts so: ``rewards.NAME``."""
+"""First part of the need of a group whose rollouts lack the named reward NAME: ``rewards.NAME``."""
 
 Function = Callable[[Rollout, Group], Any]
 

@@ -16,7 +16,7 @@ RUN_NAME = re.compile(r"[a-z0-9_-][a-z0-9_.-]{0,63}\Z")
 SUFFIX = re.compile(rb"[A-Za-z0-9_-]{1,64}\.[0-9]{1,16}\Z")
 """``<incarnation>.<sequence>`` in a payload's key."""
 RUNS = "rlb:runs"
-"""zset: run -> Unix seconds when it was last opened."""
+"""Sorted set: run ->> Unix seconds when it was last opened."""
 HEARTBEATS = {"worker": "workers", "scorer": "scorers", "rank": "ranks", "batcher": "batchers"}
 """Kind of a heartbeat -> the hash that holds it."""
 
@@ -116,4 +116,4 @@ class Keys:
 
 
 EARLY_SHARE = 0.85
-"""Of maxmemory: from here on trained steps retire before a checkpoint holds them."""
+"""Share of maxmemory from which trained steps retire before a checkpoint holds them."""

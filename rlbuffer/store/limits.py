@@ -19,7 +19,7 @@ QUERY_BUFFER_BYTES = 1024 * MIB
 VALUE_BYTES = 512 * MIB
 """The servers' defaults, for a user who may not read the settings (ACL) and for hosts that hide them."""
 OVERHEAD_BYTES = MIB // 16
-"""Of a transaction beside its values: names, commands, and what the server has read ahead."""
+"""Bytes of a transaction beside its values: names, commands, and what the server has read ahead."""
 QUICK_BYTES = 16 * MIB
 """Up to this every command has the usual time."""
 SLOWEST_BYTES_PER_SECOND = MIB
@@ -31,11 +31,11 @@ class Limits:
     """The sizes that a server takes, in bytes."""
 
     transaction: int = QUERY_BUFFER_BYTES
-    """client-query-buffer-limit"""
+    """The server's ``client-query-buffer-limit``."""
     value: int = VALUE_BYTES
-    """proto-max-bulk-len"""
+    """The server's ``proto-max-bulk-len``."""
     memory: int = 0
-    """maxmemory; 0: none."""
+    """The server's ``maxmemory``; 0: none."""
 
     def refusal(self, sizes: Mapping[str, int]) -> str:
         """The reason why values of these sizes can never be stored together; "" when they can. The keys name them."""

@@ -25,9 +25,9 @@ class Trainable:
     """The rollouts that a trainer can train, as its ranks say in their heartbeats."""
 
     vocabulary: int | None = None
-    """How many token ids its model has; None: not known here."""
+    """Number of token ids of its model; None: not known here."""
     adapters: bool = True
-    """Whether it trains LoRA adapters, each with steps of its own."""
+    """True when it trains LoRA adapters, each with steps of its own."""
     columns: tuple[str, ...] = ()
     """Further columns without which it cannot train a rollout."""
 

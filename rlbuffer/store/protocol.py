@@ -41,7 +41,7 @@ class Store(Protocol):
     # -- life ------------------------------------------------------------------------------------------------------
     def close(self) -> None: ...
     def server(self) -> Mapping[str, Any]:
-        """name, version, address, embedded, used_memory, maxmemory, machine, unfreed, buffers, policy.
+        """Facts: name, version, address, embedded, used_memory, maxmemory, machine, unfreed, buffers, policy.
 
         As Connection.describe says.
         """
@@ -220,7 +220,7 @@ class Store(Protocol):
         """The env takes part in no step until it is resumed. -> False when it was paused already."""
 
     def resume(self, env: str) -> bool:
-        """-> False when it was not paused."""
+        """Returns False when it was not paused."""
 
     def forget_end(self, env: str) -> bool:
         """DONE resume: the env's end is what its workers say. -> False when it had none."""

@@ -23,7 +23,7 @@ class PoolEntry:
     env: str
     group_id: str
     rollouts: int
-    """As the ledger counted them at push; also there when `info` is None."""
+    """Rollouts, as the ledger counted them at push; also there when `info` is None."""
     tokens: int
     error: str = ""
     replaces: str = ""
@@ -59,7 +59,7 @@ class Lease:
     held: bool
     """This owner holds it now."""
     owner: str
-    """Who holds it."""
+    """Name of the holder."""
     remaining_seconds: float
     renewed: bool
     """It was renewed without having lapsed: nobody else can have led in between."""
@@ -74,7 +74,7 @@ class Meta:
     step: int
     """Last committed step; 0 before the first."""
     digest: str
-    """Of the last committed step; "" before the first."""
+    """Digest of the last committed step; "" before the first."""
     retired: int
     """Last retired step."""
     config: Mapping[str, Any]
@@ -87,14 +87,14 @@ class Meta:
     checkpoint_now: bool = False
     """The next step's header asks the trainer for a checkpoint."""
     revision: int = 0
-    """Of `config`: grows with each one that the leader accepts, from 1; 0 before the first."""
+    """Revision of `config`: grows with each one that the leader accepts, from 1; 0 before the first."""
     asked: int = 0
     """Grows with everything that operators ask: what the leader holds in memory may not be true any more."""
     wanted: Mapping[str, Any] = field(default_factory=dict)
     """The config that an operator wants and no leader has taken yet; empty when there is none."""
     wanted_digest: str = ""
     refused: str = ""
-    """Why the leader did not take the last wanted config: its digest, a blank, the reason."""
+    """Reason why the leader did not take the last wanted config: its digest, a blank, the reason."""
     draining_ms: int = 0
     """Server time since when no tickets are given, in milliseconds; 0 while they are."""
     ended: int | None = None
@@ -147,7 +147,7 @@ class Attempt:
     newest: int = 0
     """No attempt has made a version above this one in this line; known to the attempt's own process."""
     server: str = ""
-    """Which server the trainer last spoke to (:meth:`Store.server_id`)."""
+    """Server that the trainer last spoke to (:meth:`Store.server_id`)."""
     claim: bytes = b""
     """Steps that the trainer has and the server has not, handed back by it (:class:`Claim`); empty when there are
     none."""
@@ -173,7 +173,7 @@ class Claim:
     epoch: int
     """Newest epoch that the trainer knows."""
     digest: str
-    """Of `step`."""
+    """Digest of `step`."""
     steps: tuple[TrainedStep, ...]
     """The last ones up to `step`, the oldest first."""
 
@@ -267,7 +267,7 @@ class Report:
 
     findings: tuple[Finding, ...]
     checked: Mapping[str, int]
-    """What was looked at: entries, rollouts, steps, payloads."""
+    """Numbers of the things that were looked at: entries, rollouts, steps, payloads."""
 
     @property
     def ok(self) -> bool:

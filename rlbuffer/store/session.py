@@ -24,7 +24,7 @@ Entry = tuple[str, Fields]
 """Id and fields of a stream entry."""
 
 DEFAULT_PATIENCE_SECONDS = 30.0
-"""How long calls are repeated while the server is away: a killed embedded server is back in well under a second."""
+"""Seconds that calls are repeated while the server is away: a killed embedded server is back in well under a second."""
 BLOCK_SECONDS = 2.0
 """Longest single blocking read: it stays below every socket timeout."""
 LAST_IN_STEP = 2**64 - 1

@@ -14,7 +14,8 @@ from rlbuffer.run.loading import load
 
 
 def main(arguments: list[str]) -> int:
-    """-> exit code. `arguments` may name the settings' file; else they are found as every command finds them."""
+    """Returns the exit code. `arguments` may name the settings' file; else they are found as every command finds
+    them."""
     if len(arguments) > 1 or (arguments and arguments[0].startswith("-")):
         print("usage: [torchrun ...] -m rlbuffer.trainer [rlbuffer.toml]", file=sys.stderr)
         return 2

@@ -227,7 +227,8 @@ def _rollout(rng: np.random.Generator, row_tokens: int, vocabulary: int, number:
 
 
 def _column(name: str, rollout: Rollout, rng: np.random.Generator) -> NDArray[Any]:
-    """[length, ...] what the name and its declaration allow: logprobs near the rollout's own, else numbers in 0..1."""
+    """[length, ...] values that the name and its declaration allow: logprobs near the rollout's own, else numbers in
+    0..1."""
     spec = column_spec(name)
     dtype, shape = (np.dtype(np.float32), ()) if spec is None else (spec.dtype, spec.shape)
     if name.endswith("logprobs"):

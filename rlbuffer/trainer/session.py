@@ -39,12 +39,13 @@ from rlbuffer.weights.files import Written
 from rlbuffer.weights.model import build_model, narrow_dtype
 
 EXCHANGE_GRACE_SECONDS = 60.0
-"""How much longer than the wait for a step a rank waits for the other ranks in an exchange."""
+"""Seconds that a rank waits for the other ranks in an exchange, beyond the wait for a step."""
 
 _KEPT_OPEN: list[nn.Module] = []
-"""What holds a gloo process group is never let go of. Its destructor joins a thread while it holds Python's lock, and
-that thread may be waiting for the lock to release the last exchange's tensors: torch 2.13 then hangs for good. Ranks
-end by ``os._exit``, as every forked process does; nothing is lost, because nothing is in flight."""
+"""Modules that hold a gloo process group, kept until the process ends. The group's destructor joins a thread while it
+holds Python's lock, and that thread may be waiting for the lock to release the last exchange's tensors: torch 2.13 then
+hangs for good. Ranks end by ``os._exit``, as every forked process does; nothing is lost, because nothing is in
+flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,7 +57,7 @@ class Session:
     policy: PackedPolicy
     """The model, as it is checkpointed and published."""
     module: nn.Module
-    """What the forward pass goes through: `policy`, shared over the ranks."""
+    """Entry of the forward pass: `policy`, shared over the ranks."""
     optimizer: torch.optim.Optimizer
     buffer: Buffer | FakeBuffer
     reader: Reader | FakeReader

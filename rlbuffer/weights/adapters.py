@@ -26,7 +26,7 @@ from rlbuffer.weights.files import load_state, open_weights
 from rlbuffer.weights.layout import ADAPTER_CONFIG_FILE, ADAPTER_FILE, base_of, is_adapter
 
 _PREFIX = "base_model.model."
-"""What PEFT puts before the names of a model's modules."""
+"""Prefix that PEFT puts before the names of a model's modules."""
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _PLAIN: Mapping[str, Any] = {
     "bias": "none",
@@ -86,7 +86,8 @@ def state_of(directory: Path, *, base: Mapping[str, torch.Tensor] | None = None)
 
 
 def mapped_state(directory: Path, *, base: Mapping[str, torch.Tensor] | None = None) -> Mapping[str, torch.Tensor]:
-    """As :func:`state_of`; what is merged is computed each time that it is asked for, and takes no memory before."""
+    """The same as :func:`state_of`, except that a merged tensor is computed each time that it is read, and takes no
+    memory before."""
     if not is_adapter(directory):
         return load_state(directory)
     return _Merged(directory, base if base is not None else load_state(model_directory(directory)))

@@ -32,7 +32,7 @@ LIST_FILE = "files.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 BASE_FILE = "base.json"
-"""Of a LoRA adapter's version, in PEFT's layout: location, size and checksum of the model that it is for."""
+"""File of a LoRA adapter's version, in PEFT's layout, with location, size and checksum of the model that it is for."""
 MAX_LIST_BYTES = 1 << 20
 """A longer list of files is refused unread."""
 MAX_FILES = 4096

@@ -42,8 +42,9 @@ TINY_QWEN3: Mapping[str, Any] = MappingProxyType(
 """
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
-"""Of the trained weights. They stay in float32 under bfloat16: its 8 bits of mantissa lose every update that is smaller
-than 1/256 of its weight, which at the learning rates of post-training is nearly all of them."""
+"""Type of the trained weights, by the type of the passes. They stay in float32 under bfloat16: its 8 bits of mantissa
+lose every update that is smaller than 1/256 of its weight, which at the learning rates of post-training is nearly all
+of them."""
 
 
 def narrow_dtype(settings: ModelSettings) -> torch.dtype | None:

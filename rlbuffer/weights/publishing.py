@@ -76,7 +76,7 @@ def publish_model(
     folder: Path | None,
     keep: int | None,
 ) -> bool:
-    """As :meth:`rlbuffer.client.buffer.Policy.publish`, with what :func:`unwrapped` gives."""
+    """Publishes the model's weights, unwrapped, as :meth:`rlbuffer.client.buffer.Policy.publish` does."""
     return announce_once(
         policy,
         settings,

@@ -34,7 +34,7 @@ MAX_METADATA_BYTES = 64 * 2**10
 
 METADATA_FORMAT = 1
 ROW = struct.Struct("<IIIIdQQBII")
-"""length, prompt tokens, loss tokens, turns, reward, min version, max version, flags, size, checksum."""
+"""Length, prompt tokens, loss tokens, turns, reward, min version, max version, flags, size, checksum."""
 HAS_REWARD, IS_TRUNCATED = 1, 2
 GROUP_KEYS = ("group_id", "env", "prompt_id", "adapter", "planned_size", "needs", "worker", "created")
 KEYS = ("format", *GROUP_KEYS, "ids", "rows", "rewards", "columns", "checksum")

@@ -133,7 +133,7 @@ class Evaluator:
     async def _measured(
         self, name: str, settings: EvaluationSettings, version: int
     ) -> tuple[dict[str, Any] | None, str]:
-        """-> the result, or None and why it does not count; each failure has been said already."""
+        """Returns the result, or None and why it does not count; each failure has been reported already."""
         env = self._envs[name]
         worker = WorkerSettings(
             env=settings.env,

@@ -25,16 +25,16 @@ from rlbuffer.narration.waiting import counted
 from rlbuffer.process.threads import Place, places_of_thread
 
 TELL_SECONDS = 2.0
-"""What runs for the first time waits this long until others know: longer only while the server is away, where nobody
-can know."""
+"""Seconds that a first run of anything waits until others know of it: longer only while the server is away, where
+nobody can know."""
 LOOK_SECONDS = 0.005
-"""Between two looks of a task whether they do."""
+"""Seconds between two looks of a task at whether they know."""
 LONG_SECONDS = 5.0
 """Work of an env that runs for longer is named, with the line that it is at."""
 MOST_KINDS = 16
 """Kinds of failures that are told apart."""
 SHOWN_FRAMES = 6
-"""Of a traceback, the innermost."""
+"""Innermost frames of a traceback that are shown."""
 OTHERS = "others"
 
 _OURS = str(Path(__file__).parents[1])
@@ -142,7 +142,7 @@ class UserWork:
 
     @asynccontextmanager
     async def awaiting(self, what: str) -> AsyncIterator[None]:
-        """As `doing`, for one that runs in this task: the other tasks of its loop go on."""
+        """The same as `doing`, for work that runs in this task: the other tasks of its loop go on."""
         with self._noted(what, asyncio.current_task()):
             said, deadline = self._begun(what), time.monotonic() + TELL_SECONDS
             while not said.is_set() and time.monotonic() < deadline:
@@ -163,7 +163,8 @@ class UserWork:
             del self._running[id(work)]
 
     def _begun(self, what: str) -> threading.Event:
-        """-> set when it was said. Who comes second waits as well: what it does is as unknown as the first one's."""
+        """Returns an event that is set once the work was reported. The second caller waits as well: its work is as
+        unknown as the first one's."""
         with self._starting:
             said = self._told.get(what)
             if said is None:

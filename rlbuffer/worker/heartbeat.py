@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
 
 WORKER_TICKET_SECONDS = 12.0
-"""How long a ticket stays out when its worker has died: five beats missed, and a reconnect."""
+"""Seconds that a ticket stays out when its worker has died: five beats missed, and a reconnect."""
 WITHOUT_A_WORD = "ended without a word"
 """The kind of failure of a process that was there no more."""
 

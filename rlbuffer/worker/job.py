@@ -30,6 +30,6 @@ class WorkerJob:
     """Set: what is in flight lands, then the worker ends."""
     on_event: Callable[[WorkerEvent], None]
     evaluations: Mapping[str, EvaluationSettings] = field(default_factory=dict)
-    """What it measures versions on beside its work, by name."""
+    """Evaluations of versions that it makes beside its work, by name."""
     section: str = ""
     """The ``[worker.NAME]`` that it was started for; "" for none."""

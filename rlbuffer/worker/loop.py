@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rlbuffer.client.writer import Writer
 
 TAKE_SECONDS = 0.5
-"""How long to wait for tickets before looking whether to stop."""
+"""Seconds to wait for tickets before looking whether to stop."""
 CHECKED_PROMPTS = 64
 """Prompts that are looked at for one to check the sampler with."""
 
@@ -220,23 +220,23 @@ class _Worker:
 
     # -- versions ----------------------------------------------------------------------------------------------------
     def loaded(self, version: int, seconds: float) -> None:
-        """As :class:`~rlbuffer.worker.versions.Listener` says."""
+        """A version was loaded, or none is (-1)."""
         if version >= 0:
             self._evaluator.wake()
         self._messages.loaded(version, seconds)
 
     def trouble(self, sentence: str) -> None:
-        """As :class:`~rlbuffer.worker.versions.Listener` says."""
+        """Something went wrong with a version; the work goes on."""
         self._messages.trouble(Trouble(error=sentence))
 
     def waits(self, what: str) -> None:
-        """As :class:`~rlbuffer.worker.versions.Listener` says."""
+        """The work waits for `what`."""
         self._messages.waits(what)
 
     async def check(self, policy: PolicyVersion) -> None:
         """The sampler must say the truth before anything of it is pushed."""
-        wanted, sampler = self._job.settings.self_check, self._job.sampler
-        if wanted == "never" or (wanted == "auto" and sampler.is_ours):
+        choice, sampler = self._job.settings.self_check, self._job.sampler
+        if choice == "never" or (choice == "auto" and sampler.is_ours):
             return
         from rlbuffer.worker.selfcheck import check_sampler  # imports torch
 

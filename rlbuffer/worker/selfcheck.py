@@ -29,7 +29,7 @@ bfloat16; float16 has eight times bfloat16's resolution."""
 TOKENS = 16
 """New tokens per completion that is checked."""
 PROMPT_TOKENS = 64
-"""Of a prompt, the last ones: the pass runs in this process, on the CPU, in float32."""
+"""Tokens of a prompt that are used, its last ones: the pass runs in this process, on the CPU, in float32."""
 
 
 def logprobs_of(

@@ -177,7 +177,7 @@ def apply(
 
 
 def _wait_until_taken(buffer: Buffer, digest: str, seen: Meta, timeout: float) -> int:
-    """-> the revision."""
+    """Returns the revision."""
     from rlbuffer.daemon.revisions import has_refused
     from rlbuffer.errors import BatchTimeout, ConfigChanged, ConfigError
 

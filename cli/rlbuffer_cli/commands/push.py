@@ -167,7 +167,7 @@ def read_groups(
 
 
 def field_at_end(line: bytes) -> str:
-    """Which field of a line that was cut is still open at the cut: ``rollouts[2].text``."""
+    """The field of a cut line that is still open at the cut: ``rollouts[2].text``."""
     keys = [match.group(1).decode() for match in _KEY.finditer(line)]
     if not keys:
         return "line"

@@ -73,7 +73,7 @@ def command(
 
 
 def _only_scorer(config: str | None, model: str | None, reward: str | None) -> str:
-    """Which section is meant when no NAME is given: one of the flags alone, or the only one there is."""
+    """The section that is meant when no NAME is given: one of the flags alone, or the only one there is."""
     if model is not None or reward is not None:
         return "ref" if model is not None else "reward"
     from rlbuffer.run.loading import load

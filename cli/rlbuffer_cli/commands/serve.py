@@ -108,7 +108,7 @@ def command(
 
 
 class _Status:
-    """What stands at the foot: the run's step, and what the batcher waits for."""
+    """The lines at the foot: the run's step, and what the batcher waits for."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -118,7 +118,7 @@ class _Status:
         self._since = time.monotonic()
 
     def wait_for(self, sentence: str) -> None:
-        """What is waited for now, "" for nothing."""
+        """Takes the sentence of what is waited for now, "" for nothing."""
         if not (self._sentence and sentence):
             self._since = time.monotonic()
         self._sentence = sentence
@@ -167,7 +167,8 @@ def _check_run(loaded: Loaded, *, resume: bool) -> None:
 
 
 def banner(loaded: Loaded, ready: LeaderReady, seconds: float) -> list[str]:
-    """What `serve` says when it is ready: which server, and the settings that decide with where they came from."""
+    """The sentences of `serve` when it is ready: which server, and the settings that decide with where they came
+    from."""
     from rlbuffer import __version__
     from rlbuffer.config.fractions import budgets_at
     from rlbuffer.narration.numbers import percent
@@ -214,7 +215,7 @@ def banner(loaded: Loaded, ready: LeaderReady, seconds: float) -> list[str]:
 
 
 def _forecast(forecast: Mapping[str, int], loaded: Loaded) -> list[tuple[str, str]]:
-    """What the run's steps take of the server's memory; nothing where that is not known."""
+    """The share of the server's memory that the run's steps take; nothing where that is not known."""
     if not forecast:
         return []
     size, count = forecast["step_bytes"], forecast["steps"]

@@ -92,7 +92,7 @@ def _train(settings: RunSettings, display: str, *, fake_data: bool) -> int:
 
 
 def _follow(settings: RunSettings, shown: str, done: threading.Event, *, fake_data: bool) -> threading.Thread | None:
-    """rich and json show what rank 0 writes to the metrics; plain lines come from rank 0 itself."""
+    """The displays rich and json show what rank 0 writes to the metrics; plain lines come from rank 0 itself."""
     if shown not in ("rich", "json"):
         return None
     from rlbuffer_cli.render.train_view import follow_train

@@ -101,7 +101,7 @@ def _tell_run(
 
 
 def _only_worker(config: str | None, redis: str | None, run: str | None, home: str | None, env: str | None) -> str:
-    """Which section is meant when no NAME is given: one named like the env, or the only one there is."""
+    """The section that is meant when no NAME is given: one named like the env, or the only one there is."""
     if env is not None:
         return env.rpartition(":")[2].lower()
     from rlbuffer.run.loading import load

@@ -1,1 +1,1 @@
-"""How things look: plain lines and tables, rich views, JSON records."""
+"""The looks of things: plain lines and tables, rich views, JSON records."""

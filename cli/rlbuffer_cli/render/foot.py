@@ -89,8 +89,8 @@ class Foot:
         self._write(erased + "\n".join(lines))
 
     def _erased(self) -> str:
-        """What clears the lines from the last row to the first, where the cursor stays. Row by row: tmux keeps a screen
-        that is cleared as a whole among the lines that were scrolled away."""
+        """The sequence that clears the lines from the last row to the first, where the cursor stays. Row by row: tmux
+        keeps a screen that is cleared as a whole among the lines that were scrolled away."""
         if not self._drawn:
             return ""
         width = columns(self._stream)
@@ -105,7 +105,7 @@ class Foot:
 
 
 def columns(stream: IO[str]) -> int:
-    """How wide the terminal is now; 80 where nobody knows."""
+    """Width of the terminal now, in columns; 80 where nobody knows."""
     try:
         return max(20, os.get_terminal_size(stream.fileno()).columns)
     except (OSError, ValueError):

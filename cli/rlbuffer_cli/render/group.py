@@ -72,7 +72,7 @@ def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """msgpack types as JSON types: bytes as base64."""
+    """Types of msgpack as JSON types: bytes as base64."""
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode()}
     if isinstance(value, dict):

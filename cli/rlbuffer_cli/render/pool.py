@@ -58,7 +58,7 @@ class RunSummary:
     world_size: int
     ledger: Ledger
     waiting: Mapping[str, str]
-    """Who -> for what."""
+    """Process -> what it waits for."""
     seen: Mapping[str, float]
     """``batcher``, ``rank 0``, ... -> seconds since its last heartbeat."""
     workers: Mapping[str, Mapping[str, Any]]
@@ -67,7 +67,7 @@ class RunSummary:
     """Likewise."""
     error: str
     revision: int
-    """Of the batcher's settings."""
+    """Revision of the batcher's settings."""
     has_wanted: bool
     """Other settings are asked for and not taken yet."""
     draining_ms: int
@@ -319,7 +319,7 @@ def _worker(name: str, beat: Mapping[str, Any]) -> str:
 
 
 def _failures(name: str, beat: Mapping[str, Any]) -> list[str]:
-    """What a worker's env did not do."""
+    """The failures of a worker's env."""
     kinds, last = failures_of(beat)
     env, lines = printable(str(beat.get("env", ""))), []
     if kinds:

@@ -86,7 +86,7 @@ class RunView:
         return Panel(self._body(), title=self._title, border_style="dim", padding=(0, 1))
 
     def _body(self) -> Group:
-        """As much as fits: a view that is cut at the foot hides what it waits for."""
+        """The tables that fit: a view that is cut at the foot hides what it waits for."""
         watch, planned = self._watch, self._settings.trainer.steps
         console = self._live.console
         width = max(40, console.width - 4)

@@ -76,9 +76,9 @@ def _ask(settings: RunSettings, done: threading.Event, tell: Callable[[str], Non
 
 PASSES = ("forward", "backward", "exchange")
 SLOW_SHARE = 1.25
-"""A rank is called slow when its passes take this many times as long as the middle one's,"""
+"""A rank is called slow when its passes take this many times as long as the middle rank's passes."""
 SLOW_PASS_SECONDS = 0.01
-"""and longer by this: below it is chance."""
+"""Seconds by which they must also be longer: a smaller difference is chance."""
 QUIET_VIEW_SECONDS = 3.0
 """Without a step for longer, the trainer's view says what is waited for."""
 
@@ -110,7 +110,7 @@ class TrainView:
             self._changed = time.monotonic()
 
     def wait_for(self, sentence: str) -> None:
-        """What the batcher waits for; shown while no step comes."""
+        """The sentence of what the batcher waits for; shown while no step comes."""
         self._waiting = sentence
 
     def _body(self, width: int) -> list[str]:
@@ -184,6 +184,6 @@ def rank_line(ranks: Sequence[Mapping[str, float]]) -> str:
 
 
 def slow_side(records: Sequence[Mapping[str, Any]]) -> str:
-    """Which side holds up the other, from the time that the trainer waited."""
+    """The side that holds up the other, from the time that the trainer waited."""
     seconds = [r.get("seconds", {}) for r in records]
     return waited([s.get("wait", 0.0) for s in seconds], [s.get("total", 0.0) for s in seconds]).text

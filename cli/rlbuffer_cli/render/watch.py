@@ -1,4 +1,4 @@
-"""What a live view of a whole run knows: the trained steps, the pool, ages and ranks. Reads only."""
+"""The knowledge of a live view of a whole run: the trained steps, the pool, ages and ranks. Reads only."""
 
 from __future__ import annotations
 

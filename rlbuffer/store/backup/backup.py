@@ -53,7 +53,7 @@ class BackupReport:
     control_keys: int
     payload_keys: int
     bytes: int
-    """Of the file."""
+    """Size of the file."""
     missing: int = 0
     """Payloads that something refers to and that were not there; `verify` of the run says the same."""
 
@@ -292,7 +292,7 @@ def _payload_names(store: RedisStore, control: dict[str, Read], retired: int) ->
 
 
 def _write_payloads(store: RedisStore, frames: FrameWriter, hold: _Hold, names: Sequence[str]) -> int:
-    """-> how many are not there."""
+    """Returns the number of payloads that are not there."""
     keys = [store.keys.payload_prefix + name for name in names]
 
     def look(client: Any) -> list[Any]:

@@ -26,14 +26,14 @@ from rlbuffer.wire import payload
 MAGIC = b"rlbuffer-backup 1\n"
 RECORD_HEAD = struct.Struct("<QI")
 BACKUP_FORMAT = 1
-"""What the header says; grows when the frames change."""
+"""Version of the format in the header; grows when the frames change."""
 FRAME_BYTES = 2**20
 """Items of one frame add up to about this, unless a single one is larger."""
 FRAME_ITEMS = 10_000
 MAX_FRAME_BYTES = 600 * 2**20
 """A server's value has at most 512 MiB."""
 ANOTHER = "Take another copy of the file, or an older backup"
-"""What to do about one that cannot be read."""
+"""Remedy for a file that cannot be read."""
 
 
 class FrameWriter:

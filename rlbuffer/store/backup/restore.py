@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlbuffer.store.redis_store import RedisStore
 
 BUILDING_MS = 86_400_000
-"""How long the half of a run stays whose restore died."""
+"""Milliseconds that the half of a run stays whose restore died."""
 RESTORE_PAGE = 500
 """Keys whose time to live is set in one round trip."""
 HEADER: Mapping[str, type] = MappingProxyType({"run": str, "epoch": int, "step": int})
@@ -119,7 +119,7 @@ def _refuse_existing(store: RedisStore) -> None:
 
 
 def _write(store: RedisStore, path: Path) -> dict[str, tuple[str, int]]:
-    """-> control key -> where it stands for now, and its time to live."""
+    """Returns control key -> its place for now, and its time to live."""
     keys, building = store.keys, f"{store.keys.tag}:restoring:{uuid.uuid4().hex}"
     control: dict[str, tuple[str, int]] = {}
     for frame in read_frames(path):

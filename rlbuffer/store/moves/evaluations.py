@@ -12,7 +12,7 @@ from rlbuffer.wire import payload
 KEPT_EVALUATIONS = 10_000
 """Results kept, about."""
 KNOWN_MS = 7 * 86_400_000
-"""How long it is known that a version was evaluated."""
+"""Milliseconds that the server remembers that a version was evaluated."""
 MAX_EVALUATION_BYTES = 2**20
 """Largest result that is decoded."""
 _DONE = b"done"

@@ -29,7 +29,7 @@ from rlbuffer.store.session import Entry, Fields, Session, number, text
 from rlbuffer.wire import payload
 
 WEEK_MS = 7 * 86_400_000
-"""How long a payload that never became pending is kept."""
+"""Milliseconds that a payload is kept that never became pending."""
 AHEAD_MS = 3_600_000
 """An id of the pool this far ahead of the server's clock was not given by it, or the clock was set back since."""
 DROP_ENTRIES = 500
@@ -196,7 +196,7 @@ class PoolMoves(Session):
         self._drop(token, drops)
 
     def _drop(self, token: int | str, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> int:
-        """-> pushes that left the pool. An empty token is an operator's."""
+        """Returns the pushes that left the pool. An empty token is an operator's."""
         keys = self.keys
         dropped = 0
         where = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
@@ -323,7 +323,7 @@ def _place(entry_id: str) -> tuple[int, int]:
 
 
 def _count(fields: Fields, name: bytes) -> int:
-    """As DROP counts it: what is not a plain number of at most 15 digits is 0."""
+    """The count that DROP would read: anything but a plain number of at most 15 digits is 0."""
     return number(fields.get(name)) or 0
 
 

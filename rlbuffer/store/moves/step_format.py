@@ -193,7 +193,7 @@ def info_of(ref: RolloutRef, entries: Mapping[str, PoolEntry]) -> RolloutInfo:
 
 
 def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepHeader, dict[str, Any]]:
-    """-> the header, and the age limits per env that held when it was committed."""
+    """Returns the header, and the age limits per env that held when it was committed."""
 
     def build(record: dict[str, Any]) -> tuple[StepHeader, dict[str, Any]]:
         limits = dict(record.pop("age_limits"))

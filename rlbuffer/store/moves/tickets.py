@@ -11,7 +11,7 @@ from rlbuffer.store.records import Sources
 from rlbuffer.store.session import Session, text
 
 _END = re.compile(r"=?([0-9]{1,15})\Z")
-"""How many tickets an env has: as its workers say, or as was said of it (``=``)."""
+"""Number of tickets of an env: as its workers say, or with ``=`` as an operator said."""
 
 
 class TicketMoves(Session):
@@ -109,7 +109,7 @@ class TicketMoves(Session):
         return bool(self.look(add))
 
     def resume(self, env: str) -> bool:
-        """-> False when it was not paused."""
+        """Returns False when it was not paused."""
         return bool(self.look(lambda client: client.zrem(self.keys.paused, env)))
 
     def paused(self) -> frozenset[str]:

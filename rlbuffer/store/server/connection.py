@@ -48,9 +48,10 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 10.0
-"""How long a call is repeated when the caller does not say."""
+"""Seconds that a call is repeated when the caller names no other patience."""
 COMMAND_TIMEOUT_SECONDS = 20.0
-"""Of everything but large pushes, whose time grows with their size (:mod:`rlbuffer.store.limits`)."""
+"""Seconds until a command times out, except a large push, whose time grows with its size
+(:mod:`rlbuffer.store.limits`)."""
 CONNECT_TIMEOUT_SECONDS = 5.0
 BLOCK_SECONDS = 2.0
 """Longest BLOCK of a blocking read."""
@@ -71,7 +72,7 @@ FACTS = {
     "buffers": "mem_clients_normal",
     "policy": "maxmemory_policy",
 }
-"""What :meth:`Connection.describe` says -> the field of INFO."""
+"""Fact of :meth:`Connection.describe` -> field of INFO."""
 
 
 class _BrokenUnused(redis.ConnectionError):
@@ -259,10 +260,9 @@ class Connection:
         return f"{info.get('run_id', '')} {info.get('master_replid', '')}"
 
     def describe(self) -> dict[str, Any]:
-        """name, version, address, embedded, policy; in bytes: maxmemory (0: no limit), machine (memory of its
-        machine; 0: not known), used_memory (what counts against
-        it), unfreed (objects that are unlinked and not given back yet: a number, not bytes), buffers (of the clients).
-        """
+        """Facts: name, version, address, embedded, policy; in bytes: maxmemory (0: no limit), machine (memory of its
+        machine; 0: not known), used_memory (what counts against it), unfreed (objects that are unlinked and not given
+        back yet: a number, not bytes), buffers (of the clients)."""
         facts: dict[str, Any] = {
             "name": "memory",
             "version": "",
@@ -422,7 +422,7 @@ class Connection:
         return f"  {spent}{source}\n  {self._start_one()}\n  Or use the embedded one: {instead}."
 
     def _start_one(self) -> str:
-        """How the server comes about that is not there."""
+        """The way to start the server that is not there."""
         options = self._url_options()
         if self._url.startswith("unix:"):
             return f"Start one:   valkey-server --unixsocket {options.get('path', '')}   (or redis-server)"

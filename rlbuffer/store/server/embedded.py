@@ -214,7 +214,8 @@ def find(home: Path) -> EmbeddedServer | None:
 
 
 def identity(info: Mapping[str, Any]) -> tuple[str, str]:
-    """(``redis`` | ``valkey``, version) from INFO; Valkey reports a compatible version of Redis beside its own."""
+    """Name (``redis`` or ``valkey``) and version from INFO; Valkey reports a compatible version of Redis beside its
+    own."""
     if "valkey_version" in info:
         return "valkey", str(info["valkey_version"])
     return "redis", str(info.get("redis_version", ""))

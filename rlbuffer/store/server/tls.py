@@ -19,7 +19,7 @@ _EXPIRED, _NOT_YET, _NAMES = 10, 9, frozenset({62, 63, 64})
 
 
 def check_options(options: Mapping[str, Any], address: str, source: str) -> str:
-    """-> what to warn of; "" when the server's certificate is checked, or there is none.
+    """Returns the warning; "" when the server's certificate is checked, or there is none.
 
     Raises:
         ConfigError: a file that is not there, or a check that does not exist.

@@ -134,7 +134,7 @@ def _check_chain(shot: Snapshot, findings: Findings) -> None:
 
 # -- I9 ----------------------------------------------------------------------------------------------------------------
 def _check_memory(store: Verified, shot: Snapshot, findings: Findings) -> dict[str, int]:
-    """-> percent of the server's memory in use; nothing where there is no limit.
+    """Returns percent of the server's memory in use; nothing where there is no limit.
 
     The server looks at its limit before a command, so that one push may end above it.
     """

@@ -33,7 +33,7 @@ TYPES: Mapping[str, str] = MappingProxyType(
 LONGEST_TICKET_MS = 7 * 86_400_000
 """A ticket that is out for longer than this was not given by TICKET."""
 SHOWN_NAMES = 5
-"""Of many values of one key as many are named."""
+"""Values of one key that are named, when there are more."""
 
 
 def check_written(store: Verified, now_ms: int, findings: Findings) -> None:
@@ -80,7 +80,7 @@ def _beats(fields: Mapping[bytes, bytes], now_ms: int) -> list[str]:
 
 
 def _numbers(fields: Mapping[bytes, bytes], now_ms: int) -> list[str]:
-    """As TICKET counts on them."""
+    """Names and values that TICKET does not count on."""
     return [
         _shown(env, value)
         for env, value in fields.items()

@@ -61,7 +61,7 @@ class Checkpoint:
     reader: Mapping[str, Any]
     """``Reader.state_dict()``: step, epoch, digest, what was trained last."""
     world_size: int
-    """When it was written: so many ranks have left random states."""
+    """Ranks at the time of writing: so many have left random states."""
     run: str
     """Name of the run whose steps were trained."""
 

@@ -9,7 +9,8 @@ from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens, ratio_of
 
 
 def clipped(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A): nothing is gained by moving further once the ratio has left the clip.
+    """``-min(r A, clip(r, 1 - low, 1 + high) A)``: nothing is gained by moving further once the ratio has left the
+    clip.
 
     Two-sided: with `clip_ceiling` d, r itself is at most d, so that a token with A < 0 that has become likely cannot
     weigh more than d. Dual: with `dual_clip` c, the loss of a token with A < 0 is at most -c A.
@@ -40,7 +41,8 @@ def clip_cov(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
 
 def sequence_clipped(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
-    """-min(s A, clip(s, 1 - low, 1 + high) A) with s = exp(mean over the rollout of logprob - old): one ratio for all.
+    """``-min(s A, clip(s, 1 - low, 1 + high) A)`` with s = exp(mean over the rollout of logprob - old): one ratio for
+    all.
 
     The reward is given to a whole answer, so the ratio is the answer's, too: the geometric mean of its tokens' ratios.
     Tokens share it, gradient included, so the mean over a rollout's tokens is the rollout's own loss.

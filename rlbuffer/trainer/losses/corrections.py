@@ -28,7 +28,7 @@ def _within(weight: Tensor, low: float, high: float) -> Tensor:
 
 
 def truncated(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
-    """min(w, cap), per token.
+    """``min(w, cap)``, per token.
 
     Shapes: -> [N]. Source: truncated importance sampling, Yao et al. 2025, "Your efficient RL framework secretly brings
     you off-policy RL training"; as the behaviour weight of decoupled PPO: AReaL, arXiv 2505.24298, section 5.2.
@@ -37,7 +37,7 @@ def truncated(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
 
 def masked(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
-    """w where `mask_low` <= w <= `mask_high`, else 0, per token.
+    """``w`` where `mask_low` <= w <= `mask_high`, else 0, per token.
 
     Shapes: -> [N]. Source: IcePop, "Small leak can sink a great ship" (Ling team, 2025); bounds 0.5 and 5.
     """
@@ -46,7 +46,7 @@ def masked(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
 
 def sequence_truncated(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
-    """min(product of w over the rollout's tokens, cap), the same for all of its tokens.
+    """``min(product of w over the rollout's tokens, cap)``, the same for all of its tokens.
 
     Shapes: -> [N]. Source: Liu et al. 2025, "When speed kills stability" (sequence-level TIS).
     """

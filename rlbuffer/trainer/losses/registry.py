@@ -28,9 +28,9 @@ class Loss:
     name: str
     per_token: TokenLoss
     facts: LossFacts = field(default_factory=LossFacts)
-    """What it reads and divides by."""
+    """Settings and facts that it reads and divides by."""
     score: Score | None = None
-    """What tokens are selected by, over the whole update (`TrainedTokens.is_selected`); None: nothing is selected."""
+    """Score that selects tokens over the whole update (`TrainedTokens.is_selected`); None: nothing is selected."""
 
 
 _LOSSES: dict[str, Loss] = {}

@@ -37,7 +37,7 @@ Score = Callable[[TrainedTokens, LossSettings, Means], Tensor]
 
 
 def covariance(tokens: TrainedTokens, settings: LossSettings, means: Means) -> Tensor:
-    """(A - mean A)(logprob - mean logprob): how much of the entropy's fall is this token's. -> [N] float64."""
+    """``(A - mean A)(logprob - mean logprob)``: this token's part of the entropy's fall. -> [N] float64."""
     return (tokens.advantages.double() - means.advantage) * (tokens.logprobs.detach().double() - means.logprob)
 
 

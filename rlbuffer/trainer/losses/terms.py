@@ -11,7 +11,7 @@ from rlbuffer.trainer.losses.tokens import TrainedTokens, ratio_of
 
 
 def k1(difference: Tensor) -> Tensor:
-    """-d with d = ref - logprob: unbiased as a number; as a term of a loss its expected gradient is 0.
+    """``-d`` with d = ref - logprob: unbiased as a number; as a term of a loss its expected gradient is 0.
 
     Shapes: [N] -> [N]. Source: Schulman 2020, "Approximating KL divergence".
     """
@@ -19,7 +19,7 @@ def k1(difference: Tensor) -> Tensor:
 
 
 def k2(difference: Tensor) -> Tensor:
-    """d^2 / 2: biased as a number, but its gradient is that of the KL where tokens are the policy's own.
+    """``d^2 / 2``: biased as a number, but its gradient is that of the KL where tokens are the policy's own.
 
     Shapes: [N] -> [N]. Source: Schulman 2020, "Approximating KL divergence".
     """
@@ -27,7 +27,7 @@ def k2(difference: Tensor) -> Tensor:
 
 
 def k3(difference: Tensor) -> Tensor:
-    """exp(d) - d - 1 >= 0: unbiased, and of less variance than k1.
+    """``exp(d) - d - 1`` >= 0: unbiased, and of less variance than k1.
 
     Shapes: [N] -> [N]. Source: Schulman 2020, "Approximating KL divergence"; in GRPO, arXiv 2402.03300, equation 4.
     """
@@ -39,7 +39,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3"
 
 
 def kl_to_reference(tokens: TrainedTokens, estimator: str = "k3") -> Tensor:
-    """[N]: estimate, per token, of the KL divergence from the policy to the reference. Units: nats.
+    """Estimate, per token ([N]), of the KL divergence from the policy to the reference. Units: nats.
 
     k1 to k3 are meant for tokens that the policy itself would sample; over those of an older one they are biased, value
     and gradient. ``weighted_k3`` is k3 times pi / pi_inference, gradient included, and is not.

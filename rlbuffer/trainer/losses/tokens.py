@@ -22,7 +22,7 @@ number for a token that it would hardly give; from 89 nats on its exponential is
 
 
 def ratio_of(difference: Tensor) -> Tensor:
-    """exp(min(difference, 20)).
+    """``exp(min(difference, 20))``.
 
     Shapes: [N] -> [N]. Units: nats.
     """
@@ -40,7 +40,7 @@ class TrainedTokens:
     inference_logprobs: Tensor
     """[N] under the policy version that sampled; nats."""
     advantages: Tensor
-    """[N]."""
+    """[N] advantage of each token."""
     rollout: Tensor
     """[N] int64; which rollout of the micro-batch a token belongs to: index into `samples`."""
     samples: tuple[Sample, ...] = ()

@@ -9,7 +9,7 @@ from rlbuffer.trainer.losses.tokens import LossSettings, TrainedTokens, ratio_of
 
 
 def capped_ratio(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
-    """-min(r, cap) A: plain importance weighting; the cap keeps one unlikely token from ruling the step.
+    """``-min(r, cap) A``: plain importance weighting; the cap keeps one unlikely token from ruling the step.
 
     Shapes: -> [N]. Source: importance-weighted REINFORCE, with the cap of ACER, arXiv 1611.01224, section 3.
     """
@@ -17,7 +17,7 @@ def capped_ratio(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
 
 def kl_cov(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
-    """-r A, plus coefficient |logprob - old| for the selected tokens.
+    """``-r A``, plus ``coefficient |logprob - old|`` for the selected tokens.
 
     Selected is the fraction `cov_fraction` of the update's tokens with the largest
     (A - mean A)(logprob - mean logprob): the ones whose gradient costs the policy most entropy.
@@ -32,7 +32,7 @@ def kl_cov(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
 
 def cispo(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
-    """-sg(min(r, cap)) A logprob: the weight is capped, and no token loses its gradient.
+    """``-sg(min(r, cap)) A logprob``: the weight is capped, and no token loses its gradient.
 
     Shapes: -> [N]; sg stops the gradient. Source: CISPO, MiniMax-M1, arXiv 2506.13585, section 3.1; the one-sided cap
     as in ScaleRL, 2510.13786, section 3.2.
@@ -42,7 +42,8 @@ def cispo(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
 
 def masked_ratio(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
-    """-r A where `mask_low` <= r <= `mask_high`, else 0: a token that has moved too far teaches nothing, either way.
+    """``-r A`` where `mask_low` <= r <= `mask_high`, else 0: a token that has moved too far teaches nothing, either
+    way.
 
     Shapes: -> [N]; masked tokens still count in the divisor. Source: IcePop, "Small leak can sink a great ship"
     (Ling team, 2025), the mask; as a loss of its own in prime-rl 0.3.
@@ -53,7 +54,7 @@ def masked_ratio(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
 
 def dppo_tv(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
-    """-keep A r + penalty (logprob - old)^2, with d = pi - pi_old, the probability that has moved.
+    """``-keep A r + penalty (logprob - old)^2``, with d = pi - pi_old, the probability that has moved.
 
     A token is dropped where it already went far enough the way it is pushed: A > 0 and d > `tv_high`, or A <= 0 and
     d < -`tv_low`. |d| bounds the total variation, which a ratio does not: rare tokens may change by large factors.

@@ -45,9 +45,9 @@ class _Batch:
     width: int
     """Tokens of the longest; shorter ones are padded on the right by repeating their last token."""
     gather: Tensor | slice
-    """Where the tokens are in the row: [segments * width] int64, or a slice when nothing needs to move."""
+    """Places of the tokens in the row: [segments * width] int64, or a slice when nothing needs to move."""
     valid: Tensor | None
-    """Which of the gathered tokens are not padding: indices, or None when all are."""
+    """Indices of the gathered tokens that are not padding, or None when all are."""
 
     def mask(self) -> Tensor | None:
         """[segments, width] bool; True where a token is not padding. None when nothing is padded."""

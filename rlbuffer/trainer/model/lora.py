@@ -22,7 +22,7 @@ from rlbuffer.errors import ConfigError
 _ADAPTER = "default"
 _SIGN = ".lora_"
 _PREFIX = "base_model.model."
-"""What PEFT puts before the names of a model's modules in an adapter's file."""
+"""Prefix that PEFT puts before the names of a model's modules in an adapter's file."""
 
 
 def add_adapter(model: PreTrainedModel, settings: LoraSettings, *, seed: int) -> None:

@@ -29,7 +29,7 @@ from rlbuffer.trainer.model.selftest import PackedForward, backbone_of, logit_sh
 Layout = Literal["packed", "padded"]
 
 ATTENTIONS: dict[str, tuple[str, ...]] = {"packed": (ATTENTION, "sdpa", "eager"), "padded": ("sdpa", "eager")}
-"""What is tried per layout, the cheapest first. sdpa and eager need a dense [T, T] mask for a packed row."""
+"""Layout -> kernels to try, the cheapest first. sdpa and eager need a dense [T, T] mask for a packed row."""
 
 
 class PackedPolicy(nn.Module):

@@ -36,7 +36,7 @@ class Agreement:
     damaged_tokens: int = 0
     """Trained tokens of the step that no rank could read, over all ranks. The step trains without them."""
     held: tuple[str, ...] = ()
-    """What each rank holds, for the message when they differ."""
+    """A line per rank about the step that it has, for the message when they differ."""
 
 
 def agree(

@@ -23,7 +23,7 @@ from rlbuffer.narration.numbers import printable
 from rlbuffer.process.ranks import Ranks
 
 STALL_LOOK_SECONDS = 0.5
-"""How often a rank that waits for the others looks at their notes."""
+"""Seconds between looks of a waiting rank at the notes of the others."""
 
 OnStall = Callable[[RlbufferError], None]
 """Called in a thread of its own; the main thread is stuck in an exchange, so it must end the process."""

@@ -28,7 +28,7 @@ class Slice:
     """Index of its first micro-batch in the step."""
     micro_batches: tuple[MicroBatch, ...]
     normalizers: Normalizers
-    """Of this slice, over all ranks."""
+    """Divisors of this slice, over all ranks."""
 
 
 def slices_of(step: Step, ranks: Ranks, updates_per_pass: int) -> tuple[Slice, ...]:

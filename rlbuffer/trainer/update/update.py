@@ -25,7 +25,8 @@ from rlbuffer.trainer.update.slices import Slice, slices_of
 from rlbuffer.trainer.update.token_choice import Known, old_logprobs, survey
 
 SUMS = ("loss", "entropy", "kl", "clipped", "loss_tokens", "tokens")
-"""What every update sums over its micro-batches, and the ranks over each other. ``tokens`` is without padding."""
+"""Quantities that every update sums over its micro-batches, and the ranks over each other. ``tokens`` is without
+padding."""
 
 
 def trained_tokens(

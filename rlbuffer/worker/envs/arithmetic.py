@@ -27,7 +27,7 @@ ARITHMETIC_SYMBOLS = SYMBOLS + "+-*<>"
 """The 13 symbols of the other envs and five more: one model may learn them all."""
 CALL, CLOSE = ARITHMETIC_SYMBOLS.index("<"), ARITHMETIC_SYMBOLS.index(">")
 ERROR = "_="
-"""What the calculator answers when it understands nothing."""
+"""Answer of the calculator when it understands nothing."""
 EXPRESSION = re.compile(r"-?[0-9]{1,9}(?:[+*-][0-9]{1,9}){0,7}")
 OPERATORS = ("+", "-", "*")
 

@@ -100,4 +100,4 @@ class PolicyAccess:
     """Samples one completion of a prompt; it says which version sampled which token. SamplerUnavailable and Aborted
     must reach the worker as they are: they are no failure of the rollout."""
     sampling: Sampling
-    """How, as the worker's settings and the env say."""
+    """Sampling options, by the worker's settings and the env."""

@@ -23,7 +23,7 @@ from rlbuffer.worker.envs.gateway import CONTEXT_FULL
 HARNESS = "rlbuffer_chat"
 """The harness's id in an agent's settings."""
 OUT_OF_ROOM = "max_total_tokens"
-"""What verifiers calls a conversation that was cut off: it is scored, and counts as truncated."""
+"""Name in verifiers of a conversation that was cut off: it is scored, and counts as truncated."""
 # verifiers finds a harness by the name of a top-level module, so this one gets such a name.
 sys.modules.setdefault(HARNESS, sys.modules[__name__])
 
@@ -85,7 +85,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc, unused-i
 
 
 async def _tools(urls: Mapping[str, str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """-> the tools as a request names them, and the server of each."""
+    """Returns the tools as a request names them, and the server of each."""
     tools, owners = [], {}
     for url in urls.values():
         async with _server(url) as server:

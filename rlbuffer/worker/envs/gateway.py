@@ -24,7 +24,7 @@ from rlbuffer.worker.samplers.base import Completion, Sampling
 SESSION_HEADER = "X-Session-ID"
 """Names the trace that a request belongs to."""
 MODEL = "policy"
-"""What the sampler is called there."""
+"""Name of the sampler there."""
 CONTEXT_FULL = "the context is full"
 """Begins the refusal of a request that the model's context has no room for."""
 KNOWN = {"temperature", "top_p", "max_tokens", "n", "stop_token_ids", "logprobs", "skip_special_tokens"}
@@ -44,7 +44,7 @@ class Session:
     policy: PolicyAccess
     completions: list[Completion] = field(default_factory=list)
     error: Exception | None = None
-    """What the sampler raised: the framework only sees a failed request."""
+    """Exception that the sampler raised: the framework only sees a failed request."""
 
 
 class Gateway:
@@ -151,7 +151,7 @@ def _sampling(configured: Sampling, asked: Mapping[str, Any]) -> Sampling:
 
 
 def _answer(completion: Completion, *, number: int) -> dict[str, Any]:
-    """As vLLM's generate endpoint writes it; each token also as text, which some readers ask for."""
+    """The answer in the form of vLLM's generate endpoint; each token also as text, which some readers ask for."""
     ids = completion.tokens.tolist()
     content = [
         {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}

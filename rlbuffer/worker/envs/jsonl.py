@@ -167,7 +167,7 @@ def _wrong_prompt(prompt: object, vocab_size: int, *, is_text: bool) -> str:
 
 
 def _read(path: Path, most: int = -1) -> tuple[list[tuple[int, Mapping[str, Any]]], str]:
-    """-> (line number, object) of every line that is not empty, in the first `most` bytes; their digest."""
+    """Returns (line number, object) of every line that is not empty, in the first `most` bytes; their digest."""
     try:
         with path.open("rb") as file:
             data = file.read(most)

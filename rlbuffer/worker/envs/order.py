@@ -47,7 +47,7 @@ class PromptOrder:
         self._epochs: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
 
     def place(self, number: int) -> tuple[int, int]:
-        """-> (epoch, index into the data set) of ticket `number`."""
+        """Returns (epoch, index into the data set) of ticket `number`."""
         epoch, position = divmod(number, self.size)
         if not self.shuffle:
             return epoch, position

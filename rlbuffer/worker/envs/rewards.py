@@ -25,9 +25,9 @@ from rlbuffer.worker.envs.lookup import target
 from rlbuffer.worker.envs.prompt import Prompt, Score
 
 Form = Literal["exact", "max", "clip"]
-"""What a length does to a reward: see :class:`Length`."""
+"""Effect of a length on a reward: see :class:`Length`."""
 OnError = Literal["fail", "zero"]
-"""What an exception in a reward function costs: the rollout, or that function's share."""
+"""Cost of an exception in a reward function: the rollout, or that function's share."""
 
 
 class RewardFailed(RlbufferError):
@@ -132,7 +132,7 @@ class Length:
     coefficient: float = 0.0003
     """Reward per token."""
     slack: float = 0.5
-    """Of ``max``: what is left at the target itself, 0-1."""
+    """Share of the reward that ``max`` leaves at the target itself, 0-1."""
 
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):

@@ -190,7 +190,7 @@ class Verifiers:
 
 
 def _package() -> tuple[Any, str]:
-    """-> `verifiers.v1`, and the id of the harness that plays in this process."""
+    """Returns `verifiers.v1`, and the id of the harness that plays in this process."""
     try:
         import verifiers.v1 as package
 

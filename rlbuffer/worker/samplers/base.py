@@ -18,7 +18,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 
 ADAPTER_NAME = "rlbuffer"
-"""What engines and requests call the LoRA adapter that is served."""
+"""Name of the served LoRA adapter in engines and requests."""
 
 
 def logprobs_mode(top_p: float) -> str:
@@ -56,7 +56,7 @@ class Completion:
     finish_reason: str
     """``stop`` (a stop token), ``length`` (the limit), ``abort`` (told to stop: not to be trained on)."""
     version_spans: tuple[VersionSpan, ...]
-    """Which version sampled which tokens: ascending, together [0, C)."""
+    """Version that sampled each range of tokens: ascending, together [0, C)."""
 
 
 class Sampler(Protocol):
@@ -104,18 +104,18 @@ class BatchSampler(Protocol):
 
     @property
     def version(self) -> int:
-        """As :attr:`Sampler.version`."""
+        """The same as :attr:`Sampler.version`."""
 
     @property
     def vocab_size(self) -> int:
-        """As :attr:`Sampler.vocab_size`."""
+        """The same as :attr:`Sampler.vocab_size`."""
 
     @property
     def context(self) -> int:
         """Tokens that prompt and completion may have together; 0: no limit."""
 
     def load(self, policy: PolicyVersion) -> None:
-        """As :meth:`Sampler.load`, while no batch is being sampled."""
+        """Loads `policy` as :meth:`Sampler.load` does, while no batch is being sampled."""
 
     def sample(
         self,

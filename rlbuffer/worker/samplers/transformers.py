@@ -180,7 +180,7 @@ def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _left_padded(prompts: Sequence[NDArray[np.int32]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> ids and mask, both [prompts, longest] int64; padding is token 0 and masked."""
+    """Returns ids and mask, both [prompts, longest] int64; padding is token 0 and masked."""
     longest = max(len(prompt) for prompt in prompts)
     ids = np.zeros((len(prompts), longest), np.int64)
     mask = np.zeros((len(prompts), longest), np.int64)

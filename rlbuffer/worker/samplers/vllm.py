@@ -44,10 +44,10 @@ LOAD_SECONDS = 600.0
 CONTROL_SECONDS = 60.0
 """Longest that pausing, labelling and resuming may take beside it."""
 ENGINE_LOOK_SECONDS = 0.5
-"""How often the engine is looked at while an answer is waited for."""
+"""Seconds between looks at the engine while an answer is waited for."""
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What `max_lora_rank` may be (vLLM 0.32)."""
+"""Values that `max_lora_rank` may have (vLLM 0.32)."""
 
 
 class VllmSampler:
@@ -211,7 +211,7 @@ class VllmSampler:
         self._policy = policy
 
     async def _change(self, engine: AsyncLLM, directory: Path, version: int) -> str:
-        """-> why the engine refuses the weights; it goes on with what it had."""
+        """Returns the reason why the engine refuses the weights; it goes on with what it had."""
         method = "rlbuffer_load" if self._adapter is None else "rlbuffer_load_adapter"
         await engine.pause_generation(mode="keep", clear_cache=True)
         loads = await engine.collective_rpc(method, timeout=LOAD_SECONDS, args=(str(directory), self._shapes))
