@@ -298,6 +298,7 @@ class Leadership:
             meta=self._memory.marked(self._meta, trainer),
             state=decision.state,
             waiting_for_version=decision.waiting_for_version,
+            columns=columns,
             since=self.losses,
         )
         if status == CommitStatus.GONE:
