@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from rlbuffer.config.schedules import check_schedule
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.config.trainer import needed_columns
 from rlbuffer.errors import ConfigError
+from rlbuffer.process.files import write_whole
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.fake import FakeBuffer, FakeReader
@@ -74,10 +74,8 @@ class Session:
         """``ranks.json``: rank -> pid, for whoever wants to look at one of them, or to kill it. All ranks call it."""
         pids = self.ranks.gather(torch.tensor([os.getpid()], dtype=torch.int64))[:, 0].tolist()
         if self.is_first:
-            path: Path = self.settings.output_dir / "ranks.json"
-            temporary = path.with_suffix(".json.tmp")
-            temporary.write_text(json.dumps({f"rank-{r}": pid for r, pid in enumerate(pids)}) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            text = json.dumps({f"rank-{r}": pid for r, pid in enumerate(pids)}) + "\n"
+            write_whole(self.settings.output_dir / "ranks.json", text)
 
 
 @contextmanager

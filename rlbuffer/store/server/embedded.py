@@ -42,6 +42,7 @@ from redis.retry import Retry
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.process.file_locks import LOCK_POLL_SECONDS, exclusive, is_held, try_lock
+from rlbuffer.process.files import write_whole
 from rlbuffer.store.server.binary import find_binary
 from rlbuffer.store.server.embedded_files import (
     configuration,
@@ -49,7 +50,6 @@ from rlbuffer.store.server.embedded_files import (
     read_record,
     socket_address,
     socket_path,
-    write_private,
     write_record,
 )
 from rlbuffer.store.server.embedded_process import children, is_dead, left_behind, state_and_program
@@ -218,7 +218,7 @@ def _start(directory: Path, settings: ServerSettings) -> None:
     socket = socket_path(directory)
     socket.unlink(missing_ok=True)
     config = directory / "server.conf"
-    write_private(config, configuration(directory, socket, settings))
+    write_whole(config, configuration(directory, socket, settings), is_private=True)
     alive = os.open(directory / "alive.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         # A `find` that just looks holds it for a moment.
