@@ -136,7 +136,8 @@ class FakeReader:
         """Goes to the place."""
         self._trained = int(state["step"])
 
-    def _step(self, number: int) -> Step:
+    def _groups(self, number: int) -> tuple[list[Rollout], list[Sample]]:
+        """The rollouts of a step, group by group, and what each is worth."""
         rng = np.random.default_rng((self._settings.trainer.seed, number))
         further = np.random.default_rng((self._settings.trainer.seed, number, 1))  # no column changes a token
         row_tokens = self._settings.batcher.row_tokens
@@ -149,6 +150,11 @@ class FakeReader:
             for i, (rollout, credit) in enumerate(zip(made, credits, strict=True)):
                 rollouts.append(rollout)
                 samples.append(_sample(rollout, f"fake.{number}.{g}", i, float(credit)))
+        return rollouts, samples
+
+    def _step(self, number: int) -> Step:
+        row_tokens = self._settings.batcher.row_tokens
+        rollouts, samples = self._groups(number)
         planned = plan(
             [r.length for r in rollouts],
             row_tokens=row_tokens,

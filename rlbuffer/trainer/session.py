@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
+from transformers import PreTrainedModel
 
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.reader import Reader
@@ -102,17 +103,9 @@ def open_session(
     ranks = Ranks(rank, world_size, device)
     store = _join(settings, device) if world_size > 1 else None
     _seed(settings.trainer.seed)
-    model = build_model(settings.model, seed=settings.trainer.seed)
-    if why := router_loss(model.config.to_dict()):
-        raise ConfigError(why, setting="model")
-    nn.Module.to(model, device)
+    model = _model_of(settings, device)
     vocabulary = vocabulary_of(model)
-    source: Buffer | FakeBuffer
-    if fake_data:
-        source = FakeBuffer(settings, vocabulary=vocabulary)
-    else:
-        source = connect(settings.redis_url, run=settings.run, config=settings, name=f"rank-{rank}")
-    with source as buffer:
+    with _source_of(settings, rank=rank, vocabulary=vocabulary, fake_data=fake_data) as buffer:
         policy = prepare(
             model,
             layout=settings.trainer.layout,
@@ -152,6 +145,21 @@ def open_session(
         dist.destroy_process_group()
     elif world_size > 1:
         _KEPT_OPEN.append(module)
+
+
+def _model_of(settings: RunSettings, device: torch.device) -> PreTrainedModel:
+    model = build_model(settings.model, seed=settings.trainer.seed)
+    if why := router_loss(model.config.to_dict()):
+        raise ConfigError(why, setting="model")
+    nn.Module.to(model, device)
+    return model
+
+
+def _source_of(settings: RunSettings, *, rank: int, vocabulary: int, fake_data: bool) -> Buffer | FakeBuffer:
+    """The run that the rank pulls from, or one that is made up."""
+    if fake_data:
+        return FakeBuffer(settings, vocabulary=vocabulary)
+    return connect(settings.redis_url, run=settings.run, config=settings, name=f"rank-{rank}")
 
 
 def device_of(settings: RunSettings) -> torch.device:
