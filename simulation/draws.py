@@ -79,7 +79,7 @@ ODD = {
 LATER = ("said", "together")
 """Of those, what is drawn apart, so that the other draws of a seed stay what they were."""
 
-ADAPTERS = (("", "a1"), ("a1", "a2"), ("", "a1", "a2"))
+WHOSE_ROLLOUTS = (("", "a1"), ("a1", "a2"), ("", "a1", "a2"))
 """Whose rollouts writers sample, where there are adapters."""
 
 BATCHER: Mapping[str, tuple[Any, ...]] = {
@@ -133,7 +133,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     values |= _oddities(is_odd, odd, values, rollback=rollback)
     if rollback and mutation is None and (lost := random.Random(f"lost {seed}")).random() < 0.6:
         # What a trainer has published and the server has forgotten differs by adapter.
-        values["adapters"] = lost.choice(ADAPTERS)
+        values["adapters"] = lost.choice(WHOSE_ROLLOUTS)
     if values["adapters"]:
         config = replace(config, adapter_batch_size=odd.choice((2, 5)))
     values |= {name: dice.choice(choices) for name, choices in PROCESSES.items()}
@@ -236,7 +236,7 @@ def _oddities(
     out = {
         "memory": is_odd["memory"],
         "planning": dice.choice((0.3, 1.0)) if is_odd["planning"] else 0.0,
-        "adapters": dice.choice(ADAPTERS) if is_odd["adapters"] else (),
+        "adapters": dice.choice(WHOSE_ROLLOUTS) if is_odd["adapters"] else (),
         "backups": is_odd["backups"],
         "too_large": 0.1 if is_odd["too_large"] else 0.0,
         "stops": is_odd["stops"],
