@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from simulation import NOT_MODELLED
 from simulation.branches import Branch, branches
+from simulation.draws import draw
 from simulation.mutations import MUTATIONS, mutation
-from simulation.plan import draw
 from simulation.world import LAST_EVENTS, Result, World
 
 SUMMARY_EVERY = 10_000

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from rlbuffer.wire import payload
 
 
+def incarnation_of(payload_key: bytes) -> str:
+    """Producer that pushed it."""
+    return payload_key.decode().rpartition(":")[2].rpartition(".")[0]
+
+
 @dataclass(slots=True)
 class Pending:
     """A pool entry."""

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlbuffer.client.reader import Reader
-from rlbuffer.client.writer import Writer
+from rlbuffer.client.writer import Terms, Writer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import (
@@ -86,7 +86,7 @@ class Worker:
             f"w{self._index}",
             epoch=store.open_run().epoch,
             patience_seconds=2 * plan.patience_seconds,
-            section=f"w{self._index}" if plan.said else "",
+            terms=Terms(section=f"w{self._index}" if plan.said else ""),
         )
         world.invariants.joined(writer.incarnation, writer._epoch)
         envs = ["a", "b"]

@@ -99,64 +99,78 @@ def _places(script: str, text: str) -> list[tuple[Branch, int, str]]:
 
 def _walked(script: str, text: str) -> tuple[list[tuple[Branch, int, str]], dict[int, Branch]]:
     """The places, and the innermost branch in which each line begins."""
-    lines = text.splitlines()
-    made: list[tuple[Branch, int, str]] = []
+    walk = _Walk(script, text)
     begins: dict[int, Branch | None] = {}
-    open_blocks: list[str] = []
-    """What the next `end`s close: ``if`` (no `else` yet), ``else``, ``for`` (no `do` yet), ``block``."""
-    arms: list[Branch | None] = []
-    """The branch of each that was entered; None before a `then`, `do` or `)`."""
-    line_of_if: list[int] = []
-    parameters = False
-
-    def add(what: str, line: int, place: int, before: str = "") -> Branch:
-        same = sum(branch.line == line and branch.what.partition(" #")[0] == what for branch, _, _ in made)
-        name = f"{what} #{same + 1}" if same else what
-        made.append((Branch(script, line, name, lines[line - 1].strip()), place, before))
-        return made[-1][0]
-
-    def begin(block: str) -> None:
-        open_blocks.append(block)
-        arms.append(None)
-
     for token in tokens(text):
         line = text.count("\n", 0, token.start) + 1
         if token.text in ("else", "elseif") and token.kind == "name":
-            arms[-1] = None
-        begins.setdefault(line, next((arm for arm in reversed(arms) if arm is not None), None))
-        if parameters and token.text == ")":
-            parameters = False
-            arms[-1] = add("function", line, token.end)
+            walk.arms[-1] = None
+        begins.setdefault(line, next((arm for arm in reversed(walk.arms) if arm is not None), None))
+        walk.see(token, line)
+    return walk.places, {line: branch for line, branch in begins.items() if branch is not None}
+
+
+class _Walk:
+    """The blocks that are open while the tokens of a file go by."""
+
+    def __init__(self, script: str, text: str) -> None:
+        self._script = script
+        self._lines = text.splitlines()
+        self.places: list[tuple[Branch, int, str]] = []
+        self._blocks: list[str] = []
+        """What the next `end`s close: ``if`` (no `else` yet), ``else``, ``for`` (no `do` yet), ``block``."""
+        self.arms: list[Branch | None] = []
+        """The branch of each that was entered; None before a `then`, `do` or `)`."""
+        self._line_of_if: list[int] = []
+        self._is_in_parameters = False
+
+    def see(self, token: Token, line: int) -> None:
+        """Takes in the next token."""
+        if self._is_in_parameters and token.text == ")":
+            self._is_in_parameters = False
+            self._enter("function", line, token.end)
         if token.kind != "name":
-            continue
+            return
         if token.text == "function":
-            begin("block")
-            parameters = True
+            self._open("block")
+            self._is_in_parameters = True
         elif token.text == "if":
-            begin("if")
-            line_of_if.append(line)
+            self._open("if")
+            self._line_of_if.append(line)
         elif token.text == "then":
-            arms[-1] = add("then", line, token.end)
+            self._enter("then", line, token.end)
         elif token.text == "else":
-            open_blocks[-1] = "else"
-            arms[-1] = add("else", line, token.end)
+            self._blocks[-1] = "else"
+            self._enter("else", line, token.end)
         elif token.text in ("for", "while"):
-            begin("for")
+            self._open("for")
         elif token.text == "do":
-            if open_blocks and open_blocks[-1] == "for":
-                open_blocks[-1] = "block"
-                arms[-1] = add("loop", line, token.end)
+            if self._blocks and self._blocks[-1] == "for":
+                self._blocks[-1] = "block"
+                self._enter("loop", line, token.end)
             else:
-                begin("block")
+                self._open("block")
         elif token.text == "repeat":
-            begin("block")
-            arms[-1] = add("loop", line, token.end)
-        elif token.text == "until":
-            open_blocks.pop()
-            arms.pop()
-        elif token.text == "end":
-            block, _ = open_blocks.pop(), arms.pop()
-            begun = line_of_if.pop() if block in ("if", "else") else 0
-            if block == "if":
-                add("no else", begun, token.start, " else")
-    return made, {line: branch for line, branch in begins.items() if branch is not None}
+            self._open("block")
+            self._enter("loop", line, token.end)
+        elif token.text in ("until", "end"):
+            self._close(token)
+
+    def _open(self, block: str) -> None:
+        self._blocks.append(block)
+        self.arms.append(None)
+
+    def _enter(self, what: str, line: int, place: int) -> None:
+        self.arms[-1] = self._add(what, line, place)
+
+    def _close(self, token: Token) -> None:
+        block, _ = self._blocks.pop(), self.arms.pop()
+        begun = self._line_of_if.pop() if block in ("if", "else") else 0
+        if block == "if":
+            self._add("no else", begun, token.start, " else")
+
+    def _add(self, what: str, line: int, place: int, before: str = "") -> Branch:
+        same = sum(branch.line == line and branch.what.partition(" #")[0] == what for branch, _, _ in self.places)
+        name = f"{what} #{same + 1}" if same else what
+        self.places.append((Branch(self._script, line, name, self._lines[line - 1].strip()), place, before))
+        return self.places[-1][0]

@@ -202,7 +202,7 @@ def _take_back_first(world: World) -> None:
 
 def _halt_first(world: World, args: Sequence[bytes]) -> None:
     """No batcher is awake when a trainer hands back a state below the retired steps."""
-    retired = world.invariants._field(world.invariants.keys.meta, b"retired")
+    retired = world.invariants.field(world.invariants.keys.meta, b"retired")
     if not args[5] or int(args[2]) >= retired or world.dice.random() < 0.15:
         return
     world.note("all batchers stand still before that")
@@ -211,7 +211,7 @@ def _halt_first(world: World, args: Sequence[bytes]) -> None:
 
 
 def _ask_first(world: World, what: str, script: str, keys: Sequence[str], args: Sequence[Any]) -> None:
-    sha = next((sha for sha in world.server.scripts if world.invariants._script([b"", sha]) == script), None)
+    sha = next((sha for sha in world.server.scripts if world.invariants.script_of([b"", sha]) == script), None)
     if sha is not None:
         world.note(f"an operator {what} before that")
         world.server.execute([encoded(["EVALSHA", sha, len(keys), *keys, *args])])

@@ -35,7 +35,7 @@ class Fences(ABC):
         """Keeps the first violation."""
 
     @abstractmethod
-    def _field(self, key: str, name: bytes) -> int: ...
+    def field(self, key: str, name: bytes) -> int: ...
 
     @abstractmethod
     def _close(self, group: str, by: str) -> None: ...
@@ -55,10 +55,10 @@ class Fences(ABC):
             elif int(lease[b"until"]) < now:
                 self.fail("I8", f"{name} passed {now - int(lease[b'until'])} ms after the lease had run out")
         if name in ("REPORT", "ANNOUNCE") and status in (b"OK", b"OLD"):
-            number = self._field(self.keys.trainer, b"number")
+            number = self.field(self.keys.trainer, b"number")
             if int(args[0]) != number:
                 self.fail("I8", f"{name} of attempt {args[0].decode()} passed, the attempt is {number}")
-            if name == "REPORT" and int(args[1]) != self._field(self.keys.meta, b"epoch"):
+            if name == "REPORT" and int(args[1]) != self.field(self.keys.meta, b"epoch"):
                 self.fail("I4", f"REPORT of epoch {args[1].decode()} passed")
         if name == "LEASE" and args[0] == b"acquire" and status in (b"ACQUIRED", b"RENEWED"):
             if self._leader[0] not in (b"", args[1]) and self._leader[1] > now and status == b"RENEWED":

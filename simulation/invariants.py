@@ -11,15 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from rlbuffer.errors import PayloadError
-from rlbuffer.records.info import ENV_NAME, GroupInfo
-from rlbuffer.records.micro_batch import Step
-from rlbuffer.records.step_plan import Normalizers, version_trained
+from rlbuffer.records.info import ENV_NAME
+from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.moves.pool import reused_groups
-from rlbuffer.store.moves.step_format import decode_header, decode_part, step_digest
-from rlbuffer.wire import payload
-from simulation.accounts import Live, Pending
+from simulation.accounts import Live, Pending, incarnation_of
+from simulation.committed_steps import CommittedSteps
 from simulation.fences import Fences
 from simulation.network import Network
 from simulation.rewinds import Rewinds
@@ -42,12 +38,7 @@ def counted(value: bytes) -> int:
     return int(value) if value.isdigit() and len(value) <= 15 else 0
 
 
-def _incarnation(payload: bytes) -> str:
-    """Incarnation of the producer that pushed it."""
-    return payload.decode().rpartition(":")[2].rpartition(".")[0]
-
-
-class Invariants(Fences, Rewinds):
+class Invariants(CommittedSteps, Fences, Rewinds):
     """Conditions that must always hold."""
 
     def __init__(self, server: Server, network: Network, run: str) -> None:
@@ -120,7 +111,7 @@ class Invariants(Fences, Rewinds):
 
     # -- events ----------------------------------------------------------------------------------------------------
     def _note(self, commands: Sequence[Command]) -> None:
-        if len(commands) == 1 and self._script(commands[0]) == "TICKET":
+        if len(commands) == 1 and self.script_of(commands[0]) == "TICKET":
             tickets = self.server.find(commands[0][3])
             self._before = dict(tickets.scores) if tickets else {}
 
@@ -134,7 +125,7 @@ class Invariants(Fences, Rewinds):
         self._new_steps: dict[int, None] = {}
         first, reply = commands[0], replies[0]
         is_done = first[0] == b"EVALSHA" and isinstance(reply, list) and reply[:1] == [b"OK"]
-        name = self._script(first) if is_done else ""
+        name = self.script_of(first) if is_done else ""
         if name == "RECOVER":
             self._recovered(first[3 + int(first[2]) :], int(reply[1]))
             self.on_moment("a recovery")
@@ -155,13 +146,13 @@ class Invariants(Fences, Rewinds):
             self._check_step(step)
         for command, reply in zip(commands, replies, strict=True):
             if command[0] == b"EVALSHA":
-                self._check_script(self._script(command), command, reply)
+                self._check_script(self.script_of(command), command, reply)
         if self._suspects:
             self._check_payloads()
         if self._envs:
             self._check_ledger()
 
-    def _script(self, command: Command) -> str:
+    def script_of(self, command: Command) -> str:
         sha = command[1]
         if sha not in self._names:
             script = self.server.scripts.get(sha)
@@ -177,7 +168,7 @@ class Invariants(Fences, Rewinds):
             self.fail(invariant, f"{what} went back from {before} to {value}")
         self._highest[what] = max(before, value)
 
-    def _field(self, key: str, name: bytes) -> int:
+    def field(self, key: str, name: bytes) -> int:
         return int((self.server.data.get(key.encode()) or {}).get(name, 0) or 0)
 
     # -- what changed ----------------------------------------------------------------------------------------------
@@ -203,7 +194,7 @@ class Invariants(Fences, Rewinds):
                 self.fail("I1", f"push {suffix} of group {group} became pending twice")
             if self.server.find(payload) is None:
                 self.fail("I11", f"push {suffix} of group {group} became pending without its payload")
-            epoch, incarnation = self._field(self.keys.meta, b"epoch"), suffix.rpartition(".")[0]
+            epoch, incarnation = self.field(self.keys.meta, b"epoch"), suffix.rpartition(".")[0]
             if self.incarnations.get(incarnation, epoch) != epoch:
                 self.fail("I4", f"push {suffix} of epoch {self.incarnations[incarnation]} became pending in {epoch}")
             self.pool[entry_id] = self.pushed[payload] = entry
@@ -252,8 +243,8 @@ class Invariants(Fences, Rewinds):
             self.fail("I10", f"a scored push of group {entry.group} is not what it replaces ({old_id})")
         elif old.pushed_ms != entry.pushed_ms:
             self.fail("I6", f"group {entry.group} grew {entry.pushed_ms - old.pushed_ms} ms younger by being scored")
-        if old is not None and (of := self.sampled.get((_incarnation(old.payload), old.group))):
-            self.sampled[_incarnation(entry.payload), entry.group] = of
+        if old is not None and (of := self.sampled.get((incarnation_of(old.payload), old.group))):
+            self.sampled[incarnation_of(entry.payload), entry.group] = of
         self.scored.add(old_id)
 
     def expect_scored(self, group: str, entry_id: str) -> None:
@@ -270,8 +261,8 @@ class Invariants(Fences, Rewinds):
         if kind == "xadd":
             self._new_steps[step] = None
             return
-        trained, kept = (self._field(self.keys.trainer, name) for name in (b"trained", b"oldest_kept"))
-        early = min(trained, self._field(self.keys.trainer, b"at"), self._field(self.keys.meta, b"early"))
+        trained, kept = (self.field(self.keys.trainer, name) for name in (b"trained", b"oldest_kept"))
+        early = min(trained, self.field(self.keys.trainer, b"at"), self.field(self.keys.meta, b"early"))
         if step > max(min(trained, kept), early):
             self.fail("I4", f"step {step} left the stream, {trained} are trained, the oldest checkpoint is {kept}")
         live = self.steps.pop(step, None)
@@ -285,11 +276,11 @@ class Invariants(Fences, Rewinds):
 
     def _trainer_changed(self, kind: str, field: bytes) -> None:
         if field in (b"number", b"trained", b"oldest_kept"):
-            value = self._field(self.keys.trainer, field)
+            value = self.field(self.keys.trainer, field)
             before = self._highest.get(f"trainer {field.decode()}", 0)
             self._grows(f"trainer {field.decode()}", value)
             if field == b"trained":
-                if value > self._field(self.keys.meta, b"step"):
+                if value > self.field(self.keys.meta, b"step"):
                     self.fail("I8", f"step {value} is trained, the run has no such step")
                 for step in range(before + 1, value + 1):
                     for env, amounts in self.steps[step].amounts.items() if step in self.steps else ():
@@ -297,10 +288,10 @@ class Invariants(Fences, Rewinds):
                         self._move(env, "trained", (amounts[0], amounts[1]))
 
     def _meta_changed(self, kind: str, field: bytes) -> None:
-        if kind == "hash" and field == b"line" and self._field(self.keys.meta, b"line"):
-            self._new_line(self._field(self.keys.meta, b"line"))
+        if kind == "hash" and field == b"line" and self.field(self.keys.meta, b"line"):
+            self._new_line(self.field(self.keys.meta, b"line"))
         if kind == "hash" and field in (b"step", b"retired", b"epoch"):
-            self._grows(f"meta {field.decode()}", self._field(self.keys.meta, field))
+            self._grows(f"meta {field.decode()}", self.field(self.keys.meta, field))
         elif field == b"early":
             self.on_moment("steps retired early")
 
@@ -310,7 +301,7 @@ class Invariants(Fences, Rewinds):
             epoch, version, _ = record.split(b" ", 2)
             self._grows(f"policy version of {adapter.decode()!r} in epoch {epoch.decode()}", int(version))
         elif self.was_rolled_back:  # a version of steps that the server has lost is taken back
-            here = f"in epoch {self._field(self.keys.meta, b'epoch')}"
+            here = f"in epoch {self.field(self.keys.meta, b'epoch')}"
             for name in [name for name in self._highest if name.startswith("policy version") and name.endswith(here)]:
                 if kind == "gone" or f" {adapter.decode()!r} " in name:
                     del self._highest[name]
@@ -318,7 +309,7 @@ class Invariants(Fences, Rewinds):
     def _lease_changed(self, kind: str, field: bytes) -> None:
         if kind != "hash":
             return
-        token = self._field(self.keys.lease, b"token")
+        token = self.field(self.keys.lease, b"token")
         self._grows("lease token", token)
         owner = self.server.data[self.keys.lease.encode()].get(b"owner", b"")
         if owner != self._holder[0] and token <= self._holder[1]:
@@ -371,130 +362,3 @@ class Invariants(Fences, Rewinds):
                     self.fail("I11", f"{key.decode()} belongs to nothing and stays for ever")
             elif users or key in pending:
                 self.fail("I2", f"{key.decode()} of {f'step {users}' if users else 'the pool'} has a time to live")
-
-    # -- I1 to I6 --------------------------------------------------------------------------------------------------
-    def _check_step(self, step: int) -> None:
-        stream = self.server.data[self.keys.steps.encode()]
-        ids = stream.between((step, 0), (step, 2**64 - 1))
-        raw = stream.entries[ids[0]]
-        fields = dict(zip(raw[::2], raw[1::2], strict=True))
-        part_bytes = [stream.entries[i][1] for i in ids[1:]]
-        try:
-            header, limits = decode_header(fields[b"header"], digest=fields[b"digest"].decode(), committed_ms=0)
-            parts = [decode_part(data, self.keys.payload_prefix) for data in part_bytes]
-        except (PayloadError, KeyError) as problem:
-            self.fail("I4", f"step {step} cannot be read: {problem}")
-            return
-        last = max(self.digests, default=0)
-        if step != last + 1 or self._field(self.keys.meta, b"step") != step:
-            self.fail("I4", f"step {step} was committed after step {last}")
-        previous = self.digests.get(last, "")
-        if header.previous_digest != previous or step_digest(previous, fields[b"header"], part_bytes) != header.digest:
-            self.fail("I3", f"the digest of step {step} does not chain on that of step {last}")
-        self.digests[step] = header.digest
-        now = self.server.now_ms()
-        members = [member for part in parts for member in part.rollouts]
-        groups: dict[str, list[Any]] = {}
-        amounts: dict[str, list[int]] = {}
-        for member in members:
-            groups.setdefault(member.group_id, []).append(member)
-            rollout, key = member.info.rollout_id, member.payload_key.encode()
-            if rollout in self.forgotten:
-                lost = self.forgotten[rollout]
-                self.fail("I1", f"rollout {rollout} of step {step} was trained in step {lost}, which the server lost")
-            again = header.uses.get(member.group_id, 0)
-            if again:
-                self._check_use(step, rollout, again)
-            else:
-                sums = amounts.setdefault(member.env, [0, 0])
-                sums[0], sums[1] = sums[0] + 1, sums[1] + member.info.length
-            if rollout in self._used and not again:
-                self.fail("I1", f"rollout {rollout} of step {step} was in step {self._used[rollout][0]}")
-            self._uses[rollout] = again + 1
-            self._used[rollout] = step, now
-            if key not in self._left and not again:
-                self.fail("I1", f"step {step} trains {key.decode()}, which was not pending")
-            field = str(member.index).encode()
-            stored = (self.server.find(key) or {}).get(field, b"")
-            if len(stored) != member.info.size and (key, field) not in self.damaged:
-                self.fail("I2", f"step {step}: rollout {rollout} has {len(stored)} of {member.info.size} bytes")
-            version, made_by = self.sampled.get((_incarnation(key), member.group_id), (-1, ""))
-            if (
-                not member.adapter
-                and version == member.info.max_version
-                and self.digests.get(version, made_by) not in (made_by, "")
-            ):
-                self.fail("I5", f"step {step}: rollout {rollout} is of a version {version} that was given up")
-            trains = version_trained(header.adapters, member.adapter, step)
-            age, limit = trains - member.info.min_version, self.config.max_age
-            if not 0 <= age <= limit or limits.get(member.env) != limit:
-                self.fail("I5", f"step {step}: rollout {rollout} has age {age}, max_age is {limit}")
-        payloads = frozenset(member.payload_key.encode() for member in members)
-        places = {m.info.rollout_id: (m.payload_key.encode(), str(m.index).encode()) for m in members}
-        self.steps[step] = Live(payloads, amounts, places, len(parts))
-        self._suspects |= payloads
-        for env, sums in amounts.items():
-            self._move(env, "packed", (sums[0], sums[1]))
-        if set(header.group_ids) != set(groups) or len(header.group_ids) != len(groups):
-            self.fail("I6", f"step {step} names groups {header.group_ids}, its parts hold {sorted(groups)}")
-        for group, rollouts in groups.items():
-            if group not in header.uses:
-                self._check_group(step, group, rollouts, now)
-        garbage = self.server.data.get(self.keys.garbage.encode())
-        kept = self._kept()
-        for key in payloads - kept:
-            if garbage is None or garbage.scores.get(key, -1) < step:
-                self.fail("I11", f"step {step}: {key.decode()} may be swept before the step is retired")
-
-    def is_damaged(self, step: int) -> bool:
-        """True when chance has changed a payload of a live step."""
-        return step in self.steps and not self.damaged.isdisjoint(self.steps[step].places.values())
-
-    def check_damage(self, rank: int, step: Step) -> None:
-        """I2: what a rank misses is what is damaged, and the losses are divided by the same counts all the same."""
-        live = self.steps.get(step.number)
-        if live is None or self.digests.get(step.number) != step.digest:
-            return
-        missed = {rollout for rollout in step.damaged if live.places.get(rollout) not in self.damaged}
-        if missed:
-            self.fail("I2", f"rank {rank} misses rollouts {sorted(missed)} of step {step.number}")
-        expected = self._normalizers.setdefault(step.digest, step.normalizers)
-        if step.normalizers != expected or expected.rollouts != len(live.places):
-            self.fail("I2", f"rank {rank} divides step {step.number} by {step.normalizers}, others by {expected}")
-
-    def _check_use(self, step: int, rollout: str, again: int) -> None:
-        """A rollout that was trained before: exactly as often as the step says, and not too often."""
-        if self._uses.get(rollout) != again or again >= self.config.max_uses:
-            self.fail("I1", f"rollout {rollout} of step {step} was used {self._uses.get(rollout)} times, not {again}")
-        elif self._used[rollout] == (step, self.server.now_ms()):
-            self.fail("I1", f"rollout {rollout} is twice in step {step}")
-
-    def _kept(self) -> set[bytes]:
-        """Payloads of groups that may be used again."""
-        fields = self.server.data.get(self.keys.reuse.encode()) or {}
-        groups = reused_groups(self.keys, fields)
-        return {entry.payload_key.encode() for group in groups for entry in group.entries}
-
-    def _check_group(self, step: int, group: str, members: list[Any], now: int) -> None:
-        closed = self._closed.get(group)
-        if closed:
-            self.fail("I6", f"step {step} trains group {group}, which {closed[1]} closed {now - closed[0]} ms before")
-        self._close(group, f"step {step}")
-        tombstones = self.server.data.get(self.keys.closed.encode())
-        if tombstones is None or group.encode() not in tombstones.scores:
-            self.fail("I6", f"group {group} of step {step} has no tombstone")
-        sources = [self._left[key] for key in {m.payload_key.encode() for m in members} if key in self._left]
-        if not sources:
-            return
-        info: GroupInfo = payload.decode_info(sources[0].metadata)
-        if any(payload.decode_info(source.metadata).needs for source in sources):
-            self.fail("I6", f"step {step} trains group {group}, which needs a scorer yet")
-        waited = now - min(source.pushed_ms for source in sources)
-        if len({m.info.rollout_id for m in members}) != len(members) or len(members) > info.planned_size:
-            self.fail("I6", f"step {step}: group {group} has {len(members)} rollouts, some twice or too many")
-        is_early = waited < 1000 * self.config.group_timeout_seconds - 1 and info.env not in self._said
-        if len(members) < info.planned_size and (len(members) < self.config.min_group_size or is_early):
-            self.fail("I6", f"step {step}: group {group} has {len(members)} of {info.planned_size} after {waited} ms")
-
-    def _close(self, group: str, by: str) -> None:
-        self._closed[group] = self.server.now_ms(), by

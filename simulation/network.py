@@ -33,8 +33,9 @@ from rlbuffer.store.limits import Limits
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.script import Script
 from simulation.client import SimulatedClient
+from simulation.draws import FAULTS
 from simulation.keyspace import error
-from simulation.plan import FAULTS, Plan
+from simulation.plan import Plan
 from simulation.scheduler import Killed, Process, Scheduler
 from simulation.server import WRITES, Command, Server
 
@@ -230,7 +231,7 @@ class SimulatedConnection(Connection):
     def _hang_up(self) -> None:
         self._network.hang_up(self._process)
 
-    def _check(self) -> None:
+    def _check_server(self) -> None:
         """The modelled server is suitable."""
 
     def sender(self, size: int) -> Any:

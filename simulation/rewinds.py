@@ -69,7 +69,7 @@ class Rewinds(ABC):
     def _close(self, group: str, by: str) -> None: ...
 
     @abstractmethod
-    def _field(self, key: str, name: bytes) -> int: ...
+    def field(self, key: str, name: bytes) -> int: ...
 
     def snapshot(self) -> dict[str, Any]:
         """The state that is known now, to go with a snapshot of the server."""
@@ -119,14 +119,14 @@ class Rewinds(ABC):
         self.digests = {n: digest for n, digest in self.digests.items() if n < step} | {step: args[4].decode()}
         self._highest |= {"trainer trained": step, "meta step": step, "meta retired": step, "trainer oldest_kept": 0}
         self.trained_content = {place: content for place, content in self.trained_content.items() if place[0] <= step}
-        line = self._field(self.keys.meta, b"line") or self._field(self.keys.meta, b"since")
+        line = self.field(self.keys.meta, b"line") or self.field(self.keys.meta, b"since")
         self._continued[line] = epoch
         self.incarnations = {name: epoch if at >= line else at for name, at in self.incarnations.items()}
 
     def _new_line(self, epoch: int) -> None:
         """A process of an epoch before this one goes on neither in it nor in any later one."""
         for adapter, value in (self.server.data.get(self.keys.policy.encode()) or {}).items():
-            if int(value.split(b" ", 2)[1]) > self._field(self.keys.meta, b"step"):
+            if int(value.split(b" ", 2)[1]) > self.field(self.keys.meta, b"step"):
                 self.fail("I5", f"version {value[:40]!r} of {adapter!r} stays in the new line of epoch {epoch}")
 
     def joined(self, incarnation: str, epoch: int) -> None:
@@ -176,9 +176,9 @@ class Rewinds(ABC):
         self.steps.update(self._kept_steps)
         self._new_steps.clear()
         epoch, token = self._before_void
-        if self._field(self.keys.meta, b"epoch") <= epoch:
+        if self.field(self.keys.meta, b"epoch") <= epoch:
             self.fail("I4", f"steps after {keep} are void, the epoch is {epoch} still")
-        if token and self._field(self.keys.lease, b"token") <= token:
+        if token and self.field(self.keys.lease, b"token") <= token:
             self.fail("I8", f"steps after {keep} are void, their leader leads on with token {token}")
         for adapter, value in (self.server.data.get(self.keys.policy.encode()) or {}).items():
             if int(value.split(b" ", 2)[1]) > keep:

@@ -30,7 +30,7 @@ def scorer(host: Host, index: int, process: Process) -> None:
     world.invariants.joined(writer.incarnation, epoch)
     buffer: Any = SimpleNamespace(store=store)
     options = ScoreSettings(reward="judge:of", gives=(NEED,), groups_per_batch=world.dice.choice((1, 2, 4)))
-    real = _Scorer(buffer, process.name, options, (NEED,), None, None, threading.Event(), lambda event: None)
+    real = _Scorer(buffer, process.name, options, None, None, threading.Event(), lambda event: None)
     real._beat.start()
     while True:
         if store.losses() != real._losses:

@@ -13,7 +13,9 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from simulation.commands import GROWING, MODELLED
+import simulation.commands  # fills the table
+import simulation.stream_commands  # noqa: F401
+from simulation.command_table import GROWING, MODELLED
 from simulation.keyspace import Keyspace, error
 from simulation.lua import Engine
 

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.redis_store import RedisStore
+from simulation import verdict
 from simulation.actors import Trainer, Worker, batcher
-from simulation.asking import ask, end, push_more
+from simulation.asking import ask, end
 from simulation.circumstances import OWN_FAULT, come_first, copier, fill, planner, stranger
 from simulation.defects import Defects
 from simulation.host import Host
 from simulation.invariants import Invariants
+from simulation.log import Log
 from simulation.lua import Engine
-from simulation.network import LATEST_SECONDS, Network, SimulatedConnection
+from simulation.network import LATEST_SECONDS, Network
 from simulation.people import damage, operator, releaser, take_back
 from simulation.plan import Plan
 from simulation.scheduler import BEGINNING, Process, Scheduler
@@ -34,10 +34,6 @@ from simulation.stand_ins import installed
 # What processes of the model log stands in the events, where it is looked for.
 logging.getLogger("rlbuffer").addHandler(logging.NullHandler())
 
-PROGRESS_SECONDS = 10.0
-"""I12: the next step comes within this after the last fault has healed."""
-LAST_SECONDS = 30.0
-"""The same for the end of a run whose data ends: all that is left, step by step."""
 BUSY_CALLS = 30_000
 """Round trips of a seed above which somebody asks without ever waiting: twenty times what seeds need."""
 DRAIN_LOOKS = 20
@@ -91,7 +87,7 @@ class World:
         self.server = Server(lambda: self.scheduler.now + self.clock_ahead, _ENGINE[0])
         self.network = Network(self.scheduler, self.server, plan, self.dice)
         self.invariants = Invariants(self.server, self.network, RUN)
-        self._log: deque[Any] = deque(maxlen=keep_log)
+        self._log = Log(self.scheduler, self.invariants.script_of, keep_log)
         self.sentence = ""
         """What the batcher says that it waits for."""
         self.is_over = False
@@ -113,8 +109,7 @@ class World:
             check(commands, replies)
             if self.network.calls > BUSY_CALLS:
                 self.invariants.fail("end", f"more than {BUSY_CALLS} round trips; the last is {self.network.sender}'s")
-            now, number = self.scheduler.now, self.invariants.events
-            self._log.append((now, number, self.network.sender, commands, replies[0]))
+            self._log.add(self.network.sender, commands, number=self.invariants.events, reply=replies[0])
 
         self.server.on_event = logged
         self.network.on_fault = self._fault
@@ -122,7 +117,7 @@ class World:
 
         def before(commands: Sequence[Command]) -> None:
             if commands[0][0] == b"EVALSHA" and commands[0][1] in self.server.scripts:
-                name = self.invariants._script(commands[0])
+                name = self.invariants.script_of(commands[0])
                 come_first(self, name, commands[0])
                 defects.before(name, commands[0])
 
@@ -140,8 +135,7 @@ class World:
                 self._begin()
                 self._run(self.plan.fault_seconds + (AFTER_LOSS_SECONDS if self.plan.rollback else 0.0))
                 self._heal()
-                self._progress()
-                self._verify()
+                self._judge()
             finally:
                 self._end()
         return Result(
@@ -153,12 +147,12 @@ class World:
             steps=max(self.invariants.digests, default=0),
             plan=self.plan.describe(),
             branches=_ENGINE[0].entered(),
-            log=tuple(self._line(item) for item in self._log) if self.invariants.violation or self._keep_all else (),
+            log=self._log.lines() if self.invariants.violation or self._keep_all else (),
         )
 
     def note(self, sentence: str) -> None:
         """A line of the log that is no event of the server."""
-        self._log.append((self.scheduler.now, 0, sentence, (), None))
+        self._log.add(sentence)
 
     # -- course ----------------------------------------------------------------------------------------------------
     def _begin(self) -> None:
@@ -230,72 +224,16 @@ class World:
         if self.server.data and Keys(RUN).meta.encode() not in self.server.data:
             self.reset()
 
-    def _progress(self) -> None:
-        """Two more steps, each within the time allowed; what stands still meanwhile wakes up in it. Where the data ends
-        the run does, too."""
+    def _judge(self) -> None:
         if self.plan.ends or self.plan.said:
-            self._to_the_end()
-            return
-        for _ in range(2):
-            target = self.trainer.trained + 1
-            done = self.scheduler.run(
-                lambda target=target: bool(self.invariants.violation) or self.trainer.trained >= target,
-                self.scheduler.now + PROGRESS_SECONDS,
-            )
-            if not done:
-                self.invariants.fail(
-                    "I12", f"step {target} is not trained after {PROGRESS_SECONDS:g} s: {self.sentence}"
-                )
-
-    def _to_the_end(self) -> None:
-        store = RedisStore(SimulatedConnection(self.network, Process("looks")), RUN)
-        meta, pool = Keys(RUN).meta.encode(), Keys(RUN).pool.encode()
-
-        def has_ended() -> bool:
-            pushes, facts = self.server.data.get(pool), self.server.data.get(meta) or {}
-            return facts.get(b"ended", b"") == facts.get(b"step") and not (pushes and pushes.entries)
-
-        def wait_for_end() -> None:
-            deadline = self.scheduler.now + LAST_SECONDS
-            if not self.scheduler.run(lambda: bool(self.invariants.violation) or has_ended(), deadline):
-                self.invariants.fail("I12", f"the run has not ended after {LAST_SECONDS:g} s: {self.sentence}")
-            elif not self.invariants.violation:
-                sources = store.sources()
-                # A stranger may have put a ticket out since the leader looked; workers get none of an env that is done.
-                others = sources.open - (set(sources.ends) if self.plan.strangers else set())
-                # An env that nobody has pushed to may be unknown: the run ends over the others.
-                if (
-                    not sources.done | sources.ends.keys() >= {"a", "b"} & store.ledger().envs.keys()
-                    or others
-                    or store.trainer().trained < store.meta().step
-                ):
-                    self.invariants.fail("end", f"the run has ended, and {sources} is not")
-
-        wait_for_end()
-        if self.plan.said and not self.invariants.violation:
-            late = self.host.start("operator who pushes", partial(push_more, self.host), lambda process: None)
-            self.scheduler.run(lambda: late.is_dead or bool(self.invariants.pool), self.scheduler.now + LAST_SECONDS)
-            wait_for_end()
-
-    def _verify(self) -> None:
+            verdict.ends(self.host)
+        else:
+            verdict.goes_on(self.trainer, self)
         if self.invariants.violation:
             return
         # What was on its way late arrives first.
         self._run(max(0.0, self._healed + LATEST_SECONDS + 0.1 - self.scheduler.now))
-        for failure in self.scheduler.failures:
-            self.invariants.fail("end", failure)
-        if self.invariants.violation:
-            return
-        store = RedisStore(SimulatedConnection(self.network, Process("verify")), RUN)
-        store.meta()
-        for finding in store.verify().findings:
-            if any(key.decode() in finding.message for key, _ in self.invariants.damaged):
-                continue  # it names what chance has changed, as it must
-            if self.plan.strangers and finding.invariant in ("I10", "I13"):
-                continue  # likewise: what nobody has counted as pushed, what is no ticket,
-            if any(f"pending push {ms}-{place}:" in finding.message for ms, place in self.invariants.strange):
-                continue  # and an entry that looks well, but has no payload
-            self.invariants.fail(f"verify {finding.invariant}", finding.message)
+        verdict.is_sound(self)
 
     def _end(self) -> None:
         """Ends every process, so that nothing is left hanging in the middle of real code."""
@@ -394,7 +332,7 @@ class World:
 
     def ends_untold(self, step: int) -> bool:
         """True when a trainer ends before it reports a step that the server has lost: nobody learns of it."""
-        here = self.invariants._field(self.invariants.keys.meta, b"step")
+        here = self.invariants.field(self.invariants.keys.meta, b"step")
         resumes_here = max(self.trainer.checkpoints, default=0) <= here < step
         if not resumes_here or self.network.is_healed or self.dice.random() < 0.6:
             return False
@@ -412,41 +350,15 @@ class World:
             self.server.restart()  # scripts are of one server
 
     def _fault(self, process: Process, fault: str, commands: Sequence[Command]) -> None:
-        self._log.append((self.scheduler.now, 0, f"{process.name}: {fault}, at", commands, None))
+        self._log.add(f"{process.name}: {fault}, at", commands)
         if fault == "stopped" and process.name.startswith("rank"):
             self.trainer.stopped(process)
 
     def _moment(self, what: str) -> None:
         """Something after which a trainer should write a checkpoint: some end before they do."""
-        job, retired = self.trainer.job, self.invariants._field(self.invariants.keys.meta, b"retired")
+        job, retired = self.trainer.job, self.invariants.field(self.invariants.keys.meta, b"retired")
         needs_one = what == "a recovery" and max(self.trainer.checkpoints, default=0) < retired
         if not self.network.is_healed and job is not None and self.dice.random() < (0.9 if needs_one else 0.4):
             self.note(f"{what}: the trainer is killed")
             seconds = self.dice.uniform(0.0, 0.05 if needs_one else 0.3)
             self.scheduler.after(seconds, partial(self.trainer.die, job))
-
-    # -- log -------------------------------------------------------------------------------------------------------
-    def _line(self, item: Any) -> str:
-        now, number, who, commands, reply = item
-        time, words = f"{now - BEGINNING:9.4f} s", self._words(commands)
-        if not number:
-            return f"{time}         {who} {words}"
-        answer = repr(reply)
-        return f"{time} #{number:<6} {who}: {words} -> {answer[:80]}{'...' if len(answer) > 80 else ''}"
-
-    def _words(self, commands: Sequence[Command]) -> str:
-        shown = []
-        for command in commands[:3]:
-            name = command[0].decode()
-            if name == "EVALSHA":
-                script = self.invariants._script(command)
-                args = command[3 + int(command[2]) :]
-                shown.append(f"{script} {' '.join(_short(a) for a in args[:8])}")
-            else:
-                shown.append(f"{name} {' '.join(_short(a) for a in command[1:6])}")
-        return "; ".join(shown) + (f" and {len(commands) - 3} more" if len(commands) > 3 else "")
-
-
-def _short(value: bytes) -> str:
-    text = value.decode(errors="replace") if value.isascii() else f"<{len(value)} bytes>"
-    return text if len(text) <= 36 else f"{text[:33]}..."

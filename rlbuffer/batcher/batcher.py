@@ -26,19 +26,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlbuffer.batcher import adapters, allowances, budget, closing, explaining, step_plan
-from rlbuffer.batcher.groups import GroupState
 from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.batcher.pool_index import Pool
-from rlbuffer.batcher.selection import Ended, Limits, Trial, select
+from rlbuffer.batcher.selection import Limits, Trial, select
 from rlbuffer.batcher.situation import Situation
 from rlbuffer.batcher.spillover import Patience
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.states import ClosedBy, Reason
-from rlbuffer.records.step_plan import Decision, Drop, Plan, StepPlan
+from rlbuffer.records.step_plan import Decision, Drop, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,81 +217,38 @@ class Batcher:
             ConfigError: the user's selector or estimator failed.
         """
         pool, patience, known = self._pool, self._patience, self._known
-        pool.advance(now, step, forgets=not any(known.adapters.accounts), done=known.done & known.said)
-        self._waits_since = min(self._waits_since, pool.now)  # no step waits for a clock that was set back
-        pool.sweep_future(lambda adapter: known.own_step(adapter, step))
-        for env in list(pool.envs):
-            for adapter in list(pool.envs[env].lanes):
-                if not known.lags(env, adapter, step):
-                    pool.sweep_stale(env, known.own_step(adapter, step), adapter)
-        if self._selector is not None:
-            pool.rank(self._selector, rng)
+        self._let_go_what_is_over(step, now, rng)
         limits = known.limits(world_size)
         fractions = known.fractions(step)
         patience.judge(pool.now, [env for env in fractions if budget.has_budget(self._config, env)])
         while True:
-            trial = self._select(step, limits, fractions)
-            for group in trial.surplus:
-                pool.drop_flat(group)
-            known.short = frozenset(trial.short)
-            awaited = allowances.wanted(known, trial, step)
-            patience.looked(
-                pool.now,
-                short=[env for env in trial.short + trial.lent if not known.env_lags(env, step)],
-                awaited=[env for env in awaited if not known.env_lags(env, step)],
-            )
-            closed_step = self._close(trial, limits, world_size) or self._close_rest(
-                step, limits, fractions, world_size
-            )
-            if closed_step is None:
+            trial, awaited = self._look(step, limits, fractions)
+            closed = closing.close(trial, known, limits, world_size)
+            closed = closed or self._close_rest(step, limits, fractions, world_size)
+            if closed is None:
                 break
-            laid_out = _laid_out(closed_step[0], closed_step[2])
-            advantages, untrainable = step_plan.advantages_of(laid_out, self._config, self._estimators)
+            advantages, untrainable = step_plan.advantages_of(closed.laid_out, self._config, self._estimators)
             for group, why in untrainable:  # nobody can train them: the step is made of others
                 pool.drop(group, Reason.INVALID, why)
             if untrainable:
                 continue
-            if closed_step[2] not in (ClosedBy.TIMEOUT, ClosedBy.END) or step_plan.teaches(closed_step[0], advantages):
+            if closed.closed_by not in (ClosedBy.TIMEOUT, ClosedBy.END) or step_plan.teaches(closed.groups, advantages):
                 break
-            # It would only move the learning rate: it waits on, or goes when there is nothing to wait for.
-            if closed_step[2] is ClosedBy.TIMEOUT:
-                closed_step = None
-                break
-            fresh = [group for group in closed_step[0] if not group.used]
-            for group in fresh:
-                pool.drop(group, Reason.FLAT, "nothing more comes, and no rollout of what is left has an advantage")
-            if not fresh:  # nothing would be left out of the next look
-                closed_step = None
+            if not self._drop_flat_rest(closed):
+                closed = None
                 break
         drops = tuple(pool.drops.values())
-        if closed_step is None:
-            self._decided = None
-            return Decision(
-                plan=None,
-                state=self._state(self._step, self._at, known.accounts, known.adapters),
-                drops=drops,
-                waiting=explaining.sentence(known, step, trial, limits, fractions),
-                allowances=allowances.allow(known, step, limits, awaited=awaited),
-                dead=patience.dead(pool.now),
-                is_over=known.is_over,
-            )
-        groups, plan, closed_by = closed_step
-        sizes = [(g.env, g.tokens, g.rollouts) for g in groups]
-        accounts = budget.settle(known.accounts, sizes, fractions, self._config.unit)
-        accounted, progress = known.adapters.settle(step, groups, self._config, known.published)
-        progress, asked = adapters.asking(progress, known.published, known.youngest_limit, step)
-        laid_out = _laid_out(groups, closed_by)
-        composed = step_plan.step_plan(step, laid_out, advantages, plan, closed_by, self._config, progress)
-        self._decided = _Decided(step, composed.group_ids, accounts, accounted, pool.now)
-        known.short = frozenset()
-        after = replace(known, accounts=accounts, adapters=accounted)
+        if closed is not None:
+            return self._plan(step, closed, advantages, fractions, limits, drops)
+        self._decided = None
         return Decision(
-            plan=composed,
-            state=self._state(step, pool.now, accounts, accounted),
+            plan=None,
+            state=self._state(self._step, self._at, known.accounts, known.adapters),
             drops=drops,
-            allowances=allowances.allow(after, step + 1, limits, taken=groups),
-            waiting_for_version=asked,
+            waiting=explaining.sentence(known, step, trial, limits, fractions),
+            allowances=allowances.allow(known, step, limits, awaited=awaited),
             dead=patience.dead(pool.now),
+            is_over=known.is_over,
         )
 
     def allowances(
@@ -319,6 +276,34 @@ class Batcher:
         state = budget.dump(accounts) | adapted.dump() | {"step": step}
         return state | {"at": at} if math.isfinite(at) else state
 
+    def _let_go_what_is_over(self, step: int, now: float, rng: np.random.Generator) -> None:
+        """Drops or closes what time and age have overtaken, and ranks what became ready."""
+        pool, known = self._pool, self._known
+        pool.advance(now, step, forgets=not any(known.adapters.accounts), done=known.done & known.said)
+        self._waits_since = min(self._waits_since, pool.now)  # no step waits for a clock that was set back
+        pool.sweep_future(lambda adapter: known.own_step(adapter, step))
+        for env in list(pool.envs):
+            for adapter in list(pool.envs[env].lanes):
+                if not known.lags(env, adapter, step):
+                    pool.sweep_stale(env, known.own_step(adapter, step), adapter)
+        if self._selector is not None:
+            pool.rank(self._selector, rng)
+
+    def _look(self, step: int, limits: Limits, fractions: Mapping[str, float]) -> tuple[Trial, Collection[str]]:
+        """One trial, what it teaches about who is waited for, and the envs that need at least one ticket."""
+        known, pool = self._known, self._pool
+        trial = self._select(step, limits, fractions)
+        for group in trial.surplus:
+            pool.drop_flat(group)
+        known.short = frozenset(trial.short)
+        awaited = allowances.wanted(known, trial, step)
+        self._patience.looked(
+            pool.now,
+            short=[env for env in trial.short + trial.lent if not known.env_lags(env, step)],
+            awaited=[env for env in awaited if not known.env_lags(env, step)],
+        )
+        return trial, awaited
+
     def _select(self, step: int, limits: Limits, fractions: Mapping[str, float], *, waits: bool = True) -> Trial:
         """One trial; unless it `waits`, no env is waited for, and the others fill its place."""
         config, known = self._config, self._known
@@ -339,54 +324,9 @@ class Batcher:
             overdue=self._patience.overdue(self._pool.now),
         )
 
-    def _close(
-        self, trial: Trial, limits: Limits, world_size: int
-    ) -> tuple[Sequence[GroupState], Plan, ClosedBy] | None:
-        """The groups of the step, their plan and what closed it; None when the step stays open."""
-        groups = trial.groups
-        micro_steps = self._config.micro_batches_per_rank
-
-        def planner(some: Sequence[GroupState]) -> Plan:
-            return step_plan.plan_groups(some, self._config, world_size)
-
-        if trial.ended == Ended.COUNT:
-            closed_by = ClosedBy.GROUPS if limits.groups is not None else ClosedBy.ROLLOUTS
-            return groups, planner(_laid_out(groups, closed_by)), closed_by
-        if groups and trial.ended == Ended.SHORT and self._patience.may_close(self._pool.now, trial.short):
-            return *self._as_it_is(groups, limits, world_size), ClosedBy.PARTIAL
-        if not limits.by_rows:
-            return None
-        is_full = trial.ended == Ended.FULL
-        if not is_full and trial.balanced:
-            plan = planner(groups[: trial.balanced])
-            if plan.micro_steps <= micro_steps:
-                return groups[: trial.balanced], plan, ClosedBy.FILL
-            is_full = True
-        # Any packing leaves at most one row of an adapter less than half full: below that there is always room.
-        kinds = len({group.adapter for group in groups})
-        if not is_full and 2 * trial.tokens > (limits.rows + 1 - kinds) * limits.row_tokens:
-            is_full = closing.needs_more_rows(groups, limits.row_tokens, limits.rows)
-        if not is_full:
-            return None
-        count, plan = closing.longest_fit(groups, planner, micro_steps)
-        return groups[:count], plan, ClosedBy.CAPACITY
-
-    def _as_it_is(
-        self, groups: Sequence[GroupState], limits: Limits, world_size: int
-    ) -> tuple[Sequence[GroupState], Plan]:
-        """The first of these groups, as many as the step holds, and their plan."""
-
-        def planner(some: Sequence[GroupState]) -> Plan:
-            return step_plan.plan_groups(some, self._config, world_size)
-
-        if not limits.by_rows:
-            return groups, planner(groups)
-        count, plan = closing.longest_fit(groups, planner, self._config.micro_batches_per_rank)
-        return groups[:count], plan
-
     def _close_rest(
         self, step: int, limits: Limits, fractions: Mapping[str, float], world_size: int
-    ) -> tuple[Sequence[GroupState], Plan, ClosedBy] | None:
+    ) -> closing.Closed | None:
         """Closes a step with what is ready when it is not waited for any longer: `fill_timeout_seconds` are over, or
         nothing more comes."""
         known, timeout, now = self._known, self._config.fill_timeout_seconds, self._pool.now
@@ -396,15 +336,48 @@ class Batcher:
         groups = self._select(step, limits, fractions, waits=False).groups
         fresh = [group.pushed for group in groups if not group.used]
         if fresh and (is_last or (timeout is not None and now - min(fresh) >= timeout)):
-            return *self._as_it_is(groups, limits, world_size), ClosedBy.END if is_last else ClosedBy.TIMEOUT
+            closed_by = ClosedBy.END if is_last else ClosedBy.TIMEOUT
+            return closing.close_as_it_is(groups, known, limits, world_size, closed_by)
         if is_last:
             self._pool.let_go(paused=known.paused)
         return None
 
+    def _drop_flat_rest(self, closed: closing.Closed) -> bool:
+        """The last step would only move the learning rate: it waits on, or goes when there is nothing to wait for.
 
-def _laid_out(groups: Sequence[GroupState], closed_by: ClosedBy) -> Sequence[GroupState]:
-    """The groups as a step holds them: by name where their number closes it, so that the same groups are the same step,
-    in whatever order they came; else in the order of selection, of which a step is the beginning."""
-    if not closed_by.is_counted:
-        return groups
-    return sorted(groups, key=lambda group: (group.env, len(group.group_id), group.group_id))
+        -> True when groups went, and another look may find a step.
+        """
+        fresh = [group for group in closed.groups if not group.used and closed.closed_by is not ClosedBy.TIMEOUT]
+        for group in fresh:
+            self._pool.drop(group, Reason.FLAT, "nothing more comes, and no rollout of what is left has an advantage")
+        return bool(fresh)
+
+    def _plan(
+        self,
+        step: int,
+        closed: closing.Closed,
+        advantages: NDArray[np.float32],
+        fractions: Mapping[str, float],
+        limits: Limits,
+        drops: tuple[Drop, ...],
+    ) -> Decision:
+        """The decision to commit a step, and the accounts as they will be then."""
+        known, now, groups = self._known, self._pool.now, closed.groups
+        sizes = [(g.env, g.tokens, g.rollouts) for g in groups]
+        accounts = budget.settle(known.accounts, sizes, fractions, self._config.unit)
+        accounted, progress = known.adapters.settle(step, groups, self._config, known.published)
+        progress, asked = adapters.asking(progress, known.published, known.youngest_limit, step)
+        plan = step_plan.step_plan(
+            step, closed.laid_out, advantages, closed.plan, closed.closed_by, self._config, progress
+        )
+        self._decided = _Decided(step, plan.group_ids, accounts, accounted, now)
+        known.short = frozenset()
+        after = replace(known, accounts=accounts, adapters=accounted)
+        return Decision(
+            plan=plan,
+            state=self._state(step, now, accounts, accounted),
+            drops=drops,
+            allowances=allowances.allow(after, step + 1, limits, taken=groups),
+            waiting_for_version=asked,
+            dead=self._patience.dead(now),
+        )

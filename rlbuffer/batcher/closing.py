@@ -1,4 +1,4 @@
-"""The number of selected groups that fit into a step's rows.
+"""Closes a step on a selection, with as many of the selected groups as fit into its rows.
 
 The token sum bounds the step from above and costs nothing; one call of the planner settles it; where rows fragment, one
 group is given back, and only then is the prefix searched. Closing before the group that needs another level fills
@@ -8,15 +8,81 @@ group is given back, and only then is the prefix searched. Closing before the gr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.batcher.groups import GroupState
+from rlbuffer.batcher.selection import Ended, Limits, Trial
+from rlbuffer.batcher.situation import Situation
+from rlbuffer.batcher.step_plan import plan_groups
 from rlbuffer.packing.planner import fewest_rows
+from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_plan import Plan
 
 Planner = Callable[[Sequence[GroupState]], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A step that takes no more groups."""
+
+    groups: Sequence[GroupState]
+    """In the order of selection."""
+    plan: Plan
+    closed_by: ClosedBy
+
+    @property
+    def laid_out(self) -> Sequence[GroupState]:
+        """The groups as the step holds them."""
+        return _laid_out(self.groups, self.closed_by)
+
+
+def close(trial: Trial, known: Situation, limits: Limits, world_size: int) -> Closed | None:
+    """The step that a trial fills; None when it stays open."""
+    groups, config = trial.groups, known.config
+    if trial.ended is Ended.COUNT:
+        closed_by = ClosedBy.GROUPS if limits.groups is not None else ClosedBy.ROLLOUTS
+        return Closed(groups, plan_groups(_laid_out(groups, closed_by), config, world_size), closed_by)
+    if groups and trial.ended is Ended.SHORT and known.patience.may_close(known.pool.now, trial.short):
+        return close_as_it_is(groups, known, limits, world_size, ClosedBy.PARTIAL)
+    if not limits.by_rows:
+        return None
+    is_full = trial.ended is Ended.FULL
+    if not is_full and trial.balanced:
+        plan = plan_groups(groups[: trial.balanced], config, world_size)
+        if plan.micro_steps <= config.micro_batches_per_rank:
+            return Closed(groups[: trial.balanced], plan, ClosedBy.FILL)
+        is_full = True
+    # Any packing leaves at most one row of an adapter less than half full: below that there is always room.
+    kinds = len({group.adapter for group in groups})
+    if not is_full and 2 * trial.tokens > (limits.rows + 1 - kinds) * limits.row_tokens:
+        is_full = needs_more_rows(groups, limits.row_tokens, limits.rows)
+    return close_as_it_is(groups, known, limits, world_size, ClosedBy.CAPACITY) if is_full else None
+
+
+def close_as_it_is(
+    groups: Sequence[GroupState], known: Situation, limits: Limits, world_size: int, closed_by: ClosedBy
+) -> Closed:
+    """The step of as many of these groups as it holds."""
+    config = known.config
+
+    def planner(some: Sequence[GroupState]) -> Plan:
+        return plan_groups(some, config, world_size)
+
+    if not limits.by_rows:
+        return Closed(groups, planner(groups), closed_by)
+    count, plan = longest_fit(groups, planner, config.micro_batches_per_rank)
+    return Closed(groups[:count], plan, closed_by)
+
+
+def _laid_out(groups: Sequence[GroupState], closed_by: ClosedBy) -> Sequence[GroupState]:
+    """The groups as a step holds them: by name where their number closes it, so that the same groups are the same step,
+    in whatever order they came; else in the order of selection, of which a step is the beginning."""
+    if not closed_by.is_counted:
+        return groups
+    return sorted(groups, key=lambda group: (group.env, len(group.group_id), group.group_id))
 
 
 def longest_fit(groups: Sequence[GroupState], planner: Planner, micro_steps: int) -> tuple[int, Plan]:

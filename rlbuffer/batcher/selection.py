@@ -57,6 +57,12 @@ class Limits:
         """The amount that one group adds to it."""
         return 1 if self.groups is not None else group.rollouts if self.rollouts is not None else group.tokens
 
+    def is_reached(self, groups: int, rollouts: int, tokens: int) -> bool:
+        """True when a step of these groups is full."""
+        if self.by_rows:
+            return tokens >= self.tokens
+        return groups == self.groups or (self.rollouts is not None and rollouts >= self.rollouts)
+
 
 class Ended(StrEnum):
     """The rule that ended a trial."""
@@ -91,6 +97,53 @@ class Trial:
     """Envs with a share of which every ready group is selected."""
     balanced: int = 0
     """Longest prefix of `groups` at `close_fill` or more with every env that has a budget within a mean group."""
+
+    def add(self, group: GroupState) -> None:
+        """Selects one more group."""
+        self.groups.append(group)
+        self.tokens += group.tokens
+        self.rollouts += group.rollouts
+
+
+@dataclass(slots=True)
+class _Shares:
+    """The part of a step's limits that its groups take."""
+
+    limits: Limits
+    flat: int = 0
+    used: int = 0
+    rows: int = 0
+    """Rows that its tokens need at least."""
+    over_half: int = 0
+    """Rollouts longer than half a row."""
+    tokens_of: dict[str, int] = field(default_factory=dict)
+    """Adapter -> tokens."""
+
+    def add(self, group: GroupState) -> None:
+        """Counts a group that is selected."""
+        if group.used:
+            self.used += self.limits.amount(group)
+        if self.limits.flat is not None and group.is_flat:
+            self.flat += self.limits.amount(group)
+
+    def is_past_used(self, group: GroupState) -> bool:
+        """True when groups that were trained before would take too much with this one."""
+        return self.used + self.limits.amount(group) > self.limits.used * self.limits.total
+
+    def is_past_flat(self, group: GroupState, share: float) -> bool:
+        """True when flat groups would take more than `share` with this one."""
+        return self.flat + self.limits.amount(group) > share * self.limits.total
+
+    def is_past_rows(self, group: GroupState) -> bool:
+        """Counts a group that goes next; True when no packing puts it into the rows, too."""
+        row = self.limits.row_tokens
+        # Rollouts longer than half a row never share one: they fill a step long before its tokens do.
+        self.over_half += sum(2 * m.info.length > row for m in group.members)
+        # A row holds one adapter: each one's tokens need rows of their own.
+        before = self.tokens_of.get(group.adapter, 0)
+        after = self.tokens_of[group.adapter] = before + group.tokens
+        self.rows += -(-after // row) - -(-before // row)
+        return self.rows > self.limits.rows or self.over_half > self.limits.rows
 
 
 def select(
@@ -129,16 +182,7 @@ def select(
         owed[env] -= size
     waited = [env for env in budgeted if env not in excused]
     least = close_fill * limits.tokens
-    over_half = 0
-    flat = used = least_rows = 0
-    tokens_of: dict[str, int] = {}
-
-    def rows_of(adapter: str, tokens: int) -> int:
-        """Rows that `tokens` more of `adapter` need at least, beyond those that it has."""
-        before = tokens_of.get(adapter, 0)
-        tokens_of[adapter] = before + tokens
-        return -(-(before + tokens) // limits.row_tokens) - -(-before // limits.row_tokens)
-
+    shares = _Shares(limits)
     while True:
         trial.short = _short(heads, owed, means, waited)
         if trial.short:
@@ -149,49 +193,40 @@ def select(
             trial.ended = Ended.EMPTY
             break
         env = group.env
-        amount = limits.amount(group)
-        if group.used and used + amount > limits.used * limits.total:
+        if group.used and shares.is_past_used(group):
             heads[env] = None  # all that come after it were used, too
             continue
-        is_flat = limits.flat is not None and group.is_flat
-        if limits.flat is not None and is_flat and flat + amount > limits.flat * limits.total:
+        if limits.flat is not None and group.is_flat and shares.is_past_flat(group, limits.flat):
             trial.surplus.append(group)
             candidates[env].skip()
             heads[env] = candidates[env].head
             continue
-        if limits.by_rows:
-            # Rollouts longer than half a row never share one: they fill a step long before its tokens do.
-            over_half += sum(2 * m.info.length > limits.row_tokens for m in group.members)
-            # A row holds one adapter: each one's tokens need rows of their own.
-            least_rows += rows_of(group.adapter, group.tokens)
-            if trial.groups and (least_rows > limits.rows or over_half > limits.rows):
-                trial.ended = Ended.FULL
-                break
-        flat += amount * is_flat
-        used += amount * bool(group.used)
-        trial.groups.append(group)
-        trial.tokens += group.tokens
-        trial.rollouts += group.rollouts
+        if limits.by_rows and shares.is_past_rows(group) and trial.groups:
+            trial.ended = Ended.FULL
+            break
+        shares.add(group)
+        trial.add(group)
         charge(owed, fractions, env, size_of(unit, tokens=group.tokens, rollouts=group.rollouts))
         candidates[env].take()
         heads[env] = candidates[env].head
-        if len(trial.groups) == limits.groups or (limits.rollouts is not None and trial.rollouts >= limits.rollouts):
-            trial.ended = Ended.COUNT
-            break
-        if limits.by_rows and trial.tokens >= limits.tokens:
-            trial.ended = Ended.FULL
+        if limits.is_reached(len(trial.groups), trial.rollouts, trial.tokens):
+            trial.ended = Ended.FULL if limits.by_rows else Ended.COUNT
             break
         if limits.by_rows and trial.tokens >= least and all(owed[e] <= means[e] for e in waited if e in owed):
             trial.balanced = len(trial.groups)
     for env, size in left_out.items():
         owed[env] += size
-    late = _short(heads, owed, means, left_out)
-    trial.short += [env for env in late if env not in trial.short]
-    if late and trial.ended == Ended.EMPTY:
-        trial.ended = Ended.SHORT
+    _name_overdue(trial, _short(heads, owed, means, left_out))
     trial.lent = _short(heads, owed, means, [env for env in budgeted if env in excused])
     trial.exhausted = [env for env, head in heads.items() if head is None]
     return trial
+
+
+def _name_overdue(trial: Trial, late: Collection[str]) -> None:
+    """Envs that are overdue are short, too; a step that would be empty without them is short."""
+    trial.short += [env for env in late if env not in trial.short]
+    if late and trial.ended is Ended.EMPTY:
+        trial.ended = Ended.SHORT
 
 
 def _next(

@@ -10,8 +10,9 @@ from itertools import chain
 from rlbuffer.batcher import budget
 from rlbuffer.batcher.adapters import AdapterAccounts, Queue
 from rlbuffer.batcher.age import oldest_version
+from rlbuffer.batcher.env_pool import EnvPool, Lane
 from rlbuffer.batcher.groups import GroupState
-from rlbuffer.batcher.pool_index import EnvPool, Lane, Pool
+from rlbuffer.batcher.pool_index import Pool
 from rlbuffer.batcher.selection import Limits
 from rlbuffer.batcher.spillover import Patience
 from rlbuffer.config.batcher import BatcherConfig

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.views import GroupDetail, GroupView, StepView, find_group, list_groups, view_step
-from rlbuffer.client.writer import Writer
+from rlbuffer.client.writer import Terms, Writer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.refusal import refusal
 from rlbuffer.config.settings import RunSettings
@@ -192,9 +192,7 @@ class Buffer:
             incarnation=incarnation,
             patience_seconds=patience_seconds,
             on_retry=on_retry,
-            config=self.settings.batcher,
-            ticket_seconds=ticket_seconds,
-            section=section,
+            terms=Terms(config=self.settings.batcher, ticket_seconds=ticket_seconds, section=section),
         )
 
     def reader(

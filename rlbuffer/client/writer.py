@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from rlbuffer.client.refusals import LongWait
@@ -49,6 +50,18 @@ FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.05, 2.0
 _RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The settings that a writer works under."""
+
+    config: BatcherConfig | None = None
+    """The batcher's, where the run says none: whether rollouts longer than a row are cut."""
+    ticket_seconds: float | None = None
+    """Seconds that tickets stay out without renewal; None: the usual time."""
+    section: str = ""
+    """The ``[worker.NAME]`` that it was started for."""
+
+
 class Writer:
     """Pushes groups into the buffer. Made by :meth:`rlbuffer.client.buffer.Buffer.writer`; safe from several
     threads."""
@@ -62,9 +75,7 @@ class Writer:
         incarnation: str | None = None,
         patience_seconds: float = 300.0,
         on_retry: Callable[[RlbufferError], None] | None = None,
-        config: BatcherConfig | None = None,
-        ticket_seconds: float | None = None,
-        section: str = "",
+        terms: Terms | None = None,
     ) -> None:
         self._store = store
         self.worker = worker
@@ -73,10 +84,11 @@ class Writer:
         self._epoch = epoch
         self._patience = patience_seconds
         self._on_retry = on_retry
-        self._config = config
-        self.ticket_seconds = TICKET_SECONDS if ticket_seconds is None else ticket_seconds
+        terms = terms or Terms()
+        self._config = terms.config
+        self.ticket_seconds = TICKET_SECONDS if terms.ticket_seconds is None else terms.ticket_seconds
         """How long tickets stay out without renewal."""
-        self._section = section
+        self._section = terms.section
         self._limit: int | None = None
         """Tokens that a longer rollout is cut to; None: it is left to the batcher."""
         self._limit_at = float("-inf")

@@ -1,14 +1,13 @@
-"""Settings that are each fine and together can never make a batch, or hardly what was meant."""
+"""Settings that are each fine and together can never make a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from rlbuffer.config.fractions import budgets_at
-from rlbuffer.config.gpus import GPU_VARIABLE, shared_gpus
+from rlbuffer.config.gpus import GPU_VARIABLE
 from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, steps_at_once
+from rlbuffer.config.mistakes import Mistake, Places, never, placed
 from rlbuffer.config.sampling import LEAST_TEMPERATURE
 from rlbuffer.config.settings import (
     RunSettings,
@@ -19,23 +18,10 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.narration.nearest import nearest
 from rlbuffer.records.columns import COLUMN_NAME, REQUIRED_COLUMNS
 
-Places = Callable[..., str]
-"""Names of settings -> where they came from."""
 BOUNDS = (("mask_low", "mask_high"), ("sequence_low", "sequence_high"), ("cov_low", "cov_high"))
 """Settings of the trainer, the lower one first."""
-LATE = 2**53
-"""A step after every schedule of budgets has ended."""
 NOWHERE = ("0.0.0.0", "::")
 """Addresses to listen at, and not to ask."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mistake:
-    """Something that cannot work, as one text with its place."""
-
-    text: str
-    settings: tuple[str, ...]
-    """The settings that make it."""
 
 
 def together(settings: RunSettings, places: Places) -> Iterator[Mistake]:
@@ -53,21 +39,8 @@ def together(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     yield from _deterministic(settings, places)
 
 
-def doubts(settings: RunSettings, places: Places) -> tuple[str, ...]:
-    """A sentence for each combination that works, but hardly as meant."""
-    return tuple(_doubts(settings, places))
-
-
 Checks = Callable[[RunSettings, Places, Path | None], Iterator[Mistake]]
 """Further checks: of (settings, where they came from, their file)."""
-
-
-def placed(error: ConfigError, places: Places, setting: str = "") -> Mistake:
-    """A refusal as a mistake of `setting`, or of the one that it names."""
-    name = shown = setting or error.setting
-    while (place := places(shown)) == "default" and "." in shown:
-        shown = shown.rpartition(".")[0]  # what is missing stands nowhere: where it should
-    return Mistake(str(error) if place == "default" else f"{place}  {error}", (name,))
 
 
 def _nucleus(settings: RunSettings, places: Places) -> Iterator[Mistake]:
@@ -120,10 +93,6 @@ def _deterministic(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     wrong += [(f"eval.{name}", f"eval.{name} must go: it draws from the worker's sampler") for name in settings.eval]
     for name, text in wrong:
         yield Mistake(f"deterministic = true: {text} ({places(name, 'deterministic')}).", (name, "deterministic"))
-
-
-def never(text: str, places: Places, *settings: str) -> Mistake:
-    return Mistake(f"these settings can never make a batch: {text} ({places(*settings)}).", settings)
 
 
 def _addresses(settings: RunSettings, places: Places) -> Iterator[Mistake]:
@@ -290,127 +259,3 @@ def _trainer(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 
     for mistake in (*losses.mistakes(settings.trainer.loss), *schedules.mistakes(settings.trainer)):
         yield placed(mistake, places)
-
-
-def _doubts(settings: RunSettings, places: Places) -> list[str]:
-    out = []
-    batcher = settings.batcher
-    oldest = max([batcher.max_age, *(o.max_age for o in batcher.envs.values() if o.max_age is not None)])
-    if batcher.max_uses > oldest + 1:
-        out.append(
-            f"batcher.max_uses = {batcher.max_uses} is never reached: with max_age = {oldest} a group is young enough "
-            f"for {oldest + 1} step{'s' * (oldest > 0)} ({places('batcher.max_uses', 'batcher.max_age')})."
-        )
-    sampled = _sampled(settings)
-    is_known = bool(settings.worker) and None not in sampled
-    for env in settings.batcher.budgets:
-        if is_known and env not in sampled:
-            out.append(
-                f"batcher.budgets.{env}: no worker here samples {env}; steps wait until one elsewhere does "
-                f"({places(f'batcher.budgets.{env}')})."
-            )
-    if settings.batcher.budgets and sum(budgets_at(settings.batcher.budgets, LATE).values()) > 1 - 1e-9:
-        for worker, options in settings.worker.items():
-            env_name = _name_of(options)
-            if env_name is not None and env_name not in settings.batcher.budgets:
-                out.append(
-                    f"worker.{worker} samples {env_name}, which has no budget while the others take all of it: "
-                    f"its groups will never train ({places(f'worker.{worker}.env', 'batcher.budgets')})."
-                )
-    for worker, options in settings.worker.items():
-        if options.temperature != settings.trainer.temperature:
-            out.append(
-                f"worker.{worker}.temperature = {options.temperature:g}, but trainer.temperature = "
-                f"{settings.trainer.temperature:g}: the trainer would compare logprobs of two distributions "
-                f"({places(f'worker.{worker}.temperature', 'trainer.temperature')})."
-            )
-    for worker, options in settings.worker.items():
-        given = {add for s in settings.score.values() if not s.envs or options.env in s.envs for add in s.adds}
-        lacking = [need for need in options.needs if need not in given]
-        if lacking:
-            out.append(
-                f"worker.{worker}.needs: no [score.NAME] section gives {', '.join(lacking)}; its groups wait until a "
-                f"scorer elsewhere does ({places(f'worker.{worker}.needs')})."
-            )
-    planned = batcher.step_groups is None and batcher.step_rollouts is None
-    if planned and settings.trainer.optimizer.updates_per_pass > batcher.micro_batches_per_rank:
-        out.append(
-            f"trainer.optimizer.updates_per_pass = {settings.trainer.optimizer.updates_per_pass}, but a step has "
-            f"{batcher.micro_batches_per_rank} micro-batches on a rank, and an update has at least one "
-            f"({places('trainer.optimizer.updates_per_pass', 'batcher.micro_batches_per_rank')})."
-        )
-    if settings.weights.listen and not settings.weights.url:
-        out.append(
-            f"weights.listen is set and weights.url is not: versions are announced as paths, and nobody will ask the "
-            f"server for them ({places('weights.listen')})."
-        )
-    return out + _more_doubts(settings, places, sampled if is_known else set())
-
-
-def _more_doubts(settings: RunSettings, places: Places, sampled: set[str | None]) -> list[str]:
-    out = []
-    batcher, trainer, weights = settings.batcher, settings.trainer, settings.weights
-    overridden = [(f"batcher.envs.{env}", env) for env in batcher.envs]
-    if batcher.remainder not in ("proportional", "equal"):
-        overridden.append(("batcher.remainder", batcher.remainder))
-    overridden += [(f"score.{name}.envs", env) for name, options in settings.score.items() for env in options.envs]
-    for setting, env in overridden:
-        if sampled and env not in sampled:
-            out.append(f"{setting}: no worker here samples {env}, so it says nothing here ({places(setting)}).")
-    first: dict[str, tuple[str, WorkerSettings]] = {}
-    for worker, options in settings.worker.items():
-        env_name = _name_of(options)
-        other, same = first.setdefault(env_name or f"worker {worker}", (worker, options))
-        if (same.env, same.env_options) != (options.env, options.env_options):
-            out.append(
-                f"worker.{other} and worker.{worker} both sample {env_name}, with other options: a ticket's number is "
-                f"another prompt in each. Give one another name in its env_options "
-                f"({places(f'worker.{worker}.env_options', f'worker.{worker}.env')})."
-            )
-        if options.group_size == 1:
-            out.append(
-                f"worker.{worker}.group_size = 1: advantages compare the rollouts of a group, so all of them are 0 "
-                f"({places(f'worker.{worker}.group_size')})."
-            )
-        if options.max_new_tokens >= batcher.row_tokens and batcher.oversized == "drop":
-            out.append(
-                f"worker.{worker}.max_new_tokens = {options.max_new_tokens}: what is longer than batcher.row_tokens = "
-                f"{batcher.row_tokens} is dropped ({places(f'worker.{worker}.max_new_tokens', 'batcher.row_tokens')})."
-            )
-    kinds = [(f"worker.{n}", o.gpus, o.device) for n, o in settings.worker.items() if o.sampler == "transformers"]
-    for name, gpus, device in [("trainer", trainer.gpus, trainer.device), *kinds]:
-        if gpus and device == "cpu":
-            pair = f"{name}.gpus", f"{name}.device"
-            out.append(f"{name}.gpus = {list(gpus)} does nothing with device = cpu ({places(*pair)}).")
-    optimizer, loss = trainer.optimizer, trainer.loss
-    for setting, value, reader in (
-        ("optimizer.stable", optimizer.stable and optimizer.schedule != "wsd_sqrt", "schedule = wsd_sqrt"),
-        (
-            "optimizer.min_learning_rate",
-            optimizer.min_learning_rate and optimizer.schedule == "constant",
-            "another schedule",
-        ),
-        ("loss.kl_estimator", loss.kl_estimator != "k3" and not loss.kl_beta, "kl_beta above 0"),
-        ("lora", trainer.lora.targets != ("all-linear",) and not trainer.lora.rank, "lora.rank above 0"),
-    ):
-        if value:
-            out.append(f"trainer.{setting} does nothing without {reader} ({places(f'trainer.{setting}')}).")
-    if weights.url and not weights.listen:
-        out.append(
-            f"weights.url is set and weights.listen is not: another server must be there ({places('weights.url')})."
-        )
-    elif weights.relays and not weights.url:
-        out.append(f"weights.relays are asked only for versions with a weights.url ({places('weights.relays')}).")
-    return out + [f"{sentence}: they share its memory." for sentence in shared_gpus(settings)]
-
-
-def _sampled(settings: RunSettings) -> set[str | None]:
-    """Names of the envs that workers here sample; None where one is not known before the env is made."""
-    return {_name_of(options) for options in settings.worker.values()}
-
-
-def _name_of(options: WorkerSettings) -> str | None:
-    named = options.env_options.get("name")
-    if isinstance(named, str) and named:
-        return named
-    return None if ":" in options.env else options.env

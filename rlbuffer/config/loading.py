@@ -21,7 +21,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlbuffer.config.cross_checks import Checks, Mistake, Places, doubts, together
+from rlbuffer.config.cross_checks import Checks, together
+from rlbuffer.config.doubts import doubts
+from rlbuffer.config.mistakes import Mistake, Mistakes, Places, complaint_at, place_of, places_of, with_place
 from rlbuffer.config.sampling import why_not
 from rlbuffer.config.setting_tree import Free, Leaf, Node, Section, children, run_schema
 from rlbuffer.config.settings import RunSettings, WorkerSettings
@@ -92,7 +94,7 @@ def load(
     environ = os.environ if environ is None else environ
     data: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    wrong = _Wrong()
+    wrong = Mistakes()
     schema = run_schema()
     file = _find(config, environ)
     if file is not None:
@@ -118,7 +120,7 @@ def load(
     settings = _validated(data, sources, wrong)
 
     def places(*names: str) -> str:
-        return _places(names, sources)
+        return places_of(names, sources)
 
     for mistake in (*together(settings, places), *checks(settings, places, file)):
         wrong.note(mistake.text, *mistake.settings)
@@ -149,41 +151,7 @@ def folders_of(file: Path | None) -> list[str]:
     return [] if file is None else [str(file.absolute().parent)]
 
 
-class _Wrong:
-    """The mistakes so far."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, str] = {}
-        """Text -> the setting."""
-        self._left_out: set[str] = set()
-
-    def note(self, text: str, *settings: str) -> None:
-        """Takes in a mistake, unless one of its settings was left out: it may only follow from that."""
-        if not any(map(self._is_left_out, settings)):
-            self._found.setdefault(text, settings[0] if settings else "")
-
-    def leave_out(self, *settings: str) -> None:
-        """Nothing more is said of these: their values are not what was meant."""
-        self._left_out |= set(settings)
-
-    def refuse(self) -> None:
-        """Raises ConfigError when there are any."""
-        if not self._found:
-            return
-        texts, first = list(self._found), next(iter(self._found.values()))
-        if len(texts) > 1:
-            lines = "\n".join(f"  {text}".replace("\n", "\n  ") for text in texts)
-            texts = [f"{len(texts)} mistakes in the settings:\n{lines}"]
-        raise ConfigError(texts[0], setting=first)
-
-    def _is_left_out(self, setting: str) -> bool:
-        return any(
-            setting == other or setting.startswith(f"{other}.") or other.startswith(f"{setting}.")
-            for other in self._left_out
-        )
-
-
-def _validated(data: dict[str, Any], sources: Mapping[str, str], wrong: _Wrong) -> RunSettings:
+def _validated(data: dict[str, Any], sources: Mapping[str, str], wrong: Mistakes) -> RunSettings:
     """The settings, what is wrong with them noted and left out."""
     while True:
         if isinstance(data.get("batcher"), dict):
@@ -191,9 +159,9 @@ def _validated(data: dict[str, Any], sources: Mapping[str, str], wrong: _Wrong) 
         try:
             return RunSettings.model_validate(data)
         except ValidationError as error:
-            mistakes = [(_translated(e, sources), tuple(str(part) for part in e["loc"])) for e in error.errors()]
+            mistakes = [(complaint_at(e, sources), tuple(str(part) for part in e["loc"])) for e in error.errors()]
         except ConfigError as error:
-            mistakes = [(_with_place(str(error), place_of(error.setting, sources)), tuple(error.setting.split(".")))]
+            mistakes = [(with_place(str(error), place_of(error.setting, sources)), tuple(error.setting.split(".")))]
         names = [_leave_out(data, path) for _, path in mistakes]
         for (text, path), name in zip(mistakes, names, strict=True):
             wrong.note(text, ".".join(path))
@@ -217,16 +185,6 @@ def _leave_out(data: dict[str, Any], path: tuple[str, ...]) -> str:
     return ".".join(path[: depth + 1])
 
 
-def place_of(name: str, sources: Mapping[str, str]) -> str:
-    """Place of `name`, else of something inside it, else of what it is in; "" when it was never given."""
-    if name in sources:
-        return sources[name]
-    for other, place in sources.items():
-        if other.startswith(f"{name}."):
-            return place
-    return ""
-
-
 # -- file ----------------------------------------------------------------------------------------------------------
 def _find(config: str | Path | None, environ: Mapping[str, str]) -> Path | None:
     if config is not None:
@@ -237,7 +195,7 @@ def _find(config: str | Path | None, environ: Mapping[str, str]) -> Path | None:
     return default if default.is_file() else None
 
 
-def _read(file: Path, schema: Section, sources: dict[str, str], wrong: _Wrong) -> dict[str, Any]:
+def _read(file: Path, schema: Section, sources: dict[str, str], wrong: Mistakes) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
@@ -276,7 +234,7 @@ def _leaf_paths(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator
 
 
 def _known(
-    value: Any, node: Node, path: tuple[str, ...], place: Callable[[tuple[str, ...]], str], wrong: _Wrong
+    value: Any, node: Node, path: tuple[str, ...], place: Callable[[tuple[str, ...]], str], wrong: Mistakes
 ) -> Any:
     """`value` without the settings that there are not; each is noted."""
     if isinstance(node, Free | Leaf):
@@ -322,7 +280,7 @@ def _unknown(path: tuple[str, ...], siblings: list[str]) -> tuple[str, tuple[str
 
 # -- environment -----------------------------------------------------------------------------------------------------
 def _variable(
-    variable: str, text: str, schema: Section, data: Mapping[str, Any], wrong: _Wrong
+    variable: str, text: str, schema: Section, data: Mapping[str, Any], wrong: Mistakes
 ) -> tuple[tuple[str, ...], Any] | None:
     """(path, value) of a variable; None when there is no such one. Names that the user chose are matched with those in
     the file, ignoring case."""
@@ -361,44 +319,6 @@ def _put(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
             inner = data[part] = {}
         data = inner
     data[path[-1]] = value
-
-
-# -- errors ----------------------------------------------------------------------------------------------------------
-MEANING = {"tuple_type": "must be a list", "dict_type": "must be a table", "mapping_type": "must be a table"}
-"""Kind of pydantic's complaints -> what to say in the words of TOML."""
-
-
-def _translated(complaint: Any, sources: Mapping[str, str]) -> str:
-    """One of pydantic's complaints as one line."""
-    name = ".".join(str(part) for part in complaint["loc"])
-    if complaint["type"] == "missing":
-        return _with_place(f"{name} is required", place_of(name.rpartition(".")[0], sources))
-    message = MEANING.get(complaint["type"]) or complaint["msg"].removeprefix("Value error, ")
-    text = f"{name} = {complaint['input']!r}: {message[:1].lower()}{message[1:]}"
-    if name.endswith(".[key]"):
-        name = name.removesuffix(".[key]")
-        text = f"{complaint['loc'][0]}: a name has 1 to 64 of A-Z a-z 0-9 _ . -, got {complaint['input']!r}"
-    place = place_of(name, sources)
-    while not place and "." in name:
-        name = name.rpartition(".")[0]
-        place = place_of(name, sources)
-    return _with_place(text, place)
-
-
-def _with_place(text: str, place: str) -> str:
-    return f"{place}  {text}" if place else text
-
-
-def _places(names: tuple[str, ...], sources: Mapping[str, str]) -> str:
-    """Places of several settings, a repeated file name left out: ``rlbuffer.toml:9, :21``."""
-    out: list[str] = []
-    last = ""
-    for name in names:
-        place = place_of(name, sources) or "default"
-        file, colon, line = place.rpartition(":")
-        out.append(f":{line}" if colon and file == last else place)
-        last = file if colon else ""
-    return ", ".join(out)
 
 
 def _flatten(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -13,6 +13,9 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.narration.nearest import nearest
 
 _T = TypeVar("_T")
+
+MEANING = {"tuple_type": "must be a list", "dict_type": "must be a table", "mapping_type": "must be a table"}
+"""Kind of pydantic's complaints -> what to say in the words of TOML."""
 
 
 def refusing_as_config_error(cls: type[_T]) -> type[_T]:
@@ -44,7 +47,14 @@ def refusal(error: ValidationError, *, section: str = "", names: Sequence[str] =
         near = nearest(str(path[-1]), names) if len(path) == 1 else ""
         hint = f" Did you mean {section}.{near}?" if near else ""
         return ConfigError(f"{setting} is not a setting.{hint}", setting=setting)
-    if first["type"] in ("missing", "missing_argument"):
-        return ConfigError(f"{setting} is required", setting=setting)
-    message = first["msg"].removeprefix("Value error, ")
-    return ConfigError(f"{setting} = {first['input']!r}: {message[:1].lower()}{message[1:]}", setting=setting)
+    return ConfigError(sentence(first, setting), setting=setting)
+
+
+def sentence(complaint: Mapping[str, Any], setting: str) -> str:
+    """One complaint about `setting`, in the words of TOML."""
+    if complaint["type"] in ("missing", "missing_argument"):
+        return f"{setting} is required"
+    if setting.endswith(".[key]"):
+        return f"{complaint['loc'][0]}: a name has 1 to 64 of A-Z a-z 0-9 _ . -, got {complaint['input']!r}"
+    message = MEANING.get(complaint["type"]) or complaint["msg"].removeprefix("Value error, ")
+    return f"{setting} = {complaint['input']!r}: {message[:1].lower()}{message[1:]}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,6 +43,18 @@ TRAINER_SILENT_SECONDS = 10.0
 """A trainer reports every second, also while it waits: after ten of these missed it is called silent."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenure:
+    """The time for which a process leads without a pause: one leadership after the other, while none is cut off."""
+
+    losses: int
+    """The connection's, when it began."""
+    since: float | None = None
+    """Server time when it began; None: with the next leadership."""
+    has_heard: bool = False
+    """The trainer has said in it what it has trained, or is silent: the server's steps are its steps."""
+
+
 class Leadership:
     """Leads a run under one fencing token.
 
@@ -49,12 +62,10 @@ class Leadership:
         store: the run.
         config: what steps are made of.
         teller: says what happens.
-        lease: is renewed while this leads.
-        token: of the lease.
-        asked: what operators had asked for when the config was settled.
+        lease: is renewed while this leads; every move is fenced by its token.
         trainer: the trainer's settings, as far as this process knows them.
-        has_heard: the trainer has already said to this process what it has trained.
-        since: server time since when this process leads without a pause; None: from now on.
+        tenure: what this leadership begins or goes on with.
+        asked: what operators had asked for when the config was settled.
     """
 
     def __init__(
@@ -64,25 +75,21 @@ class Leadership:
         teller: Teller,
         *,
         lease: LeaseKeeper,
-        token: int,
         trainer: TrainerSettings,
+        tenure: Tenure,
         asked: int = 0,
-        has_heard: bool = False,
-        since: float | None = None,
-        losses: int | None = None,
     ) -> None:
         self._store = store
         self._config = config
         self._teller = teller
         self._lease = lease
-        self._token = token
-        self.losses = store.losses() if losses is None else losses
-        """The connection's, when this leadership or the one that it goes on with began."""
-        self._is_first = since is None
-        self.since = store.now() if since is None else since
+        self._token = lease.token
+        self._is_first = tenure.since is None
+        self._losses = tenure.losses
+        self._since = store.now() if tenure.since is None else tenure.since
         self._meta = store.meta()
         self._asked = AskWatch(store, asked, self._meta)
-        self._held = Held(store, config, teller, token=token, since=self.since)
+        self._held = Held(store, config, teller, token=self._token, since=self._since)
         self._scorers = ScorerWatch(store, self._held.batcher)
         self._workers = WorkerWatch(store)
         self._doubts = Doubts(store, teller.emit, self._meta.step)
@@ -98,10 +105,14 @@ class Leadership:
         self._published = float("-inf")
         self._is_idle = False
         """No step can be made of what is here; nor will one be when the trainer goes on."""
-        self.has_heard = has_heard
-        """The trainer has reported since this process leads, or is silent: the server's steps are its steps."""
+        self._has_heard = tenure.has_heard
         self.ended: int | None = None
         """The step after which the run has ended, once it has."""
+
+    @property
+    def tenure(self) -> Tenure:
+        """State that a leadership that follows this one goes on with."""
+        return Tenure(losses=self._losses, since=self._since, has_heard=self._has_heard)
 
     def take_over(self) -> None:
         """Everything comes from the server.
@@ -160,7 +171,7 @@ class Leadership:
         if trainer.number == 0:
             self._say(waiting.NO_TRAINER)
             return
-        if not self.has_heard and not self._hears(trainer):
+        if not self._has_heard and not self._hears(trainer):
             is_silent = (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
             word = waiting.for_word(meta.step, ATTEMPT_SECONDS)
             self._say(self._trainer_sentence(trainer) if is_silent else word)
@@ -225,17 +236,17 @@ class Leadership:
         word: versions may be out there that are not known here, and only the next attempt, or the one that lives, can
         begin another line of them.
         """
-        has_spoken = trainer.seen_ms >= 1000 * self.since or self._store.now() > self.since + ATTEMPT_SECONDS
-        self.has_heard = has_spoken and trainer.server in ("", self._store.server_id())
-        return self.has_heard
+        has_spoken = trainer.seen_ms >= 1000 * self._since or self._store.now() > self._since + ATTEMPT_SECONDS
+        self._has_heard = has_spoken and trainer.server in ("", self._store.server_id())
+        return self._has_heard
 
     def _recover(self, trainer: Attempt) -> None:
         """The trainer has steps that the server lost: the run goes on after them."""
-        self.has_heard = True  # the claim is the trainer's own word
+        self._has_heard = True  # the claim is the trainer's own word
         outcome = self._store.recover(self._token, trainer, self._held.entries())
         if outcome is not None:
             self._teller.emit(RunRecovered(**outcome))
-            self._store.retire(self._token, int(outcome["step"]), since=self.losses)
+            self._store.retire(self._token, int(outcome["step"]), since=self._losses)
 
     def _trainer_sentence(self, trainer: Attempt) -> str:
         if not trainer.seen_ms:
@@ -252,7 +263,7 @@ class Leadership:
         speak again before anything is committed.
         """
         self._lease.check(self._meta.step + 1)
-        if self._store.losses() != self.losses:
+        if self._store.losses() != self._losses:
             raise LeaseLost(f"the server of run {self._store.run!r} was away: everything is read from it again")
 
     def _publish(self, allowances: Mapping[str, int]) -> None:
@@ -268,20 +279,20 @@ class Leadership:
     def _retire(self, trainer: Attempt) -> None:
         up_to = min(trainer.oldest_kept, trainer.trained, self._meta.step)
         if up_to > self._meta.retired:
-            self._store.retire(self._token, up_to, since=self.losses)
+            self._store.retire(self._token, up_to, since=self._losses)
             self._memory.retired(up_to)
             self._meta = self._store.meta()
         if self._held.replaced and time.monotonic() - self._swept > SWEEP_SECONDS:
             # Scored groups have left payloads behind; they must not wait for a checkpoint.
             self._swept, self._held.replaced = time.monotonic(), 0
-            self._store.retire(self._token, self._meta.retired, since=self.losses)
+            self._store.retire(self._token, self._meta.retired, since=self._losses)
         if self._memory.relieve(self._token, trainer, self._meta):
             self._meta = self._store.meta()
 
     def _commit(self, decision: Decision, plan: StepPlan, trainer: Attempt, started: float) -> None:
         used = self._held.of(plan)
         reason = "a payload is missing or of another size than its metadata says"
-        broken = dict.fromkeys(self._store.pin(plan.rollouts, used, since=self.losses), reason)
+        broken = dict.fromkeys(self._store.pin(plan.rollouts, used, since=self._losses), reason)
         if not broken:
             infos = {key: entry.info for key, entry in used.items() if entry.info is not None}
             columns, broken = agree(plan, infos, self._needed)
@@ -298,7 +309,8 @@ class Leadership:
             meta=self._memory.marked(self._meta, trainer),
             state=decision.state,
             waiting_for_version=decision.waiting_for_version,
-            since=self.losses,
+            columns=columns,
+            since=self._losses,
         )
         if status == CommitStatus.GONE:
             self._held.refused(plan, detail)

@@ -41,7 +41,7 @@ class LeaseKeeper:
     def __init__(self, store: Store, owner: str, token: int, *, lease_seconds: float) -> None:
         self._store = store
         self._owner = owner
-        self._token = token
+        self.token = token
         self._lease_seconds = lease_seconds
         self._lost: Exception | None = None
         self._step = 0
@@ -96,7 +96,7 @@ class LeaseKeeper:
 
     def _renew(self) -> None:
         lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)
-        if lease.held and lease.token == self._token and lease.renewed:
+        if lease.held and lease.token == self.token and lease.renewed:
             return
         holder = "nobody else took it" if lease.held else f"{lease.owner} holds it now"
         raise LeaseLost(

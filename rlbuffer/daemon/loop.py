@@ -11,15 +11,14 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable
 
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.daemon.leadership import Leadership
+from rlbuffer.daemon.leadership import Leadership, Tenure
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch
-from rlbuffer.daemon.revisions import Revisions
+from rlbuffer.daemon.revisions import Reread, Revisions
 from rlbuffer.daemon.teller import Emit, Teller
 from rlbuffer.errors import (
     ConfigError,
@@ -55,7 +54,7 @@ class Daemon:
         on_event: called with every event (:mod:`rlbuffer.events.batcher`).
         replace_config: go on with a run that was started with another config.
         follows: go on with the run's config, whatever it is; `config` is for a run that has none.
-        reread: gives the config again; asked when `hangup` is set, which is cleared then.
+        reread: how the config is read again, and when.
         lease_seconds: a leader that is silent for this long may be replaced.
     """
 
@@ -67,8 +66,7 @@ class Daemon:
         on_event: Emit | None = None,
         replace_config: bool = False,
         follows: bool = False,
-        reread: Callable[[], BatcherConfig] | None = None,
-        hangup: threading.Event | None = None,
+        reread: Reread | None = None,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         self._store: Store = buffer.store
@@ -83,7 +81,6 @@ class Daemon:
             accepts=self._check_config,
         )
         self._reread = reread
-        self._hangup = hangup
         self._lease_seconds = lease_seconds
         self._owner = uuid.uuid4().hex  # one per process start: a restarted leader is another leader
         self._token = 0
@@ -114,7 +111,7 @@ class Daemon:
                     with LeaseKeeper(
                         self._store, self._owner, lease.token, lease_seconds=self._lease_seconds
                     ) as keeper:
-                        self._lead(keeper, lease.token, stop)
+                        self._lead(keeper, stop)
             except (ServerUnreachable, ServerRefused, LeaseLost, RunGone) as error:
                 if isinstance(error, RunDamaged) and not self._has_opened:
                     raise  # who starts the batcher must hear it; one that is at work waits for a person
@@ -155,25 +152,22 @@ class Daemon:
             stop.wait(min(0.2, max(0.02, lease.remaining_seconds)))
         return None
 
-    def _lead(self, keeper: LeaseKeeper, token: int, stop: threading.Event) -> None:
+    def _lead(self, keeper: LeaseKeeper, stop: threading.Event) -> None:
         """Leads until stopped. Whatever ends a leadership (a recovery, an operator) leaves nothing of its memory."""
         # Of before the look at the file: a server that starts again after it is another one.
-        has_heard, since, losses = False, None, self._store.losses()
+        tenure = Tenure(losses=self._store.losses())
         self._await_whole_file(keeper, stop)
         while not stop.is_set() and self._ended is None:
             self._is_at_work = False
-            config = self._revisions.settle(token)
+            config = self._revisions.settle(keeper.token)
             leadership = Leadership(
                 self._store,
                 config,
                 self._teller,
                 lease=keeper,
-                token=token,
                 trainer=self._trainer,
+                tenure=tenure,
                 asked=self._revisions.asked,
-                has_heard=has_heard,
-                since=since,
-                losses=losses,
             )
             leadership.take_over()
             self._is_at_work = True
@@ -181,7 +175,7 @@ class Daemon:
             while not stop.is_set() and leadership.turn():
                 self._heed_hangup()
             self._ended = leadership.ended
-            has_heard, since, losses = leadership.has_heard, leadership.since, leadership.losses
+            tenure = leadership.tenure
 
     def _await_whole_file(self, keeper: LeaseKeeper, stop: threading.Event) -> None:
         """Until the server's append-only file cannot hold half a transaction
@@ -213,9 +207,9 @@ class Daemon:
             return None
 
     def _heed_hangup(self) -> None:
-        if self._hangup is not None and self._reread is not None and self._hangup.is_set():
-            self._hangup.clear()
-            self._revisions.reread(self._reread)
+        if self._reread is not None and self._reread.asked.is_set():
+            self._reread.asked.clear()
+            self._revisions.reread(self._reread.read)
 
     def _leave(self) -> None:
         if not self._token:

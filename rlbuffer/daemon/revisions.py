@@ -8,7 +8,9 @@ config apply`, SIGHUP), who leaves it in `meta`, and counts when a leader has ta
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rlbuffer.batcher.ordering import load_selector
@@ -22,6 +24,15 @@ from rlbuffer.store.records import Meta
 
 REVISION_TRIES = 5
 """Times that a re-read config is asked for when others ask at the same moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reread:
+    """A config that is read again when a person asks for it (SIGHUP)."""
+
+    asked: threading.Event
+    """Cleared when the config is read."""
+    read: Callable[[], BatcherConfig]
 
 
 class Revisions:

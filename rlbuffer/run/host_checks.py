@@ -15,8 +15,8 @@ from typing import Any
 
 from rlbuffer.batcher.advantages import ESTIMATORS
 from rlbuffer.config.batcher import ORDERS
-from rlbuffer.config.cross_checks import Mistake, Places, placed
 from rlbuffer.config.dotted import Seen, is_installed, look_up
+from rlbuffer.config.mistakes import Mistake, Places, placed
 from rlbuffer.config.model_checks import (
     EXAMPLE,
     config_of,

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from rlbuffer.config import loading
-from rlbuffer.config.cross_checks import Mistake, Places
 from rlbuffer.config.loading import Loaded, folders_of
+from rlbuffer.config.mistakes import Mistake, Places
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.run.env_checks import with_envs
 from rlbuffer.run.host_checks import Parts, on_host

@@ -136,6 +136,7 @@ def serve(
     """Runs the batcher until `stop` is set; see :class:`rlbuffer.daemon.Daemon` for the options. -> exit code."""
     from rlbuffer.client.buffer import connect
     from rlbuffer.daemon import Daemon
+    from rlbuffer.daemon.revisions import Reread
 
     with connect(settings.redis_url, run=settings.run, config=settings, name="serve", origin=origin) as buffer:
         Daemon(
@@ -144,8 +145,7 @@ def serve(
             on_event=on_event,
             replace_config=replace_config,
             follows=follows,
-            reread=reread,
-            hangup=hangup,
+            reread=Reread(hangup, reread) if hangup is not None and reread is not None else None,
         ).run(stop)
     return 0
 

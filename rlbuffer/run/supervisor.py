@@ -20,10 +20,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from datetime import datetime
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import IO, Any
+from typing import Any
 
 from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.batcher.step_plan import load_estimators
@@ -34,7 +32,10 @@ from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.narration.waiting import at_end
 from rlbuffer.process import forkserver
 from rlbuffer.process.environment import share_cores
+from rlbuffer.process.files import write_whole
 from rlbuffer.run import members, pythons
+from rlbuffer.run.child import Child, send, signal_name
+from rlbuffer.run.run_log import RunLog, Say
 
 CHILD_POLL_SECONDS = 0.1
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.2, 10.0
@@ -49,53 +50,16 @@ CHILD_FRESH_SECONDS = 6.0
 """A rank that has said nothing for longer may be gone."""
 INTERRUPTED = 130
 
-Say = Callable[[str, str], None]
-"""(process name, line)."""
-
-
-@dataclass(slots=True)
-class Child:
-    """One supervised process."""
-
-    name: str
-    start: Callable[[], Any]
-    """Starts it; returns a Popen or a multiprocessing Process."""
-    process: Any = None
-    started: float = 0.0
-    failures: int = 0
-    restart_at: float = 0.0
-    restarts: int = field(default=0)
-    is_finished: bool = False
-    """It has done all that it had to do."""
-    is_forked: bool = True
-    """It comes from the forkserver, which gives none before it has loaded torch."""
-
-    @property
-    def pid(self) -> int:
-        return int(self.process.pid) if self.process is not None else 0
-
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        if self.process is None:
-            return None
-        poll = self.process.poll if isinstance(self.process, subprocess.Popen) else None
-        code = poll() if poll else self.process.exitcode
-        return None if code is None else int(code)
-
 
 class Supervisor:
     """Starts, watches, restarts and drains the processes of one run."""
 
     def __init__(self, settings: RunSettings, *, say: Say, origin: str = "") -> None:
         self.settings = settings
-        self._tell = say
+        self.log = RunLog(settings.run_dir / "run.log", say)
         self._origin = origin
         self._json = to_json(settings)
         self._context: ForkServerContext | None = None
-        self._log: IO[str] | None = None
-        self._log_lock = threading.Lock()
-        self._log_is_broken = False
-        self._readers: list[threading.Thread] = []
         self._is_warm = threading.Event()
         self._seen: dict[str, int] = {}
         """Pids that this process did not start: the embedded server, the ranks."""
@@ -120,8 +84,7 @@ class Supervisor:
         # The batcher would refuse them as well, when the run is begun already.
         load_selector(settings.batcher)
         load_estimators(settings.batcher)
-        settings.run_dir.mkdir(parents=True, exist_ok=True)
-        self._log = (settings.run_dir / "run.log").open("a", encoding="utf-8")
+        self.log.open()
         replicas = [w.replicas for w in settings.worker.values()] + [s.replicas for s in settings.score.values()]
         share_cores(settings.trainer.world_size + sum(replicas))
         try:
@@ -133,7 +96,9 @@ class Supervisor:
                 buffer.store.open_run()
                 buffer.store.expect(settings.worker)
                 server = buffer.store.server()
-                self.say("run", f"run {settings.run!r} on {server['name']} {server['version']} at {server['address']}")
+                self.log.say(
+                    "run", f"run {settings.run!r} on {server['name']} {server['version']} at {server['address']}"
+                )
                 ended = threading.Event()
                 observer = threading.Thread(target=self._observe, args=(buffer, ended), name="observe", daemon=True)
                 observer.start()
@@ -145,25 +110,8 @@ class Supervisor:
                     ended.set()
                     observer.join(timeout=DRAIN_SECONDS)
         finally:
-            for thread in self._readers:
-                thread.join(timeout=1.0)
-            with contextlib.suppress(OSError):  # the disk is full: that was said
-                self._log.close()
+            self.log.close()
             (settings.run_dir / "pids.json").unlink(missing_ok=True)
-
-    def say(self, name: str, line: str) -> None:
-        """One line of the one log."""
-        try:
-            with self._log_lock:
-                if self._log is not None and not self._log.closed:
-                    self._log.write(f"{datetime.now():%H:%M:%S} {name:<14} {line}\n")
-                    self._log.flush()
-        except OSError as error:
-            # A full disk must not stop whoever copies a process's output: its pipe would fill, and the process with it.
-            if not self._log_is_broken:
-                self._log_is_broken = True
-                self._tell("run", f"{self.log_path} cannot be written: {error.strerror}. Lines are missing there")
-        self._tell(name, line)
 
     # -- starting --------------------------------------------------------------------------------------------------
     def _start_forkserver(self) -> ForkServerContext:
@@ -181,7 +129,7 @@ class Supervisor:
                 os.dup2(copy, number)
                 os.close(copy)
             os.close(writing)
-        self._read("train", os.fdopen(reading, encoding="utf-8", errors="replace"))
+        self.log.follow("train", os.fdopen(reading, encoding="utf-8", errors="replace"))
         return context
 
     def _warm(self, context: ForkServerContext) -> None:
@@ -189,7 +137,7 @@ class Supervisor:
         try:
             forkserver.wait_until_loaded(context)
         except Exception as error:
-            self.say("run", f"the forkserver does not answer: {type(error).__name__}: {error}")
+            self.log.say("run", f"the forkserver does not answer: {type(error).__name__}: {error}")
         finally:
             self._is_warm.set()  # without it: whoever forks next meets the same error, and ends the run
 
@@ -259,7 +207,7 @@ class Supervisor:
         )
         if process.stdin is None or process.stdout is None:
             raise RlbufferError(f"the process of {name} was started without pipes")
-        self._read(name, process.stdout)
+        self.log.follow(name, process.stdout)
         with contextlib.suppress(BrokenPipeError):  # it has ended already: its exit code says so
             process.stdin.write(self._json + "\n")
             process.stdin.flush()  # and stays open
@@ -274,19 +222,8 @@ class Supervisor:
         writing.close()
         stream = os.fdopen(os.dup(reading.fileno()), encoding="utf-8", errors="replace")
         reading.close()
-        self._read(name, stream)
+        self.log.follow(name, stream)
         return process
-
-    def _read(self, name: str, stream: IO[str]) -> None:
-        def copy() -> None:
-            with stream:
-                for line in stream:
-                    if line.strip():
-                        self.say(name, line.rstrip())
-
-        thread = threading.Thread(target=copy, name=f"log-{name}", daemon=True)
-        thread.start()
-        self._readers.append(thread)
 
     # -- watching --------------------------------------------------------------------------------------------------
     def _watch(self, children: list[Child], buffer: Buffer, stop: threading.Event, tick: Callable[[], None]) -> int:
@@ -320,13 +257,13 @@ class Supervisor:
             except Exception as error:  # anybody may write there, and pids are for people
                 if str(error) != said:
                     said = str(error)
-                    self.say("run", f"the ranks' heartbeats cannot be read: {type(error).__name__}: {error}")
+                    self.log.say("run", f"the ranks' heartbeats cannot be read: {type(error).__name__}: {error}")
                 continue
             embedded = getattr(getattr(buffer.store, "connection", None), "embedded", None)
             if embedded is not None:
                 seen["server"] = int(embedded.pid)
             for name in sorted(seen.keys() - self._seen.keys()):
-                self.say("run", f"{name} has pid {seen[name]}")
+                self.log.say("run", f"{name} has pid {seen[name]}")
             self._seen = seen
 
     def _look_after(self, child: Child, buffer: Buffer) -> int | None:
@@ -336,7 +273,7 @@ class Supervisor:
             if now >= child.restart_at and (self._is_warm.is_set() or not child.is_forked):
                 child.process = child.start()
                 child.started = time.monotonic()
-                self.say(child.name, f"started, pid {child.pid}")
+                self.log.say(child.name, f"started, pid {child.pid}")
             return None
         code = child.exit_code()
         if code is None:
@@ -344,7 +281,7 @@ class Supervisor:
         child.process = None
         if child.name == "train" and code == 0:
             self.trainer_done = True
-            self.say(
+            self.log.say(
                 "run", self._how_it_ended(buffer) or f"the trainer has made its {self.settings.trainer.steps} steps"
             )
             return 0
@@ -352,15 +289,17 @@ class Supervisor:
             child.is_finished = True
             return None
         child.failures = 1 if now - child.started > STEADY_SECONDS else child.failures + 1
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         if code == ConfigError.exit_code or child.failures >= MAX_FAILURES:
-            self.say("run", f"{child.name} {how}, {child.failures} failures in a row: giving up. See {self.log_path}")
+            self.log.say(
+                "run", f"{child.name} {how}, {child.failures} failures in a row: giving up. See {self.log.path}"
+            )
             return code if code > 0 else 1
         pause = min(FIRST_PAUSE_SECONDS * 2 ** (child.failures - 1), LAST_PAUSE_SECONDS)
         child.restart_at = now + pause
         child.restarts += 1
         self.restarts += 1
-        self.say("run", f"{child.name} {how}; starting it again in {pause:.1f} s")
+        self.log.say("run", f"{child.name} {how}; starting it again in {pause:.1f} s")
         return None
 
     def _how_it_ended(self, buffer: Buffer) -> str:
@@ -371,21 +310,13 @@ class Supervisor:
             return ""
         return "" if ended is None else at_end(ended)
 
-    @property
-    def log_path(self) -> str:
-        """The file that keeps everything that was said."""
-        return str(self.settings.run_dir / "run.log")
-
     def _write_pids(self, started: dict[str, int]) -> None:
         pids = {"run": os.getpid()} | started | self._seen
         if pids == self._pids:
             return
         self._pids = pids
-        path = self.settings.run_dir / "pids.json"
-        temporary = path.with_suffix(".tmp")
         with contextlib.suppress(OSError):  # a list for people: a full disk must not end what it lists
-            temporary.write_text(json.dumps(pids, indent=2) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            write_whole(self.settings.run_dir / "pids.json", json.dumps(pids, indent=2) + "\n")
 
     # -- draining --------------------------------------------------------------------------------------------------
     def _drain(self, children: list[Child]) -> None:
@@ -394,13 +325,13 @@ class Supervisor:
         for stage in (children[1:-1], [serve], [train]):
             for child in stage:
                 if child.process is not None and child.exit_code() is None:
-                    _signal(child.pid, signal.SIGTERM)
+                    send(child.pid, signal.SIGTERM)
             deadline = time.monotonic() + DRAIN_SECONDS
             for child in stage:
                 while child.process is not None and child.exit_code() is None:
                     if time.monotonic() > deadline:
-                        self.say("run", f"{child.name} did not stop within {DRAIN_SECONDS:.0f} s: killed")
-                        _signal(child.pid, signal.SIGKILL)
+                        self.log.say("run", f"{child.name} did not stop within {DRAIN_SECONDS:.0f} s: killed")
+                        send(child.pid, signal.SIGKILL)
                         deadline = time.monotonic() + DRAIN_SECONDS
                     time.sleep(0.02)
                 if isinstance(child.process, subprocess.Popen) and child.process.stdin is not None:
@@ -418,20 +349,6 @@ def _is_there(rank: Mapping[str, Any]) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return  # it ended by itself in between
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _model_modules(settings: RunSettings) -> list[str]:

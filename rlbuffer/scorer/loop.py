@@ -83,8 +83,7 @@ def run_scorer(
         PackedForwardError: the model cannot be run packed.
     """
     options = settings.score[key]
-    gives = options.adds
-    if not gives:
+    if not options.adds:
         raise ConfigError(gives_nothing(key), setting=f"score.{key}")
     reference = None
     if options.model:
@@ -95,7 +94,7 @@ def run_scorer(
     async def work() -> bool:
         rewards = make_rewards(key, options) if options.reward else None
         buffer.store.open_run()  # after what may be refused: a scorer that cannot work begins no run
-        scorer = _Scorer(buffer, name, options, gives, reference, rewards, stop, on_event or (lambda event: None))
+        scorer = _Scorer(buffer, name, options, reference, rewards, stop, on_event or (lambda event: None))
         return await scorer.run()
 
     return asyncio.run(work())
@@ -107,17 +106,16 @@ class _Scorer:
         buffer: Buffer,
         name: str,
         options: ScoreSettings,
-        gives: Sequence[str],
         reference: Reference | None,
         rewards: Rewards | None,
         stop: threading.Event,
         on_event: Callable[[ScorerEvent], None],
     ) -> None:
         self._buffer, self._store, self._name, self._options = buffer, buffer.store, name, options
-        self._gives, self._envs = frozenset(gives), frozenset(options.envs)
+        self._gives, self._envs = frozenset(options.adds), frozenset(options.envs)
         self._reference, self._rewards, self._stop, self._on_event = reference, rewards, stop, on_event
         self._owner = uuid.uuid4().hex
-        self._beat = Beat(buffer.store, name, owner=self._owner, gives=gives, envs=options.envs)
+        self._beat = Beat(buffer.store, name, owner=self._owner, gives=options.adds, envs=options.envs)
         self._found: dict[str, _Pending] = {}
         """entry id -> push, in the order in which they came."""
         self._cursor = "0-0"

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from rlbuffer.errors import RlbufferError
+from rlbuffer.packing.further_columns import Columns
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import CommitStatus, PushStatus, SettingsState
@@ -169,6 +170,7 @@ class Store(Protocol):
         meta: Meta,
         state: Mapping[str, Any],
         waiting_for_version: int | None = None,
+        columns: Columns | None = None,
         since: int | None = None,
     ) -> tuple[CommitStatus, Any]:
         """COMMIT. -> (``ok`` | ``duplicate``, digest) or (``gone``, [entry ids]).

@@ -136,7 +136,8 @@ class FakeReader:
         """Goes to the place."""
         self._trained = int(state["step"])
 
-    def _step(self, number: int) -> Step:
+    def _groups(self, number: int) -> tuple[list[Rollout], list[Sample]]:
+        """The rollouts of a step, group by group, and what each is worth."""
         rng = np.random.default_rng((self._settings.trainer.seed, number))
         further = np.random.default_rng((self._settings.trainer.seed, number, 1))  # no column changes a token
         row_tokens = self._settings.batcher.row_tokens
@@ -149,6 +150,11 @@ class FakeReader:
             for i, (rollout, credit) in enumerate(zip(made, credits, strict=True)):
                 rollouts.append(rollout)
                 samples.append(_sample(rollout, f"fake.{number}.{g}", i, float(credit)))
+        return rollouts, samples
+
+    def _step(self, number: int) -> Step:
+        row_tokens = self._settings.batcher.row_tokens
+        rollouts, samples = self._groups(number)
         planned = plan(
             [r.length for r in rollouts],
             row_tokens=row_tokens,
@@ -170,8 +176,6 @@ class FakeReader:
             normalizers=normalizers,
             pad_to_multiple_of=self._pad_to_multiple_of,
         )
-        tokens = sum(r.length for r in rollouts)
-        reward = float(np.mean([r.reward for r in rollouts]))
         digest = hashlib.sha256(f"{self._settings.trainer.seed}:{number}".encode()).hexdigest()
         rows = sum(len(rank) for micro_step in planned.rows for rank in micro_step)
         return Step(
@@ -183,34 +187,32 @@ class FakeReader:
             normalizers=normalizers,
             rollouts=len(rollouts),
             groups=GROUPS,
-            header=StepHeader(
-                step=number,
-                epoch=0,
-                digest=digest,
-                previous_digest="",
-                world_size=self._world_size,
-                normalizers=asdict(normalizers),
-                rollouts=len(rollouts),
-                tokens=tokens,
-                group_ids=tuple(f"fake.{number}.{g}" for g in range(GROUPS)),
-                closed_by=ClosedBy.GROUPS,
-                fill=tokens / (row_tokens * rows),
-                envs={
-                    "fake": {
-                        "rollouts": len(rollouts),
-                        "tokens": tokens,
-                        "groups": GROUPS,
-                        "reward": reward,
-                        "age": 0.0,
-                        "max_age": 0,
-                    }
-                },
-                reward=reward,
-                age=0.0,
-                max_age=0,
-                committed_ms=0,
-                columns={},
-            ),
+            header=self._header(number, digest, rollouts, normalizers, capacity=row_tokens * rows),
+        )
+
+    def _header(
+        self, number: int, digest: str, rollouts: Sequence[Rollout], normalizers: Normalizers, *, capacity: int
+    ) -> StepHeader:
+        """The header of a step of one env, "fake", whose rollouts are all of age 0."""
+        counts = {"rollouts": len(rollouts), "tokens": sum(r.length for r in rollouts)}
+        reward = float(np.mean([r.reward for r in rollouts]))
+        return StepHeader(
+            step=number,
+            epoch=0,
+            digest=digest,
+            previous_digest="",
+            world_size=self._world_size,
+            normalizers=asdict(normalizers),
+            **counts,
+            group_ids=tuple(f"fake.{number}.{g}" for g in range(GROUPS)),
+            closed_by=ClosedBy.GROUPS,
+            fill=counts["tokens"] / capacity,
+            envs={"fake": {**counts, "groups": GROUPS, "reward": reward, "age": 0.0, "max_age": 0}},
+            reward=reward,
+            age=0.0,
+            max_age=0,
+            committed_ms=0,
+            columns={},
         )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
+from transformers import PreTrainedModel
 
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.reader import Reader
@@ -26,6 +26,7 @@ from rlbuffer.config.schedules import check_schedule
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.config.trainer import needed_columns
 from rlbuffer.errors import ConfigError
+from rlbuffer.process.files import write_whole
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.fake import FakeBuffer, FakeReader
@@ -75,10 +76,8 @@ class Session:
         """``ranks.json``: rank -> pid, for whoever wants to look at one of them, or to kill it. All ranks call it."""
         pids = self.ranks.gather(torch.tensor([os.getpid()], dtype=torch.int64))[:, 0].tolist()
         if self.is_first:
-            path: Path = self.settings.output_dir / "ranks.json"
-            temporary = path.with_suffix(".json.tmp")
-            temporary.write_text(json.dumps({f"rank-{r}": pid for r, pid in enumerate(pids)}) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            text = json.dumps({f"rank-{r}": pid for r, pid in enumerate(pids)}) + "\n"
+            write_whole(self.settings.output_dir / "ranks.json", text)
 
 
 @contextmanager
@@ -105,17 +104,9 @@ def open_session(
     ranks = Ranks(rank, world_size, device)
     store = _join(settings, device) if world_size > 1 else None
     _seed(settings.trainer.seed)
-    model = build_model(settings.model, seed=settings.trainer.seed)
-    if why := router_loss(model.config.to_dict()):
-        raise ConfigError(why, setting="model")
-    nn.Module.to(model, device)
+    model = _model_of(settings, device)
     vocabulary = vocabulary_of(model)
-    source: Buffer | FakeBuffer
-    if fake_data:
-        source = FakeBuffer(settings, vocabulary=vocabulary)
-    else:
-        source = connect(settings.redis_url, run=settings.run, config=settings, name=f"rank-{rank}")
-    with source as buffer:
+    with _source_of(settings, rank=rank, vocabulary=vocabulary, fake_data=fake_data) as buffer:
         policy = prepare(
             model,
             layout=settings.trainer.layout,
@@ -155,6 +146,21 @@ def open_session(
         dist.destroy_process_group()
     elif world_size > 1:
         _KEPT_OPEN.append(module)
+
+
+def _model_of(settings: RunSettings, device: torch.device) -> PreTrainedModel:
+    model = build_model(settings.model, seed=settings.trainer.seed)
+    if why := router_loss(model.config.to_dict()):
+        raise ConfigError(why, setting="model")
+    nn.Module.to(model, device)
+    return model
+
+
+def _source_of(settings: RunSettings, *, rank: int, vocabulary: int, fake_data: bool) -> Buffer | FakeBuffer:
+    """The run that the rank pulls from, or one that is made up."""
+    if fake_data:
+        return FakeBuffer(settings, vocabulary=vocabulary)
+    return connect(settings.redis_url, run=settings.run, config=settings, name=f"rank-{rank}")
 
 
 def device_of(settings: RunSettings) -> torch.device:

@@ -28,8 +28,8 @@ from rlbuffer.config.addresses import is_url
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, WeightsError
 from rlbuffer.process.file_locks import try_lock
+from rlbuffer.process.files import flush, rename_for_good
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.weights.disk import flush
 from rlbuffer.weights.layout import (
     LIST_FILE,
     SERVED_NAME,
@@ -211,8 +211,7 @@ class VersionCache:
                         break
                     continue
                 final = self.directory / name
-                folder.rename(final)
-                flush(self.directory)
+                rename_for_good(folder, final)
                 return final
         raise WeightsError(
             f"{name} could not be downloaded:\n"

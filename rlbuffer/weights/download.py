@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from rlbuffer.errors import WeightsError
-from rlbuffer.weights.disk import flush
+from rlbuffer.process.files import flush
 from rlbuffer.weights.layout import LIST_FILE, MAX_LIST_BYTES, ListedFile, parse_list
 
 CONNECT_SECONDS = 5.0

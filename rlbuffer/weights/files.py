@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 
 from rlbuffer.config.addresses import is_url
 from rlbuffer.errors import WeightsError
+from rlbuffer.process.files import flush, rename_for_good, sha256_of
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.weights.disk import flush, sha256_of
 from rlbuffer.weights.layout import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -156,8 +156,7 @@ def _write(
         if final.is_dir():
             shutil.rmtree(temporary)
         else:
-            temporary.rename(final)
-            flush(directory)
+            rename_for_good(temporary, final)
         then()
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)

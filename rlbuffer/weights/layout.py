@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlbuffer.errors import WeightsError
+from rlbuffer.process.files import flush, sha256_of
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.weights.disk import flush, sha256_of
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"

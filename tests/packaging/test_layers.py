@@ -230,20 +230,10 @@ def test_nothing_draws_from_the_generators_of_the_process(path: Path) -> None:
     assert not any(name.startswith(("random.", "numpy.random.")) for name in imports(path))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_source_file_passes_500_lines(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 500
-
-
 def test_test_modules_have_names_of_their_own() -> None:
     """pytest imports them by name: the second of two is an error when both are collected."""
     names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
-
-
-def test_no_test_benchmark_or_simulation_passes_500_lines() -> None:
-    files = [path for room in ("tests", "benchmarks", "simulation") for path in (ROOT / room).rglob("*.py")]
-    assert [str(p.relative_to(ROOT)) for p in files if len(p.read_text().splitlines()) > 500] == []
 
 
 def test_nothing_is_pickled() -> None:

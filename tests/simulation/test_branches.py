@@ -12,8 +12,8 @@ from simulation import __main__ as command
 from simulation import branches
 from simulation.__main__ import Tally, run_seed
 from simulation.branches import Token, sources, tokens
+from simulation.draws import draw
 from simulation.lua import Engine
-from simulation.plan import draw
 
 TEXT = """-- if then else: a comment
 local function twice(x) return 2 * x end

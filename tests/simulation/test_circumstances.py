@@ -9,9 +9,9 @@ import pytest
 
 from simulation.__main__ import run_seed
 from simulation.defects import SHARES
+from simulation.draws import ODD, draw
 from simulation.mutations import Mutation
 from simulation.network import SimulatedConnection
-from simulation.plan import ODD, draw
 from simulation.world import World
 
 

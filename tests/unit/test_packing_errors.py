@@ -22,7 +22,7 @@ from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.recovery import decode_claim
 from rlbuffer.store.moves.step_format import decode_header, decode_part
-from rlbuffer.store.moves.steps import part_of
+from rlbuffer.store.moves.step_reading import part_of
 from rlbuffer.testing import make_group
 from rlbuffer.wire.metadata import decode_info, encode_info
 from rlbuffer.wire.payload import (

@@ -27,7 +27,7 @@ from rlbuffer.store.session import script_text
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
-PAYLOAD_KEYS = {"push": {"ARGV[3]", "payload"}, "commit": {"entries[i].key"}}
+PAYLOAD_KEYS = {"push": {"stored", "payload"}, "commit": {"entries[i].key"}}
 """Script -> what it calls the payload keys that it touches."""
 SCRIPTS = sorted(f.name.removesuffix(".lua") for f in (resources.files("rlbuffer.store") / "scripts").iterdir())
 
@@ -40,15 +40,31 @@ def test_only_producers_are_refused_at_the_memory_limit(name):
     assert ("allow-oom" in first) == (name not in ("push", "ticket"))
 
 
+def body_of(name: str) -> str:
+    """A script without its comments."""
+    return re.sub(r"--[^\n]*", "", script_text(name))
+
+
+def named_keys(name: str) -> list[str]:
+    """What a script calls its keys, in their order."""
+    first = re.search(r"local ([\w,\s]+?)\s*= (?:unpack\(KEYS|KEYS\[1\])", body_of(name))
+    return [] if first is None else [word for word in re.findall(r"\w+", first[1]) if word.endswith("_key")]
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_header_of_a_script_names_every_key_that_it_uses(name):
-    text = script_text(name)
-    header = "\n".join(line for line in text.splitlines() if line.startswith("--"))
-    used = {int(n) for n in re.findall(r"KEYS\[(\d+)\]", text)}
+    header = "\n".join(line for line in script_text(name).splitlines() if line.startswith("--"))
     documented = {int(n) for n in re.findall(r"(?<!\S)(\d+) ", header[header.index("KEYS") : header.index("ARGV")])}
-    assert used == documented == set(range(1, len(used) + 1))
+    assert documented == set(range(1, len(named_keys(name)) + 1))
     assert "ARGV" in header
     assert re.search(r"Reply|->", header)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_gives_its_keys_and_arguments_names_and_uses_these(name):
+    by_number = [line.strip() for line in body_of(name).splitlines() if re.search(r"(?:KEYS|ARGV)\[\d+\]", line)]
+    naming = re.compile(r"local [\w, ]+ = (?:(?:KEYS|ARGV)\[\d+\](?:, )?)+")
+    assert [line for line in by_number if not naming.fullmatch(line)] == []
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -56,7 +72,8 @@ def test_scripts_make_no_key_names(name):
     # A name that is not declared works on one node and fails on a cluster.
     calls = re.findall(r"redis\.call\('(\w+)'(?:, ([^,)]+))?", script_text(name))
     assert calls
-    made = {key for command, key in calls if command != "TIME" and not key.startswith(("KEYS[", "'STREAM'"))}
+    declared = {*named_keys(name), "KEYS[i]", "'STREAM'"}
+    made = {key for command, key in calls if command != "TIME" and key not in declared}
     assert made == PAYLOAD_KEYS.get(name, set())
     # Payload keys lie in other slots: that works on one shard, and only when the server is told.
     assert ("allow-cross-slot-keys" in script_text(name).splitlines()[0]) == bool(made)

@@ -1,21 +1,20 @@
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.run.supervisor import Child, Supervisor
+from rlbuffer.run.child import Child
+from rlbuffer.run.run_log import RunLog
+from rlbuffer.run.supervisor import Supervisor
 
 
-def test_a_full_disk_is_said_once_and_stops_nobody_from_being_heard(tmp_path: Path) -> None:
+def test_a_full_disk_is_said_once_and_stops_nobody_from_being_heard() -> None:
     heard: list[tuple[str, str]] = []
-    supervisor = Supervisor(RunSettings(home=tmp_path), say=lambda name, line: heard.append((name, line)))
-    log = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115 - closing it fails, too
-    supervisor._log = log
-    supervisor.say("serve", "one")
-    supervisor.say("serve", "two")
-    with contextlib.suppress(OSError):
-        log.close()
+    log = RunLog(Path("/dev/full"), lambda name, line: heard.append((name, line)))
+    log.open()
+    log.say("serve", "one")
+    log.say("serve", "two")
+    log.close()
     assert [line for name, line in heard if name == "serve"] == ["one", "two"]
     assert [line.split(":")[1] for name, line in heard if name == "run"] == [
         " No space left on device. Lines are missing there"

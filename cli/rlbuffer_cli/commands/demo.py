@@ -123,9 +123,9 @@ class _Demo:
             if self._is_time_up and watch.records:
                 code = 0
             elif self._is_time_up:
-                echo(f"Error: no step was trained within {self._seconds:g} s. See {supervisor.log_path}", err=True)
+                echo(f"Error: no step was trained within {self._seconds:g} s. See {supervisor.log.path}", err=True)
                 code = 5
-            self._summarize(watch, buffer.ledger(), code, supervisor.restarts, supervisor.log_path)
+            self._summarize(watch, buffer.ledger(), code, supervisor.restarts, str(supervisor.log.path))
         return code
 
     def _tick(self, watch: Watch, stop: threading.Event, refresh: Any) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.errors import BackupError, RlbufferError, RunGone
+from rlbuffer.process.files import rename_for_good
 from rlbuffer.store.backup.format import BACKUP_FORMAT, FrameWriter
 from rlbuffer.store.keys import HEARTBEATS
 from rlbuffer.store.moves.run import parse_meta
@@ -75,8 +76,7 @@ def write_backup(store: RedisStore, path: Path, tell: Callable[[str], None] = la
                 report = _write(store, FrameWriter(file), hold, tell)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).replace(path)
-        _sync_folder(path.absolute().parent)
+        rename_for_good(Path(temporary), path.absolute())
     except RlbufferError:
         raise
     except OSError as error:
@@ -85,14 +85,6 @@ def write_backup(store: RedisStore, path: Path, tell: Callable[[str], None] = la
         if temporary:
             Path(temporary).unlink(missing_ok=True)
     return report
-
-
-def _sync_folder(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 class _Hold:

@@ -59,9 +59,15 @@ def check_numbers(header: Mapping[str, Any], plan: StepPlan) -> None:
 
 
 def header_record(
-    plan: StepPlan, entries: Mapping[str, PoolEntry], meta: Meta, waiting_for: int | None
+    plan: StepPlan,
+    entries: Mapping[str, PoolEntry],
+    meta: Meta,
+    waiting_for: int | None,
+    columns: Columns | None = None,
 ) -> dict[str, Any]:
-    """The header of a planned step; means over rollouts, rewards over the scored ones only."""
+    """The header of a planned step; means over rollouts, rewards over the scored ones only. `columns` are those that
+    its pushes agree on, if the caller knows them."""
+    columns = _columns_of(plan, entries) if columns is None else columns
     groups: dict[str, set[str]] = {}
     members: dict[str, list[tuple[RolloutRef, float | None]]] = {}
     for ref in plan.rollouts:
@@ -107,7 +113,7 @@ def header_record(
         "uses": {use.group_id: use.uses for use in plan.entries if use.uses},
         "max_uses": int(meta.config.get("max_uses", 1)),
         "revision": meta.revision,
-        "columns": {name: [dtype, *shape] for name, (dtype, shape) in _columns_of(plan, entries).items()},
+        "columns": {name: [dtype, *shape] for name, (dtype, shape) in columns.items()},
         # The rule that held at the commit, so that it can be checked after the config has changed.
         "age_limits": {env: age_limit(meta.config, env) for env in envs},
         "masks_truncated": plan.masks_truncated,

@@ -9,14 +9,16 @@
 --       {'OLD', version}    this or a newer version is announced already
 --       {'FENCED', number}  a newer attempt is registered, this one
 -- A field of `policy` is an adapter; its value is "<epoch> <version> <record>".
-local number = redis.call('HGET', KEYS[1], 'number')
-if number ~= ARGV[1] then return {'FENCED', number or '0'} end
-local epoch = redis.call('HGET', KEYS[2], 'epoch') or '0'
-local current = redis.call('HGET', KEYS[3], ARGV[2])
+local trainer_key, meta_key, policy_key = unpack(KEYS)
+local attempt, adapter, new_version, new_record, weightless = unpack(ARGV, 1, 5)
+local number = redis.call('HGET', trainer_key, 'number')
+if number ~= attempt then return {'FENCED', number or '0'} end
+local epoch = redis.call('HGET', meta_key, 'epoch') or '0'
+local current = redis.call('HGET', policy_key, adapter)
 if current then
   local its_epoch, version, record = string.match(current, '^(%d+) (%d+) (.*)$')
-  local gains_weights = version == ARGV[3] and record == ARGV[5] and ARGV[4] ~= record
-  if its_epoch == epoch and tonumber(version) >= tonumber(ARGV[3]) and not gains_weights then return {'OLD', version} end
+  local gains_weights = version == new_version and record == weightless and new_record ~= record
+  if its_epoch == epoch and tonumber(version) >= tonumber(new_version) and not gains_weights then return {'OLD', version} end
 end
-redis.call('HSET', KEYS[3], ARGV[2], epoch .. ' ' .. ARGV[3] .. ' ' .. ARGV[4])
+redis.call('HSET', policy_key, adapter, epoch .. ' ' .. new_version .. ' ' .. new_record)
 return {'OK'}

@@ -16,32 +16,36 @@
 --                   {'CHANGED'}   something was asked in between: a request that comes late must not drain a run that
 --                                 goes on again, nor let one go on that was to drain
 --       every action -> {'GONE'} when the run does not exist
-if redis.call('HEXISTS', KEYS[1], 'schema') == 0 then return {'GONE'} end
+local meta_key, allowance_key = unpack(KEYS)
 local action = ARGV[1]
-local meta = redis.call('HMGET', KEYS[1], 'revision', 'config_digest', 'wanted_digest', 'draining', 'epoch', 'asked')
+if redis.call('HEXISTS', meta_key, 'schema') == 0 then return {'GONE'} end
+local meta = redis.call('HMGET', meta_key, 'revision', 'config_digest', 'wanted_digest', 'draining', 'epoch', 'asked')
 
 if action == 'config' then
+  local config, digest, seen_revision, seen_wanted = unpack(ARGV, 2, 5)
   local revision, wanted = meta[1] or '0', meta[3] or ''
-  if wanted == ARGV[3] then return {'OK'} end
-  if wanted == '' and meta[2] == ARGV[3] then return {'SAME'} end
-  if revision ~= ARGV[4] or wanted ~= ARGV[5] then return {'CHANGED', revision, wanted} end
-  redis.call('HDEL', KEYS[1], 'refused', 'wanted', 'wanted_digest')
-  if meta[2] ~= ARGV[3] then
-    redis.call('HSET', KEYS[1], 'wanted', ARGV[2], 'wanted_digest', ARGV[3])
+  if wanted == digest then return {'OK'} end
+  if wanted == '' and meta[2] == digest then return {'SAME'} end
+  if revision ~= seen_revision or wanted ~= seen_wanted then return {'CHANGED', revision, wanted} end
+  redis.call('HDEL', meta_key, 'refused', 'wanted', 'wanted_digest')
+  if meta[2] ~= digest then
+    redis.call('HSET', meta_key, 'wanted', config, 'wanted_digest', digest)
   end
 elseif action == 'drain' then
+  local seen_epoch, seen_asked = ARGV[2], ARGV[3]
   if meta[4] then return {'OK', meta[4]} end
-  if meta[5] ~= ARGV[2] or (meta[6] or '0') ~= ARGV[3] then return {'CHANGED'} end
+  if meta[5] ~= seen_epoch or (meta[6] or '0') ~= seen_asked then return {'CHANGED'} end
   local time = redis.call('TIME')
   local clock = string.format('%.0f', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))
-  redis.call('HSET', KEYS[1], 'draining', clock)
-  redis.call('DEL', KEYS[2])
-  redis.call('HINCRBY', KEYS[1], 'asked', 1)
+  redis.call('HSET', meta_key, 'draining', clock)
+  redis.call('DEL', allowance_key)
+  redis.call('HINCRBY', meta_key, 'asked', 1)
   return {'OK', clock}
 else
+  local seen_epoch, seen_asked = ARGV[2], ARGV[3]
   if not meta[4] then return {'SAME'} end
-  if meta[5] ~= ARGV[2] or (meta[6] or '0') ~= ARGV[3] then return {'CHANGED'} end
-  redis.call('HDEL', KEYS[1], 'draining')
+  if meta[5] ~= seen_epoch or (meta[6] or '0') ~= seen_asked then return {'CHANGED'} end
+  redis.call('HDEL', meta_key, 'draining')
 end
-redis.call('HINCRBY', KEYS[1], 'asked', 1)
+redis.call('HINCRBY', meta_key, 'asked', 1)
 return {'OK'}

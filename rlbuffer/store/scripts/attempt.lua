@@ -17,35 +17,37 @@
 -- another one than its trainer last spoke to, or when a version above the run's last step is announced, which was made
 -- from steps that the server has lost: there may be versions out there that this attempt will make again otherwise. What
 -- is announced and may be given up is taken back; the new trainer announces what it has.
-local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'retired', 'digest', 'since',
+local trainer_key, meta_key, policy_key, steps_key = unpack(KEYS)
+local uuid, world_size, resume_step, known_epoch, known_digest, claim, server = unpack(ARGV, 1, 7)
+local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'retired', 'digest', 'since',
   'recovered')
 if not meta[1] then return {'GONE'} end
-local trainer = redis.call('HMGET', KEYS[1], 'number', 'uuid', 'server', 'newest')
-if trainer[2] == ARGV[1] then return {'OK', trainer[1], trainer[4] or '0'} end
-local resume, step = tonumber(ARGV[3]), tonumber(meta[2] or '0')
+local trainer = redis.call('HMGET', trainer_key, 'number', 'uuid', 'server', 'newest')
+if trainer[2] == uuid then return {'OK', trainer[1], trainer[4] or '0'} end
+local resume, step = tonumber(resume_step), tonumber(meta[2] or '0')
 local refusal
 if resume > step then
   refusal = {'AHEAD', meta[2] or '0'}
-elseif ARGV[5] ~= '' and resume > 0 then
+elseif known_digest ~= '' and resume > 0 then
   local there = resume == step and meta[4] or ''
-  local found = redis.call('XRANGE', KEYS[4], ARGV[3] .. '-0', ARGV[3] .. '-0')
+  local found = redis.call('XRANGE', steps_key, resume_step .. '-0', resume_step .. '-0')
   if #found == 1 then
     for k = 1, #found[1][2], 2 do
       if found[1][2][k] == 'digest' then there = found[1][2][k + 1] end
     end
   end
-  if there and there ~= '' and there ~= ARGV[5] then refusal = {'DIGEST', there} end
+  if there and there ~= '' and there ~= known_digest then refusal = {'DIGEST', there} end
 end
 -- Handed back is only what belongs to this run: its epochs go on from `since`. A recovery may have been lost, too, so
 -- the trainer can know an epoch or a few more; that of another run under this name lies further away.
-local known = tonumber(ARGV[4]) or 0
-local fits = ARGV[6] ~= '' and known >= tonumber(meta[5] or meta[1]) and known <= tonumber(meta[1]) + 100
+local known = tonumber(known_epoch) or 0
+local fits = claim ~= '' and known >= tonumber(meta[5] or meta[1]) and known <= tonumber(meta[1]) + 100
 if refusal and not fits then return refusal end
 local newest = math.max(step, resume)
 if not refusal and resume < tonumber(meta[3] or '0') then
   -- A recovery has raised the floor, and the trainer ended before it wrote the checkpoint that it was asked for. Steps
   -- after its older one cannot be had any more, so the run goes back to it; a trainer without any begins anew.
-  local is_recovered = meta[6] == meta[3] and ARGV[6] ~= '' and (fits or resume == 0)
+  local is_recovered = meta[6] == meta[3] and claim ~= '' and (fits or resume == 0)
   if not is_recovered then return {'RETIRED', meta[3]} end
   refusal, newest = {'RETIRED', meta[3]}, resume
 end
@@ -54,17 +56,17 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local number = string.format('%.0f', math.max(now, tonumber(trainer[1] or '0') + 1))
 local epoch = meta[1]
-local current = redis.call('HGET', KEYS[3], '')
+local current = redis.call('HGET', policy_key, '')
 local is_above = current and tonumber(string.match(current, '^%d+ (%d+) ')) > newest
 if refusal then newest = resume end
-if refusal or is_above or (trainer[3] and trainer[3] ~= ARGV[7]) then
+if refusal or is_above or (trainer[3] and trainer[3] ~= server) then
   epoch = string.format('%.0f', tonumber(epoch) + 1)
-  redis.call('HSET', KEYS[2], 'epoch', epoch, 'line', epoch)
+  redis.call('HSET', meta_key, 'epoch', epoch, 'line', epoch)
   -- Adapters count steps of their own: which of those are here is not known.
-  redis.call('DEL', KEYS[3])
-  if current and not (refusal or is_above) then redis.call('HSET', KEYS[3], '', current) end
+  redis.call('DEL', policy_key)
+  if current and not (refusal or is_above) then redis.call('HSET', policy_key, '', current) end
 end
-redis.call('HSET', KEYS[1], 'number', number, 'uuid', ARGV[1], 'world_size', ARGV[2], 'resume', ARGV[3],
-  'epoch', epoch, 'server', ARGV[7], 'newest', string.format('%.0f', newest), 'seen', string.format('%.0f', now), 'at', ARGV[3], 'checkpoint', ARGV[3])
-if refusal then redis.call('HSET', KEYS[1], 'claim', ARGV[6]) else redis.call('HDEL', KEYS[1], 'claim') end
+redis.call('HSET', trainer_key, 'number', number, 'uuid', uuid, 'world_size', world_size, 'resume', resume_step,
+  'epoch', epoch, 'server', server, 'newest', string.format('%.0f', newest), 'seen', string.format('%.0f', now), 'at', resume_step, 'checkpoint', resume_step)
+if refusal then redis.call('HSET', trainer_key, 'claim', claim) else redis.call('HDEL', trainer_key, 'claim') end
 return {'OK', number, string.format('%.0f', newest)}

@@ -22,20 +22,24 @@
 -- `reuse` has for a group that may be used again a field `<group>`: "<uses> <last step>", and a field `<group> <id>` for
 -- each of its entries: "<env> <payload suffix> <rollouts> <tokens> <metadata>". The first use of a group moves the ledger,
 -- later ones are counted beside it as `reused`.
+local lease_key, pool_key, steps_key, meta_key, ledger_key, closed_key, garbage_key, history_key, summary_key,
+  state_key, reuse_key = unpack(KEYS)
+local token, epoch, number, previous, digest, prefix, tombstones, history_kept, summary_kept, new_header,
+  new_state, summary_line, history_line, part_count = unpack(ARGV, 1, 14)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local clock = string.format('%.0f', now)
-local lease = redis.call('HMGET', KEYS[1], 'owner', 'until', 'token')
-if lease[3] ~= ARGV[1] or tonumber(lease[2] or '0') < now then return {'FENCED', lease[1] or ''} end
+local lease = redis.call('HMGET', lease_key, 'owner', 'until', 'token')
+if lease[3] ~= token or tonumber(lease[2] or '0') < now then return {'FENCED', lease[1] or ''} end
 
-local meta = redis.call('HMGET', KEYS[4], 'epoch', 'step', 'digest')
-local last, step = tonumber(meta[2] or '0'), tonumber(ARGV[3])
-if meta[1] == ARGV[2] and step == last and meta[3] == ARGV[5] then return {'DUP'} end
-if meta[1] ~= ARGV[2] or step ~= last + 1 or (meta[3] or '') ~= ARGV[4] then
+local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'digest')
+local last, step = tonumber(meta[2] or '0'), tonumber(number)
+if meta[1] == epoch and step == last and meta[3] == digest then return {'DUP'} end
+if meta[1] ~= epoch or step ~= last + 1 or (meta[3] or '') ~= previous then
   return {'ORDER', meta[1] or '', string.format('%.0f', last)}
 end
 
-local parts = tonumber(ARGV[14])
+local parts = tonumber(part_count)
 local p = 15 + parts
 local entries, seen, gone = {}, {}, {}
 local count = tonumber(ARGV[p])
@@ -52,11 +56,11 @@ for _ = 1, count do
     rollouts, tokens = rollouts + tonumber(ARGV[p + 1]), tokens + tonumber(ARGV[p + 2])
     p = p + 3
   end
-  local record = held ~= '' and redis.call('HGET', KEYS[11], held .. ' ' .. id)
-  local found = held == '' and redis.call('XRANGE', KEYS[2], id, id) or {}
+  local record = held ~= '' and redis.call('HGET', reuse_key, held .. ' ' .. id)
+  local found = held == '' and redis.call('XRANGE', pool_key, id, id) or {}
   if record then
     local env, suffix = string.match(record, '^(%S+) (%S+) ')
-    use.env, use.group, use.is_again, use.key = env, held, true, ARGV[6] .. held .. ':' .. suffix
+    use.env, use.group, use.is_again, use.key = env, held, true, prefix .. held .. ':' .. suffix
     entries[#entries + 1] = use
   elseif #found == 0 then
     gone[#gone + 1] = id
@@ -68,14 +72,14 @@ for _ = 1, count do
     end
     use.env, use.group = entry.env, entry.group
     use.record = table.concat({entry.env, entry.key, entry.rollouts, entry.tokens, entry.metadata or ''}, ' ')
-    use.key = ARGV[6] .. entry.group .. ':' .. entry.key
+    use.key = prefix .. entry.group .. ':' .. entry.key
     entries[#entries + 1] = use
   end
 end
 local groups, first = tonumber(ARGV[p]), p + 1
 local uses_of, kept = {}, {}
 for i = first, first + 4 * (groups - 1), 4 do
-  local known = string.match(redis.call('HGET', KEYS[11], ARGV[i]) or '0', '^%d+')
+  local known = string.match(redis.call('HGET', reuse_key, ARGV[i]) or '0', '^%d+')
   if known ~= ARGV[i + 2] then
     for k = 1, #entries do
       if entries[k].group == ARGV[i] then gone[#gone + 1] = entries[k].id end
@@ -90,11 +94,11 @@ end
 
 -- From here on only writes. XDEL goes first: it frees memory before anything is added.
 for i = 1, #entries do
-  redis.call('XDEL', KEYS[2], entries[i].id)
+  redis.call('XDEL', pool_key, entries[i].id)
   redis.call('PERSIST', entries[i].key)  -- it has no time to live since PUSH, unless somebody gave it one
 end
 
-local newest = redis.call('ZREVRANGE', KEYS[6], 0, 0, 'WITHSCORES')
+local newest = redis.call('ZREVRANGE', closed_key, 0, 0, 'WITHSCORES')
 local closed_at = string.format('%.0f', math.max(now, tonumber(newest[2] or '0')))
 local order, packed = {}, {}
 local function account(env)
@@ -107,69 +111,69 @@ end
 for i = 1, #entries do
   local use = entries[i]
   if use.is_again then
-    redis.pcall('HINCRBY', KEYS[5], use.env .. ':reused:rollouts', use.packed_rollouts)
-    redis.pcall('HINCRBY', KEYS[5], use.env .. ':reused:tokens', use.packed_tokens)
+    redis.pcall('HINCRBY', ledger_key, use.env .. ':reused:rollouts', use.packed_rollouts)
+    redis.pcall('HINCRBY', ledger_key, use.env .. ':reused:tokens', use.packed_tokens)
   else
     local sums = account(use.env)
     sums[1], sums[2] = sums[1] + use.packed_rollouts, sums[2] + use.packed_tokens
   end
   for k = 1, #use.dropped do
     local fate = use.env .. ':dropped:' .. use.dropped[k][1]
-    redis.pcall('HINCRBY', KEYS[5], fate .. ':rollouts', use.dropped[k][2])
-    redis.pcall('HINCRBY', KEYS[5], fate .. ':tokens', use.dropped[k][3])
+    redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', use.dropped[k][2])
+    redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', use.dropped[k][3])
   end
   local field = (use.group or '') .. ' ' .. use.id
   if kept[use.group] then
-    if use.record then redis.call('HSET', KEYS[11], field, use.record) end
+    if use.record then redis.call('HSET', reuse_key, field, use.record) end
   else
-    if use.is_again then redis.call('HDEL', KEYS[11], field) end
-    redis.call('ZADD', KEYS[7], ARGV[3], use.key)
+    if use.is_again then redis.call('HDEL', reuse_key, field) end
+    redis.call('ZADD', garbage_key, number, use.key)
   end
 end
 for i = first, first + 4 * (groups - 1), 4 do
-  redis.call('ZADD', KEYS[6], closed_at, ARGV[i])
+  redis.call('ZADD', closed_key, closed_at, ARGV[i])
   local before = uses_of[ARGV[i]]
   if before == 0 then
     local sums = account(ARGV[i + 1])
     sums[3] = sums[3] + 1
   end
   if kept[ARGV[i]] then
-    redis.call('HSET', KEYS[11], ARGV[i], string.format('%.0f %.0f', before + 1, step))
+    redis.call('HSET', reuse_key, ARGV[i], string.format('%.0f %.0f', before + 1, step))
   elseif before > 0 then
-    redis.call('HDEL', KEYS[11], ARGV[i])
+    redis.call('HDEL', reuse_key, ARGV[i])
   end
 end
 -- The totals stand beside the header in plain text, so that REPORT and VOID move them without reading the header.
 local totals = {}
 for i = 1, #order do
   local env, sums = order[i], packed[order[i]]
-  redis.pcall('HINCRBY', KEYS[5], env .. ':packed:rollouts', string.format('%.0f', sums[1]))
-  redis.pcall('HINCRBY', KEYS[5], env .. ':packed:tokens', string.format('%.0f', sums[2]))
-  redis.pcall('HINCRBY', KEYS[5], env .. ':packed:groups', string.format('%.0f', sums[3]))
+  redis.pcall('HINCRBY', ledger_key, env .. ':packed:rollouts', string.format('%.0f', sums[1]))
+  redis.pcall('HINCRBY', ledger_key, env .. ':packed:tokens', string.format('%.0f', sums[2]))
+  redis.pcall('HINCRBY', ledger_key, env .. ':packed:groups', string.format('%.0f', sums[3]))
   totals[i] = string.format('%s %.0f %.0f %.0f', env, sums[1], sums[2], sums[3])
 end
-redis.call('XADD', KEYS[3], ARGV[3] .. '-0', 'header', ARGV[10], 'digest', ARGV[5], 'at', clock,
+redis.call('XADD', steps_key, number .. '-0', 'header', new_header, 'digest', digest, 'at', clock,
   'packed', table.concat(totals, ' '))
-for r = 1, parts do redis.call('XADD', KEYS[3], ARGV[3] .. '-' .. r, 'part', ARGV[14 + r]) end
-redis.call('XADD', KEYS[8], 'MAXLEN', '~', ARGV[8], '*', 'record', ARGV[13])
-redis.call('XADD', KEYS[9], 'MAXLEN', '~', ARGV[9], '*', 'record', ARGV[12])
-redis.call('SET', KEYS[10], ARGV[11])
-redis.call('HSET', KEYS[4], 'step', ARGV[3], 'digest', ARGV[5])
-redis.call('HDEL', KEYS[4], 'checkpoint_now')  -- this header has asked for it
+for r = 1, parts do redis.call('XADD', steps_key, number .. '-' .. r, 'part', ARGV[14 + r]) end
+redis.call('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', history_line)
+redis.call('XADD', summary_key, 'MAXLEN', '~', summary_kept, '*', 'record', summary_line)
+redis.call('SET', state_key, new_state)
+redis.call('HSET', meta_key, 'step', number, 'digest', digest)
+redis.call('HDEL', meta_key, 'checkpoint_now')  -- this header has asked for it
 -- The summary has a line per step; ids of a stream never fall either, and a step's is not above its tombstones' score.
-local age, steps = string.match(ARGV[7], '^(%d+) (%d+)$')
+local age, steps = string.match(tombstones, '^(%d+) (%d+)$')
 local before = string.format('(%.0f', now - tonumber(age))
-if steps ~= '0' and redis.call('ZCOUNT', KEYS[6], '-inf', before) > 0 then
-  local lines = redis.call('XREVRANGE', KEYS[9], '+', '-', 'COUNT', steps)
+if steps ~= '0' and redis.call('ZCOUNT', closed_key, '-inf', before) > 0 then
+  local lines = redis.call('XREVRANGE', summary_key, '+', '-', 'COUNT', steps)
   if #lines == tonumber(steps) then
     local then_at = tonumber(string.match(lines[#lines][1], '^%d+'))
     -- Steps that were taken back have lines, too; of one that is still here the header says when it was.
-    local first = string.format('%.0f-0', math.max(1, tonumber(ARGV[3]) - tonumber(steps) + 1))
-    local header = redis.call('XRANGE', KEYS[3], first, first)[1] or {'', {}}
+    local first = string.format('%.0f-0', math.max(1, tonumber(number) - tonumber(steps) + 1))
+    local header = redis.call('XRANGE', steps_key, first, first)[1] or {'', {}}
     for k = 1, #header[2], 2 do
       if header[2][k] == 'at' then then_at = math.min(then_at, tonumber(header[2][k + 1])) end
     end
-    redis.call('ZREMRANGEBYSCORE', KEYS[6], '-inf', string.format('(%.0f', math.min(now - tonumber(age), then_at)))
+    redis.call('ZREMRANGEBYSCORE', closed_key, '-inf', string.format('(%.0f', math.min(now - tonumber(age), then_at)))
   end
 end
 return {'OK', clock}

@@ -14,26 +14,29 @@
 --       expect  2... worker sections that are about to start, each taken out by its first TICKET: until then the run is
 --               not at its end -> {'OK'}
 -- An action that lets a run go on takes back that it has ended.
+local ends_key, numbers_key, meta_key = unpack(KEYS)
 local action = ARGV[1]
 if action == 'done' then
-  local meta = redis.call('HMGET', KEYS[3], 'epoch', 'line', 'since')
-  if meta[1] ~= ARGV[2] then return {'GONE', meta[1] or '', meta[2] or meta[3] or meta[1] or ''} end
-  local known = redis.call('HGET', KEYS[1], ARGV[3]) or ''
+  local epoch, env = ARGV[2], ARGV[3]
+  local meta = redis.call('HMGET', meta_key, 'epoch', 'line', 'since')
+  if meta[1] ~= epoch then return {'GONE', meta[1] or '', meta[2] or meta[3] or meta[1] or ''} end
+  local known = redis.call('HGET', ends_key, env) or ''
   if string.sub(known, 1, 1) ~= '=' then
-    known = '=' .. (redis.call('HGET', KEYS[2], ARGV[3]) or '0')
-    redis.call('HSET', KEYS[1], ARGV[3], known)
+    known = '=' .. (redis.call('HGET', numbers_key, env) or '0')
+    redis.call('HSET', ends_key, env, known)
   end
   return {'OK', string.sub(known, 2)}
 end
 
 if action == 'resume' then
-  if redis.call('HDEL', KEYS[1], ARGV[2]) == 0 then return {'SAME'} end
+  local env = ARGV[2]
+  if redis.call('HDEL', ends_key, env) == 0 then return {'SAME'} end
 else
-  local fields = redis.call('HKEYS', KEYS[1])
+  local fields = redis.call('HKEYS', ends_key)
   for i = 1, #fields do
-    if string.sub(fields[i], 1, 1) == '[' then redis.call('HDEL', KEYS[1], fields[i]) end
+    if string.sub(fields[i], 1, 1) == '[' then redis.call('HDEL', ends_key, fields[i]) end
   end
-  for i = 2, #ARGV do redis.call('HSET', KEYS[1], '[worker.' .. ARGV[i] .. ']', '') end
+  for i = 2, #ARGV do redis.call('HSET', ends_key, '[worker.' .. ARGV[i] .. ']', '') end
 end
-redis.call('HDEL', KEYS[3], 'ended')
+redis.call('HDEL', meta_key, 'ended')
 return {'OK'}

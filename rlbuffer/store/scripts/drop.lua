@@ -8,13 +8,15 @@
 --       2 payload key prefix   3 history entries kept   4 drops D, then D of
 --       group id, env, reason, '1' when the whole group closes (tombstone), history record ('' for none), ids N, N ids
 -- Reply {'OK', pushes dropped} | {'FENCED', owner} | {'GONE'} when there is no run that an operator could drop of
+local lease_key, pool_key, ledger_key, closed_key, garbage_key, history_key, meta_key, reuse_key = unpack(KEYS)
+local token, prefix, history_kept, drops = unpack(ARGV, 1, 4)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-if ARGV[1] == '' then
-  if redis.call('HEXISTS', KEYS[7], 'schema') == 0 then return {'GONE'} end
+if token == '' then
+  if redis.call('HEXISTS', meta_key, 'schema') == 0 then return {'GONE'} end
 else
-  local lease = redis.call('HMGET', KEYS[1], 'owner', 'until', 'token')
-  if lease[3] ~= ARGV[1] or tonumber(lease[2] or '0') < now then return {'FENCED', lease[1] or ''} end
+  local lease = redis.call('HMGET', lease_key, 'owner', 'until', 'token')
+  if lease[3] ~= token or tonumber(lease[2] or '0') < now then return {'FENCED', lease[1] or ''} end
 end
 
 -- An entry that did not come through PUSH may hold anything, or nothing: it must go all the same.
@@ -23,33 +25,33 @@ local function known(value, pattern, otherwise)
   return otherwise
 end
 
-local step = redis.call('HGET', KEYS[7], 'step') or '0'
-local newest = redis.call('ZREVRANGE', KEYS[4], 0, 0, 'WITHSCORES')
+local step = redis.call('HGET', meta_key, 'step') or '0'
+local newest = redis.call('ZREVRANGE', closed_key, 0, 0, 'WITHSCORES')
 local closed_at = string.format('%.0f', math.max(now, tonumber(newest[2] or '0')))
 local total, p = 0, 5
-for _ = 1, tonumber(ARGV[4]) do
+for _ = 1, tonumber(drops) do
   local group, env, reason, closes, record, ids =
     ARGV[p], ARGV[p + 1], ARGV[p + 2], ARGV[p + 3], ARGV[p + 4], tonumber(ARGV[p + 5])
   p = p + 6
   local dropped = 0
   for i = p, p + ids - 1 do
-    local found = redis.call('XRANGE', KEYS[2], ARGV[i], ARGV[i])
-    if #found == 1 and redis.call('XDEL', KEYS[2], ARGV[i]) == 1 then
+    local found = redis.call('XRANGE', pool_key, ARGV[i], ARGV[i])
+    if #found == 1 and redis.call('XDEL', pool_key, ARGV[i]) == 1 then
       local fields, entry = found[1][2], {}
       for k = 1, #fields, 2 do entry[fields[k]] = fields[k + 1] end
       local fate = known(entry.env, '^[%w_.-]+$', '?') .. ':dropped:' .. reason
-      redis.pcall('HINCRBY', KEYS[3], fate .. ':rollouts', known(entry.rollouts, '^%d+$', '0'))
-      redis.pcall('HINCRBY', KEYS[3], fate .. ':tokens', known(entry.tokens, '^%d+$', '0'))
+      redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', known(entry.rollouts, '^%d+$', '0'))
+      redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', known(entry.tokens, '^%d+$', '0'))
       if entry.group and entry.key then
-        redis.call('ZADD', KEYS[5], step, ARGV[2] .. entry.group .. ':' .. entry.key)
+        redis.call('ZADD', garbage_key, step, prefix .. entry.group .. ':' .. entry.key)
       end
       dropped = dropped + 1
-    elseif ARGV[1] ~= '' then
+    elseif token ~= '' then
       -- Only the leader names all that a group holds; what an operator has read may be a part, and trained meanwhile.
-      local record = redis.call('HGET', KEYS[8], group .. ' ' .. ARGV[i])
+      local record = redis.call('HGET', reuse_key, group .. ' ' .. ARGV[i])
       if record then
-        redis.call('HDEL', KEYS[8], group .. ' ' .. ARGV[i], group)
-        redis.call('ZADD', KEYS[5], step, ARGV[2] .. group .. ':' .. string.match(record, '^%S+ (%S+) '))
+        redis.call('HDEL', reuse_key, group .. ' ' .. ARGV[i], group)
+        redis.call('ZADD', garbage_key, step, prefix .. group .. ':' .. string.match(record, '^%S+ (%S+) '))
       end
     end
   end
@@ -57,14 +59,14 @@ for _ = 1, tonumber(ARGV[4]) do
   if dropped > 0 then
     if closes == '1' then
       -- What is late of a group that was trained, or dropped before, makes no second group of it.
-      if not redis.call('ZSCORE', KEYS[4], group) then
-        redis.pcall('HINCRBY', KEYS[3], known(env, '^[%w_.-]+$', '?') .. ':dropped:' .. reason .. ':groups', 1)
+      if not redis.call('ZSCORE', closed_key, group) then
+        redis.pcall('HINCRBY', ledger_key, known(env, '^[%w_.-]+$', '?') .. ':dropped:' .. reason .. ':groups', 1)
       end
-      redis.call('ZADD', KEYS[4], closed_at, group)
+      redis.call('ZADD', closed_key, closed_at, group)
     end
-    if record ~= '' then redis.call('XADD', KEYS[6], 'MAXLEN', '~', ARGV[3], '*', 'record', record) end
+    if record ~= '' then redis.call('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', record) end
   end
   total = total + dropped
 end
-if ARGV[1] == '' then redis.call('HINCRBY', KEYS[7], 'asked', 1) end
+if token == '' then redis.call('HINCRBY', meta_key, 'asked', 1) end
 return {'OK', total}

@@ -5,16 +5,17 @@
 -- KEYS  1 tickets of the env (zset: number -> expiry, server ms)
 -- ARGV  1 time to live, ms; 0 gives them back: they count as expired from now on   2... numbers
 -- Reply {how many are still known}; one that was closed meanwhile is never brought back
+local tickets_key, ttl = KEYS[1], ARGV[1]
 local expiry = '0'
-if tonumber(ARGV[1]) > 0 then
+if tonumber(ttl) > 0 then
   local time = redis.call('TIME')
   local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-  expiry = string.format('%.0f', now + tonumber(ARGV[1]))
+  expiry = string.format('%.0f', now + tonumber(ttl))
 end
 local known = 0
 for i = 2, #ARGV do
-  if redis.call('ZSCORE', KEYS[1], ARGV[i]) then
-    redis.call('ZADD', KEYS[1], 'XX', expiry, ARGV[i])
+  if redis.call('ZSCORE', tickets_key, ARGV[i]) then
+    redis.call('ZADD', tickets_key, 'XX', expiry, ARGV[i])
     known = known + 1
   end
 end

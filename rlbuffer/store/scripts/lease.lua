@@ -21,18 +21,20 @@
 -- A lease that runs longer from now than it was given for (`ttl`) was given by a clock that has been set back since: it
 -- counts as lapsed, or nobody could lead until the clock is there again.
 -- The token is max(server ms, last + 1): it grows with every new holder, over a loss of the newest writes too.
+local lease_key, meta_key, allowance_key, pool_key, ends_key = unpack(KEYS)
+local action, who = unpack(ARGV, 1, 2)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-local lease = redis.call('HMGET', KEYS[1], 'owner', 'until', 'token', 'ttl')
+local lease = redis.call('HMGET', lease_key, 'owner', 'until', 'token', 'ttl')
 local owner, lapse, token = lease[1] or '', tonumber(lease[2] or '0'), lease[3] or '0'
 if lease[4] and lapse - now > tonumber(lease[4]) then lapse = 0 end
-local action = ARGV[1]
 
-if action ~= 'release' and redis.call('HEXISTS', KEYS[2], 'schema') == 0 then return {'GONE'} end
+if action ~= 'release' and redis.call('HEXISTS', meta_key, 'schema') == 0 then return {'GONE'} end
 
 if action == 'acquire' then
-  local till = now + tonumber(ARGV[3])
-  if lapse >= now and owner ~= ARGV[2] then
+  local ttl = ARGV[3]
+  local till = now + tonumber(ttl)
+  if lapse >= now and owner ~= who then
     return {'HELD', token, owner, string.format('%.0f', lapse - now)}
   end
   local status = 'RENEWED'
@@ -40,47 +42,51 @@ if action == 'acquire' then
     status = 'ACQUIRED'
     token = string.format('%.0f', math.max(now, tonumber(token) + 1))
   end
-  redis.call('HSET', KEYS[1], 'owner', ARGV[2], 'until', string.format('%.0f', till), 'token', token,
-    'ttl', ARGV[3])
-  return {status, token, ARGV[2], ARGV[3]}
+  redis.call('HSET', lease_key, 'owner', who, 'until', string.format('%.0f', till), 'token', token,
+    'ttl', ttl)
+  return {status, token, who, ttl}
 end
 
 if action == 'release' then
-  if owner ~= ARGV[2] then return {'FENCED', owner} end
-  redis.call('HSET', KEYS[1], 'until', '0')
+  if owner ~= who then return {'FENCED', owner} end
+  redis.call('HSET', lease_key, 'until', '0')
   return {'OK'}
 end
 
-if token ~= ARGV[2] or lapse < now then return {'FENCED', owner} end
+if token ~= who or lapse < now then return {'FENCED', owner} end
 if action == 'config' then
-  if ARGV[5] ~= '' and redis.call('HGET', KEYS[2], 'wanted_digest') == ARGV[5] then
-    redis.call('HDEL', KEYS[2], 'wanted', 'wanted_digest', 'refused')
+  local config, digest, settled = ARGV[3], ARGV[4], ARGV[5]
+  if settled ~= '' and redis.call('HGET', meta_key, 'wanted_digest') == settled then
+    redis.call('HDEL', meta_key, 'wanted', 'wanted_digest', 'refused')
   end
-  if redis.call('HGET', KEYS[2], 'config_digest') ~= ARGV[4] then
-    redis.call('HINCRBY', KEYS[2], 'revision', 1)
+  if redis.call('HGET', meta_key, 'config_digest') ~= digest then
+    redis.call('HINCRBY', meta_key, 'revision', 1)
   end
-  redis.call('HSET', KEYS[2], 'config', ARGV[3], 'config_digest', ARGV[4])
-  return {'OK', redis.call('HGET', KEYS[2], 'revision') or '0'}
+  redis.call('HSET', meta_key, 'config', config, 'config_digest', digest)
+  return {'OK', redis.call('HGET', meta_key, 'revision') or '0'}
 elseif action == 'refuse' then
-  if redis.call('HGET', KEYS[2], 'wanted_digest') == ARGV[3] then
-    redis.call('HDEL', KEYS[2], 'wanted', 'wanted_digest')
-    redis.call('HSET', KEYS[2], 'refused', ARGV[3] .. ' ' .. ARGV[4])
+  local digest, why = ARGV[3], ARGV[4]
+  if redis.call('HGET', meta_key, 'wanted_digest') == digest then
+    redis.call('HDEL', meta_key, 'wanted', 'wanted_digest')
+    redis.call('HSET', meta_key, 'refused', digest .. ' ' .. why)
   end
 elseif action == 'error' then
-  redis.call('HSET', KEYS[2], 'error', ARGV[3])
+  local message = ARGV[3]
+  redis.call('HSET', meta_key, 'error', message)
 elseif action == 'end' then
-  local differs = redis.call('HLEN', KEYS[5]) ~= (#ARGV - 3) / 2
-  for i = 4, #ARGV, 2 do differs = differs or redis.call('HGET', KEYS[5], ARGV[i]) ~= ARGV[i + 1] end
-  if ARGV[3] == '' then
-    redis.call('HDEL', KEYS[2], 'ended')
-  elseif differs or redis.call('XLEN', KEYS[4]) > 0 or redis.call('HGET', KEYS[2], 'step') ~= ARGV[3] then
+  local last_step = ARGV[3]
+  local differs = redis.call('HLEN', ends_key) ~= (#ARGV - 3) / 2
+  for i = 4, #ARGV, 2 do differs = differs or redis.call('HGET', ends_key, ARGV[i]) ~= ARGV[i + 1] end
+  if last_step == '' then
+    redis.call('HDEL', meta_key, 'ended')
+  elseif differs or redis.call('XLEN', pool_key) > 0 or redis.call('HGET', meta_key, 'step') ~= last_step then
     return {'OPEN'}
   else
-    redis.call('HSET', KEYS[2], 'ended', ARGV[3])
+    redis.call('HSET', meta_key, 'ended', last_step)
   end
 else
-  redis.call('DEL', KEYS[3])
-  if redis.call('HEXISTS', KEYS[2], 'draining') == 1 then return {'OK'} end
-  for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[3], ARGV[i], ARGV[i + 1]) end
+  redis.call('DEL', allowance_key)
+  if redis.call('HEXISTS', meta_key, 'draining') == 1 then return {'OK'} end
+  for i = 3, #ARGV, 2 do redis.call('HSET', allowance_key, ARGV[i], ARGV[i + 1]) end
 end
 return {'OK'}

@@ -7,7 +7,8 @@
 -- ARGV  1 schema
 -- Reply {'OK'} | {'THERE'}
 --       {'LEFT', key...}  there is no meta, but these keys of the run are there
-if redis.call('HEXISTS', KEYS[1], 'schema') == 1 then return {'THERE'} end
+local meta_key, schema = KEYS[1], ARGV[1]
+if redis.call('HEXISTS', meta_key, 'schema') == 1 then return {'THERE'} end
 local left = {}
 for i = 2, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 1 then left[#left + 1] = KEYS[i] end
@@ -15,6 +16,6 @@ end
 if #left > 0 then return {'LEFT', unpack(left)} end
 local time = redis.call('TIME')
 local now = string.format('%.0f', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))
-redis.call('HSET', KEYS[1], 'schema', ARGV[1], 'epoch', now, 'since', now, 'step', '0', 'digest', '', 'retired', '0',
+redis.call('HSET', meta_key, 'schema', schema, 'epoch', now, 'since', now, 'step', '0', 'digest', '', 'retired', '0',
   'created', now)
 return {'OK'}

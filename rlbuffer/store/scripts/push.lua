@@ -23,65 +23,67 @@
 --       {'GONE', epoch, line}  the run is in another epoch ('' when it does not exist); its line of versions began in
 --                           the epoch `line`
 -- A replacing entry has two fields more: `replaces`, that id, and `pushed`, when its rollouts came first (server ms).
-local epoch = redis.call('HGET', KEYS[1], 'epoch')
-if epoch ~= ARGV[1] then 
-  local first = redis.call('HMGET', KEYS[1], 'line', 'since')
+local meta_key, pool_key, producer_key, ledger_key, garbage_key = unpack(KEYS)
+local its_epoch, number, stored, env, group, suffix, rollouts, tokens, metadata, replaced, prefix = unpack(ARGV, 1, 11)
+local epoch = redis.call('HGET', meta_key, 'epoch')
+if epoch ~= its_epoch then 
+  local first = redis.call('HMGET', meta_key, 'line', 'since')
   return {'GONE', epoch or '', first[1] or first[2] or epoch or ''}
 end
 
-local known = redis.call('HMGET', KEYS[3], 'sequence', 'id')
+local known = redis.call('HMGET', producer_key, 'sequence', 'id')
 local last = tonumber(known[1] or '0') or 0  -- a worker may have written anything there
-local sequence = tonumber(ARGV[2])
+local sequence = tonumber(number)
 if sequence <= last then
-  redis.call('UNLINK', ARGV[3])
+  redis.call('UNLINK', stored)
   return {'DUP', sequence == last and known[2] or ''}
 end
 if sequence > last + 1 then return {'GAP', string.format('%.0f', last)} end
 
 -- The producer's next push follows it, though nothing becomes pending.
 local function use_up()
-  redis.call('HSET', KEYS[3], 'sequence', ARGV[2], 'id', '')
-  redis.call('UNLINK', ARGV[3])
+  redis.call('HSET', producer_key, 'sequence', number, 'id', '')
+  redis.call('UNLINK', stored)
 end
-if ARGV[7] == '0' then
+if rollouts == '0' then
   use_up()
-  redis.pcall('HINCRBY', KEYS[4], 'lost', 1)
+  redis.pcall('HINCRBY', ledger_key, 'lost', 1)
   return {'LOST'}
 end
-if redis.call('EXISTS', ARGV[3]) == 0 then return {'MISSING'} end
+if redis.call('EXISTS', stored) == 0 then return {'MISSING'} end
 
 local old = nil
-if ARGV[10] ~= '' then
-  local found = redis.call('XRANGE', KEYS[2], ARGV[10], ARGV[10])
+if replaced ~= '' then
+  local found = redis.call('XRANGE', pool_key, replaced, replaced)
   if #found == 0 then
     use_up()
     return {'LATE'}
   end
   old = {}
   for k = 1, #found[1][2], 2 do old[found[1][2][k]] = found[1][2][k + 1] end
-  if old.env ~= ARGV[4] or old.group ~= ARGV[5] or old.rollouts ~= ARGV[7] or old.tokens ~= ARGV[8] then
+  if old.env ~= env or old.group ~= group or old.rollouts ~= rollouts or old.tokens ~= tokens then
     return {'UNEQUAL', old.env or '', old.group or '', old.rollouts or '', old.tokens or ''}
   end
 end
 
-local entry = {'env', ARGV[4], 'group', ARGV[5], 'key', ARGV[6], 'rollouts', ARGV[7], 'tokens', ARGV[8], 'metadata', ARGV[9]}
+local entry = {'env', env, 'group', group, 'key', suffix, 'rollouts', rollouts, 'tokens', tokens, 'metadata', metadata}
 if old then
-  for _, field in ipairs({'replaces', ARGV[10], 'pushed', old.pushed or string.match(ARGV[10], '^%d+')}) do
+  for _, field in ipairs({'replaces', replaced, 'pushed', old.pushed or string.match(replaced, '^%d+')}) do
     entry[#entry + 1] = field
   end
 end
 -- The account does not decide: what a worker has made unreadable there stops no push and no step, `verify` names it.
-local id = redis.pcall('XADD', KEYS[2], '*', unpack(entry))
+local id = redis.pcall('XADD', pool_key, '*', unpack(entry))
 if type(id) == 'table' then return {'JAMMED', id.err} end
-local payload = ARGV[11] .. ARGV[5] .. ':' .. ARGV[6]
-redis.call('RENAME', ARGV[3], payload)
+local payload = prefix .. group .. ':' .. suffix
+redis.call('RENAME', stored, payload)
 redis.call('PERSIST', payload)
-if old then redis.call('XDEL', KEYS[2], ARGV[10]) end
-redis.call('HSET', KEYS[3], 'sequence', ARGV[2], 'id', id)
+if old then redis.call('XDEL', pool_key, replaced) end
+redis.call('HSET', producer_key, 'sequence', number, 'id', id)
 if old then
-  redis.call('ZADD', KEYS[5], 0, ARGV[11] .. ARGV[5] .. ':' .. old.key)  -- 0: the next sweep may take it
+  redis.call('ZADD', garbage_key, 0, prefix .. group .. ':' .. old.key)  -- 0: the next sweep may take it
 else
-  redis.pcall('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:rollouts', ARGV[7])
-  redis.pcall('HINCRBY', KEYS[4], ARGV[4] .. ':pushed:tokens', ARGV[8])
+  redis.pcall('HINCRBY', ledger_key, env .. ':pushed:rollouts', rollouts)
+  redis.pcall('HINCRBY', ledger_key, env .. ':pushed:tokens', tokens)
 end
 return {'OK', id}

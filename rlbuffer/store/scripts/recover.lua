@@ -15,12 +15,16 @@
 -- Steps here that the trainer has, too, count as trained; steps of other content are void (their groups have tombstones
 -- since their commit). A group that waits for another use and was in a lost step has been used more often than is known
 -- here: it is let go. The stream is deleted, not trimmed: after a deletion a smaller step may come next.
+local lease_key, meta_key, pool_key, steps_key, ledger_key, closed_key, garbage_key, trainer_key, history_key,
+  reuse_key = unpack(KEYS)
+local token, attempt, claim, its_step, its_digest, its_epoch, first_other, prefix, history_kept, record, group_count
+  = unpack(ARGV, 1, 11)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-local lease = redis.call('HMGET', KEYS[1], 'owner', 'until', 'token')
-if lease[3] ~= ARGV[1] or tonumber(lease[2] or '0') < now then return {'FENCED', lease[1] or ''} end
-local trainer = redis.call('HMGET', KEYS[8], 'number', 'claim', 'trained')
-if trainer[1] ~= ARGV[2] or trainer[2] ~= ARGV[3] then return {'NONE'} end
+local lease = redis.call('HMGET', lease_key, 'owner', 'until', 'token')
+if lease[3] ~= token or tonumber(lease[2] or '0') < now then return {'FENCED', lease[1] or ''} end
+local trainer = redis.call('HMGET', trainer_key, 'number', 'claim', 'trained')
+if trainer[1] ~= attempt or trainer[2] ~= claim then return {'NONE'} end
 
 local function fields_of(found)
   if #found == 0 then return nil end
@@ -29,7 +33,7 @@ local function fields_of(found)
   return fields
 end
 
-local p = 12 + 2 * tonumber(ARGV[11])
+local p = 12 + 2 * tonumber(group_count)
 local entries = {}
 local count = tonumber(ARGV[p])
 p = p + 1
@@ -42,67 +46,67 @@ for _ = 1, count do
     rollouts, tokens = rollouts + tonumber(ARGV[p + 1]), tokens + tonumber(ARGV[p + 2])
     p = p + 3
   end
-  local entry = fields_of(redis.call('XRANGE', KEYS[3], use.id, use.id))
+  local entry = fields_of(redis.call('XRANGE', pool_key, use.id, use.id))
   if entry then
     if tonumber(entry.rollouts) ~= rollouts or tonumber(entry.tokens) ~= tokens then
       return {'UNEQUAL', use.id, entry.rollouts or '', entry.tokens or ''}
     end
     use.env = entry.env
-    use.key = ARGV[8] .. entry.group .. ':' .. entry.key
+    use.key = prefix .. entry.group .. ':' .. entry.key
     entries[#entries + 1] = use
   end
 end
 
 -- From here on only writes.
-local newest = redis.call('ZREVRANGE', KEYS[6], 0, 0, 'WITHSCORES')
+local newest = redis.call('ZREVRANGE', closed_key, 0, 0, 'WITHSCORES')
 local closed_at = string.format('%.0f', math.max(now, tonumber(newest[2] or '0')))
-local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'since')
-local fork = tonumber(ARGV[7])
+local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'since')
+local fork = tonumber(first_other)
 for step = tonumber(trainer[3] or '0') + 1, tonumber(meta[2] or '0') do
   local id = string.format('%.0f-0', step)
-  local header = fields_of(redis.call('XRANGE', KEYS[4], id, id))
+  local header = fields_of(redis.call('XRANGE', steps_key, id, id))
   local fate = fork > 0 and step >= fork and 'dropped:void' or 'trained'
   for env, rollouts, tokens, groups in string.gmatch(header and header.packed or '', '(%S+) (%d+) (%d+) (%d+)') do
     for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
-      redis.pcall('HINCRBY', KEYS[5], env .. ':packed:' .. unit, '-' .. amount)
-      redis.pcall('HINCRBY', KEYS[5], env .. ':' .. fate .. ':' .. unit, amount)
+      redis.pcall('HINCRBY', ledger_key, env .. ':packed:' .. unit, '-' .. amount)
+      redis.pcall('HINCRBY', ledger_key, env .. ':' .. fate .. ':' .. unit, amount)
     end
   end
 end
 for i = 1, #entries do
   local use = entries[i]
-  redis.call('XDEL', KEYS[3], use.id)
-  redis.pcall('HINCRBY', KEYS[5], use.env .. ':trained:rollouts', use.rollouts)
-  redis.pcall('HINCRBY', KEYS[5], use.env .. ':trained:tokens', use.tokens)
+  redis.call('XDEL', pool_key, use.id)
+  redis.pcall('HINCRBY', ledger_key, use.env .. ':trained:rollouts', use.rollouts)
+  redis.pcall('HINCRBY', ledger_key, use.env .. ':trained:tokens', use.tokens)
   for k = 1, #use.dropped do
     local fate = use.env .. ':dropped:' .. use.dropped[k][1]
-    redis.pcall('HINCRBY', KEYS[5], fate .. ':rollouts', use.dropped[k][2])
-    redis.pcall('HINCRBY', KEYS[5], fate .. ':tokens', use.dropped[k][3])
+    redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', use.dropped[k][2])
+    redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', use.dropped[k][3])
   end
-  redis.call('ZADD', KEYS[7], ARGV[4], use.key)
+  redis.call('ZADD', garbage_key, its_step, use.key)
 end
 local lost = {}
-for i = 12, 11 + 2 * tonumber(ARGV[11]), 2 do
+for i = 12, 11 + 2 * tonumber(group_count), 2 do
   lost[ARGV[i]] = true
-  redis.call('ZADD', KEYS[6], closed_at, ARGV[i])
-  if ARGV[i + 1] ~= '' then redis.pcall('HINCRBY', KEYS[5], ARGV[i + 1] .. ':trained:groups', 1) end
+  redis.call('ZADD', closed_key, closed_at, ARGV[i])
+  if ARGV[i + 1] ~= '' then redis.pcall('HINCRBY', ledger_key, ARGV[i + 1] .. ':trained:groups', 1) end
 end
-local reuse = next(lost) and redis.call('HGETALL', KEYS[10]) or {}
+local reuse = next(lost) and redis.call('HGETALL', reuse_key) or {}
 for i = 1, #reuse, 2 do
   local group, entry = string.match(reuse[i], '^(%S+) ?(%S*)$')
   if lost[group] then
-    redis.call('HDEL', KEYS[10], reuse[i])
+    redis.call('HDEL', reuse_key, reuse[i])
     if entry ~= '' then
-      redis.call('ZADD', KEYS[7], ARGV[4], ARGV[8] .. group .. ':' .. string.match(reuse[i + 1], '^%S+ (%S+) '))
+      redis.call('ZADD', garbage_key, its_step, prefix .. group .. ':' .. string.match(reuse[i + 1], '^%S+ (%S+) '))
     end
   end
 end
-redis.call('DEL', KEYS[4])
-local epoch = string.format('%.0f', math.max(tonumber(meta[1]), tonumber(ARGV[6])) + 1)
-redis.call('HSET', KEYS[2], 'epoch', epoch, 'since', meta[3] or meta[1], 'step', ARGV[4], 'digest', ARGV[5],
-  'retired', ARGV[4], 'retired_digest', ARGV[5], 'recovered', ARGV[4], 'checkpoint_now', ARGV[4])
-redis.call('HDEL', KEYS[2], 'ended')
-redis.call('HSET', KEYS[8], 'trained', ARGV[4], 'digest', ARGV[5], 'epoch', epoch)
-redis.call('HDEL', KEYS[8], 'claim')
-redis.call('XADD', KEYS[9], 'MAXLEN', '~', ARGV[9], '*', 'record', ARGV[10])
+redis.call('DEL', steps_key)
+local epoch = string.format('%.0f', math.max(tonumber(meta[1]), tonumber(its_epoch)) + 1)
+redis.call('HSET', meta_key, 'epoch', epoch, 'since', meta[3] or meta[1], 'step', its_step, 'digest', its_digest,
+  'retired', its_step, 'retired_digest', its_digest, 'recovered', its_step, 'checkpoint_now', its_step)
+redis.call('HDEL', meta_key, 'ended')
+redis.call('HSET', trainer_key, 'trained', its_step, 'digest', its_digest, 'epoch', epoch)
+redis.call('HDEL', trainer_key, 'claim')
+redis.call('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', record)
 return {'OK', epoch}

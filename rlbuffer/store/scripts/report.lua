@@ -17,26 +17,29 @@
 --       {'MISSING', step}    a header that must still be here is not
 -- `at` is this attempt's own place: below `trained` while it trains steps of an earlier attempt again.
 -- Each step in (trained before, trained now] moves its totals from packed to trained, once.
-local trainer = redis.call('HMGET', KEYS[1], 'number', 'trained', 'oldest_kept', 'digest', 'server')
-if trainer[1] ~= ARGV[1] then return {'FENCED', trainer[1] or '0'} end
-local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'since', 'retired')
-if meta[1] ~= ARGV[2] then return {'EPOCH', meta[1] or '', meta[3] or meta[1] or ''} end
+local trainer_key, meta_key, steps_key, ledger_key, policy_key = unpack(KEYS)
+local attempt, its_epoch, its_step, its_digest, oldest_kept, claim, checkpoint, newest_version, server
+  = unpack(ARGV, 1, 9)
+local trainer = redis.call('HMGET', trainer_key, 'number', 'trained', 'oldest_kept', 'digest', 'server')
+if trainer[1] ~= attempt then return {'FENCED', trainer[1] or '0'} end
+local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'since', 'retired')
+if meta[1] ~= its_epoch then return {'EPOCH', meta[1] or '', meta[3] or meta[1] or ''} end
 local time = redis.call('TIME')
 local clock = string.format('%.0f', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))
 local function hand_back(reply)
-  if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'claim', ARGV[6], 'seen', clock) end
+  if claim ~= '' then redis.call('HSET', trainer_key, 'claim', claim, 'seen', clock) end
   return reply
 end
-local before, trained = tonumber(trainer[2] or '0'), tonumber(ARGV[3])
-local last, newest = tonumber(meta[2] or '0'), tonumber(ARGV[8])
-if newest > trained and (newest > last or (trainer[5] and trainer[5] ~= ARGV[9])) then
+local before, trained = tonumber(trainer[2] or '0'), tonumber(its_step)
+local last, newest = tonumber(meta[2] or '0'), tonumber(newest_version)
+if newest > trained and (newest > last or (trainer[5] and trainer[5] ~= server)) then
   local epoch = string.format('%.0f', tonumber(meta[1]) + 1)
-  redis.call('HSET', KEYS[2], 'epoch', epoch, 'line', epoch)
-  redis.call('HSET', KEYS[1], 'epoch', epoch, 'server', ARGV[9])
-  local policies = redis.call('HGETALL', KEYS[5])
+  redis.call('HSET', meta_key, 'epoch', epoch, 'line', epoch)
+  redis.call('HSET', trainer_key, 'epoch', epoch, 'server', server)
+  local policies = redis.call('HGETALL', policy_key)
   for i = 1, #policies, 2 do
     local version = string.match(policies[i + 1], '^%d+ (%d+) ')
-    if policies[i] ~= '' or tonumber(version) > math.min(last, trained) then redis.call('HDEL', KEYS[5], policies[i]) end
+    if policies[i] ~= '' or tonumber(version) > math.min(last, trained) then redis.call('HDEL', policy_key, policies[i]) end
   end
   return {'EPOCH', epoch, meta[3] or meta[1]}
 end
@@ -44,7 +47,7 @@ if trained > tonumber(meta[2] or '0') then return hand_back({'AHEAD', meta[2] or
 
 local function fields_of(step)
   local id = string.format('%.0f-0', step)
-  local found = redis.call('XRANGE', KEYS[3], id, id)
+  local found = redis.call('XRANGE', steps_key, id, id)
   if #found == 0 then return nil end
   local fields, header = found[1][2], {}
   for k = 1, #fields, 2 do header[fields[k]] = fields[k + 1] end
@@ -55,29 +58,29 @@ local moves = {}
 for step = before + 1, trained do
   local header = fields_of(step)
   if not header then return {'MISSING', string.format('%.0f', step)} end
-  if step == trained and ARGV[4] ~= '' and header.digest ~= ARGV[4] then return hand_back({'DIGEST', header.digest}) end
+  if step == trained and its_digest ~= '' and header.digest ~= its_digest then return hand_back({'DIGEST', header.digest}) end
   moves[#moves + 1] = header.packed
 end
-if trained <= before and trained > 0 and ARGV[4] ~= '' then
+if trained <= before and trained > 0 and its_digest ~= '' then
   local header = fields_of(trained)
   local there = header and header.digest or (trained == before and trainer[4] or '')
-  if there ~= '' and there ~= ARGV[4] then return hand_back({'DIGEST', there}) end
+  if there ~= '' and there ~= its_digest then return hand_back({'DIGEST', there}) end
 end
 
 for i = 1, #moves do
   for env, rollouts, tokens, groups in string.gmatch(moves[i], '(%S+) (%d+) (%d+) (%d+)') do
     for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
-      redis.pcall('HINCRBY', KEYS[4], env .. ':packed:' .. unit, '-' .. amount)
-      redis.pcall('HINCRBY', KEYS[4], env .. ':trained:' .. unit, amount)
+      redis.pcall('HINCRBY', ledger_key, env .. ':packed:' .. unit, '-' .. amount)
+      redis.pcall('HINCRBY', ledger_key, env .. ':trained:' .. unit, amount)
     end
   end
 end
 -- What an attempt below the retired steps hands back (see ATTEMPT) stays until RECOVER: nothing but that lets it go on.
-if trained >= tonumber(meta[4] or '0') then redis.call('HDEL', KEYS[1], 'claim') end
-if ARGV[7] ~= '0' then redis.call('HSET', KEYS[1], 'checkpoint', ARGV[7]) end
-redis.call('HSET', KEYS[1], 'seen', clock, 'at', ARGV[3], 'server', ARGV[9],
-  'oldest_kept', string.format('%.0f', math.max(tonumber(trainer[3] or '0'), tonumber(ARGV[5]))))
+if trained >= tonumber(meta[4] or '0') then redis.call('HDEL', trainer_key, 'claim') end
+if checkpoint ~= '0' then redis.call('HSET', trainer_key, 'checkpoint', checkpoint) end
+redis.call('HSET', trainer_key, 'seen', clock, 'at', its_step, 'server', server,
+  'oldest_kept', string.format('%.0f', math.max(tonumber(trainer[3] or '0'), tonumber(oldest_kept))))
 if trained > before then
-  redis.call('HSET', KEYS[1], 'trained', ARGV[3], 'digest', ARGV[4])
+  redis.call('HSET', trainer_key, 'trained', its_step, 'digest', its_digest)
 end
 return {'OK', string.format('%.0f', math.max(before, trained))}

@@ -10,28 +10,30 @@
 -- An early one stays in meta as `early` (last step) and `early_at` (server ms): a trainer that needs such a step is told.
 -- Reply {'OK', last retired step, '1' while nothing may be swept, else '0'} | {'FENCED', owner}
 -- A backup that copies payloads holds them: it has read here what it still needs, before the sweep is told to wait.
+local lease_key, meta_key, steps_key, trainer_key, history_key, holds_key = unpack(KEYS)
+local token, last_step, record, history_kept = unpack(ARGV, 1, 4)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-local lease = redis.call('HMGET', KEYS[1], 'owner', 'until', 'token')
-if lease[3] ~= ARGV[1] or tonumber(lease[2] or '0') < now then return {'FENCED', lease[1] or ''} end
+local lease = redis.call('HMGET', lease_key, 'owner', 'until', 'token')
+if lease[3] ~= token or tonumber(lease[2] or '0') < now then return {'FENCED', lease[1] or ''} end
 
-local meta = redis.call('HMGET', KEYS[2], 'step', 'retired')
-local trained = tonumber(redis.call('HGET', KEYS[4], 'trained') or '0')
+local meta = redis.call('HMGET', meta_key, 'step', 'retired')
+local trained = tonumber(redis.call('HGET', trainer_key, 'trained') or '0')
 local retired = tonumber(meta[2] or '0')
-local up_to = math.min(tonumber(ARGV[2]), tonumber(meta[1] or '0'), trained)
+local up_to = math.min(tonumber(last_step), tonumber(meta[1] or '0'), trained)
 if up_to > retired then
   local id = string.format('%.0f-0', up_to)
-  local found, digest = redis.call('XRANGE', KEYS[3], id, id), ''
+  local found, digest = redis.call('XRANGE', steps_key, id, id), ''
   for k = 1, #found > 0 and #found[1][2] or 0, 2 do
     if found[1][2][k] == 'digest' then digest = found[1][2][k + 1] end
   end
-  redis.call('XTRIM', KEYS[3], 'MINID', string.format('%.0f-0', up_to + 1))
+  redis.call('XTRIM', steps_key, 'MINID', string.format('%.0f-0', up_to + 1))
   retired = up_to
-  redis.call('HSET', KEYS[2], 'retired', string.format('%.0f', retired), 'retired_digest', digest)
-  if ARGV[3] ~= '' then
-    redis.call('HSET', KEYS[2], 'early', string.format('%.0f', retired), 'early_at', string.format('%.0f', now))
-    redis.call('XADD', KEYS[5], 'MAXLEN', '~', ARGV[4], '*', 'record', ARGV[3])
+  redis.call('HSET', meta_key, 'retired', string.format('%.0f', retired), 'retired_digest', digest)
+  if record ~= '' then
+    redis.call('HSET', meta_key, 'early', string.format('%.0f', retired), 'early_at', string.format('%.0f', now))
+    redis.call('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', record)
   end
 end
-local held = redis.call('ZCOUNT', KEYS[6], '(' .. string.format('%.0f', now), '+inf') > 0
+local held = redis.call('ZCOUNT', holds_key, '(' .. string.format('%.0f', now), '+inf') > 0
 return {'OK', string.format('%.0f', retired), held and '1' or '0'}

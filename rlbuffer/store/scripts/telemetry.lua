@@ -11,30 +11,35 @@
 --       count  2 field   3 how many more
 --       damaged  2 step   3... `<group> <rollout>` of it; each is counted once, and forgotten when its step is retired
 -- Reply {'OK'}
-if ARGV[1] == 'count' then
-  redis.pcall('HINCRBY', KEYS[1], ARGV[2], ARGV[3])
+local hash_key, damaged_key, meta_key = unpack(KEYS, 1, 3)
+local action = ARGV[1]
+if action == 'count' then
+  local field, more = ARGV[2], ARGV[3]
+  redis.pcall('HINCRBY', hash_key, field, more)
   return {'OK'}
 end
-if ARGV[1] == 'damaged' then
+if action == 'damaged' then
+  local step = ARGV[2]
   -- A retired step is pulled no more: what is noted of it has done its work.
-  redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', redis.call('HGET', KEYS[3], 'retired') or '0')
+  redis.call('ZREMRANGEBYSCORE', damaged_key, '-inf', redis.call('HGET', meta_key, 'retired') or '0')
   local fresh = 0
-  for i = 3, #ARGV do fresh = fresh + redis.call('ZADD', KEYS[2], 'NX', ARGV[2], ARGV[2] .. ' ' .. ARGV[i]) end
-  if fresh > 0 then redis.pcall('HINCRBY', KEYS[1], 'damaged', fresh) end
+  for i = 3, #ARGV do fresh = fresh + redis.call('ZADD', damaged_key, 'NX', step, step .. ' ' .. ARGV[i]) end
+  if fresh > 0 then redis.pcall('HINCRBY', hash_key, 'damaged', fresh) end
   return {'OK'}
 end
-if ARGV[3] == '' then
-  redis.call('HDEL', KEYS[1], ARGV[2])
+local name, record, forgotten_after = ARGV[2], ARGV[3], ARGV[4]
+if record == '' then
+  redis.call('HDEL', hash_key, name)
   return {'OK'}
 end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-if redis.call('HEXISTS', KEYS[1], ARGV[2]) == 0 then
-  local all = redis.call('HGETALL', KEYS[1])
+if redis.call('HEXISTS', hash_key, name) == 0 then
+  local all = redis.call('HGETALL', hash_key)
   for i = 1, #all, 2 do
     local at = tonumber(string.match(all[i + 1], '^(%d+) ') or '0')
-    if at < now - tonumber(ARGV[4]) then redis.call('HDEL', KEYS[1], all[i]) end
+    if at < now - tonumber(forgotten_after) then redis.call('HDEL', hash_key, all[i]) end
   end
 end
-redis.call('HSET', KEYS[1], ARGV[2], string.format('%.0f', now) .. ' ' .. ARGV[3])
+redis.call('HSET', hash_key, name, string.format('%.0f', now) .. ' ' .. record)
 return {'OK'}

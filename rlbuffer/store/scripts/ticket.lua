@@ -11,50 +11,52 @@
 -- when what stands for the next number is no number.
 --       {'DONE'} when the env has an end, all its numbers were given, and none is out
 -- Of two workers that name different ends the larger one counts, so that none stops the other early.
+local tickets_key, allowance_key, numbers_key, ends_key = unpack(KEYS)
+local _, env, most, ttl, size, section = unpack(ARGV, 1, 6)
 local function now_ms()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
 local now = now_ms()
-local env, wanted = ARGV[2], tonumber(ARGV[3])
-local expiry = string.format('%.0f', now + tonumber(ARGV[4]))
+local wanted = tonumber(most)
+local expiry = string.format('%.0f', now + tonumber(ttl))
 local clock = string.format('%.0f', now)
-local ending = redis.call('HGET', KEYS[4], env)
-if not ending or (ARGV[5] ~= '' and (ending == '' or (tonumber(ending) or math.huge) < tonumber(ARGV[5]))) then
-  ending = ARGV[5]
-  redis.call('HSET', KEYS[4], env, ending)
+local ending = redis.call('HGET', ends_key, env)
+if not ending or (size ~= '' and (ending == '' or (tonumber(ending) or math.huge) < tonumber(size))) then
+  ending = size
+  redis.call('HSET', ends_key, env, ending)
 end
-if ARGV[6] ~= '' then redis.call('HDEL', KEYS[4], '[worker.' .. ARGV[6] .. ']') end
+if section ~= '' then redis.call('HDEL', ends_key, '[worker.' .. section .. ']') end
 local left = math.huge
 if ending ~= '' then
-  left = (tonumber(string.match(ending, '^=?(%d+)$')) or 0) - (tonumber(redis.call('HGET', KEYS[3], env) or '0') or 0)
-  if left <= 0 and redis.call('ZCARD', KEYS[1]) == 0 then return {'DONE'} end
+  left = (tonumber(string.match(ending, '^=?(%d+)$')) or 0) - (tonumber(redis.call('HGET', numbers_key, env) or '0') or 0)
+  if left <= 0 and redis.call('ZCARD', tickets_key) == 0 then return {'DONE'} end
 end
-local out = redis.call('ZCOUNT', KEYS[1], '(' .. clock, '+inf')
+local out = redis.call('ZCOUNT', tickets_key, '(' .. clock, '+inf')
 -- '*' stands for envs that the leader does not know yet: without it a new env could never send its first group.
-local allowance = redis.call('HGET', KEYS[2], env) or redis.call('HGET', KEYS[2], '*') or '0'
+local allowance = redis.call('HGET', allowance_key, env) or redis.call('HGET', allowance_key, '*') or '0'
 local free = math.min(wanted, tonumber(allowance) - out)
 local taken = {}
 if free <= 0 then return taken end
 
-local expired = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', clock, 'LIMIT', 0, math.max(256, free))
+local expired = redis.call('ZRANGEBYSCORE', tickets_key, '-inf', clock, 'LIMIT', 0, math.max(256, free))
 -- Workers write here: what is no number is no ticket.
 local numbers = {}
 for i = 1, #expired do
   if string.match(expired[i], '^%d+$') and #expired[i] <= 15 then
     numbers[#numbers + 1] = tonumber(expired[i])
   else
-    redis.call('ZREM', KEYS[1], expired[i])
+    redis.call('ZREM', tickets_key, expired[i])
   end
 end
 table.sort(numbers)
 for i = 1, math.min(free, #numbers) do taken[i] = numbers[i] end
 local new = math.min(free - #taken, left)
-local next_one = redis.call('HGET', KEYS[3], env) or '0'
+local next_one = redis.call('HGET', numbers_key, env) or '0'
 if new > 0 and string.match(next_one, '^%d+$') and #next_one <= 14 then
-  local after = redis.call('HINCRBY', KEYS[3], env, new)
+  local after = redis.call('HINCRBY', numbers_key, env, new)
   for i = after - new, after - 1 do taken[#taken + 1] = i end
 end
-for i = 1, #taken do redis.call('ZADD', KEYS[1], expiry, string.format('%.0f', taken[i])) end
+for i = 1, #taken do redis.call('ZADD', tickets_key, expiry, string.format('%.0f', taken[i])) end
 return taken

@@ -16,15 +16,18 @@
 -- trained to dropped, untrained ones from packed. Their groups keep the tombstones of their commit. Policy versions of
 -- steps that are void are taken back, and with any step those of all adapters, which count steps of their own; the
 -- trainer announces the ones that it resumes with.
+local lease_key, meta_key, pool_key, steps_key, ledger_key, closed_key, garbage_key, trainer_key, history_key,
+  policy_key = unpack(KEYS)
+local kept_step, drops_pending, force, silent_ms, prefix, history_kept, record, seen_epoch = unpack(ARGV, 1, 8)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-local meta = redis.call('HMGET', KEYS[2], 'epoch', 'step', 'retired', 'retired_digest', 'digest')
+local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'retired', 'retired_digest', 'digest')
 if not meta[1] then return {'GONE'} end
-if meta[1] ~= ARGV[8] then return {'CHANGED', meta[1]} end
-local last, keep, retired = tonumber(meta[2] or '0'), tonumber(ARGV[1]), tonumber(meta[3] or '0')
-local trainer = redis.call('HMGET', KEYS[8], 'number', 'trained', 'digest', 'oldest_kept', 'seen')
-local forced = ARGV[3] == '1'
-if trainer[1] and not forced and now - tonumber(trainer[5] or '0') < tonumber(ARGV[4]) then
+if meta[1] ~= seen_epoch then return {'CHANGED', meta[1]} end
+local last, keep, retired = tonumber(meta[2] or '0'), tonumber(kept_step), tonumber(meta[3] or '0')
+local trainer = redis.call('HMGET', trainer_key, 'number', 'trained', 'digest', 'oldest_kept', 'seen')
+local forced = force == '1'
+if trainer[1] and not forced and now - tonumber(trainer[5] or '0') < tonumber(silent_ms) then
   return {'ALIVE', string.format('%.0f', now - tonumber(trainer[5] or '0'))}
 end
 if keep > last then return {'BEYOND', string.format('%.0f', last)} end
@@ -46,7 +49,7 @@ end
 local trained = tonumber(trainer[2] or '0')
 local digest = keep == last and meta[5] or keep == retired and meta[4] or trained == keep and trainer[3] or ''
 local kept = {}
-local found = redis.call('XRANGE', KEYS[4], '-', '+')
+local found = redis.call('XRANGE', steps_key, '-', '+')
 for i = 1, #found do
   local id = found[i][1]
   local step, part = string.match(id, '^(%d+)%-(%d+)$')
@@ -58,58 +61,58 @@ for i = 1, #found do
     local packed = fields_of(found[i][2]).packed or ''
     for env, rollouts, tokens, groups in string.gmatch(packed, '(%S+) (%d+) (%d+) (%d+)') do
       for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
-        redis.pcall('HINCRBY', KEYS[5], env .. ':' .. fate .. ':' .. unit, '-' .. amount)
-        redis.pcall('HINCRBY', KEYS[5], env .. ':dropped:void:' .. unit, amount)
+        redis.pcall('HINCRBY', ledger_key, env .. ':' .. fate .. ':' .. unit, '-' .. amount)
+        redis.pcall('HINCRBY', ledger_key, env .. ':dropped:void:' .. unit, amount)
       end
     end
   end
 end
 -- XSETID cannot go back, so the stream is made anew.
-redis.call('DEL', KEYS[4])
-for i = 1, #kept do redis.call('XADD', KEYS[4], kept[i][1], unpack(kept[i][2])) end
-local payloads = redis.call('ZRANGEBYSCORE', KEYS[7], '(' .. ARGV[1], '+inf')
-for i = 1, #payloads do redis.call('ZADD', KEYS[7], ARGV[1], payloads[i]) end
+redis.call('DEL', steps_key)
+for i = 1, #kept do redis.call('XADD', steps_key, kept[i][1], unpack(kept[i][2])) end
+local payloads = redis.call('ZRANGEBYSCORE', garbage_key, '(' .. kept_step, '+inf')
+for i = 1, #payloads do redis.call('ZADD', garbage_key, kept_step, payloads[i]) end
 
 local dropped = 0
-local newest = redis.call('ZREVRANGE', KEYS[6], 0, 0, 'WITHSCORES')
+local newest = redis.call('ZREVRANGE', closed_key, 0, 0, 'WITHSCORES')
 local closed_at = string.format('%.0f', math.max(now, tonumber(newest[2] or '0')))
-while ARGV[2] == '1' do
-  local page = redis.call('XRANGE', KEYS[3], '-', '+', 'COUNT', 500)
+while drops_pending == '1' do
+  local page = redis.call('XRANGE', pool_key, '-', '+', 'COUNT', 500)
   if #page == 0 then break end
   for i = 1, #page do
     local entry = fields_of(page[i][2])
-    redis.call('XDEL', KEYS[3], page[i][1])
+    redis.call('XDEL', pool_key, page[i][1])
     local fate = known(entry.env, '^[%w_.-]+$', '?') .. ':dropped:void'
-    redis.pcall('HINCRBY', KEYS[5], fate .. ':rollouts', known(entry.rollouts, '^%d+$', '0'))
-    redis.pcall('HINCRBY', KEYS[5], fate .. ':tokens', known(entry.tokens, '^%d+$', '0'))
+    redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', known(entry.rollouts, '^%d+$', '0'))
+    redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', known(entry.tokens, '^%d+$', '0'))
     if entry.group and entry.key then
-      redis.call('ZADD', KEYS[7], ARGV[1], ARGV[5] .. entry.group .. ':' .. entry.key)
-      redis.call('ZADD', KEYS[6], closed_at, entry.group)
+      redis.call('ZADD', garbage_key, kept_step, prefix .. entry.group .. ':' .. entry.key)
+      redis.call('ZADD', closed_key, closed_at, entry.group)
     end
     dropped = dropped + 1
   end
 end
 
-local policies = redis.call('HGETALL', KEYS[10])
+local policies = redis.call('HGETALL', policy_key)
 for i = 1, #policies, 2 do
   local version = string.match(policies[i + 1], '^%d+ (%d+) ')
-  if tonumber(version) > keep or (policies[i] ~= '' and last > keep) then redis.call('HDEL', KEYS[10], policies[i]) end
+  if tonumber(version) > keep or (policies[i] ~= '' and last > keep) then redis.call('HDEL', policy_key, policies[i]) end
 end
 local epoch = string.format('%.0f', tonumber(meta[1]) + 1)
-redis.call('HSET', KEYS[2], 'epoch', epoch, 'since', epoch, 'step', ARGV[1], 'digest', digest or '',
+redis.call('HSET', meta_key, 'epoch', epoch, 'since', epoch, 'step', kept_step, 'digest', digest or '',
   'retired', string.format('%.0f', math.min(retired, keep)))
-if keep < retired then redis.call('HDEL', KEYS[2], 'retired_digest') end
-redis.call('HDEL', KEYS[2], 'checkpoint_now', 'ended', 'line')
+if keep < retired then redis.call('HDEL', meta_key, 'retired_digest') end
+redis.call('HDEL', meta_key, 'checkpoint_now', 'ended', 'line')
 if trainer[1] then
-  redis.call('HSET', KEYS[8], 'number', string.format('%.0f', math.max(now, tonumber(trainer[1]) + 1)), 'uuid', '',
+  redis.call('HSET', trainer_key, 'number', string.format('%.0f', math.max(now, tonumber(trainer[1]) + 1)), 'uuid', '',
     'trained', string.format('%.0f', math.min(trained, keep)), 'epoch', epoch, 'seen', '0',
     'oldest_kept', string.format('%.0f', math.min(tonumber(trainer[4] or '0'), keep)))
-  if trained > keep then redis.call('HSET', KEYS[8], 'digest', digest or '') end
-  redis.call('HDEL', KEYS[8], 'claim')
+  if trained > keep then redis.call('HSET', trainer_key, 'digest', digest or '') end
+  redis.call('HDEL', trainer_key, 'claim')
 end
-local token = redis.call('HGET', KEYS[1], 'token')
+local token = redis.call('HGET', lease_key, 'token')
 if token then
-  redis.call('HSET', KEYS[1], 'token', string.format('%.0f', math.max(now, tonumber(token) + 1)), 'until', '0')
+  redis.call('HSET', lease_key, 'token', string.format('%.0f', math.max(now, tonumber(token) + 1)), 'until', '0')
 end
-redis.call('XADD', KEYS[9], 'MAXLEN', '~', ARGV[6], '*', 'record', ARGV[7])
+redis.call('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', record)
 return {'OK', epoch, string.format('%.0f', last - keep), string.format('%.0f', dropped)}

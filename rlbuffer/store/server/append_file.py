@@ -17,7 +17,7 @@ import redis
 from rlbuffer.errors import ServerUnsuitable
 from rlbuffer.narration import waiting
 from rlbuffer.store.server.binary import version_tuple
-from rlbuffer.store.server.embedded import identity
+from rlbuffer.store.server.suitable import identity
 
 REVERTS_FROM = {"valkey": (9, 1)}
 """Servers that need no help: tried with every cut of a transaction. Where an older one is not known, it is helped."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import random
 import re
-import socket
 import threading
 import time
 import weakref
@@ -34,15 +33,15 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import ServerUnreachable, ServerUnsuitable
+from rlbuffer.errors import ServerUnreachable
 from rlbuffer.store.limits import Limits, read_limits, timeout_seconds
-from rlbuffer.store.server import tls
+from rlbuffer.store.server import absence, tls
 from rlbuffer.store.server.address import options_of, redacted, source_of
 from rlbuffer.store.server.answers import understand
-from rlbuffer.store.server.binary import MINIMUM_VERSION, version_tuple
-from rlbuffer.store.server.embedded import EmbeddedServer, ensure, identity
+from rlbuffer.store.server.embedded import EmbeddedServer, ensure
 from rlbuffer.store.server.in_process import memory_client, memory_name
 from rlbuffer.store.server.script import Script
+from rlbuffer.store.server.suitable import check_suitable, identity
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -148,7 +147,7 @@ class Connection:
         self._connect()
         try:
             if not self.is_memory:
-                self.call(self._check, patience_seconds=patience_seconds)
+                self.call(self._check_server, patience_seconds=patience_seconds)
         except BaseException:
             self.close()
             raise
@@ -360,31 +359,8 @@ class Connection:
             self._warned = warning
             _log.warning("Warning: %s", warning)
 
-    def _check(self) -> None:
-        """Raises ServerUnsuitable when a run cannot live here. A user who may not ask (ACL) is trusted."""
-        try:
-            info: dict[str, Any] = dict(self._client.info())
-        except redis.exceptions.NoPermissionError:
-            return
-        name, version = identity(info)
-        place = f"{name.capitalize()} {version} at {self.address}"
-        if version_tuple(version) < MINIMUM_VERSION:
-            raise ServerUnsuitable(
-                f"{place} is too old: a run needs Redis 7.0 or Valkey 7.2, or newer.{self._source()}"
-            )
-        policy = info.get("maxmemory_policy", "noeviction")
-        if policy != "noeviction":
-            raise ServerUnsuitable(
-                f"{place} may evict keys of a run (maxmemory-policy {policy}).{self._source()}\n"
-                "  Set it:   redis-cli config set maxmemory-policy noeviction"
-            )
-        if info.get("cluster_enabled"):
-            cluster = self._client.execute_command("CLUSTER INFO")  # type: ignore[no-untyped-call]
-            shards = int(cluster.get("cluster_size", 0))
-            if shards > 1:
-                raise ServerUnsuitable(
-                    f"{place} is a cluster of {shards} shards; this version works with one shard.{self._source()}"
-                )
+    def _check_server(self) -> None:
+        check_suitable(self._client, self.address, self._source())
 
     def _recovered(self, failure: ServerUnreachable, seconds: float) -> ServerUnreachable:
         """Starts the embedded server again if it died. -> what is wrong now: the failure, or why it does not start."""
@@ -410,28 +386,7 @@ class Connection:
         if self.embedded is not None:
             return f"  {spent} Its log: {self.embedded.log}"
         source = f" The address comes from {self._origin}." if self._origin else ""
-        if not self._is_known and _refused(error) is None:
-            suspicion = tls.suspicion(error, self._url_options(), is_tls=self._url.startswith("rediss:"))
-            if suspicion:
-                return f"  {spent}{source}\n  {suspicion}"
-        instead = "leave redis_url out"
-        if self._origin.startswith("--"):
-            instead = f"leave {self._origin.split()[0]} out"
-        elif re.fullmatch(r"[A-Z0-9_]+", self._origin):
-            instead = f"unset {self._origin}"
-        return f"  {spent}{source}\n  {self._start_one()}\n  Or use the embedded one: {instead}."
-
-    def _start_one(self) -> str:
-        """The way to start the server that is not there."""
-        options = self._url_options()
-        if self._url.startswith("unix:"):
-            return f"Start one:   valkey-server --unixsocket {options.get('path', '')}   (or redis-server)"
-        if self._url.startswith("rediss:"):
-            return "Start one there, with TLS (valkey-server or redis-server)."
-        return f"Start one there:   valkey-server --port {options.get('port', 6379)}   (or redis-server)"
-
-
-def _refused(error: BaseException) -> BaseException | None:
-    """The error that says that nothing listens there, or that the host does not exist."""
-    below = error.__cause__ or error.__context__
-    return below if isinstance(below, ConnectionRefusedError | socket.gaierror) else None
+        remedy = absence.remedy(
+            error, url=self._url, options=self._url_options(), origin=self._origin, is_known=self._is_known
+        )
+        return f"  {spent}{source}\n{remedy}"

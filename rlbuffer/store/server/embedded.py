@@ -42,6 +42,7 @@ from redis.retry import Retry
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.process.file_locks import LOCK_POLL_SECONDS, exclusive, is_held, try_lock
+from rlbuffer.process.files import write_whole
 from rlbuffer.store.server.binary import find_binary
 from rlbuffer.store.server.embedded_files import (
     configuration,
@@ -49,9 +50,10 @@ from rlbuffer.store.server.embedded_files import (
     read_record,
     socket_address,
     socket_path,
-    write_private,
     write_record,
 )
+from rlbuffer.store.server.embedded_process import children, is_dead, left_behind, state_and_program
+from rlbuffer.store.server.suitable import identity
 
 ANSWER_TIMEOUT_SECONDS = 2.0
 """A server that answers INFO later than this is busy or stopped, not gone."""
@@ -139,8 +141,6 @@ class EmbeddedServer:
 
 _joined: set[EmbeddedServer] = set()
 """Users of this process, released at exit when the program did not."""
-_children: dict[int, subprocess.Popen[bytes]] = {}
-"""Servers that this process started: their parent must reap them, or they look alive after they died."""
 _is_exiting = False
 """The interpreter is ending: a daemon thread that loses the server now must not start it again."""
 
@@ -176,7 +176,7 @@ def ensure(home: Path, settings: ServerSettings, *, timeout_seconds: float = 60.
             answer = _await_ready(directory, Path(socket), deadline)
             if answer is not None:
                 break
-        write_record(directory, pid=answer.pid, socket=socket, program=_process(answer.pid)[1])
+        write_record(directory, pid=answer.pid, socket=socket, program=state_and_program(answer.pid)[1])
         server = EmbeddedServer(
             home=home,
             address=socket_address(socket),
@@ -213,20 +213,12 @@ def find(home: Path) -> EmbeddedServer | None:
     )
 
 
-def identity(info: Mapping[str, Any]) -> tuple[str, str]:
-    """Name (``redis`` or ``valkey``) and version from INFO; Valkey reports a compatible version of Redis beside its
-    own."""
-    if "valkey_version" in info:
-        return "valkey", str(info["valkey_version"])
-    return "redis", str(info.get("redis_version", ""))
-
-
 def _start(directory: Path, settings: ServerSettings) -> None:
     binary = find_binary()
     socket = socket_path(directory)
     socket.unlink(missing_ok=True)
     config = directory / "server.conf"
-    write_private(config, configuration(directory, socket, settings))
+    write_whole(config, configuration(directory, socket, settings), is_private=True)
     alive = os.open(directory / "alive.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         # A `find` that just looks holds it for a moment.
@@ -247,7 +239,7 @@ def _start(directory: Path, settings: ServerSettings) -> None:
         raise ServerUnreachable(f"cannot start the embedded server {binary.path}: {error}") from error
     finally:
         os.close(alive)
-    _children[child.pid] = child
+    children[child.pid] = child
     # Its program is recorded once it answers: a wrapper script changes it with `exec`.
     write_record(directory, pid=child.pid, socket=str(socket), program=None)
 
@@ -265,7 +257,7 @@ def _await_ready(directory: Path, socket: Path, deadline: float) -> _Answer | No
             return answer
         if answer is not None:
             state = "is still loading its data"
-        elif not is_held(directory / "alive.lock") or _is_dead(read_record(directory)):
+        elif not is_held(directory / "alive.lock") or is_dead(read_record(directory)):
             return None
         time.sleep(LOCK_POLL_SECONDS)
     pid = read_record(directory).get("pid", "unknown")
@@ -296,13 +288,13 @@ def _look(socket: Path) -> _Answer | None:
 def _stop(directory: Path, deadline: float) -> bool:
     """SIGTERM, then waits for the end: the server syncs its append-only file before it goes."""
     recorded = read_record(directory)
-    if not is_held(directory / "alive.lock") or "pid" not in recorded or _is_dead(recorded):
+    if not is_held(directory / "alive.lock") or "pid" not in recorded or is_dead(recorded):
         return False
     try:
         os.kill(int(recorded["pid"]), signal.SIGTERM)
     except ProcessLookupError:
         return False
-    while not _is_dead(recorded):
+    while not is_dead(recorded):
         if time.monotonic() > deadline:
             return False
         time.sleep(LOCK_POLL_SECONDS)
@@ -319,9 +311,9 @@ def _stop(directory: Path, deadline: float) -> bool:
 def _bury(directory: Path) -> bool:
     """True when the server is dead although its lock is held: a child that it forked to rewrite its file lives on."""
     recorded = read_record(directory)
-    if not _is_dead(recorded):
+    if not is_dead(recorded):
         return False
-    for pid in _left_behind(directory, int(recorded["pid"])):
+    for pid in left_behind(directory, int(recorded["pid"])):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     patience = time.monotonic() + 1.0
@@ -331,55 +323,6 @@ def _bury(directory: Path) -> bool:
             (directory / "alive.lock").unlink(missing_ok=True)
             break
         time.sleep(LOCK_POLL_SECONDS)
-    return True
-
-
-def _left_behind(directory: Path, group: int) -> list[int]:
-    """Processes of the dead server's group that have its lock from it. The group's number alone says nothing: once the
-    last of them is gone, it is given out again, to a program of anybody's."""
-    pids = []
-    with contextlib.suppress(OSError):
-        lock = (directory / "alive.lock").stat()
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                if int(fields[2]) == group and any(
-                    os.path.samestat(opened.stat(), lock) for opened in (process / "fd").iterdir()
-                ):
-                    pids.append(int(process.name))
-    return pids
-
-
-def _is_dead(recorded: Mapping[str, Any]) -> bool:
-    """The recorded process is gone, a zombie, or another program by now. False when none is recorded."""
-    pid = recorded.get("pid")
-    if not isinstance(pid, int):
-        return False
-    if _reap(pid):
-        return True
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError):
-        return True
-    status, program = _process(pid)
-    return status == "Z" or recorded.get("program") not in (None, program)
-
-
-def _process(pid: int) -> tuple[str, str | None]:
-    """(state letter, program name) from /proc; ("", None) where there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return "", None
-    return text[text.rindex(")") + 2], text[text.index("(") + 1 : text.rindex(")")]
-
-
-def _reap(pid: int) -> bool:
-    """True when it was a child of this process and has ended."""
-    child = _children.get(pid)
-    if child is None or child.poll() is None:
-        return False
-    _children.pop(pid, None)
     return True
 
 
@@ -398,7 +341,7 @@ def _release_all() -> None:
     _is_exiting = True
     for server in tuple(_joined):
         server.release(timeout_seconds=10.0)
-    for child in _children.values():
+    for child in children.values():
         if child.poll() is None:
             # It outlives this process on purpose, so its finalizer has nothing to warn of.
             child.returncode = 0

@@ -14,6 +14,7 @@ from urllib.parse import quote
 from rlbuffer.config.memory_needs import check_memory
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerUnreachable
+from rlbuffer.process.files import write_whole
 
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel's limit is 108 on Linux and 104 on macOS, the closing zero included."""
@@ -72,7 +73,8 @@ def socket_path(directory: Path) -> Path:
 
 def write_record(directory: Path, *, pid: int, socket: str, program: str | None) -> None:
     """Writes the pid file; `program` guards against a number that the kernel has given to something else."""
-    write_private(directory / "server.json", json.dumps({"pid": pid, "socket": socket, "program": program}) + "\n")
+    text = json.dumps({"pid": pid, "socket": socket, "program": program}) + "\n"
+    write_whole(directory / "server.json", text, is_private=True)
 
 
 def read_record(directory: Path) -> dict[str, Any]:
@@ -82,15 +84,6 @@ def read_record(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def write_private(path: Path, text: str) -> None:
-    """Whole or not at all, readable by its owner only."""
-    part = path.with_name(path.name + ".part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    part.replace(path)
 
 
 def _quoted(path: Path) -> str:

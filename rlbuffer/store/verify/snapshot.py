@@ -12,7 +12,7 @@ from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.ledger import parse_ledger
 from rlbuffer.store.moves.pool import pool_entries, reused_groups
 from rlbuffer.store.moves.run import parse_meta
-from rlbuffer.store.moves.steps import header_of, part_of
+from rlbuffer.store.moves.step_reading import header_of, part_of
 from rlbuffer.store.records import Finding, Ledger, Meta, PartRollout, PoolEntry, Reused, StepPart
 from rlbuffer.store.session import Entry, answers, ranged, text
 

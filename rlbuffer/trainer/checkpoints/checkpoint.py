@@ -37,9 +37,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from rlbuffer.errors import CheckpointError
+from rlbuffer.process.files import flush, rename_for_good, sha256_of
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
-from rlbuffer.weights.disk import flush, sha256_of
 from rlbuffer.weights.state import tied_names
 
 CHECKPOINT_FORMAT = 3
@@ -135,8 +135,7 @@ def _finish(temporary: Path, final: Path, checkpoint: Checkpoint, keep: int) -> 
         flush(path)
     if final.exists():
         shutil.rmtree(final)
-    temporary.rename(final)
-    flush(final.parent)
+    rename_for_good(temporary, final)
     for step in steps(final.parent):
         if step > checkpoint.step:
             shutil.rmtree(path_of(final.parent, step), ignore_errors=True)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from rlbuffer.process.files import write_whole
+
 END_SECONDS = 4.0
 """Time that ranks have to end by themselves once one has failed: to see the lost connection, and to report it."""
 RANKS_LOOK_SECONDS = 0.2
@@ -23,9 +25,7 @@ RANKS_LOOK_SECONDS = 0.2
 
 def note_start(directory: Path, rank: int) -> None:
     """A rank begins."""
-    temporary = directory / f"{rank}.tmp"
-    temporary.write_text(f"{os.getpid()} {_begin_of(os.getpid())}", encoding="utf-8")
-    temporary.replace(directory / f"{rank}.pid")
+    write_whole(directory / f"{rank}.pid", f"{os.getpid()} {_begin_of(os.getpid())}")
 
 
 def note_end(directory: Path, rank: int) -> None:

@@ -21,6 +21,7 @@ from rlbuffer.events.trainer import TrainerEvent
 from rlbuffer.events.trainer_narrator import line_of
 from rlbuffer.narration.numbers import printable
 from rlbuffer.process.environment import name_process
+from rlbuffer.process.files import write_whole
 from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.launch.end_together import note_end, note_start
 from rlbuffer.trainer.loop import train
@@ -47,10 +48,7 @@ class Report:
 
     def write(self, directory: Path) -> None:
         """Leaves the report in `directory`."""
-        path = directory / f"rank-{self.rank}.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        temporary.replace(path)
+        write_whole(directory / f"rank-{self.rank}.json", json.dumps(asdict(self)))
 
 
 def read_reports(directory: Path) -> list[Report]:

@@ -90,15 +90,8 @@ class TransformersSampler:
     ) -> list[list[Completion]]:
         if self._model is None:
             raise ConfigError("the sampler has no weights yet: load a policy version first")
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
-            raise ConfigError(
-                f"temperature = {sampling.temperature}, top_p = {sampling.top_p}: "
-                "sampling needs a temperature of 0 or more and 0 < top_p <= 1",
-                setting="temperature",
-            )
+        _check_request(prompts, n, sampling)
         max_new_tokens = sampling.max_new_tokens
-        if n < 1 or max_new_tokens < 1 or not prompts or any(len(prompt) == 0 for prompt in prompts):
-            raise ConfigError("sampling needs at least one prompt, one token in each, one rollout and one new token")
         model, device = self._model, self._device
         ids, mask = _left_padded(prompts, device)
         rows = len(prompts) * n
@@ -140,19 +133,38 @@ class TransformersSampler:
                 position = position + 1
             logits = model(input_ids=drawn, past_key_values=cache, use_cache=True, logits_to_keep=1, **extra).logits
 
-        unfinished = "abort" if is_aborted else "length"
-        all_tokens = tokens.cpu().numpy().astype(np.int32)
-        all_logprobs = logprobs.cpu().numpy()
-        completions = [
-            Completion(
-                tokens=all_tokens[row, :length].copy(),
-                logprobs=all_logprobs[row, :length].copy(),
-                finish_reason="stop" if finished else unfinished,
-                version_spans=(VersionSpan(self._version, 0, int(length)),),
-            )
-            for row, (length, finished) in enumerate(zip(lengths.tolist(), is_finished.tolist(), strict=True))
-        ]
+        reasons = ["stop" if finished else "abort" if is_aborted else "length" for finished in is_finished.tolist()]
+        completions = _completions(tokens, logprobs, lengths, reasons, self._version)
         return [completions[start : start + n] for start in range(0, rows, n)]
+
+
+def _completions(
+    tokens: torch.Tensor, logprobs: torch.Tensor, lengths: torch.Tensor, reasons: Sequence[str], version: int
+) -> list[Completion]:
+    """One of each row, without what was drawn after its end."""
+    all_tokens = tokens.cpu().numpy().astype(np.int32)
+    all_logprobs = logprobs.cpu().numpy()
+    return [
+        Completion(
+            tokens=all_tokens[row, :length].copy(),
+            logprobs=all_logprobs[row, :length].copy(),
+            finish_reason=reason,
+            version_spans=(VersionSpan(version, 0, int(length)),),
+        )
+        for row, (length, reason) in enumerate(zip(lengths.tolist(), reasons, strict=True))
+    ]
+
+
+def _check_request(prompts: Sequence[NDArray[np.int32]], n: int, sampling: Sampling) -> None:
+    """Raises ConfigError for what nobody can sample."""
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+        raise ConfigError(
+            f"temperature = {sampling.temperature}, top_p = {sampling.top_p}: "
+            "sampling needs a temperature of 0 or more and 0 < top_p <= 1",
+            setting="temperature",
+        )
+    if n < 1 or sampling.max_new_tokens < 1 or not prompts or any(len(prompt) == 0 for prompt in prompts):
+        raise ConfigError("sampling needs at least one prompt, one token in each, one rollout and one new token")
 
 
 def distribution_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:

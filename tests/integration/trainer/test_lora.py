@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rlbuffer.config.trainer import LoraSettings
 from rlbuffer.errors import ConfigError
+from rlbuffer.process.files import sha256_of
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.trainer.checkpoints.checkpoint import load_parameters, path_of, restore
 from rlbuffer.trainer.model.lora import add_adapter
@@ -24,7 +25,6 @@ from rlbuffer.trainer.model.selftest import separate_logprobs
 from rlbuffer.trainer.update.update import make_optimizer
 from rlbuffer.weights.adapters import state_of
 from rlbuffer.weights.cache import VersionCache
-from rlbuffer.weights.disk import sha256_of
 from rlbuffer.weights.model import build_model
 from rlbuffer.weights.serving import FileServer, make_app
 

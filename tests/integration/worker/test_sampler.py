@@ -188,7 +188,7 @@ def truncated(policy: PolicyVersion, directory: Path) -> PolicyVersion:
 
 
 def truncated_and_announced_so(policy: PolicyVersion, directory: Path) -> PolicyVersion:
-    from rlbuffer.weights.disk import sha256_of
+    from rlbuffer.process.files import sha256_of
 
     file = Path(truncated(policy, directory).location) / "model.safetensors"
     return replace(policy, size=file.stat().st_size, checksum=sha256_of(file))

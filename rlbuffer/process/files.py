@@ -1,0 +1,56 @@
+"""Files that are there whole or not at all, whose content is really on the disk, and a proof of what it is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
+    """Replaces a file's text: whoever reads it meanwhile sees all of the old one or all of the new one.
+
+    Nothing is flushed: this is for what nobody needs after the power went, such as who runs here. `is_private`:
+    readable by its owner only.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = path.with_name(f"{path.name}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600 if is_private else 0o666)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    part.replace(path)
+
+
+def rename_for_good(temporary: Path, final: Path) -> None:
+    """Gives a file or directory that was flushed its name, which is there after the power went, too.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    temporary.rename(final)
+    flush(final.parent)
+
+
+def flush(path: Path) -> None:
+    """Forces a file's or directory's content to the disk: a rename may otherwise outlive what it renamed.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 (hex) of a file's content.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

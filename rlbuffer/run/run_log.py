@@ -1,0 +1,70 @@
+"""The one log of a run: what every process said, in ``run.log`` and to whoever watches."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+Say = Callable[[str, str], None]
+"""(process name, line)."""
+
+
+class RunLog:
+    """Lines of all processes in one file, in the order in which they came.
+
+    Args:
+        path: the file; its folder is made by `open`.
+        say: hears every line, too.
+    """
+
+    def __init__(self, path: Path, say: Say) -> None:
+        self.path = path
+        self._say = say
+        self._file: IO[str] | None = None
+        self._lock = threading.Lock()
+        self._is_broken = False
+        self._readers: list[threading.Thread] = []
+
+    def open(self) -> None:
+        """Appends to the file from now on."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def say(self, name: str, line: str) -> None:
+        """Takes in one line."""
+        try:
+            with self._lock:
+                if self._file is not None and not self._file.closed:
+                    self._file.write(f"{datetime.now():%H:%M:%S} {name:<14} {line}\n")
+                    self._file.flush()
+        except OSError as error:
+            # A full disk must not stop whoever copies a process's output: its pipe would fill, and the process with it.
+            if not self._is_broken:
+                self._is_broken = True
+                self._say("run", f"{self.path} cannot be written: {error.strerror}. Lines are missing there")
+        self._say(name, line)
+
+    def follow(self, name: str, stream: IO[str]) -> None:
+        """Takes in the lines of a process's output as they come, in a thread, and closes it at its end."""
+
+        def copy() -> None:
+            with stream:
+                for line in stream:
+                    if line.strip():
+                        self.say(name, line.rstrip())
+
+        thread = threading.Thread(target=copy, name=f"log-{name}", daemon=True)
+        thread.start()
+        self._readers.append(thread)
+
+    def close(self) -> None:
+        """Waits a second for each output to end, and closes the file."""
+        for thread in self._readers:
+            thread.join(timeout=1.0)
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # the disk is full: that was said
+                self._file.close()

@@ -1,0 +1,192 @@
+"""Reading what was committed: headers, parts and payloads of steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
+from rlbuffer.records.step_header import StepHeader
+from rlbuffer.store.keys import Keys
+from rlbuffer.store.moves.step_format import decode_header, decode_part
+from rlbuffer.store.records import PartRollout, StepPart
+from rlbuffer.store.session import BLOCK_SECONDS, LAST_IN_STEP, Fields, Session, answers, ranged, text
+
+HEADERS_PER_READ = 64
+"""Headers per read."""
+
+
+class StepReads(Session):
+    """The steps stream: ``<s>-0`` is the header of step s, ``<s>-<r+1>`` the part of planned rank r."""
+
+    # -- pull ------------------------------------------------------------------------------------------------------
+    def wait_step(self, step: int, *, block_seconds: float) -> StepHeader | None:
+        """Header of `step`, or None after blocking. Raises StepRetired; PayloadError when it cannot be read."""
+        if step < 1:
+            raise NotFound(f"steps start at 1, there is no step {step}")
+        deadline = time.monotonic() + block_seconds
+        after = f"{step - 1}-{LAST_IN_STEP}"
+        left = 0.0
+        while True:
+            entries = self.stream(self.keys.steps, after, count=1, block_seconds=min(left, BLOCK_SECONDS))
+            if entries:
+                entry_id, fields = entries[0]
+                if entry_id == f"{step}-0":
+                    with self._reading(step):
+                        return header_of(fields)[0]
+                raise self._retired(step)
+            if left == 0.0 and step <= self._retired_step():
+                raise self._retired(step)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+
+    def read_parts(self, step: int, ranks: Sequence[int] | None = None) -> list[StepPart]:
+        """Parts of the given planned ranks, or all, in the order of ranks.
+
+        Raises:
+            StepRetired: the step was trained, checkpointed and removed.
+            NotFound: the step was not committed yet, or has no such rank.
+            PayloadError: a part cannot be read.
+        """
+
+        def read(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                if ranks is None:
+                    pipe.xrange(self.keys.steps, f"{step}-1", f"{step}-{LAST_IN_STEP}")
+                else:
+                    for rank in ranks:
+                        pipe.xrange(self.keys.steps, f"{step}-{rank + 1}", f"{step}-{rank + 1}")
+                return list(pipe.execute())
+
+        replies = self.look(read)
+        ranges = [ranged(reply) for reply in replies]
+        if any(not entries for entries in ranges):
+            if step <= self._retired_step():
+                raise self._retired(step)
+            which = f"step {step}" if ranks is None else f"one of the ranks {list(ranks)} in step {step}"
+            raise NotFound(f"run {self.run!r} has no {which}")
+        with self._reading(step):
+            return [part_of(entry_id, fields, self.keys) for entries in ranges for entry_id, fields in entries]
+
+    def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
+        """The encoded rollouts, None where missing; one HMGET per payload key, all in one round trip."""
+        indices_of: dict[str, dict[int, None]] = {}
+        for ref in refs:
+            indices_of.setdefault(ref.payload_key, {})[ref.index] = None
+        if not indices_of:
+            return []
+
+        def read(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for key, indices in indices_of.items():
+                    pipe.hmget(key, [str(index) for index in indices])
+                return answers(pipe)
+
+        values = self.look(read)
+        payloads = {
+            (key, index): value
+            for (key, indices), fields in zip(indices_of.items(), values, strict=True)
+            for index, value in zip(indices, fields or [None] * len(indices), strict=True)
+        }
+        return [payloads[ref.payload_key, ref.index] for ref in refs]
+
+    def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
+        """The encoded group part (answer, metadata) of each push, None where there is none."""
+
+        def read(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for key in payload_keys:
+                    pipe.hget(key, "group")
+                return answers(pipe)
+
+        return self.look(read) if payload_keys else []
+
+    # -- look ------------------------------------------------------------------------------------------------------
+    def headers(
+        self, first: int | None = None, last: int | None = None, *, problems: list[RlbufferError] | None = None
+    ) -> Iterator[StepHeader]:
+        """Headers of the live steps in [first, last], oldest first; what is retired meanwhile is left out.
+
+        One that cannot be read is added to `problems`; None: PayloadError.
+        """
+        retired, newest = self._bounds()
+        low, high = max(first or 1, retired + 1), newest if last is None else min(last, newest)
+        for start in range(low, high + 1, HEADERS_PER_READ):
+            steps = range(start, min(start + HEADERS_PER_READ, high + 1))
+
+            def read(client: Any, steps: range = steps) -> list[Any]:
+                with client.pipeline(transaction=False) as pipe:
+                    for step in steps:
+                        pipe.xrange(self.keys.steps, f"{step}-0", f"{step}-0")
+                    return list(pipe.execute())
+
+            for reply in self.look(read):
+                for entry_id, fields in ranged(reply):
+                    try:
+                        with self._reading(int(entry_id.split("-")[0])):
+                            header = header_of(fields)[0]
+                    except PayloadError as error:
+                        if problems is None:
+                            raise
+                        problems.append(error)
+                        continue
+                    yield header
+
+    def find_in_steps(self, group_id: str, step: int | None = None) -> list[tuple[int, PartRollout, int]]:
+        """(step, rollout, planned rank) of a group's rollouts in the live steps, or in `step`."""
+        places = []
+        for header in self.headers(step, step):
+            if group_id not in header.group_ids:
+                continue
+            try:
+                parts = self.read_parts(header.step)
+            except StepRetired:
+                continue  # the leader retired it between the two reads
+            for part in parts:
+                places += [(header.step, member, part.rank) for member in part.rollouts if member.group_id == group_id]
+        return places
+
+    @contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Says of a step that cannot be read what to do: nobody can train it, now or later."""
+        try:
+            yield
+        except PayloadError as error:
+            raise PayloadError(
+                f"step {step} of run {self.run!r} cannot be read: {error}. Take it back, and what follows it, "
+                f"with `rlbuffer step void {step}`"
+            ) from None
+
+    def _bounds(self) -> tuple[int, int]:
+        retired, step = self.look(lambda client: client.hmget(self.keys.meta, ["retired", "step"]))
+        return int(retired or 0), int(step or 0)
+
+    def _retired_step(self) -> int:
+        return self._bounds()[0]
+
+    def _retired(self, step: int) -> StepRetired:
+        retired = self._retired_step()
+        reason = self.early_reason(step)
+        why = f"trained and retired early ({reason})" if reason else "trained, checkpointed and retired"
+        return StepRetired(
+            f"step {step} of run {self.run!r} was {why}: steps up to {retired} are gone, resume from a newer checkpoint"
+        )
+
+
+def header_of(fields: Fields) -> tuple[StepHeader, dict[str, Any]]:
+    """A header entry decoded, and the age limits it was committed under. Raises PayloadError."""
+    at = fields.get(b"at", b"0")
+    return decode_header(
+        fields.get(b"header", b""), digest=text(fields.get(b"digest", b"")), committed_ms=int(at) if at.isdigit() else 0
+    )
+
+
+def part_of(entry_id: str, fields: Fields, keys: Keys) -> StepPart:
+    """A part entry decoded. Raises PayloadError, also when it is another part than its id says."""
+    part = decode_part(fields.get(b"part", b""), prefix=keys.payload_prefix)
+    if entry_id != f"{part.step}-{part.rank + 1}":
+        raise PayloadError(f"step part {entry_id} says that it is rank {part.rank} of step {part.step}")
+    return part

@@ -1,0 +1,44 @@
+"""Remedies for a server that is not there: start one, change the address, or look at TLS."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import redis
+
+from rlbuffer.store.server import tls
+
+
+def remedy(error: redis.RedisError, *, url: str, options: Mapping[str, Any], origin: str, is_known: bool) -> str:
+    """The lines below a message that nothing answers at `url`.
+
+    `options` are those of the url, `origin` says where it comes from; `is_known`: the server has answered before.
+    """
+    if not is_known and _refused(error) is None:
+        suspicion = tls.suspicion(error, options, is_tls=url.startswith("rediss:"))
+        if suspicion:
+            return f"  {suspicion}"
+    instead = "leave redis_url out"
+    if origin.startswith("--"):
+        instead = f"leave {origin.split()[0]} out"
+    elif re.fullmatch(r"[A-Z0-9_]+", origin):
+        instead = f"unset {origin}"
+    return f"  {_start_one(url, options)}\n  Or use the embedded one: {instead}."
+
+
+def _start_one(url: str, options: Mapping[str, Any]) -> str:
+    """The way to start the server that is not there."""
+    if url.startswith("unix:"):
+        return f"Start one:   valkey-server --unixsocket {options.get('path', '')}   (or redis-server)"
+    if url.startswith("rediss:"):
+        return "Start one there, with TLS (valkey-server or redis-server)."
+    return f"Start one there:   valkey-server --port {options.get('port', 6379)}   (or redis-server)"
+
+
+def _refused(error: BaseException) -> BaseException | None:
+    """The error that says that nothing listens there, or that the host does not exist."""
+    below = error.__cause__ or error.__context__
+    return below if isinstance(below, ConnectionRefusedError | socket.gaierror) else None
