@@ -9,11 +9,11 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.micro_batch import Step
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Normalizers, version_trained
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.pool import reused_groups
 from rlbuffer.store.moves.step_format import decode_header, decode_part, step_digest
-from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.records import PartRollout
 from rlbuffer.wire import payload
 from simulation.accounts import Live, Pending, incarnation_of

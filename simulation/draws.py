@@ -231,7 +231,7 @@ def _what_is_odd(seed: int) -> tuple[dict[str, bool], random.Random, random.Rand
 def _oddities(
     is_odd: Mapping[str, bool], dice: random.Random, people: Mapping[str, Any], *, rollback: bool
 ) -> dict[str, Any]:
-    """Draws the circumstances that are not in every seed; the time at which people take the run back changes with them."""
+    """Draws the circumstances that are not in every seed; they move the time at which people take the run back."""
     taken_back, late = people["taken_back"], 0.0
     out = {
         "memory": is_odd["memory"],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,8 +15,6 @@ if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
 
 EXIT_INTERRUPTED = 130
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def echo(text: str = "", *, err: bool = False) -> None:
@@ -48,8 +48,60 @@ display = click.option(
 )
 
 
-def common(command: F) -> F:
-    """--config, --redis, --run, --home and --debug."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """The flags of every command that works on a run, as they were typed."""
+
+    config: str | None
+    redis: str | None
+    run: str | None
+    home: str | None
+
+    @property
+    def flags(self) -> dict[str, tuple[str, Any]]:
+        """Setting -> (flag, value)."""
+        return {"redis_url": ("--redis", self.redis), "run": ("--run", self.run), "home": ("--home", self.home)}
+
+    def load(self, flags: Mapping[str, tuple[str, Any]] | None = None, *, parts: Collection[str] = ()) -> Loaded:
+        """Settings from file, environment and these flags, then `flags` (dotted name -> (flag, value)).
+
+        `parts` is what shall run in this process and those that it starts: what they need must be here. Modules beside
+        the config file can be imported from then on, until the command ends.
+        """
+        starting("reading the settings")
+        from rlbuffer.config import dotted
+        from rlbuffer.config.loading import folders_of
+        from rlbuffer.errors import ConfigError
+        from rlbuffer.run.loading import load
+        from rlbuffer.store.server.address import has_password, redacted
+
+        if self.redis and has_password(self.redis):
+            raise ConfigError(
+                f"--redis {redacted(self.redis)}: a password on the command line is shown to everybody by `ps`. Leave "
+                "it out of the address and set RLBUFFER_REDIS_PASSWORD, or name a file that holds it "
+                "(RLBUFFER_REDIS_PASSWORD_FILE); or put the whole address into RLBUFFER_REDIS_URL."
+            )
+        loaded = load(self.config, flags={**self.flags, **(flags or {})}, parts=parts)
+        context = click.get_current_context(silent=True)  # none in the thread that reads the file again on SIGHUP
+        if parts and context is not None:
+            added = dotted.make_importable(folders_of(loaded.file))
+            context.call_on_close(lambda: dotted.forget(added))
+        for warning in loaded.warnings:
+            echo(f"Warning: {warning}", err=True)
+        clear()
+        return loaded
+
+
+def common(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --config, --redis, --run, --home and --debug; the command gets the first four as `given`."""
+
+    @functools.wraps(command)
+    def with_given(
+        *args: Any, config: str | None, redis: str | None, run: str | None, home: str | None, **others: Any
+    ) -> Any:
+        return command(*args, given=Given(config=config, redis=redis, run=run, home=home), **others)
+
+    decorated: Callable[..., Any] = with_given
     for option in (
         debug,
         click.option("--home", metavar="DIR", help="Embedded server, weights, metrics. [default: ~/.rlbuffer]"),
@@ -57,47 +109,8 @@ def common(command: F) -> F:
         click.option("--redis", metavar="URL", help="redis://HOST:PORT or unix://PATH. [default: embedded server]"),
         click.option("--config", metavar="FILE", help="Settings. [default: ./rlbuffer.toml where there is one]"),
     ):
-        command = option(command)
-    return command
-
-
-def load(
-    config: str | None,
-    redis: str | None,
-    run: str | None,
-    home: str | None,
-    flags: Mapping[str, tuple[str, Any]] | None = None,
-    *,
-    parts: Collection[str] = (),
-) -> Loaded:
-    """Settings from file, environment and the common flags, then `flags` (dotted name -> (flag, value)).
-
-    `parts` is what shall run in this process and those that it starts: what they need must be here. Modules beside the
-    config file can be imported from then on, until the command ends.
-    """
-    starting("reading the settings")
-    from rlbuffer.config import dotted
-    from rlbuffer.config.loading import folders_of
-    from rlbuffer.errors import ConfigError
-    from rlbuffer.run.loading import load as load_settings
-    from rlbuffer.store.server.address import has_password, redacted
-
-    if redis and has_password(redis):
-        raise ConfigError(
-            f"--redis {redacted(redis)}: a password on the command line is shown to everybody by `ps`. Leave it out of "
-            "the address and set RLBUFFER_REDIS_PASSWORD, or name a file that holds it (RLBUFFER_REDIS_PASSWORD_FILE); "
-            "or put the whole address into RLBUFFER_REDIS_URL."
-        )
-    common_flags = {"redis_url": ("--redis", redis), "run": ("--run", run), "home": ("--home", home)}
-    loaded = load_settings(config, flags={**common_flags, **(flags or {})}, parts=parts)
-    context = click.get_current_context(silent=True)  # none in the thread that reads the file again on SIGHUP
-    if parts and context is not None:
-        added = dotted.make_importable(folders_of(loaded.file))
-        context.call_on_close(lambda: dotted.forget(added))
-    for warning in loaded.warnings:
-        echo(f"Warning: {warning}", err=True)
-    clear()
-    return loaded
+        decorated = option(decorated)
+    return decorated
 
 
 def redis_origin(loaded: Loaded) -> str:

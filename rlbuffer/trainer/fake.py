@@ -25,7 +25,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import Normalizers
+from rlbuffer.records.step_plan import Normalizers, Plan
 
 GROUPS = 8
 """Groups of a step."""
@@ -177,7 +177,6 @@ class FakeReader:
             pad_to_multiple_of=self._pad_to_multiple_of,
         )
         digest = hashlib.sha256(f"{self._settings.trainer.seed}:{number}".encode()).hexdigest()
-        rows = sum(len(rank) for micro_step in planned.rows for rank in micro_step)
         return Step(
             number=number,
             epoch=0,
@@ -187,15 +186,15 @@ class FakeReader:
             normalizers=normalizers,
             rollouts=len(rollouts),
             groups=GROUPS,
-            header=self._header(number, digest, rollouts, normalizers, capacity=row_tokens * rows),
+            header=self._header(number, digest, rollouts, normalizers, planned),
         )
 
     def _header(
-        self, number: int, digest: str, rollouts: Sequence[Rollout], normalizers: Normalizers, *, capacity: int
+        self, number: int, digest: str, rollouts: Sequence[Rollout], normalizers: Normalizers, planned: Plan
     ) -> StepHeader:
-        """The header of a step of one env, "fake", whose rollouts are all of age 0."""
-        counts = {"rollouts": len(rollouts), "tokens": sum(r.length for r in rollouts)}
+        tokens = sum(r.length for r in rollouts)
         reward = float(np.mean([r.reward for r in rollouts]))
+        rows = sum(len(rank) for micro_step in planned.rows for rank in micro_step)
         return StepHeader(
             step=number,
             epoch=0,
@@ -203,11 +202,21 @@ class FakeReader:
             previous_digest="",
             world_size=self._world_size,
             normalizers=asdict(normalizers),
-            **counts,
+            rollouts=len(rollouts),
+            tokens=tokens,
             group_ids=tuple(f"fake.{number}.{g}" for g in range(GROUPS)),
             closed_by=ClosedBy.GROUPS,
-            fill=counts["tokens"] / capacity,
-            envs={"fake": {**counts, "groups": GROUPS, "reward": reward, "age": 0.0, "max_age": 0}},
+            fill=tokens / (self._settings.batcher.row_tokens * rows),
+            envs={
+                "fake": {
+                    "rollouts": len(rollouts),
+                    "tokens": tokens,
+                    "groups": GROUPS,
+                    "reward": reward,
+                    "age": 0.0,
+                    "max_age": 0,
+                }
+            },
             reward=reward,
             age=0.0,
             max_age=0,

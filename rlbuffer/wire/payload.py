@@ -73,11 +73,10 @@ def encode_push(group: Group) -> EncodedPush:
     """Encodes a group for PUSH.
 
     Raises:
-        InvalidRollout: a rollout's payload is above 64 MiB, or the push's metadata above 64 KiB; the message names the
-            rollout and the sizes. Both are found before anything is copied.
+        InvalidRollout: a rollout's payload is above 64 MiB, which is found before anything is copied, or the push's
+            metadata above 64 KiB; the message names the rollout and the sizes.
     """
     info = group.info()
-    encode_info(info)  # sizes and checksums have a fixed width: what fits without them fits with them
     for rollout in group.rollouts:
         _refuse_giant(rollout)
     payloads = tuple(encode_rollout(rollout) for rollout in group.rollouts)

@@ -17,9 +17,7 @@ from rlbuffer_cli.options import echo
 @options.common
 @click.option("--force", is_flag=True, help="Although FILE exists.")
 @click.option("--json", "as_json", is_flag=True, help="One object when it is done.")
-def command(
-    file: Path, force: bool, as_json: bool, config: str | None, redis: str | None, run: str | None, home: str | None
-) -> int:
+def command(file: Path, force: bool, as_json: bool, given: options.Given) -> int:
     """Write everything that the server holds of a run into a file, also while it runs.
 
     Pool, steps, ledger, history and payloads, as of one moment; checkpoints and weights on the disk are not in it. The
@@ -37,7 +35,7 @@ def command(
 
     if file.exists() and not force:
         raise BackupError(f"{file} exists: use another name, or --force")
-    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+    with open_existing(given.load(), run_given=given.run is not None) as buffer:
         if not isinstance(buffer.store, RedisStore):
             raise BackupError("only a run on a server can be backed up")
         report = write_backup(buffer.store, file, lambda line: echo(line, err=True))

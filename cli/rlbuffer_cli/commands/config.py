@@ -42,7 +42,7 @@ def command() -> None:
     show_default=True,
     help="Which command shall find what it needs on this host; run: all of them.",
 )
-def check(config: str | None, redis: str | None, run: str | None, home: str | None, purpose: str) -> int:
+def check(given: options.Given, purpose: str) -> int:
     """Load the settings and say everything in them that cannot work. Exit code 3 when there is anything.
 
     Looks at models, modules and packages without importing any, and asks no server. Beside a trainer of your own no
@@ -54,10 +54,10 @@ def check(config: str | None, redis: str | None, run: str | None, home: str | No
     """
     from rlbuffer.run.host_checks import EVERYTHING
 
-    loaded = options.load(config, redis, run, home, parts=EVERYTHING if purpose == "run" else (purpose,))
+    loaded = given.load(parts=EVERYTHING if purpose == "run" else (purpose,))
     where = str(loaded.file) if loaded.file else "no config file (all defaults)"
-    given, warnings = len(loaded.sources), len(loaded.warnings)
-    echo(f"ok: {where}, {given} setting{'s' * (given != 1)} given, {warnings} warning{'s' * (warnings != 1)}")
+    count, warnings = len(loaded.sources), len(loaded.warnings)
+    echo(f"ok: {where}, {count} setting{'s' * (count != 1)} given, {warnings} warning{'s' * (warnings != 1)}")
     return 0
 
 
@@ -82,14 +82,14 @@ def example() -> None:
 @options.common
 @click.option("--sources", is_flag=True, help="Also say where each value came from.")
 @click.option("--json", "as_json", is_flag=True, help="One object per setting.")
-def show(config: str | None, redis: str | None, run: str | None, home: str | None, sources: bool, as_json: bool) -> int:
+def show(given: options.Given, sources: bool, as_json: bool) -> int:
     """Print every setting as it counts, by table: what it prints is a file of settings.
 
     \b
     Example:
       RLBUFFER_BATCHER__MAX_AGE=2 rlbuffer config show --sources
     """
-    loaded = options.load(config, redis, run, home)
+    loaded = given.load()
     rows = [(name, shown(name, value), loaded.source(name)) for name, value in loaded.values()]
     if as_json:
         for name, value, source in rows:
@@ -124,9 +124,7 @@ def _as_toml(rows: Sequence[tuple[str, Any, str]], has_sources: bool) -> Iterato
     "--timeout", type=click.FloatRange(0), default=30.0, show_default=True, metavar="S", help="To wait for the batcher."
 )
 @click.option("--json", "as_json", is_flag=True, help="One object per change, then the outcome.")
-def apply(
-    config: str | None, redis: str | None, run: str | None, home: str | None, timeout: float, as_json: bool
-) -> int:
+def apply(given: options.Given, timeout: float, as_json: bool) -> int:
     """Change the batcher's settings of a run, also while it is at work.
 
     Shows what differs and what follows from it. The batcher that leads takes the settings between two steps, and so
@@ -141,9 +139,9 @@ def apply(
     from rlbuffer.records.states import SettingsState
     from rlbuffer_cli.session import open_existing
 
-    loaded = options.load(config, redis, run, home)
+    loaded = given.load()
     batcher = loaded.settings.batcher
-    with open_existing(loaded, run_given=run is not None) as buffer:
+    with open_existing(loaded, run_given=given.run is not None) as buffer:
         seen, name = buffer.store.meta(), buffer.run
         check_change(seen.config, batcher.as_dict(), step=seen.step)
         differences = changes(seen.wanted or seen.config, batcher.as_dict()) if seen.config or seen.wanted else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -33,10 +34,7 @@ EDGE_STEPS = 10
 @click.option("--deterministic", is_flag=True, help="One env, one worker, on policy: the same bits in every run.")
 @options.display
 def command(
-    config: str | None,
-    redis: str | None,
-    run: str | None,
-    home: str | None,
+    given: options.Given,
     steps: int | None,
     seconds: float | None,
     seed: int,
@@ -57,9 +55,9 @@ def command(
     """
     from rlbuffer.process.signals import stop_on_signals
 
-    if deterministic and config is not None:
+    if deterministic and given.config is not None:
         raise click.UsageError("--deterministic is the demo's own config: in yours set deterministic = true")
-    loaded = _settings(config, redis, run, home, steps, seed, deterministic)
+    loaded = _settings(given, steps, seed, deterministic)
     stop = threading.Event()
     stop_on_signals(stop)
     starting("connecting to the server, loading torch")
@@ -67,27 +65,24 @@ def command(
 
 
 def _settings(
-    config: str | None,
-    redis: str | None,
-    run: str | None,
-    home: str | None,
+    given: options.Given,
     steps: int | None,
     seed: int,
     deterministic: bool,
 ) -> Loaded:
     from rlbuffer.run.host_checks import EVERYTHING
 
-    run = run or f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    run = given.run or f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     name, workers = ("demo_deterministic.toml", ["vcopy"]) if deterministic else ("demo.toml", ["vcopy", "repeat"])
     with resources.as_file(resources.files("rlbuffer.run") / name) as packaged:
         flags: dict[str, tuple[str, Any]] = {"trainer.steps": ("--steps", steps), "trainer.seed": ("--seed", seed)}
-        if config is None and steps is not None:
+        if given.config is None and steps is not None:
             # Steps up to the oldest checkpoint are retired: a short demo shall leave something to inspect, too.
             flags["trainer.checkpoint.every"] = ("--steps", max(1, min(10, steps // 4)))
-        for number, worker in enumerate(workers if config is None else ()):
+        for number, worker in enumerate(workers if given.config is None else ()):
             flags[f"worker.{worker}.seed"] = ("--seed", 1000 * seed + 100 * number)
             flags[f"worker.{worker}.env_options.seed"] = ("--seed", seed)
-        return options.load(config or str(packaged), redis, run, home, flags, parts=EVERYTHING)
+        return replace(given, run=run, config=given.config or str(packaged)).load(flags, parts=EVERYTHING)
 
 
 class _Demo:

@@ -26,10 +26,7 @@ def command(
     undo: bool,
     timeout: float | None,
     as_json: bool,
-    config: str | None,
-    redis: str | None,
-    run: str | None,
-    home: str | None,
+    given: options.Given,
 ) -> int:
     """Let a run come to rest: no more tickets, until nothing is out and no further step can be made.
 
@@ -44,7 +41,7 @@ def command(
     """
     from rlbuffer_cli.session import open_existing
 
-    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+    with open_existing(given.load(), run_given=given.run is not None) as buffer:
         if undo:
             was_draining = buffer.store.ask_undrain()
             if as_json:

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 @click.option("--where", required=True, metavar="FILTER", help="Which groups, e.g. 'env:math age>=2'.")
 @click.option("--yes", is_flag=True, help="Do it; without, it is asked on a terminal, else only said what would go.")
 @click.option("--json", "as_json", is_flag=True, help="One object; without --yes nothing is dropped.")
-def command(
-    where: str, yes: bool, as_json: bool, config: str | None, redis: str | None, run: str | None, home: str | None
-) -> int:
+def command(where: str, yes: bool, as_json: bool, given: options.Given) -> int:
     """Drop pending groups that match a filter.
 
     Groups that are forming or ready go, whole, and are counted as dropped by an operator; parts that come later are
@@ -40,7 +38,7 @@ def command(
 
     if not parse(where).terms:
         raise click.UsageError("which groups? 'state:forming,ready' is everything that is pending")
-    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+    with open_existing(given.load(), run_given=given.run is not None) as buffer:
         name, store = buffer.run, buffer.store
         chosen = choose(store, where)
         what = amounts(len(chosen.drops), chosen.rollouts, chosen.tokens)

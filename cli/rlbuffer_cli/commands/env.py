@@ -27,7 +27,7 @@ def command() -> None:
 @command.command("pause")
 @click.argument("env")
 @options.common
-def pause(env: str, config: str | None, redis: str | None, run: str | None, home: str | None) -> int:
+def pause(env: str, given: options.Given) -> int:
     """Leave an env out of the next steps.
 
     No step waits for it, nothing of it is trained, and its workers get no tickets. What it has in the pool stays
@@ -40,7 +40,7 @@ def pause(env: str, config: str | None, redis: str | None, run: str | None, home
     from rlbuffer_cli.session import open_existing
 
     _check(env)
-    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+    with open_existing(given.load(), run_given=given.run is not None) as buffer:
         _check_known(buffer, env)
         is_new = buffer.store.pause(env)
         name = buffer.run
@@ -55,7 +55,7 @@ def pause(env: str, config: str | None, redis: str | None, run: str | None, home
 @command.command("done")
 @click.argument("env")
 @options.common
-def done(env: str, config: str | None, redis: str | None, run: str | None, home: str | None) -> int:
+def done(env: str, given: options.Given) -> int:
     """Say that nothing more comes of an env.
 
     Its workers get no further ticket and end; what they have begun is finished, and what it has is trained. When all
@@ -68,7 +68,7 @@ def done(env: str, config: str | None, redis: str | None, run: str | None, home:
     from rlbuffer_cli.session import open_existing
 
     _check(env)
-    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+    with open_existing(given.load(), run_given=given.run is not None) as buffer:
         _check_known(buffer, env)
         buffer.store.say_done(env, epoch=buffer.store.meta().epoch)
         name = buffer.run
@@ -79,7 +79,7 @@ def done(env: str, config: str | None, redis: str | None, run: str | None, home:
 @command.command("resume")
 @click.argument("env")
 @options.common
-def resume(env: str, config: str | None, redis: str | None, run: str | None, home: str | None) -> int:
+def resume(env: str, given: options.Given) -> int:
     """Let an env take part again that is paused or done.
 
     What it missed while it was paused is not made up for. An env that was said to be done has the end, if any, that its
@@ -92,7 +92,7 @@ def resume(env: str, config: str | None, redis: str | None, run: str | None, hom
     from rlbuffer_cli.session import open_existing
 
     _check(env)
-    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+    with open_existing(given.load(), run_given=given.run is not None) as buffer:
         _check_known(buffer, env)
         was_paused, was_done = buffer.store.resume(env), buffer.store.forget_end(env)
         name = buffer.run

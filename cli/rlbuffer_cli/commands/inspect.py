@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 )
 def command(
     identifier: str | None,
-    config: str | None,
-    redis: str | None,
-    run: str | None,
-    home: str | None,
+    given: options.Given,
     where: str,
     limit: int,
     window: str | None,
@@ -62,7 +59,7 @@ def command(
     if alive is not None:
         from rlbuffer_cli.alive import heard
 
-        seconds = heard(alive, run=run, redis=redis, config=config)
+        seconds = heard(alive, run=given.run, redis=given.redis, config=given.config)
         if seconds is not None and seconds <= within:
             _tell_alive(alive, seconds, within)
             return 0
@@ -72,7 +69,7 @@ def command(
 
     parse(where)  # a typing mistake needs no server
     bounds = _window(window)
-    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+    with open_existing(given.load(), run_given=given.run is not None) as buffer:
         if alive is not None:
             return _alive(buffer, alive, within)
         if identifier is not None:

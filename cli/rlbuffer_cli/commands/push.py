@@ -33,10 +33,7 @@ _KEY = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
 @click.option("--json", "as_json", is_flag=True, help="The counts as one object.")
 def command(
     file: str,
-    config: str | None,
-    redis: str | None,
-    run: str | None,
-    home: str | None,
+    given: options.Given,
     worker: str,
     done: bool,
     as_json: bool,
@@ -61,7 +58,7 @@ def command(
     from rlbuffer.errors import PushGivenUp, ServerRefused, ServerUnreachable
     from rlbuffer.records.states import PushStatus
 
-    loaded = options.load(config, redis, run, home)
+    loaded = given.load()
     settings = loaded.settings
     with Path(file).open("rb") as stream:
         count, checksum = check_all(stream, file)

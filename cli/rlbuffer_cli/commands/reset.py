@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 
 from rlbuffer_cli import options
@@ -17,10 +19,7 @@ def command(
     name: str,
     yes: bool,
     force: bool,
-    config: str | None,
-    redis: str | None,
-    run: str | None,
-    home: str | None,
+    given: options.Given,
 ) -> int:
     """Remove a run from the server, with everything in it.
 
@@ -31,12 +30,12 @@ def command(
     Example:
       rlbuffer reset math --yes
     """
-    if run is not None and run != name:
-        raise click.UsageError(f"the run is named twice: {name!r} and --run {run!r}")
+    if given.run not in (None, name):
+        raise click.UsageError(f"the run is named twice: {name!r} and --run {given.run!r}")
     from rlbuffer.errors import RlbufferError, RunDamaged
     from rlbuffer_cli.session import at_work, open_existing
 
-    with open_existing(options.load(config, redis, name, home), run_given=True, even_damaged=True) as buffer:
+    with open_existing(replace(given, run=name).load(), run_given=True, even_damaged=True) as buffer:
         try:
             step = f"{buffer.store.meta().step} steps"
         except RunDamaged:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -17,7 +17,7 @@ from rlbuffer_cli.options import echo
 @click.argument("file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
 @options.common
 @click.option("--json", "as_json", is_flag=True, help="One object when it is done.")
-def command(file: Path, as_json: bool, config: str | None, redis: str | None, run: str | None, home: str | None) -> int:
+def command(file: Path, as_json: bool, given: options.Given) -> int:
     """Put a backed up run onto a server.
 
     Under its own name, or the one given with --run; refused when that run exists. The file is read through and checked
@@ -34,8 +34,8 @@ def command(file: Path, as_json: bool, config: str | None, redis: str | None, ru
     from rlbuffer.store.backup.restore import check_backup, restore_backup
     from rlbuffer.store.redis_store import RedisStore
 
-    name = run or str(check_backup(file)["run"])
-    loaded = options.load(config, redis, name, home)
+    name = given.run or str(check_backup(file)["run"])
+    loaded = replace(given, run=name).load()
     settings = loaded.settings
     with connect(
         settings.redis_url, run=name, config=settings, name="restore", origin=options.redis_origin(loaded)
@@ -48,8 +48,8 @@ def command(file: Path, as_json: bool, config: str | None, redis: str | None, ru
         echo(json.dumps({"schema": "rlbuffer.restore/1", "file": str(file), **asdict(report)}))
         return 0
     # What was typed here must be typed there: without it, verify looks at another server.
-    given = {"--redis": redis, "--home": home, "--config": config}
-    where = "".join(f" {flag} {shlex.quote(value)}" for flag, value in given.items() if value is not None)
+    typed = {"--redis": given.redis, "--home": given.home, "--config": given.config}
+    where = "".join(f" {flag} {shlex.quote(value)}" for flag, value in typed.items() if value is not None)
     echo(
         f'run "{report.run}" at step {report.step} is on {address}: {report.control_keys} control keys, '
         f"{report.payload_keys} payload keys. Check it: rlbuffer verify --run {report.run}{where}"

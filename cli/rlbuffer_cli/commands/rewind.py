@@ -12,7 +12,7 @@ from rlbuffer_cli.options import echo
 @click.argument("number", metavar="N", type=click.IntRange(min=0))
 @options.common
 @click.option("--force", is_flag=True, help="Although a trainer is at work (it ends), or step N was retired.")
-def command(number: int, force: bool, config: str | None, redis: str | None, run: str | None, home: str | None) -> int:
+def command(number: int, force: bool, given: options.Given) -> int:
     """Take a run back to a step, and drop everything that is pending.
 
     The steps after N and all pending groups drop as void; policy versions above N are taken back. The run goes on from
@@ -25,8 +25,8 @@ def command(number: int, force: bool, config: str | None, redis: str | None, run
     """
     from rlbuffer_cli.session import open_existing, resume_hint
 
-    loaded = options.load(config, redis, run, home)
-    with open_existing(loaded, run_given=run is not None) as buffer:
+    loaded = given.load()
+    with open_existing(loaded, run_given=given.run is not None) as buffer:
         outcome = buffer.store.rewind(number, force=force)
         name = buffer.run
     echo(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from dataclasses import replace
 from datetime import datetime
 
 import click
@@ -21,10 +22,7 @@ from rlbuffer_cli.starting import starting
 @options.display
 def command(
     config_file: str | None,
-    config: str | None,
-    redis: str | None,
-    run: str | None,
-    home: str | None,
+    given: options.Given,
     steps: int | None,
     display: str,
 ) -> int:
@@ -45,7 +43,7 @@ def command(
     from rlbuffer_cli.session import say_ended
 
     flags = {"trainer.steps": ("--steps", steps)}
-    loaded = options.load(config_file or config, redis, run, home, flags, parts=EVERYTHING)
+    loaded = replace(given, config=config_file or given.config).load(flags, parts=EVERYTHING)
     settings = loaded.settings
     shown = options.choose_display(display)
     stop = threading.Event()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command("runs")
 @options.common
 @click.option("--json", "as_json", is_flag=True, help="One object per run.")
-def command(config: str | None, redis: str | None, run: str | None, home: str | None, as_json: bool) -> int:
+def command(given: options.Given, as_json: bool) -> int:
     """List the runs that the server holds. Changes nothing.
 
     \b
@@ -29,11 +29,11 @@ def command(config: str | None, redis: str | None, run: str | None, home: str | 
     from rlbuffer.errors import RunGone, SchemaMismatch
     from rlbuffer_cli.session import check_home
 
-    loaded = options.load(config, redis, run, home)
+    loaded = given.load()
     check_home(loaded)
     url, origin = loaded.settings.redis_url, options.redis_origin(loaded)
     with connect(url, run=loaded.settings.run, config=loaded.settings, name="runs", origin=origin) as buffer:
-        opened_at_of = {name: at for name, at in buffer.store.runs().items() if run in (None, name)}
+        opened_at_of = {name: at for name, at in buffer.store.runs().items() if given.run in (None, name)}
         now = buffer.store.now()
         address = buffer.store.server()["address"]
     if not opened_at_of and not as_json:

@@ -19,10 +19,7 @@ from rlbuffer_cli import options, sections
 @click.option("--display", type=click.Choice(["auto", "plain", "json", "none"]), default="auto", help="What to print.")
 def command(
     name: str | None,
-    config: str | None,
-    redis: str | None,
-    run: str | None,
-    home: str | None,
+    given: options.Given,
     model: str | None,
     reward: str | None,
     envs: tuple[str, ...],
@@ -43,7 +40,7 @@ def command(
       rlbuffer score --reward my_judge.api:reward --env essays
       rlbuffer score ref                          the section [score.ref] of rlbuffer.toml
     """
-    key = name or _only_scorer(config, model, reward)
+    key = name or _only_scorer(given.config, model, reward)
     flags = {
         "model": ("--model", model),
         "reward": ("--reward", reward),
@@ -52,7 +49,7 @@ def command(
         "device": ("--device", device),
     }
     named = {f"score.{key}.{k}": v for k, v in flags.items()}
-    loaded = options.load(config, redis, run, home, named, parts=(f"score.{key}",))
+    loaded = given.load(named, parts=(f"score.{key}",))
     settings = loaded.settings
     sections.check("score", key, settings.score, loaded.file, "--model or --reward")
 

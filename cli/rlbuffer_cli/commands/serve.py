@@ -33,10 +33,7 @@ if TYPE_CHECKING:
     "terminal, else plain.",
 )
 def command(
-    config: str | None,
-    redis: str | None,
-    run: str | None,
-    home: str | None,
+    given: options.Given,
     resume: bool,
     fresh: bool,
     replace_config: bool,
@@ -64,7 +61,7 @@ def command(
 
     if resume and fresh:
         raise click.UsageError("--resume and --fresh exclude each other")
-    loaded = options.load(config, redis, run, home, parts=("serve",))
+    loaded = given.load(parts=("serve",))
     settings = loaded.settings
     if resume or fresh:
         _check_run(loaded, resume=resume)
@@ -97,7 +94,7 @@ def command(
             stop,
             on_event,
             replace_config=replace_config,
-            reread=lambda: options.load(config, redis, run, home, parts=("serve",)).settings.batcher,
+            reread=lambda: given.load(parts=("serve",)).settings.batcher,
             hangup=hangup,
             origin=options.redis_origin(loaded),
         )

@@ -22,7 +22,7 @@ def command() -> None:
 @click.argument("number", metavar="N", type=click.IntRange(min=1))
 @options.common
 @click.option("--force", is_flag=True, help="Although a trainer is at work; it ends.")
-def void(number: int, force: bool, config: str | None, redis: str | None, run: str | None, home: str | None) -> int:
+def void(number: int, force: bool, given: options.Given) -> int:
     """Take step N and what follows it out of the run.
 
     Their rollouts drop as void and are not trained again; what is pending stays. The run goes on from the step before
@@ -34,8 +34,8 @@ def void(number: int, force: bool, config: str | None, redis: str | None, run: s
     """
     from rlbuffer_cli.session import open_existing, resume_hint
 
-    loaded = options.load(config, redis, run, home)
-    with open_existing(loaded, run_given=run is not None) as buffer:
+    loaded = given.load()
+    with open_existing(loaded, run_given=given.run is not None) as buffer:
         outcome = buffer.store.void_from(number, force=force)
         name = buffer.run
     echo(

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 )
 @options.display
 def command(
-    config: str | None,
-    redis: str | None,
-    run: str | None,
-    home: str | None,
+    given: options.Given,
     world_size: int | None,
     steps: int | None,
     output: str | None,
@@ -54,7 +51,7 @@ def command(
         "trainer.output": ("--output", output),
         "trainer.reports.debug_samples": ("--debug-samples", debug_samples),
     }
-    loaded = options.load(config, redis, run, home, flags, parts=("train",))
+    loaded = given.load(flags, parts=("train",))
     settings = loaded.settings
     with ExitStack() as connections:
         if not fake_data:

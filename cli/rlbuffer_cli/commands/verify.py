@@ -13,7 +13,7 @@ from rlbuffer_cli.options import echo
 @click.command("verify")
 @options.common
 @click.option("--json", "as_json", is_flag=True, help="One object per finding, then the report.")
-def command(config: str | None, redis: str | None, run: str | None, home: str | None, as_json: bool) -> int:
+def command(given: options.Given, as_json: bool) -> int:
     """Recompute the ledger and check every invariant. Changes nothing.
 
     pushed = pending + packed + trained + dropped, in rollouts and tokens, per env; every step dense and chained;
@@ -25,7 +25,7 @@ def command(config: str | None, redis: str | None, run: str | None, home: str | 
     """
     from rlbuffer_cli.session import open_existing
 
-    with open_existing(options.load(config, redis, run, home), run_given=run is not None) as buffer:
+    with open_existing(given.load(), run_given=given.run is not None) as buffer:
         report = buffer.verify()
         name = buffer.run
     if as_json:

@@ -27,10 +27,7 @@ def command() -> None:
 @click.option("--listen", metavar="HOST:PORT", help="Where to serve. [default: weights.listen]")
 @click.option("--upstream", metavar="URL", help="Be a relay: fetch from there what is not in the cache yet.")
 def serve(
-    config: str | None,
-    redis: str | None,
-    run: str | None,
-    home: str | None,
+    given: options.Given,
     listen: str | None,
     upstream: str | None,
 ) -> int:
@@ -52,7 +49,7 @@ def serve(
     from rlbuffer.weights.cache import TOKEN_VARIABLE, VersionCache
     from rlbuffer.weights.places import load_serving
 
-    settings = options.load(config, redis, run, home).settings
+    settings = given.load().settings
     address = listen or settings.weights.listen
     if not address:
         raise ConfigError(

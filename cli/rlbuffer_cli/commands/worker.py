@@ -22,10 +22,7 @@ from rlbuffer_cli import options, sections
 @click.option("--display", type=click.Choice(["auto", "plain", "json", "none"]), default="auto", help="What to print.")
 def command(
     name: str | None,
-    config: str | None,
-    redis: str | None,
-    run: str | None,
-    home: str | None,
+    given: options.Given,
     env: str | None,
     group_size: int | None,
     seed: int | None,
@@ -50,14 +47,14 @@ def command(
         "seed": ("--seed", seed),
         "temperature": ("--temperature", temperature),
     }
-    key = name or _only_worker(config, redis, run, home, env)
+    key = name or _only_worker(given.config, env)
     named = {f"worker.{key}.{k}": v for k, v in flags.items()}
     from rlbuffer.errors import ConfigError
 
     try:
-        loaded = options.load(config, redis, run, home, named, parts=(f"worker.{key}",))
+        loaded = given.load(named, parts=(f"worker.{key}",))
     except ConfigError as error:
-        _tell_run(config, redis, run, home, named, key, str(error))
+        _tell_run(given, named, key, str(error))
         raise
     settings = loaded.settings
     sections.check("worker", key, settings.worker, loaded.file, "--env")
@@ -79,10 +76,7 @@ def command(
 
 
 def _tell_run(
-    config: str | None,
-    redis: str | None,
-    run: str | None,
-    home: str | None,
+    given: options.Given,
     named: Mapping[str, tuple[str, Any]],
     key: str,
     why: str,
@@ -93,14 +87,13 @@ def _tell_run(
     from rlbuffer.worker.heartbeat import telling_why
     from rlbuffer_cli.session import open_existing
 
-    flags = {"redis_url": ("--redis", redis), "run": ("--run", run), "home": ("--home", home), **named}
     with suppress(RlbufferError):  # the settings say no more where the run is, or it is not there
-        loaded = load(config, flags=flags)
+        loaded = load(given.config, flags={**given.flags, **named})
         with open_existing(loaded, run_given=True) as buffer, telling_why(buffer, key, loaded.settings.worker[key]):
             raise ConfigError(why)
 
 
-def _only_worker(config: str | None, redis: str | None, run: str | None, home: str | None, env: str | None) -> str:
+def _only_worker(config: str | None, env: str | None) -> str:
     """The section that is meant when no NAME is given: one named like the env, or the only one there is."""
     if env is not None:
         return env.rpartition(":")[2].lower()

@@ -1,4 +1,4 @@
-"""A server's identity, and the checks that a run can live there: its program, its version, its rule at the memory limit."""
+"""A server's identity, and the checks that a run can live there: program, version, eviction rule, one shard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlbuffer.store.server.binary import MINIMUM_VERSION, version_tuple
 
 
 def identity(info: Mapping[str, Any]) -> tuple[str, str]:
-    """Name (``redis`` or ``valkey``) and version from INFO; Valkey reports a compatible version of Redis beside its own."""
+    """Name (``redis`` or ``valkey``) and version from INFO; Valkey reports the version of a compatible Redis, too."""
     if "valkey_version" in info:
         return "valkey", str(info["valkey_version"])
     return "redis", str(info.get("redis_version", ""))
