@@ -1,7 +1,8 @@
 """The batcher's decisions, pure: what the next step trains on, what is dropped, what workers may sample.
 
-`age` holds the age limit, `groups` makes groups whole, `budget`, `ordering` and `adapters` say whose turn it is,
-`closing` and `spillover` end a step, `admission` bounds what workers may sample.
+`pool_index` drops what is over the age limit (`age` has the arithmetic), `groups` makes groups whole, `budget`,
+`ordering` and `adapters` say whose turn it is, `closing` and `spillover` end a step, `admission` bounds what workers
+may sample.
 No server, no clock, no random numbers: `now` is an argument, so a decision can be replayed.
 A rule of selection enters here, one file a rule.
 Open first: `batcher`, then `selection`.

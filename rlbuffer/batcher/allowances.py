@@ -12,7 +12,7 @@ from rlbuffer.batcher.selection import Limits, Trial
 from rlbuffer.batcher.situation import Situation
 
 
-def wanted(known: Situation, trial: Trial, step: int) -> list[str]:
+def awaited_envs(known: Situation, trial: Trial, step: int) -> list[str]:
     """Envs that the open step waits for: those that are short, else all that have nothing more to give."""
     if trial.short:
         return trial.short + trial.lent

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.batcher import adapters, allowances, budget, closing, explaining, step_plan
 from rlbuffer.batcher.ordering import load_selector
-from rlbuffer.batcher.pool_index import Pool
+from rlbuffer.batcher.pool_index import PoolIndex
 from rlbuffer.batcher.selection import Limits, Trial, select
 from rlbuffer.batcher.situation import Situation
 from rlbuffer.batcher.spillover import Patience
@@ -66,7 +66,7 @@ class Batcher:
 
     def __init__(self, config: BatcherConfig, state: Mapping[str, Any] | None = None) -> None:
         self._config = config
-        self._pool = Pool(config)
+        self._pool = PoolIndex(config)
         self._patience = Patience(config)
         self._known = Situation(
             config=config,
@@ -284,7 +284,7 @@ class Batcher:
         pool.sweep_future(lambda adapter: known.own_step(adapter, step))
         for env in list(pool.envs):
             for adapter in list(pool.envs[env].lanes):
-                if not known.lags(env, adapter, step):
+                if not known.lags(env, adapter, step):  # else the newest version is what is old: it is waited for
                     pool.sweep_stale(env, known.own_step(adapter, step), adapter)
         if self._selector is not None:
             pool.rank(self._selector, rng)
@@ -296,7 +296,7 @@ class Batcher:
         for group in trial.surplus:
             pool.drop_flat(group)
         known.short = frozenset(trial.short)
-        awaited = allowances.wanted(known, trial, step)
+        awaited = allowances.awaited_envs(known, trial, step)
         self._patience.looked(
             pool.now,
             short=[env for env in trial.short + trial.lent if not known.env_lags(env, step)],

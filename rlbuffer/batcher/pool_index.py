@@ -27,7 +27,7 @@ TOMBSTONE_SECONDS = 3600.0
 steps."""
 
 
-class Pool:
+class PoolIndex:
     """All pending groups, tombstones of closed ones, and drops that the store has not confirmed yet."""
 
     def __init__(self, config: BatcherConfig) -> None:
@@ -48,7 +48,7 @@ class Pool:
         """Closed group -> when, and the step that was planned then."""
         self._step = 0
         self._unjudged: list[GroupState] = []
-        """Had a part since the last sweep: may be from the future."""
+        """Groups that got a part since the last sweep: one of them may be from the future."""
         self._unranked: list[GroupState] = []
 
     # -- arriving -----------------------------------------------------------------------------------------------------
@@ -301,8 +301,8 @@ class Pool:
             self._env(group.env).lane(group.adapter).ranked.add(group, priority)
 
     def sweep_stale(self, env: str, step: int, adapter: str = "") -> None:
-        """Drops an env's groups of one adapter that are too old for `step`, in the adapter's count, and every later
-        one."""
+        """Drops an env's groups of one adapter that are too old for `step`, counted in the adapter's own steps. So
+        they are for every later step."""
         max_age = self.config.for_env(env).max_age
         lane = self._env(env).lane(adapter)
         oldest = oldest_version(step, max_age)

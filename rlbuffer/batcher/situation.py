@@ -12,7 +12,7 @@ from rlbuffer.batcher.adapters import AdapterAccounts, Queue
 from rlbuffer.batcher.age import oldest_version
 from rlbuffer.batcher.env_pool import EnvPool, Lane
 from rlbuffer.batcher.groups import GroupState
-from rlbuffer.batcher.pool_index import Pool
+from rlbuffer.batcher.pool_index import PoolIndex
 from rlbuffer.batcher.selection import Limits
 from rlbuffer.batcher.spillover import Patience
 from rlbuffer.config.batcher import BatcherConfig
@@ -27,7 +27,7 @@ class Situation:
     """Everything that a decision is made of."""
 
     config: BatcherConfig
-    pool: Pool
+    pool: PoolIndex
     patience: Patience
     accounts: Mapping[str, budget.EnvAccount]
     """env -> account, as after the last committed step."""

@@ -42,7 +42,7 @@ def load_estimators(config: BatcherConfig) -> dict[str, Loaded]:
     return {name: load_estimator(name, setting=place) for place, name in places.items()}
 
 
-def facts(group: GroupState) -> dict[str, Any]:
+def group_facts(group: GroupState) -> dict[str, Any]:
     """The facts about a group that a user's estimator gets besides its rewards: of the valid rollouts, in order.
 
     group_id, env, prompt_id, adapter; and per rollout, as tuples: rollout_ids, rewards (the named ones, each a dict),
@@ -80,9 +80,9 @@ def advantages_of(
     for group in groups:
         name = config.for_env(group.env).advantage
         lengths = [member.info.loss_tokens for member in group.members]
-        group_facts = facts(group) if ":" in name else {}
+        about = group_facts(group) if ":" in name else {}
         try:
-            per_group.append(estimate(estimators[name], name, group.rewards, lengths, group_facts))
+            per_group.append(estimate(estimators[name], name, group.rewards, lengths, about))
         except InvalidRollout as error:
             untrainable.append((group, str(error)))
     advantages = np.concatenate([np.zeros(0), *per_group])

@@ -103,7 +103,7 @@ class Drain:
     def look(self) -> DrainState:
         """The state of the drain. The leader's word counts only when it is newer than the last ticket."""
         store = self._store
-        _, is_asked = store.asked()
+        _, is_asked = store.wishes()
         tickets = store.tickets_out()
         now = store.now()
         if tickets:

@@ -74,7 +74,7 @@ CORRECTION_FACTS: Mapping[str, CorrectionFacts] = {
 """Every correction by its name in ``trainer.loss.correction``."""
 
 BUILT_IN_LOSSES = tuple(LOSSES)
-"""Names of the losses above: :func:`declare` adds to them."""
+"""Names of the losses above; :func:`declare` adds others to `LOSSES`."""
 
 OWN_ONLY, LONGEST_ONLY = ("options", "columns"), "max_length"
 """Settings that only a loss of the user's own reads; the setting that only the divisor ``longest`` reads."""

@@ -29,7 +29,7 @@ class EnvWatch:
         self._paused_at = float("-inf")
         self._dead: frozenset[str] = frozenset()
 
-    def obey(self) -> None:
+    def update_pauses(self) -> None:
         """Takes in which envs an operator has paused or resumed; looked up every half second."""
         now = time.monotonic()
         if now - self._paused_at < PAUSED_SECONDS:
@@ -43,7 +43,7 @@ class EnvWatch:
             self._emit(EnvResumed(env=env))
         self._paused, self._paused_at = paused, now
 
-    def mourn(self, dead: Mapping[str, float], step: int) -> None:
+    def report_silent(self, dead: Mapping[str, float], step: int) -> None:
         """Tells of envs that have fallen silent or are back.
 
         Args:

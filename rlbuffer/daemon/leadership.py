@@ -17,11 +17,11 @@ from rlbuffer.daemon.doubts import Doubts
 from rlbuffer.daemon.envs import EnvWatch
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch, without_garbage_collection
-from rlbuffer.daemon.pending import Held
+from rlbuffer.daemon.pending import Pending
 from rlbuffer.daemon.scorers import ScorerWatch
 from rlbuffer.daemon.sources import SourceWatch
 from rlbuffer.daemon.teller import TELEMETRY_SECONDS, Teller
-from rlbuffer.daemon.watches import AskWatch
+from rlbuffer.daemon.watches import WishWatch
 from rlbuffer.daemon.workers import WorkerWatch
 from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.events.batcher import LeaderReady, ReadAgain, RunEnded, RunRecovered
@@ -88,16 +88,16 @@ class Leadership:
         self._losses = tenure.losses
         self._since = store.now() if tenure.since is None else tenure.since
         self._meta = store.meta()
-        self._asked = AskWatch(store, asked, self._meta)
-        self._held = Held(store, config, teller, token=self._token, since=self._since)
-        self._scorers = ScorerWatch(store, self._held.batcher)
+        self._wishes = WishWatch(store, asked, self._meta)
+        self._pending = Pending(store, config, teller, token=self._token, since=self._since)
+        self._scorers = ScorerWatch(store, self._pending.batcher)
         self._workers = WorkerWatch(store)
         self._doubts = Doubts(store, teller.emit, self._meta.step)
         self._needed = needed_columns(trainer)
         """Columns without which the trainer cannot train."""
         self._swept = float("-inf")
-        self._envs = EnvWatch(store, config, self._held.batcher, teller.emit)
-        self._sources = SourceWatch(store, self._held.batcher)
+        self._envs = EnvWatch(store, config, self._pending.batcher, teller.emit)
+        self._sources = SourceWatch(store, self._pending.batcher)
         self._memory = MemoryWatch(
             store, config, teller.emit, world_size=trainer.world_size, checkpoint_every=trainer.checkpoint.every
         )
@@ -126,19 +126,19 @@ class Leadership:
         if self._meta.error:
             # Not before: ranks that wait must not miss an error that comes again.
             self._store.set_error(self._token, "")
-        self._held.renumber()
+        self._pending.renumber()
         with without_garbage_collection():
-            self._held.restore()
-            while self._held.ingest(block_seconds=0.0):
+            self._pending.restore()
+            while self._pending.ingest(block_seconds=0.0):
                 self._stay()
-        self._held.close_tickets()
+        self._pending.close_tickets()
         taken_over = LeaderReady if self._is_first else ReadAgain
         self._teller.emit(
             taken_over(
                 run=self._store.run,
                 step=self._meta.step,
                 epoch=self._meta.epoch,
-                pending=self._held.pending,
+                pending=self._pending.count,
                 server=dict(self._store.server()),
                 forecast=forecast,
             )
@@ -149,24 +149,24 @@ class Leadership:
         """Reads what is new and makes a step if it can be made. -> False: all is to be read again, or the run has
         ended."""
         self._sources.look()
-        if not self._held.ingest(block_seconds=LEADER_POLL_SECONDS):
-            self._sources.obey()
+        if not self._pending.ingest(block_seconds=LEADER_POLL_SECONDS):
+            self._sources.update_ends()
         self._stay()
         trainer = self._store.trainer()
         if trainer.claim:
             self._recover(trainer)
             self._stay()
             return False
-        if self._asked.has_more():
+        if self._wishes.has_more():
             self._stay()
             return False
         self._retire(trainer)
         self._lead(trainer)
-        self._held.close_tickets()
+        self._pending.close_tickets()
         return self.ended is None
 
     def _lead(self, trainer: Attempt) -> None:
-        meta, batcher = self._meta, self._held.batcher
+        meta, batcher = self._meta, self._pending.batcher
         self._is_idle = trainer.number == 0 or (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
         if trainer.number == 0:
             self._say(waiting.NO_TRAINER)
@@ -183,7 +183,7 @@ class Leadership:
         self._memory.joined(self._token, trainer)
         for adapter in {"", *policies}:
             batcher.set_published(policies[adapter].version if adapter in policies else -1, adapter)
-        self._envs.obey()
+        self._envs.update_pauses()
         step = meta.step + 1
         if step > trainer.trained + 1 + self._config.lookahead:
             self._publish(batcher.allowances(step, world_size=trainer.world_size))
@@ -195,10 +195,10 @@ class Leadership:
         )
         if self._ends(decision, trainer):
             return
-        self._held.drop(decision.drops)
+        self._pending.drop(decision.drops)
         self._publish(decision.allowances)
         # While no tickets are given, silence is what was asked for.
-        self._envs.mourn({} if self._asked.is_draining else decision.dead, step)
+        self._envs.report_silent({} if self._wishes.is_draining else decision.dead, step)
         if decision.plan is None:
             self._is_idle = True
             said = decision.waiting + self._workers.sentence(decision.waiting) if decision.waiting else ""
@@ -222,7 +222,7 @@ class Leadership:
                 self._store.set_ended(self._token, None)
                 self._meta = self._store.meta()
             return False
-        if known != step and not self._store.set_ended(self._token, step, self._sources.obeyed.written):
+        if known != step and not self._store.set_ended(self._token, step, self._sources.known.written):
             return False
         self.ended = step
         self._teller.emit(RunEnded(step=step, sentence=waiting.at_end(step)))
@@ -243,7 +243,7 @@ class Leadership:
     def _recover(self, trainer: Attempt) -> None:
         """The trainer has steps that the server lost: the run goes on after them."""
         self._has_heard = True  # the claim is the trainer's own word
-        outcome = self._store.recover(self._token, trainer, self._held.entries())
+        outcome = self._store.recover(self._token, trainer, self._pending.entries())
         if outcome is not None:
             self._teller.emit(RunRecovered(**outcome))
             self._store.retire(self._token, int(outcome["step"]), since=self._losses)
@@ -270,11 +270,11 @@ class Leadership:
         """Also when nothing changed: an older one that was delayed on its way may have replaced it."""
         now = time.monotonic()
         if now - self._published > TELEMETRY_SECONDS:
-            self._held.renumber()
+            self._pending.renumber()
         if allowances != self._allowances or now - self._published > TELEMETRY_SECONDS:
             self._store.set_allowances(self._token, allowances)
             self._allowances, self._published = dict(allowances), now
-        self._held.close_tickets()
+        self._pending.close_tickets()
 
     def _retire(self, trainer: Attempt) -> None:
         up_to = min(trainer.oldest_kept, trainer.trained, self._meta.step)
@@ -282,15 +282,15 @@ class Leadership:
             self._store.retire(self._token, up_to, since=self._losses)
             self._memory.retired(up_to)
             self._meta = self._store.meta()
-        if self._held.replaced and time.monotonic() - self._swept > SWEEP_SECONDS:
+        if self._pending.replaced and time.monotonic() - self._swept > SWEEP_SECONDS:
             # Scored groups have left payloads behind; they must not wait for a checkpoint.
-            self._swept, self._held.replaced = time.monotonic(), 0
+            self._swept, self._pending.replaced = time.monotonic(), 0
             self._store.retire(self._token, self._meta.retired, since=self._losses)
         if self._memory.relieve(self._token, trainer, self._meta):
             self._meta = self._store.meta()
 
     def _commit(self, decision: Decision, plan: StepPlan, trainer: Attempt, started: float) -> None:
-        used = self._held.of(plan)
+        used = self._pending.of(plan)
         reason = "a payload is missing or of another size than its metadata says"
         broken = dict.fromkeys(self._store.pin(plan.rollouts, used, since=self._losses), reason)
         if not broken:
@@ -300,7 +300,7 @@ class Leadership:
             if not broken and self._doubts.are_any:
                 broken = self._doubts.unsound(plan, used, columns)
         if broken:
-            self._held.drop_broken(broken)
+            self._pending.drop_broken(broken)
             return
         status, detail = self._store.commit(
             self._token,
@@ -313,9 +313,9 @@ class Leadership:
             since=self._losses,
         )
         if status == CommitStatus.GONE:
-            self._held.refused(plan, detail)
+            self._pending.refused(plan, detail)
             return
-        self._held.committed(plan)
+        self._pending.committed(plan)
         self._meta = self._store.meta()
         try:
             header = self._store.wait_step(plan.step, block_seconds=0.0)
@@ -329,15 +329,15 @@ class Leadership:
         self._teller.settled()
 
     def _say(self, sentence: str) -> None:
-        if self._asked.is_draining and sentence:
+        if self._wishes.is_draining and sentence:
             sentence = f"{waiting.draining()} {sentence}"
         trouble = self._workers.trouble
         self._teller.say(
             sentence,
             {
                 "step": self._meta.step,
-                "pending": self._held.pending,
-                "forming": self._held.batcher.forming,
+                "pending": self._pending.count,
+                "forming": self._pending.batcher.forming,
                 "idle": self._is_idle,
             },
             trouble if trouble and trouble in sentence else self._workers.failing(),

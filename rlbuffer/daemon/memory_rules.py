@@ -155,7 +155,7 @@ class Pressure:
             return False
         return retired != self._retired_then or step > self._asked + self._gap
 
-    def asked(self, step: int, *, retired: int) -> None:
+    def has_asked(self, step: int, *, retired: int) -> None:
         """The header of `step` has asked for a checkpoint, for whatever reason."""
         self._gap = min(2 * self._gap, LAST_GAP) if retired == self._retired_then else 1
         self._asked, self._retired_then, self._must_ask = step, retired, False

@@ -275,7 +275,7 @@ class MemoryWatch:
         self._sizes[header.step] = stored_bytes(payload_bytes=header.bytes, rollouts=header.rollouts)
         self._planned[header.step] = header.world_size
         if header.checkpoint_now:
-            self._pressure.asked(header.step, retired=retired)
+            self._pressure.has_asked(header.step, retired=retired)
 
     def _look(self) -> bool:
         """Returns True when the server was looked at."""

@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"[0-9]{1,15}\Z")
 """Number of a ticket: its group is called ``<env>.<number>``."""
 
 
-class Held:
+class Pending:
     """The pool as this leader knows it. Drops go through here, so that server, batcher and memory agree.
 
     Args:
@@ -54,7 +54,7 @@ class Held:
         self.batcher.close(store.closed_groups())
 
     @property
-    def pending(self) -> int:
+    def count(self) -> int:
         """Entries in the pool."""
         return len(self._entries) - len(self._used)
 

@@ -23,7 +23,7 @@ class SourceWatch:
         self._store = store
         self._batcher = batcher
         self._seen: Sources | None = None
-        self.obeyed = Sources()
+        self.known = Sources()
         """What the batcher knows."""
         self._looked = float("-inf")
 
@@ -33,10 +33,10 @@ class SourceWatch:
         if now - self._looked >= SOURCES_SECONDS:
             self._looked, self._seen = now, self._store.sources()
 
-    def obey(self) -> None:
+    def update_ends(self) -> None:
         """The pool was read to its end since the last look."""
         seen, self._seen = self._seen, None
         if seen is not None:
-            self.obeyed = seen
+            self.known = seen
             expected = {f"[worker.{section}]" for section in seen.expected}
             self._batcher.set_sources(done=seen.done, said=seen.said, others=seen.open | expected)

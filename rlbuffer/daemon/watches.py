@@ -7,11 +7,11 @@ import time
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Meta
 
-ASKED_SECONDS = 0.5
+WISHES_SECONDS = 0.5
 """Seconds between looks at whether an operator has asked for something."""
 
 
-class AskWatch:
+class WishWatch:
     """Looks whether an operator has asked for something since this leadership began.
 
     Args:
@@ -30,8 +30,8 @@ class AskWatch:
     def has_more(self) -> bool:
         """True when something was asked for: what is in memory may not be true any more."""
         now = time.monotonic()
-        if now - self._looked < ASKED_SECONDS:
+        if now - self._looked < WISHES_SECONDS:
             return False
         self._looked = now
-        asked, self.is_draining = self._store.asked()
+        asked, self.is_draining = self._store.wishes()
         return asked != self._known

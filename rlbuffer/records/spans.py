@@ -60,7 +60,7 @@ def as_spans(spans: Any, length: int, mask: NDArray[np.bool_]) -> tuple[VersionS
         covered[start:end] = True
         position = end
         out.append(VersionSpan(version, start, end))
-    _few("version_spans", len(out))
+    _check_count("version_spans", len(out))
     if not out:
         raise InvalidRollout("version_spans: at least one is required")
     bare = mask & ~covered
@@ -88,7 +88,7 @@ def as_turns(turns: Any, length: int) -> tuple[Turn, ...]:
                 raise InvalidRollout(f"turns[{i}].metadata: expected a mapping, got {shown(turn.metadata)}")
             metadata = plain(f"turns[{i}].metadata", turn.metadata) or None
         out.append(Turn(role, start, position, reward, metadata))
-    _few("turns", len(out))
+    _check_count("turns", len(out))
     return tuple(out)
 
 
@@ -105,6 +105,6 @@ def _bounds(name: str, start: Any, end: Any, position: int, length: int) -> tupl
     return low, high
 
 
-def _few(name: str, count: int) -> None:
+def _check_count(name: str, count: int) -> None:
     if count > MAX_SPANS:
         raise InvalidRollout(f"{name}: {count} are more than {MAX_SPANS}")

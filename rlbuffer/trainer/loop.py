@@ -88,7 +88,7 @@ def train(
                     session.ranks,
                     longest=settings.batcher.row_tokens,
                     ratios=tally.ratios,
-                    pace=tally.pace,
+                    pass_times=tally.pass_times,
                 )
             tally.updates = len(updates.parts)
             for part in updates.parts:

@@ -161,7 +161,7 @@ class _Worker:
 
     def _no_ticket(self) -> str:
         """The reason why there is no ticket."""
-        _, is_draining = self._buffer.store.asked()
+        _, is_draining = self._buffer.store.wishes()
         if is_draining:
             return draining()
         lapsing = " (tickets of groups that failed lapse first)" if self._flights.have_failed else ""

@@ -49,7 +49,7 @@ def test_a_loss_declares_exactly_the_settings_that_it_looks_at(name: str) -> Non
     loss.per_token(tokens(), told)  # type: ignore[arg-type]
     if loss.score is not None:
         loss.score(tokens(), told, MEANS)  # type: ignore[arg-type]
-        told.seen.add("cov_fraction")  # how many are selected: `survey.choose`
+        told.seen.add("cov_fraction")  # how many are selected: `collect_known.choose`
     assert told.seen == set(LOSSES[name].reads or ())
 
 

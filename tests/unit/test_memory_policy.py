@@ -162,7 +162,7 @@ def test_a_checkpoint_that_could_free_less_than_a_tenth_is_not_asked_for(done: i
 
 def test_it_is_not_asked_again_while_the_checkpoint_is_being_made() -> None:
     pressure = seen(800, 800)
-    pressure.asked(11, retired=0)
+    pressure.has_asked(11, retired=0)
     assert [pressure.asks(13, retired=0, done=done, sizes=SIZES) for done in (9, 10, 11, 12)] == [False] * 3 + [True]
     assert not pressure.asks(13, retired=0, done=10, sizes=SIZES, checkpoint=10)
     assert pressure.asks(13, retired=0, done=11, sizes=SIZES, checkpoint=11)
@@ -173,11 +173,11 @@ def test_asking_without_effect_becomes_rarer_until_something_retires() -> None:
     asked = []
     for step in range(10, 100):
         if pressure.asks(step, retired=0, done=step - 2, sizes=SIZES):
-            pressure.asked(step, retired=0)
+            pressure.has_asked(step, retired=0)
             asked.append(step)
     assert asked == [10, 13, 16, 21, 30, 47, 80]
     assert pressure.asks(83, retired=7, done=81, sizes=SIZES)
-    pressure.asked(83, retired=7)
+    pressure.has_asked(83, retired=7)
     assert pressure.asks(86, retired=7, done=84, sizes=SIZES)
 
 
@@ -185,7 +185,7 @@ def test_after_an_early_retirement_a_checkpoint_is_asked_for_whatever_the_memory
     pressure = seen(100, 100)
     pressure.must_ask()
     assert pressure.asks(5, retired=3, done=3, sizes={})
-    pressure.asked(5, retired=3)
+    pressure.has_asked(5, retired=3)
     assert not pressure.asks(8, retired=3, done=6, sizes={})
 
 

@@ -6,20 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from rlbuffer.batcher.pool_index import TOMBSTONE_SECONDS, Pool
+from rlbuffer.batcher.pool_index import TOMBSTONE_SECONDS, PoolIndex
 from rlbuffer.config.batcher import REMEMBERED_STEPS, BatcherConfig
 from rlbuffer.testing import make_group
 
 
-def pool(**settings: object) -> Pool:
-    return Pool(BatcherConfig(row_tokens=1000, **settings))  # type: ignore[arg-type]
+def pool(**settings: object) -> PoolIndex:
+    return PoolIndex(BatcherConfig(row_tokens=1000, **settings))  # type: ignore[arg-type]
 
 
-def add(made: Pool, name: str, *, now: float = 0.0, version: int = 0, entry: str | None = None) -> None:
+def add(made: PoolIndex, name: str, *, now: float = 0.0, version: int = 0, entry: str | None = None) -> None:
     made.add(make_group(group_id=name, size=2, version=version).info(), entry or f"{name}-0", now)
 
 
-def reasons(made: Pool) -> list[tuple[str, str]]:
+def reasons(made: PoolIndex) -> list[tuple[str, str]]:
     return [(drop.group_id, drop.reason) for drop in made.drops.values()]
 
 

@@ -14,7 +14,7 @@ from rlbuffer.packing.pack import pack
 from rlbuffer.records.micro_batch import MicroBatch
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.trainer.reports.examples import MOST_TOKENS, examples_of
-from rlbuffer.trainer.update.pass_times import Pace
+from rlbuffer.trainer.update.pass_times import PassTimes
 
 
 def sampled(rollout_id: str, reward: float | None, tokens: Sequence[int]) -> MicroBatch:
@@ -73,7 +73,7 @@ def test_of_a_long_rollout_the_end_is_shown() -> None:
 def test_a_pace_adds_up_what_its_parts_take(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((1.0, 1.5, 2.0, 2.25, 3.0, 4.0))
     monkeypatch.setattr("rlbuffer.trainer.update.pass_times.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    pace = Pace(torch.device("cpu"))
+    pace = PassTimes(torch.device("cpu"))
     for part in ("forward", "backward", "forward"):
         with pace.measure(part):
             pass

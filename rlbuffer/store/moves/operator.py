@@ -57,7 +57,7 @@ class OperatorMoves(PoolMoves, Session):
             if text(reply[0]) != "CHANGED":
                 return reply
 
-    def asked(self) -> tuple[int, bool]:
+    def wishes(self) -> tuple[int, bool]:
         """`Meta.asked`, and whether the run drains: a look that is cheap enough to be taken all the time."""
         asked, draining = self.look(lambda client: client.hmget(self.keys.meta, ["asked", "draining"]))
         return int(asked or 0), draining is not None

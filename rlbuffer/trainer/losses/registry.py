@@ -48,9 +48,9 @@ def register_loss(
 ) -> None:
     """Makes a loss available as ``trainer.loss.name = name``, in this process.
 
-    `reads` are the settings of ``[trainer]`` that it looks at: any other one of a loss is then refused. Without it none
-    is. Ranks are processes of their own: where nothing registers it there, name the function by its dotted path
-    instead.
+    `reads` are the settings of ``[trainer.loss]`` that it looks at. With it, a setting that only other losses read is
+    refused; without it, none is. Ranks are processes of their own: where nothing registers it there, name the function
+    by its dotted path instead.
     """
     facts = LossFacts(reads=reads, divisor=divisor, corrections=corrections, defaults=dict(defaults or {}))
     losses.declare(name, facts)

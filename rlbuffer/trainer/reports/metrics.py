@@ -17,7 +17,7 @@ import torch
 from rlbuffer.events.trainer import StepTrained
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import Step
-from rlbuffer.trainer.update.pass_times import Pace
+from rlbuffer.trainer.update.pass_times import PassTimes
 from rlbuffer.trainer.update.ratios import Ratios, ratios_of
 from rlbuffer.trainer.update.update import SUMS
 
@@ -55,7 +55,7 @@ class Tally:
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64)
         """[len(SUMS)] over this rank's micro-batches and all updates."""
         self.ratios = Ratios()
-        self.pace = Pace(ranks.device)
+        self.pass_times = PassTimes(ranks.device)
         self.updates = 1
         """Optimizer updates of the step. Each has a loss of its own; what is reported is their mean."""
         self.gradient_norm = 0.0
@@ -104,7 +104,7 @@ class Tally:
                 env["rewards"][name] = (total + value, n + 1)
         memory = memory_bytes(self._ranks.device)
         wait = watch.seconds.get("wait", 0.0)
-        seconds = {part: round(value, 6) for part, value in {"wait": wait, **self.pace.seconds()}.items()}
+        seconds = {part: round(value, 6) for part, value in {"wait": wait, **self.pass_times.seconds()}.items()}
         return {
             "envs": envs,
             "length_squares": squares,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-class Pace:
+class PassTimes:
     """Seconds per part of a step, on the device that does the work. On a GPU nothing is waited for before `seconds`."""
 
     def __init__(self, device: torch.device) -> None:

@@ -52,7 +52,7 @@ def old_logprobs(
     return [forward(policy, micro_batch.to(device)).logprobs for micro_batch in micro_batches]
 
 
-def survey(
+def collect_known(
     policy: nn.Module,
     micro_batches: Sequence[MicroBatch],
     choice: LossChoice,

@@ -19,10 +19,10 @@ from rlbuffer.records.micro_batch import MicroBatch, Step
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, settings_of, uses_old
 from rlbuffer.trainer.ranks.parallel import clip_gradients, exchanging
-from rlbuffer.trainer.update.pass_times import Pace
+from rlbuffer.trainer.update.pass_times import PassTimes
 from rlbuffer.trainer.update.ratios import Ratios
 from rlbuffer.trainer.update.slices import Slice, slices_of
-from rlbuffer.trainer.update.token_choice import Known, old_logprobs, survey
+from rlbuffer.trainer.update.token_choice import Known, collect_known, old_logprobs
 
 SUMS = ("loss", "entropy", "kl", "clipped", "loss_tokens", "tokens")
 """Quantities that every update sums over its micro-batches, and the ranks over each other. ``tokens`` is without
@@ -76,7 +76,7 @@ def accumulate(
     version: int | None = None,
     known: Sequence[Known] | None = None,
     ratios: Ratios | None = None,
-    pace: Pace | None = None,
+    pass_times: PassTimes | None = None,
 ) -> Tensor:
     """Adds the gradients of one update, exchanged and averaged over ranks in the last backward pass. -> sums [SUMS].
 
@@ -84,23 +84,23 @@ def accumulate(
     ranks of terms over global counts. A dummy micro-batch has no trained token, so its loss is an empty sum; that is
     still a function of every parameter (with gradient 0), so every rank makes the same exchanges.
 
-    `version` is the policy version that is trained; `known` is what :func:`rlbuffer.trainer.update.token_choice.survey`
-    found out before, one per micro-batch; `ratios` takes in every trained token's ratio to the inference policy, `pace`
-    the time of the passes: ``forward``, ``backward``, and the last backward pass, in which the ranks wait for each
-    other, as ``exchange``.
+    `version` is the policy version that is trained; `known`, one per micro-batch, comes from
+    :func:`rlbuffer.trainer.update.token_choice.collect_known`; `ratios` takes in every trained token's ratio to the
+    inference policy, `pass_times` the time of the passes: ``forward``, ``backward``, and the last backward pass, in
+    which the ranks wait for each other, as ``exchange``.
     """
-    pace = pace or Pace(device)
+    pass_times = pass_times or PassTimes(device)
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
     for i, host_batch in enumerate(micro_batches):
         micro_batch = host_batch.to(device)
         is_last = i == len(micro_batches) - 1
         with exchanging(policy, is_last):
-            with pace.measure("forward"):
+            with pass_times.measure("forward"):
                 tokens = trained_tokens(policy, micro_batch, temperature=settings.temperature, version=version)
                 if known is not None:
                     tokens = known[i].add_to(tokens)
                 share = loss_of(tokens, settings.loss, normalizers, longest=longest)
-            with pace.measure("exchange" if is_last and world_size > 1 else "backward"):
+            with pass_times.measure("exchange" if is_last and world_size > 1 else "backward"):
                 (share * world_size).backward()  # type: ignore[no-untyped-call]
         sums += _sums(tokens, share, micro_batch, settings.loss)
         if ratios is not None:
@@ -123,7 +123,7 @@ class Updates:
         *,
         longest: int,
         ratios: Ratios | None = None,
-        pace: Pace | None = None,
+        pass_times: PassTimes | None = None,
     ) -> None:
         self._policy = policy
         self._version = step.number - 1
@@ -131,7 +131,7 @@ class Updates:
         self._ranks = ranks
         self._longest = longest
         self._ratios = ratios
-        self._pace = pace
+        self._pass_times = pass_times
         self.parts: tuple[Slice, ...] = (
             slices_of(step, ranks, settings.optimizer.updates_per_pass) * settings.optimizer.passes
         )
@@ -143,7 +143,7 @@ class Updates:
     def accumulate(self, part: Slice) -> Tensor:
         """Adds the gradients of one update, as :func:`accumulate` does. -> sums [SUMS]."""
         end = part.start + len(part.micro_batches)
-        known = survey(
+        known = collect_known(
             self._policy,
             part.micro_batches,
             self._settings.loss,
@@ -163,7 +163,7 @@ class Updates:
             version=self._version,
             known=known,
             ratios=self._ratios,
-            pace=self._pace,
+            pass_times=self._pass_times,
         )
 
     def _forward(self, policy: nn.Module, micro_batch: MicroBatch) -> TrainedTokens:

@@ -67,7 +67,7 @@ def test_a_server_that_was_away_while_an_operator_asked_is_a_loss_all_the_same(
     """Reading everything again for an operator, a leader goes on with the trainer's word, which may be lost by then."""
     store = served.serve(CONFIG)
     served.wait_for(lambda: served.said("ready"))
-    asked, known, away = store.asked, store.asked(), []
+    asked, known, away = store.wishes, store.wishes(), []
 
     def away_once() -> tuple[int, bool]:
         found = asked()

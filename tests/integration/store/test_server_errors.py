@@ -213,7 +213,7 @@ def test_an_env_that_stops_the_run_is_named_with_the_setting(served: Served, sec
     config = BatcherConfig(64, on_dead_env="stop")
     watch = EnvWatch(served.run.store, config, rlbuffer.Batcher(config), served.hear)
     with pytest.raises(RlbufferError) as caught:
-        watch.mourn({"math": seconds}, 7)
+        watch.report_silent({"math": seconds}, 7)
     assert str(caught.value) == (
         f"step 7 cannot be made: math has sent nothing for {silence}: start a worker for it, or go on without it "
         "(`rlbuffer env pause math`). (batcher.on_dead_env = stop)"
