@@ -144,9 +144,9 @@ def _fields(cls: type) -> Iterator[tuple[str, Any, Any, str]]:
             yield name, annotation, (... if field.is_required() else default), field.description or ""
         return
     hints, meanings = get_type_hints(cls, include_extras=True), field_docs(cls)
-    for field in dataclasses.fields(cls):
-        default = field.default_factory() if callable(field.default_factory) else field.default
-        yield field.name, hints[field.name], default, meanings.get(field.name, "")
+    for item in dataclasses.fields(cls):  # type: ignore[arg-type]
+        default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
+        yield item.name, hints[item.name], default, meanings.get(item.name, "")
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -155,10 +155,8 @@ def field_docs(cls: type) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     out = {}
     for before, after in zip(body.body, body.body[1:], strict=False):
-        name = before.target if isinstance(before, ast.AnnAssign) else None
-        if isinstance(before, ast.Assign):
-            name = before.targets[0]
-        if isinstance(name, ast.Name):
+        targets = [before.target] if isinstance(before, ast.AnnAssign) else getattr(before, "targets", [])
+        if targets and isinstance(name := targets[0], ast.Name):
             text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
             out[name.id] = _prose(inspect.cleandoc(str(text)))
     return out
@@ -190,13 +188,13 @@ def _values(annotation: Any) -> str:
         if _is(annotation, tuple) and not bounds:
             return "list"
     if get_origin(annotation) in (Union, types.UnionType):
-        kinds = dict.fromkeys(_values(arm) for arm in get_args(annotation) if arm is not type(None))
-        return ", ".join([" or ".join(kinds), *bounds])
+        arms = dict.fromkeys(_values(arm) for arm in get_args(annotation) if arm is not type(None))
+        return ", ".join([" or ".join(arms), *bounds])
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     kinds = ((bool, "true or false"), (int, "integer"), (float, "number"), (str, "text"), (Path, "path"))
-    found = next((word for kind, word in kinds if _is(annotation, kind)), "")
-    return ", ".join([found or ("list" if _is(annotation, tuple) else "table"), *bounds])
+    word = next((word for kind, word in kinds if _is(annotation, kind)), "")
+    return ", ".join([word or ("list" if _is(annotation, tuple) else "table"), *bounds])
 
 
 def _number(value: float) -> str:
@@ -257,37 +255,38 @@ def record_page() -> str:
     page = [RECORD_HEAD]
     for name in dict.fromkeys((*RECORDS, *records.__all__)):
         cls = getattr(records, name)
-        if isinstance(cls, type) and issubclass(cls, StrEnum):
-            rows = [f"| `{cls[member]}` | {_cell(text)} |" for member, text in field_docs(cls).items()]
-            page += [
-                f"\n## {name}\n",
-                *_paragraphs(inspect.getdoc(cls) or ""),
-                "| word | meaning |",
-                "|---|---|",
-                *rows,
-            ]
-        is_tuple = isinstance(cls, type) and hasattr(cls, "_fields")
-        if not (isinstance(cls, type) and (dataclasses.is_dataclass(cls) or is_tuple)):
-            continue
-        meanings = field_docs(cls)
-        fields = cls._fields if is_tuple else [field.name for field in dataclasses.fields(cls)]
-        page += [f"\n## {name}\n", *_paragraphs(inspect.getdoc(cls) or "")]
-        page += ["| field | type | meaning |", "|---|---|---|"]
-        for field in fields:
-            if not field.startswith("_"):
-                kind = _type(_annotation(cls, field))
-                page.append(f"| `{field}` | `{kind}` | {_cell(meanings.get(field, ''))} |")
+        if isinstance(cls, type):
+            heads, rows = _words(cls) if issubclass(cls, StrEnum) else _record(cls)
+            if rows:
+                page += [f"\n## {name}\n", *_paragraphs(inspect.getdoc(cls) or ""), *_table(heads, rows)]
     return "\n".join(page) + "\n"
+
+
+def _words(cls: type[StrEnum]) -> tuple[list[str], list[list[str]]]:
+    """(column heads, rows) of an enum's members."""
+    return ["word", "meaning"], [[f"`{cls[member]}`", text] for member, text in field_docs(cls).items()]
+
+
+def _record(cls: type) -> tuple[list[str], list[list[str]]]:
+    """(column heads, rows) of the fields of a dataclass or a named tuple; no rows for another class."""
+    is_record = dataclasses.is_dataclass(cls)
+    fields = [field.name for field in dataclasses.fields(cls)] if is_record else getattr(cls, "_fields", ())
+    meanings = field_docs(cls) if fields else {}
+    shown = [field for field in fields if not field.startswith("_")]
+    return ["field", "type", "meaning"], [[f"`{f}`", f"`{_annotation(cls, f)}`", meanings.get(f, "")] for f in shown]
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    yield from (f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows)
 
 
 def _annotation(cls: type, field: str) -> str:
     """The type of a field, as the code has it."""
     annotation = inspect.get_annotations(cls)[field]
-    return annotation if isinstance(annotation, str) else annotation.__forward_arg__
-
-
-def _type(text: str) -> str:
-    return re.sub(r"NDArray\[np\.(\w+?)_?\]", r"\1 array", text).replace("NDArray[Any]", "array").replace("|", "\\|")
+    text = annotation if isinstance(annotation, str) else str(annotation.__forward_arg__)
+    return re.sub(r"NDArray\[np\.(\w+?)_?\]", r"\1 array", text).replace("NDArray[Any]", "array")
 
 
 def _paragraphs(doc: str) -> Iterator[str]:

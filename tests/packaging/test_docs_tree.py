@@ -122,3 +122,16 @@ def test_every_entry_of_the_log_is_dated_and_begins_with_its_question() -> None:
         heading, _, body = entry.partition("\n")
         first = re.sub(r"^### .*$", "", body, flags=re.MULTILINE).strip()
         assert first.startswith("**Question.** "), heading
+
+
+HEADERS = sorted({*(ROOT / "rlbuffer").glob("*/__init__.py"), *(ROOT / "rlbuffer").glob("*/*/__init__.py")})
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda path: str(path.parent.relative_to(ROOT)))
+def test_a_room_says_which_of_its_files_to_open_first(header: Path) -> None:
+    text = ast.get_docstring(ast.parse(header.read_text(encoding="utf-8"))) or ""
+    names = re.findall(r"`([\w/]+)`", text.partition("Open first: ")[2])
+    assert names
+    assert [
+        name for name in names if not (header.parent / name).exists() and not (header.parent / f"{name}.py").exists()
+    ] == []

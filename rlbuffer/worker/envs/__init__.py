@@ -1,6 +1,7 @@
 """Envs by name: the built-in ones, or ``package.module:factory`` for the user's own.
 
 numpy only: what an env needs beyond that is imported when it is made.
+Open first: `base`, then `arithmetic`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Samplers by name. A sampler's module, and torch or vLLM with it, is imported only when it is made."""
+"""Samplers by name. A sampler's module, and torch or vLLM with it, is imported only when it is made.
+
+Open first: `base`, then `transformers`.
+"""
 
 from __future__ import annotations
 
