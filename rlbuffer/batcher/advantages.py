@@ -29,10 +29,10 @@ arguments first)::
 
 It gets copies of the rewards and of the sampled tokens, [n] float64 both, and what the batcher knows of the group (see
 `rlbuffer.batcher.step_plan.group_facts`), and gives [n] finite numbers. It must be deterministic: the same group must
-get the same advantages wherever the batcher runs, or a standby that takes over would plan another step. It runs in the batcher
-and sees no payloads. One that fails, or gives another number of numbers, is a ConfigError, which stops the batcher, and
-every rank hears it. Where a number is not finite or beyond :data:`MAX_ADVANTAGE`, whoever computed it, the group cannot
-be trained: it is dropped, and the others go on.
+get the same advantages wherever the batcher runs, or a standby that takes over would plan another step. It runs in the
+batcher and sees no payloads. One that fails, or gives another number of numbers, is a ConfigError, which stops the
+batcher, and every rank hears it. Where a number is not finite or beyond :data:`MAX_ADVANTAGE`, whoever computed it, the
+group cannot be trained: it is dropped, and the others go on.
 """
 
 from __future__ import annotations

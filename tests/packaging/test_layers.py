@@ -110,7 +110,12 @@ def circles(graph: Mapping[str, set[str]]) -> Iterator[list[str]]:
 def test_every_room_has_a_floor_and_the_house_is_small() -> None:
     rooms = {room(name) for name in MODULES} - {"rlbuffer"}
     assert rooms == set(LEVEL), "give a new room its floor in FLOORS, or put the module into a room"
-    print(f"{len(rooms)} rooms on {len(FLOORS)} floors")
+    up = sum(LEVEL[room(b)] > LEVEL[room(a)] for a in MODULES if a not in DOORS for b in ARROWS[a] - {"rlbuffer"})
+    lengths = sorted(len(path.read_text().splitlines()) for path in MODULES.values())
+    print(
+        f"{len(rooms)} rooms on {len(FLOORS)} floors, {up} imports that go up, {len(list(circles(ARROWS)))} circles, "
+        f"{len(lengths)} files, median {lengths[len(lengths) // 2]} lines, longest {lengths[-1]}"
+    )
     assert len(rooms) <= 24
     assert len(FLOORS) <= 9
 
