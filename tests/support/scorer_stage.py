@@ -11,7 +11,6 @@ from typing import Any
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.views import stand_in
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.events.event import as_object
 from rlbuffer.events.scorer import ScorerEvent
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
@@ -59,7 +58,7 @@ class Stage:
         self.buffer: Buffer = connect(url, config=self.settings)
         self.writer = self.buffer.writer("w")
         self.stop = threading.Event()
-        self.events: list[dict[str, Any]] = []
+        self.events: list[ScorerEvent] = []
         self.raised: BaseException | None = None
         self.threads: list[threading.Thread] = []
 
@@ -74,7 +73,7 @@ class Stage:
         self.threads[-1].start()
 
     def _hear(self, event: ScorerEvent) -> None:
-        self.events.append(as_object(event))
+        self.events.append(event)
 
     def finish(self) -> None:
         self.stop.set()
@@ -82,8 +81,9 @@ class Stage:
             thread.join(PATIENCE_SECONDS)
             assert not thread.is_alive()
 
-    def told(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["event"] == kind]
+    def told(self, name: str) -> list[Any]:
+        """The events of this name so far."""
+        return [event for event in self.events if event.event == name]
 
     def pool(self) -> dict[str, tuple[tuple[str, ...], list[Rollout], tuple[Any, Any]]]:
         """group id -> (what it needs, its rollouts, answer and metadata)."""

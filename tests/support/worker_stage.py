@@ -14,7 +14,6 @@ import numpy as np
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import WeightsError
-from rlbuffer.events.event import as_object
 from rlbuffer.events.worker import WorkerEvent
 from rlbuffer.process import heartbeat
 from rlbuffer.records.policy_version import PolicyVersion
@@ -110,7 +109,7 @@ class Stage:
         self.token = self.store.lease("batcher", ttl_seconds=600).token
         self.attempt = self.store.attempt(uuid=uuid.uuid4().hex, world_size=1, resume_step=0).number
         self.stop = threading.Event()
-        self.events: list[dict[str, Any]] = []
+        self.events: list[WorkerEvent] = []
         self.sampler, self.env = FakeSampler(), Counting()
         self._last: dict[str, int] = {}
         self.raised: BaseException | None = None
@@ -148,7 +147,7 @@ class Stage:
         self._last = events
 
     def _hear(self, event: WorkerEvent) -> None:
-        self.events.append(as_object(event))
+        self.events.append(event)
         if self._last and all(len(self.told(kind)) >= count for kind, count in self._last.items()):
             self.stop.set()
 
@@ -171,12 +170,13 @@ class Stage:
             out.append([decode_rollout(payloads[str(i).encode()], expected=info) for i, info in infos])
         return out
 
-    def told(self, event: str) -> list[dict[str, Any]]:
-        return [e for e in self.events if e["event"] == event]
+    def told(self, name: str) -> list[Any]:
+        """The events of this name so far."""
+        return [event for event in self.events if event.event == name]
 
     def troubles(self) -> list[str]:
         """What was told, without the places in files."""
-        return [without_place(event["error"]) for event in self.told("trouble")]
+        return [without_place(event.error) for event in self.told("trouble")]
 
     def heartbeat(self) -> dict[str, Any]:
         eventually(lambda: "w-0" in self.store.heartbeats("worker"))

@@ -15,6 +15,7 @@ from rlbuffer.events.scorer_narrator import ScoreNarrator
 from rlbuffer.events.trainer_narrator import line_of
 from rlbuffer.packing.pack import pack
 from rlbuffer.records.micro_batch import Step
+from rlbuffer.records.states import ClosedBy, Reason
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.testing import make_group
 
@@ -121,7 +122,7 @@ OBJECTS: list[tuple[Event, str]] = [
     (batcher.StepWaits(sentence="s"), '{"event": "waiting", "sentence": "s"}'),
     (batcher.CureNeeded(sentence="s"), '{"event": "trouble", "sentence": "s"}'),
     (
-        batcher.GroupDropped(drop=Drop("a.1", "a", "stale", 2, 30, ("5-0",), "age 3", 4, 0.5)),
+        batcher.GroupDropped(drop=Drop("a.1", "a", Reason.STALE, 2, 30, ("5-0",), "age 3", 4, 0.5)),
         (
             '{"event": "drop", "group_id": "a.1", "env": "a", "reason": "stale", "rollouts": 2, "tokens": 30, '
             '"entry_ids": ["5-0"], "detail": "age 3", "min_version": 4, "reward": 0.5}'
@@ -164,6 +165,15 @@ OBJECTS: list[tuple[Event, str]] = [
         batcher.CheckpointAsked(step=5, sentence="s"),
         '{"event": "memory", "state": "checkpoint", "step": 5, "sentence": "s"}',
     ),
+    (
+        trainer.TrainingStarted(
+            step=0, steps=5, world_size=2, device="cpu", attention="sdpa", parameters=12, output="o"
+        ),
+        (
+            '{"event": "start", "step": 0, "steps": 5, "world_size": 2, "device": "cpu", "attention": "sdpa", '
+            '"parameters": 12, "output": "o"}'
+        ),
+    ),
     (trainer.TrainerWarning(message="m"), '{"event": "warning", "message": "m"}'),
     (trainer.WaitingNoticed(message="m"), '{"event": "notice", "message": "m"}'),
     (trainer.CheckpointWritten(step=1, path="p"), '{"event": "checkpoint", "step": 1, "path": "p"}'),
@@ -173,12 +183,34 @@ OBJECTS: list[tuple[Event, str]] = [
     ),
     (
         history.Dropped(
-            group_id="a.1", env="a", reason="stale", rollouts=2, tokens=30, detail="d", min_version=4, reward=None
+            group_id="a.1", env="a", reason=Reason.STALE, rollouts=2, tokens=30, detail="d", min_version=4, reward=None
         ),
         (
             '{"event": "drop", "group_id": "a.1", "env": "a", "reason": "stale", "rollouts": 2, "tokens": 30, '
             '"detail": "d", "min_version": 4, "reward": null}'
         ),
+    ),
+    (
+        history.Committed(
+            groups=1,
+            closed_by=ClosedBy.FILL,
+            step=2,
+            rollouts=3,
+            tokens=4,
+            reward=None,
+            age=0.5,
+            max_age=1,
+            fill=0.9,
+            envs={},
+        ),
+        (
+            '{"event": "step", "groups": 1, "closed_by": "fill", "step": 2, "rollouts": 3, "tokens": 4, '
+            '"reward": null, "age": 0.5, "max_age": 1, "fill": 0.9, "envs": {}}'
+        ),
+    ),
+    (
+        history.Recovered(step=1, forgotten=2, void=3, groups=4, entries=5),
+        '{"event": "recovery", "step": 1, "forgotten": 2, "void": 3, "groups": 4, "entries": 5}',
     ),
     (
         history.StepsVoided(step=1, groups=[["a.1", "a"]], unlisted=0),

@@ -17,7 +17,7 @@ from rlbuffer_cli.options import echo
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
-    from rlbuffer.events.batcher import LeaderReady
+    from rlbuffer.events.batcher import BatcherEvent, LeaderReady
 
 
 @click.command("serve")
@@ -51,7 +51,7 @@ def command(
       rlbuffer worker --env vcopy --run math      (in a second terminal)
       rlbuffer train --world-size 2 --run math    (in a third)
     """
-    from rlbuffer.events.batcher import BatcherEvent, LeaderReady, StepCommitted
+    from rlbuffer.events.batcher import LeaderReady
     from rlbuffer.events.batcher_narrator import ServeNarrator
     from rlbuffer.events.event import as_object
     from rlbuffer.process.environment import name_process
@@ -82,11 +82,9 @@ def command(
             if shown == "json":
                 echo(json.dumps(as_object(event), default=str))
             elif shown != "none":
+                status.hear(event)
                 if isinstance(event, LeaderReady):
-                    status.step = event.step
                     say("\n".join(banner(loaded, event, time.monotonic() - started)))
-                elif isinstance(event, StepCommitted):
-                    status.step = event.header.step
                 narrator(event)
 
         members.serve(
@@ -113,6 +111,15 @@ class _Status:
         """None until the batcher is ready."""
         self._sentence = ""
         self._since = time.monotonic()
+
+    def hear(self, event: BatcherEvent) -> None:
+        """Takes in which step the run is at."""
+        from rlbuffer.events.batcher import LeaderReady, StepCommitted
+
+        if isinstance(event, LeaderReady):
+            self.step = event.step
+        elif isinstance(event, StepCommitted):
+            self.step = event.header.step
 
     def wait_for(self, sentence: str) -> None:
         """Takes the sentence of what is waited for now, "" for nothing."""

@@ -9,6 +9,7 @@ import pytest
 from scorer_stage import OVER, Stage, eventually
 
 from rlbuffer.errors import ConfigError
+from rlbuffer.events.scorer import ScoredLate
 from rlbuffer.process import heartbeat
 from rlbuffer.scorer import loop
 from rlbuffer.testing import make_group
@@ -78,7 +79,7 @@ def test_what_the_function_does_wrong_is_said_and_tried_three_times_and_costs_no
         stage.writer.push(unscored(seed, answer=answer))
     stage.start()
     eventually(lambda: len(stage.told("trouble")) >= 21)
-    said = {event["error"] for event in stage.told("trouble")}
+    said = {event.error for event in stage.told("trouble")}
     for start, reason in (
         ("a.0", "a.0/0: KeyError: 'no judge'"),
         ("a.1", "a.1/0: no reward within timeout_seconds = 1"),
@@ -104,7 +105,7 @@ def test_a_named_reward_that_the_function_does_not_give_is_said(stages: Any):
     stage = stages("judged", gives=["rewards.taste"])
     stage.writer.push(unscored(1, rewards=[0.0, 1.0], needs=("rewards.taste",)))
     stage.start()
-    assert eventually(lambda: stage.told("trouble"))[0]["error"] == (
+    assert eventually(lambda: stage.told("trouble"))[0].error == (
         "group a.1 cannot be scored: rollout a.1/0: the function gave no reward named taste"
     )
 
@@ -115,7 +116,7 @@ def test_a_payload_that_is_gone_is_said(stages: Any):
     (entry,) = stage.buffer.store.read_pool()
     stage.buffer.store.connection.client.delete(entry.payload_key)
     stage.start()
-    assert eventually(lambda: stage.told("trouble"))[0]["error"] == (
+    assert eventually(lambda: stage.told("trouble"))[0].error == (
         "group a.1 cannot be scored: the payload of rollout a.1/0 is missing"
     )
 
@@ -139,7 +140,7 @@ def test_an_answer_that_comes_after_another_scorers_is_a_duplicate(stages: Any, 
     stage.start("first")
     eventually(lambda: seen)
     stage.start("second")
-    assert eventually(lambda: stage.told("late")) == [{"event": "late", "group_id": "a.1"}]
+    assert eventually(lambda: stage.told("late")) == [ScoredLate(group_id="a.1")]
     stage.finish()
     del stage.buffer.store.read_payloads
     assert stage.raised is None
@@ -183,7 +184,7 @@ def test_a_scorer_finds_what_comes_after_ids_that_ran_ahead(stages: Any):
     ((_, fields),) = store.client.xrange(store.keys.pool)
     store.client.xadd(store.keys.pool, fields | {"key": "u.1"}, id="18446744073709551615-18446744073709551615")
     stage.start()
-    eventually(lambda: any("missing" in event["error"] for event in stage.told("trouble")))  # it has read that entry
+    eventually(lambda: any("missing" in event.error for event in stage.told("trouble")))  # it has read that entry
     token = store.lease("leader", ttl_seconds=600).token
     assert store.renumber(token) == 1
     stage.writer.push(unscored(2))

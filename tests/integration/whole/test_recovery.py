@@ -21,7 +21,7 @@ from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.daemon import Daemon
-from rlbuffer.events.event import as_object
+from rlbuffer.events.batcher import BatcherEvent
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.records import Attempt, Claim
 from rlbuffer.store.redis_store import RedisStore
@@ -51,7 +51,7 @@ class Loop:
 
     def __init__(self, store: RedisStore) -> None:
         self.store = store
-        self.events: list[dict[str, Any]] = []
+        self.events: list[BatcherEvent] = []
         self.errors: list[BaseException] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._lead)
@@ -60,16 +60,14 @@ class Loop:
     def _lead(self) -> None:
         buffer = Buffer(self.store, settings=RunSettings())
         try:
-            Daemon(buffer, CONFIG, on_event=lambda event: self.events.append(as_object(event)), lease_seconds=1.0).run(
-                self._stop
-            )
+            Daemon(buffer, CONFIG, on_event=self.events.append, lease_seconds=1.0).run(self._stop)
         except BaseException as error:
             self.errors.append(error)
 
-    def wait_for(self, kind: str) -> dict[str, Any]:
+    def wait_for(self, kind: str) -> Any:
         deadline = time.monotonic() + 20
         while True:
-            found = [e for e in list(self.events) if e["event"] == kind]
+            found = [e for e in list(self.events) if e.event == kind]
             if found:
                 return found[-1]
             assert not self.errors, self.errors
@@ -129,7 +127,7 @@ def test_the_run_goes_on_after_the_trainers_step_in_a_new_epoch(url_run: Run) ->
     saved.put_back()
     loop = Loop(run.again())
     found = loop.wait_for("recovery")
-    assert (found["step"], found["forgotten"], found["void"], pending) == (5, 5 - kept, 0, 0)
+    assert (found.step, found.forgotten, found.void, pending) == (5, 5 - kept, 0, 0)
     meta = run.store.meta()
     assert (meta.epoch, meta.since) == (run.meta.epoch + 1, run.meta.epoch)
     assert (meta.step, meta.retired) == (5, 5)
@@ -170,7 +168,7 @@ def test_nothing_is_committed_before_the_trainer_has_spoken(run: Run, monkeypatc
         "0.7 s: the server may have lost steps."
     )
     assert run.store.meta().step == 0
-    assert loop.wait_for("step")["step"] == 1  # it counts as gone
+    assert loop.wait_for("step").header.step == 1  # it counts as gone
     loop.close()
 
 
@@ -198,7 +196,7 @@ def test_a_checkpoint_ahead_of_the_server_takes_the_run_with_it(run: Run) -> Non
     run.client.delete(run.store.keys.state)  # the state that these tests commit is none of a batcher
     loop = Loop(run.again())
     found = loop.wait_for("recovery")
-    assert (found["step"], found["forgotten"], found["groups"], found["entries"]) == (2, 2, 2, 1)
+    assert (found.step, found.forgotten, found.groups, found.entries) == (2, 2, 2, 1)
     assert run.store.ledger().total().trained == run.store.ledger().total().pushed
     assert sorted(run.store.closed_groups()) == ["a.0", "a.1"]
     assert run.store.verify().findings == ()
@@ -222,7 +220,7 @@ def test_steps_of_other_content_than_the_trainers_are_void(run: Run) -> None:
     run.client.delete(run.store.keys.state)  # the state that these tests commit is none of a batcher
     loop = Loop(run.again())
     found = loop.wait_for("recovery")
-    assert (found["step"], found["forgotten"], found["void"]) == (2, 1, 1)
+    assert (found.step, found.forgotten, found.void) == (2, 1, 1)
     total = run.store.ledger().total()
     assert (total.packed[0], total.trained[0], total.dropped["void"][0]) == (0, 2, 2)
     assert run.store.verify().findings == ()
@@ -269,8 +267,8 @@ def test_append_only_file_from_before_three_steps(tmp_path: Path) -> None:
     for _ in range(4):
         writer.push(next(made))
     found = loop.wait_for("recovery")
-    assert found["step"] == 5
-    assert found["forgotten"] >= 1
+    assert found.step == 5
+    assert found.forgotten >= 1
     sixth = next(steps)
     assert (sixth.number, sixth.epoch) == (6, meta.epoch + 1)
     assert ids_of(store, 6) & trained == set()

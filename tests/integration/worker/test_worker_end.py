@@ -47,7 +47,7 @@ def test_a_worker_samples_every_prompt_once_and_ends_when_all_its_groups_were_re
     assert stage.told("done") == []
     stage.store.close_tickets("counting", [0, 1, 2, 3])  # as the leader does that has read them
     assert ended(stage)
-    assert [event["env"] for event in stage.told("done")] == ["counting"]
+    assert [event.env for event in stage.told("done")] == ["counting"]
     assert len(stage.groups()) == 4
 
 

@@ -14,6 +14,7 @@ from worker_stage import PATIENCE_SECONDS, Stage, eventually, hurry, without_pla
 
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import ConfigError, ServerFull
+from rlbuffer.events.worker import WorkerStopped
 from rlbuffer.narration.waiting import draining
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.wire.payload import decode_rollout
@@ -53,7 +54,7 @@ def test_a_worker_waits_for_a_full_server_and_says_so(stage: Stage, monkeypatch:
     stage.announce(0)
     stage.start()
     eventually(lambda: "the server is at its memory limit" in stage.heartbeat()["waiting"])
-    eventually(lambda: any("the server is at its memory limit" in e["waiting"] for e in stage.told("waiting")))
+    eventually(lambda: any("the server is at its memory limit" in e.waiting for e in stage.told("waiting")))
     assert stage.heartbeat()["error"] == ""
     full.is_full = False
     eventually(lambda: stage.groups() == ["counting.0"])
@@ -89,7 +90,7 @@ def test_a_worker_that_waits_for_a_full_server_can_be_stopped(stage: Stage) -> N
     eventually(lambda: "the server is at its memory limit" in stage.heartbeat()["waiting"])
     stage.finish()
     assert stage.raised is None
-    assert stage.told("stopped")[0]["groups"] == 0
+    assert stage.told("stopped")[0].groups == 0
 
 
 def test_tickets_become_groups_of_their_number_in_one_batch(stage: Stage) -> None:
@@ -109,26 +110,21 @@ def test_tickets_become_groups_of_their_number_in_one_batch(stage: Stage) -> Non
         ("counting.1/1", 3, 1, 2, 1.0),
     ]
     assert {(r.min_version, r.max_version) for r in info.rollouts} == {(0, 0)}
-    told = stage.told("group")
-    assert sorted(event["group_id"] for event in told) == ["counting.0", "counting.1", "counting.2"]
-    assert {k: told[0][k] for k in ("version", "rollouts", "tokens", "reward")} == {
-        "version": 0,
-        "rollouts": 2,
-        "tokens": 6,
-        "reward": 1.0,
-    }
-    assert stage.events[-1] == {"event": "stopped", "groups": 3, "rollouts": 6, "failed_groups": 0}
+    pushed = stage.told("group")
+    assert sorted(event.group_id for event in pushed) == ["counting.0", "counting.1", "counting.2"]
+    assert (pushed[0].version, pushed[0].rollouts, pushed[0].tokens, pushed[0].reward) == (0, 2, 6, 1.0)
+    assert stage.events[-1] == WorkerStopped(groups=3, rollouts=6, failed_groups=0)
 
 
 def test_a_worker_waits_for_the_first_version_and_for_tickets_and_says_so(stage: Stage) -> None:
     stage.start()
     eventually(lambda: stage.told("waiting"))
-    assert stage.told("waiting")[0]["waiting"] == (
+    assert stage.told("waiting")[0].waiting == (
         "waiting for 0 s: the first policy version: no trainer has announced one"
     )
     assert stage.sampler.loads == []
     stage.announce(0)
-    eventually(lambda: stage.told("waiting")[-1]["waiting"].endswith("what may be sampled now is out or in the pool"))
+    eventually(lambda: stage.told("waiting")[-1].waiting.endswith("what may be sampled now is out or in the pool"))
     eventually(lambda: "no ticket for counting" in stage.heartbeat()["waiting"])
     stage.allow(1)
     eventually(lambda: stage.groups() == ["counting.0"])
@@ -168,13 +164,13 @@ def test_weights_that_cannot_be_loaded_leave_the_old_version_sampling(stage: Sta
     eventually(lambda: stage.sampler.loads == [0])
     stage.announce(1)
     eventually(lambda: stage.told("trouble"))
-    assert stage.told("trouble")[0]["error"] == "version 1: bad; version 0 goes on sampling"
+    assert stage.told("trouble")[0].error == "version 1: bad; version 0 goes on sampling"
     stage.allow(1)
     eventually(lambda: len(stage.groups()) == 1)
     assert stage.store.read_pool()[0].info.rollouts[0].max_version == 0
     eventually(lambda: stage.heartbeat()["error"].startswith("version 1: bad"))
     stage.sampler.bad_versions = set()
-    eventually(lambda: stage.told("version")[-1]["version"] == 1)  # tried again after a while
+    eventually(lambda: stage.told("version")[-1].version == 1)  # tried again after a while
 
 
 def test_a_first_version_that_cannot_be_loaded_is_waited_out(stage: Stage) -> None:
@@ -183,7 +179,7 @@ def test_a_first_version_that_cannot_be_loaded_is_waited_out(stage: Stage) -> No
     stage.announce(0)
     stage.start()
     eventually(lambda: stage.told("trouble"))
-    assert stage.told("trouble")[0]["error"] == "version 0: bad; nothing to sample with"
+    assert stage.told("trouble")[0].error == "version 0: bad; nothing to sample with"
     assert stage.groups() == []
     stage.announce(1)
     eventually(lambda: len(stage.groups()) == 1)
@@ -197,9 +193,9 @@ def test_a_scoring_failure_costs_its_group_only_and_gives_its_ticket_back(stage:
     eventually(lambda: len(stage.groups()) == 3)
     stage.finish()
     assert stage.groups() == ["counting.0", "counting.1", "counting.2"]
-    assert stage.told("group")[-1]["group_id"] == "counting.1"
+    assert stage.told("group")[-1].group_id == "counting.1"
     assert stage.troubles()[0] == "group counting.1 given up: ValueError: no verdict"
-    assert stage.events[-1] == {"event": "stopped", "groups": 3, "rollouts": 6, "failed_groups": 1}
+    assert stage.events[-1] == WorkerStopped(groups=3, rollouts=6, failed_groups=1)
     assert stage.heartbeat()["failed_groups"] == 1
 
 
@@ -222,7 +218,7 @@ def test_a_reward_that_is_not_finite_is_a_scoring_failure(stage: Stage, reward: 
     stage.announce(0)
     stage.start()
     eventually(lambda: stage.groups() == ["counting.0"])
-    assert "group counting.0 given up: InvalidRollout: reward" in stage.told("trouble")[0]["error"]
+    assert "group counting.0 given up: InvalidRollout: reward" in stage.told("trouble")[0].error
 
 
 def test_a_prompt_that_fails_again_and_again_is_left_to_lapse_and_others_go_on(stage: Stage) -> None:
