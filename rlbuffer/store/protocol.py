@@ -9,10 +9,9 @@ Calls that are safe to repeat are repeated; `push` and `commit` answer the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rlbuffer.errors import RlbufferError
 from rlbuffer.packing.further_columns import Columns
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
@@ -23,24 +22,25 @@ from rlbuffer.store.records import (
     Attempt,
     Claim,
     Lease,
-    Ledger,
     Meta,
     PartRollout,
     PoolEntry,
-    Report,
     Reused,
     Sources,
     StepPart,
 )
+from rlbuffer.store.seeing import Seeing
 
 
-class Store(Protocol):
+class Store(Seeing, Protocol):
     """See the module's docstring; docs/explain/protocol.md has the reason of every move."""
 
     run: str
 
     # -- life ------------------------------------------------------------------------------------------------------
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Closes the connections; the last user of an embedded server stops it."""
+
     def server(self) -> Mapping[str, Any]:
         """Facts: name, version, address, embedded, used_memory, maxmemory, machine, unfreed, buffers, policy.
 
@@ -59,15 +59,21 @@ class Store(Protocol):
     def now(self) -> float:
         """The server's clock, Unix seconds."""
 
-    def meta(self) -> Meta: ...
+    def meta(self) -> Meta:
+        """The run's meta. Raises RunGone; RunDamaged when other keys of it are there without it; SchemaMismatch."""
+
     def open_run(self) -> Meta:
-        """Creates the run's meta if there is none; refuses another schema (SchemaMismatch). Safe to repeat."""
+        """OPEN: creates the run's meta if there is none, and notes that the run was opened. Safe to repeat.
+
+        The first epoch is the server's clock in milliseconds, so that a run that was deleted and made again is in
+        another epoch: whoever still works for the old one hears it (RunGone). Raises SchemaMismatch, RunDamaged.
+        """
 
     def has_ended(self) -> bool:
-        """True when every env is done, everything is trained, and nothing was pushed since."""
+        """True when every env is done, everything is trained, and nothing was pushed since: a cheap look."""
 
     def runs(self) -> Mapping[str, float]:
-        """run -> Unix seconds when it was last opened."""
+        """Run -> Unix seconds when it was last opened; the most recent first."""
 
     # -- worker ----------------------------------------------------------------------------------------------------
     def push(
@@ -99,54 +105,82 @@ class Store(Protocol):
         """
 
     def say_done(self, env: str, *, epoch: int) -> None:
-        """DONE: no number is given beyond those that were. Raises RunGone."""
+        """DONE: no number is given beyond those that were. Raises RunGone; EpochChanged where it may go on."""
 
-    def renew_tickets(self, env: str, numbers: Sequence[int], *, ttl_seconds: float) -> None: ...
-    def release_tickets(self, env: str, numbers: Sequence[int]) -> None: ...
-    def visits(self, env: str, prompt_ids: Sequence[str]) -> list[str]: ...
-    def note_visits(self, env: str, prompt_id: str, marks: str) -> None: ...
+    def renew_tickets(self, env: str, numbers: Sequence[int], *, ttl_seconds: float) -> None:
+        """Keeps tickets out; one that was closed meanwhile stays closed."""
+
+    def release_tickets(self, env: str, numbers: Sequence[int]) -> None:
+        """Gives tickets back unused: they are taken again first."""
+
+    def visits(self, env: str, prompt_ids: Sequence[str]) -> list[str]:
+        """The last note on each prompt; "" for one not met yet."""
+
+    def note_visits(self, env: str, prompt_id: str, marks: str) -> None:
+        """Replaces the note on a prompt. Of two at once one is lost; of too many prompts some are forgotten."""
 
     # -- scorer ------------------------------------------------------------------------------------------------------
     def claim_scoring(
         self, entry_ids: Sequence[str], *, owner: str, ttl_seconds: float
     ) -> tuple[frozenset[str], frozenset[str]]:
-        """Claims pending entries. -> (those that `owner` holds now, those that are not pending any more)."""
+        """Claims pending entries, or prolongs claims. -> (those that `owner` holds now, those that are gone).
 
-    def renew_scoring(self, entry_ids: Sequence[str], *, owner: str, ttl_seconds: float) -> None: ...
-    def release_scoring(self, entry_ids: Sequence[str], *, owner: str) -> None: ...
+        A claim lapses after `ttl_seconds`.
+        """
+
+    def renew_scoring(self, entry_ids: Sequence[str], *, owner: str, ttl_seconds: float) -> None:
+        """Prolongs claims that `owner` holds."""
+
+    def release_scoring(self, entry_ids: Sequence[str], *, owner: str) -> None:
+        """Gives claims back."""
 
     # -- batcher (fenced by the lease token) -----------------------------------------------------------------------
     def lease(self, owner: str, *, ttl_seconds: float) -> Lease:
         """LEASE acquire or renew."""
 
-    def release_lease(self, owner: str) -> None: ...
+    def release_lease(self, owner: str) -> None:
+        """Lets another lead at once. Nothing happens when `owner` does not lead."""
+
     def set_config(self, token: int, config: Mapping[str, Any], digest: str, *, settles: str = "") -> int:
-        """The settings that steps are made with from now on. -> their revision. Raises LeaseLost."""
+        """The settings that steps are made with from now on. -> their revision. Raises LeaseLost.
+
+        `settles` is the digest of the wanted config that need not be looked at any more.
+        """
 
     def refuse_config(self, token: int, digest: str, reason: str) -> None:
-        """The wanted config of this digest cannot be used. Raises LeaseLost."""
+        """Refuses the wanted config of this digest: whoever asked for it hears why. Raises LeaseLost."""
 
     def sources(self) -> Sources:
-        """The sources that may still send something."""
+        """The sources that may still send something. A field that is not rlbuffer's counts as an env without an end."""
 
     def set_ended(self, token: int, step: int | None, written: Mapping[bytes, bytes] = ...) -> bool:
         """The run has ended after `step`; None takes that back. `written`: what was seen of the ends (`Sources`).
         -> False: it has more to do. Raises LeaseLost."""
 
     def set_error(self, token: int, message: str) -> None:
-        """The batcher's fatal error, shown to every waiting rank; "" clears it."""
+        """The batcher's fatal error, shown to every waiting rank; "" clears it. Raises LeaseLost."""
 
     def read_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
-        """INGEST: entries after the cursor, each once. Blocks at most `block_seconds` on a connection of its own."""
+        """INGEST: entries after the cursor, each once, in the order in which they were pushed.
+
+        Blocks at most `block_seconds` on a connection of its own.
+        """
 
     def paused(self) -> frozenset[str]:
         """Envs that an operator has paused."""
 
-    def renumber(self, token: int) -> int | None: ...
+    def renumber(self, token: int) -> int | None:
+        """RENUMBER: brings the ids of the pool and of the evaluations' results back to the clock. Raises LeaseLost.
+
+        -> entries of the pool that have other ids now; None: all was well.
+        """
+
     def reused(self) -> list[Reused]:
         """Groups that were trained and may be trained again, in the order of their first push."""
 
-    def set_allowances(self, token: int, allowances: Mapping[str, int]) -> None: ...
+    def set_allowances(self, token: int, allowances: Mapping[str, int]) -> None:
+        """Sets the tickets that may be out per env; an env that is not named has none. Raises LeaseLost."""
+
     def close_tickets(self, env: str, numbers: Sequence[int]) -> None:
         """Deletes the tickets of ingested groups, and of numbers that no group is wanted of."""
 
@@ -156,7 +190,7 @@ class Store(Protocol):
     def pin(
         self, refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry], *, since: int | None = None
     ) -> list[str]:
-        """PIN: payload keys made persistent, sizes compared. -> entry ids that are missing or of another size.
+        """PIN: are the payloads that a step is about to use there, whole? -> entries that cannot be used.
 
         `since`: losses when the entries were read. Raises LeaseLost when there were more: they may not hold there.
         """
@@ -175,48 +209,83 @@ class Store(Protocol):
     ) -> tuple[CommitStatus, Any]:
         """COMMIT. -> (``ok`` | ``duplicate``, digest) or (``gone``, [entry ids]).
 
-        `since`: as for PIN. Raises LeaseLost.
+        `columns` are those that the plan's pushes agree on, for a caller that knows them. `since`: losses when the
+        payloads were pinned; a server that was away may have lost the pins.
+
+        Raises:
+            LeaseLost: another leads, the server was away, or the run is not where `meta` says: all must be read again.
+            PayloadError: the plan names a rollout that its entry does not hold, or has a number that is not finite.
+            RlbufferError: the plan does not account for whole entries.
         """
 
     def load_state(self) -> Mapping[str, Any] | None:
-        """The batcher's state as after the last step."""
+        """The batcher's state as after the last step; None before the first."""
 
     def closed_groups(self) -> list[str]:
-        """Tombstones: ids of closed groups."""
+        """Tombstones: ids of closed groups, the oldest first."""
 
     def retire(
         self, token: int, up_to: int, *, early: Mapping[str, int] | None = None, since: int | None = None
     ) -> int:
-        """RETIRE and sweep. -> payload keys unlinked.
+        """RETIRE steps up to `up_to`, then sweep the payloads that nothing needs any more. -> payload keys unlinked.
 
-        `early`: memory is short; what the history says of it. `since`: as for PIN.
+        `early`: no checkpoint need hold them, because memory is short; what the history says of it. `since`: losses
+        when this was decided: nothing goes on a server that was away, which may need it again. Raises LeaseLost.
         """
 
     def recover(self, token: int, trainer: Attempt, entries: Iterable[PoolEntry]) -> Mapping[str, Any] | None:
-        """RECOVER: the run goes on after the trainer's step, in a new epoch. -> what was found, None when no claim is
-        there any more. Raises LeaseLost."""
+        """RECOVER: the run goes on after the step that the trainer claims, in a new epoch. Raises LeaseLost.
+
+        `entries` is what is pending as far as the leader has read it; what came since is late by its tombstone.
+        -> epoch, step, `forgotten` (steps that the server had lost), `void` (steps here of other content), groups and
+        entries that leave the pool as trained; None when the claim is not there any more: read it again.
+        """
 
     # -- operator --------------------------------------------------------------------------------------------------
     def void_from(self, step: int, *, force: bool = False) -> Mapping[str, Any]:
-        """VOID: `step` and what follows it leave the run, which goes on from the step before in a new epoch."""
+        """VOID: `step` and what follows it leave the run, in a new epoch; their rollouts drop as ``void``.
+
+        -> epoch, steps (how many are void), entries (0). Raises RlbufferError when a trainer is at work and `force`
+        is not set; EpochChanged, NotFound, StepRetired, RunGone.
+        """
 
     def rewind(self, to: int, *, force: bool = False) -> Mapping[str, Any]:
-        """VOID of what follows step `to`, and of everything that is pending."""
+        """VOID of what follows step `to` and of everything that is pending; later policy versions are taken back.
+
+        With `force` also to a step that was retired, for a trainer whose only checkpoint is older: its steps stay
+        counted as trained. Otherwise as `void_from`.
+        """
 
     def ask_config(self, config: Mapping[str, Any], digest: str, *, seen: Meta) -> SettingsState:
-        """ASK: the leader shall take this config. -> ``asked`` | ``same``. Raises ConfigChanged."""
+        """ASK: the leader shall take this config at its next step boundary; without one it waits for the next.
 
-    def ask_drain(self) -> int: ...
-    def ask_undrain(self) -> bool: ...
-    def wishes(self) -> tuple[int, bool]: ...
-    def is_led(self) -> bool: ...
-    def tickets_out(self) -> Mapping[str, int]: ...
+        `seen` is the run as the operator looked at it. -> ``asked``, or ``same`` when it is in force and nothing else
+        is wanted. Raises ConfigChanged when somebody came in between, RunGone.
+        """
+
+    def ask_drain(self) -> int:
+        """ASK: no more tickets are given. -> server time, in milliseconds, since when. Raises RunGone."""
+
+    def ask_undrain(self) -> bool:
+        """ASK: tickets are given again. -> False when nothing was drained. Raises RunGone."""
+
+    def wishes(self) -> tuple[int, bool]:
+        """`Meta.asked`, and whether the run drains: a look that is cheap enough to be taken all the time."""
+
+    def is_led(self) -> bool:
+        """True when a batcher holds the lease."""
+
+    def tickets_out(self) -> Mapping[str, int]:
+        """Tickets that are out and have not expired, by env; only envs that have some."""
 
     def drop_pending(self, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> int:
-        """DROP by an operator, with or without a leader. -> pushes that left the pool."""
+        """DROP by an operator, with or without a leader. -> pushes that left the pool. Raises RunGone.
+
+        May be repeated. A leader forgets what it held; a step that it plans meanwhile is refused as gone.
+        """
 
     def delete_run(self) -> int:
-        """Removes everything that the server holds of the run. -> keys removed."""
+        """Removes everything that the server holds of the run, control keys first. -> keys removed."""
 
     def pause(self, env: str) -> bool:
         """The env takes part in no step until it is resumed. -> False when it was paused already."""
@@ -225,14 +294,19 @@ class Store(Protocol):
         """Returns False when it was not paused."""
 
     def forget_end(self, env: str) -> bool:
-        """DONE resume: the env's end is what its workers say. -> False when it had none."""
+        """DONE resume: the env's end is what its workers say from now on. -> False when it had none."""
 
     def expect(self, sections: Iterable[str]) -> None:
-        """DONE expect: worker sections that are about to start; a run that had ended goes on."""
+        """DONE expect: worker sections that are about to start; a run that had ended goes on until they have come."""
 
     # -- trainer ---------------------------------------------------------------------------------------------------
     def attempt(self, *, uuid: str, world_size: int, resume_step: int, claim: Claim | None = None) -> Attempt:
-        """ATTEMPT; `claim` is handed back when the trainer's state is ahead of the server."""
+        """ATTEMPT: from here on older attempts are fenced. The same `uuid` again gives the same attempt.
+
+        A policy version above the run's last step, made from steps that the server has lost, is taken back. A trainer
+        whose checkpoint is ahead of the server hands back `claim`, and the leader lets the run go on from there.
+        Raises RunGone, also when the run does not reach to `resume_step` and nothing is handed back; StepRetired.
+        """
 
     def trainer(self) -> Attempt:
         """The registered attempt; number 0 when there was none."""
@@ -258,7 +332,10 @@ class Store(Protocol):
         """
 
     def announce(self, number: int, version: PolicyVersion) -> bool:
-        """ANNOUNCE. -> False when an equal or newer version is already there. Raises AttemptFenced."""
+        """ANNOUNCE. -> False when an equal or newer version is already there, unless only this one has weights.
+
+        Raises AttemptFenced, RunGone.
+        """
 
     def policy(self, adapter: str = "") -> PolicyVersion:
         """The current version; version -1 when none was announced."""
@@ -267,10 +344,10 @@ class Store(Protocol):
         """Adapter ("" is all weights) -> its current version, of all that were announced."""
 
     def wait_step(self, step: int, *, block_seconds: float) -> StepHeader | None:
-        """Header of `step`, or None after blocking. Raises StepRetired."""
+        """Header of `step`, or None after blocking. Raises StepRetired; PayloadError when it cannot be read."""
 
     def read_parts(self, step: int, ranks: Sequence[int] | None = None) -> list[StepPart]:
-        """Parts of the given planned ranks, or all. Raises StepRetired."""
+        """Parts of the given planned ranks, or all, in their order. Raises StepRetired, NotFound, PayloadError."""
 
     def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
         """The encoded rollouts, None where missing. Not verified: `wire.decode_rollout` does that."""
@@ -278,42 +355,33 @@ class Store(Protocol):
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
         """The encoded group part (answer, metadata) of each push, None where there is none."""
 
-    def count_damaged(self, step: int, rollouts: Sequence[str]) -> None: ...
-    def damaged_in(self, first: int, last: int) -> dict[int, int]: ...
-    def damaged_of(self, step: int) -> list[str]: ...
+    def count_damaged(self, step: int, rollouts: Sequence[str]) -> None:
+        """Counts rollouts of `step`, each ``<group> <rollout>``, that a pull found missing or damaged; each once."""
+
+    def damaged_in(self, first: int, last: int) -> dict[int, int]:
+        """Step -> its rollouts that are counted as damaged; only steps with some, from `first` to `last`."""
+
+    def damaged_of(self, step: int) -> list[str]:
+        """Damaged rollouts of a step, each as ``<group> <rollout>``; some of them, where there are many."""
+
     def count_lost(self, pushes: int) -> None:
         """Pushes that a producer knows are missing on the server and cannot send again."""
 
     # -- evaluation --------------------------------------------------------------------------------------------------
     def claim_evaluation(self, env: str, version: int, *, owner: str, ttl_seconds: float) -> bool:
-        """Takes the evaluation of a version on an env. -> False when it is done, or another is at it."""
+        """Takes the evaluation of a version on an env. -> False when it is done, or another is at it.
+
+        A claim lapses after `ttl_seconds`; asked again by the same owner, it is prolonged.
+        """
 
     def release_evaluation(self, env: str, version: int, *, owner: str) -> None:
         """Gives a claim back: what was sampled does not count."""
 
     def add_evaluation(self, env: str, version: int, record: Mapping[str, Any]) -> None:
-        """Keeps a result; the first one of a version and env counts."""
+        """Keeps a result; the first one of a version and env counts. Raises ServerRefused when the stream is jammed."""
 
     def evaluations(self, *, limit: int = 1000) -> list[dict[str, Any]]:
-        """Results, the oldest first."""
+        """Results, the oldest first: ``env``, ``version``, ``at`` (Unix seconds), and what the record holds.
 
-    # -- seeing (read-only but heartbeat) ----------------------------------------------------------------------------
-    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
-        """Telemetry: kind ``worker`` | ``scorer`` | ``rank`` | ``batcher``; decides nothing."""
-
-    def heartbeats(self, kind: str) -> Mapping[str, Mapping[str, Any]]: ...
-    def set_waiting(self, who: str, sentence: str) -> None: ...
-    def waiting(self) -> Mapping[str, str]: ...
-    def ledger(self) -> Ledger: ...
-    def allowances(self) -> Mapping[str, int]: ...
-    def headers(
-        self, first: int | None = None, last: int | None = None, *, problems: list[RlbufferError] | None = None
-    ) -> Iterator[StepHeader]: ...
-    def history(self, count: int = 1000) -> list[Mapping[str, Any]]:
-        """Newest first: a record per dropped group (``event: drop``) and per committed step (``event: step``)."""
-
-    def find_in_steps(self, group_id: str, step: int | None = None) -> list[tuple[int, PartRollout, int]]:
-        """(step, rollout, planned rank) of a group's rollouts in the live steps."""
-
-    def verify(self) -> Report:
-        """Recomputes the ledger and every invariant that can be seen from outside."""
+        Where several lines have made a version, the newest line's counts. `limit`: newest entries that are looked at.
+        """

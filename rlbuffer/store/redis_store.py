@@ -44,11 +44,9 @@ class RedisStore(
         self._refused = set()
 
     def verify(self) -> Report:
-        """Recomputes the ledger and every invariant that can be seen from outside."""
         return verify(self)
 
     def close(self) -> None:
-        """Closes the connections; the last user of an embedded server stops it."""
         self.connection.close()
 
 

@@ -106,7 +106,6 @@ class Session:
         return entries(reply)
 
     def server_id(self) -> str:
-        """The server's identity: another one after every restart and failover, when newest writes may be lost."""
         losses, known = self._server
         if losses != self.connection.losses or not known:
             losses, known = self.connection.losses, self.connection.server_id(self.patience_seconds)

@@ -28,15 +28,6 @@ class TrainerMoves(Session):
     """Moves of rank 0, and views of the trainer."""
 
     def attempt(self, *, uuid: str, world_size: int, resume_step: int, claim: Claim | None = None) -> Attempt:
-        """ATTEMPT: from here on older attempts are fenced. The same `uuid` again gives the same attempt.
-
-        A policy version above the run's last step, made from steps that the server has lost, is taken back. A trainer
-        whose checkpoint is ahead of the server hands back `claim`, and the leader lets the run go on from there.
-
-        Raises:
-            RunGone: there is no such run, or it does not reach to `resume_step` and nothing of it is handed back.
-            StepRetired: the steps after `resume_step` are gone.
-        """
         keys = (self.keys.trainer, self.keys.meta, self.keys.policy, self.keys.steps)
         given = ("", "", b"") if claim is None else (claim.epoch, claim.digest, encode_claim(claim))
         reply = self.move("attempt", keys, (uuid, world_size, resume_step, *given, self.server_id()))
@@ -69,7 +60,6 @@ class TrainerMoves(Session):
         raise self.unexpected("attempt", reply)
 
     def trainer(self) -> Attempt:
-        """The registered attempt; number 0 when there was none."""
 
         def read(client: Any) -> tuple[Any, Any]:
             with client.pipeline(transaction=False) as pipe:
@@ -114,18 +104,6 @@ class TrainerMoves(Session):
         claim: Claim | None = None,
         server: str = "",
     ) -> bool:
-        """REPORT: acknowledgement, checkpoint notice and heartbeat in one; monotone.
-
-        `server` is the one whose steps the trainer has; "" is this one.
-
-        -> True; False when the server does not have the step that was trained and `claim` was handed back to it.
-
-        Raises:
-            AttemptFenced: a newer attempt has taken over.
-            AttemptForgotten: the server has lost this attempt.
-            EpochChanged: the run is in another epoch.
-            TrainerAhead: the run does not have step `trained`, or has another one; nothing was handed back.
-        """
         keys = self.keys
         handed_back = b"" if claim is None else encode_claim(claim)
         reply = self.move(
@@ -161,10 +139,6 @@ class TrainerMoves(Session):
         raise self.unexpected("report", reply)
 
     def announce(self, number: int, version: PolicyVersion) -> bool:
-        """ANNOUNCE. -> False when an equal or newer version is already there, unless only this one has weights.
-
-        Raises AttemptFenced, RunGone.
-        """
         if version.version < 0:
             raise ValueError(f"policy version {version.version} must not be negative")
         record = payload.dumps([version.location, version.size, version.checksum])
@@ -179,14 +153,12 @@ class TrainerMoves(Session):
         return text(reply[0]) == "OK"
 
     def policy(self, adapter: str = "") -> PolicyVersion:
-        """The current version; version -1 when none was announced."""
         value = self.look(lambda client: client.hget(self.keys.policy, adapter))
         if value is None:
             return PolicyVersion(version=-1, adapter=adapter)
         return _policy(adapter, value)
 
     def policies(self) -> dict[str, PolicyVersion]:
-        """Adapter ("" is all weights) -> its current version, of all that were announced."""
         fields = self.look(lambda client: client.hgetall(self.keys.policy))
         return {text(adapter): _policy(text(adapter), value) for adapter, value in fields.items()}
 

@@ -25,11 +25,6 @@ class EvaluationMoves(Session):
     """(env, version) -> the line of versions in which this process took its evaluation."""
 
     def claim_evaluation(self, env: str, version: int, *, owner: str, ttl_seconds: float) -> bool:
-        """Takes the evaluation of a version on an env. -> False when it is done, or another is at it.
-
-        A claim lapses after `ttl_seconds`, so that another worker takes over from a dead one. Asked again by the same
-        owner, it is prolonged.
-        """
         line, milliseconds = self._line(), max(1, round(1000 * ttl_seconds))
         key = self.keys.evaluating(env, version, line)
         self._evaluated[env, version] = line
@@ -44,7 +39,6 @@ class EvaluationMoves(Session):
         return self.look(claim)
 
     def release_evaluation(self, env: str, version: int, *, owner: str) -> None:
-        """Gives a claim back: what was sampled does not count."""
         key = self.keys.evaluating(env, version, self._evaluated.get((env, version), 0))
 
         def release(client: Any) -> None:
@@ -54,11 +48,7 @@ class EvaluationMoves(Session):
         self.look(release)
 
     def add_evaluation(self, env: str, version: int, record: Mapping[str, Any]) -> None:
-        """Keeps a result. Repeated after a lost reply it may be there twice: the first one counts.
-
-        Raises:
-            ServerRefused: an entry that was added by hand has taken the last id; the leader makes the stream again.
-        """
+        # Repeated after a lost reply it may be there twice: the first one counts.
         line = self._evaluated.get((env, version)) or self._line()
         fields = {"env": env, "version": version, "line": line, "record": payload.dumps(dict(record))}
 
@@ -75,13 +65,6 @@ class EvaluationMoves(Session):
         return int(line or since or 0)
 
     def evaluations(self, *, limit: int = 1000) -> list[dict[str, Any]]:
-        """Results, the oldest first: ``env``, ``version``, ``at`` (Unix seconds), and what the record holds.
-
-        Where several lines have made a version, the newest line's result counts.
-
-        Args:
-            limit: how many of the newest entries are looked at.
-        """
         newest = self.look_at(lambda client: client.xrevrange(self.keys.eval, count=limit), [])
         results: dict[tuple[str, int], dict[str, Any]] = {}
         lines: dict[tuple[str, int], bytes] = {}

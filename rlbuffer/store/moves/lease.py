@@ -33,7 +33,6 @@ class LeaseMoves(Session):
     """owner -> the token that this process last heard of."""
 
     def lease(self, owner: str, *, ttl_seconds: float) -> Lease:
-        """LEASE acquire or renew."""
         status, token, holder, remaining = self._say("acquire", owner, round(1000 * ttl_seconds))
         number = int(token)
         is_held = text(status) != "HELD"
@@ -46,34 +45,24 @@ class LeaseMoves(Session):
         )
 
     def release_lease(self, owner: str) -> None:
-        """Lets another lead at once. Nothing happens when `owner` does not lead."""
         self._say("release", owner)
         self._tokens.pop(owner, None)
 
     def set_config(self, token: int, config: Mapping[str, Any], digest: str, *, settles: str = "") -> int:
-        """The settings that the run's steps are made with from now on. -> their revision. Raises LeaseLost.
-
-        `settles` is the digest of the wanted config that need not be looked at any more.
-        """
         reply = self._as_leader("config", token, payload.dumps(dict(config)), digest, settles)
         self.tombstone_ms, self.tombstone_steps = tombstone_ms(config), tombstone_steps(config)
         return int(reply[1])
 
     def refuse_config(self, token: int, digest: str, reason: str) -> None:
-        """Refuses the wanted config of this digest: whoever asked for it hears why. Raises LeaseLost."""
         self._as_leader("refuse", token, digest, reason)
 
     def set_error(self, token: int, message: str) -> None:
-        """The batcher's fatal error, shown to every waiting rank; "" clears it. Raises LeaseLost."""
         self._as_leader("error", token, message)
 
     def set_allowances(self, token: int, allowances: Mapping[str, int]) -> None:
-        """Sets the number of tickets that may be out per env; an env that is not named has none. Raises LeaseLost."""
         self._as_leader("allow", token, *(x for env, n in allowances.items() for x in (env, max(0, int(n)))))
 
     def set_ended(self, token: int, step: int | None, written: Mapping[bytes, bytes] = MappingProxyType({})) -> bool:
-        """The run has ended after `step`; None takes that back. `written` is what the leader has seen of the ends.
-        -> False: it has more to do after all. Raises LeaseLost."""
         seen = (word for pair in written.items() for word in pair)
         return text(self._as_leader("end", token, "" if step is None else step, *seen)[0]) == "OK"
 

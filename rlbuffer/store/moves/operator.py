@@ -22,16 +22,6 @@ class OperatorMoves(PoolMoves, Session):
     """ASK, and DROP without a lease."""
 
     def ask_config(self, config: Mapping[str, Any], digest: str, *, seen: Meta) -> SettingsState:
-        """ASK: the leader shall take this config at its next step boundary; without one it waits for the next.
-
-        `seen` is the run as the operator looked at it. A config that is in force takes the place of a wanted one.
-
-        Returns:
-            ``asked``, or ``same`` when it is in force and nothing else is wanted.
-
-        Raises:
-            ConfigChanged: somebody came in between. RunGone: there is no such run.
-        """
         reply = self._ask("config", payload.dumps(dict(config)), digest, seen.revision, seen.wanted_digest)
         status = text(reply[0])
         if status == "CHANGED":
@@ -42,11 +32,9 @@ class OperatorMoves(PoolMoves, Session):
         return SettingsState.SAME if status == "SAME" else SettingsState.ASKED
 
     def ask_drain(self) -> int:
-        """ASK: no more tickets are given. -> server time, in milliseconds, since when. Raises RunGone."""
         return int(self._ask_as_seen("drain")[1])
 
     def ask_undrain(self) -> bool:
-        """ASK: tickets are given again. -> False when nothing was drained. Raises RunGone."""
         return text(self._ask_as_seen("undrain")[0]) == "OK"
 
     def _ask_as_seen(self, action: str) -> list[Any]:
@@ -58,12 +46,10 @@ class OperatorMoves(PoolMoves, Session):
                 return reply
 
     def wishes(self) -> tuple[int, bool]:
-        """`Meta.asked`, and whether the run drains: a look that is cheap enough to be taken all the time."""
         asked, draining = self.look(lambda client: client.hmget(self.keys.meta, ["asked", "draining"]))
         return int(asked or 0), draining is not None
 
     def is_led(self) -> bool:
-        """True when a batcher holds the lease."""
 
         def look(client: Any) -> list[Any]:
             with client.pipeline(transaction=True) as pipe:
@@ -75,7 +61,6 @@ class OperatorMoves(PoolMoves, Session):
         return int(until or 0) > int(seconds) * 1000 + int(micros) // 1000
 
     def tickets_out(self) -> Mapping[str, int]:
-        """env -> tickets that are out and have not expired; only envs that have some."""
         keys = self.keys
         envs = [text(env) for env in self.look(lambda client: client.hkeys(keys.numbers))]
 
@@ -91,16 +76,6 @@ class OperatorMoves(PoolMoves, Session):
         return {env: int(n) for env, n in sorted(zip(envs, counts, strict=True)) if n}
 
     def drop_pending(self, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> int:
-        """DROP by an operator. Groups that are no longer pending are passed over, so it may be repeated.
-
-        The leader, if there is one, forgets what it held; a step that it plans meanwhile is refused as gone.
-
-        Returns:
-            pushes that left the pool.
-
-        Raises:
-            RunGone: there is no such run.
-        """
         return self._drop("", drops)
 
     def _ask(self, action: str, *args: Any) -> list[Any]:

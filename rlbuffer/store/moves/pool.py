@@ -51,10 +51,7 @@ class PoolMoves(Session):
     def push(
         self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int, replaces: str = ""
     ) -> tuple[PushStatus, str]:
-        """PUSH: payload first, under the push's own key, then the script that makes it pending.
-
-        `replaces` names a pending entry whose place it takes. When that is gone, this push is a duplicate.
-        """
+        # Payload first, under the push's own key, then the script that makes it pending.
         push = payload.encode_push(group)
         info = push.info
         producer_key = self.keys.producer(producer, incarnation)
@@ -113,7 +110,6 @@ class PoolMoves(Session):
     def give_up(
         self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int
     ) -> tuple[PushStatus, str]:
-        """PUSH without rollouts: the sequence is used up, and counted as lost, unless the push is stored already."""
         suffix = f"{incarnation}.{sequence}"
         waiting = self.keys.unnamed_payload(group.group_id, suffix)
         args: list[Any] = [epoch, sequence, waiting, group.env, group.group_id, suffix]
@@ -167,18 +163,10 @@ class PoolMoves(Session):
             raise ServerRefused(f"the server answered {reply} when {len(fields)} fields were stored under {key}")
 
     def read_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
-        """INGEST: entries after the cursor, in the order in which they were pushed."""
         entries = self.stream(self.keys.pool, after, count=count, block_seconds=block_seconds)
         return pool_entries(self.keys, entries)
 
     def renumber(self, token: int) -> int | None:
-        """RENUMBER: brings the pool's ids back to the clock, and those of the evaluations' results.
-
-        -> entries of the pool that have other ids now; None: all was well.
-
-        Raises:
-            LeaseLost: another leads.
-        """
         with suppress(WrongType):  # a key that only a user of wider rights can make, and nothing decides by
             self.move("renumber", (self.keys.lease, self.keys.eval), (token, AHEAD_MS))
         reply = self.move("renumber", (self.keys.lease, self.keys.pool), (token, AHEAD_MS))
@@ -187,12 +175,10 @@ class PoolMoves(Session):
         return int(reply[1]) if text(reply[0]) == "MOVED" else None
 
     def reused(self) -> list[Reused]:
-        """Groups that were trained and may be trained again, in the order of their first push."""
         fields = self.look(lambda client: client.hgetall(self.keys.reuse))
         return reused_groups(self.keys, fields)
 
     def drop(self, token: int, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> None:
-        """DROP, in calls of at most :data:`DROP_ENTRIES` entries. Raises LeaseLost."""
         self._drop(token, drops)
 
     def _drop(self, token: int | str, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> int:

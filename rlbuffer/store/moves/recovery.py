@@ -68,17 +68,6 @@ class RecoveryMoves(StepMoves, RunViews):
     """RECOVER and VOID."""
 
     def recover(self, token: int, trainer: Attempt, entries: Iterable[PoolEntry]) -> Mapping[str, Any] | None:
-        """RECOVER: the run goes on after the step that the trainer claims, in a new epoch.
-
-        `entries` is what is pending as far as the leader has read it; what came since is late by its tombstone.
-
-        Returns:
-            epoch, step, `forgotten` (steps that the server had lost), `void` (steps here of other content), groups and
-            entries that leave the pool as trained. None when the claim is not there any more: read it again.
-
-        Raises:
-            LeaseLost: another leads.
-        """
         claim = decode_claim(trainer.claim)
         meta = self.meta()
         last = meta.step
@@ -136,26 +125,11 @@ class RecoveryMoves(StepMoves, RunViews):
 
     # -- operator --------------------------------------------------------------------------------------------------
     def void_from(self, step: int, *, force: bool = False) -> Mapping[str, Any]:
-        """VOID: `step` and what follows it leave the run; their rollouts drop as ``void``.
-
-        Returns:
-            epoch, steps (how many are void), entries (0).
-
-        Raises:
-            RlbufferError: a trainer is at work, and `force` is not set.
-            EpochChanged: the run began another epoch meanwhile, maybe by this very request.
-            NotFound: there is no such step. StepRetired: it was retired. RunGone: there is no such run.
-        """
         if step < 1:
             raise NotFound(f"steps start at 1, there is no step {step}")
         return self._void(step - 1, f"step {step}", with_pool=False, force=force)
 
     def rewind(self, to: int, *, force: bool = False) -> Mapping[str, Any]:
-        """VOID of what follows step `to` and of everything that is pending; policy versions above `to` are taken back.
-
-        With `force` also to a step that was retired, for a trainer whose only checkpoint is older: its steps stay
-        counted as trained. Otherwise as :meth:`void_from`.
-        """
         if to < 0:
             raise NotFound(f"a run can be taken back to step 0 at most, not to {to}")
         return self._void(to, f"step {to}", with_pool=True, force=force)
@@ -239,7 +213,6 @@ class RecoveryMoves(StepMoves, RunViews):
         raise self.unexpected("void", reply)
 
     def delete_run(self) -> int:
-        """Removes everything that the server holds of the run, control keys first. -> keys removed."""
         keys = self.keys
         # Meta first: whoever still works for the run hears that it is gone, instead of making half of it again.
         removed = int(self.look(lambda client: client.unlink(keys.meta)))

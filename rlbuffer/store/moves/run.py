@@ -23,34 +23,21 @@ class RunViews(Session):
     """Opening a run and looking at it."""
 
     def server(self) -> Mapping[str, Any]:
-        """A description of the server; see :meth:`rlbuffer.store.server.connection.Connection.describe`."""
         return self.connection.describe()
 
     def sentence_until_whole(self) -> str:
-        """ "" when the server's append-only file can be trusted; else why to wait. Raises ServerUnsuitable."""
         if self.connection.is_memory:
             return ""
         return self.look(lambda client: sentence_until_whole(client, self.connection.address))
 
     def losses(self) -> int:
-        """Times that this process lost the server; it may have come back without its newest writes."""
         return self.connection.losses
 
     def now(self) -> float:
-        """The server's clock, Unix seconds."""
         seconds, micros = self.look(lambda client: client.time())
         return int(seconds) + int(micros) / 1e6
 
     def open_run(self) -> Meta:
-        """OPEN: creates the run's meta if there is none, and notes that the run was opened. Safe to repeat.
-
-        The first epoch is the server's clock in milliseconds, so that a run that was deleted and made again is in
-        another epoch: whoever still works for the old one hears it (RunGone).
-
-        Raises:
-            SchemaMismatch: the run was written by an incompatible version.
-            RunDamaged: its meta is gone and other keys of it are there.
-        """
         try:
             meta = self.meta()  # who may not write, or on a server that takes no writes, goes on with a run
         except RunDamaged:
@@ -67,13 +54,6 @@ class RunViews(Session):
         return meta
 
     def meta(self) -> Meta:
-        """The run's meta.
-
-        Raises:
-            RunGone: there is no such run on the server.
-            RunDamaged: its meta is gone and other keys of it are there.
-            SchemaMismatch: the run was written by an incompatible version.
-        """
         fields = self.look(lambda client: client.hgetall(self.keys.meta))
         if not fields:
             fields, *there = self.look(self._meta_and_content)  # at one moment: it may just be begun
@@ -93,7 +73,6 @@ class RunViews(Session):
         return meta
 
     def has_ended(self) -> bool:
-        """True when the run has ended, and nothing was pushed since: a cheap look."""
 
         def look(client: Any) -> list[Any]:
             with client.pipeline(transaction=True) as pipe:
@@ -124,19 +103,13 @@ class RunViews(Session):
         )
 
     def runs(self) -> Mapping[str, float]:
-        """run -> Unix seconds when it was last opened; the most recent first."""
         reply = self.look(lambda client: client.zrange(RUNS, 0, -1, desc=True, withscores=True))
         return {text(run): float(seconds) for run, seconds in reply}
 
     def ledger(self) -> Ledger:
-        """The whole account."""
         return parse_ledger(self.look_at(lambda client: client.hgetall(self.keys.ledger), {}))
 
     def history(self, count: int = 1000) -> list[Mapping[str, Any]]:
-        """Newest first: a record per dropped group (``event: drop``) and per committed step (``event: step``).
-
-        Each carries ``at``, Unix seconds by the server's clock.
-        """
         reply = self.look(lambda client: client.xrevrange(self.keys.history, count=count))
         return [
             {**payload.loads(fields[b"record"], limit=MAX_HISTORY_BYTES), "at": int(entry_id.split("-")[0]) / 1000}

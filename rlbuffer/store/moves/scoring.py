@@ -18,10 +18,6 @@ class ClaimMoves(Session):
     def claim_scoring(
         self, entry_ids: Sequence[str], *, owner: str, ttl_seconds: float
     ) -> tuple[frozenset[str], frozenset[str]]:
-        """Claims pending entries. -> (those that `owner` holds now, those that are not pending any more).
-
-        A claim lapses after `ttl_seconds`; asked again by the same owner it is prolonged.
-        """
         pool, keys = self.keys.pool, [self.keys.scoring(entry_id) for entry_id in entry_ids]
         milliseconds = max(1, round(1000 * ttl_seconds))
 
@@ -42,12 +38,10 @@ class ClaimMoves(Session):
         return claimed - gone, gone
 
     def renew_scoring(self, entry_ids: Sequence[str], *, owner: str, ttl_seconds: float) -> None:
-        """Prolongs claims that `owner` holds."""
         milliseconds = max(1, round(1000 * ttl_seconds))
         self._where_mine(entry_ids, owner, lambda pipe, key: pipe.pexpire(key, milliseconds))
 
     def release_scoring(self, entry_ids: Sequence[str], *, owner: str) -> None:
-        """Gives claims back."""
         self._where_mine(entry_ids, owner, lambda pipe, key: pipe.delete(key))
 
     def _where_mine(self, entry_ids: Sequence[str], owner: str, act: Any) -> None:

@@ -23,7 +23,6 @@ class StepReads(Session):
 
     # -- pull ------------------------------------------------------------------------------------------------------
     def wait_step(self, step: int, *, block_seconds: float) -> StepHeader | None:
-        """Header of `step`, or None after blocking. Raises StepRetired; PayloadError when it cannot be read."""
         if step < 1:
             raise NotFound(f"steps start at 1, there is no step {step}")
         deadline = time.monotonic() + block_seconds
@@ -44,13 +43,6 @@ class StepReads(Session):
                 return None
 
     def read_parts(self, step: int, ranks: Sequence[int] | None = None) -> list[StepPart]:
-        """Parts of the given planned ranks, or all, in the order of ranks.
-
-        Raises:
-            StepRetired: the step was trained, checkpointed and removed.
-            NotFound: the step was not committed yet, or has no such rank.
-            PayloadError: a part cannot be read.
-        """
 
         def read(client: Any) -> list[Any]:
             with client.pipeline(transaction=False) as pipe:
@@ -72,7 +64,7 @@ class StepReads(Session):
             return [part_of(entry_id, fields, self.keys) for entries in ranges for entry_id, fields in entries]
 
     def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
-        """The encoded rollouts, None where missing; one HMGET per payload key, all in one round trip."""
+        # One HMGET per payload key, all in one round trip.
         indices_of: dict[str, dict[int, None]] = {}
         for ref in refs:
             indices_of.setdefault(ref.payload_key, {})[ref.index] = None
@@ -94,7 +86,6 @@ class StepReads(Session):
         return [payloads[ref.payload_key, ref.index] for ref in refs]
 
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
-        """The encoded group part (answer, metadata) of each push, None where there is none."""
 
         def read(client: Any) -> list[Any]:
             with client.pipeline(transaction=False) as pipe:
@@ -108,10 +99,6 @@ class StepReads(Session):
     def headers(
         self, first: int | None = None, last: int | None = None, *, problems: list[RlbufferError] | None = None
     ) -> Iterator[StepHeader]:
-        """Headers of the live steps in [first, last], oldest first; what is retired meanwhile is left out.
-
-        One that cannot be read is added to `problems`; None: PayloadError.
-        """
         retired, newest = self._bounds()
         low, high = max(first or 1, retired + 1), newest if last is None else min(last, newest)
         for start in range(low, high + 1, HEADERS_PER_READ):
@@ -136,7 +123,6 @@ class StepReads(Session):
                     yield header
 
     def find_in_steps(self, group_id: str, step: int | None = None) -> list[tuple[int, PartRollout, int]]:
-        """(step, rollout, planned rank) of a group's rollouts in the live steps, or in `step`."""
         places = []
         for header in self.headers(step, step):
             if group_id not in header.group_ids:

@@ -40,13 +40,6 @@ class StepMoves(StepReads):
     def pin(
         self, refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry], *, since: int | None = None
     ) -> list[str]:
-        """PIN: whether the payloads that a step is about to use are there, whole. -> entries that cannot be used.
-
-        With `since`, the connection's losses when the entries were read, a server that was away meanwhile is not asked.
-
-        Raises:
-            LeaseLost: it was away.
-        """
         used = dict.fromkeys(ref.entry_id for ref in refs)
 
         def ask(client: Any) -> list[Any]:
@@ -76,17 +69,7 @@ class StepMoves(StepReads):
         columns: Columns | None = None,
         since: int | None = None,
     ) -> tuple[CommitStatus, Any]:
-        """COMMIT. -> (``ok`` | ``duplicate``, digest) or (``gone``, [entry ids]).
-
-        `columns` are those that the plan's pushes agree on, for a caller that knows them. A lost reply is followed by
-        the same bytes again, which the script knows; but not with `since`, the connection's losses when the plan's
-        payloads were pinned: a server that was away may have lost the pins.
-
-        Raises:
-            LeaseLost: another leads, the server was away, or the run is not where `meta` says: all must be read again.
-            PayloadError: the plan names a rollout that its entry does not hold, or has a number that is not finite.
-            RlbufferError: the plan does not account for whole entries.
-        """
+        # A lost reply is followed by the same bytes again, which the script knows; with `since` it is not.
         record = header_record(plan, entries, meta, waiting_for_version, columns)
         check_numbers(record, plan)
         header = encode(record)
@@ -153,7 +136,6 @@ class StepMoves(StepReads):
         raise self.unexpected("commit", reply)
 
     def load_state(self) -> Mapping[str, Any] | None:
-        """The batcher's state as after the last step; None before the first."""
         data = self.look(lambda client: client.get(self.keys.state))
         if data is None:
             return None
@@ -161,21 +143,11 @@ class StepMoves(StepReads):
         return state
 
     def closed_groups(self) -> list[str]:
-        """Tombstones: ids of closed groups, the oldest first."""
         return [text(group_id) for group_id in self.look(lambda client: client.zrange(self.keys.closed, 0, -1))]
 
     def retire(
         self, token: int, up_to: int, *, early: Mapping[str, int] | None = None, since: int | None = None
     ) -> int:
-        """RETIRE steps up to `up_to`, then sweep the payloads that nothing needs any more. -> payload keys unlinked.
-
-        `early`: no checkpoint need hold them, because memory is short; what the history says of it. With `since`, the
-        connection's losses when this was decided, nothing goes on a server that was away meanwhile: it may need again
-        what was to go.
-
-        Raises:
-            LeaseLost: another leads, or the server was away.
-        """
         keys = self.keys
         record = b"" if early is None else payload.dumps(as_object(RetiredEarly(step=up_to, memory=early)))
         where = (keys.lease, keys.meta, keys.steps, keys.trainer, keys.history, keys.holds)

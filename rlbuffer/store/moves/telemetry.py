@@ -27,16 +27,11 @@ class Telemetry(Session):
     """Keys that the server does not let this process write."""
 
     def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
-        """Says that `name` lives, with whatever it wants to show. `kind`: a key of HEARTBEATS."""
         if kind not in HEARTBEATS:
             raise ValueError(f"heartbeat kind {kind!r} must be one of {', '.join(HEARTBEATS)}")
         self._note(self.keys.heartbeats(kind), name, payload.dumps(dict(record)))
 
     def heartbeats(self, kind: str) -> Mapping[str, Mapping[str, Any]]:
-        """name -> its last record, with ``seconds_ago`` added, by the server's clock; what is no heartbeat is left out.
-
-        Any process of the kind writes there: no field of a record is certain to be there, nor of a type.
-        """
         key = self.keys.heartbeats(kind)
 
         def read(client: Any) -> list[Any]:
@@ -56,25 +51,18 @@ class Telemetry(Session):
         return out
 
     def set_waiting(self, who: str, sentence: str) -> None:
-        """Says what `who` waits for, in one sentence; "" when it does not wait."""
         self._note(self.keys.waiting, who, sentence)
 
     def waiting(self) -> Mapping[str, str]:
-        """who -> the sentence that it last said."""
         fields = self.look_at(lambda client: client.hgetall(self.keys.waiting), {})
         return {text(who): text(value.partition(b" ")[2]) for who, value in sorted(fields.items())}
 
     def count_damaged(self, step: int, rollouts: Sequence[str]) -> None:
-        """Rollouts of `step`, each as ``<group> <rollout>``, found missing or damaged when they were pulled.
-
-        Each counts once: a replay, a second reader or a repeated call finds it noted already.
-        """
         if rollouts:
             keys = self.keys
             self._tell((keys.ledger, keys.damaged, keys.meta), ("damaged", step, *rollouts))
 
     def damaged_in(self, first: int, last: int) -> dict[int, int]:
-        """Step -> its rollouts that are counted as damaged; only steps with some, from `first` to `last`."""
         steps = range(first, last + 1)
 
         def count(client: Any) -> list[Any]:
@@ -87,12 +75,10 @@ class Telemetry(Session):
         return {step: int(n) for step, n in zip(steps, counts, strict=True) if n}
 
     def damaged_of(self, step: int) -> list[str]:
-        """Damaged rollouts of a step, each as ``<group> <rollout>``; at most :data:`NAMED_DAMAGED`."""
         names = self.look(lambda client: client.zrangebyscore(self.keys.damaged, step, step, 0, NAMED_DAMAGED))
         return [text(name).partition(" ")[2] for name in names]
 
     def count_lost(self, pushes: int) -> None:
-        """Pushes that a producer knows are missing on the server and cannot send again."""
         # A lost reply may count twice. That is better than a writer that fails because it could not count.
         self._tell((self.keys.ledger,), ("count", "lost", pushes))
 

@@ -20,13 +20,7 @@ class TicketMoves(Session):
     def take_tickets(
         self, env: str, n: int, *, ttl_seconds: float, size: int | None = None, section: str = ""
     ) -> list[int]:
-        """TICKET take: up to `n` numbers, fewer (or none) while the allowance is out.
-
-        Repeated over a lost reply all the same: numbers that were given out unheard expire and are taken again.
-
-        Raises:
-            EnvDone: the env has an end, all its numbers were given, and none is out.
-        """
+        # Repeated over a lost reply all the same: numbers that were given out unheard expire and are taken again.
         keys = (self.keys.tickets(env), self.keys.allowance, self.keys.numbers, self.keys.ends)
         args = ("take", env, n, round(1000 * ttl_seconds), "" if size is None else size, section)
         reply = self.move("ticket", keys, args)
@@ -35,28 +29,20 @@ class TicketMoves(Session):
         return [int(number) for number in reply]
 
     def say_done(self, env: str, *, epoch: int) -> None:
-        """DONE: no number is given beyond those that were.
-
-        Raises:
-            RunGone: the run is in another epoch; EpochChanged where it may go on from this one.
-        """
         reply = self._say_done("done", epoch, env)
         if text(reply[0]) == "GONE":
             raise self.gone(reply, epoch)
 
     def forget_end(self, env: str) -> bool:
-        """DONE resume: the env's end is what its workers say from now on. -> False when it had none."""
         return text(self._say_done("resume", env)[0]) == "OK"
 
     def expect(self, sections: Iterable[str]) -> None:
-        """DONE expect: worker sections that are about to start; a run that had ended goes on until they have come."""
         self._say_done("expect", *sorted(sections))
 
     def _say_done(self, action: str, *args: Any) -> list[Any]:
         return self.move("done", (self.keys.ends, self.keys.numbers, self.keys.meta), (action, *args))
 
     def sources(self) -> Sources:
-        """The sources that may still send something. A field that is not rlbuffer's counts as an env without an end."""
 
         def look(client: Any) -> list[Any]:
             with client.pipeline(transaction=True) as pipe:
@@ -84,23 +70,19 @@ class TicketMoves(Session):
         return Sources(done=done, said=said, open=others, expected=expected, ends=ends, written=written)
 
     def renew_tickets(self, env: str, numbers: Sequence[int], *, ttl_seconds: float) -> None:
-        """Keeps tickets out; one that was closed meanwhile stays closed."""
         if numbers:
             self.move("keep", (self.keys.tickets(env),), (max(1, round(1000 * ttl_seconds)), *numbers))
 
     def release_tickets(self, env: str, numbers: Sequence[int]) -> None:
-        """Gives tickets back unused: they are taken again first."""
         if numbers:
             self.move("keep", (self.keys.tickets(env),), (0, *numbers))
 
     def close_tickets(self, env: str, numbers: Sequence[int]) -> None:
-        """Deletes the tickets of ingested groups, and of numbers that no group is wanted of."""
         if numbers:
             # A plain ZREM, because it passes at the memory limit where TICKET is refused.
             self.look(lambda client: client.zrem(self.keys.tickets(env), *numbers))
 
     def pause(self, env: str) -> bool:
-        """The env takes part in no step until it is resumed. -> False when it was paused already."""
 
         def add(client: Any) -> Any:
             seconds, _ = client.time()
@@ -109,15 +91,12 @@ class TicketMoves(Session):
         return bool(self.look(add))
 
     def resume(self, env: str) -> bool:
-        """Returns False when it was not paused."""
         return bool(self.look(lambda client: client.zrem(self.keys.paused, env)))
 
     def paused(self) -> frozenset[str]:
-        """Envs that an operator has paused."""
         return frozenset(text(env) for env in self.look(lambda client: client.zrange(self.keys.paused, 0, -1)))
 
     def allowances(self) -> Mapping[str, int]:
-        """env -> tickets that may be out."""
         reply = self.look(lambda client: client.hgetall(self.keys.allowance))
         return {text(env): int(n) for env, n in reply.items()}
 

@@ -17,18 +17,12 @@ class Visits(Session):
     """One short text per prompt. It decides which prompts are sampled, and nothing else."""
 
     def visits(self, env: str, prompt_ids: Sequence[str]) -> list[str]:
-        """The last note on each prompt; "" for one not met yet."""
         if not prompt_ids:
             return []
         reply = self.look(lambda client: client.hmget(self.keys.visits(env), list(prompt_ids)))
         return ["" if value is None else text(value) for value in reply]
 
     def note_visits(self, env: str, prompt_id: str, marks: str) -> None:
-        """Replaces the note on a prompt. When two workers do so at once, one note is lost.
-
-        Beyond :data:`MOST_VISITS` prompts some others are forgotten, whichever the server picks: they are sampled once
-        more than they would have been.
-        """
         key = self.keys.visits(env)
 
         def note(client: Any) -> list[Any]:

@@ -46,7 +46,7 @@ def proxy(redis_url: str) -> Iterator[CuttingProxy]:
 
 
 def test_every_call_of_the_protocol_has_a_row() -> None:
-    public = {name for name in vars(Store) if not name.startswith("_") and callable(getattr(Store, name))}
+    public = {name for name in dir(Store) if not name.startswith("_") and callable(getattr(Store, name))}
     assert ROWS.keys() == public
 
 

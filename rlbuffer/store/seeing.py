@@ -1,0 +1,52 @@
+"""Seeing: the half of the Store protocol that people and monitors look through; read-only, but for signs of life."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from rlbuffer.errors import RlbufferError
+from rlbuffer.records.step_header import StepHeader
+from rlbuffer.store.records import Ledger, PartRollout, Report
+
+
+class Seeing(Protocol):
+    """A run as it is seen; any process may call all of it at any time."""
+
+    def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
+        """Telemetry: kind ``worker`` | ``scorer`` | ``rank`` | ``batcher``; decides nothing."""
+
+    def heartbeats(self, kind: str) -> Mapping[str, Mapping[str, Any]]:
+        """Name -> its last record, with ``seconds_ago`` added by the server's clock; anything else is left out.
+
+        Any process of the kind writes there: no field of a record is certain to be there, nor of a type.
+        """
+
+    def set_waiting(self, who: str, sentence: str) -> None:
+        """Says what `who` waits for, in one sentence; "" when it does not wait."""
+
+    def waiting(self) -> Mapping[str, str]:
+        """The sentence that each has last said, by name."""
+
+    def ledger(self) -> Ledger:
+        """The whole account."""
+
+    def allowances(self) -> Mapping[str, int]:
+        """Tickets that may be out, by env."""
+
+    def headers(
+        self, first: int | None = None, last: int | None = None, *, problems: list[RlbufferError] | None = None
+    ) -> Iterator[StepHeader]:
+        """Headers of the live steps in [first, last], oldest first; what is retired meanwhile is left out.
+
+        One that cannot be read is added to `problems`; None: PayloadError.
+        """
+
+    def history(self, count: int = 1000) -> list[Mapping[str, Any]]:
+        """Newest first: a record per dropped group (``event: drop``) and per committed step (``event: step``)."""
+
+    def find_in_steps(self, group_id: str, step: int | None = None) -> list[tuple[int, PartRollout, int]]:
+        """(step, rollout, planned rank) of a group's rollouts in the live steps, or in `step`."""
+
+    def verify(self) -> Report:
+        """Recomputes the ledger and every invariant that can be seen from outside."""
