@@ -62,6 +62,20 @@ class Batcher:
     Raises:
         RlbufferError: the state was written by another version.
         ConfigError: `order` names a selector, or `advantage` an estimator, that cannot be imported.
+
+    Example:
+        >>> import numpy as np
+        >>> from rlbuffer.testing import make_group
+        >>> batcher = Batcher(BatcherConfig(32, step_groups=2))
+        >>> batcher.add(make_group(env="math", seed=0).info(), entry_id="1-0", now=0.0)
+        >>> rng = np.random.default_rng(0)
+        >>> batcher.next(1, world_size=1, now=0.0, rng=rng).waiting[:44]
+        'Step 1 is 50 % full (1 of 2 groups ready). m'
+        >>> batcher.add(make_group(env="math", seed=1).info(), entry_id="2-0", now=1.0)
+        >>> decision = batcher.next(1, world_size=1, now=1.0, rng=rng)
+        >>> decision.plan.group_ids
+        ('math.0', 'math.1')
+        >>> batcher.committed(decision.plan)
     """
 
     def __init__(self, config: BatcherConfig, state: Mapping[str, Any] | None = None) -> None:

@@ -64,7 +64,39 @@ class Terms:
 
 class Writer:
     """Pushes groups into the buffer. Made by :meth:`rlbuffer.client.buffer.Buffer.writer`; safe from several
-    threads."""
+    threads.
+
+    Example:
+        A batcher gives tickets once a trainer has announced a policy version. Here both are in this process.
+
+        >>> import threading
+        >>> import rlbuffer
+        >>> from rlbuffer.daemon import Daemon
+        >>> buffer = rlbuffer.connect("memory://", run="writer")
+        >>> buffer.reader().start()
+        >>> buffer.policy().announce(0, location="", size=0, checksum="")
+        True
+        >>> daemon, stop = Daemon(buffer, rlbuffer.BatcherConfig(8192, step_groups=8)), threading.Event()
+        >>> batcher = threading.Thread(target=daemon.run, args=(stop,), daemon=True)
+        >>> batcher.start()
+
+        >>> writer = buffer.writer("worker-0")
+        >>> first, second, third = writer.take("math", 3, timeout_seconds=30.0)
+        >>> first.group_id, second.group_id, third.group_id
+        ('math.0', 'math.1', 'math.2')
+        >>> writer.renew([first, second])
+        >>> str(writer.push(rlbuffer.make_group(env="math", group_id=first.group_id)).status)
+        'stored'
+        >>> writer.release([second])
+        >>> writer.take("math", timeout_seconds=30.0) == [second]
+        True
+        >>> writer.skip([second, third])
+        >>> writer.done("math")
+
+        >>> stop.set()
+        >>> batcher.join()
+        >>> buffer.close()
+    """
 
     def __init__(
         self,

@@ -169,7 +169,12 @@ NO_LIMIT = (
 
 
 def assumed_limit(maxmemory: int, machine: int) -> int:
-    """Bytes that the shares are of: maxmemory, else :data:`MACHINE_SHARE` of the machine's memory; 0: not known."""
+    """Bytes that the shares are of: maxmemory, else :data:`MACHINE_SHARE` of the machine's memory; 0: not known.
+
+    Example:
+        >>> assumed_limit(0, 64 * 2**30) // 2**30
+        32
+    """
     return maxmemory or int(MACHINE_SHARE * machine)
 
 

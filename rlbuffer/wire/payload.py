@@ -101,6 +101,17 @@ def encode_rollout(rollout: Rollout) -> bytes:
 
     Raises:
         InvalidRollout: it would be larger than 64 MiB, or its turns and metadata larger than 4 MiB.
+
+    Example:
+        >>> from rlbuffer.testing import make_group
+        >>> rollout = make_group(lengths=[8]).rollouts[0]
+        >>> data = encode_rollout(rollout)
+        >>> decode_rollout(data) == rollout
+        True
+        >>> decode_rollout(data[:-1])
+        Traceback (most recent call last):
+            ...
+        rlbuffer.errors.PayloadError: payload of 159 bytes should have 160
     """
     _refuse_giant(rollout)
     text = None if rollout.text is None else rollout.text.encode()
