@@ -147,7 +147,7 @@ class Batcher:
         self._pool.remove(entry_id)
 
     def close(self, group_ids: Iterable[str]) -> None:
-        """Takes in tombstones: whatever comes of these groups is late."""
+        """Takes in tombstones: later pushes of these groups are late."""
         self._pool.close(group_ids)
 
     def set_published(self, version: int, adapter: str = "") -> None:
@@ -167,7 +167,7 @@ class Batcher:
         self._known.paused.discard(env)
 
     def set_sources(self, *, done: Collection[str], said: Collection[str] = (), others: Collection[str] = ()) -> None:
-        """Takes in the envs that nothing more comes of, and those that may still send something.
+        """Takes in the envs that send nothing more, and those that may still send something.
 
         No step waits for envs that are done. Their forming groups close with the next decision where that was `said`;
         else, as ever, when it is whole or its time is up: an env is done by its tickets when a part of each group was

@@ -109,7 +109,8 @@ def shares(
         ready: env -> what it has ready in the budget's unit; `proportional` splits the rest by it. None: before
             anything is sampled, `proportional` means equal: an env without data must be given leave to make some.
 
-    What nobody without a budget can take goes to the envs with one, in proportion: a step cannot be left unfilled.
+    A share that no env without a budget can take goes to the envs with one, in proportion: a step cannot be left
+    unfilled.
 
     Example:
         >>> from rlbuffer.config.batcher import BatcherConfig

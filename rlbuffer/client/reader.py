@@ -172,10 +172,10 @@ class Reader:
     def steps(self, start: int | None = None, *, until: Callable[[], bool] | None = None) -> Iterator[Step]:
         """Yields step after step, from `start` (default: the one after the last trained) until the caller stops.
 
-        Asking for the next step acknowledges the last one as trained. Whoever stops earlier calls :meth:`trained`.
-        While it waits for a step it asks `until` about once a second, and ends when that says True: so a signal
-        handler need only leave a note. It ends as well when the run has ended (`has_ended`): every env is done, and
-        everything is trained.
+        Asking for the next step acknowledges the last one as trained. A caller that stops earlier calls
+        :meth:`trained`. While it waits for a step it asks `until` about once a second, and ends when that says True: so
+        a signal handler need only leave a note. It ends as well when the run has ended (`has_ended`): every env is
+        done, and everything is trained.
 
         Raises:
             BatchTimeout: no step came within `timeout_seconds`; the message says what the batcher waits for.

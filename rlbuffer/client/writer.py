@@ -214,8 +214,8 @@ class Writer:
             return self._store_as(group, sequence) if sequence is not None else self._store_next(group)
 
     def done(self, env: str) -> None:
-        """Says that nothing more comes of `env` except what was pushed and the tickets that are out: no further ticket
-        is given. When every env of the run is done, its steps take what is left, and it ends with success.
+        """Says that `env` sends nothing more except its pushes and the tickets that are out: no further ticket is
+        given. When every env of the run is done, its steps take what is left, and it ends with success.
 
         Say it once, after the last push of all producers of the env. Later pushes train all the same, as long
         as the run has not ended or is started again; ``rlbuffer env resume`` takes it back.
@@ -283,7 +283,7 @@ class Writer:
                 f"group {group.group_id} is given up and counted as lost: its push broke the connection again and "
                 "again, to a server that answers others. Push it in smaller parts"
             )
-        # What was given up stays so as long as it may be sent again from the spool.
+        # A push that was given up stays so as long as it may be sent again from the spool.
         oldest = self._spool[0][0]
         self._breaks = {n: breaks for n, breaks in self._breaks.items() if breaks >= MOST_BREAKS and n >= oldest}
         return pushed

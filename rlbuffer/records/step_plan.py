@@ -200,4 +200,4 @@ class Decision:
     dead: Mapping[str, float] = field(default_factory=dict)
     """env -> seconds that it has been silent, for envs that a step needs and that are silent for too long."""
     is_over: bool = False
-    """Nothing is pending, and nothing more comes of any env."""
+    """Nothing is pending, and no env sends anything more."""

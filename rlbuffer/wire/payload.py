@@ -357,7 +357,7 @@ def _refuse_giant(rollout: Rollout) -> None:
     if size > MAX_PAYLOAD_BYTES:
         raise _giant(rollout, size)
     for name, array in arrays.items():
-        # Of no bytes, because another dimension is 0, and still more than a decoder believes.
+        # An array of no bytes, because another dimension is 0, is still more than a decoder believes.
         if any(n > MAX_PAYLOAD_BYTES for n in array.shape):
             raise InvalidRollout(f"rollout {rollout.rollout_id}: {name} has the shape {list(array.shape)}")
 
