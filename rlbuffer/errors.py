@@ -116,7 +116,7 @@ class EpochChanged(RunGone):
         """True when a process of `epoch` can go on in the run's: one began from the other by a recovery of lost writes.
 
         The server may have lost a recovery, too, so `epoch` can be the newer one by a few. Epochs of a run that was
-        made anew are clock times, and lie further away.
+        made again are clock times, and lie further away.
         """
         return self.since <= epoch <= self.epoch + MOST_RECOVERIES_LOST
 

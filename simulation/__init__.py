@@ -2,7 +2,7 @@
 
 The real code runs here: the Lua files, the store over the real :class:`~rlbuffer.store.server.connection.Connection`
 logic, `Daemon.run`, `Writer` and `Reader` with their own loops, threads and sleeps, and in every fifth seed scorers
-(:mod:`simulation.scorers`) with their own search, claims and heartbeats. What is simulated is what lies around it:
+(:mod:`simulation.scorers`) with their own search, claims and heartbeats. The simulated part lies around it:
 
 - the server (:mod:`simulation.server`, :mod:`simulation.lua`): a small command model that drives the Lua files by lupa;
 - the network (:mod:`simulation.network`): every round trip may be lost, answered into the void, come late or twice;
@@ -13,7 +13,7 @@ logic, `Daemon.run`, `Writer` and `Reader` with their own loops, threads and sle
 After every event the invariants of docs/explain/protocol.md are checked on the server's data
 (:mod:`simulation.invariants`).
 
-What lies around it goes wrong in drawn ways: :data:`simulation.network` says which for a round trip,
+This surrounding goes wrong in drawn ways: :data:`simulation.network` says which for a round trip,
 :mod:`simulation.circumstances` which for a run (plans longer than a lease, a failover behind the same address,
 memory that is short, adapters, copies, strangers, ends that are said), :mod:`simulation.defects` which requests are
 wrong in themselves. :data:`NOT_MODELLED` says what is not modelled; many seeds end with it, and with the branches of

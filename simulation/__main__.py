@@ -165,7 +165,7 @@ class Tally:
 
     def __str__(self) -> str:
         seconds = time.monotonic() - self.began
-        # Of processes that have ended only: the last thousand seeds may be missing.
+        # The counts are of processes that have ended only: the last thousand seeds may be missing.
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         cpu = sum(its.ru_utime + its.ru_stime for its in used)
         failed = f" {sorted(self.failed)[:20]}" if self.failed else ""

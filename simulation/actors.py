@@ -1,6 +1,6 @@
 """The processes: the real `Daemon`, `Writer` and `Reader`, with what starts, uses and restarts them.
 
-What a worker or a trainer does with its `Writer` or `Reader` is written out here in a few lines, in the order of
+The work of a worker or a trainer with its `Writer` or `Reader` is written out here in a few lines, in the order of
 worker/loop.py (take, sample, push) and trainer/loop.py (announce, acknowledge, checkpoint); everything else is real.
 """
 
@@ -171,7 +171,7 @@ class Worker:
             self.world.scheduler.spawn(process, lambda: self._send(writer, part))
 
     def _send(self, writer: Writer, group: Group) -> None:
-        """Pushes until it is told that the push is there; now and then it gives the group up instead."""
+        """Pushes until it hears that the push is there; now and then it gives the group up instead."""
         while True:
             try:
                 pushed = writer.push(group)

@@ -168,7 +168,7 @@ def come_first(world: World, name: str, command: Command) -> None:
 
 
 def _write_first(world: World) -> None:
-    """Somebody writes into the pool of a run that was deleted, and that is begun anew."""
+    """Somebody writes into the pool of a run that was deleted, and that is begun again."""
     if not (world.plan.left and world.was_disturbed) or world.was_left:
         return
     world.was_left = True
@@ -232,7 +232,7 @@ def _strange(world: World) -> Sequence[Mapping[str, str | bytes]]:
 
 
 def _beyond(world: World) -> Mapping[str, str | bytes]:
-    """A push that is whole, but for a reward that no client lets through."""
+    """A push that is whole, except a reward that no client lets through."""
     group = made_group(world.dice, f"beyond-{world.dice.randrange(10**6)}", "a", 0)
     push = encode_push(group)
     reward = struct.pack("<d", world.dice.choice((1e39, -1.7e308, float("inf"), float("nan"))))

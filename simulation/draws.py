@@ -132,7 +132,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     is_odd, odd, later = _what_is_odd(seed)
     values |= _oddities(is_odd, odd, values, rollback=rollback)
     if rollback and mutation is None and (lost := random.Random(f"lost {seed}")).random() < 0.6:
-        # What a trainer has published and the server has forgotten differs by adapter.
+        # The version that a trainer has published and the server has forgotten differs by adapter.
         values["adapters"] = lost.choice(WHOSE_ROLLOUTS)
     if values["adapters"]:
         config = replace(config, adapter_batch_size=odd.choice((2, 5)))

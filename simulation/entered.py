@@ -1,7 +1,7 @@
 """Seeds that run each line: a seed that never runs a changed line goes on as if nothing had changed.
 
-Of the Lua files by their marks (:mod:`simulation.branches`), for every seed of the pool; of Python by a tracer, which
-takes as long as five seeds, for the first of them.
+The Lua files say it by their marks (:mod:`simulation.branches`), for every seed of the pool; a tracer says it for
+Python, for the first seeds only, since it takes as long as five seeds.
 """
 
 from __future__ import annotations

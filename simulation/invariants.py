@@ -28,7 +28,8 @@ FATES = ("pushed", "packed", "trained", "dropped")
 
 @cache
 def ledger_place(field: bytes) -> tuple[str, str, str]:
-    """Env, fate and unit of a field of the ledger; every reason of a drop is one fate. What is beside it is no fate."""
+    """Env, fate and unit of a field of the ledger; every reason of a drop is one fate. Fields beside the account are no
+    fate."""
     env, *fate, unit = field.decode().split(":") if b":" in field else ("", field.decode(), "")
     return env, fate[0], unit
 
@@ -67,7 +68,7 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         server.on_event = self._check
 
     def forget(self) -> None:
-        """The run is begun anew: nothing is known of it."""
+        """The run is begun again: nothing is known of it."""
         self.pool: dict[StreamId, Pending] = {}
         self.strange: dict[StreamId, dict[bytes, bytes]] = {}
         """What somebody else than a client has put there."""
@@ -133,7 +134,7 @@ class Invariants(CommittedSteps, Fences, Rewinds):
             self._taken_back(first[3 + int(first[2]) :])
         if name == "" and first[0] == b"EVALSHA" and isinstance(reply, list) and reply[:1] == [b"MOVED"]:
             self._renumbered()
-        # What leaves a stream first: what takes its place in the same script must find it gone.
+        # Removals from a stream come first: an entry that takes the place in the same script must find it gone.
         for kind, key, detail in sorted(self.server.changes, key=lambda change: change[0] != "xdel"):
             handler = self._handlers.get(key)
             if handler is not None:
@@ -248,7 +249,7 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         self.scored.add(old_id)
 
     def expect_scored(self, group: str, entry_id: str) -> None:
-        """A scorer was told that its push took this entry's place."""
+        """A scorer has heard that its push took this entry's place."""
         if not self.was_rolled_back and stream_id(entry_id.encode()) not in self.scored:
             self.fail("I10", f"a scored push of group {group} was acknowledged, but {entry_id} was not replaced")
 

@@ -1,17 +1,18 @@
 """``python -m simulation.mutate``: are small defects found? Mechanical ones (:mod:`simulation.mutants`), one at a time.
 
 Each is put into a copy of the tree; there the simulation runs seeds that run the changed line
-(:mod:`simulation.entered`) and ends at the first violation. What it lets pass goes to a named set of tests; one that
-fails must pass on the tree as it is. What both let pass is listed, unless :data:`EQUIVALENT` says why it changes
-nothing that matters.
+(:mod:`simulation.entered`) and ends at the first violation. A mutant that it lets pass goes to a named set of tests;
+one that fails must pass on the tree as it is. A mutant that both let pass is listed, unless :data:`EQUIVALENT` says why
+it changes nothing that matters.
 
     python -m simulation.mutate --count 80 --seed 1     # drawn; half of them in Lua
     python -m simulation.mutate --whole lease.lua       # all of the files whose path ends so
     make mutations
 
-Verdicts are kept in a file as they come, so a run that was stopped goes on. What was found stays found; what survived
-is tried again once any file of the tree has changed. Work is bounded by seeds and events (:mod:`simulation.world`); the
-limit of processor time below is for a defect that loops without waiting for anything, which counts as found.
+Verdicts are kept in a file as they come, so a run that was stopped goes on. A mutant that was found stays found; a
+survivor is tried again once any file of the tree has changed. Work is bounded by seeds and events
+(:mod:`simulation.world`); the limit of processor time below is for a defect that loops without waiting for anything,
+which counts as found.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ class Tree:
         return "tests", line
 
     def _write(self, file: Path, text: str) -> None:
-        """Compiled files are told apart by second and size alone: that of another text goes."""
+        """Compiled files differ by second and size alone: the one of another text goes."""
         file.write_text(text, encoding="utf-8")
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
             compiled.unlink()

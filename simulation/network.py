@@ -150,7 +150,7 @@ class Network:
         self._leads_to.pop(process, None)
 
     def fail_over(self, answer: str) -> None:
-        """Another server is the primary; whoever blocks at the old one is told so."""
+        """Another server is the primary; processes that block at the old one hear so."""
         self.primary, self.demoted = self.primary + 1, answer
         for wakes in self.server.waiting.values():
             for wake in wakes:

@@ -82,7 +82,7 @@ class Plan:
     operator: bool
     """Somebody drops pending groups by hand."""
     reset: bool
-    """The run is deleted and begun anew."""
+    """The run is deleted and begun again."""
     full: bool
     """The server is at its memory limit for a while."""
     rollback: bool

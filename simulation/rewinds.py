@@ -130,7 +130,8 @@ class Rewinds(ABC):
                 self.fail("I5", f"version {value[:40]!r} of {adapter!r} stays in the new line of epoch {epoch}")
 
     def joined(self, incarnation: str, epoch: int) -> None:
-        """A producer begins in `epoch`. What it read may be of before a recovery: then it goes on in the next one."""
+        """A producer begins in `epoch`. Its knowledge may be from before a recovery: then it goes on in the next
+        one."""
         self.incarnations[incarnation] = max(
             (after for since, after in self._continued.items() if since <= epoch <= after), default=epoch
         )
@@ -140,7 +141,7 @@ class Rewinds(ABC):
         keep, trained = int(args[0]), self._highest.get("trainer trained", 0)
         digest = (self.server.data[self.keys.meta.encode()]).get(b"digest", b"").decode()
         if not digest and keep < self._highest.get("meta retired", 0) and keep in self.digests:
-            self.digests[keep] = ""  # only a checkpoint knows it: the chain begins anew
+            self.digests[keep] = ""  # only a checkpoint knows it: the chain begins again
         elif digest != self.digests.get(keep, ""):
             self.fail("I3", f"the run goes on from step {keep} with digest {digest!r}")
         self._before_void = self._highest.get("meta epoch", 0), self._highest.get("lease token", 0)

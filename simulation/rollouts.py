@@ -55,8 +55,8 @@ class Codec:
     """The wire's own encoder and decoders, asked once for the same group or the same bytes.
 
     They are pure, and their records frozen. A group is encoded for every push of it and decoded by the batcher, again
-    after every takeover, by every rank of every attempt, and by the invariants; names repeat from seed to seed. What is
-    refused or damaged is never kept.
+    after every takeover, by every rank of every attempt, and by the invariants; names repeat from seed to seed. A
+    refused or damaged group is never kept.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ from simulation.scorers import scorer
 from simulation.server import Command, Server
 from simulation.stand_ins import installed
 
-# What processes of the model log stands in the events, where it is looked for.
+# Log lines of the processes stand in the events, where they are looked for.
 logging.getLogger("rlbuffer").addHandler(logging.NullHandler())
 
 BUSY_CALLS = 30_000
@@ -94,7 +94,7 @@ class World:
         self.was_disturbed = False
         """The run was reset: processes of before may end in ways that are an error else."""
         self.was_left = False
-        """Somebody wrote into the run before it was begun anew, so it was deleted once more."""
+        """Somebody wrote into the run before it was begun again, so it was deleted once more."""
         self.was_taken_back = False
         self.loses_again = False
         """The server loses its newest writes once the next trainer trains steps again."""
@@ -219,8 +219,8 @@ class World:
             self.scheduler.after(LATEST_SECONDS + 0.1, self._delete_what_came_late)
 
     def _delete_what_came_late(self) -> None:
-        """Deletes a run that was deleted before and got late writes: nobody can begin one beside them, so a person is
-        told to."""
+        """Deletes a run that was deleted before and got late writes: nobody can begin a run beside them, so a person is
+        asked to delete it."""
         if self.server.data and Keys(RUN).meta.encode() not in self.server.data:
             self.reset()
 
@@ -231,7 +231,7 @@ class World:
             verdict.goes_on(self.trainer, self)
         if self.invariants.violation:
             return
-        # What was on its way late arrives first.
+        # Late messages on their way arrive first.
         self._run(max(0.0, self._healed + LATEST_SECONDS + 0.1 - self.scheduler.now))
         verdict.is_sound(self)
 
@@ -325,7 +325,7 @@ class World:
         """Loses what was acknowledged since the last look at the disk, or the last word to the replica."""
         self.was_rolled_back = True
         if Keys(RUN).meta.encode() not in self._saved[0][0]:
-            self.was_disturbed = True  # the run is lost whole, and begun anew
+            self.was_disturbed = True  # the run is lost whole, and begun again
         on_disk, known = self._saved
         self.server.roll_back(on_disk)
         self.invariants.roll_back(known, self.trainer.job.at if self.trainer.job else 0)

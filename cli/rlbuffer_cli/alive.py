@@ -1,7 +1,7 @@
 """`inspect --alive`, as health checks ask it every few seconds: without numpy, pydantic and the settings' whole schema.
 
-Only the answer yes is given here. Whatever else there is to say (nobody was heard, a server that does not answer, a
-setting that is wrong) is the other way's, which reads everything.
+Only the answer yes is given here. The other way reads everything, and gives every other answer: nobody was heard, a
+server that does not answer, a setting that is wrong.
 """
 
 from __future__ import annotations

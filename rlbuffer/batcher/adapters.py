@@ -195,7 +195,7 @@ class Queue:
             self._heads[adapter] = group
 
     def _first(self) -> GroupState | None:
-        # Of equals the first by name: `min` keeps the first, and lanes are in order of names.
+        # The first by name of equals: `min` keeps the first, and lanes are in order of names.
         if not self._heads:
             return None
         order = self._lanes if len(self._heads) > 1 else self._heads

@@ -94,8 +94,9 @@ def missing(
     The step is selected in advance, as :mod:`rlbuffer.batcher.selection` will do it, of groups of mean size. The
     average of a step (:func:`groups_per_step`) says nothing of what an env is owed from earlier steps, and rounding it
     up for every env samples a group too many for almost each of them. The order in which envs give their groups follows
-    from the means alone: by the groups' real sizes the last ones would be asked now of this env, now of that one, and
-    come of both. The step counts as full by what is there, and by what those on their way may at most turn out to be.
+    from the means alone: by the groups' real sizes the last groups would be asked now from this env, now from that one,
+    and come from both. The step counts as full by what is there, and by what those on their way may at most turn out to
+    be.
 
     A step is `groups` groups, or `rollouts` rollouts, or else from `tokens` tokens on.
     """

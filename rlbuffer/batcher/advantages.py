@@ -206,7 +206,7 @@ def estimate(
         raise InvalidRollout(f"advantage {name}: {weights.size} lengths do not match {len(values)} rewards")
     if len(values) <= 1:
         return np.zeros_like(values)
-    with np.errstate(all="ignore"):  # what comes of it is looked at below
+    with np.errstate(all="ignore"):  # its results are checked below
         advantages = estimator(values, weights, group)
     usable = np.abs(advantages) <= MAX_ADVANTAGE
     if not usable.all():

@@ -80,7 +80,7 @@ def allow(
 def _open_step(known: Situation, supply: Mapping[str, admission.EnvSupply], limits: Limits) -> dict[str, int]:
     """env -> groups that the open step still lacks, of the envs that are on policy: they can serve no later one."""
     config = known.config
-    # Of an env without a budget nobody knows what will come; in place of an excused one the others are sampled.
+    # Nobody knows what an env without a budget will send; in place of an excused env the others are sampled.
     if not all(budget.has_budget(config, e) for e in supply) or known.patience.excused(known.pool.now):
         return {}
     least = config.close_fill * limits.tokens

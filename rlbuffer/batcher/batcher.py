@@ -62,6 +62,20 @@ class Batcher:
     Raises:
         RlbufferError: the state was written by another version.
         ConfigError: `order` names a selector, or `advantage` an estimator, that cannot be imported.
+
+    Example:
+        >>> import numpy as np
+        >>> from rlbuffer.testing import make_group
+        >>> batcher = Batcher(BatcherConfig(32, step_groups=2))
+        >>> batcher.add(make_group(env="math", seed=0).info(), entry_id="1-0", now=0.0)
+        >>> rng = np.random.default_rng(0)
+        >>> batcher.next(1, world_size=1, now=0.0, rng=rng).waiting[:44]
+        'Step 1 is 50 % full (1 of 2 groups ready). m'
+        >>> batcher.add(make_group(env="math", seed=1).info(), entry_id="2-0", now=1.0)
+        >>> decision = batcher.next(1, world_size=1, now=1.0, rng=rng)
+        >>> decision.plan.group_ids
+        ('math.0', 'math.1')
+        >>> batcher.committed(decision.plan)
     """
 
     def __init__(self, config: BatcherConfig, state: Mapping[str, Any] | None = None) -> None:
@@ -133,7 +147,7 @@ class Batcher:
         self._pool.remove(entry_id)
 
     def close(self, group_ids: Iterable[str]) -> None:
-        """Takes in tombstones: whatever comes of these groups is late."""
+        """Takes in tombstones: later pushes of these groups are late."""
         self._pool.close(group_ids)
 
     def set_published(self, version: int, adapter: str = "") -> None:
@@ -153,7 +167,7 @@ class Batcher:
         self._known.paused.discard(env)
 
     def set_sources(self, *, done: Collection[str], said: Collection[str] = (), others: Collection[str] = ()) -> None:
-        """Takes in the envs that nothing more comes of, and those that may still send something.
+        """Takes in the envs that send nothing more, and those that may still send something.
 
         No step waits for envs that are done. Their forming groups close with the next decision where that was `said`;
         else, as ever, when it is whole or its time is up: an env is done by its tickets when a part of each group was

@@ -109,7 +109,13 @@ def shares(
         ready: env -> what it has ready in the budget's unit; `proportional` splits the rest by it. None: before
             anything is sampled, `proportional` means equal: an env without data must be given leave to make some.
 
-    What nobody without a budget can take goes to the envs with one, in proportion: a step cannot be left unfilled.
+    A share that no env without a budget can take goes to the envs with one, in proportion: a step cannot be left
+    unfilled.
+
+    Example:
+        >>> from rlbuffer.config.batcher import BatcherConfig
+        >>> shares(BatcherConfig(8192, budgets={"math": 0.5}, remainder="equal"), ["math", "code", "chat"], None)
+        {'chat': 0.25, 'code': 0.25, 'math': 0.5}
     """
     budgets = budgets_at(config.budgets, step)
     out = {e: f for e, f in (dict.fromkeys(envs, 0.0) | budgets).items() if e not in paused}

@@ -254,7 +254,7 @@ class GroupState:
 
     def too_small(self, min_group_size: int, *, is_over: bool, timeout_seconds: float | None) -> Rejected | None:
         """The reason why the group can no longer become ready, or None. `is_over`: its time is up, or, where
-        `timeout_seconds` is None, nothing more comes of its env."""
+        `timeout_seconds` is None, its env sends nothing more."""
         if not is_over and (self.needs or not self.has_all):
             return None
         when = (
@@ -274,7 +274,7 @@ class GroupState:
     def uses(self, max_uses: int = 1) -> list[EntryUse]:
         """The exact use of each of the group's entries when it is packed.
 
-        What an entry holds beyond the packed rollouts is dropped with the first use.
+        Other rollouts of an entry are dropped with the first use.
         """
         packed: dict[str, list[int]] = {entry_id: [0, 0] for entry_id in self.parts}
         for member in self.members:

@@ -354,7 +354,7 @@ class PoolIndex:
     def _queue(self, drop: Drop, parts: Mapping[str, GroupInfo]) -> None:
         self.drops[drop.entry_ids] = drop
         self._dropping.update({entry_id: (drop.entry_ids, info) for entry_id, info in parts.items()})
-        if drop.reason not in (Reason.LATE, Reason.DUPLICATE) and drop.rollouts:  # those come of groups that did train
+        if drop.reason not in (Reason.LATE, Reason.DUPLICATE) and drop.rollouts:  # those groups did train
             self._env(drop.env).lost = f"{drop.reason}: {drop.detail}"
 
     def _withdraw(self, entry_id: str) -> None:

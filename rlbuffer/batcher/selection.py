@@ -171,8 +171,8 @@ def select(
         unit: tokens | rollouts | groups.
         close_fill: from this share of the tokens on a balanced step need not wait for one group too many.
         excused: envs of `budgeted` that it does not wait for now.
-        overdue: envs of `budgeted` that have been short for too long: whatever goes before them closes the step. What
-            they are owed from earlier steps is left out of the trial: else nothing could go before them.
+        overdue: envs of `budgeted` that have been short for too long: whatever goes before them closes the step. Their
+            deficits from earlier steps are left out of the trial: else nothing could go before them.
     """
     trial = Trial(deficits={env: deficits.get(env, 0.0) for env in fractions})
     owed = trial.deficits

@@ -40,7 +40,7 @@ class Situation:
     said: frozenset[str] = frozenset()
     """Envs of `done` from which no further part comes either, because somebody has said so."""
     others: frozenset[str] = frozenset()
-    """Whoever else may still send something."""
+    """Other producers that may still send something."""
     short: frozenset[str] = frozenset()
     """Envs that the open step waits for."""
 
@@ -50,7 +50,7 @@ class Situation:
         return budget.known_envs(self.config, [*self.accounts, *self.pool.envs])
 
     def is_finished(self, env: str) -> bool:
-        """True when nothing more comes of it, and all that came is gone from the pool."""
+        """True when it sends nothing more, and all that it sent is gone from the pool."""
         pool = self.env(env)
         return env in self.done and not pool.order and not any(len(lane.ready) for lane in pool.lanes.values())
 

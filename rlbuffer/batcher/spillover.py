@@ -2,8 +2,8 @@
 
 An env is **short** while it is owed more than its mean group and has nothing ready; after `spill_after_seconds` of that
 `borrow` lets the others fill its place until it has something again, `partial` closes the step as it is. An env is
-**dead** when a step has waited for it for `env_dead_after_seconds` and nothing came of it, not even a part of a group:
-an env of which nothing is wanted may be silent for ever, and so may one that only the trainer holds up.
+**dead** when a step has waited for it for `env_dead_after_seconds` and the env sent nothing, not even a part of a
+group. An env may be silent for ever while no step needs it, or while only the trainer holds it up.
 """
 
 from __future__ import annotations

@@ -293,6 +293,13 @@ def connect(
         ConfigError: a setting, or the name of the run, is not valid.
         ServerUnreachable: nothing answers there.
         ServerUnsuitable: it is too old, or set to evict keys.
+
+    Example:
+        >>> import rlbuffer
+        >>> with connect("memory://", run="example") as buffer:
+        ...     pushed = buffer.writer("worker-0").push(rlbuffer.make_group(env="math", rewards=[0.0, 1.0]))
+        ...     buffer.groups("env=math")[0].group_id, buffer.ledger().envs["math"].pushed
+        ('math.0', (2, 51))
     """
     settings = _settings(config)
     if config is not None and run == "default":

@@ -68,6 +68,43 @@ class Reader:
 
     Asking for the next step acknowledges the last one as trained; the next step is already being pulled meanwhile,
     and pulling acknowledges nothing.
+
+    Example:
+        Two groups make a step. The batcher and the worker are in this process, too.
+
+        >>> import threading
+        >>> import rlbuffer
+        >>> from rlbuffer.daemon import Daemon
+        >>> buffer = rlbuffer.connect("memory://", run="reader")
+        >>> daemon = Daemon(buffer, rlbuffer.BatcherConfig(64, step_groups=2))
+        >>> batcher = threading.Thread(target=daemon.run, args=(threading.Event(),), daemon=True)
+        >>> batcher.start()
+        >>> writer = buffer.writer("worker-0")
+        >>> for seed in range(4):
+        ...     pushed = writer.push(rlbuffer.make_group(env="math", seed=seed))
+        >>> writer.done("math")
+
+        >>> reader = buffer.reader(rank=0, world_size=1, timeout_seconds=30.0)
+        >>> reader.start()
+        >>> for step in reader.steps():
+        ...     print(step.number, step.header.group_ids, [micro_batch.length for micro_batch in step])
+        ...     reader.trained(step)
+        ...     is_new = reader.announce(rlbuffer.PolicyVersion(version=step.number))
+        ...     reader.checkpointed(step)
+        ...     state = reader.state_dict()
+        1 ('math.0', 'math.1') [63, 59, 58]
+        2 ('math.2', 'math.3') [64, 55, 10]
+        >>> reader.has_ended, reader.step
+        (True, 2)
+        >>> reader.close()
+
+        >>> resumed = buffer.reader()
+        >>> resumed.load_state_dict(state)
+        >>> resumed.step
+        2
+
+        >>> batcher.join()
+        >>> buffer.close()
     """
 
     def __init__(
@@ -135,10 +172,10 @@ class Reader:
     def steps(self, start: int | None = None, *, until: Callable[[], bool] | None = None) -> Iterator[Step]:
         """Yields step after step, from `start` (default: the one after the last trained) until the caller stops.
 
-        Asking for the next step acknowledges the last one as trained. Whoever stops earlier calls :meth:`trained`.
-        While it waits for a step it asks `until` about once a second, and ends when that says True: so a signal
-        handler need only leave a note. It ends as well when the run has ended (`has_ended`): every env is done, and
-        everything is trained.
+        Asking for the next step acknowledges the last one as trained. A caller that stops earlier calls
+        :meth:`trained`. While it waits for a step it asks `until` about once a second, and ends when that says True: so
+        a signal handler need only leave a note. It ends as well when the run has ended (`has_ended`): every env is
+        done, and everything is trained.
 
         Raises:
             BatchTimeout: no step came within `timeout_seconds`; the message says what the batcher waits for.

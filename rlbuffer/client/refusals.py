@@ -18,7 +18,7 @@ from rlbuffer.narration.waiting import SILENT_BATCHER, Lasting, to_trainer
 from rlbuffer.store.protocol import Store
 
 LONG_WAIT_SECONDS, AGAIN_SECONDS = 10.0, 60.0
-"""Seconds until a waiting loop is told for what it waits, and until it is told again."""
+"""Seconds until a waiting loop hears what it waits for, and until it hears it again."""
 REFUSAL_PAUSE_SECONDS = 0.5
 """Before what was refused is asked again."""
 

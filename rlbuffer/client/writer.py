@@ -64,7 +64,39 @@ class Terms:
 
 class Writer:
     """Pushes groups into the buffer. Made by :meth:`rlbuffer.client.buffer.Buffer.writer`; safe from several
-    threads."""
+    threads.
+
+    Example:
+        A batcher gives tickets once a trainer has announced a policy version. Here both are in this process.
+
+        >>> import threading
+        >>> import rlbuffer
+        >>> from rlbuffer.daemon import Daemon
+        >>> buffer = rlbuffer.connect("memory://", run="writer")
+        >>> buffer.reader().start()
+        >>> buffer.policy().announce(0, location="", size=0, checksum="")
+        True
+        >>> daemon, stop = Daemon(buffer, rlbuffer.BatcherConfig(8192, step_groups=8)), threading.Event()
+        >>> batcher = threading.Thread(target=daemon.run, args=(stop,), daemon=True)
+        >>> batcher.start()
+
+        >>> writer = buffer.writer("worker-0")
+        >>> first, second, third = writer.take("math", 3, timeout_seconds=30.0)
+        >>> first.group_id, second.group_id, third.group_id
+        ('math.0', 'math.1', 'math.2')
+        >>> writer.renew([first, second])
+        >>> str(writer.push(rlbuffer.make_group(env="math", group_id=first.group_id)).status)
+        'stored'
+        >>> writer.release([second])
+        >>> writer.take("math", timeout_seconds=30.0) == [second]
+        True
+        >>> writer.skip([second, third])
+        >>> writer.done("math")
+
+        >>> stop.set()
+        >>> batcher.join()
+        >>> buffer.close()
+    """
 
     def __init__(
         self,
@@ -182,8 +214,8 @@ class Writer:
             return self._store_as(group, sequence) if sequence is not None else self._store_next(group)
 
     def done(self, env: str) -> None:
-        """Says that nothing more comes of `env` except what was pushed and the tickets that are out: no further ticket
-        is given. When every env of the run is done, its steps take what is left, and it ends with success.
+        """Says that `env` sends nothing more except its pushes and the tickets that are out: no further ticket is
+        given. When every env of the run is done, its steps take what is left, and it ends with success.
 
         Say it once, after the last push of all producers of the env. Later pushes train all the same, as long
         as the run has not ended or is started again; ``rlbuffer env resume`` takes it back.
@@ -251,7 +283,7 @@ class Writer:
                 f"group {group.group_id} is given up and counted as lost: its push broke the connection again and "
                 "again, to a server that answers others. Push it in smaller parts"
             )
-        # What was given up stays so as long as it may be sent again from the spool.
+        # A push that was given up stays so as long as it may be sent again from the spool.
         oldest = self._spool[0][0]
         self._breaks = {n: breaks for n, breaks in self._breaks.items() if breaks >= MOST_BREAKS and n >= oldest}
         return pushed

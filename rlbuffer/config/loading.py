@@ -85,7 +85,7 @@ def load(
         config: The file; None: ``RLBUFFER_CONFIG``, else ``./rlbuffer.toml`` if there is one.
         environ: None: the process's environment.
         flags: Dotted name -> (flag as typed, value); a value of None was not given.
-        checks: What more to look at than the settings alone show (:func:`rlbuffer.run.loading.load`).
+        checks: further ones than those of the settings alone (:func:`rlbuffer.run.loading.load`).
 
     Raises:
         ConfigError: a file that cannot be read, settings or variables that do not exist, values out of range or that

@@ -1,7 +1,7 @@
 """The losses and corrections that there are, and the settings that each of them reads.
 
 Known without torch, so that every command can refuse a loss that there is not, and a setting that the chosen loss would
-never look at. What they compute is in :mod:`rlbuffer.trainer.losses`.
+never look at. Their formulas are in :mod:`rlbuffer.trainer.losses`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,12 @@ class Forecast:
 
 def steps_at_once(config: BatcherConfig) -> int:
     """``lookahead + max_age + 3``, with the largest max_age of all envs: ``lookahead`` + 1 steps that are committed and
-    not trained, ``max_age`` + 1 of what is pushed and not committed, and one that is trained and not retired."""
+    not trained, ``max_age`` + 1 of what is pushed and not committed, and one that is trained and not retired.
+
+    Example:
+        >>> steps_at_once(BatcherConfig(8192, lookahead=1, max_age=2))
+        6
+    """
     ages = [config.max_age, *(env.max_age for env in config.envs.values() if env.max_age is not None)]
     return config.lookahead + max(ages) + 3
 

@@ -19,7 +19,7 @@ MEANING = {"tuple_type": "must be a list", "dict_type": "must be a table", "mapp
 
 
 def refusing_as_config_error(cls: type[_T]) -> type[_T]:
-    """Whoever makes the record by hand gets the ConfigError that a file would give, and not pydantic's error."""
+    """A caller that makes the record by hand gets the ConfigError that a file would give, and not pydantic's error."""
     check = cls.__init__
 
     @functools.wraps(check)

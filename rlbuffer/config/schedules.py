@@ -69,7 +69,15 @@ def check_schedule(trainer: TrainerSettings) -> None:
 
 
 def learning_rate_at(update: int, trainer: TrainerSettings) -> float:
-    """The learning rate of the given update, counted from 1."""
+    """The learning rate of the given update, counted from 1.
+
+    Example:
+        >>> from rlbuffer.config.trainer import OptimizerSettings, TrainerSettings
+        >>> optimizer = OptimizerSettings(learning_rate=0.01, warmup_updates=2, schedule="linear")
+        >>> trainer = TrainerSettings(steps=10, optimizer=optimizer)
+        >>> [learning_rate_at(update, trainer) for update in (1, 2, 6, 10)]
+        [0.005, 0.01, 0.005, 0.0]
+    """
     optimizer = trainer.optimizer
     full, low, warmup = optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_updates
     if update < warmup:

@@ -153,8 +153,8 @@ class Daemon:
         return None
 
     def _lead(self, keeper: LeaseKeeper, stop: threading.Event) -> None:
-        """Leads until stopped. Whatever ends a leadership (a recovery, an operator) leaves nothing of its memory."""
-        # Of before the look at the file: a server that starts again after it is another one.
+        """Leads until stopped. The next leadership remembers nothing of one that a recovery or an operator ended."""
+        # The server's id from before the look at the file: a server that starts again after it is another one.
         tenure = Tenure(losses=self._store.losses())
         self._await_whole_file(keeper, stop)
         while not stop.is_set() and self._ended is None:

@@ -1,4 +1,4 @@
-"""The server's memory: what to do when it fills up. What a run needs of it: :mod:`rlbuffer.config.memory_needs`.
+"""The server's memory: what to do when it fills up. :mod:`rlbuffer.config.memory_needs` has the needs of a run.
 
     below 70 %   nothing
     from 70 %    the next header asks for a checkpoint: it lets steps retire that no checkpoint holds yet
@@ -6,7 +6,7 @@
     full         pushes wait; commits, training and retirement go on
 
 Shares are of `maxmemory`, of all that counts against it: other runs and the clients' buffers too. Those buffers come
-and go with every payload, so a decision goes by the smaller of two looks.
+and go with every payload, so a decision uses the smaller of two looks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CAUTION = 0.75
 """Share of what is missing that steps retire early for, before the server is looked at again: with a step go the groups
 that were dropped beside it, which nobody has counted."""
 MEMORY_LOOKS = 2
-"""A decision goes by the smallest of this many looks."""
+"""A decision uses the smallest of this many looks."""
 LAST_GAP = 64
 """Most steps between two checkpoints that are asked for without effect."""
 
@@ -169,7 +169,12 @@ NO_LIMIT = (
 
 
 def assumed_limit(maxmemory: int, machine: int) -> int:
-    """Bytes that the shares are of: maxmemory, else :data:`MACHINE_SHARE` of the machine's memory; 0: not known."""
+    """Bytes that the shares are of: maxmemory, else :data:`MACHINE_SHARE` of the machine's memory; 0: not known.
+
+    Example:
+        >>> assumed_limit(0, 64 * 2**30) // 2**30
+        32
+    """
     return maxmemory or int(MACHINE_SHARE * machine)
 
 

@@ -285,7 +285,7 @@ class MemoryWatch:
             return False
         self._looked = now
         facts: Mapping[str, Any] = self._store.server()
-        # What was unlinked is given back by a thread of the server's; until then its memory only looks used.
+        # A thread of the server gives unlinked memory back; until then it only looks used.
         if int(facts.get("unfreed", 0)) and now - self._freed < LAG_SECONDS:
             return False
         self._is_assumed = not int(facts["maxmemory"])

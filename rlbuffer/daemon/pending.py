@@ -144,7 +144,7 @@ class Pending:
             return
         self._store.drop(self._token, [(d, [self._entries[e] for e in d.entry_ids]) for d in drops])
         self.batcher.dropped(drops)
-        # What was trained before is only released: its place in the account stays.
+        # A group that was trained before is only released: its place in the account stays.
         self._teller.dropped(drop for drop in drops if not self._used.issuperset(drop.entry_ids))
         for drop in drops:
             self._forget(drop.entry_ids)

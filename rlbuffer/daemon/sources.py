@@ -1,4 +1,4 @@
-"""The leader's watch of the sources: the envs that nothing more will come of."""
+"""The leader's watch of the sources: the envs that send nothing more."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Trouble(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunChanged(Event):
-    """The run is in another epoch, is another one, or is gone: the process begins with it anew."""
+    """The run is in another epoch, is another one, or is gone: the process begins again with it."""
 
     event = "restart"
     error: str

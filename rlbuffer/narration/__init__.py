@@ -1,6 +1,6 @@
 """The sentences that people read: why a step waits, what was probably meant; numbers as text.
 
 Numbers and names come in, text goes out; nothing is looked up here. A sentence that several rooms say enters here; the
-lines of what happens are told by the narrators of `events`.
+narrators of `events` tell the lines of what happens.
 Open first: `waiting`.
 """

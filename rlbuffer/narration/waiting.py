@@ -164,7 +164,7 @@ def for_end(step: int) -> str:
 
 
 def at_end(step: int) -> str:
-    """All of it is trained. Whoever waits leaves with success."""
+    """All of it is trained. A waiting process leaves with success."""
     return f"The run has ended after step {step}: every env is done, and nothing is left to train."
 
 

@@ -6,8 +6,8 @@ an array that was cut from it.
 
 **Lifetime rule: there is none to keep.** Every array of a micro-batch is a view of its block and holds a reference to
 it; so do torch tensors made with `from_numpy`. A block is handed out again only when no such reference is left, so a
-micro-batch that is kept (in a list, for a prefetch, for a test) stays as it was. What must not be done is keeping a
-bare address (`array.ctypes.data`) beyond the array.
+micro-batch that is kept (in a list, for a prefetch, for a test) stays as it was. Never keep a bare address
+(`array.ctypes.data`) beyond the array.
 """
 
 from __future__ import annotations

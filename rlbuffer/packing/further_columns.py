@@ -3,7 +3,7 @@
 A column needs no declaration to be packed. It needs one where 0 means something (a temperature, a weight), or where
 every rank must have the column though none of its rollouts does.
 
-Which further columns a step has is decided once, when it is committed, for all ranks. A rank sees only its own
+The further columns of a step are decided once, when it is committed, for all ranks. A rank sees only its own
 rollouts: if each made up its mind from those, one rank's micro-batches could have a column that another's lack, and two
 rollouts that disagree about a column would stop one rank and not the others. So the step's header says it, and pushes
 that do not fit the others of their step do not get into it.

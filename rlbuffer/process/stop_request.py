@@ -12,7 +12,7 @@ from types import FrameType
 
 
 class StopRequest:
-    """A request to this process to stop, which may come at any time. Whoever waits for long looks at it meanwhile."""
+    """A request to this process to stop, which may come at any time. A long wait looks at it meanwhile."""
 
     def __init__(self) -> None:
         self.is_set = False

@@ -32,6 +32,17 @@ class Group:
     """The rollouts of one prompt, or a part of them (parts share ``group_id`` and ``planned_size``).
 
     The order of the fields is public: a group can be made by position, too.
+
+    Example:
+        >>> rollouts = [
+        ...     Rollout.from_completion(
+        ...         prompt_ids=[1, 5], token_ids=[token, 2], logprobs=[-0.7, -0.2], reward=reward, policy_version=3
+        ...     )
+        ...     for token, reward in ((7, 0.0), (8, 1.0))
+        ... ]
+        >>> group = Group("math.0", env="math", prompt_id="3 + 5", rollouts=rollouts, planned_size=2, answer="8")
+        >>> [rollout.rollout_id for rollout in group.rollouts]
+        ['math.0/0', 'math.0/1']
     """
 
     group_id: str

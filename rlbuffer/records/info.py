@@ -100,7 +100,16 @@ class _Unpacked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupInfo(_Unpacked):
-    """One push as the batcher sees it: a group, or a part of one, without its payload."""
+    """One push as the batcher sees it: a group, or a part of one, without its payload.
+
+    Example:
+        >>> from rlbuffer.testing import make_group
+        >>> info = make_group(env="math", rewards=[0.0, 1.0], lengths=[8, 12], seed=3).info()
+        >>> info.group_id, info.tokens, info.totals.is_flat
+        ('math.3', 20, False)
+        >>> info.rollouts[1].loss_tokens
+        9
+    """
 
     group_id: str
     """`[A-Za-z0-9_.:-]{1,128}`, unique in the run."""

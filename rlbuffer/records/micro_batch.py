@@ -99,6 +99,17 @@ class MicroBatch:
 
     The logprob of token t comes from the logits at t - 1; `targets` gives the same alignment from the other side:
     ``targets[t]`` is the token that the logits at t predict, `ignore_index` at the end of each rollout and in padding.
+
+    Example:
+        >>> import rlbuffer
+        >>> group = rlbuffer.make_group(env="math", rewards=[0.0, 1.0], lengths=[3, 4])
+        >>> micro_batch = rlbuffer.pack(group.rollouts, [-0.5, 0.5], row_tokens=8, pad_to_multiple_of=8)
+        >>> micro_batch.length, micro_batch.cu_seqlens.tolist(), micro_batch.position_ids.tolist()
+        (8, [0, 3, 7, 8], [0, 1, 2, 0, 1, 2, 3, 0])
+        >>> micro_batch.advantages.tolist()
+        [0.0, -0.5, -0.5, 0.0, 0.5, 0.5, 0.5, 0.0]
+        >>> [sample.rollout_id for sample in micro_batch.samples]
+        ['math.0/0', 'math.0/1']
     """
 
     input_ids: NDArray[np.int32]
@@ -195,7 +206,27 @@ NO_HEADER = cast(StepHeader, None)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One step as one rank trains it. Iterating gives its micro-batches."""
+    """One step as one rank trains it. Iterating gives its micro-batches.
+
+    Example:
+        >>> import rlbuffer
+        >>> group = rlbuffer.make_group(env="math", rewards=[0.0, 1.0], lengths=[3, 4])
+        >>> micro_batch = rlbuffer.pack(group.rollouts, [-0.5, 0.5], row_tokens=8)
+        >>> step = Step(
+        ...     number=1,
+        ...     epoch=1,
+        ...     digest="",
+        ...     world_size=1,
+        ...     normalizers=micro_batch.normalizers,
+        ...     rollouts=2,
+        ...     groups=1,
+        ...     micro_batches=(micro_batch,),
+        ... )
+        >>> [micro_batch.length for micro_batch in step], step.header.tokens
+        ([7], 7)
+        >>> step.padded().input_ids.shape
+        (2, 4)
+    """
 
     number: int
     """From 1: step s trains version s - 1 and makes version s."""

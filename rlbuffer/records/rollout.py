@@ -57,6 +57,17 @@ class Rollout:
             column whose name ends in ``logprobs``, is above 0 (1e-3 is rounding); a reward or a float of a column is
             beyond 1e12, either sign, so that it cannot be trained; the first token is trained; spans overlap or do not
             cover the trained tokens; a version is negative.
+
+    Example:
+        >>> rollout = Rollout.from_completion(
+        ...     prompt_ids=[1, 5], token_ids=[7, 9, 2], logprobs=[-0.1, -0.7, -0.2], reward=1.0, policy_version=3
+        ... )
+        >>> rollout.length, rollout.prompt_tokens, rollout.loss_tokens
+        (5, 2, 3)
+        >>> rollout.loss_mask.tolist()
+        [False, False, True, True, True]
+        >>> rollout.version_spans
+        (VersionSpan(policy_version=3, start=2, end=5),)
     """
 
     rollout_id: str = ""

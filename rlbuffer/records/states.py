@@ -1,4 +1,4 @@
-"""The words of an account: the states of a group, why rollouts drop, what closes a step, what came of a request.
+"""The words of an account: the states of a group, why rollouts drop, what closes a step, the outcomes of requests.
 
 They are strings: what is stored and printed is the value.
 
@@ -68,7 +68,7 @@ class ClosedBy(StrEnum):
     TIMEOUT = "timeout"
     """It has waited for `fill_timeout_seconds`."""
     END = "end"
-    """Nothing more comes of any env."""
+    """No env sends anything more."""
 
     @property
     def is_counted(self) -> bool:

@@ -115,7 +115,23 @@ class EntryUse:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The rollouts that one step trains on, and their places; immutable once committed."""
+    """The rollouts that one step trains on, and their places; immutable once committed.
+
+    Example:
+        >>> import numpy as np
+        >>> import rlbuffer
+        >>> batcher = rlbuffer.Batcher(rlbuffer.BatcherConfig(16, step_groups=2))
+        >>> for seed in (3, 4):
+        ...     info = rlbuffer.make_group(env="math", lengths=[8, 12], seed=seed).info()
+        ...     batcher.add(info, entry_id=f"{seed}-0", now=0.0)
+        >>> step = batcher.next(1, world_size=2, now=0.0, rng=np.random.default_rng(0)).plan
+        >>> step.group_ids, str(step.closed_by), step.tokens
+        (('math.3', 'math.4'), 'groups', 40)
+        >>> step.rollouts[0].rollout_id, step.advantages.tolist()
+        ('math.3/0', [-1.0, 1.0, -1.0, 1.0])
+        >>> step.plan.rows  # micro-steps of ranks of rows of rollouts
+        ((((1,),), ((3,),)), (((0,),), ((2,),)))
+    """
 
     step: int
     """Number of the step, from 1."""
@@ -184,4 +200,4 @@ class Decision:
     dead: Mapping[str, float] = field(default_factory=dict)
     """env -> seconds that it has been silent, for envs that a step needs and that are silent for too long."""
     is_over: bool = False
-    """Nothing is pending, and nothing more comes of any env."""
+    """Nothing is pending, and no env sends anything more."""

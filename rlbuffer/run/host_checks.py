@@ -1,7 +1,7 @@
 """Checks of the things that the settings name and this host must have: models, modules, packages, folders.
 
 Looked at without importing any of it, so that a mistake is said at once, before torch is loaded and before anything is
-started. Which of it is needed depends on what shall run here: a batcher needs no model, a worker no loss.
+started. The parts that shall run here decide which checks are made: a batcher needs no model, a worker no loss.
 """
 
 from __future__ import annotations

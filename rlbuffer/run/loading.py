@@ -27,7 +27,7 @@ def load(
 
     Args:
         config, environ, flags: as there.
-        parts: What shall run here: what it needs must be on this host (:mod:`rlbuffer.run.host_checks`).
+        parts: those that shall run here: their needs must be on this host (:mod:`rlbuffer.run.host_checks`).
 
     Raises:
         ConfigError: every mistake, in one message.

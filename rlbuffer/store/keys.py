@@ -22,7 +22,15 @@ HEARTBEATS = {"worker": "workers", "scorer": "scorers", "rank": "ranks", "batche
 
 
 class Keys:
-    """The keys of one run."""
+    """The keys of one run.
+
+    Example:
+        >>> keys = Keys("math")
+        >>> keys.meta, keys.tickets("gsm8k")
+        ('{rlb:math}:meta', '{rlb:math}:tickets:gsm8k')
+        >>> keys.payload("gsm8k.7", "c0ffee.3")
+        'rlb:math:g:gsm8k.7:c0ffee.3'
+    """
 
     __slots__ = (
         "allowance",

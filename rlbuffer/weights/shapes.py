@@ -30,7 +30,12 @@ def names_and_shapes(directory: str | Path) -> dict[str, list[int]]:
 
 
 def differing(actual: dict[str, list[int]], expected: dict[str, list[int]]) -> str:
-    """Up to three names that are missing, unknown or of another shape, for a message; "" when there are none."""
+    """Up to three names that are missing, unknown or of another shape, for a message; "" when there are none.
+
+    Example:
+        >>> differing({"lm_head.weight": [13, 64]}, {"lm_head.weight": [32, 64]})
+        'lm_head.weight'
+    """
     wrong = sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name))
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     return f"{', '.join(wrong[:3])}{more}" if wrong else ""

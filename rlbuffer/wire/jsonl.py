@@ -44,6 +44,12 @@ def group_from_line(line: str | bytes) -> Group:
 
     Raises:
         InvalidRollout: the line is not JSON, a key occurs twice, or what :func:`group_from_dict` refuses.
+
+    Example:
+        >>> group_from_line('{"group_id": "math.0"}')
+        Traceback (most recent call last):
+            ...
+        rlbuffer.errors.InvalidRollout: env: missing
     """
     try:
         text = line.decode() if isinstance(line, bytes) else line

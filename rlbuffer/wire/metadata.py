@@ -1,8 +1,8 @@
 """A push's metadata: what the batcher reads of a group, as one msgpack map of at most 64 KiB.
 
 Numbers of a rollout take one fixed row of 49 bytes, a named reward 9 more; ids take nothing when they are
-``<group_id>/<index>``. The map's last value is a CRC-32 of all bytes before it: an entry that was damaged on its way
-can be told from one that was written wrongly, and neither is believed.
+``<group_id>/<index>``. The map's last value is a CRC-32 of all bytes before it: it tells an entry that was damaged on
+its way from one that was written wrongly, and neither is believed.
 """
 
 from __future__ import annotations

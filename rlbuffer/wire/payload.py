@@ -101,6 +101,17 @@ def encode_rollout(rollout: Rollout) -> bytes:
 
     Raises:
         InvalidRollout: it would be larger than 64 MiB, or its turns and metadata larger than 4 MiB.
+
+    Example:
+        >>> from rlbuffer.testing import make_group
+        >>> rollout = make_group(lengths=[8]).rollouts[0]
+        >>> data = encode_rollout(rollout)
+        >>> decode_rollout(data) == rollout
+        True
+        >>> decode_rollout(data[:-1])
+        Traceback (most recent call last):
+            ...
+        rlbuffer.errors.PayloadError: payload of 159 bytes should have 160
     """
     _refuse_giant(rollout)
     text = None if rollout.text is None else rollout.text.encode()
@@ -346,7 +357,7 @@ def _refuse_giant(rollout: Rollout) -> None:
     if size > MAX_PAYLOAD_BYTES:
         raise _giant(rollout, size)
     for name, array in arrays.items():
-        # Of no bytes, because another dimension is 0, and still more than a decoder believes.
+        # An array of no bytes, because another dimension is 0, is still more than a decoder believes.
         if any(n > MAX_PAYLOAD_BYTES for n in array.shape):
             raise InvalidRollout(f"rollout {rollout.rollout_id}: {name} has the shape {list(array.shape)}")
 

@@ -1,6 +1,6 @@
 """Prompts that teach nothing now are skipped: those that the last groups all solved, and those that all failed.
 
-Which prompt a ticket stands for never changes; only whether it is sampled does. The visits of a prompt are kept with
+A ticket always stands for the same prompt; only whether it is sampled changes. The visits of a prompt are kept with
 the run, for all its workers: a mark per visit, newest last.
 """
 

@@ -32,7 +32,7 @@ LOOK_SECONDS = 0.005
 LONG_SECONDS = 5.0
 """Work of an env that runs for longer is named, with the line that it is at."""
 MOST_KINDS = 16
-"""Kinds of failures that are told apart."""
+"""Kinds of failures that are counted apart."""
 SHOWN_FRAMES = 6
 """Innermost frames of a traceback that are shown."""
 OTHERS = "others"

@@ -34,7 +34,7 @@ class GroupFailed(RlbufferError):
 
 
 class Aborted(RlbufferError):
-    """The sampler was told to stop: nothing is wrong with the group."""
+    """The sampler was asked to stop: nothing is wrong with the group."""
 
 
 def check_prompt(tokens: NDArray[np.int32], vocabulary: int) -> None:

@@ -45,7 +45,7 @@ class Versions:
         policy: what is announced.
         sampler: what loads it.
         env: must fit the model.
-        listener: hears what comes of them.
+        listener: hears the outcomes.
         cache: downloads versions that were announced under a URL.
         max_age: of the env, in versions: while a newer version is downloaded, one at most so old goes on sampling.
     """

@@ -6,6 +6,7 @@ import dataclasses
 import doctest
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -440,6 +441,39 @@ def test_examples_in_docstrings_run(path: Path) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("record", "calls"),
+    [
+        (rlbuffer.Rollout, {"from_completion"}),
+        (rlbuffer.Group, {"Group"}),
+        (rlbuffer.GroupInfo, {"info"}),
+        (rlbuffer.StepPlan, {"next"}),
+        (rlbuffer.MicroBatch, {"pack"}),
+        (rlbuffer.Step, {"Step", "padded"}),
+        (rlbuffer.Writer, {"writer", "take", "renew", "push", "release", "skip", "done"}),
+        (
+            rlbuffer.Reader,
+            {
+                "reader",
+                "start",
+                "steps",
+                "trained",
+                "announce",
+                "checkpointed",
+                "state_dict",
+                "load_state_dict",
+                "close",
+            },
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_records_and_both_ends_of_a_run_carry_an_example_of_their_calls(record: type, calls: set[str]) -> None:
+    examples = doctest.DocTestParser().get_examples(inspect.getdoc(record) or "")
+    source = "".join(example.source for example in examples)
+    assert {call for call in calls if not re.search(rf"\b{call}\(", source)} == set()
 
 
 @pytest.mark.parametrize("name", sorted(set(rlbuffer.__all__) - {"__version__"}))

@@ -47,7 +47,7 @@ def command(file: Path, as_json: bool, given: options.Given) -> int:
     if as_json:
         echo(json.dumps({"schema": "rlbuffer.restore/1", "file": str(file), **asdict(report)}))
         return 0
-    # What was typed here must be typed there: without it, verify looks at another server.
+    # The options that were typed here must be typed there: without it, verify looks at another server.
     typed = {"--redis": given.redis, "--home": given.home, "--config": given.config}
     where = "".join(f" {flag} {shlex.quote(value)}" for flag, value in typed.items() if value is not None)
     echo(

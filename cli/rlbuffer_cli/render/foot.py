@@ -1,4 +1,4 @@
-"""Lines at the foot of a terminal that are written anew, and text that goes above them and stays.
+"""Lines at the foot of a terminal that are written again, and text that goes above them and stays.
 
 A terminal that becomes narrower breaks lines that are longer than it is, those that were written before included. So
 what is erased is counted in rows of the width that the terminal has now, and nothing of an old line is left behind.

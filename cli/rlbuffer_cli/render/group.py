@@ -135,7 +135,7 @@ def _headline(view: GroupView) -> list[str]:
 
 
 def _prompt(detail: GroupDetail) -> str:
-    """The text that all rollouts begin with, where text and tokens can be told to be the same: one character each."""
+    """The text that all rollouts begin with, where text and tokens are known to be the same: one character each."""
     prompts = set()
     for member in detail.members:
         if member.text is None or len(member.text) != member.length:

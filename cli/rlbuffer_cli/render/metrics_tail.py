@@ -11,7 +11,7 @@ ASK_SECONDS = 1.0
 
 
 class MetricsTail:
-    """New step records since the last look; a step that was trained again after a restart is told once."""
+    """New step records since the last look; a step that was trained again after a restart is given once."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path

@@ -57,7 +57,7 @@ class RunView:
         self._settings = settings
         self._watch = watch
         self._title = title
-        # The screen of its own is drawn anew as a whole: a terminal that changes its size leaves nothing behind.
+        # The screen of its own is drawn again as a whole: a terminal that changes its size leaves nothing behind.
         self._live = Live(console=Console(), auto_refresh=False, screen=True)
         self._drawn = 0.0
 

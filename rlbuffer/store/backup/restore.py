@@ -129,7 +129,7 @@ def _write(store: RedisStore, path: Path) -> dict[str, tuple[str, int]]:
             name, items = frame["key"], frame["items"]
             if name == "garbage":
                 items = [[keys.payload_prefix + text(member), score] for member, score in items]
-            # Of a backup of before, a producer may have a time to live: it is remembered for good.
+            # A producer in an older backup may have a time to live: it is remembered for good.
             ttl = -1 if name.startswith("producer:") else int(frame["ttl"])
             control[f"{keys.tag}:{name}"] = (f"{building}:{name}", ttl)
             _put(store, f"{building}:{name}", frame["type"], frame, items, BUILDING_MS)

@@ -159,7 +159,7 @@ class RecoveryMoves(StepMoves, RunViews):
             for member in (member for part in parts for member in part.rollouts):
                 members.setdefault(member.group_id, []).append(member)
             for group_id, group_members in members.items():
-                # Of one that was trained before, only a use is void.
+                # For a group that was trained before, only one use is void.
                 if header is not None and not header.uses.get(group_id):
                     infos = [member.info for member in group_members]
                     add(group_id, group_members[0].env, infos, f"step {step} was taken back")

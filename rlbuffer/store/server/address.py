@@ -23,6 +23,10 @@ def redacted(url: str) -> str:
 
     The password may be written as it should not be: with ``@``, ``#``, ``/`` or ``&`` unquoted, or without a scheme or
     a host. Where it is not certain what belongs to it, more is hidden.
+
+    Example:
+        >>> redacted("redis://user:secret@host:6379/0")
+        'redis://user:***@host:6379/0'
     """
     scheme = _SCHEME.match(url)[0]  # type: ignore[index]
     rest = url[len(scheme) :]

@@ -1,8 +1,8 @@
 """The server's append-only file after a start: half a transaction in it must not come to life at the next one.
 
 Every script with two writes is MULTI..EXEC in the file. When the file ends inside one (a power cut, a full disk), Redis
-up to 8.0 and Valkey 8.1 cut it behind the last whole command and leave the MULTI. What is written next stands behind
-that, and the next start executes the torn half with it. The memory of the first start is right, and so is a file that
+up to 8.0 and Valkey 8.1 cut it behind the last whole command and leave the MULTI. The next commands stand behind that,
+and the next start executes the torn half with them. The memory of the first start is right, and so is a file that
 is written from it again: BGREWRITEAOF, once per start of the server, before anything is decided.
 
 Valkey 9.1 reverts the incomplete transaction itself.

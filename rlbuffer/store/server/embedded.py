@@ -10,12 +10,12 @@ Three locks, all released by the kernel when their holder dies, so none can be l
 - ``alive.lock``: exclusive, inherited by the server itself. While it is held nobody starts a second server on the same
   files, whatever the socket or a stale pid says.
 
-What survives (measured with Valkey 9.1.2; docs/log.md). A clean stop loses nothing. When the server process alone is
-killed, ``appendfsync always`` and ``no`` lose no acknowledged write: both hand each write to the kernel before they
-answer. ``everysec`` does so too, except while an fsync is under way: then the server holds the write back, for up to
-two seconds, and still answers; with an fsync slowed to 0.7 s a kill lost every write acknowledged meanwhile, on a quick
-disk none. No setting turns that off. When the power goes, ``always`` loses nothing, ``everysec`` up to two seconds, and
-``no`` whatever the kernel had not written back, about 30 s on Linux.
+Losses by kind of failure (measured with Valkey 9.1.2; docs/log.md). A clean stop loses nothing. When the server process
+alone is killed, ``appendfsync always`` and ``no`` lose no acknowledged write: both hand each write to the kernel before
+they answer. ``everysec`` does so too, except while an fsync is under way: then the server holds the write back, for up
+to two seconds, and still answers; with an fsync slowed to 0.7 s a kill lost every write acknowledged meanwhile, on a
+quick disk none. No setting turns that off. When the power goes, ``always`` loses nothing, ``everysec`` up to two
+seconds, and ``no`` whatever the kernel had not written back, about 30 s on Linux.
 
 `home` must be on a filesystem with working ``flock`` and must not be shared between hosts: a unix socket is local.
 """

@@ -100,7 +100,7 @@ def take_snapshot(store: Verified) -> Snapshot:
             return answers(pipe)
 
     (seconds, micros), *parts = store.look(read)
-    # What is of another type counts as empty here; `verify` names it.
+    # A key of another type counts as empty here; `verify` names it.
     meta, trainer, ledger, pool, steps, garbage, closed, reuse = (part or {} for part in parts)
     unreadable = Findings()
     return Snapshot(

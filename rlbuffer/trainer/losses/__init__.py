@@ -28,7 +28,7 @@ the weights of the last three are corrections (`corrections`) that go with any l
 
 Nothing here is a mean over a micro-batch: every term is a sum, and the divisor is a constant of the whole update. So a
 step gives the same gradient in however many pieces and on however many ranks it is trained, where a mean of means was
-24 % off. What is chosen among tokens is chosen over the whole update, too (`selection`).
+24 % off. Tokens are selected over the whole update, too (`selection`).
 
 Open first: `registry`, then `clipping`.
 """

@@ -17,8 +17,8 @@ CHUNK_ELEMENTS = 2**23
 its own and gives it back. Chunks a little smaller stay in its heap, where aligned ones of equal size never fit into
 each other's place: the peak was 0.9 GB instead of 0.2 (docs/log.md)."""
 LEAST_NATS = -1e4
-"""Logprobs end here: of a symbol that the model masks (a logit of -inf) probability times logprob is 0, and not NaN. Of
-anything less the probability is 0 in float64, too."""
+"""Logprobs end here: for a symbol that the model masks (a logit of -inf), probability times logprob is 0, and not NaN.
+Below this the probability is 0 in float64, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,7 +143,7 @@ def logit_shape_of(model: PreTrainedModel) -> LogitShape:
     shapes = [LogitShape(scale=scale, cap=cap) for scale in sorted(scales) for cap in sorted(caps)]
     differences = [float((shape.apply(logits) - expected).abs().max()) for shape in shapes]
     best = int(np.argmin(differences))
-    # Of logits, not of logprobs: a part in 1e4 of the largest, in 16 bit as much as the self-test allows.
+    # The bound is on logits, not on logprobs: a part in 1e4 of the largest, in 16 bit as much as the self-test allows.
     tolerance = TOLERANCES[parameter.dtype] * max(1.0, float(expected.abs().max()))
     if not differences[best] <= tolerance:
         raise PackedForwardError(

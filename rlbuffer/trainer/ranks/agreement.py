@@ -1,6 +1,6 @@
 """Before each step the ranks compare what they hold, in one small exchange.
 
-Whatever goes wrong on one rank (no step came, its server is away, it was asked to stop) becomes the same decision on
+A fault on one rank (no step came, its server is away, it was asked to stop) becomes the same decision on
 all of them, so that none waits in a gradient exchange for a rank that has left.
 """
 

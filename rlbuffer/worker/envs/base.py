@@ -35,7 +35,7 @@ class Env(Protocol):
 
     @property
     def name(self) -> str:
-        """`[A-Za-z0-9_.-]{1,64}`: budgets, tickets and the ledger go by it."""
+        """`[A-Za-z0-9_.-]{1,64}`: budgets, tickets and the ledger use it."""
 
     @property
     def vocab_size(self) -> int:
