@@ -64,26 +64,21 @@ class _Fetch:
 class Reader:
     """Pulls the steps of one rank. Made by :meth:`rlbuffer.client.buffer.Buffer.reader`.
 
-    docs/tutorial/your_trainer.md has whole loops.
-
     Asking for the next step acknowledges the last one as trained; the next step is already being pulled meanwhile,
-    and pulling acknowledges nothing.
+    and pulling acknowledges nothing. docs/tutorial/your_trainer.md has whole loops.
 
     Example:
         Two groups make a step. The batcher and the worker are in this process, too.
 
-        >>> import threading
-        >>> import rlbuffer
+        >>> import threading, rlbuffer
         >>> from rlbuffer.daemon import Daemon
         >>> buffer = rlbuffer.connect("memory://", run="reader")
         >>> daemon = Daemon(buffer, rlbuffer.BatcherConfig(64, step_groups=2))
         >>> batcher = threading.Thread(target=daemon.run, args=(threading.Event(),), daemon=True)
         >>> batcher.start()
         >>> writer = buffer.writer("worker-0")
-        >>> for seed in range(4):
-        ...     pushed = writer.push(rlbuffer.make_group(env="math", seed=seed))
+        >>> pushed = [writer.push(rlbuffer.make_group(env="math", seed=seed)) for seed in range(4)]
         >>> writer.done("math")
-
         >>> reader = buffer.reader(rank=0, world_size=1, timeout_seconds=30.0)
         >>> reader.start()
         >>> for step in reader.steps():
@@ -97,12 +92,10 @@ class Reader:
         >>> reader.has_ended, reader.step
         (True, 2)
         >>> reader.close()
-
         >>> resumed = buffer.reader()
         >>> resumed.load_state_dict(state)
         >>> resumed.step
         2
-
         >>> batcher.join()
         >>> buffer.close()
     """
@@ -150,9 +143,7 @@ class Reader:
     @property
     def step(self) -> int:
         """The last step that is acknowledged as trained, or that :meth:`load_state_dict` has set; 0 at the beginning.
-
-        It is the policy version of a trainer that begins, or goes on, there.
-        """
+        It is the policy version of a trainer that begins, or goes on, there."""
         return self._progress.place.step
 
     def start(self, resume_step: int | None = None) -> None:
@@ -234,16 +225,12 @@ class Reader:
             StepRetired: it was retired.
         """
         self._raise_fault()
-        if isinstance(step, Step):
-            place = remembered(step.number, step.digest, step.header.group_ids, step.header.envs)
-            self._refusals.told_later(lambda: self._progress.trained(place, epoch=step.epoch))
-        else:
-            header = self._store.wait_step(step, block_seconds=0.0)
-            if header is None:
-                last = self._store.meta().step
-                raise NotFound(f"run {self._store.run!r} has no step {step}: the last committed one is {last}.")
-            place = remembered(header.step, header.digest, header.group_ids, header.envs)
-            self._refusals.told_later(lambda: self._progress.trained(place, epoch=header.epoch))
+        header = step.header if isinstance(step, Step) else self._store.wait_step(step, block_seconds=0.0)
+        if header is None:
+            last = self._store.meta().step
+            raise NotFound(f"run {self._store.run!r} has no step {step}: the last committed one is {last}.")
+        place = remembered(header.step, header.digest, header.group_ids, header.envs)
+        self._refusals.told_later(lambda: self._progress.trained(place, epoch=header.epoch))
 
     def checkpointed(self, step: Step | int, *, oldest_kept: int | None = None) -> None:
         """Says that a checkpoint of `step` exists; steps up to `oldest_kept` (default `step`) may be retired.
@@ -258,8 +245,7 @@ class Reader:
         self._refusals.told_later(self._progress.report)
 
     def announce(self, version: PolicyVersion) -> bool:
-        """The same as :meth:`rlbuffer.client.buffer.Policy.announce`, said again to a server that loses its newest
-        writes."""
+        """The same as :meth:`rlbuffer.client.buffer.Policy.announce`, repeated to a server that has lost writes."""
         return self._progress.announce(version)
 
     def state_dict(self) -> dict[str, Any]:
@@ -357,8 +343,8 @@ class Reader:
                 return
 
     def _say_alive(self) -> None:
-        record = {"step": self._progress.place.step, "world_size": self.world_size, "pid": os.getpid()}
-        record |= self._can.record()
+        ours = {"step": self._progress.place.step, "world_size": self.world_size, "pid": os.getpid()}
+        record = ours | self._can.record()
         if self._is_finished:
             record["finished"] = self._progress.place.step
         self._refusals.shown(lambda: self._store.heartbeat("rank", str(self.rank), record))
