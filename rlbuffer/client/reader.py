@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
+from rlbuffer.client.fetch import Fetch
 from rlbuffer.client.progress import Progress, remembered
 from rlbuffer.client.refusals import LongWait, Refusals, no_batch
 from rlbuffer.client.skew import Skew
@@ -47,18 +47,6 @@ _log = logging.getLogger(__name__)
 
 class _Ended(Exception):
     """The caller of :meth:`Reader.steps` does not wait any longer, or the run has ended."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Fetch:
-    """A step that is being pulled. Nobody waits for an abandoned one, so it must not keep its thread."""
-
-    future: Future[Step]
-    is_abandoned: threading.Event = field(default_factory=threading.Event)
-
-    def abandon(self) -> None:
-        self.is_abandoned.set()
-        self.future.cancel()
 
 
 class Reader:
@@ -286,11 +274,11 @@ class Reader:
             self._heart.join(timeout=4 * HEARTBEAT_SECONDS)
 
     # -- waiting ---------------------------------------------------------------------------------------------------
-    def _fetch(self, number: int) -> _Fetch:
+    def _fetch(self, number: int) -> Fetch:
         if self._pool is None or self._stop.is_set():
             raise RlbufferError(CLOSED)
         is_abandoned = threading.Event()
-        fetch = _Fetch(self._pool.submit(self._pull, number, is_abandoned), is_abandoned)
+        fetch = Fetch(self._pool.submit(self._pull, number, is_abandoned), is_abandoned)
         self._fetches.add(fetch.future)
         fetch.future.add_done_callback(self._fetches.discard)
         return fetch
