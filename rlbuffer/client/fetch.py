@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from rlbuffer.records.micro_batch import Step
 
 
+class NotAwaited(Exception):
+    """The caller of :meth:`rlbuffer.client.reader.Reader.steps` does not wait any longer, or the run has ended."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetch:
     """A pull under way. Nobody waits for an abandoned one, so it must not keep its thread."""

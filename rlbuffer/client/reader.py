@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
-from rlbuffer.client.fetch import Fetch
+from rlbuffer.client.fetch import Fetch, NotAwaited
 from rlbuffer.client.progress import Progress, remembered
 from rlbuffer.client.refusals import LongWait, Refusals, no_batch
 from rlbuffer.client.skew import Skew
@@ -43,10 +43,6 @@ over waits for it before it commits, and shall commit within a lease and two sec
 CLOSED = "the reader was closed"
 ANYTHING = Trainable()
 _log = logging.getLogger(__name__)
-
-
-class _Ended(Exception):
-    """The caller of :meth:`Reader.steps` does not wait any longer, or the run has ended."""
 
 
 class Reader:
@@ -182,7 +178,7 @@ class Reader:
             while True:
                 try:
                     step = self._await(number, fetch.future, until)
-                except _Ended:
+                except NotAwaited:
                     return
                 if not self._progress.takes(step.number, step.digest):
                     fetch = self._fetch(number)
@@ -205,7 +201,7 @@ class Reader:
         fetch = self._fetch(number)
         try:
             return self._await(number, fetch.future)
-        except _Ended:
+        except NotAwaited:
             raise NotFound(f"run {self._store.run!r} has ended: there will be no step {number}.") from None
         finally:
             fetch.abandon()
@@ -293,7 +289,7 @@ class Reader:
                 if self._stop.is_set():
                     raise RlbufferError(f"{CLOSED} while it waited for step {number}")
                 if until is not None and until():
-                    raise _Ended
+                    raise NotAwaited
                 self._check_run(number)
                 if self._refusals.current:
                     # Nothing can be committed: the time allowed begins again when the server takes writes again.
@@ -319,7 +315,7 @@ class Reader:
             raise BatcherFailed(f"the batcher of run {self._store.run!r} failed: {meta.error}")
         self.has_ended = meta.ended is not None and number > meta.step and self._store.has_ended()
         if self.has_ended:
-            raise _Ended
+            raise NotAwaited
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
