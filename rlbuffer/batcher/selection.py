@@ -57,10 +57,8 @@ class Limits:
         """The amount that one group adds to it."""
         return 1 if self.groups is not None else group.rollouts if self.rollouts is not None else group.tokens
 
-    def is_reached(self, groups: int, rollouts: int, tokens: int) -> bool:
-        """True when a step of these groups is full."""
-        if self.by_rows:
-            return tokens >= self.tokens
+    def is_counted(self, groups: int, rollouts: int) -> bool:
+        """True when so many close a step, where rows do not decide."""
         return groups == self.groups or (self.rollouts is not None and rollouts >= self.rollouts)
 
 
@@ -119,12 +117,12 @@ class _Shares:
     tokens_of: dict[str, int] = field(default_factory=dict)
     """Adapter -> tokens."""
 
-    def add(self, group: GroupState) -> None:
+    def add(self, group: GroupState, *, is_flat: bool) -> None:
         """Counts a group that is selected."""
-        if group.used:
-            self.used += self.limits.amount(group)
-        if self.limits.flat is not None and group.is_flat:
-            self.flat += self.limits.amount(group)
+        if group.used or is_flat:
+            amount = self.limits.amount(group)
+            self.used += amount * bool(group.used)
+            self.flat += amount * is_flat
 
     def is_past_used(self, group: GroupState) -> bool:
         """True when groups that were trained before would take too much with this one."""
@@ -181,7 +179,7 @@ def select(
     for env, size in left_out.items():
         owed[env] -= size
     waited = [env for env in budgeted if env not in excused]
-    least = close_fill * limits.tokens
+    by_rows, capacity, least = limits.by_rows, limits.tokens, close_fill * limits.tokens
     shares = _Shares(limits)
     while True:
         trial.short = _short(heads, owed, means, waited)
@@ -196,23 +194,24 @@ def select(
         if group.used and shares.is_past_used(group):
             heads[env] = None  # all that come after it were used, too
             continue
-        if limits.flat is not None and group.is_flat and shares.is_past_flat(group, limits.flat):
+        is_flat = limits.flat is not None and group.is_flat
+        if limits.flat is not None and is_flat and shares.is_past_flat(group, limits.flat):
             trial.surplus.append(group)
             candidates[env].skip()
             heads[env] = candidates[env].head
             continue
-        if limits.by_rows and shares.is_past_rows(group) and trial.groups:
+        if by_rows and shares.is_past_rows(group) and trial.groups:
             trial.ended = Ended.FULL
             break
-        shares.add(group)
+        shares.add(group, is_flat=is_flat)
         trial.add(group)
         charge(owed, fractions, env, size_of(unit, tokens=group.tokens, rollouts=group.rollouts))
         candidates[env].take()
         heads[env] = candidates[env].head
-        if limits.is_reached(len(trial.groups), trial.rollouts, trial.tokens):
-            trial.ended = Ended.FULL if limits.by_rows else Ended.COUNT
+        if trial.tokens >= capacity if by_rows else limits.is_counted(len(trial.groups), trial.rollouts):
+            trial.ended = Ended.FULL if by_rows else Ended.COUNT
             break
-        if limits.by_rows and trial.tokens >= least and all(owed[e] <= means[e] for e in waited if e in owed):
+        if by_rows and trial.tokens >= least and all(owed[e] <= means[e] for e in waited if e in owed):
             trial.balanced = len(trial.groups)
     for env, size in left_out.items():
         owed[env] += size

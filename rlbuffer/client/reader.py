@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
+from rlbuffer.client.fetch import Fetch, NotAwaited
 from rlbuffer.client.progress import Progress, remembered
 from rlbuffer.client.refusals import LongWait, Refusals, no_batch
 from rlbuffer.client.skew import Skew
@@ -43,22 +43,6 @@ over waits for it before it commits, and shall commit within a lease and two sec
 CLOSED = "the reader was closed"
 ANYTHING = Trainable()
 _log = logging.getLogger(__name__)
-
-
-class _Ended(Exception):
-    """The caller of :meth:`Reader.steps` does not wait any longer, or the run has ended."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Fetch:
-    """A step that is being pulled. Nobody waits for an abandoned one, so it must not keep its thread."""
-
-    future: Future[Step]
-    is_abandoned: threading.Event = field(default_factory=threading.Event)
-
-    def abandon(self) -> None:
-        self.is_abandoned.set()
-        self.future.cancel()
 
 
 class Reader:
@@ -185,7 +169,7 @@ class Reader:
             while True:
                 try:
                     step = self._await(number, fetch.future, until)
-                except _Ended:
+                except NotAwaited:
                     return
                 if not self._progress.takes(step.number, step.digest):
                     fetch = self._fetch(number)
@@ -208,7 +192,7 @@ class Reader:
         fetch = self._fetch(number)
         try:
             return self._await(number, fetch.future)
-        except _Ended:
+        except NotAwaited:
             raise NotFound(f"run {self._store.run!r} has ended: there will be no step {number}.") from None
         finally:
             fetch.abandon()
@@ -272,11 +256,11 @@ class Reader:
             self._heart.join(timeout=4 * HEARTBEAT_SECONDS)
 
     # -- waiting ---------------------------------------------------------------------------------------------------
-    def _fetch(self, number: int) -> _Fetch:
+    def _fetch(self, number: int) -> Fetch:
         if self._pool is None or self._stop.is_set():
             raise RlbufferError(CLOSED)
         is_abandoned = threading.Event()
-        fetch = _Fetch(self._pool.submit(self._pull, number, is_abandoned), is_abandoned)
+        fetch = Fetch(self._pool.submit(self._pull, number, is_abandoned), is_abandoned)
         self._fetches.add(fetch.future)
         fetch.future.add_done_callback(self._fetches.discard)
         return fetch
@@ -291,7 +275,7 @@ class Reader:
                 if self._stop.is_set():
                     raise RlbufferError(f"{CLOSED} while it waited for step {number}")
                 if until is not None and until():
-                    raise _Ended
+                    raise NotAwaited
                 self._check_run(number)
                 if self._refusals.current:
                     # Nothing can be committed: the time allowed begins again when the server takes writes again.
@@ -317,7 +301,7 @@ class Reader:
             raise BatcherFailed(f"the batcher of run {self._store.run!r} failed: {meta.error}")
         self.has_ended = meta.ended is not None and number > meta.step and self._store.has_ended()
         if self.has_ended:
-            raise _Ended
+            raise NotAwaited
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
