@@ -1,4 +1,4 @@
-"""How fast rollouts become micro-batches, beside copying the same bytes in the same run."""
+"""Speed at which rollouts become micro-batches, beside copying the same bytes in the same run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_items(workload: Workload, *, wide: bool = False) -> list[PackItem]:
 
 
 def rank_zero(workload: Workload, *, wide: bool) -> tuple[list[list[tuple[int, ...]]], list[PackItem]]:
-    """What a reader of rank 0 assembles in one step: its rows, and only its rollouts."""
+    """The rows that a reader of rank 0 assembles in one step, and only its rollouts."""
     made = plan(workload.lengths, row_tokens=workload.row_tokens, world_size=workload.world_size)
     mine = [i for step in made.rows for row in step[0] for i in row]
     place = {index: k for k, index in enumerate(mine)}

@@ -1,4 +1,4 @@
-"""What a step costs the batcher, with a small pool and with a large one: only what it selects or drops may count."""
+"""The batcher's cost of a step, with a small pool and with a large one: only what it selects or drops may count."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_info(number: int, version: int, lengths: np.ndarray) -> GroupInfo:
 
 
 def measure(pool: int) -> tuple[float, float, float]:
-    """-> CPU milliseconds per step (next, dropped, committed), per `allowances`, and per added group."""
+    """Returns CPU milliseconds per step (next, dropped, committed), per `allowances`, and per added group."""
     rng = np.random.default_rng(0)
     config = BatcherConfig(
         row_tokens=8192,

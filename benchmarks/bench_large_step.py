@@ -68,7 +68,7 @@ def run(report: Report) -> None:
 
 
 def measure() -> tuple[Cost, int]:
-    """-> what all steps cost together, and how often the lease was lost meanwhile."""
+    """Returns the cost of all steps together, and how often the lease was lost meanwhile."""
     home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
     store = open_store(None, run="bench", home=home, server=ServerSettings(appendfsync="everysec", maxmemory="0"))
     try:

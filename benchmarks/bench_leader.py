@@ -1,4 +1,4 @@
-"""What a pool of 100,000 ready groups costs a leader: the takeover, and every step after it.
+"""The leader's cost of a pool of 100,000 ready groups: the takeover, and every step after it.
 
 The real daemon over a real server. What is ready is put there by pipelines, because pushing is not what is measured.
 """
@@ -95,7 +95,7 @@ def run(report: Report) -> None:
 
 
 def measure(pool: int) -> tuple[Cost, Cost]:
-    """-> from the start to the first decision; and of the steps that are measured."""
+    """Returns the seconds from the start to the first decision, and those of the measured steps."""
     home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
     store = open_store(None, run="bench", home=home, server=ServerSettings(appendfsync="everysec"))
     try:

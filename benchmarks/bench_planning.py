@@ -1,4 +1,4 @@
-"""How long a plan takes, how full its rows are, and what its ranks wait for.
+"""The time of a plan, the fill of its rows, and the wait of its ranks.
 
 **span** = sum over micro-steps of the costliest rank's micro-batch, over the ideal (all cost spread evenly over ranks
 and micro-steps): 1.0 is perfect, and nothing else than span is what a training step waits for.
@@ -18,7 +18,7 @@ from rlbuffer.records.step_plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """What a plan is worth; checked to be a partition first."""
+    """The worth of a plan; checked to be a partition first."""
 
     rows: int
     padding: float

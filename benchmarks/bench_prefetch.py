@@ -1,4 +1,4 @@
-"""How long the trainer waits for data when the rollouts were recorded beforehand: the target is under 5 % of its time.
+"""The trainer's wait for data when the rollouts were recorded beforehand: the target is under 5 % of its time.
 
 The steps are committed before it begins, so whatever it waits is the reader's own cost that prefetch does not hide:
 reading payloads, decoding, assembling. The first step is left out: nothing ran before it that could hide its pull.

@@ -39,7 +39,8 @@ SHORTENED: dict[tuple[str, str], float] = {
     ("rlbuffer.store.moves.steps", "HISTORY_ENTRIES"): 300,
     ("rlbuffer.store.moves.steps", "SUMMARY_LINES"): 300,
 }
-"""What is kept for an hour, or 10,000 times, is kept for less here, so that all of it is full by half of the run."""
+"""Records that are kept for an hour, or 10,000 times, are kept for less here, so that all of them are full by half of
+the run."""
 MAX_GROWTH = 0.05
 """From the middle of the run to its end, of the process and of the server: fragments and noise, no leak."""
 

@@ -1,4 +1,4 @@
-"""What moving rollouts through the store costs, against the same bytes as bare HSET and HMGET.
+"""The cost of moving rollouts through the store, against the same bytes as bare HSET and HMGET.
 
 Push and pull are timed in the same process, on the same server, round by round beside the bare commands, so that what
 else the machine does hits both alike. Shares are medians over rounds; absolute numbers are this machine's, today's.
@@ -30,7 +30,7 @@ GROUP_BYTES = 512 * 1024
 """Payload of one group, about: 16 rollouts of 3,640 tokens at 9 bytes each."""
 GROUP_SIZE = 16
 BYTES_PER_TOKEN = 9
-"""tokens int32, logprobs float32, loss mask bool."""
+"""Tokens int32, logprobs float32, loss mask bool."""
 GROUPS = 64
 """Groups per round: 32 MiB."""
 ROUNDS = 7

@@ -1,5 +1,5 @@
-"""What a worker's own code costs: tickets, tasks, scoring, records, encoding and pushing, around a sampler that answers
-at once.
+"""The cost of a worker's own code: tickets, tasks, scoring, records, encoding and pushing, around a sampler that
+answers at once.
 
 The worker is the real loop on a real server. What runs in its process is counted: the event loop, the threads that
 score and push, the pulse. An engine in the same process shares that core with it, one behind HTTP does not.
@@ -30,7 +30,7 @@ from rlbuffer.worker.samplers import Completion, Sampling
 GROUP_SIZE = 8
 PROMPT_TOKENS = 100
 TOKENS = 1000
-"""Of a rollout, its prompt included."""
+"""Tokens of a rollout, its prompt included."""
 GROUPS = 1500
 """Timed, after WARM."""
 WARM = 100
@@ -134,7 +134,7 @@ def run(report: Report) -> None:
 
 
 def rows_of(rows: list[tuple[int, float, float]]) -> list[list[str]]:
-    """As a table shows them."""
+    """Rows of a table."""
     return [
         [str(n), f"{1000 * cpu:.2f}", f"{60 / cpu:,.0f}", f"{1000 * wall:.2f}", f"{60 / wall:,.0f}"]
         for n, cpu, wall in rows
@@ -142,7 +142,7 @@ def rows_of(rows: list[tuple[int, float, float]]) -> list[list[str]]:
 
 
 def measured(home: Path, in_flight: int) -> tuple[int, float, float]:
-    """-> groups in flight, CPU seconds a group, wall seconds a group."""
+    """Returns groups in flight, CPU seconds a group, wall seconds a group."""
     settings = RunSettings(home=home, server=ServerSettings(maxmemory="1gb", appendfsync="everysec"))
     stop = threading.Event()
     watch = Watch(stop)

@@ -101,7 +101,7 @@ def settings_of(run: Run, steps: int, home: Path) -> RunSettings:
 
 
 def train(run: Run, steps: int) -> Iterator[tuple[int, float, dict[str, float]]]:
-    """-> step, mean reward, sums of the update, for every step."""
+    """Returns step, mean reward, sums of the update, for every step."""
     with tempfile.TemporaryDirectory(prefix="rlb-curve-") as folder:
         settings = settings_of(run, steps, Path(folder))
         torch.manual_seed(run.seed)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 COST = (24576, 1)
-"""a, b of the cost a*L + b*L^2 for a 7B model."""
+"""(a, b) of the cost a*L + b*L^2 for a 7B model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ SLOWEST_FIRST = ("faults", "e2e", "simulation", "property")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """pytest-xdist hands out files in the order below, not those with many tests first: these are the quick ones."""
+    """The plugin pytest-xdist hands out files in the order below, not those with many tests first: these are the quick
+    ones."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 

@@ -24,7 +24,7 @@ class Parity:
         return Prompt(prompt_id=str(digit), tokens=np.array([digit], np.int32), answer=10 + digit % 2)
 
     def score(self, prompt, tokens, *, finish_reason):
-        """What one answer is worth; `tokens` [C] int32 is what the policy sampled, with the end token."""
+        """The worth of one answer; `tokens` [C] int32 is what the policy sampled, with the end token."""
         right = bool(tokens[0] == prompt.answer)
         ended = finish_reason == "stop"
         return Score(reward=0.8 * right + 0.2 * ended, successes={"right": right})

@@ -163,7 +163,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def _section(annotation: Any) -> tuple[type | None, bool]:
-    """(the section that an annotation is, or holds under the user's names, and which of the two); None: a value."""
+    """The section that an annotation is, or holds under the user's names, and which of the two; None: a value."""
     if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
         return annotation, False
     if get_origin(annotation) is not None and _is(annotation, Mapping):

@@ -20,7 +20,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 
 
 class Script:
-    """Says what it is told to, one turn after the other; the last is said again and again."""
+    """Says what it was given, one turn after the other; the last is said again and again."""
 
     def __init__(self, tokenizer: Path, *turns: str | Exception) -> None:
         from transformers import AutoTokenizer

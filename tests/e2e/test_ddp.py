@@ -96,7 +96,7 @@ def test_a_killed_rank_is_started_again_with_the_others_and_sigterm_ends_with_a_
         process.kill()
     assert process.returncode == 130
     # The other rank may end first, over the lost connection; then the launcher has not seen yet how rank 1 ended.
-    # Its end may be told by more than one of them on a busy machine; what counts is that no traceback is.
+    # More than one of them may report its end on a busy machine; none may print a traceback.
     first_line, *_, second_line = errors.splitlines()
     assert "Traceback" not in errors
     assert first_line in ("Rank 1 was killed by SIGKILL.", "Rank 1 ended without a word (killed?).")

@@ -56,11 +56,11 @@ EXPECTED = {
 
 
 SOMETIMES = "sometimesraises"
-"""Of which steps are made; the others make none."""
+"""Env of whose groups steps are made; the others make none."""
 
 
 def write_config(home: Home, *envs: str, tries: int, more: str = "") -> Path:
-    """-> the config of a run with a worker section for each env."""
+    """Returns the config of a run with a worker section for each env."""
     shutil.copy(failing_envs.__file__, home.path)
     sections = [
         f'[worker.{name}]\nenv = "failing_envs:{ENVS[name].__name__}"\ngroup_size = 2\ngroups_per_batch = 1\n'
@@ -73,7 +73,7 @@ def write_config(home: Home, *envs: str, tries: int, more: str = "") -> Path:
 
 
 def names(text: str, env: str) -> bool:
-    """Whether `text` says what is wrong with `env`, with file and line."""
+    """True when `text` says what is wrong with `env`, with file and line."""
     what, function = EXPECTED[env]
     first = inspect.getsourcelines(getattr(ENVS[env], function))[1]
     places = [f"failing_envs.py:{line} in {function}" for line in range(first, first + 4)]

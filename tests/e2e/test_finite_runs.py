@@ -58,7 +58,7 @@ def write_config(home: Home) -> None:
 
 
 def fates(store: Store) -> dict[str, int]:
-    """What became of every rollout that was pushed."""
+    """Fate of every rollout that was pushed."""
     total = store.ledger().total()
     dropped = {reason: rollouts for reason, (rollouts, _) in total.dropped.items() if rollouts}
     return dropped | {"trained": total.trained[0], "pending": total.pending[0], "packed": total.packed[0]}

@@ -31,7 +31,7 @@ LOSSES: list[dict[str, Any]] = [
 SEVERAL = {"passes": 2, "updates_per_pass": 2}
 """Two passes over two slices."""
 Job = tuple[str, dict[str, Any], dict[str, int]]
-"""dtype, settings of the loss, and of the optimizer."""
+"""Type, settings of the loss, and of the optimizer."""
 FEW: list[Job] = [
     ("float64", TERMS | {"name": "dapo", "top_entropy": 0.3}, {}),
     ("float64", TERMS | {"name": "tis", "correction_cap": 1.1}, {}),

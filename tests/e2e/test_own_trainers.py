@@ -1,4 +1,4 @@
-"""docs/tutorial/your_trainer.md with a real `serve` and a real worker: the reward rises, also after a kill."""
+"""The page docs/tutorial/your_trainer.md with a real `serve` and a real worker: the reward rises, also after a kill."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ if world_size > 1:
     ddp = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
 """
-"""What the README leaves to the reader: a model, a loss, an optimizer."""
+"""Parts that the README leaves to the reader: a model, a loss, an optimizer."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,4 +1,4 @@
-"""How old what trains is, in every header of a real run: strictly on policy, and one step off."""
+"""The age of the trained rollouts, in every header of a real run: strictly on policy, and one step off."""
 
 from __future__ import annotations
 

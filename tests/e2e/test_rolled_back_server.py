@@ -40,7 +40,7 @@ def test_a_run_goes_on_after_the_trainers_step_though_the_server_forgot_three(ho
         trained = step()
         committed = buffer.store.meta().step
         before = {s: set(buffer.step(s).rollout_ids) for s in range(1, committed + 1)}
-        # Whoever needs the server starts it again within milliseconds: they wait for this lock.
+        # Processes that need the server start it again within milliseconds: they wait for this lock.
         with exclusive(server / "start.lock", time.monotonic() + 60):
             os.kill(json.loads((server / "server.json").read_text())["pid"], signal.SIGKILL)
             shutil.rmtree(server / "appendonlydir")

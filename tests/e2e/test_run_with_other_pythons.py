@@ -12,7 +12,7 @@ from homes import Home
 
 
 def test_a_worker_with_a_python_of_its_own_is_supervised_as_the_others(home: Home) -> None:
-    """Takes a minute: a Python of its own imports everything anew, at every start."""
+    """Takes a minute: a Python of its own imports everything again, at every start."""
     wrapper, started = home.path / "python", home.path / "started"
     wrapper.write_text(f'#!/bin/sh\necho "$MARK $CUDA_VISIBLE_DEVICES $*" >> {started}\nexec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)

@@ -98,7 +98,7 @@ def test_a_killed_scorers_groups_are_taken_over_and_every_group_is_scored_once(h
             return record["groups"], record["rollouts"], record["late"]
 
         home.wait_until(lambda: heir() == (12, 48, 0), seconds=60, why="the heir's account of 12 groups")
-        # What the scored groups were before is swept without waiting for a checkpoint.
+        # The entries that the scored groups replaced are swept without waiting for a checkpoint.
         payloads = store.keys.payload_prefix + "*"
         home.wait_until(
             lambda: len(set(client.scan_iter(match=payloads))) == 12, seconds=60, why="the sweep of 12 old payloads"

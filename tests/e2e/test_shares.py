@@ -71,7 +71,7 @@ def names_env(sentence: str, env: str) -> bool:
 
 
 def totals(home: Home) -> str:
-    """What the batcher waits for, as `inspect --json --totals` says it."""
+    """The batcher's waiting sentence, as `inspect --json --totals` says it."""
     looked = home.call("inspect", "--run", "shares", "--json", "--totals")
     assert looked.returncode == 0, looked.stderr
     return json.loads(looked.stdout.splitlines()[0])["waiting"].get("batcher", "")

@@ -101,7 +101,7 @@ def ends(home: Home, expected: Mapping[str, tuple[int | tuple[int, ...], str]], 
 
 
 def typed(home: Home, command: str, words: Mapping[str, str]) -> list[str]:
-    """What a shell makes of it, with what stands for something of the reader's."""
+    """The words that a shell makes of it, with values in place of the reader's own."""
     return [words.get(word, word).replace("~", str(home.path)) for word in shlex.split(command)]
 
 

@@ -47,8 +47,8 @@ def test_while_the_trainer_is_away_workers_pause_and_little_is_stale_when_it_is_
         try:
             before = store.ledger().total()
 
-            # What the allowance leaves is sampled; from then on nothing is. Until then the batcher may still be at what
-            # the last version makes stale.
+            # The tickets that are left are sampled; from then on nothing is. Until then the batcher may still be at
+            # what the last version makes stale.
             def paused() -> bool:
                 looked = store.ledger().total()
                 time.sleep(1.0)
@@ -78,8 +78,8 @@ def test_while_the_trainer_is_away_workers_pause_and_little_is_stale_when_it_is_
         assert set(account.dropped) <= {"stale"}
         stale = account.dropped.get("stale", (0, 0))[0] // 8
         because = stale - before.dropped.get("stale", (0, 0))[0] // 8
-        # Of what was held at most a step's worth is too old by its turn; besides, the 13 % that docs/log.md gives for
-        # one env whose trainer never stands still.
+        # At most a step's worth of the waiting groups is too old by its turn; besides, the 13 % that docs/log.md gives
+        # for one env whose trainer never stands still.
         sampled_after = (account.pushed[0] - away.pushed[0]) // 8
         assert because <= window - STEP_GROUPS + 0.13 * sampled_after
         assert buffer.verify().findings == ()

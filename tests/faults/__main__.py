@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Runs with the homes and servers of tests/support. -> exit code"""
+    """Runs with the homes and servers of tests/support. Returns the exit code."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
     from fault_command import main as run
 

@@ -1,4 +1,4 @@
-"""What a run under faults must look like when it has ended, computed again from what it left.
+"""The account of a run under faults when it has ended, computed again from what it left.
 
 Nothing here asks the batcher or believes the ledger: pushes and steps come from the server's append-only file
 (:mod:`aof`), what was trained from the trainer's ``metrics.jsonl``, what is pending from the pool. Each function gives
@@ -38,7 +38,7 @@ def check_metrics(metrics: Sequence[Mapping[str, Any]], planned: int) -> list[st
 
 
 def check_trained(written: Written, metrics: Iterable[Mapping[str, Any]], *, max_uses: int) -> list[str]:
-    """What was trained is what was committed, and no rollout was in more trained steps than `max_uses`."""
+    """The trained steps are the committed ones, and no rollout was in more trained steps than `max_uses`."""
     findings = list(written.contradictions)
     trained = {record["step"]: record["digest"] for record in metrics}
     uses: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""What a server's append-only file says of a run: every push and every step that there ever was.
+"""The record of a run in a server's append-only file: every push and every step that there ever was.
 
 An account from this file owes nothing to the ledger, to the scripts that keep it, or to `verify`: a push is an XADD to
 the pool, a step is an XADD per part, whatever was counted beside them.
@@ -38,7 +38,7 @@ class Step:
 
 @dataclass(slots=True)
 class Written:
-    """What was written of a run, from its first command to the last."""
+    """All writes of a run, from its first command to the last."""
 
     pushes: dict[str, Push] = field(default_factory=dict)
     """Entry id -> push."""
@@ -72,9 +72,9 @@ def read_written(server_directory: Path, run: str) -> Written:
 
 
 def read_steps(server_directory: Path, run: str) -> dict[tuple[int, str], list[str]]:
-    """(step, digest) -> its rollouts, for every step that was committed since the file was last begun anew.
+    """(step, digest) -> its rollouts, for every step that was committed since the file was last begun again.
 
-    For servers that load what another one has, which begins the file anew: ask before that.
+    For servers that load what another one has, which begins the file again: ask before that.
     """
     steps_key, prefix = Keys(run).steps.encode(), Keys(run).payload_prefix
     found: dict[tuple[int, str], list[str]] = {}

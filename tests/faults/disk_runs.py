@@ -13,7 +13,7 @@ ROOM_BYTES = 40_000
 STEPS_BETWEEN = 4
 REASON = "it cannot write to its disk"
 WAITING = ("serve", "worker", "train")
-"""Who must say that it waits, in the one log of the run."""
+"""Processes that must say that they wait, in the one log of the run."""
 PATIENCE_SECONDS = 120.0
 
 
@@ -55,6 +55,6 @@ def _lines(home: Home) -> list[str]:
 
 
 def _waiting(home: Home) -> list[int]:
-    """How often each has said that it waits for the disk."""
+    """Times that each of WAITING has said that it waits for the disk."""
     told = [line for line in _lines(home) if REASON in line]
     return [sum(f" {who}" in line[:26] for line in told) for who in WAITING]

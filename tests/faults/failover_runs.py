@@ -23,7 +23,7 @@ from outcome import Outcome, Say
 from pairs import Pair
 
 LOST_STEPS, LOST_SECONDS = 4, 5.0
-"""How much of what is acknowledged a kill takes at most: a trainer hands back the last eight steps, not more."""
+"""Acknowledged steps that a kill takes at most: a trainer hands back the last eight steps, not more."""
 LONGEST_AWAY_SECONDS = 2.0
 """From the death of a primary until the replica takes its place."""
 FAILOVER, KILL = "planned failover", "kill -9 of the primary"
@@ -83,7 +83,7 @@ def run_failovers(home: Home, *, seed: int, failovers: int, kills: int, steps: i
 
 
 def check_uses(committed: Mapping[tuple[int, str], list[str]], metrics: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What was trained had been committed, and no rollout was in two trained steps."""
+    """Every trained step had been committed, and no rollout was in two trained steps."""
     findings = []
     uses: Counter[str] = Counter()
     for number, digest in sorted({(record["step"], record["digest"]) for record in metrics}):
@@ -102,7 +102,7 @@ def _fail_over(pair: Pair) -> str:
 
 
 def _kill(home: Home, pair: Pair, committed: Steps, draw: random.Random) -> str:
-    """-> what is to be told of it."""
+    """Returns the sentence about it."""
     before, lost = home_step(home), draw.choice((0, draw.randint(1, LOST_STEPS)))
     if lost:
         pair.cut()
@@ -120,7 +120,7 @@ def _kill(home: Home, pair: Pair, committed: Steps, draw: random.Random) -> str:
 
 
 def _end(others: Mapping[str, subprocess.Popen[str]], outcome: Outcome) -> None:
-    """Nobody has ended by itself; then all are told to."""
+    """Nobody has ended by itself; then all are asked to."""
     for name, process in others.items():
         if process.poll() is not None:
             outcome.findings.append(f"{name} ended with exit code {process.returncode} during the run")

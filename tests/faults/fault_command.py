@@ -1,4 +1,4 @@
-"""What ``python tests/faults`` does."""
+"""The command ``python tests/faults``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ the server's memory or keeps it busy with a script that never ends, a scorer's l
 
 
 def main() -> int:
-    """Runs what the command line asks for. -> exit code"""
+    """Runs what the command line asks for. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python tests/faults", description="Real processes under faults.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help=f"{', '.join(RUNS)} (default: all of them)")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6, help="of the order of faults")

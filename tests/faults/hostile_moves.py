@@ -1,7 +1,7 @@
-"""What somebody with a worker's login can send: moves on control keys, and pushes, drawn by seed.
+"""Everything that somebody with a worker's login can send: moves on control keys, and pushes, drawn by seed.
 
-Everything goes over one connection of the user `worker` of deploy/users.acl. What the server refuses is counted, and is
-no finding: the refusal is what protects the run.
+Everything goes over one connection of the user `worker` of deploy/users.acl. A refusal of the server is counted, and is
+no finding: it protects the run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FLOATS = (0.0, -0.0, 1.0, 1e12, 1.1e12, 1e39, 1.7e308, -1.7e308, 5e-324, float("
 LOGPROBS = (0.0, -1.0, -1e3, -1e12, 1e-3, -1e-45)
 REWARDS = (0.0, 1.0, -1.0, 1e12, -1e12, 1e-300)
 VOCABULARY = 13
-"""Of the model that is trained."""
+"""Vocabulary of the model that is trained."""
 SCORES = ("0", "-1", "1", "inf", "-inf", "1e300", "-1e300", "9007199254740993", "5e-324", "nan")
 STRANGE: tuple[Any, ...] = (
     *("", "x", " 1", "1.5", "1e309", "nan", "inf", "-inf", "0x10", "=", "=x", "=-1", "\x00", "\x1b[31mred\x1b[0m", "‮"),
@@ -81,7 +81,7 @@ FORBIDDEN = (
 
 @dataclass(slots=True)
 class _Seen:
-    """What the attacker has read of the run, to aim at."""
+    """The attacker's knowledge of the run, to aim at."""
 
     epoch: str
     step: int
@@ -147,7 +147,7 @@ class Attacker:
         return drawn
 
     def move(self, kind: str) -> str:
-        """Sends one move. -> what came of it, for people"""
+        """Sends one move, and returns its outcome, for people."""
         made = dict(self.moves())[kind](self.look())
         commands = made if isinstance(made, list) else [made]
         said = ""
@@ -297,7 +297,7 @@ class Attacker:
         return [part for pair in fields.items() for part in pair] or ["x", "y"]
 
     def _metadata(self, push: payload.EncodedPush) -> bytes:
-        """As it should be, with some bytes changed, or well formed with numbers that no rollout has."""
+        """Metadata as it should be, with some bytes changed, or well formed with numbers that no rollout has."""
         dice = self.dice
         drawn = dice.random()
         if drawn < 0.35:
@@ -340,7 +340,7 @@ class Attacker:
 
     # -- what the others are made of ----------------------------------------------------------------------------------
     def _payload(self, seen: _Seen) -> Command:
-        """Where a payload of somebody's next push may wait."""
+        """A command on the key where a payload of somebody's next push may wait."""
         key = self.keys.unnamed_payload(f"{self.envs[0]}.{self.dice.randrange(99)}", self._suffix(seen))
         return self.dice.choice((("HSET", key, self._value(), self._value()), ("PEXPIRE", key, 1), ("UNLINK", key)))
 
@@ -357,7 +357,7 @@ class Attacker:
         return [("HSET", own, "0", "x"), ("PERSIST", own), ("RENAME", own, self.keys.payload("evil.0", "u.1"))]
 
     def _producer(self, seen: _Seen) -> Command:
-        """Of a worker at work, as the pool shows it, or of nobody."""
+        """Producer of a worker at work, as the pool shows it, or of nobody."""
         names = [entry.get("key", b"").decode(errors="replace").partition(".")[0] for _, entry in seen.entries]
         uuid = self.dice.choice([*names, "u", ""])
         worker = self.dice.choice(("vcopy-0", "repeat-0", "x", ""))

@@ -110,7 +110,7 @@ def _config(home: Home, world_size: int) -> Path:
         path.read_text()
         .replace("every = 5", "every = 100000")
         .replace("max_restarts = 1000\n", "")
-        # What no scorer gives holds tickets until then.
+        # Groups that need what no scorer gives hold tickets until then.
         .replace("[batcher]\n", f"[batcher]\ngroup_timeout_seconds = {GROUP_SECONDS:g}\n")
         .replace("vocab_size = 16", "vocab_size = 13")
         .replace("world_size = 2", f"world_size = {world_size}")
@@ -142,7 +142,7 @@ class _Stage:
         self._roles["train"] = home.start("train", "--config", self._config, "--display", "plain", log="train")
 
     def view(self, *arguments: str) -> list[str]:
-        """A command of the viewer. -> findings"""
+        """Runs a command of the viewer, and returns the findings."""
         self._as_user("viewer")
         called = self._home.call(*arguments, *(() if arguments == ("runs",) else ("--run", RUN)))
         said = called.stdout + called.stderr
@@ -160,14 +160,14 @@ class _Stage:
         ]
 
     def await_step(self, wanted: int, seconds: float) -> bool:
-        """Whether the step is trained before so long, or a process ends."""
+        """True when the step is trained before so long; False when it is not, or a process ends."""
         since = time.monotonic()
         while (now := home_step(self._home)) < wanted and time.monotonic() - since < seconds and not self.ended():
             time.sleep(0.2)
         return now >= wanted
 
     def waits(self) -> str:
-        """What the batcher waits for, as it says."""
+        """The batcher's waiting sentence."""
         said = (self._home.path / "serve.log").read_text(errors="replace").splitlines()
         return "\n".join([line for line in said if "waiting:" in line][-3:])
 
@@ -179,7 +179,8 @@ class _Stage:
                 self._start_worker(env)
 
     def set_right(self) -> list[str]:
-        """What docs/guide/deploy.md tells an operator to do after such an attack. -> what there was to do"""
+        """Does what docs/guide/deploy.md tells an operator to do after such an attack, and returns what there was to
+        do."""
         done = []
         with self._admin() as client:
             now = 1000 * int(client.time()[0])
@@ -205,7 +206,7 @@ class _Stage:
         return done
 
     def stop(self) -> list[str]:
-        """Ends the run: the trainer first, then the others. -> findings"""
+        """Ends the run: the trainer first, then the others. Returns the findings."""
         findings = []
         for name, process in [("train", self._roles["train"]), *self._workers.items(), *self._roles.items()]:
             if process.poll() is None:
@@ -224,7 +225,7 @@ class _Stage:
         return self._home.connect()
 
     def make_other(self) -> dict[bytes, bytes | None]:
-        """Another run on the same server. -> everything of it"""
+        """Makes another run on the same server, and returns everything of it."""
         self._as_user("operator")
         with self._home.connect(OTHER) as buffer:
             writer = buffer.writer("w")

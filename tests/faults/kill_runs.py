@@ -71,7 +71,7 @@ def write_config(home: Home, *, steps: int, keep_checkpoints: int) -> Path:
 
 
 class Watch:
-    """How far a run is, and whether it still lives."""
+    """Progress of a run, and whether it still lives."""
 
     def __init__(self, home: Home, supervisor: subprocess.Popen[str]) -> None:
         self._home, self._supervisor = home, supervisor

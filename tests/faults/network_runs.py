@@ -15,9 +15,9 @@ from processes_under_test import KINDS, Processes
 from wire_faults import FaultProxy, draw_faults
 
 LONGEST_PAUSE_SECONDS = 8.0
-"""Of a halted process: longer than a lease, shorter than what makes a trainer give up."""
+"""Seconds that a process is halted: longer than a lease, shorter than what makes a trainer give up."""
 SETTLE_SECONDS = 60.0
-"""How long an armed fault may wait at the end for a request that it fits."""
+"""Seconds that an armed fault may wait at the end for a request that it fits."""
 
 
 def run_network(home: Home, *, seed: int, faults: int, pauses: int, steps: int, say: Say) -> Outcome:

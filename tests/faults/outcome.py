@@ -1,4 +1,4 @@
-"""What came of one run under faults."""
+"""The outcome of one run under faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Outcome:
     name: str
     findings: list[str] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
-    """What was done to it, by kind."""
+    """Faults that struck it, by kind."""
     seconds: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""The processes of a run that a fault may strike, found anew each time, and the signals sent to them."""
+"""The processes of a run that a fault may strike, found again each time, and the signals sent to them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import psutil
 from homes import Home
 
 KINDS = ("worker", "serve", "rank", "server")
-"""What is killed: each at least as often as the others, but for the remainder."""
+"""Kinds to kill: each at least as often as the others, except for the remainder."""
 
 
 class Processes:
-    """What `rlbuffer run` supervises in a home, by kind."""
+    """Processes that `rlbuffer run` supervises in a home, by kind."""
 
     def __init__(self, home: Home, supervisor_pid: int, *, run: str = "tiny", server_pid: int = 0) -> None:
         self._home = home
@@ -41,7 +41,7 @@ class Processes:
         return {name: pid for name, pid in found.items() if pid in ours - self._struck and _is_alive(pid)}
 
     def kill(self, name: str, pid: int) -> None:
-        """kill -9."""
+        """Sends SIGKILL."""
         self._struck.add(pid)
         _signal(pid, signal.SIGKILL)
 

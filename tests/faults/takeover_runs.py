@@ -21,7 +21,7 @@ ALLOWED_SECONDS = LEASE_SECONDS + 2.0
 """From the leader's halt to the other's first commit, by the server's clock."""
 PATIENCE_SECONDS = 120.0
 STATES = LEADS, LOST, STANDS_BY = ("serving run", "lost the lead", "standing by")
-"""What `rlbuffer serve` says of itself."""
+"""Status lines of `rlbuffer serve`."""
 
 
 def run_takeovers(home: Home, *, rounds: int, steps_between: int, say: Say) -> Outcome:
@@ -110,6 +110,6 @@ def _count(home: Home, name: str, words: str) -> int:
 
 
 def _state(home: Home, name: str) -> str:
-    """What a batcher last said of itself."""
+    """The state in the batcher's last status line."""
     said = [words for line in _lines(home, name) for words in STATES if words in line]
     return said[-1] if said else ""

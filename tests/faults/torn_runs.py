@@ -1,7 +1,7 @@
 """An append-only file cut at arbitrary bytes: the server is started twice on what is left, and the run goes on.
 
-The first start may find half a transaction at the end of the file. What matters is the second one: whether the torn
-half has come to life behind what was written in between.
+The first start may find half a transaction at the end of the file. The second start decides: the torn half may come to
+life behind later writes.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class _Story:
             group = make_group(env="a", size=2, version=0, group_id=f"a.{self._groups}", seed=self._groups)
             try:
                 self._writer.push(group)
-            except EpochChanged:  # a recovery began another line of versions: a worker begins anew, too
+            except EpochChanged:  # a recovery began another line of versions: a worker begins again, too
                 self._begin(self._store)
                 self._writer.push(group)
 
@@ -184,7 +184,7 @@ class _Story:
 
 @contextmanager
 def _serving(store: RedisStore) -> Iterator[list[BaseException]]:
-    """A batcher in a thread. -> what it died of"""
+    """Runs a batcher in a thread; afterwards the list has the error that ended it."""
     stop, errors = threading.Event(), list[BaseException]()
 
     def lead() -> None:

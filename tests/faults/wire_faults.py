@@ -1,4 +1,4 @@
-"""A TCP proxy in a process of its own that stands between every client and the server, and spoils what it is told to.
+"""A TCP proxy in a process of its own that stands between every client and the server, and spoils what it is asked to.
 
 One JSON object per line on stdin arms a fault; it strikes the next request that fits, and one line on stdout tells so::
 
@@ -30,7 +30,7 @@ from typing import Any
 KINDS = {"lost_reply": 34, "unsent": 20, "mid_value": 24, "delay": 18, "half_open": 4}
 """Kind -> its share of the faults, in percent."""
 CLIENTS = ("worker", "rank", "serve", "")
-"""Whose connection a fault strikes, by the beginning of its name; "" any."""
+"""Name of the connection that a fault strikes, its beginning; "" any."""
 NAME = re.compile(rb"SETNAME\r\n\$\d+\r\n([^\r\n]+)\r\n")
 
 

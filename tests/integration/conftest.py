@@ -43,7 +43,7 @@ def server_home(server_binary: ServerBinary) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def redis_url(request: pytest.FixtureRequest) -> str:
-    """Address of a server for tests that leave it alone but for the keys of their own `run_name`."""
+    """Address of a server for tests that leave it alone, except the keys of their own `run_name`."""
     named = os.environ.get("RLBUFFER_TEST_REDIS_URL", "")
     if named:
         return named

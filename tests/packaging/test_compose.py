@@ -1,4 +1,4 @@
-"""compose.yaml is one that compose itself accepts, and its services share no folder but the settings."""
+"""The file compose.yaml is one that compose itself accepts, and its services share no folder but the settings."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def text_of(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of every heading, as GitHub makes them."""
+    """Anchors of every heading, as GitHub makes them."""
     found: list[str] = []
     for heading in HEADING.findall(text_of(page)):
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()

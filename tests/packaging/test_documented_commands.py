@@ -1,4 +1,4 @@
-"""What README and docs tell people to type exists."""
+"""The commands that README and docs tell people to type exist."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every text that an exception of the source can carry stands in a test, word for word.
 
-What fails here is listed with its place. Add a row with the exact text to a table of `tests/**/test_*_errors.py`, or,
-where no test can make it happen, an entry with the reason to EXCEPTIONS.
+A text without a test is listed with its place. Add a row with the exact text to a table of `tests/**/test_*_errors.py`,
+or, where no test can make it happen, an entry with the reason to EXCEPTIONS.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is loaded when: the help and the looking commands never pay for torch."""
+"""Imports by command: the help and the looking commands never pay for torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_public_package_itself_loads_nothing() -> None:
 
 
 def test_a_health_check_that_finds_everything_well_loads_no_settings_and_no_numpy(tmp_path: Path) -> None:
-    """It is asked every few seconds, on every host. What answers here says what a server would."""
+    """It is asked every few seconds, on every host. The stand-in that answers here says what a server would."""
     beat = b"990000 \x81\xa1a\x01"
     replies = {b"HGET": b"$%d\r\n%s\r\n" % (len(beat), beat), b"TIME": b"*2\r\n$4\r\n1000\r\n$1\r\n0\r\n"}
 

@@ -36,7 +36,7 @@ FLOORS = (
 """Rooms from the ground up. A room imports only rooms of floors below its own."""
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 DOORS = {"rlbuffer", "rlbuffer.trainer.__main__"}
-"""Modules that stand outside: the package itself, and what ``python -m`` starts. Nothing in a room needs them, but for
+"""Modules that stand outside: the package itself, and what ``python -m`` starts. Nothing in a room needs them, except
 the version."""
 AT_THE_ROOT = {"__init__.py", "errors.py", "testing.py"}
 
@@ -214,7 +214,7 @@ def test_decisions_use_no_server_no_clock_and_no_global_randomness(path: Path) -
 
 
 GENERATORS = {"Random", "SystemRandom", "default_rng", "Generator", "PCG64", "SeedSequence", "fork_rng"}
-"""What makes a generator of one's own, and types."""
+"""Names that make a generator of one's own, and types."""
 KEEPS_GLOBAL_STATE = {"rlbuffer/trainer/session.py", "rlbuffer/trainer/checkpoints/checkpoint.py"}
 """The trainer seeds the global generators, and a checkpoint keeps their states: a loss may draw from them."""
 
@@ -236,7 +236,7 @@ def test_nothing_draws_from_the_generators_of_the_process(path: Path) -> None:
 
 
 def test_test_modules_have_names_of_their_own() -> None:
-    """pytest imports them by name: the second of two is an error when both are collected."""
+    """Test modules are imported by name: the second of two is an error when both are collected."""
     names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 

@@ -1,4 +1,4 @@
-"""docs/explain/protocol.md and the glossary have everything that is on the server: keys, scripts, fields, terms."""
+"""The protocol page and the glossary have everything that is on the server: keys, scripts, fields, terms."""
 
 from __future__ import annotations
 

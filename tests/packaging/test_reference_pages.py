@@ -69,7 +69,7 @@ NAMED = re.compile(r"`\[?((?:batcher|trainer|model|weights|server|worker|score|e
 
 
 def is_setting(parts: list[str]) -> bool:
-    """Whether a dotted name is a setting, or a table of settings; names of the user's own stand for any."""
+    """True when a dotted name is a setting, or a table of settings; names of the user's own stand for any."""
     node: Node | None = run_schema()
     for part in parts:
         node = children(node, part) if node is not None else None

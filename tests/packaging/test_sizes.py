@@ -22,7 +22,7 @@ LONGER_FUNCTIONS = {
 }
 
 PARAMETERS = 7
-"""Of a constructor that is written by hand; a record may have as many fields as it describes."""
+"""Parameters of a constructor that is written by hand; a record may have as many fields as it describes."""
 MORE_PARAMETERS = {
     "rlbuffer/worker/envs/jsonl.py JsonLines": "an env takes `env_options` as keywords, each with its own default",
     "rlbuffer/worker/envs/reasoning.py ReasoningGym": "likewise",

@@ -22,7 +22,7 @@ FENCE = re.compile(r"^ *```(toml|python)\n(.*?)^ *```", re.MULTILINE | re.DOTALL
 
 
 def snippets(kind: str) -> list[tuple[str, str]]:
-    """(page:line, text) of all of a kind."""
+    """Page and line, and text, of all of a kind."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

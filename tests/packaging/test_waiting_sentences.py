@@ -73,7 +73,7 @@ def test_an_entry_is_headed_by_the_beginning_of_its_sentence(name: str) -> None:
 
 
 def test_nobody_else_makes_up_what_the_batcher_waits_for() -> None:
-    """Whoever writes a sentence takes it from waiting.py: no literal is handed to `set_waiting` or to the leader."""
+    """Every writer of a sentence takes it from waiting.py: no literal is handed to `set_waiting` or to the leader."""
     calls = re.compile(r"(?:set_waiting\([^\n]*,|\b_say\()\s*f?[\"'][A-Z]")
     found = [
         f"{path.relative_to(ROOT)}: {match.group(0)}"

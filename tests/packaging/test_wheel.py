@@ -1,4 +1,4 @@
-"""What a user installs: the wheel, and nothing else in site-packages."""
+"""The installed files: the wheel, and nothing else in site-packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold for adapters whatever their speeds and sizes: turns are fair, own steps exact, takeovers invisible."""
+"""Properties of adapters whatever their speeds and sizes: turns are fair, own steps exact, takeovers invisible."""
 
 from __future__ import annotations
 

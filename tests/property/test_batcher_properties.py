@@ -1,4 +1,4 @@
-"""What must hold for the batcher whatever is pushed, in whatever order, and whenever it is asked."""
+"""Properties of the batcher whatever is pushed, in whatever order, and whenever it is asked."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ RULES = st.builds(
     max_uses=st.integers(1, 3),
     replay_fraction=st.sampled_from([0.0, 0.5, 1.0]),
 )
-"""What may be done about short envs, flat groups and used ones."""
+"""Rules about short envs, flat groups and used ones."""
 
 
 class Account:
@@ -227,7 +227,7 @@ def play(config: BatcherConfig, moves: list[Any], account: Account) -> list[byte
 def test_every_rollout_is_pending_packed_or_dropped_and_never_two_of_them(config: BatcherConfig, moves: Any) -> None:
     account = Account()
     play(config, moves, account)
-    # What is left is still known: closing everything down drops exactly that.
+    # The rest is still known: closing everything down drops exactly that.
     batcher_left = set(account.pool)
     batcher = Batcher(config)
     for entry_id in sorted(batcher_left):

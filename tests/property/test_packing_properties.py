@@ -1,4 +1,4 @@
-"""What must hold for every plan and every micro-batch, whatever the rollouts."""
+"""Properties of every plan and every micro-batch, whatever the rollouts."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_on_policy_one_env_wastes_none(budgets: dict[str, float]) -> None:
 
 
 def test_on_policy_in_tokens_only_the_doubt_about_sizes_is_wasted() -> None:
-    """Which env gives the last group depends on how long the ones before turn out; nobody can know that."""
+    """The env that gives the last group depends on the sizes of the ones before; nobody can know that."""
     config = BatcherConfig(**STRICT, step_groups=32, budgets=SHARES)
     stale = pushed = 0
     for seed, seconds in itertools.product(range(2), SPEEDS[:3]):

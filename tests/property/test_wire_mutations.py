@@ -1,4 +1,4 @@
-"""Whatever is done to the bytes of a push is noticed, and never answered with anything but PayloadError."""
+"""Any change to the bytes of a push is noticed, and never answered with anything but PayloadError."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_ten_thousand_mutated_payloads_are_each_refused() -> None:
 
 
 def test_ten_thousand_mutated_payloads_with_a_right_checksum_are_refused_or_valid() -> None:
-    """Behind the checksum a changed value cannot be told from another rollout; a broken record must be."""
+    """Behind the checksum a changed value looks like another rollout; a broken record must be."""
     rng, accepted, refused = random.Random(2), 0, 0
     for i in range(MUTATIONS):
         data, other = rng.sample(PAYLOADS, 2)
@@ -262,7 +262,7 @@ def test_ten_thousand_mutated_metadata_maps_with_a_right_checksum_are_refused_or
 
 
 def test_a_page_of_pushes_decodes_as_one_after_the_other() -> None:
-    """What a leader reads of a page, most of it without a look at single rollouts, is what each push says by itself."""
+    """A leader reads a page mostly without a look at single rollouts, and reads what each push says by itself."""
     rng, pages, accepted, lazy = random.Random(6), 100, 0, 0
     whole = (*MAPS, *(map_of(rng) for _ in range(40)))
     for page in range(pages):

@@ -1,4 +1,4 @@
-"""Whatever a rollout holds comes back equal; whatever is done to its bytes is noticed."""
+"""Every content of a rollout comes back equal; any change to its bytes is noticed."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ EARLY_SHARE, EARLY_SECONDS = 0.25, 15.0
 NOTICED_SECONDS = 30.0
 """Longest until a death is said. The sampler looks twice a second; this is for a machine that is busy with others."""
 BOUND_SECONDS = 600.0
-"""Longest until a group comes of the next engine: a start, which takes 10 s of CPU and more on a busy machine."""
+"""Longest until a group comes from the next engine: a start, which takes 10 s of CPU and more on a busy machine."""
 IDLE_SECONDS = 120.0
 """Longest until a first group of the whole run, and until a version of it is loaded."""
 
@@ -47,10 +47,10 @@ Say = Callable[[str], None]
 
 @dataclass(slots=True)
 class Kill:
-    """One kill, and what came of it."""
+    """One kill, and its outcome."""
 
     struck: str = ""
-    """What the worker was at, by its own words: a load, sampling, or a start of the engine."""
+    """State of the worker when it was struck, by its own words: a load, sampling, or a start of the engine."""
     noticed: float = 0.0
     """Seconds until it was said."""
     goes_on: float = 0.0
@@ -161,7 +161,7 @@ def run_engine_kills(folder: Path, *, seed: int, kills: int, say: Say) -> Kills:
 
 
 def _strike(run: Training, engine: Engine, kill: Kill, again: float) -> float:
-    """Kills the engine, and the next one `again` seconds later unless that is 0. -> when it was done last"""
+    """Kills the engine, and the next one `again` seconds later unless that is 0. Returns the time of the last kill."""
     run.until(engine.processes, seconds=BOUND_SECONDS, why="an engine")
     struck_at = time.monotonic()
     engine.kill()
@@ -175,7 +175,7 @@ def _strike(run: Training, engine: Engine, kill: Kill, again: float) -> float:
 
 
 def _said(run: Training, struck_at: float) -> tuple[str, float]:
-    """What the worker was at when its engine was killed, by its own words, and after how many seconds it said so."""
+    """State of the worker when its engine was killed, by its own words, and after how many seconds it said so."""
 
     def said() -> list[dict[str, Any]]:
         return [event for event in run.told("trouble") if event["at"] > struck_at]
@@ -211,7 +211,7 @@ def _last(run: Training, kind: str) -> str:
 
 
 def main() -> int:
-    """Runs what the command line asks for. -> exit code"""
+    """Runs what the command line asks for. Returns the exit code."""
     parser = argparse.ArgumentParser(description="A vLLM engine that is killed under a worker.")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6, help="of the moments")
     parser.add_argument("--kills", type=int, default=40, help="kills of the engine's process (default 40)")

@@ -84,7 +84,7 @@ class VllmServer:
             )
 
     def kill(self) -> None:
-        """kill -9 of the server and its engine."""
+        """Sends SIGKILL to the server and its engine."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

@@ -98,7 +98,7 @@ class WorkerRun:
         assert not self._thread.is_alive(), "the worker did not end"
 
     def announce(self, version: int) -> None:
-        """As a trainer does."""
+        """Announces a version as a trainer does."""
         self.store.announce(self._attempt, self.policies[version])
 
     def told(self, kind: str) -> list[dict[str, Any]]:
@@ -187,7 +187,7 @@ class WorkerRun:
 
 
 def _number(group_id: str) -> int:
-    """Of the ticket that a group was sampled for."""
+    """Number of the ticket that a group was sampled for."""
     return int(group_id.rpartition(".")[2])
 
 

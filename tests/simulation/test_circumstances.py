@@ -1,4 +1,5 @@
-"""What the simulation models beside a network that loses requests: each in a few seeds, and seen when it goes wrong."""
+"""Circumstances that the simulation models beside a network that loses requests: each in a few seeds, and seen when it
+goes wrong."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ FOUND_IN = {
     "report-goes-back": 104,
     "uses-not-checked": 25,
 }
-"""Where the first few seeds do not find it, one that did when this was written: tried before the others."""
+"""Mutation -> a seed that found it when this was written, tried first, where the first few seeds do not find it."""
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)

@@ -23,7 +23,7 @@ _SHORT = re.compile(r"(?P<env>\S+) is (?P<groups>\d+) groups? short of its share
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSpeed:
-    """How an env behaves: seconds per group (median of a lognormal), workers, rollouts per group, mean length."""
+    """Behaviour of an env: seconds per group (median of a lognormal), workers, rollouts per group, mean length."""
 
     seconds: float
     workers: int
@@ -52,7 +52,7 @@ class Outcome:
     idle: Counter[str] = field(default_factory=Counter)
     """env -> events at which the step waited for it, a worker of it had no ticket, and not one ticket was out."""
     thin: Counter[str] = field(default_factory=Counter)
-    """As `idle`, with tickets out, but more than one fewer than the sentence says that groups are missing."""
+    """The same as `idle`, with tickets out, but more than one fewer than the sentence says that groups are missing."""
 
     @property
     def stale_percent(self) -> float:

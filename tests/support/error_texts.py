@@ -33,7 +33,7 @@ class ErrorText:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What stands between the holes and has words of its own."""
+        """Texts between the holes that have words of their own."""
         return tuple(part.strip(" :;,.()[]\n") for part in self.text.split(HOLE) if _WORDS.search(part))
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ def named_in(paths: Iterable[Path]) -> str:
 
 
 def is_covered(text: ErrorText, strings: str) -> bool:
-    """Whether one line of `strings` holds every part of the text, in order."""
+    """True when one line of `strings` holds every part of the text, in order."""
     pattern = "[^\n]*?".join(re.escape(part.replace("\n", " ")) for part in text.parts)
     return re.search(pattern, strings) is not None
 
@@ -132,7 +132,7 @@ class _Module:
                     yield from self._says(argument, function)
 
     def _refuses(self, function: Function) -> bool:
-        """Whether the function makes an exception whose text has one of its arguments in it."""
+        """True when the function makes an exception whose text has one of its arguments in it."""
         given = {argument.arg for argument in [*function.args.args, *function.args.kwonlyargs]}
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and _called(node) in self._errors and node.args:

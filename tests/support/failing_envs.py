@@ -14,7 +14,7 @@ from rlbuffer.worker.envs import Prompt, Score
 
 
 class Sound:
-    """What all of them are but for one thing."""
+    """An env in which nothing fails; the others differ from it in one thing."""
 
     vocab_size, eos_token_ids, max_new_tokens = 13, (12,), 2
 

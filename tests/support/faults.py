@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 import hiredis
 
 MOMENTS = ("before send", "sent without reply", "after reply")
-"""When a connection breaks."""
+"""Moments at which a connection breaks."""
 
 
 class CuttingProxy:
@@ -51,7 +51,7 @@ class CuttingProxy:
     def strike(self, moment: str, nth: int) -> None:
         """The connection of the `nth` request from now breaks at that moment; 0: never, requests are only counted.
 
-        What a client says to introduce itself on a new connection does not count.
+        The commands with which a client introduces itself on a new connection do not count.
         """
         with self._lock:
             self._mark, self._cuts, self.seen, self._moment, self._nth = b"*", int(nth > 0), 0, moment, nth

@@ -1,7 +1,7 @@
 """Processes of Python that need not import torch: forked from one that has, as `rlbuffer run` forks its own.
 
-Importing torch and transformers costs five CPU seconds a process, and a test starts up to a dozen. What is forked here
-has the arguments, environment, folder, session and output that a started one has, and ends as that ends. Its
+Importing torch and transformers costs five CPU seconds a process, and a test starts up to a dozen. A process that is
+forked here has the arguments, environment, folder, session and output of a started one, and ends as that ends. Its
 forkserver, should it start one, is forked from it too.
 """
 
@@ -37,12 +37,12 @@ MODULES = (
     "rlbuffer_cli.main",
 )
 READ_AT_IMPORT = ("HF_", "TOKENIZERS_", "OMP_", "MKL_", "TORCH", "CUDA_", "LD_", "PYTHON")
-"""Variables that modules and the interpreter read once: where they differ, a process is started anew."""
+"""Variables that modules and the interpreter read once: where they differ, a process is started as usual."""
 REQUEST_BYTES = 150_000
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment of a test's processes, but for what concerns the test."""
+    """The environment of a test's processes, except what concerns the test."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith("RLBUFFER_")}
     return ours | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
@@ -50,7 +50,7 @@ def clean_environment() -> dict[str, str]:
 class Parent:
     """The process that the others are forked from. Make it once; `close` ends it, and so does the end of its maker.
 
-    On Linux; elsewhere every process is started anew.
+    On Linux; elsewhere every process is started as usual.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,8 @@ class Parent:
     def start(
         self, arguments: Sequence[str], *, environment: Mapping[str, str], folder: Path, log: Path | None = None
     ) -> Any:
-        """As :func:`start`, but forked if that makes the same process. -> a `Forked`, or a `subprocess.Popen`."""
+        """Starts a process as :func:`start` does, forked if that makes the same process. Returns a `Forked`, or a
+        `subprocess.Popen`."""
         if self._process is None or _read_at_import(environment) != _read_at_import(self.environment):
             return start(arguments, environment=environment, folder=folder, log=log)
         output = [log.open("ab")] * 2 if log else [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
@@ -85,7 +86,7 @@ class Parent:
         return Forked(arguments, ours, output)
 
     def close(self) -> None:
-        """Ends it. What was forked lives on."""
+        """Ends it. Forked processes live on."""
         if self._process is not None:
             self._channel.close()
             self._process.wait()
@@ -121,7 +122,7 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Forked:
-    """What `subprocess.Popen` is, of a process whose parent is another one."""
+    """Stand-in for `subprocess.Popen`, for a process whose parent is another one."""
 
     def __init__(self, arguments: Sequence[str], life: socket.socket, output: Sequence[IO[bytes]]) -> None:
         self.args = [sys.executable, *arguments]
@@ -152,7 +153,7 @@ class Forked:
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """As :meth:`poll`, once it has ended."""
+        """Waits until it has ended, and returns what :meth:`poll` returns."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -271,7 +272,7 @@ def _reset_signals() -> None:
 
 _SPAWN = util.spawnv_passfds
 _SYS_PATH: list[str] = []
-"""What follows the program's own folder and PYTHONPATH."""
+"""Entries of ``sys.path`` that follow the program's own folder and PYTHONPATH."""
 
 
 def _fork_forkserver(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:

@@ -73,7 +73,7 @@ def items() -> list[PackItem]:
 
 
 def counts_of(made: Sequence[PackItem]) -> Normalizers:
-    """Of these rollouts."""
+    """Counts of these rollouts."""
     return Normalizers(
         loss_tokens=sum(item.rollout.loss_tokens for item in made if item.rollout is not None),
         rollouts=len(made),
@@ -115,7 +115,7 @@ def unpacked_step(slices: Sequence[Sequence[int]]) -> Step:
 
 
 class Trainee:
-    """A policy that begins anew for each job: making and proving one takes longer than training it here."""
+    """A policy that begins again for each job: making and proving one takes longer than training it here."""
 
     def __init__(self, dtype: str, world_size: int) -> None:
         torch.manual_seed(0)

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from rlbuffer.worker.envs.vcopy import VCopy
 
 TEXT_CHARACTERS = 64_000
-"""Of every text: 64 kB a rollout."""
+"""Length of every text: 64 kB a rollout."""
 
 
 class Heavy(VCopy):
-    """As vcopy. Every text is filled up with dots."""
+    """The env vcopy with texts that are filled up with dots."""
 
     def render(self, tokens: NDArray[np.int32]) -> str:
         return super().render(tokens).ljust(TEXT_CHARACTERS, ".")

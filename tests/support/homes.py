@@ -80,7 +80,7 @@ class Home:
     def __init__(self, path: Path, parent: Parent | None = None) -> None:
         self.path = path
         self.parent = parent
-        """What commands are forked from; None: every one is started anew."""
+        """What commands are forked from; None: every one is started as usual."""
         self.url: str | None = None
         """Of a server of the test's own, for :meth:`connect`; None: the home's embedded one."""
         self.processes: list[subprocess.Popen[str]] = []
@@ -129,7 +129,7 @@ class Home:
         return rlbuffer.connect(self.url, run=run, config=RunSettings(home=self.path))
 
     def metrics(self, run: str = "tiny", folder: Path | None = None) -> list[dict[str, Any]]:
-        """What the trainer recorded so far, one object per trained step."""
+        """Records of the trainer so far, one object per trained step."""
         path = (folder or self.path / "runs" / run) / "metrics.jsonl"
         if not path.exists():
             return []
@@ -190,7 +190,7 @@ def parsed(line: str) -> dict[str, Any] | None:
 
 
 def _works_in(pid: int, folder: Path) -> bool:
-    """Whether there is such a process, and it is the one that works there."""
+    """True when there is such a process, and it is the one that works there."""
     try:
         return Path(psutil.Process(pid).cwd()).samefile(folder)
     except (psutil.Error, OSError):

@@ -1,9 +1,9 @@
-"""What a test leaves behind: threads, processes (servers too) and environment variables. Found, stopped, named.
+"""Leftovers of a test: threads, processes (servers too) and environment variables. Found, stopped, named.
 
 A thread or a process belongs to the test during which it was started, whoever started it: a thread's threads are the
-test's, and so are a process's processes, orphans too. What a fixture of a wider scope starts, stays as long as the
-fixture. Processes are known by a variable in their environment, so a number that was given out again misleads nobody.
-Nor may a test signal one that is not its own.
+test's, and so are a process's processes, orphans too. Processes that a fixture of a wider scope starts stay as long as
+the fixture. Processes are known by a variable in their environment, so a number that was given out again misleads
+nobody. Nor may a test signal one that is not its own.
 
 A plugin, since hooks of a conftest hear nothing of fixtures of the whole session.
 """
@@ -28,13 +28,13 @@ import psutil
 import pytest
 
 PATIENCE_SECONDS = float(os.environ.get("PYTEST_LEFTOVERS_SECONDS", "20"))
-"""What is on its way out gets this long to end; a test that leaves nothing does not wait at all."""
+"""Seconds that anything on its way out gets to end; a test that leaves nothing does not wait at all."""
 MARK = "PYTEST_PROCESS_TREE"
 """Environment variable that every process of a test inherits."""
 LIBRARIES = ("tqdm._monitor", "hypothesis", "execnet", "xdist", "pytest_timeout")
 """Modules whose threads live as long as the process."""
 LIBRARY_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "KMP_")
-"""Set by libraries for themselves when they are first used, or anew for each test."""
+"""Set by libraries for themselves when they are first used, or again for each test."""
 LASTING = "a fixture of a wider scope"
 
 
@@ -69,7 +69,7 @@ class Leftovers:
     # -- whose -----------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def lasting(self) -> Iterator[None]:
-        """What is started here outlives the test: a fixture of a wider scope is set up."""
+        """Processes and threads that are started here outlive the test: a fixture of a wider scope is set up."""
         before, self._owner = self._owner, LASTING
         self.forget_processes(only_new=True)
         try:
@@ -80,7 +80,7 @@ class Leftovers:
 
     @contextlib.contextmanager
     def test(self, name: str) -> Iterator[list[str]]:
-        """-> a list that names, at the end, what the test has left behind; it is stopped by then."""
+        """Yields a list that names, at the end, what the test has left behind; it is stopped by then."""
         self._owner = name
         variables = dict(os.environ)
         found: list[str] = []
@@ -150,7 +150,7 @@ class Leftovers:
         return {self._pid, getattr(_FORKSERVER, "_forkserver_pid", None), getattr(_TRACKER, "_pid", None)}
 
     def _processes(self) -> list[psutil.Process]:
-        """Of this process, and not seen before."""
+        """Processes of this process that were not seen before."""
         pids = _pids()
         self._seen = {pid: begin for pid, begin in self._seen.items() if pid in pids}
         found = []
@@ -184,7 +184,7 @@ class Leftovers:
         doing = f" ({work.__qualname__})" if hasattr(work, "__qualname__") else ""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while thread.is_alive() and time.monotonic() < deadline:
-            # Ends it at its next line of Python; one that catches everything is told again.
+            # Ends it at its next line of Python; one that catches everything is ended again.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Stopped))
             thread.join(0.05)
         return f"thread {thread.name}{doing}" + (", which cannot be stopped" if thread.is_alive() else "")

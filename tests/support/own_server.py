@@ -73,7 +73,7 @@ class OwnServer:
                 time.sleep(0.02)
 
     def kill(self) -> None:
-        """kill -9."""
+        """Sends SIGKILL."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait(timeout=30)
 

@@ -1,7 +1,7 @@
 """Workers and trainers of a known speed, as processes of their own: what a test of shares and tickets needs.
 
-The worker is rlbuffer's own loop (tickets, pulse, versions, pushes); only its sampler is a stand-in that takes the time
-it is told to and answers at random. The trainer is a bare reader that trains nothing.
+The worker is rlbuffer's own loop (tickets, pulse, versions, pushes); only its sampler is a stand-in that takes a given
+time and answers at random. The trainer is a bare reader that trains nothing.
 
     python paced.py worker --home DIR --run NAME --env ENV --seconds 0.1
     python paced.py trainer --home DIR --run NAME --steps 30 --timeout 60
@@ -132,7 +132,7 @@ def events(home: Home, log: str, kind: str = "") -> list[dict[str, Any]]:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """kill -9 of one process that `spawn` started."""
+    """Sends SIGKILL to one process that `spawn` started."""
     os.kill(process.pid, signal.SIGKILL)
     process.wait(timeout=30)
 

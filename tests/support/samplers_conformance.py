@@ -1,4 +1,5 @@
-"""What every sampler must do, written once: `test_sampler_conformance.py` and `tests/real_vllm` run it on each of them.
+"""The duties of every sampler, written once: `test_sampler_conformance.py` and `tests/real_vllm` run it on each of
+them.
 
 A check takes a :class:`Stage`: a sampler, and policies whose models are here, so that what it says it sampled from can
 be computed again by one forward pass.
@@ -74,7 +75,7 @@ class Stage:
     policies: list[PolicyVersion]
     tmp: Path
     samplings: tuple[Sampling, ...] = (PLAIN, replace(PLAIN, temperature=0.7))
-    """What the sampler was made for."""
+    """Settings that the sampler was made for."""
 
 
 def policies(directory: Path, count: int = 4) -> tuple[list[PreTrainedModel], list[PolicyVersion]]:
@@ -141,7 +142,8 @@ async def logprobs_are_those_that_a_trainer_computes(stage: Stage) -> None:
 
 
 async def tokens_are_drawn_from_the_whole_vocabulary(stage: Stage) -> None:
-    """Whatever a `generation_config.json` beside the model says: ratios of what is left would be 1 all the same."""
+    """A `generation_config.json` beside the model may say anything: ratios of the tokens that are left would be 1 all
+    the same."""
     one = replace(PLAIN, max_new_tokens=1)
     groups = [await stage.sampler.sample(PROMPTS[1], n=64, sampling=one) for _ in range(4)]
     drawn = {int(c.tokens[0]) for group in groups for c in group}

@@ -21,7 +21,7 @@ PATIENCE_SECONDS = 240.0
 
 
 def share_of_zeros(rollout: Rollout, group: Group) -> float:
-    """Plain; goes by tokens and answer."""
+    """Plain; judges by tokens and answer."""
     return float((rollout.tokens == 0).mean()) + float(group.answer or 0)
 
 

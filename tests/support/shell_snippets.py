@@ -96,7 +96,8 @@ NOT_HERE_BEGINNINGS = {
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page:line of its block, command) of all pages, in one line, without comments and the folder of the program."""
+    """Page and line of its block, and command, of all pages, in one line, without comments and the folder of the
+    program."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -112,6 +113,6 @@ def commands() -> list[tuple[str, str]]:
 
 
 def why_not_here(command: str) -> str:
-    """Why no test here runs it; "" where one does, or nothing is known of it."""
+    """Reason why no test here runs it; "" where one does, or nothing is known of it."""
     beginnings = (reason for beginning, reason in NOT_HERE_BEGINNINGS.items() if command.startswith(beginning))
     return NOT_HERE.get(command) or next(beginnings, "")

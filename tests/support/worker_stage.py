@@ -162,7 +162,7 @@ class Stage:
         return sorted(entry.group_id for entry in self.store.read_pool())
 
     def rollouts(self) -> list[list[Rollout]]:
-        """What the pool holds, decoded from its payloads, in the order of :meth:`groups`."""
+        """The pool's rollouts, decoded from their payloads, in the order of :meth:`groups`."""
         out = []
         for entry in sorted(self.store.read_pool(), key=lambda entry: entry.group_id):
             payloads = self.store.client.hgetall(entry.payload_key)
@@ -175,7 +175,7 @@ class Stage:
         return [event for event in self.events if event.event == name]
 
     def troubles(self) -> list[str]:
-        """What was told, without the places in files."""
+        """Reported troubles, without the places in files."""
         return [without_place(event.error) for event in self.told("trouble")]
 
     def heartbeat(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""When a step closes, stays open or waits, at spots where several rules meet."""
+"""A step closes, stays open or waits, at spots where several rules meet."""
 
 from __future__ import annotations
 

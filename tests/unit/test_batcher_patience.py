@@ -1,4 +1,4 @@
-"""What the batcher does with an env that keeps a step waiting: spillover, dead envs, paused envs."""
+"""The batcher and an env that keeps a step waiting: spillover, dead envs, paused envs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HALVES = {"step_groups": 4, "budgets": {"math": 0.5, "code": 0.5}, "max_age": 99
 
 
 def with_code_only(count=8, **settings):
-    """math has nothing at all, code has more than enough."""
+    """The env math has nothing at all, code has more than enough."""
     made = batcher(**(HALVES | settings))
     for n in range(count):
         put(made, f"c{n}", env="code")

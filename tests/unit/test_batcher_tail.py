@@ -1,4 +1,4 @@
-"""How long a step waits to fill, and what is left when nothing more comes."""
+"""The time that a step waits to fill, and the rest when nothing more comes."""
 
 from __future__ import annotations
 

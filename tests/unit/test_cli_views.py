@@ -1,4 +1,4 @@
-"""What the views say, and that it fits: lines of the live views, histograms, tables on a narrow terminal."""
+"""The text of the views, and that it fits: lines of the live views, histograms, tables on a narrow terminal."""
 
 from __future__ import annotations
 

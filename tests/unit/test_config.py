@@ -1,4 +1,4 @@
-"""What the batcher's settings refuse: everything that can never make a batch, by the name of the setting."""
+"""Refusals of the batcher's settings: everything that can never make a batch, by the name of the setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between two configs, what follows from it, and what cannot change."""
+"""Differences between two configs, their consequences, and settings that cannot change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When damage ends training: not by one step, whoever made it, but by many in a row of which nothing sound comes."""
+"""Damage ends training not by one step, whoever made it, but by many in a row that give nothing sound."""
 
 from __future__ import annotations
 

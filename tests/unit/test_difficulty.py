@@ -16,7 +16,7 @@ from rlbuffer.worker.envs import Prompt
 
 
 class Marks(dict[str, str]):
-    """What is kept with a run."""
+    """Marks that are kept with a run."""
 
     is_full = False
 

@@ -1,4 +1,4 @@
-"""What a worker says of an env that fails: the kind, the place in the user's file, and what does not come back."""
+"""A worker's report of an env that fails: the kind, the place in the user's file, and what does not come back."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def maker(env: object) -> GroupMaker:
 
 
 def failure(env: object) -> BaseException:
-    """What costs the group of an env."""
+    """The error that costs the group of an env."""
     prompt = Prompt(prompt_id="p", tokens=np.array([1], np.int32))
     with pytest.raises(GroupFailed) as caught:
         asyncio.run(maker(env).make(Ticket(env="theirs", number=0, group_id="theirs.0"), prompt))

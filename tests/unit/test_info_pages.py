@@ -16,7 +16,7 @@ from rlbuffer.wire.metadata import decode_info, encode_info
 from rlbuffer.wire.metadata_pages import decode_infos
 
 REWARD = 16
-"""Where a row's reward begins."""
+"""Offset at which a row's reward begins."""
 
 
 def info(*rewards, group_id="g", **fields):

@@ -19,7 +19,7 @@ from rlbuffer.trainer.update.token_choice import Known, choose
 FOLDER = Path(__file__).parent / "fixtures" / "losses"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 TOLERANCE = 1e-7
-"""verl divides by a rollout's length + 1e-8; everything else agrees to 1e-12."""
+"""The library verl divides by a rollout's length + 1e-8; everything else agrees to 1e-12."""
 
 
 def tokens_of(record: dict[str, Any], logprobs: Tensor, entropy: Tensor) -> TrainedTokens:
@@ -33,7 +33,7 @@ def tokens_of(record: dict[str, Any], logprobs: Tensor, entropy: Tensor) -> Trai
 
 
 def computed(record: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """-> loss, gradient of the logprobs, gradient of the entropies."""
+    """Returns loss, gradient of the logprobs, gradient of the entropies."""
     settings = LossChoice(**record["settings"])
     leaves = [torch.tensor(record["inputs"][n], dtype=torch.float64).requires_grad_() for n in ("logprobs", "entropy")]
     tokens = tokens_of(record, *leaves)

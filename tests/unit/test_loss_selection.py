@@ -20,7 +20,7 @@ def alone(values: Tensor) -> Tensor:
 
 
 def over_ranks(parts: list[list[Tensor]], count: int) -> list[list[Tensor]]:
-    """What each rank chooses when all add up together: one thread per rank, in step."""
+    """Choice of each rank when all add up together: one thread per rank, in step."""
     from threading import Barrier, Thread
 
     world, held, out = len(parts), [torch.zeros(0)] * len(parts), [[]] * len(parts)

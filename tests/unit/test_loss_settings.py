@@ -1,4 +1,4 @@
-"""What each loss and correction reads of the settings, and the refusal of what nothing reads."""
+"""The settings that each loss and correction reads, and the refusal of settings that nothing reads."""
 
 from __future__ import annotations
 

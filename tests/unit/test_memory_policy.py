@@ -1,4 +1,4 @@
-"""What a run needs of the server's memory, and what is done when it fills up. Shares are of a limit of 1000 bytes."""
+"""A run's needs of the server's memory, and the rules for when it fills up. Shares are of a limit of 1000 bytes."""
 
 from __future__ import annotations
 

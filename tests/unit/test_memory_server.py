@@ -1,4 +1,4 @@
-"""memory://: what the protocol's scripts need of the in-process server, and that threads may share it."""
+"""The in-process server of ``memory://`` has all that the protocol's scripts need, and threads may share it."""
 
 from __future__ import annotations
 

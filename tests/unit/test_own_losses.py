@@ -22,7 +22,7 @@ MOST_LINES = 30
 
 # What a newcomer writes, whole:
 def sapo(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
-    """-A 4/tau sigmoid(tau (r - 1)): a soft gate in place of the clip (arXiv 2511.20347)."""
+    """``-A 4/tau sigmoid(tau (r - 1))``: a soft gate in place of the clip (arXiv 2511.20347)."""
     tau = torch.where(
         tokens.advantages > 0, settings.options.get("tau_high", 1.0), settings.options.get("tau_low", 1.05)
     )

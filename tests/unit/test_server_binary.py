@@ -1,4 +1,4 @@
-"""Which program becomes the embedded server. The programs here are shell scripts that answer --version."""
+"""The program that becomes the embedded server. The programs here are shell scripts that answer --version."""
 
 from __future__ import annotations
 

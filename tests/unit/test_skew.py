@@ -1,4 +1,4 @@
-"""Ranks that do not train the same steps at the same time are told of, and slow heartbeats are not."""
+"""Ranks that do not train the same steps at the same time are reported, and slow heartbeats are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that hangs in its data is told from one that is busy, by the notes that ranks leave each other."""
+"""The notes that ranks leave each other tell a rank that hangs in its data from one that is busy."""
 
 from __future__ import annotations
 

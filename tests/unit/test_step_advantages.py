@@ -18,7 +18,8 @@ from rlbuffer.testing import make_group
 REWARDS = {"g1": [1.0, 0.0, 0.5, 0.25], "g2": [1.0, 1.0, 1.0, 0.0], "g3": [3.0, 2.0, 2.5, 2.0]}
 
 OF_G3 = [0.6354020833969116, -0.38124123215675354, 0.12708041071891785, -0.38124123215675354]
-"""Of the last group, by TRL 1.16: its `nanstd` and the lines around it in `_generate_and_score_completions`."""
+"""Advantages of the last group, by TRL 1.16: its `nanstd` and the lines around it in
+`_generate_and_score_completions`."""
 
 
 def planned(**settings: Any) -> StepPlan:
@@ -35,7 +36,8 @@ def by_rollout(plan: StepPlan) -> dict[str, float]:
 
 
 def test_batch_scaled_advantages_are_those_of_trl() -> None:
-    """(r - mean of its group) / (std of all rewards of the batch, over n - 1, + 1e-4), as GRPOTrainer computes them."""
+    """``(r - mean of its group) / (std of all rewards of the batch, over n - 1, + 1e-4)``, as GRPOTrainer computes
+    them."""
     found = by_rollout(planned(advantage="dr_grpo", advantage_scale="batch"))
     everything = np.concatenate(list(REWARDS.values()))
     std = np.sqrt(np.square(everything - everything.mean()).sum() / (len(everything) - 1))

@@ -1,4 +1,4 @@
-"""What a step's record shows of single rollouts and single ranks."""
+"""A step's record and its part about single rollouts and single ranks."""
 
 from __future__ import annotations
 

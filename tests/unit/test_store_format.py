@@ -1,4 +1,4 @@
-"""What the store keeps, without a server: scripts, keys, the ledger's fields, headers, parts and their digest."""
+"""The store's formats, without a server: scripts, keys, the ledger's fields, headers, parts and their digest."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def body_of(name: str) -> str:
 
 
 def named_keys(name: str) -> list[str]:
-    """What a script calls its keys, in their order."""
+    """Names that a script gives its keys, in their order."""
     first = re.search(r"local ([\w,\s]+?)\s*= (?:unpack\(KEYS|KEYS\[1\])", body_of(name))
     return [] if first is None else [word for word in re.findall(r"\w+", first[1]) if word.endswith("_key")]
 
@@ -75,7 +75,7 @@ def test_scripts_make_no_key_names(name):
     declared = {*named_keys(name), "KEYS[i]", "'STREAM'"}
     made = {key for command, key in calls if command != "TIME" and key not in declared}
     assert made == PAYLOAD_KEYS.get(name, set())
-    # Payload keys lie in other slots: that works on one shard, and only when the server is told.
+    # Payload keys lie in other slots: that works on one shard, and only when the server is asked to allow it.
     assert ("allow-cross-slot-keys" in script_text(name).splitlines()[0]) == bool(made)
 
 

@@ -1,4 +1,4 @@
-"""What a step's record says, computed by hand: ratios, waiting, FLOPs, scalars for other tools; and who is missing."""
+"""A step's record, computed by hand: ratios, waiting, FLOPs, scalars for other tools; and who is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a list of files may say, in which order relays are asked, and how settings of weights are refused."""
+"""Lists of files, the order in which relays are asked, and refusals of settings of weights."""
 
 from __future__ import annotations
 

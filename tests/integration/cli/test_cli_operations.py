@@ -433,8 +433,8 @@ def test_reset_refuses_it_too_and_the_list_of_runs_goes_on(made: Run, call: Call
 
 
 def test_the_sentence_is_one_everywhere(served: Served, call: Call) -> None:
-    """`serve`, `inspect`, `inspect --json` and the trainer's timeout carry what waiting.py says, but that no trainer is
-    told to start one."""
+    """`serve`, `inspect`, `inspect --json` and the trainer's timeout carry the sentences of waiting.py, except that no
+    trainer is asked to start one."""
     from rlbuffer.client.reader import Reader
     from rlbuffer.errors import BatchTimeout
 

@@ -215,7 +215,7 @@ def test_a_command_that_cannot_be_carried_out_says_why(call: Call, arguments: st
     actual, said = call(*arguments.split())
     text = text.format(home=Path.cwd() / "home")
     assert actual == code
-    # What click words itself may end differently from version to version.
+    # Sentences that click words itself may end differently from version to version.
     assert said.startswith(text) if text.endswith(" ") else said == text
 
 

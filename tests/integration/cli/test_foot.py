@@ -24,7 +24,7 @@ PARTS = re.compile(r"\x1b\[(\d*)([AK])|([\r\n])|([^\x1b\r\n]+)")
 
 
 class Terminal:
-    """A device, and a screen that breaks long lines anew when its width changes, as terminals do."""
+    """A device, and a screen that breaks long lines again when its width changes, as terminals do."""
 
     def __init__(self, width: int) -> None:
         self._master, slave = pty.openpty()
@@ -68,7 +68,7 @@ class Terminal:
 
     @property
     def rows(self) -> list[str]:
-        """What is seen."""
+        """The visible rows."""
         self.read()
         return [row for line in self._lines for row in self._broken(line)]
 

@@ -1,4 +1,4 @@
-"""docs/guide/operate.md as somebody new to it types it, where one command decides what the next one needs."""
+"""The page docs/guide/operate.md as somebody new to it types it, where one command decides what the next one needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What somebody writes who knows DESIGN 9 only: a worker and a trainer of ten lines each, around a batcher."""
+"""The code of somebody who knows DESIGN 9 only: a worker and a trainer of ten lines each, around a batcher."""
 
 from __future__ import annotations
 

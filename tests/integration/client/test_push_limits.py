@@ -64,7 +64,7 @@ def pending(buffer: rlbuffer.Buffer) -> list[str]:
 
 
 def roll_back(buffer: rlbuffer.Buffer, writer: rlbuffer.Writer, entry_ids: list[str], *, to: int) -> None:
-    """What a rolled back append-only file leaves of the pushes after `to`."""
+    """Removes the pushes after `to`, as a rolled back append-only file does."""
     keys, client = buffer.store.keys, buffer.store.client  # type: ignore[attr-defined]
     client.xdel(keys.pool, *entry_ids)
     client.hincrby(keys.ledger, "a:pushed:rollouts", -2 * len(entry_ids))

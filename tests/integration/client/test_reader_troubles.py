@@ -29,7 +29,7 @@ def test_a_trainer_that_is_ahead_of_the_server_hands_back_what_it_has(run: Run) 
     reader = make_reader(run, timeout_seconds=3)
     for step in (1, 2):
         reader.trained(reader.pull(step))
-    # What a server that lost its newest second comes back with.
+    # The contents of a server that lost its newest second.
     run.client.hset(run.store.keys.meta, mapping={"step": 1})
     run.client.hset(run.store.keys.trainer, mapping={"trained": 1, "digest": ""})
     with pytest.raises(BatchTimeout, match=r"no batch for step 3 within 3 s\."):

@@ -20,7 +20,7 @@ SERVER = 'sampler = "openai"\nsampler_options = { servers = "http://h" }'
 
 
 def mistakes(tmp_path: Path, lines: str) -> list[str]:
-    """What `config check` says of a file, without the places."""
+    """Mistakes that `config check` finds in a file, without the places."""
     path = tmp_path / "rlbuffer.toml"
     path.write_text(f'[model.config]\nmodel_type = "qwen3"\nvocab_size = 13\n{lines}\n')
     try:

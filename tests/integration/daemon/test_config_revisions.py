@@ -149,7 +149,7 @@ def test_settings_that_replace_the_run_s_do_so_once_and_undo_nothing_that_came_l
     served.wait_for(lambda: run.store.meta().revision == 2, 20)
     served.stop(0)
     served.wait_for(lambda: len(served.said("ready")) == 2, 20)
-    assert run.store.meta().config["step_groups"] == 4  # it had been told to replace the first ones
+    assert run.store.meta().config["step_groups"] == 4  # it was started to replace the first ones
     served.stop(0)
     served.serve(NEW, replace_config=True)
     served.wait_for(lambda: run.store.meta().revision == 3, 20)

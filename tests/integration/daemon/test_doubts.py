@@ -30,7 +30,7 @@ def served(run: Run) -> Iterator[Served]:
 
 
 def push_damaged(run: Run, group_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a worker would whose payloads were never sound: every size is right, and a byte of each is not."""
+    """Pushes payloads that were never sound: every size is right, and a byte of each is not."""
     encode = payload.encode_push
 
     def damaged(*args: object, **options: object) -> payload.EncodedPush:

@@ -107,7 +107,7 @@ def share(run: Run) -> float:
 
 
 def retirements_told(served: Served) -> bool:
-    """Steps have retired early, and the newest of them was told."""
+    """Steps have retired early, and the newest of them was reported."""
     early, meta = served.said("memory", state="retired early"), served.run.store.meta()
     return bool(early) and meta.retired == meta.early == early[-1]["last"]
 

@@ -21,7 +21,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 pytest_plugins = ("store_fixtures",)
 
 LEASE_SECONDS = 1.0
-"""Of the daemons here (daemon_runs)."""
+"""Lease of the daemons here (daemon_runs)."""
 SLOW = BatcherConfig(64, step_groups=1, advantage=f"{__name__}:think", lookahead=5)
 
 

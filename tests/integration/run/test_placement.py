@@ -1,4 +1,4 @@
-"""Which GPUs and which Python a worker gets, and how what cannot work is refused before anything starts."""
+"""The GPUs and the Python that a worker gets, and the refusal of settings that cannot work before anything starts."""
 
 from __future__ import annotations
 

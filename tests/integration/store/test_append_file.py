@@ -1,4 +1,4 @@
-"""What a leader asks of a server that was started anew, for its append-only file. The cuts are in tests/faults."""
+"""The leader's request to a server that was started again, for its append-only file. The cuts are in tests/faults."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def served(server: OwnServer, tmp_path: Path) -> Iterator[Served]:
 
 
 def rewrites(run: Run) -> Any:
-    with redis.Redis.from_url(run.url) as client:  # a connection of its own: the server may have been started anew
+    with redis.Redis.from_url(run.url) as client:  # a connection of its own: the server may have been started again
         return client.info("persistence")["aof_rewrites"]
 
 

@@ -31,7 +31,7 @@ PAYLOAD = {"payload": "a.0:w.1", "ttl": -1, "first": True, "items": []}
 END = {"end": True, "control_keys": 1, "payload_keys": 1, "missing": 0}
 FRAMES = (HEADER, META, PAYLOAD, END)
 AFTER_HEADER = 69
-"""Where frame 2 begins."""
+"""Offset at which frame 2 begins."""
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ def during(monkeypatch: pytest.MonkeyPatch, name: str, what: Callable[[], Any]) 
 
 
 def refused(made: Run, file: Path) -> str:
-    """What a backup says that cannot be made; it leaves nothing."""
+    """Message of a backup that cannot be made; it leaves nothing."""
     with pytest.raises(RlbufferError) as caught:
         write_backup(made.store, file)
     assert type(caught.value) in (BackupError, RunGone)

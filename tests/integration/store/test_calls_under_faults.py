@@ -31,7 +31,7 @@ TIMES = re.compile(
     "|\xcf\x00\x00\x01.{5}",  # a clock in milliseconds as msgpack
     re.DOTALL | re.ASCII,
 )
-"""What differs between two runs that were prepared alike: clocks, ids that are clocks, digests over those."""
+"""Fields that differ between two runs that were prepared alike: clocks, ids that are clocks, digests over those."""
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +113,12 @@ def test_a_call_whose_connection_breaks(
 
 
 def called(row: Row, store: RedisStore, run: Run, moment: str, *, is_last: bool) -> Any:
-    """What a caller hears who calls again after ServerUnreachable, as a writer or a person does."""
+    """The result of a call that is repeated after ServerUnreachable, as a writer or a person does."""
     try:
         return row.call(store, run)
     except ServerUnreachable:
         assert not row.repeats
-        # What follows the request whose reply came through may find the connection broken.
+        # A request after the one whose reply came through may find the connection broken.
         assert moment != MOMENTS[2] or not is_last
     try:
         return row.call(store, run)
@@ -135,7 +135,7 @@ def through(proxy: CuttingProxy, run: Run, home: Path) -> RedisStore:
 
 
 def held(run: Run) -> Any:
-    """What the server holds of the run."""
+    """Keys and values of the run on the server."""
     return shape(run.control_keys(), run), len(run.payload_keys())
 
 

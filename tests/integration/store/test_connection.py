@@ -261,7 +261,7 @@ def test_a_login_that_is_refused_is_not_tried_again(home: Path, connection: Conn
     connection.client.execute_command("ACL", "SETUSER", "worker", "on", ">right", "~*", "+@all", "-info", "-config")
     url = connection.address.replace("unix://", "unix://worker@")
     with connect(f"{url}&password=right", home) as allowed:
-        # Who may not ask for INFO is trusted to know the server.
+        # A client that may not ask for INFO is trusted to know the server.
         allowed.client.set("k", 1)
         with pytest.raises(ServerUnsuitable, match="no permissions"):
             allowed.call(lambda: allowed.client.config_get("maxmemory"))

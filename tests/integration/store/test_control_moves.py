@@ -1,4 +1,4 @@
-"""What the control moves write: times are the server's own, numbers go back exactly as far as they must."""
+"""Writes of the control moves: times are the server's own, numbers go back exactly as far as they must."""
 
 from __future__ import annotations
 

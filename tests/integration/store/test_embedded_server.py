@@ -383,7 +383,7 @@ def test_a_user_of_a_home_that_was_removed_does_not_stop_the_server_of_the_new_o
 
 
 def test_a_program_that_got_a_dead_servers_number_is_left_alone(tmp_path: Path) -> None:
-    """With everything of its group. What the server itself left behind still holds its lock, and goes."""
+    """With everything of its group. The processes that the server left behind still hold its lock, and go."""
     (tmp_path / "alive.lock").touch()
     lock = os.open(tmp_path / "alive.lock", os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)

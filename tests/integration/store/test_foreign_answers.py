@@ -1,4 +1,4 @@
-"""Whatever a server or a proxy answers comes out of a call as an error of rlbuffer, which says what to do next."""
+"""Any answer of a server or a proxy comes out of a call as an error of rlbuffer, which says what to do next."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlbuffer.errors import (
 from rlbuffer.store.server.connection import Connection
 
 ROWS = [
-    # What another server than the one that was meant answers: a loss, and tried again on a new connection.
+    # Answers of another server than the one that was meant: a loss, and tried again on a new connection.
     ("-UNBLOCKED force unblock from blocking operation, instance state changed", ServerRefused, "loss"),
     ("-MOVED 3999 127.0.0.1:6381", ServerRefused, "loss"),
     ("-ASK 3999 127.0.0.1:6381", ServerRefused, "loss"),
@@ -47,14 +47,14 @@ ROWS = [
     ("-NOSCRIPT No matching script. Please use EVAL.", ServerRefused, "again"),
     ("-EXECABORT Transaction discarded because of previous errors.", ServerRefused, "again"),
     ("-UPSTREAM a proxy's own words", ServerRefused, "again"),
-    # What is wrong stays wrong.
+    # A wrong answer stays wrong.
     ("-NOPERM this user has no permissions to run the 'get' command", ServerUnsuitable, "told"),
     ("-WRONGTYPE Operation against a key holding the wrong kind of value", WrongType, "told"),
     ("-ERR unknown command 'GET'", WrongAnswer, "told"),
     ("-ERR user_script:12: attempt to index a nil value script: 1234", WrongAnswer, "told"),
     ("-no code at all", WrongAnswer, "told"),
 ]
-"""Answer, what becomes of it, and whether it is told at once, tried again, or a loss (and tried again)."""
+"""Answer, the error that it becomes, and whether it is raised at once, tried again, or a loss (and tried again)."""
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def connection(talking: TalkingServer, tmp_path: Path) -> Iterator[Connection]:
 
 
 def counted(connection: Connection, patience_seconds: float) -> tuple[int, RlbufferError, redis.RedisError]:
-    """-> how often GET was sent, what came out, and what that was made of."""
+    """Returns how often GET was sent, the outcome, and the error that it was made of."""
     sent = 0
 
     def get() -> object:

@@ -104,7 +104,7 @@ def test_old_tombstones_go_when_enough_steps_were_made_since_too(run, monkeypatc
 
 
 def test_steps_that_were_taken_back_do_not_count_among_those_that_keep_a_tombstone(run, monkeypatch):
-    """As if the clock had been set forward: by their age alone all tombstones may go."""
+    """The clock was set forward: by their age alone all tombstones may go."""
     monkeypatch.setattr("rlbuffer.config.batcher.REMEMBERED_STEPS", 3)
     monkeypatch.setattr("rlbuffer.store.moves.run.tombstone_ms", lambda config: 0)
     run.lead()

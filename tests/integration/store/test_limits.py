@@ -1,4 +1,4 @@
-"""What a full server, a lost reply and many producers at once do to the moves. On a real server only."""
+"""The moves under a full server, a lost reply and many producers at once. On a real server only."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_a_run_shows_its_password_to_nobody(server: OwnServer, tmp_path: Path) -
 
 
 def command_lines(pid: int) -> list[str]:
-    """What `ps` shows of a process and all that it has started."""
+    """Command lines in `ps` of a process and all that it has started."""
     found = []
     top = psutil.Process(pid)
     for process in [top, *top.children(recursive=True)]:

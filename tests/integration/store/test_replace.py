@@ -42,7 +42,7 @@ def test_a_push_takes_the_place_of_another_and_the_account_does_not_move(run: Ru
     assert new.pushed_ms == old.pushed_ms == int(old.entry_id.split("-")[0])
     assert run.store.ledger() == before
     assert run.store.verify().findings == ()
-    # What it replaced is garbage from now on, and swept with the next retirement.
+    # The replaced entry is garbage from now on, and swept with the next retirement.
     assert run.client.zscore(run.store.keys.garbage, old.payload_key) == 0
     run.lead()
     run.store.retire(run.token, 0)

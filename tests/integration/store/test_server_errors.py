@@ -156,7 +156,7 @@ CONFIG = BatcherConfig(64, step_groups=1)
 
 
 def lost(served: Served) -> str:
-    """Why the leader lost its lead, as soon as it says so."""
+    """Reason why the leader lost its lead, as soon as it says so."""
     return str(served.wait_for(lambda: served.said("leader", state="lost"), 30.0)[0]["reason"])
 
 

@@ -54,7 +54,7 @@ def _payload(run: Run, step: int = 3) -> str:
 
 
 def _rewrite(run: Run, entry_id: str, **fields: bytes | str | None) -> None:
-    """Changes an entry of the steps stream in place: the stream is built anew, as ids cannot be used twice."""
+    """Changes an entry of the steps stream in place: the stream is built again, as ids cannot be used twice."""
     key = run.store.keys.steps
     stream = run.client.xrange(key)
     run.client.delete(key)
@@ -146,7 +146,7 @@ CORRUPTIONS: list[tuple[str, Callable[[Run], object], str, str]] = [
         "dropped(late) rollouts are negative",
     ),
     ("lost push", _pending_counts, "I10", "the pool holds 0"),
-    # What COMMIT wrote down and what it stored.
+    # The counts that COMMIT wrote down and those of the stored parts.
     ("commit totals", lambda r: _rewrite(r, "4-0", packed="a 2 1 1 b 2 1 1"), "I10", "step 4: the commit counted"),
     ("hole", lambda r: [r.client.xdel(r.store.keys.steps, f"3-{i}") for i in range(3)], "I4", "must hold steps 2 to 4"),
     (

@@ -20,7 +20,7 @@ from rlbuffer.trainer.ranks.agreement import Agreement, Verdict, agree
 
 
 class Table:
-    """Where simulated ranks lay down what they bring, and pick up everybody's."""
+    """Table on which simulated ranks lay down what they bring, and pick up everybody's."""
 
     def __init__(self, world_size: int) -> None:
         self.rows: list[torch.Tensor] = [torch.empty(0)] * world_size

@@ -113,7 +113,7 @@ def test_packed_accumulated_on_two_ranks_equals_unpacked_in_one_process(loss: st
 
 
 def test_a_mean_of_means_would_be_another_gradient() -> None:
-    """What the counts that travel with a step are for: dividing by each rank's own count is not the same."""
+    """The counts that travel with a step are needed: dividing by each rank's own count is not the same."""
     made = policy()
     settings = TrainerSettings(loss=LossChoice(name="dapo"))
     plan = Plan(rows=((((0, 1, 2, 3, 5, 6),), ((4,),)),), world_size=2, row_tokens=ROW_TOKENS)

@@ -61,7 +61,7 @@ def example(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
 
 
 def change(model: torch.nn.Module) -> torch.Tensor:
-    """How the parameters moved from the fresh model's."""
+    """Movement of the parameters from the fresh model's."""
     pairs = zip(model.parameters(), tiny().parameters(), strict=True)
     return torch.cat([(ours - fresh).detach().reshape(-1) for ours, fresh in pairs])
 

@@ -27,7 +27,7 @@ def trainer(tmp_path: Path) -> Iterator[str]:
 
 
 def announce(folder: Path, url: str, version: int) -> PolicyVersion:
-    """Writes an adapter whose base is told by URL, and says what the trainer announces."""
+    """Writes an adapter whose base is given by URL, and says what the trainer announces."""
     model, base = published_base(folder)
     base = replace(base, location=f"{url}/{Path(base.location).name}")
     written = write_adapter(folder, version, base, drawn_factors(model, version))
@@ -51,7 +51,7 @@ def test_an_adapter_is_downloaded_with_its_base_which_stays(tmp_path: Path, trai
 
 
 def state_of_local(directory: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """As the trainer's own host has it: the base is in the folder."""
+    """State on the trainer's own host: the base is in the folder."""
     base = next(folder.glob("base-*"))
     return state_of(directory, base=state_of(base))
 

@@ -208,7 +208,7 @@ def test_a_server_that_was_not_started_for_adapters_says_how_to(tmp_path: Path) 
 
 
 class WorkerOfVllm(WeightsExtension):
-    """What the extension needs of vLLM's worker."""
+    """Stand-in for vLLM's worker, with the parts that the extension needs."""
 
     def list_loras(self) -> set[int]:
         return set()

@@ -38,7 +38,7 @@ def restart(run: Run) -> None:
 
 
 def is_given_up(run: Run, epoch: int) -> bool:
-    """Whether writers of `epoch` are told to begin anew."""
+    """True when writers of `epoch` must begin again."""
     try:
         push(run, epoch)
     except EpochChanged as change:
@@ -102,7 +102,7 @@ def test_while_a_step_is_trained_the_trainer_names_the_server_that_had_it(
         monkeypatch.setattr(trained.store, "server_id", lambda: "after another")
         reader.checkpointed(2)
         assert trained.store.trainer().server == "after a failover"
-        # Who asks anew trains nothing meanwhile.
+        # A rank that asks again trains nothing meanwhile.
         assert list(reader.steps(4, until=lambda: True)) == []
         reader.checkpointed(2)
         assert trained.store.trainer().server == "after another"

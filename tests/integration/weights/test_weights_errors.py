@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(tmp_path: Path, url: str, **options: Any) -> str:
-    """What is said of a place."""
+    """Message about a place."""
     policy = make_version(tmp_path / "trainer", 5)
     with pytest.raises(WeightsError) as caught:
         VersionCache(tmp_path / "cache", **options).localized(replace(policy, location=f"{url}/{NAME}"))

@@ -1,4 +1,4 @@
-"""docs/guide/deploy.md with real runs: the users of deploy/users.acl, TLS, and a cluster of one shard."""
+"""The page docs/guide/deploy.md with real runs: the users of deploy/users.acl, TLS, and a cluster of one shard."""
 
 from __future__ import annotations
 

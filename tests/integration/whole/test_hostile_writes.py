@@ -1,4 +1,4 @@
-"""What a worker can write by hand ends no batcher, no scorer and no view, and `verify` names it."""
+"""Writes of a worker's own hand end no batcher, no scorer and no view, and `verify` names it."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_an_entry_that_was_exchanged_behind_the_leader_is_read_again(run: Run) -
 
 # -- a run without its meta --------------------------------------------------------------------------------------------
 def without_meta(run: Run) -> str:
-    """Takes the meta away. -> what whoever opens the run is told."""
+    """Takes the meta away. Returns the message for whoever opens the run."""
     run.client.delete(run.store.keys.meta)
     keys, name = run.store.keys, run.store.run
     return (

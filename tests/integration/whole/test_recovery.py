@@ -135,7 +135,7 @@ def test_the_run_goes_on_after_the_trainers_step_in_a_new_epoch(url_run: Run) ->
     while run.store.policy().version != 5:  # the trainer says it again
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    # What was pushed after the save is not known there any more: the writer sends it again, for nothing.
+    # Pushes after the save are not known there any more: the writer sends it again, for nothing.
     for _ in range(2):
         writer.push(next(made))
     sixth = next(steps)

@@ -146,7 +146,7 @@ def test_a_worker_waits_and_goes_on(server: Moody, monkeypatch: pytest.MonkeyPat
     worker_stage.eventually(stage.sampler.sampling.is_set)
     server.refuses(True)
     stage.sampler.gate.set()
-    # What was sampled is pushed until it is taken, and no ticket can be taken, kept or given back meanwhile.
+    # A sampled group is pushed until it is taken, and no ticket can be taken, kept or given back meanwhile.
     worker_stage.eventually(lambda: any(REASON in e.waiting for e in stage.told("waiting")))
     before = server.refused()
     worker_stage.eventually(lambda: server.refused() > before + 20)

@@ -27,7 +27,7 @@ pytest_plugins = ["store_fixtures"]
 
 CONFIG = BatcherConfig(row_tokens=64, step_groups=1, max_age=1000, flat="keep")
 REWARD_AT = 16
-"""Where the reward of a metadata row begins."""
+"""Offset at which the reward of a metadata row begins."""
 
 
 @pytest.fixture

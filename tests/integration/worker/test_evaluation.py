@@ -76,7 +76,7 @@ def evaluated(
     heard: Callable[[WorkerEvent], object] = lambda event: None,
     **changes: Any,
 ) -> list[Any]:
-    """What an evaluator tells in a while; `heard` is called with each event at once."""
+    """Events of an evaluator in a while; `heard` is called with each event at once."""
     events: list[Any] = []
 
     def tell(event: WorkerEvent) -> None:

@@ -26,7 +26,7 @@ class Lying(Batched):
         self.lie = lie
 
     async def sample(self, prompt: np.ndarray, *, n: int, sampling: Sampling) -> list[Completion]:
-        if self.lie == "raw":  # what vLLM says unless it is told to say processed ones
+        if self.lie == "raw":  # vLLM gives these unless it is asked for processed ones
             return await super().sample(prompt, n=n, sampling=replace(sampling, temperature=1.0))
         answers = await super().sample(prompt, n=n, sampling=sampling)
         if self.lie == "none":

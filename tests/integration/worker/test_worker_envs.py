@@ -42,7 +42,7 @@ def published(stage: Stage, directory: Path, *, vocab_size: int) -> Any:
 
 
 def logprobs(model: Any, rollout: Rollout) -> np.ndarray:
-    """Of every token but the first, by one forward pass over the whole rollout."""
+    """Logprobs of every token but the first, by one forward pass over the whole rollout."""
     import torch
 
     ids = torch.from_numpy(rollout.tokens.astype(np.int64))[None]
@@ -196,7 +196,7 @@ def test_no_more_episodes_are_played_at_once_than_the_env_or_the_setting_bears(
 
 
 class Straggling(Slow):
-    """Of each group so many episodes never end."""
+    """Env of whose groups so many episodes never end."""
 
     max_concurrent = 0
 
