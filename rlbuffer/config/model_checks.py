@@ -37,6 +37,12 @@ _FIELD = re.compile(r"^    ([a-z]\w+)\s*:", re.MULTILINE)
 _CAUSAL = re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = (.*?)^\)", re.MULTILINE | re.DOTALL)
 
 
+def model_modules(config: Mapping[str, Any]) -> list[str]:
+    """The module that makes a model of this config, to be imported before processes are forked that all need it."""
+    kind = config.get("model_type")
+    return [f"transformers.models.{kind}.modeling_{kind}"] if kind and isinstance(kind, str) else []
+
+
 def config_of(directory: Path) -> dict[str, Any]:
     """``config.json``; {} where there is none that can be read."""
     try:

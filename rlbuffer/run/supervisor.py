@@ -27,6 +27,7 @@ from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.batcher.step_plan import load_estimators
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.gpus import gpus_of, visible
+from rlbuffer.config.model_checks import model_modules
 from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.narration.waiting import at_end
@@ -123,7 +124,7 @@ class Supervisor:
         os.dup2(writing, 1)
         os.dup2(writing, 2)
         try:
-            context = forkserver.start(_model_modules(self.settings))
+            context = forkserver.start(model_modules(self.settings.model.config))
         finally:
             for number, copy in zip((1, 2), kept, strict=True):
                 os.dup2(copy, number)
@@ -349,8 +350,3 @@ def _is_there(rank: Mapping[str, Any]) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
-
-
-def _model_modules(settings: RunSettings) -> list[str]:
-    kind = settings.model.config.get("model_type", "")
-    return [f"transformers.models.{kind}.modeling_{kind}"] if kind else []

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from rlbuffer.client.buffer import URL_VARIABLE
 from rlbuffer.config.gpus import visible
+from rlbuffer.config.model_checks import model_modules
 from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.narration.numbers import printable
 from rlbuffer.process import forkserver
@@ -68,7 +69,7 @@ def launch(
     settings = settings.model_copy(update={"trainer": trainer, "redis_url": url})
     os.environ.update(visible(trainer.gpus))  # before anything looks for GPUs; inherited by the ranks
     yield_cores()  # before anything imports torch
-    forkserver.start(_model_modules(settings))
+    forkserver.start(["rlbuffer.trainer.launch.rank", *model_modules(settings.model.config)])
     with contextlib.ExitStack() as stack:
         if settings.weights.listen and not fake_data:
             server = stack.enter_context(load_serving().serve_beside(settings))
@@ -178,14 +179,6 @@ def _quieten(*packages: str) -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(packages):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _model_modules(settings: RunSettings) -> list[str]:
-    """The model's own module, so that the ranks do not each import it."""
-    model_type = settings.model.config.get("model_type")
-    return ["rlbuffer.trainer.launch.rank"] + (
-        [f"transformers.models.{model_type}.modeling_{model_type}"] if isinstance(model_type, str) else []
-    )
 
 
 def _print(text: str) -> None:
