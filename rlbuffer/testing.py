@@ -1,4 +1,4 @@
-"""For tests of rlbuffer and of code that uses it: groups out of nothing, and a clock that stands still.
+"""Helpers for tests of rlbuffer and of code that uses it: groups out of nothing, and a clock that stands still.
 
 ``connect("memory://")`` gives the server to go with them: the real scripts, in process.
 """

@@ -156,7 +156,7 @@ class Defects:
         yield Wrong(b"GONE", [*args[: groups + 3], uses, *args[groups + 4 :]])
 
     def _done(self, args: list[bytes]) -> Iterator[Wrong]:
-        """By what was read of the run long ago."""
+        """Requests by what was read of the run long ago."""
         if args[0] == b"done":
             yield Wrong(b"GONE", [args[0], b"1", args[2]])
 

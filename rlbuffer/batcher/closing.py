@@ -29,7 +29,7 @@ class Closed:
     """A step that takes no more groups."""
 
     groups: Sequence[GroupState]
-    """In the order of selection."""
+    """Groups in the order of selection."""
     plan: Plan
     closed_by: ClosedBy
 

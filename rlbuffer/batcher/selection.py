@@ -32,7 +32,7 @@ class Limits:
     groups: int | None = None
     """Exactly this many groups instead."""
     rollouts: int | None = None
-    """At least this many rollouts instead."""
+    """Least number of rollouts instead."""
     flat: float | None = None
     """Largest share of the step that flat groups may take; None: they are not told apart."""
     used: float = 1.0

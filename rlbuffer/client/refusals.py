@@ -20,7 +20,7 @@ from rlbuffer.store.protocol import Store
 LONG_WAIT_SECONDS, AGAIN_SECONDS = 10.0, 60.0
 """Seconds until a waiting loop hears what it waits for, and until it hears it again."""
 REFUSAL_PAUSE_SECONDS = 0.5
-"""Before what was refused is asked again."""
+"""Seconds before a refused request is made again."""
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -50,7 +50,7 @@ class GroupView:
     created: float | None
     """Unix seconds of its first push."""
     waited_seconds: float | None
-    """From the first push until now, or until it was packed or dropped."""
+    """Seconds from the first push until now, or until it was packed or dropped."""
     worker: str
     step: int | None
     """The step that consumed it."""
@@ -81,7 +81,7 @@ class RolloutView:
     is_truncated: bool
     finish_reason: str
     logprob_mean: float | None
-    """Over trained tokens; None without a payload."""
+    """Mean over trained tokens; None without a payload."""
     text: str | None
     rollout: Any
     step: int | None
@@ -289,7 +289,7 @@ def _dropped(record: Mapping[str, Any]) -> GroupView:
 
 # -- one group, one step -----------------------------------------------------------------------------------------------
 def find_group(store: Store, group_id: str) -> GroupDetail:
-    """By the group's id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id."""
+    """Finds a group by its id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id."""
     id_or_prefix = group_id.rsplit("/", 1)[0]
     candidates: dict[str, GroupView] = {}
     problems: list[RlbufferError] = []

@@ -80,7 +80,7 @@ def wrong_directory(directory: Path) -> Iterator[str]:
 NOT_THE_HUB = (
     "Nothing is downloaded: fetch the model first (`hf download NAME --local-dir DIR`) and give the directory's path"
 )
-"""For a name on the Hugging Face hub where a directory is wanted."""
+"""Remedy for a name on the Hugging Face hub where a directory is wanted."""
 
 
 def _wrong_weights(directory: Path) -> Iterator[str]:

@@ -36,7 +36,7 @@ from rlbuffer.store.records import Attempt
 LEADER_POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""
 SWEEP_SECONDS = 5.0
-"""Between two sweeps of what scored groups leave behind."""
+"""Seconds between two sweeps of what scored groups leave behind."""
 GONE_SECONDS = 3.0
 """A trainer that has said nothing for so long may have left; what it said last tells whether it had made its steps."""
 TRAINER_SILENT_SECONDS = 10.0
@@ -267,7 +267,8 @@ class Leadership:
             raise LeaseLost(f"the server of run {self._store.run!r} was away: everything is read from it again")
 
     def _publish(self, allowances: Mapping[str, int]) -> None:
-        """Also when nothing changed: an older one that was delayed on its way may have replaced it."""
+        """Publishes the allowances also when nothing changed: an older one that was delayed on its way may have
+        replaced them."""
         now = time.monotonic()
         if now - self._published > TELEMETRY_SECONDS:
             self._pending.renumber()

@@ -23,7 +23,7 @@ takes 10 s of CPU."""
 RENEWALS = 3
 """Per time to live: two may fail."""
 SLOW_RENEWAL_SECONDS = 5.0
-"""After this long in one turn people hear what takes so long; the waiting ranks would else read an old sentence."""
+"""Seconds in one turn after which people hear what takes so long; the waiting ranks would else read an old sentence."""
 KEEPER_CLOSE_SECONDS = 5.0
 """Seconds that closing waits for a renewal that is under way."""
 

@@ -42,7 +42,7 @@ BACKOFF_SECONDS = 0.5
 _RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
 
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.05, 5.0
-"""Between two looks at whether the server has rewritten its append-only file."""
+"""Seconds between two looks at whether the server has rewritten its append-only file."""
 
 
 class Daemon:
@@ -178,7 +178,7 @@ class Daemon:
             tenure = leadership.tenure
 
     def _await_whole_file(self, keeper: LeaseKeeper, stop: threading.Event) -> None:
-        """Until the server's append-only file cannot hold half a transaction
+        """Waits until the server's append-only file cannot hold half a transaction
         (:mod:`rlbuffer.store.server.append_file`)."""
         pause = FIRST_LOOK_SECONDS
         while not stop.is_set() and (sentence := self._store.sentence_until_whole()):
@@ -188,7 +188,8 @@ class Daemon:
             pause = min(2 * pause, LONGEST_LOOK_SECONDS)
 
     def _check_config(self, config: BatcherConfig) -> None:
-        """Before settings take the place of others. Raises ConfigError when this process could not lead with them."""
+        """Checks settings before they take the place of others. Raises ConfigError when this process could not lead
+        with them."""
         Batcher(config)  # imports what the settings name of the user's own
         watch = MemoryWatch(
             self._store,

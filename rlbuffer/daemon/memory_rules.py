@@ -203,7 +203,7 @@ def checkpoints_often(forecast: Forecast, checkpoint_every: int) -> str:
 
 
 def checkpoint_asked(step: int) -> str:
-    """Above :data:`ASK_SHARE`."""
+    """The sentence above :data:`ASK_SHARE`."""
     return (
         f"The server's memory is above {100 * ASK_SHARE:.0f} %: step {step} asks the trainer for a checkpoint, so that "
         "steps can retire."
@@ -211,7 +211,7 @@ def checkpoint_asked(step: int) -> str:
 
 
 def steps_retired_early(first: int, last: int, used: int, limit: int, *, checkpoint: int) -> str:
-    """Above :data:`EARLY_SHARE`. `checkpoint`: the trainer's newest."""
+    """The sentence above :data:`EARLY_SHARE`. `checkpoint`: the trainer's newest."""
     steps = f"step {last}" if first == last else f"steps {first} to {last}"
     first_words = (
         f"The server's memory was {100 * used / limit:.0f} % full ({used / 2**20:.1f} of {mib(limit)}): {steps}"

@@ -86,7 +86,7 @@ class Revisions:
         self._seen = seen
 
     def settle(self, token: int) -> BatcherConfig:
-        """At every takeover: takes what is wanted, or what the run has. -> the config to lead with.
+        """Takes the wanted config, or the run's, at every takeover. -> the config to lead with.
 
         Raises:
             ConfigError: at the first takeover, the run has other settings.

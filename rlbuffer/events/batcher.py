@@ -123,7 +123,7 @@ class StepCommitted(Event):
     event = "step"
     header: StepHeader = field(metadata=SPREAD)
     build_ms: float
-    """From the first look at the pool to the commit."""
+    """Milliseconds from the first look at the pool to the commit."""
     drops: Mapping[str, Sequence[int]]
     """reason -> (rollouts, tokens) that were dropped since the last step."""
 

@@ -73,7 +73,7 @@ class StepTrained(Event):
     wait: float
     """Share of the step's time that went into waiting for data."""
     seconds: Mapping[str, float]
-    """By part, and ``total``."""
+    """Part of the step -> its seconds, and ``total``."""
     mfu: float | None = field(default=None, metadata=IF_ANY)
     """Share of the hardware's peak, where that is known."""
     slow_side: str = ""

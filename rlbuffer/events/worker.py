@@ -42,7 +42,7 @@ class GroupPushed(Event):
     reward: float
     """Mean over those of its rollouts that have one; 0 when none has."""
     seconds: float
-    """From its prompt to its push."""
+    """Seconds from its prompt to its push."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

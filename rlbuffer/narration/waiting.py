@@ -42,7 +42,7 @@ class EnvNeed:
 
     env: str
     missing: float
-    """In groups."""
+    """Groups that the step still lacks of it."""
     ready: int
     forming: int
     oldest_seconds: float | None
@@ -50,7 +50,7 @@ class EnvNeed:
     is_silent: bool
     """It never sent a group."""
     dead_seconds: float | None = None
-    """For how long it has been silent, when that is long enough to count as dead."""
+    """Seconds that it has been silent, when they are enough to count as dead."""
     lost: str = ""
     """Reason why its last group was dropped, while none has become ready since."""
 
@@ -169,7 +169,7 @@ def at_end(step: int) -> str:
 
 
 def for_word(step: int, seconds: float) -> str:
-    """After a takeover: the trainer may have trained steps that the server has lost."""
+    """The sentence after a takeover: the trainer may have trained steps that the server has lost."""
     return (
         f"The batcher has just taken over at step {step} and waits until the trainer has said what it has "
         f"trained, at most {seconds:g} s: the server may have lost steps."
@@ -177,7 +177,7 @@ def for_word(step: int, seconds: float) -> str:
 
 
 def for_file(*, failed: int) -> str:
-    """After a start of the server: its append-only file may end in half a transaction."""
+    """The sentence after a start of the server: its append-only file may end in half a transaction."""
     first = (
         "The server was started anew: its append-only file is rewritten first, because half a transaction in it would "
         "come to life at the next start."

@@ -16,7 +16,7 @@ from rlbuffer.errors import RlbufferError
 
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 2.0
-"""Between two heartbeats, and between two renewals: a small part of the life of a ticket or a claim."""
+"""Seconds between two heartbeats, and between two renewals: a small part of the life of a ticket or a claim."""
 BEAT_CLOSE_SECONDS = 5.0
 """Seconds that closing waits for a beat that is under way."""
 RATE_BEATS = 10

@@ -48,7 +48,8 @@ def end_with(wait_for_end: Callable[[], Any]) -> None:
 
 
 def end_with_supervisor() -> None:
-    """For processes made by the forkserver: the supervisor that asked for this one holds the other end of a pipe."""
+    """Ends a process made by the forkserver with its supervisor: the supervisor that asked for this one holds the other
+    end of a pipe."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         end_with(parent.join)

@@ -130,7 +130,7 @@ class Ticket:
     env: str
     """The env whose prompt it is."""
     number: int
-    """From 0; the group samples prompt ``number`` of the env's order."""
+    """Number of the ticket, from 0; the group samples prompt ``number`` of the env's order."""
     group_id: str
     """``<env>.<number>``."""
 

@@ -229,7 +229,7 @@ class Step:
     """
 
     number: int
-    """From 1: step s trains version s - 1 and makes version s."""
+    """Number of the step, from 1: step s trains version s - 1 and makes version s."""
     epoch: int
     """Grows when a run is rewound or recovered, and with a new line of policy versions."""
     digest: str
@@ -237,11 +237,11 @@ class Step:
     world_size: int
     """Ranks that train it."""
     normalizers: Normalizers
-    """Over all ranks."""
+    """Divisors of the step, over all ranks."""
     rollouts: int
-    """Over all ranks."""
+    """Rollouts of the step, over all ranks."""
     groups: int
-    """Over all ranks."""
+    """Groups of the step, over all ranks."""
     micro_batches: tuple[MicroBatch, ...] = ()
     """Micro-batches of this rank, as many as on every other rank. The trainer decides how many make an optimizer
     update."""

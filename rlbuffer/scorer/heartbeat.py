@@ -25,7 +25,7 @@ class Beat(Heartbeats):
         self._held: set[str] = set()
 
     def hold(self, entry_ids: Iterable[str]) -> None:
-        """From now on these claims are renewed, and no others."""
+        """Renews these claims from now on, and no others."""
         with self._holding:
             self._held = set(entry_ids)
 

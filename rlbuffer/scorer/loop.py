@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 ENTRIES_PER_READ = 1000
 """Pool entries per read."""
 SCORER_POLL_SECONDS = 0.1
-"""Between two looks into a pool that has nothing for this scorer, and for the wish to stop."""
+"""Seconds between two looks into a pool that has nothing for this scorer, and for the wish to stop."""
 RETRY_SECONDS = 1.0
-"""Before a group that another scorer holds, or that could not be scored, is tried again."""
+"""Seconds before a group that another scorer holds, or that could not be scored, is tried again."""
 GROUP_TRIES = 3
 """Times that a group is tried before it is left alone; it then drops as `small` after the group timeout."""
 
@@ -156,7 +156,7 @@ class _Scorer:
         return has_ended
 
     async def _serve_run(self, writer: Writer) -> bool:
-        """Until it is stopped, or the run has ended (-> True)."""
+        """Serves the run until it is stopped, or the run has ended (-> True)."""
         looked = float("-inf")
         while not self._stop.is_set():
             if self._store.losses() != self._losses:

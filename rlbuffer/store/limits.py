@@ -21,7 +21,7 @@ VALUE_BYTES = 512 * MIB
 OVERHEAD_BYTES = MIB // 16
 """Bytes of a transaction beside its values: names, commands, and what the server has read ahead."""
 QUICK_BYTES = 16 * MIB
-"""Up to this every command has the usual time."""
+"""Size up to which every command has the usual time."""
 SLOWEST_BYTES_PER_SECOND = MIB
 """A line, or a disk, that takes less than this of a large push counts as broken."""
 

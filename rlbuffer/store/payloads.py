@@ -44,7 +44,7 @@ class Trainable:
         )
 
     def record(self) -> dict[str, Any]:
-        """For a heartbeat."""
+        """The fields for a heartbeat."""
         return {"vocabulary": self.vocabulary, "adapters": self.adapters, "columns": list(self.columns)}
 
 

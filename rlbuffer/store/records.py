@@ -29,7 +29,7 @@ class PoolEntry:
     replaces: str = ""
     """The entry whose place it took, when a scorer added what that one needed; "" otherwise."""
     first_ms: int = 0
-    """Then: when the rollouts were first pushed."""
+    """Server ms of the rollouts' first push, when a scorer replaced an entry; 0 otherwise."""
 
     @property
     def pushed_ms(self) -> int:

@@ -20,7 +20,7 @@ class Announcer:
         self._session = session
 
     def publish_if_due(self, step: Step) -> None:
-        """After `step` was trained: publishes at every ``publish.every``, at the end, and where it is waited for."""
+        """Publishes after `step` was trained: at every ``publish.every``, at the end, and where it is waited for."""
         settings = self._session.settings.trainer
         if step.number % settings.publish.every == 0 or step.number == settings.steps:
             self.publish(step.number)

@@ -32,7 +32,7 @@ STALL_SECONDS = 60.0
 """Longest that a relay may say that it is still fetching without having got any further."""
 PART = ".part"
 HAVE_HEADER = "x-have-bytes"
-"""In a relay's answer 503: how much of the version it has by now."""
+"""Header of a relay's answer 503: the bytes of the version that it has by now."""
 
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)\Z")
 

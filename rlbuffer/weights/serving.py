@@ -135,7 +135,7 @@ class _Bounds:
         app.on_response_prepare.append(self._asked)
 
     def watch(self, server: Any) -> None:
-        """From now on the connections of `server`."""
+        """Watches the connections of `server` from now on."""
         self._take, self._leave = server.connection_made, server.connection_lost
         server.connection_made, server.connection_lost = self._made, self._lost
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
 
 EVALUATION_POLL_SECONDS = 0.5
-"""Between two looks whether a version is due; one that is loaded is looked at then."""
+"""Seconds between two looks whether a version is due; one that is loaded is looked at then."""
 TRIES, AGAIN_SECONDS = 10, 1.0
 """Times that a result is handed to a server that does not take it, and the pause between two."""
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rlbuffer.client.writer import Writer
 
 WORKER_POLL_SECONDS = 0.1
-"""Between two looks for a newer version, and for the wish to stop."""
+"""Seconds between two looks for a newer version, and for the wish to stop."""
 SKIPS_AT_ONCE = 256
 """Tickets skipped one after the other before each further look for one that is not waits a little."""
 LAND_SECONDS = 2.0
@@ -49,7 +49,7 @@ LAND_SECONDS = 2.0
 LAST_FAILURE = 3
 """Times in a row that a group of an env with an end fails before its prompt is left out."""
 AWAY_SECONDS = 1.0
-"""Before a sampler that was away, or a server that refused, is asked again."""
+"""Seconds before a sampler that was away, or a server that refused, is asked again."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Flights:
         return bool(self._failures)
 
     def begin(self, writer: Writer) -> None:
-        """From now on groups are pushed through this writer: another epoch, or the same one again."""
+        """Pushes groups through this writer from now on: another epoch, or the same one again."""
         self._writer = writer
         self._pulse.hold(writer)
 
@@ -125,7 +125,7 @@ class Flights:
         }
 
     async def wait(self, watch: asyncio.Task[None]) -> None:
-        """Until one of them has ended, or the watch has, but not for long."""
+        """Waits until one of them has ended, or the watch has, but not for long."""
         await asyncio.wait({*self._tasks, watch}, timeout=WORKER_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
 
     async def settle(self, watch: asyncio.Task[None]) -> None:

@@ -38,7 +38,8 @@ class Aborted(RlbufferError):
 
 
 def check_prompt(tokens: NDArray[np.int32], vocabulary: int) -> None:
-    """Before a sampler is asked: a token that its model does not have would fail all that is sampled beside it.
+    """Checks a prompt before a sampler is asked: a token that its model does not have would fail all that is sampled
+    beside it.
 
     Raises:
         InvalidRollout: no token ids, none at all, or one outside of the vocabulary.
@@ -115,7 +116,7 @@ class GroupMaker:
         return prompt
 
     def end(self) -> None:
-        """From now on nothing unfinished is waited for: a group is made of the rollouts that are there, or not."""
+        """Ends the wait for unfinished rollouts: a group is made of the rollouts that are there, or not."""
         self._ending.set()
 
     async def make(self, ticket: Ticket, prompt: Prompt) -> Group:

@@ -80,23 +80,23 @@ class Pulse(Heartbeats):
             yield what
 
     def hold(self, writer: Renewer) -> None:
-        """From now on tickets are renewed through this writer."""
+        """Renews tickets through this writer from now on."""
         with self._listing:
             self._writer, self._held = writer, {}
 
     def add(self, tickets: Iterable[Ticket]) -> None:
-        """From now on these tickets are renewed, too."""
+        """Renews these tickets, too, from now on."""
         with self._listing:
             self._held |= {ticket.number: ticket for ticket in tickets}
 
     def remove(self, tickets: Iterable[Ticket]) -> None:
-        """From the next renewal on they are renewed no more."""
+        """Ends the renewal of these tickets, from the next one on."""
         with self._listing:
             for ticket in tickets:
                 self._held.pop(ticket.number, None)
 
     def let_go(self) -> list[Ticket]:
-        """From the next renewal on no ticket is renewed. -> those that were held."""
+        """Ends the renewal of all tickets, from the next one on. -> those that were held."""
         with self._listing:
             tickets, self._held = list(self._held.values()), {}
             return tickets

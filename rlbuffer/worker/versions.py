@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlbuffer.client.buffer import Policy
 
 RELOAD_SECONDS = 5.0
-"""Before weights that could not be loaded are tried again."""
+"""Seconds before weights that could not be loaded are tried again."""
 
 
 class Listener(Protocol):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlbuffer.records.group import Group
 
 SAY_SECONDS = 5.0
-"""Between two words about what is waited for."""
+"""Seconds between two words about what is waited for."""
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line that is parsed: what one rollout may weigh on the wire; more would only cost memory to refuse."""
 _KEY = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')

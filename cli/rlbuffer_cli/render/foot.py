@@ -22,7 +22,7 @@ from rlbuffer_cli.starting import clear
 MOST_FOOT_ROWS = 8
 """That one line may take."""
 FOOT_LOOK_SECONDS = 0.25
-"""Between two looks whether the lines, or the terminal's width, are others."""
+"""Seconds between two looks whether the lines, or the terminal's width, are others."""
 
 
 class Foot:

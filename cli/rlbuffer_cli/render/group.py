@@ -214,7 +214,7 @@ def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, in
 
 
 def _life(view: GroupView, member: RolloutView) -> str:
-    """From sampling to training, as far as it came."""
+    """The group's life from sampling to training, as far as it came."""
     rollout: Rollout | None = member.rollout
     spans = [] if rollout is None else rollout.version_spans
     sampled = ", ".join(f"v{s.policy_version} [{s.start}, {s.end})" for s in spans) or f"v{member.min_version}"

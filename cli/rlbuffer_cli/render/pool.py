@@ -64,7 +64,7 @@ class RunSummary:
     workers: Mapping[str, Mapping[str, Any]]
     """Name -> its last heartbeat, with ``seconds_ago``."""
     scorers: Mapping[str, Mapping[str, Any]]
-    """Likewise."""
+    """Name -> the scorer's last heartbeat, likewise."""
     error: str
     revision: int
     """Revision of the batcher's settings."""

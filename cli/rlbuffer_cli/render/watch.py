@@ -14,7 +14,7 @@ from rlbuffer.errors import RlbufferError
 from rlbuffer_cli.render.metrics_tail import MetricsTail
 
 WATCH_LOOK_SECONDS = 1.0
-"""Between two looks at the server."""
+"""Seconds between two looks at the server."""
 KEPT_LINES = 6
 
 

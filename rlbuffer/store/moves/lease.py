@@ -21,7 +21,7 @@ def tombstone_ms(config: Mapping[str, Any]) -> int:
 
 
 def tombstone_steps(config: Mapping[str, Any]) -> int:
-    """For how many steps tombstones are kept: as many as could train what was sampled before."""
+    """Number of steps that tombstones are kept for: as many as could train what was sampled before."""
     ages = [config.get("max_age"), *(env.get("max_age") for env in dict(config.get("envs") or {}).values())]
     return remembered_steps(max((age for age in ages if isinstance(age, int)), default=0))
 

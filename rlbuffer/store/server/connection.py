@@ -162,7 +162,7 @@ class Connection:
 
     @property
     def client(self) -> redis.Redis:
-        """For commands. Ask for it at every call: a reconnect may replace it."""
+        """The client for commands. Ask for it at every call: a reconnect may replace it."""
         return self._client
 
     def sender(self, size: int) -> redis.Redis:
@@ -185,7 +185,7 @@ class Connection:
 
     @property
     def blocking(self) -> redis.Redis:
-        """For reads that block, at most :data:`BLOCK_SECONDS`; each caller gets a connection of its own."""
+        """A client for reads that block, at most :data:`BLOCK_SECONDS`; each caller gets a connection of its own."""
         return self._blocking
 
     @property

@@ -128,7 +128,7 @@ class EmbeddedServer:
             os.close(descriptor)
 
     def _rejoin(self) -> None:
-        """In a forked child: a lock of its own instead of the parent's, which both would share."""
+        """Takes, in a forked child, a lock of its own instead of the parent's, which both would share."""
         self._mutex = threading.Lock()
         if self._users is None:
             return

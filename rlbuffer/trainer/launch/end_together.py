@@ -34,7 +34,7 @@ def note_end(directory: Path, rank: int) -> None:
 
 
 class EndTogether:
-    """In the launcher: kills what is left of the ranks some seconds after one of them failed."""
+    """Kills the remaining ranks from the launcher, some seconds after one of them failed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

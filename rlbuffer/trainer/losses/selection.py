@@ -24,7 +24,7 @@ Total = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """Over all trained tokens of the update."""
+    """Means over all trained tokens of the update."""
 
     tokens: int
     advantage: float

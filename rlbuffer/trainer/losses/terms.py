@@ -35,7 +35,8 @@ def k3(difference: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "weighted_k3": k3}
-"""By their name in ``trainer.loss.kl_estimator``; the last is multiplied by the ratio to the policy that sampled."""
+"""Estimators by their name in ``trainer.loss.kl_estimator``; the last is multiplied by the ratio to the policy that
+sampled."""
 
 
 def kl_to_reference(tokens: TrainedTokens, estimator: str = "k3") -> Tensor:

@@ -49,7 +49,7 @@ class Ratios:
 
 
 def ratios_of(counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Over all ranks: mean, min and max of the ratio, and p99, the factor that 99 % of tokens stay within; {} of none.
+    """Mean, min and max of the ratio over all ranks, and p99, the factor that 99 % of tokens stay within; {} of none.
 
     Example: p99 = 1.2 says that 99 % of ratios are between 1 / 1.2 and 1.2.
     """

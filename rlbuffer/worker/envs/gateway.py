@@ -77,7 +77,7 @@ class Gateway:
             await runner.cleanup()
 
     def open(self, session: str, policy: PolicyAccess) -> Session:
-        """From now on requests of `session` are sampled by `policy`."""
+        """Samples requests of `session` by `policy` from now on."""
         self._sessions[session] = Session(policy)
         return self._sessions[session]
 

@@ -27,7 +27,7 @@ from rlbuffer.worker.samplers.endpoint import Endpoint
 from rlbuffer.worker.samplers.options import check_options, servers_of
 
 HEAL_SECONDS = 2.0
-"""Between two looks at a server that failed."""
+"""Seconds between two looks at a server that failed."""
 TIMEOUT_SECONDS = 600.0
 """Longest that one request may take, unless `timeout_seconds` says otherwise."""
 

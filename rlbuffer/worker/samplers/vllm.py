@@ -38,7 +38,7 @@ from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling, lo
 from rlbuffer.worker.samplers.options import check_options
 
 EXTENSION = "rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
-"""By name: the engine's own processes import it."""
+"""Name of the extension: the engine's own processes import it."""
 LOAD_SECONDS = 600.0
 """Longest that loading a version may take."""
 CONTROL_SECONDS = 60.0
