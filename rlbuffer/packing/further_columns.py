@@ -38,7 +38,8 @@ class ColumnSpec:
     """Trailing shape: a column is [T, *shape]."""
 
 
-_SPECS: dict[str, ColumnSpec] = {}
+SPECS: dict[str, ColumnSpec] = {}
+"""Columns that this process has declared, by name."""
 
 
 def register_column(name: str, *, fill: float, dtype: DTypeLike, shape: tuple[int, ...] = ()) -> None:
@@ -70,12 +71,12 @@ def register_column(name: str, *, fill: float, dtype: DTypeLike, shape: tuple[in
         fits = False
     if not fits:
         raise PackingError(f"register_column: {name}: fill {fill!r} does not fit {kind}")
-    _SPECS[name] = ColumnSpec(fill=fill, dtype=kind, shape=trailing)
+    SPECS[name] = ColumnSpec(fill=fill, dtype=kind, shape=trailing)
 
 
 def column_spec(name: str) -> ColumnSpec | None:
     """The declaration of a column; None when there is none."""
-    return _SPECS.get(name)
+    return SPECS.get(name)
 
 
 for _name, _fill in (

@@ -226,7 +226,7 @@ def test_columns_of_two_dtypes_meet_in_one_that_holds_both() -> None:
 @pytest.fixture
 def declared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Declarations of a test do not outlive it."""
-    monkeypatch.setattr(further_columns, "_SPECS", dict(further_columns._SPECS))
+    monkeypatch.setattr(further_columns, "SPECS", dict(further_columns.SPECS))
 
 
 @pytest.mark.usefixtures("declared")

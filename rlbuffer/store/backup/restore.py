@@ -97,6 +97,7 @@ def restore_backup(store: RedisStore, path: Path, tell: Callable[[str], None] = 
                 pipe.execute()
 
         store.look(persist)
+    tell(f"{header['payload_keys']} payload keys are on the server; the control keys are put in place now")
     _put_in_place(store, control)
     store.look(lambda client: client.zadd(RUNS, {store.run: store.now()}))
     return BackupReport(

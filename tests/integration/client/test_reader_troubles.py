@@ -207,15 +207,16 @@ def test_a_version_that_the_run_has_reached_stays_over_attempts(run: Run) -> Non
 
 def test_a_rank_whose_heartbeat_fails_for_any_reason_ends_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.step("a.0", world_size=1)
-    reader = make_reader(run)
+    store = run.again()
+    reader = Reader(store, rank=0, world_size=1, timeout_seconds=30.0)
     reader.start()
     begun = threading.Event()
 
-    def fail() -> None:
+    def fail(*args: Any) -> None:
         begun.set()
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(reader, "_say_alive", fail)
+    monkeypatch.setattr(store, "heartbeat", fail)
     assert begun.wait(30)
     with pytest.raises(RlbufferError, match=r"the heartbeat of rank 0 failed: ZeroDivisionError: a defect"):
         reader.pull(2)

@@ -74,36 +74,39 @@ def test_what_the_spool_no_longer_holds_is_counted_as_lost(buffer: rlbuffer.Buff
 
 
 class Failing:
-    """A store whose calls of one name fail by themselves at chosen times."""
+    """A store whose calls of one name fail by themselves at chosen times, counted from when `errors` are set."""
 
-    def __init__(self, store: Any, name: str, errors: dict[int, Exception]) -> None:
-        self._store, self._name, self._errors, self._calls = store, name, errors, 0
+    def __init__(self, store: Any, name: str) -> None:
+        self._store, self._name, self._calls = store, name, 0
+        self.errors: dict[int, Exception] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name != self._name:
             return getattr(self._store, name)
-        self._calls += 1
-        if self._calls in self._errors:
-            raise self._errors[self._calls]
+        self._calls += bool(self.errors)
+        if self._calls in self.errors:
+            raise self.errors[self._calls]
         found: Callable[..., Any] = getattr(self._store, name)
         return found
 
 
 def test_a_server_that_goes_away_while_the_missing_pushes_are_sent_is_waited_for(buffer: rlbuffer.Buffer) -> None:
+    store = buffer.store = Failing(buffer.store, "push")
     writer = buffer.writer("w")
     pushed = [writer.push(group(seed)) for seed in range(4)]
     roll_back(buffer, writer, [p.entry_id for p in pushed[1:]], to=1)
     # The first call meets the gap; the second one sends push 3 again, after push 2.
     away = ServerUnreachable("away")
-    writer._store = Failing(writer._store, "push", {3: away, 5: away})
+    store.errors = {3: away, 5: away}
     assert writer.push(group(4)).status == "stored"
     assert pending(buffer) == ["a.0", "a.1", "a.2", "a.3", "a.4"]
     assert buffer.verify().ok
 
 
 def test_a_full_server_gives_no_tickets_and_ends_no_worker(buffer: rlbuffer.Buffer) -> None:
+    store = buffer.store = Failing(buffer.store, "take_tickets")
+    store.errors = dict.fromkeys(range(1, 99), ServerRefused("memory limit"))
     writer = buffer.writer("w")
-    writer._store = Failing(writer._store, "take_tickets", dict.fromkeys(range(1, 99), ServerRefused("memory limit")))
     assert writer.take("a", timeout_seconds=0.1) == []
 
 

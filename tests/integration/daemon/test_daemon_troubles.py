@@ -67,16 +67,16 @@ def test_a_server_that_was_away_while_an_operator_asked_is_a_loss_all_the_same(
     """Reading everything again for an operator, a leader goes on with the trainer's word, which may be lost by then."""
     store = served.serve(CONFIG)
     served.wait_for(lambda: served.said("ready"))
-    asked, known, away = store.wishes, store.wishes(), []
+    look, known, away = store.wishes, store.wishes(), []
 
     def away_once() -> tuple[int, bool]:
-        found = asked()
+        found = look()
         if found != known and not away:
             store.connection.losses += 1
             away.append(True)
         return found
 
-    monkeypatch.setattr(store, "asked", away_once)
+    monkeypatch.setattr(store, "wishes", away_once)
     served.run.push("a.0")
     entries = served.run.pool()
     drop = Drop(group_id="a.0", env="a", reason="operator", rollouts=2, tokens=entries[0].tokens, entry_ids=("x",))
@@ -139,7 +139,7 @@ def test_a_rollout_that_disagrees_with_the_trainer_s_declaration_is_masked_alike
     run.push("a.1", lengths=[20])
     served.serve(CONFIG)
     served.wait_for(lambda: run.store.meta().step == 1)
-    monkeypatch.setattr(further_columns, "_SPECS", dict(further_columns._SPECS))
+    monkeypatch.setattr(further_columns, "SPECS", dict(further_columns.SPECS))
     further_columns.register_column("x", fill=0, dtype="f4", shape=(2,))
     reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
     first, again = reader.pull(1), reader.pull(1)

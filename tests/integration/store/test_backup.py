@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,17 +164,14 @@ def test_a_file_that_is_cut_off_anywhere_is_refused_with_the_place(busy: Run, fi
 def test_payloads_that_retire_while_they_are_copied_stay_until_the_backup_is_done(
     busy: Run, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = backup_module._payload_names
+    def retire(line: str) -> None:
+        if line.startswith("1 of"):
+            busy.train(3, oldest_kept=3)
+            assert busy.store.retire(busy.token, 3) == 0  # the steps go, their payloads wait
+            assert busy.store.meta().retired == 3
 
-    def retire_first(*args: Any) -> list[str]:
-        names = real(*args)
-        busy.train(3, oldest_kept=3)
-        assert busy.store.retire(busy.token, 3) == 0  # the steps go, their payloads wait
-        assert busy.store.meta().retired == 3
-        return names
-
-    monkeypatch.setattr(backup_module, "_payload_names", retire_first)
-    report = write_backup(busy.store, file)
+    monkeypatch.setattr(backup_module, "BACKUP_PAGE", 1)
+    report = write_backup(busy.store, file, retire)
     assert report.missing == 0
     copy = sibling(busy, f"{busy.store.run}-copy")
     restore_backup(copy, file)
@@ -188,50 +184,33 @@ def test_payloads_that_retire_while_they_are_copied_stay_until_the_backup_is_don
 def test_a_hold_runs_out_by_itself_and_a_backup_that_slept_that_long_begins_again(
     busy: Run, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = backup_module._payload_names
-
-    def sleep_first(*args: Any) -> list[str]:
+    def sleep(line: str) -> None:
         busy.client.zadd(busy.store.keys.holds, {busy.client.zrange(busy.store.keys.holds, 0, -1)[0]: 1})
-        return real(*args)
 
-    monkeypatch.setattr(backup_module, "_payload_names", sleep_first)
+    monkeypatch.setattr(backup_module, "BACKUP_PAGE", 1)
     with pytest.raises(BackupError, match=r"stood still for over 60 s, and its payloads were released meanwhile"):
-        write_backup(busy.store, file)
+        write_backup(busy.store, file, sleep)
     assert list(file.parent.glob("*.rlb*")) == []
     busy.train(3, oldest_kept=2)
     assert busy.store.retire(busy.token, 2) > 0
 
 
-def test_a_run_that_is_deleted_meanwhile_leaves_no_file(busy: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = backup_module._payload_names
-
-    def delete_first(*args: Any) -> list[str]:
-        names = real(*args)
-        busy.client.unlink(busy.store.keys.meta)
-        return names
-
-    monkeypatch.setattr(backup_module, "_payload_names", delete_first)
+def test_a_run_that_is_deleted_meanwhile_leaves_no_file(busy: Run, file: Path) -> None:
     with pytest.raises(RunGone, match="was deleted while it was backed up"):
-        write_backup(busy.store, file)
+        write_backup(busy.store, file, lambda line: busy.client.unlink(busy.store.keys.meta))
     assert [path.name for path in file.parent.iterdir() if "rlb" in path.name] == []
 
 
-def test_a_run_that_begins_while_it_is_restored_stays_as_it_is(
-    busy: Run, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rlbuffer.store.backup import restore as restore_module
-
+def test_a_run_that_begins_while_it_is_restored_stays_as_it_is(busy: Run, file: Path) -> None:
     write_backup(busy.store, file)
     copy = sibling(busy, f"{busy.store.run}-copy")
-    real = restore_module._payload_keys
 
-    def begin_first(store: RedisStore, path: Path) -> Iterator[list[str]]:
-        copy.open_run()
-        yield from real(store, path)
+    def begin(line: str) -> None:
+        if "is whole" in line:
+            copy.open_run()
 
-    monkeypatch.setattr(restore_module, "_payload_keys", begin_first)
     with pytest.raises(RlbufferError, match="began while it was being restored: nothing of it was changed"):
-        restore_backup(copy, file)
+        restore_backup(copy, file, begin)
     assert copy.meta().step == 0
     copy.close()
 

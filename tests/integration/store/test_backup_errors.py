@@ -18,11 +18,10 @@ from store_runs import Run
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import BackupError, RlbufferError, RunGone
 from rlbuffer.store.backup import backup as backup_module
-from rlbuffer.store.backup import restore as restore_module
 from rlbuffer.store.backup.backup import write_backup
 from rlbuffer.store.backup.format import FrameWriter, read_frames
 from rlbuffer.store.backup.restore import check_backup, restore_backup
-from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.store.redis_store import open_store
 from rlbuffer.wire import payload
 
 HEADER = {"format": 1, "run": "math", "schema": 2, "epoch": 1, "step": 0}
@@ -329,20 +328,16 @@ def test_a_run_that_exists_is_not_restored_over(made: Run, file: Path) -> None:
     )
 
 
-def test_a_run_that_begins_meanwhile_is_not_restored_over(
-    made: Run, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_begins_meanwhile_is_not_restored_over(made: Run, file: Path) -> None:
     write_backup(made.store, file)
     copy = open_store(made.url, run=f"{made.store.run}-copy", home=made.home, server=ServerSettings())
-    real = restore_module._put_in_place
 
-    def begin_first(store: RedisStore, control: Any) -> None:
-        copy.open_run()
-        real(store, control)
+    def begin(line: str) -> None:
+        if "put in place" in line:
+            copy.open_run()
 
-    monkeypatch.setattr(restore_module, "_put_in_place", begin_first)
     with pytest.raises(RlbufferError) as caught:
-        restore_backup(copy, file)
+        restore_backup(copy, file, begin)
     assert str(caught.value) == (
         f"run {copy.run!r} began while it was being restored: nothing of it was changed. `rlbuffer reset {copy.run} "
         "--yes` removes it, --run gives the restored one another name"

@@ -20,15 +20,13 @@ from pathlib import Path
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.store.backup import backup
 from rlbuffer.store.redis_store import open_store
-real = backup._write_payloads
-def half(*arguments):
-    real(*arguments)
+def half(line):
     print("half", flush=True)
     time.sleep(600)
-backup._write_payloads = half
+backup.BACKUP_PAGE = 1
 url, run, home, file = sys.argv[1:]
 store = open_store(url, run=run, home=Path(home), server=ServerSettings())
-backup.write_backup(store, Path(file))
+backup.write_backup(store, Path(file), half)
 """
 HALF_A_RESTORE = """
 import sys, time
@@ -36,13 +34,13 @@ from pathlib import Path
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.store.backup import restore
 from rlbuffer.store.redis_store import open_store
-def half(*arguments):
-    print("half", flush=True)
-    time.sleep(600)
-restore._put_in_place = half
+def half(line):
+    if "put in place" in line:
+        print("half", flush=True)
+        time.sleep(600)
 url, run, home, file = sys.argv[1:]
 store = open_store(url, run=run, home=Path(home), server=ServerSettings())
-restore.restore_backup(store, Path(file))
+restore.restore_backup(store, Path(file), half)
 """
 
 
