@@ -6,6 +6,10 @@ The attribute ``exit_code`` is what a command ends with: 1 failure, 3 config, 4 
 from __future__ import annotations
 
 import inspect
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
 
 MOST_RECOVERIES_LOST = 100
 """Epochs by which a process may be ahead of a server that lost the recoveries which began them."""
@@ -208,3 +212,27 @@ class FilterError(RlbufferError, ValueError):
 
 class NotFound(RlbufferError, LookupError):
     """Nothing in the run has this id."""
+
+
+class Skip(RlbufferError):
+    """Raised by an env's ``prompt``: there is nothing to sample for this ticket."""
+
+
+class UnknownParameter(RlbufferError):
+    """A request asks for sampling that the worker's samplers do not do."""
+
+
+class RewardFailed(RlbufferError):
+    """A reward function raised, took too long, or gave no number."""
+
+
+class TraceUnusable(RlbufferError):
+    """A trace is no rollout that could be trained."""
+
+
+class GroupFailed(RlbufferError):
+    """Too few rollouts of a group could be made."""
+
+
+class Aborted(RlbufferError):
+    """The sampler was asked to stop: nothing is wrong with the group."""

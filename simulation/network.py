@@ -29,7 +29,7 @@ from redis.exceptions import ConnectionError as Reset
 from redis.exceptions import TimeoutError as NoAnswer
 
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.store.limits import Limits
+from rlbuffer.store.limits import PushLimits
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.script import Script
 from simulation.client import SimulatedClient
@@ -237,8 +237,8 @@ class SimulatedConnection(Connection):
     def sender(self, size: int) -> Any:
         return self._client
 
-    def limits(self, patience_seconds: float = 0.0) -> Limits:
-        return Limits()
+    def limits(self, patience_seconds: float = 0.0) -> PushLimits:
+        return PushLimits()
 
     def script(self, text: str) -> Script:
         return Script(lambda: self._client, self._network.plan.broken(text))

@@ -27,7 +27,7 @@ REPORT_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TrainedSteps:
     """The trainer's place. Replaced as a whole, so that the heartbeat never reads half of it."""
 
     step: int = 0
@@ -35,10 +35,10 @@ class Place:
     steps: tuple[TrainedStep, ...] = ()
     """The last ones, the oldest first."""
 
-    def after(self, step: TrainedStep) -> Place:
+    def after(self, step: TrainedStep) -> TrainedSteps:
         """One step further, or back at a step that is trained again."""
         before = tuple(s for s in self.steps if s.step < step.step)
-        return Place(step=step.step, digest=step.digest, steps=(*before, step)[-HANDED_BACK_STEPS:])
+        return TrainedSteps(step=step.step, digest=step.digest, steps=(*before, step)[-HANDED_BACK_STEPS:])
 
 
 class Progress:
@@ -51,7 +51,7 @@ class Progress:
         self._lock = threading.Lock()  # reports in the order in which they were made
         self._losses = store.losses()
         self._announced: dict[str, PolicyVersion] = {}
-        self.place = Place()
+        self.place = TrainedSteps()
         self.attempt = 0
         self.epoch = 0
         """Newest epoch of the run that is known."""
@@ -68,7 +68,7 @@ class Progress:
     def begin(self, resume_step: int | None) -> None:
         """Begins an attempt on the reporting rank; `resume_step` other than the place's forgets the place."""
         if resume_step is not None and resume_step != self.place.step:
-            self.place = Place(step=resume_step)
+            self.place = TrainedSteps(step=resume_step)
         if self._reports:
             self._register()
         elif not self.epoch:
@@ -153,7 +153,7 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         steps = tuple(unpack_step(step) for step in state.get("steps", ()))
-        self.place = Place(step=int(state["step"]), digest=str(state["digest"]), steps=steps)
+        self.place = TrainedSteps(step=int(state["step"]), digest=str(state["digest"]), steps=steps)
         self.epoch = int(state["epoch"])
 
     # -- inside ----------------------------------------------------------------------------------------------------

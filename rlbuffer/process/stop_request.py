@@ -9,6 +9,10 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
 
 
 class StopRequest:
@@ -29,3 +33,7 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.is_set = True
+
+
+class Stopped(Exception):
+    """Asked to stop while something was waited for, such as a server that is away."""

@@ -21,15 +21,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlbuffer.client.views import stand_in
 from rlbuffer.config.settings import RunSettings, ScoreSettings
-from rlbuffer.errors import ConfigError, InvalidRollout, PayloadError, RlbufferError, RunDamaged, RunGone, ServerRefused
+from rlbuffer.errors import (
+    ConfigError,
+    InvalidRollout,
+    PayloadError,
+    RewardFailed,
+    RlbufferError,
+    RunDamaged,
+    RunGone,
+    ServerRefused,
+)
 from rlbuffer.events.event import RunChanged, Trouble
 from rlbuffer.events.scorer import GroupScored, ScoredLate, ScorerEvent, ScorerReady, ScorerStopped
 from rlbuffer.narration.scorer import gives_nothing
+from rlbuffer.process.stop_request import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.scorer.heartbeat import CLAIM_SECONDS, Beat
-from rlbuffer.scorer.rewards import RewardFailed, Rewards, make_rewards
+from rlbuffer.scorer.rewards import RewardFunction, make_rewards
 from rlbuffer.store.records import PoolEntry
 from rlbuffer.wire import payload
 
@@ -49,10 +59,6 @@ GROUP_TRIES = 3
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class Stopped(Exception):
-    """Told to stop while something was waited for."""
 
 
 @dataclass(slots=True)
@@ -107,7 +113,7 @@ class _Scorer:
         name: str,
         options: ScoreSettings,
         reference: Reference | None,
-        rewards: Rewards | None,
+        rewards: RewardFunction | None,
         stop: threading.Event,
         on_event: Callable[[ScorerEvent], None],
     ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from rlbuffer.batcher.groups import REWARD
 from rlbuffer.config.dotted import load
 from rlbuffer.config.settings import ScoreSettings
-from rlbuffer.errors import InvalidRollout, RlbufferError
+from rlbuffer.errors import InvalidRollout, RewardFailed
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.checks import shown
 from rlbuffer.records.group import Group
@@ -24,11 +24,7 @@ NAMED = "rewards."
 Function = Callable[[Rollout, Group], Any]
 
 
-class RewardFailed(RlbufferError):
-    """The user's function raised, took too long, or gave no number."""
-
-
-class Rewards:
+class RewardFunction:
     """Asks the user's function about rollouts, several at once.
 
     Args:
@@ -96,14 +92,14 @@ class Rewards:
         return reward, named
 
 
-def make_rewards(name: str, options: ScoreSettings) -> Rewards:
+def make_rewards(name: str, options: ScoreSettings) -> RewardFunction:
     """The function that ``[score.NAME]`` names. Call it inside the event loop's thread.
 
     Raises:
         ConfigError: it cannot be imported or called.
     """
     function = load(f"score.{name}.reward", options.reward, "a rollout and its group")
-    return Rewards(function, concurrent=options.concurrent, timeout_seconds=options.timeout_seconds)
+    return RewardFunction(function, concurrent=options.concurrent, timeout_seconds=options.timeout_seconds)
 
 
-__all__ = ["NAMED", "RewardFailed", "Rewards", "make_rewards"]
+__all__ = ["NAMED", "RewardFunction", "make_rewards"]

@@ -27,7 +27,7 @@ SLOWEST_BYTES_PER_SECOND = MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class PushLimits:
     """The sizes that a server takes, in bytes."""
 
     transaction: int = QUERY_BUFFER_BYTES
@@ -50,9 +50,9 @@ class Limits:
         return ""
 
 
-def read_limits(client: Any) -> Limits:
+def read_limits(client: Any) -> PushLimits:
     """The limits that `client`'s server says it has, else those that servers have unless they are set otherwise."""
-    known = Limits()
+    known = PushLimits()
     try:
         settings = client.config_get("client-query-buffer-limit", "proto-max-bulk-len")
     except redis.ResponseError:  # not allowed, or a host that has no CONFIG
@@ -61,7 +61,7 @@ def read_limits(client: Any) -> Limits:
         memory = int(client.info("memory").get("maxmemory", 0))
     except redis.ResponseError:
         memory = 0
-    return Limits(
+    return PushLimits(
         transaction=int(settings.get("client-query-buffer-limit", known.transaction)),
         value=int(settings.get("proto-max-bulk-len", known.value)),
         memory=memory,

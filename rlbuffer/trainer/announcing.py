@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.trainer.publishing import write_version
-from rlbuffer.trainer.session import Session
+from rlbuffer.trainer.session import TrainerSession
 from rlbuffer.weights.publishing import announce_once
 from rlbuffer.weights.state import is_sharded
 
@@ -16,7 +16,7 @@ from rlbuffer.weights.state import is_sharded
 class Announcer:
     """Publishes versions for the samplers."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: TrainerSession) -> None:
         self._session = session
 
     def publish_if_due(self, step: Step) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlbuffer.errors import RlbufferError, StepDamaged
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.trainer.ranks.agreement import Agreement, Verdict, agree
-from rlbuffer.trainer.session import Session
+from rlbuffer.trainer.session import TrainerSession
 
 MAX_PULLS = 3
 """Times that a step is pulled because ranks hold different ones, before giving up."""
@@ -30,7 +30,7 @@ class Pulled:
 class Pulls:
     """The steps of one rank, one after the other. While one trains, the reader pulls and assembles the next."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: TrainerSession) -> None:
         self._session = session
         self._steps: Iterator[Step] | None = None
         self.has_ended = False

@@ -50,7 +50,7 @@ flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Session:
+class TrainerSession:
     """Everything that one rank trains with."""
 
     settings: RunSettings
@@ -89,7 +89,7 @@ def open_session(
     stop: StopRequest | None,
     fake_data: bool,
     on_stall: OnStall | None = None,
-) -> Iterator[Session]:
+) -> Iterator[TrainerSession]:
     """Joins the other ranks, builds or loads the policy, and connects.
 
     Raises:
@@ -130,7 +130,7 @@ def open_session(
                 columns=needed_columns(settings.trainer),
             )
             reader.warns = False  # the command's own lines say what is waited for
-            yield Session(
+            yield TrainerSession(
                 settings=settings,
                 ranks=ranks,
                 policy=policy,

@@ -17,6 +17,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 from rlbuffer.errors import (
+    Aborted,
+    GroupFailed,
     InvalidRollout,
     RlbufferError,
     RunGone,
@@ -26,12 +28,13 @@ from rlbuffer.errors import (
 )
 from rlbuffer.events.event import Trouble
 from rlbuffer.events.worker import GroupGivenUp
+from rlbuffer.process.stop_request import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Prompt, Skip
 from rlbuffer.worker.failures import place_of, traceback_of
-from rlbuffer.worker.group_maker import Aborted, GroupFailed, GroupMaker, in_words
+from rlbuffer.worker.group_maker import GroupMaker, in_words
 from rlbuffer.worker.heartbeat import Pulse
 from rlbuffer.worker.job import WorkerJob
 from rlbuffer.worker.messages import Messages
@@ -52,10 +55,6 @@ AWAY_SECONDS = 1.0
 """Seconds before a sampler that was away, or a server that refused, is asked again."""
 
 _log = logging.getLogger(__name__)
-
-
-class Stopped(Exception):
-    """Told to stop while the writer waited for the server."""
 
 
 class Flights:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.config.settings import WorkerSettings
-from rlbuffer.errors import InvalidRollout, RlbufferError, SamplerUnavailable
+from rlbuffer.errors import Aborted, GroupFailed, InvalidRollout, SamplerUnavailable
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.checks import shown
 from rlbuffer.records.group import Group, Ticket
@@ -27,14 +27,6 @@ from rlbuffer.worker.failures import UserWork, Work, exited
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
 
 T = TypeVar("T")
-
-
-class GroupFailed(RlbufferError):
-    """Too few rollouts of a group could be made."""
-
-
-class Aborted(RlbufferError):
-    """The sampler was asked to stop: nothing is wrong with the group."""
 
 
 def check_prompt(tokens: NDArray[np.int32], vocabulary: int) -> None:

@@ -21,11 +21,12 @@ from rlbuffer.errors import ConfigError, EnvDone, RlbufferError, RunDamaged, Run
 from rlbuffer.events.event import RunChanged, Trouble
 from rlbuffer.events.worker import EnvFinished, GroupGivenUp, SamplerChecked, WorkerEvent, WorkerStopped
 from rlbuffer.narration.waiting import draining
+from rlbuffer.process.stop_request import Stopped
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env
 from rlbuffer.worker.evaluation import Evaluator
-from rlbuffer.worker.flights import AWAY_SECONDS, WORKER_POLL_SECONDS, Flights, Stopped
+from rlbuffer.worker.flights import AWAY_SECONDS, WORKER_POLL_SECONDS, Flights
 from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.heartbeat import WITHOUT_A_WORD, WORKER_TICKET_SECONDS, Pulse, telling_why
 from rlbuffer.worker.job import WorkerJob

@@ -12,7 +12,7 @@ import pytest
 from rlbuffer.errors import PromptTooLong, SamplerUnavailable
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.worker.envs import PolicyAccess
-from rlbuffer.worker.envs.gateway import SESSION_HEADER, Gateway, Session
+from rlbuffer.worker.envs.gateway import SESSION_HEADER, Gateway, TraceSession
 from rlbuffer.worker.samplers import Completion, Sampling
 
 OWN = Sampling(max_new_tokens=16, temperature=0.5, top_p=0.9, stop_token_ids=(12,))
@@ -20,7 +20,7 @@ OWN = Sampling(max_new_tokens=16, temperature=0.5, top_p=0.9, stop_token_ids=(12
 
 def asked(
     parameters: dict[str, Any], *, error: Exception | None = None, session: str = "s"
-) -> tuple[httpx.Response, Session, list[tuple[list[int], Sampling]]]:
+) -> tuple[httpx.Response, TraceSession, list[tuple[list[int], Sampling]]]:
     """One request; -> its answer, the session, and what the sampler was asked."""
     seen: list[tuple[list[int], Sampling]] = []
 
@@ -35,7 +35,7 @@ def asked(
             version_spans=(VersionSpan(4, 0, 2),),
         )
 
-    async def talk() -> tuple[httpx.Response, Session]:
+    async def talk() -> tuple[httpx.Response, TraceSession]:
         gateway = Gateway()
         await gateway.start()
         opened = gateway.open("s", PolicyAccess(ask=ask, sampling=OWN))

@@ -17,6 +17,7 @@ SOURCES = ("rlbuffer", "cli/rlbuffer_cli")
 _WIRE = "tests/unit/test_wire.py puts a common beginning before the texts of its table"
 _GUARD = "a guard for what the types allow and the lines before it rule out"
 _ENGINE = "vLLM's engine must die for it; tests/real_vllm runs the engine where vLLM is installed"
+_ABORTED = "never shown: a group that is aborted goes back without a word"
 _ONE_STORE = "a guard for another kind of Store: rlbuffer.connect() makes none, memory:// is a RedisStore, too"
 EXCEPTIONS = MappingProxyType(
     {
@@ -39,6 +40,9 @@ EXCEPTIONS = MappingProxyType(
         "the vLLM engine ended a request without an answer": _ENGINE,
         "the vLLM engine is not there": _ENGINE,
         "vLLM failed while it loaded version {} ({}: {}); it is started again with it": _ENGINE,
+        "the worker ends": _ABORTED,
+        "sampling was stopped": _ABORTED,
+        "the episode has {} traces to train, a rollout is one": "needs verifiers: tests/adapters",
         "{} is a cluster of {} shards; this version works with one shard.{}": "needs a cluster of several servers",
     }
 )

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from rlbuffer.config.settings import WorkerSettings
-from rlbuffer.errors import PromptTooLong, SamplerUnavailable
+from rlbuffer.errors import Aborted, GroupFailed, PromptTooLong, SamplerUnavailable
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.envs.episode import Episode
-from rlbuffer.worker.group_maker import Aborted, GroupFailed, GroupMaker
+from rlbuffer.worker.group_maker import GroupMaker
 from rlbuffer.worker.samplers import Completion, Sampling
 from rlbuffer.worker.samplers.batched import Batched
 
@@ -211,8 +211,17 @@ def test_scoring_may_be_a_coroutine_with_a_limit_on_its_time() -> None:
     env = Judged()
     assert [r.reward for r in made(env, Scripted(completion([3, 12]))).rollouts] == [1.0] * 3
     env.seconds = 600.0
-    with pytest.raises(GroupFailed, match="not finished within rollout_timeout_seconds"):
+    with pytest.raises(GroupFailed, match=r"not finished within rollout_timeout_seconds = 0\.05"):
         made(env, Scripted(completion([3, 12])), rollout_timeout_seconds=0.05)
+
+
+def test_an_env_that_makes_something_else_than_a_rollout_fails_its_group() -> None:
+    class Odd(Tools):
+        async def rollout(self, prompt: Prompt, policy: Any) -> Any:
+            return {"reward": 1.0}
+
+    with pytest.raises(GroupFailed, match="GroupFailed: the env made a dict instead of a Rollout"):
+        made(Odd(), Scripted(completion([3, 12])), rollout_retries=0)
 
 
 def test_what_is_asked_for_together_is_one_batch_and_a_failure_reaches_all_who_asked() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlbuffer.config.settings import WorkerSettings
-from rlbuffer.errors import ConfigError, InvalidRollout
+from rlbuffer.errors import ConfigError, GroupFailed, InvalidRollout
 from rlbuffer.events.event import Trouble
 from rlbuffer.events.worker import GroupGivenUp, WorkerStopped, WorkerWaits
 from rlbuffer.events.worker_narrator import WorkerNarrator
@@ -22,7 +22,7 @@ from rlbuffer.records.group import Ticket
 from rlbuffer.worker import failures
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.failures import MOST_KINDS, Failures, UserWork, place_of, traceback_of
-from rlbuffer.worker.group_maker import GroupFailed, GroupMaker, check_prompt
+from rlbuffer.worker.group_maker import GroupMaker, check_prompt
 from rlbuffer.worker.heartbeat import Pulse
 from rlbuffer.worker.samplers.base import Completion
 

@@ -8,17 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, RewardFailed
 from rlbuffer.worker.envs import Prompt, Score
-from rlbuffer.worker.envs.rewards import (
-    Answered,
-    Length,
-    RewardFailed,
-    Rewards,
-    exact_match,
-    make_rewards,
-    regex_match,
-)
+from rlbuffer.worker.envs.rewards import Answered, Length, Rewards, exact_match, make_rewards, regex_match
 
 
 def answered(text: str, *, answer: Any = "42", tokens: int = 4, **metadata: Any) -> Answered:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlbuffer.errors import TraceUnusable
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.worker.envs import PolicyAccess
-from rlbuffer.worker.envs.traces import TraceUnusable, rollout_of
+from rlbuffer.worker.envs.traces import rollout_of
 from rlbuffer.worker.samplers import Completion, Sampling
 
 
@@ -119,7 +120,14 @@ def test_a_rollout_is_truncated_when_its_trace_or_its_last_turn_is(
         ({"rewards": {"exact": None}}, [], "the trace was not scored by exact"),
         ({}, [branch(node("user", [1, 2]))], "the policy sampled nothing"),
         ({}, [branch(node("user", [1]), node("assistant", [5, 6], 2), trainable=False)], "the policy sampled nothing"),
-        ({}, [CONVERSATION, CONVERSATION], "the trace holds 2 training samples: "),
+        (
+            {},
+            [CONVERSATION, CONVERSATION],
+            (
+                "the trace holds 2 training samples: its messages were tokenised anew between turns. A renderer of the "
+                "model's own family keeps them in one (env_options.renderer)"
+            ),
+        ),
         (
             {},
             [branch(node("user", [1]), node("assistant", [5, 7], 2))],

@@ -24,7 +24,7 @@ from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.trainer.reports.debug_samples import tables
 from rlbuffer.trainer.reports.metrics import finite
-from rlbuffer.trainer.reports.mfu import Work, peak_of
+from rlbuffer.trainer.reports.mfu import PolicyWork, peak_of
 from rlbuffer.trainer.reports.sinks import scalars, sinks_of
 from rlbuffer.trainer.update.ratios import Ratios, ratios_of
 
@@ -71,8 +71,8 @@ def test_flops_are_six_per_parameter_and_token_and_attention_by_the_square() -> 
         get_input_embeddings=lambda: embedding,
         get_output_embeddings=lambda: SimpleNamespace(weight=torch.zeros(10, 64)),
     )
-    assert Work(tied, 5000).flops(100, 2000) == 6 * 5000 * 100 + 6 * 2 * 128 * 2000
-    assert Work(untied, 5000).flops(100, 0) == 6 * (5000 - 640) * 100
+    assert PolicyWork(tied, 5000).flops(100, 2000) == 6 * 5000 * 100 + 6 * 2 * 128 * 2000
+    assert PolicyWork(untied, 5000).flops(100, 0) == 6 * (5000 - 640) * 100
     assert peak_of(torch.device("cpu"), 0.0) == 0.0
     assert peak_of(torch.device("cpu"), 1e12) == 1e12
 

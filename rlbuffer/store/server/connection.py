@@ -34,7 +34,7 @@ from redis.retry import Retry
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerUnreachable
-from rlbuffer.store.limits import Limits, read_limits, timeout_seconds
+from rlbuffer.store.limits import PushLimits, read_limits, timeout_seconds
 from rlbuffer.store.server import absence, tls
 from rlbuffer.store.server.address import options_of, redacted, source_of
 from rlbuffer.store.server.answers import understand
@@ -124,7 +124,7 @@ class Connection:
         self._password = password
         self._warned = ""
         self._lock = threading.RLock()
-        self._limits: tuple[int, Limits] | None = None
+        self._limits: tuple[int, PushLimits] | None = None
         """Losses when they were read, and what the server takes."""
         self._senders: dict[float, redis.Redis] = {}
         """Timeout in seconds -> the client for commands that may take so long."""
@@ -175,11 +175,11 @@ class Connection:
                 self._senders[seconds] = self._make_client(seconds)
             return self._senders[seconds]
 
-    def limits(self, patience_seconds: float = PATIENCE_SECONDS) -> Limits:
+    def limits(self, patience_seconds: float = PATIENCE_SECONDS) -> PushLimits:
         """The limits of a push here; read once, and again after the connection was lost."""
         if self._limits is None or self._limits[0] != self.losses:
             losses = self.losses
-            read = Limits if self.is_memory else lambda: read_limits(self._client)
+            read = PushLimits if self.is_memory else lambda: read_limits(self._client)
             self._limits = losses, self.call(read, patience_seconds=patience_seconds, repeat=True)
         return self._limits[1]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlbuffer.trainer.checkpoints import checkpoint as checkpoints
 from rlbuffer.trainer.checkpoints.checkpoint import Checkpoint
-from rlbuffer.trainer.session import Session
+from rlbuffer.trainer.session import TrainerSession
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Place:
     """Step of the checkpoint that this attempt began with; 0: fresh weights."""
 
 
-def resume(session: Session, *, warn: Callable[[str], None]) -> Place:
+def resume(session: TrainerSession, *, warn: Callable[[str], None]) -> Place:
     """Loads the newest whole checkpoint; which one that is, rank 0 decides for all.
 
     `warn` hears of newer ones that cannot be used.
@@ -46,7 +46,7 @@ def resume(session: Session, *, warn: Callable[[str], None]) -> Place:
     return Place(step=loaded.step, updates=loaded.updates, checkpointed=loaded.step, resumed_from=loaded.step)
 
 
-def checkpoint(session: Session, place: Place) -> Path:
+def checkpoint(session: TrainerSession, place: Place) -> Path:
     """Writes a checkpoint, each rank its part, and says so to the server. -> where it is."""
     saved = checkpoints.save(
         _folder(session),
@@ -70,5 +70,5 @@ def checkpoint(session: Session, place: Place) -> Path:
     return checkpoints.path_of(_folder(session), place.step)
 
 
-def _folder(session: Session) -> Path:
+def _folder(session: TrainerSession) -> Path:
     return session.settings.output_dir / "checkpoints"

@@ -29,7 +29,7 @@ from rlbuffer.process.environment import yield_cores
 from rlbuffer.weights.places import load_serving
 
 if TYPE_CHECKING:
-    from rlbuffer.trainer.launch.rank import Report
+    from rlbuffer.trainer.launch.rank import RankEnd
 
 LEAVE_SECONDS = 15
 """Time that ranks have to leave once asked to: a step and a checkpoint."""
@@ -115,7 +115,7 @@ def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bo
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from rlbuffer.trainer.launch.end_together import EndTogether
-    from rlbuffer.trainer.launch.rank import rank_main, read_reports
+    from rlbuffer.trainer.launch.rank import rank_main, read_ends
 
     _quieten("torch.distributed.elastic", "torch.multiprocessing")
     config = LaunchConfig(
@@ -138,7 +138,7 @@ def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bo
             elastic_launch(config, rank_main)(to_json(settings), reports, quiet, fake_data)
         except ChildFailedError as error:
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            return _cause(read_reports(Path(reports)), codes, world_size, together.killed)
+            return _cause(read_ends(Path(reports)), codes, world_size, together.killed)
         except SignalException:
             return _End(130, is_final=True)
         finally:
@@ -147,7 +147,7 @@ def _run_once(settings: RunSettings, world_size: int, quiet: bool, fake_data: bo
     return _End(0)
 
 
-def _cause(reports: Sequence[Report], codes: Mapping[int, int], world_size: int, ended: Collection[int] = ()) -> _End:
+def _cause(reports: Sequence[RankEnd], codes: Mapping[int, int], world_size: int, ended: Collection[int] = ()) -> _End:
     """The sentence about an end, and what to do: the first rank that failed by itself counts, not those that lost it.
 
     `codes` are the exit codes that the launcher saw before it ended the other ranks; `ended` are ranks that had to be

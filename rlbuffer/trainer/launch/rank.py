@@ -32,7 +32,7 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RankEnd:
     """The end of a rank that did not finish."""
 
     rank: int
@@ -51,15 +51,15 @@ class Report:
         write_whole(directory / f"rank-{self.rank}.json", json.dumps(asdict(self)))
 
 
-def read_reports(directory: Path) -> list[Report]:
+def read_ends(directory: Path) -> list[RankEnd]:
     """The reports in `directory`, earliest first."""
     paths = sorted(directory.glob("rank-*.json"), key=lambda p: p.stat().st_mtime_ns)
-    return [Report(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return [RankEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
-def report_of(rank: int, error: Exception) -> Report:
+def report_of(rank: int, error: Exception) -> RankEnd:
     """The report to the launcher about an error."""
-    return Report(
+    return RankEnd(
         rank=rank,
         kind=type(error).__name__,
         message=str(error) or type(error).__name__,
@@ -91,9 +91,8 @@ def rank_main(settings_json: str, reports: str, quiet: bool, fake_data: bool) ->
         leave(error)
         return
     if not finished:
-        Report(rank=rank, kind="stopped", message="", exit_code=INTERRUPTED, is_final=True, is_consequence=False).write(
-            Path(reports)
-        )
+        end = RankEnd(rank=rank, kind="stopped", message="", exit_code=INTERRUPTED, is_final=True, is_consequence=False)
+        end.write(Path(reports))
         sys.stdout.flush()
         os._exit(INTERRUPTED)
     note_end(Path(reports), rank)

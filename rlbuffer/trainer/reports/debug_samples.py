@@ -18,7 +18,7 @@ from torch import Tensor
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.narration.numbers import printable
 from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
-from rlbuffer.trainer.session import Session
+from rlbuffer.trainer.session import TrainerSession
 from rlbuffer.trainer.update.update import trained_tokens
 
 MOST_ROWS = 64
@@ -30,7 +30,9 @@ TABLE_HEAD = (
 )
 
 
-def show_samples(session: Session, step: Step, count: int, *, write: Callable[[str], None] | None = None) -> None:
+def show_samples(
+    session: TrainerSession, step: Step, count: int, *, write: Callable[[str], None] | None = None
+) -> None:
     """Prints rank 0's first `count` rollouts of `step`, with checks. All ranks call it: they may share the model.
 
     `write`: where the text goes; default: stderr, since stdout may be data.

@@ -34,7 +34,7 @@ def peak_of(device: torch.device, setting: float) -> float:
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), 0.0)
 
 
-class Work:
+class PolicyWork:
     """FLOPs that a policy needs for its tokens."""
 
     def __init__(self, model: Any, parameters: int) -> None:

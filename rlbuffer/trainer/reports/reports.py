@@ -27,9 +27,9 @@ from rlbuffer.trainer.ranks.digests import digest_parameters
 from rlbuffer.trainer.reports.debug_samples import text_decoder
 from rlbuffer.trainer.reports.examples import examples_of
 from rlbuffer.trainer.reports.metrics import MetricsFile, Stopwatch, Tally, step_record
-from rlbuffer.trainer.reports.mfu import Work, peak_of
+from rlbuffer.trainer.reports.mfu import PolicyWork, peak_of
 from rlbuffer.trainer.reports.sinks import Sink, sinks_of
-from rlbuffer.trainer.session import Session
+from rlbuffer.trainer.session import TrainerSession
 
 OnEvent = Callable[[TrainerEvent], None]
 
@@ -37,7 +37,7 @@ OnEvent = Callable[[TrainerEvent], None]
 class Reports:
     """Every rank has one and counts; rank 0 writes."""
 
-    def __init__(self, session: Session, on_event: OnEvent | None) -> None:
+    def __init__(self, session: TrainerSession, on_event: OnEvent | None) -> None:
         self._session = session
         self._on_event = on_event if session.is_first else None
         self._metrics = MetricsFile(session.settings.output_dir) if session.is_first else None
@@ -45,7 +45,7 @@ class Reports:
         self._decode: Callable[[Sequence[int]], str] | None = None
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._parameters = sum(p.numel() for p in session.policy.parameters())
-        self._work = Work(session.policy.model, self._parameters)
+        self._work = PolicyWork(session.policy.model, self._parameters)
         self._peak = peak_of(session.ranks.device, session.settings.trainer.reports.peak_flops)
 
     def __enter__(self) -> Reports:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, Skip
 from rlbuffer.narration.nearest import did_you_mean, no_such_option
 from rlbuffer.records.info import ENV_NAME
 from rlbuffer.worker.envs.arithmetic import Arithmetic
 from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
 from rlbuffer.worker.envs.lookup import target
-from rlbuffer.worker.envs.prompt import Prompt, Score, Skip
+from rlbuffer.worker.envs.prompt import Prompt, Score
 from rlbuffer.worker.envs.repeat import Repeat
 from rlbuffer.worker.envs.vcopy import VCopy
 from rlbuffer.worker.failures import place_of

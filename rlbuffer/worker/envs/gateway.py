@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlbuffer.config.sampling import why_not
-from rlbuffer.errors import PromptTooLong, RlbufferError
+from rlbuffer.errors import PromptTooLong, UnknownParameter
 from rlbuffer.worker.envs.base import PolicyAccess
 from rlbuffer.worker.samplers.base import Completion, Sampling
 
@@ -33,12 +33,8 @@ HARMLESS = {"routed_experts_prompt_start", "cache_salt", "priority"}
 """Sampling parameters about a server's own ways."""
 
 
-class UnknownParameter(RlbufferError):
-    """A request asks for sampling that the worker's samplers do not do."""
-
-
 @dataclass(slots=True)
-class Session:
+class TraceSession:
     """The tokens that were sampled for one trace."""
 
     policy: PolicyAccess
@@ -53,7 +49,7 @@ class Gateway:
     def __init__(self) -> None:
         self.url = ""
         """``http://127.0.0.1:PORT``."""
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, TraceSession] = {}
         self._runner: Any = None
 
     async def start(self) -> None:
@@ -76,9 +72,9 @@ class Gateway:
         if runner is not None:
             await runner.cleanup()
 
-    def open(self, session: str, policy: PolicyAccess) -> Session:
+    def open(self, session: str, policy: PolicyAccess) -> TraceSession:
         """Samples requests of `session` by `policy` from now on."""
-        self._sessions[session] = Session(policy)
+        self._sessions[session] = TraceSession(policy)
         return self._sessions[session]
 
     def forget(self, session: str) -> None:

@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import RlbufferError
-
 if TYPE_CHECKING:
     pass
-
-
-class Skip(RlbufferError):
-    """There is nothing to sample for this ticket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

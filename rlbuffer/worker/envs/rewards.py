@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import ConfigError, RlbufferError
+from rlbuffer.errors import ConfigError, RewardFailed
 from rlbuffer.narration.nearest import no_such_option
 from rlbuffer.worker.envs.lookup import target
 from rlbuffer.worker.envs.prompt import Prompt, Score
@@ -28,10 +28,6 @@ Form = Literal["exact", "max", "clip"]
 """Effect of a length on a reward: see :class:`Length`."""
 OnError = Literal["fail", "zero"]
 """Cost of an exception in a reward function: the rollout, or that function's share."""
-
-
-class RewardFailed(RlbufferError):
-    """A reward function raised, or returned something that is no number."""
 
 
 @dataclass(frozen=True, kw_only=True)

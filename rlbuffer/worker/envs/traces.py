@@ -13,17 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from rlbuffer.errors import RlbufferError
+from rlbuffer.errors import TraceUnusable
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn
 from rlbuffer.worker.envs.base import PolicyAccess
 from rlbuffer.worker.envs.episode import Episode
 from rlbuffer.worker.envs.prompt import Score
 from rlbuffer.worker.samplers.base import Completion
-
-
-class TraceUnusable(RlbufferError):
-    """A trace is no rollout that could be trained."""
 
 
 def rollout_of(trace: Any, completions: Sequence[Completion], policy: PolicyAccess, *, text: str) -> Rollout:

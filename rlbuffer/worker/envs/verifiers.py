@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, TraceUnusable
 from rlbuffer.narration.nearest import no_such_option
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.worker.envs.base import PolicyAccess
-from rlbuffer.worker.envs.gateway import MODEL, Gateway, Session
+from rlbuffer.worker.envs.gateway import MODEL, Gateway, TraceSession
 from rlbuffer.worker.envs.order import PromptOrder
 from rlbuffer.worker.envs.prompt import Prompt
 from rlbuffer.worker.envs.text import Text
-from rlbuffer.worker.envs.traces import TraceUnusable, rollout_of
+from rlbuffer.worker.envs.traces import rollout_of
 
 NO_KEY = "RLBUFFER_NO_KEY"
 """Name of the variable that verifiers looks up for a key: there is none, and the gateway wants none."""
@@ -128,7 +128,7 @@ class Verifiers:
         """Has verifiers play one task once."""
         await self._serve()
         task = self._tasks[int(prompt.metadata["index"])]
-        sessions: dict[str, Session] = {}
+        sessions: dict[str, TraceSession] = {}
 
         def minted(trace: Any) -> None:
             sessions[trace.id] = self._gateway.open(trace.id, policy)

@@ -81,15 +81,15 @@ def test_what_the_function_does_wrong_is_said_and_tried_three_times_and_costs_no
     eventually(lambda: len(stage.told("trouble")) >= 21)
     said = {event.error for event in stage.told("trouble")}
     for start, reason in (
-        ("a.0", "a.0/0: KeyError: 'no judge'"),
-        ("a.1", "a.1/0: no reward within timeout_seconds = 1"),
-        ("a.2", "a.2/0: nan is not finite"),
-        ("a.3", "a.3/0: 'good' is no reward"),
-        ("a.4", "a.4/0: a value of type int is no reward"),
-        ("a.5", "a.5/0: reward: 1e+39 is beyond the limit of 1e+12, either sign"),
-        ("a.6", f"a.6/0: rewards name: expected a string of at most 64 characters, got '{'n' * 65}'"),
+        ("a.0", "rollout a.0/0: KeyError: 'no judge'"),
+        ("a.1", "rollout a.1/0: no reward within timeout_seconds = 1"),
+        ("a.2", "rollout a.2/0: nan is not finite"),
+        ("a.3", "rollout a.3/0: 'good' is no reward"),
+        ("a.4", "rollout a.4/0: a value of type int is no reward"),
+        ("a.5", "rollout a.5/0: reward: 1e+39 is beyond the limit of 1e+12, either sign"),
+        ("a.6", f"rollout a.6/0: rewards name: expected a string of at most 64 characters, got '{'n' * 65}'"),
     ):
-        sentence = f"group {start} cannot be scored: rollout {reason}"
+        sentence = f"group {start} cannot be scored: {reason}"
         assert {s for s in said if s.startswith(f"group {start} ")} == {
             sentence,
             f"{sentence} (3 times: it is left alone)",

@@ -26,7 +26,7 @@ from rlbuffer.trainer.losses import register_loss
 from rlbuffer.trainer.model.attention import SegmentPlan, segment_attention
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
 from rlbuffer.trainer.pulls import Pulls
-from rlbuffer.trainer.session import Session, device_of
+from rlbuffer.trainer.session import TrainerSession, device_of
 from rlbuffer.trainer.update.update import take_step, trained_tokens
 from rlbuffer.weights.files import load_state, open_weights, publish, publish_base, read_config
 from rlbuffer.weights.layout import CONFIG_FILE, WEIGHTS_FILE
@@ -144,7 +144,7 @@ class Noting:
 
 def pulls(steps: list[Any], ranks: Any = ALONE) -> Pulls:
     """Pulls from a reader that gives `steps`: the refusals need no model."""
-    bare: Any = object.__new__(Session)
+    bare: Any = object.__new__(TrainerSession)
     reader = SimpleNamespace(steps=lambda start, until: iter(steps), has_ended=False)
     given = {"ranks": ranks, "stop": StopRequest(), "settings": RunSettings(), "reader": reader, "stalls": Noting()}
     for name, value in given.items():

@@ -126,12 +126,11 @@ def test_what_serves_is_too_old_for_the_next_step_so_the_download_is_waited_for(
 def test_a_version_that_came_while_another_was_downloaded_is_the_one_that_is_loaded(
     tmp_path: Path, trainer: Place
 ) -> None:
-    scene = Scene(tmp_path, trainer, max_age=0)
+    scene = Scene(tmp_path, trainer, max_age=1)
 
     async def run() -> None:
         scene.announce(0)
         assert await scene.versions.refresh()
-        scene.versions._max_age = 1
         scene.announce(1)
         trainer.gate = threading.Event()
         assert await scene.versions.refresh()
