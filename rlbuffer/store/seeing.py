@@ -1,4 +1,4 @@
-"""Seeing: the half of the Store protocol that people and monitors look through; read-only, but for signs of life."""
+"""The half of the Store protocol that people and monitors look through. Nothing in it writes, except signs of life."""
 
 from __future__ import annotations
 

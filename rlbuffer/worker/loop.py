@@ -197,7 +197,7 @@ class _Worker:
                 else:
                     await flights.release(tickets)
         except EnvDone as error:
-            # What is in flight here was made by another worker, whose tickets these were before they lapsed.
+            # Another worker has made the groups in flight here: they were its own before their tickets lapsed.
             self._is_done = True
             self._messages.tell(EnvFinished(env=self._env.name, sentence=str(error)))
         except (RunGone, ServerUnreachable, ServerRefused):
