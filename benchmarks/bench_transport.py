@@ -58,7 +58,7 @@ def run(report: Report) -> None:
     finally:
         store.close()
         shutil.rmtree(home, ignore_errors=True)
-    size = sum(len(payload) for group in groups for payload in payload.encode_push(group).payloads)
+    size = sum(len(raw) for group in groups for raw in payload.encode_push(group).payloads)
     show(report, rounds, gigabytes=size / 1e9)
     report.line(f"\nServer: {facts['name']} {facts['version']}, append-only file synced every second.")
     report.line("of raw: speed as a share of the bare command's for the same bytes in the same round.")
