@@ -15,6 +15,14 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
 
     Raises:
         OSError: it cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_whole(Path(folder) / "who", "serve 17")
+        ...     write_whole(Path(folder) / "who", "serve 23")
+        ...     [path.name for path in Path(folder).iterdir()], (Path(folder) / "who").read_text()
+        (['who'], 'serve 23')
     """
     part = path.with_name(f"{path.name}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600 if is_private else 0o666)

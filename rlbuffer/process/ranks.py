@@ -8,7 +8,15 @@ from torch import Tensor
 
 
 class Ranks:
-    """This process among its ranks. With a world size of 1 nothing is exchanged."""
+    """This process among its ranks. With a world size of 1 nothing is exchanged.
+
+    Example:
+        >>> ranks = Ranks(0, 1, torch.device("cpu"))
+        >>> ranks.gather(torch.tensor([0.5, 2.0])).tolist()
+        [[0.5, 2.0]]
+        >>> ranks.gather_text("ready")
+        ['ready']
+    """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank

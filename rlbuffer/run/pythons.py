@@ -45,6 +45,13 @@ def python_of(name: str, options: WorkerSettings, own: str) -> str:
 
     Raises:
         ConfigError: there is no such program.
+
+    Example:
+        >>> python_of("math", WorkerSettings(env="math"), "/opt/rl/bin/python")
+        '/opt/rl/bin/python'
+        >>> python_of("math", WorkerSettings(env="math", python="no-such-python"), "/opt/rl/bin/python")
+        Traceback (most recent call last):
+        rlbuffer.errors.ConfigError: worker.math.python = 'no-such-python' is not a program on this host
     """
     if not options.python:
         return own

@@ -19,6 +19,17 @@ class RunLog:
     Args:
         path: the file; its folder is made by `open`.
         say: hears every line, too.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     log = RunLog(Path(folder) / "logs" / "run.log", say=lambda name, line: print(f"{name}: {line}"))
+        ...     log.open()
+        ...     log.say("serve", "step 1 is ready")
+        ...     log.close()
+        ...     len(log.path.read_text().splitlines())
+        serve: step 1 is ready
+        1
     """
 
     def __init__(self, path: Path, say: Say) -> None:

@@ -32,6 +32,17 @@ class RewardFunction:
             reward, else the sum of all is; the others are named rewards.
         concurrent: rollouts asked about at once.
         timeout_seconds: for one rollout.
+
+    Example:
+        >>> from rlbuffer.testing import make_group
+        >>> def judge(rollout, group):
+        ...     return {"reward": 0.5, "length": rollout.length / 10}
+        >>> async def scored():
+        ...     function = RewardFunction(judge, concurrent=4, timeout_seconds=10.0)
+        ...     group = make_group(rewards=[None], lengths=[8])
+        ...     return await function.add(group, frozenset({"reward", "rewards.length"}))
+        >>> [(rollout.reward, dict(rollout.rewards)) for rollout in asyncio.run(scored())]
+        [(0.5, {'length': 0.8})]
     """
 
     def __init__(self, function: Function, *, concurrent: int, timeout_seconds: float) -> None:
@@ -97,6 +108,11 @@ def make_rewards(name: str, options: ScoreSettings) -> RewardFunction:
 
     Raises:
         ConfigError: it cannot be imported or called.
+
+    Example:
+        >>> make_rewards("judge", ScoreSettings(reward="math:tau"))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        rlbuffer.errors.ConfigError: score.judge.reward = 'math:tau' is not callable but float: ...
     """
     function = load(f"score.{name}.reward", options.reward, "a rollout and its group")
     return RewardFunction(function, concurrent=options.concurrent, timeout_seconds=options.timeout_seconds)

@@ -36,6 +36,17 @@ def cispo(tokens: TrainedTokens, settings: LossSettings) -> Tensor:
 
     Shapes: -> [N]; sg stops the gradient. Source: CISPO, MiniMax-M1, arXiv 2506.13585, section 3.1; the one-sided cap
     as in ScaleRL, 2510.13786, section 3.2.
+
+    Example, with ratios of 1 and e^3, about 20, of which 8 is left:
+        >>> tokens = TrainedTokens(
+        ...     logprobs=torch.tensor([-1.0, -1.0]),
+        ...     entropy=torch.zeros(2),
+        ...     inference_logprobs=torch.tensor([-1.0, -4.0]),
+        ...     advantages=torch.tensor([0.5, 0.5]),
+        ...     rollout=torch.tensor([0, 0]),
+        ... )
+        >>> cispo(tokens, LossSettings(max_ratio=8.0)).tolist()
+        [0.5, 4.0]
     """
     weight = tokens.ratio.clamp(max=settings.max_ratio).detach()
     return -weight * tokens.advantages * tokens.logprobs

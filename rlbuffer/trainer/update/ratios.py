@@ -51,7 +51,11 @@ class Ratios:
 def ratios_of(counts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Mean, min and max of the ratio over all ranks, and p99, the factor that 99 % of tokens stay within; {} of none.
 
-    Example: p99 = 1.2 says that 99 % of ratios are between 1 / 1.2 and 1.2.
+    Example, where 99 % of ratios are between 1 / 1.002 and 1.002:
+        >>> ratios = Ratios()
+        >>> ratios.add(torch.tensor([0.0, 0.002, -0.002]))
+        >>> {name: round(value, 4) for name, value in ratios_of([ratios.counts()]).items()}
+        {'mean': 1.0, 'min': 0.998, 'max': 1.002, 'p99': 1.002}
     """
     total = sum(c["count"] for c in counts)
     if not total:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from rlbuffer.config.settings import WorkerSettings
+from rlbuffer.config.settings import ModelSettings, WorkerSettings
 from rlbuffer.errors import ConfigError, RlbufferError, SamplerUnavailable, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.files import publish
-from rlbuffer.weights.model import TINY_QWEN3, build_model, model_from_config
+from rlbuffer.weights.model import TINY_QWEN3, build_model
 from rlbuffer.weights.shapes import names_and_shapes
 from rlbuffer.worker.samplers import Sampling, make_sampler
 from rlbuffer.worker.samplers.base import Completion
@@ -138,70 +141,100 @@ def test_options_that_name_no_server_are_refused(options: dict[str, Any], text: 
     assert str(caught.value) == text
 
 
-def served_by(sampler: OpenAISampler, answer: Answer) -> None:
-    """Lets the sampler's only server answer so, as a server that was loaded with version 0."""
-    endpoint = sampler._endpoints[0]
-    endpoint._client = httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(answer))
-    sampler._up.add(endpoint.url)
-    sampler._policy = PolicyVersion(version=0)
+class Server:
+    """A server that answers every POST of a sampler with one token; notes what it was asked."""
+
+    def __init__(self, versions: list[dict[str, Any]] | None) -> None:
+        self.asked: list[str] = []
+        asked = self.asked
+        choice = {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append(self.path)
+                # A path that takes POST alone is there; one without versions is not.
+                self.answer({"data": [{"id": "m"}]}, 404 if self.path == GENERATE and versions is None else 200)
+
+            def do_POST(self) -> None:
+                asked.append(self.path)
+                self.rfile.read(int(self.headers["Content-Length"] or 0))
+                self.answer({"choices": [choice | ({} if versions is None else {"weight_versions": versions})]})
+
+            def answer(self, content: dict[str, Any], status: int = 200) -> None:
+                data = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
 
 
-def test_a_server_that_was_restarted_is_left_out() -> None:
-    default = [{"version": "default", "start": 0, "end": 1}]
+def published(directory: Path, version: int, size: int = 2) -> PolicyVersion:
+    return publish(directory, version, state={"weight": torch.zeros(size)}, config={}, keep=1)
 
-    async def ask() -> None:
-        sampler = OpenAISampler({"servers": URL})
-        choice = {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}, "weight_versions": default}
-        served_by(sampler, choices(choice))
+
+def test_a_server_that_was_restarted_is_left_out(tmp_path: Path) -> None:
+    async def ask(url: str) -> None:
+        sampler = OpenAISampler({"servers": url})
         try:
+            await sampler.load(published(tmp_path, 0))
             await sampler.sample(PROMPT, n=1, sampling=ONE)
         finally:
             await sampler.close()
 
-    with pytest.raises(SamplerUnavailable) as caught:
-        asyncio.run(ask())
+    with (
+        Server([{"version": "default", "start": 0, "end": 1}]) as server,
+        pytest.raises(SamplerUnavailable) as caught,
+    ):
+        asyncio.run(ask(server.url))
     assert str(caught.value) == "no server can sample: it has lost the version that was loaded into it"
 
 
 def test_a_server_that_tells_no_versions_is_not_shared(tmp_path: Path) -> None:
-    policy = publish(tmp_path, 0, state={"weight": torch.zeros(2)}, config={}, keep=1)
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == GENERATE:
-            return httpx.Response(404)
-        choice = {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}
-        return httpx.Response(200, json={"choices": [choice]})
-
-    async def ask() -> None:
-        sampler = OpenAISampler({"servers": URL, "updates_weights": False})
-        sampler._endpoints[0]._client = httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(answer))
+    async def ask(url: str) -> None:
+        sampler = OpenAISampler({"servers": url, "updates_weights": False})
         try:
-            await sampler.load(policy)
+            await sampler.load(published(tmp_path, 0))
         finally:
             await sampler.close()
 
-    with pytest.raises(ConfigError) as caught:
-        asyncio.run(ask())
+    with Server(None) as server, pytest.raises(ConfigError) as caught:
+        asyncio.run(ask(server.url))
     assert str(caught.value) == (
-        f"{URL} does not say which version sampled a token, and this worker, which has updates_weights = false, does "
-        "not know: start the server with --enable-scale-out"
+        f"{server.url} does not say which version sampled a token, and this worker, which has updates_weights = false, "
+        "does not know: start the server with --enable-scale-out"
     )
 
 
 def test_weights_of_another_model_are_refused_before_a_server_is_asked(tmp_path: Path) -> None:
-    policy = publish(tmp_path, 0, state={"weight": torch.zeros(2)}, config={}, keep=1)
-
-    async def ask() -> None:
-        sampler = OpenAISampler({"servers": URL})
-        sampler._shapes = {"weight": [3]}
+    async def ask(server: Server) -> None:
+        sampler = OpenAISampler({"servers": server.url})
         try:
-            await sampler.load(policy)
+            await sampler.load(published(tmp_path, 0))
+            server.asked.clear()
+            await sampler.load(published(tmp_path, 1, size=3))
         finally:
             await sampler.close()
 
-    with pytest.raises(WeightsError) as caught:
-        asyncio.run(ask())
+    with Server([{"version": "0", "start": 0, "end": 1}]) as server, pytest.raises(WeightsError) as caught:
+        asyncio.run(ask(server))
     assert str(caught.value) == "the weights do not fit the model: weight differ"
+    assert server.asked == []
 
 
 def test_weights_that_are_no_weights_are_named(tmp_path: Path) -> None:
@@ -222,7 +255,7 @@ def test_a_sampler_without_its_libraries_says_how_to_get_them(monkeypatch: pytes
     )
 
 
-def test_a_sampler_says_what_it_cannot_sample() -> None:
+def test_a_sampler_says_what_it_cannot_sample(tmp_path: Path) -> None:
     sampler = TransformersSampler(seed=0)
 
     def said(prompt: Any = PROMPT, *, n: int = 1, **drawn: Any) -> str:
@@ -231,7 +264,8 @@ def test_a_sampler_says_what_it_cannot_sample() -> None:
         return str(caught.value)
 
     assert said() == "the sampler has no weights yet: load a policy version first"
-    sampler._model = model_from_config(TINY_QWEN3)
+    state = build_model(ModelSettings(config=TINY_QWEN3), seed=0).state_dict()
+    sampler.load(publish(tmp_path, 0, state=state, config=TINY_QWEN3, keep=1))
     assert said(temperature=-1.0) == (
         "temperature = -1.0, top_p = 1.0: sampling needs a temperature of 0 or more and 0 < top_p <= 1"
     )
@@ -247,7 +281,6 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_logprobs_that_are_not_the_weights_are_told_with_both_numbers(tmp_path: Path) -> None:
-    from rlbuffer.config.settings import ModelSettings
     from rlbuffer.worker.selfcheck import logprobs_of
 
     model = build_model(ModelSettings(config=TINY_QWEN3), seed=0)
