@@ -8,7 +8,7 @@
 #   make vllm-test  samplers and workers with real vLLM on the CPU, in an environment of its own (3.4 GB)
 #   make vllm-faults  kill the vLLM engine of a worker forty times, in that environment: make vllm-faults FAULTS="--seed 7"
 #   make adapters-test  environments of verifiers, tasks of reasoning-gym and TRL's trainer, in an environment of its own
-#   make bench   measure planning, assembly, batcher and transport (nothing timed is a test)
+#   make bench   measure planning, the data path, batcher, leader and more (nothing timed is a test)
 
 PYTHON ?= python3
 VENV   ?= .venv

@@ -1,4 +1,5 @@
-"""``python -m benchmarks [PART OF A NAME ...]``: runs the bench_*.py of this folder in the order of their names.
+"""``python -m benchmarks [--json FILE] [PART OF A NAME ...]``: runs the bench_*.py of this folder in the order of their
+names. ``--json`` writes what they print as data, too.
 
 Exit code 1 when a stated target is missed.
 """
@@ -6,6 +7,7 @@ Exit code 1 when a stated target is missed.
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from benchmarks.report import Report
 
 
 def main(chosen: list[str]) -> int:
-    """`chosen`: parts of names (``planning``); none runs all."""
+    """`chosen`: parts of names (``planning``), after an optional ``--json FILE``; none runs all."""
+    file = Path(chosen[1]) if chosen[:1] == ["--json"] and len(chosen) > 1 else None
+    chosen = chosen if file is None else chosen[2:]
     names = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
     wanted = [name for name in names if not chosen or any(part in name for part in chosen)]
     if not wanted:
@@ -22,6 +26,8 @@ def main(chosen: list[str]) -> int:
     report = Report()
     for name in wanted:
         importlib.import_module(f"benchmarks.{name}").run(report)
+    if file is not None:
+        file.write_text(json.dumps(report.record, indent=1) + "\n")
     return report.end()
 
 

@@ -37,7 +37,7 @@ def run(report: Report) -> None:
         "rollouts of unlike lengths",
     )
     torch.manual_seed(0)
-    model = model_from_config(dict(TINY_QWEN3) | {"max_position_embeddings": 1024}).eval()
+    model = model_from_config(dict(TINY_QWEN3) | {"max_position_embeddings": 1024}).train(False)
     ids = torch.randint(0, 13, (TOKENS,))
     bounds = torch.from_numpy(np.linspace(0, TOKENS, ROLLOUTS + 1).astype(np.int64))
     positions = torch.cat([torch.arange(b - a) for a, b in pairwise(bounds.tolist())])
@@ -49,7 +49,7 @@ def run(report: Report) -> None:
 
         def both(policy: PackedPolicy = policy) -> torch.Tensor:
             hidden = policy.hidden_states(ids, positions, bounds)
-            hidden.square().mean().backward()
+            torch.autograd.backward(hidden.square().mean())
             return hidden.detach()
 
         seconds[attention], _ = best_of(both, times=3)
@@ -104,13 +104,13 @@ def head_peak(is_chunked: bool) -> float:
     hidden = torch.randn(HEAD_TOKENS, HEAD_WIDTH, generator=made, requires_grad=True)
     weight = torch.randn(HEAD_VOCABULARY, HEAD_WIDTH, generator=made, requires_grad=True)
     targets = torch.randint(0, HEAD_VOCABULARY, (HEAD_TOKENS,), generator=made)
-    (hidden[:8] @ weight.T).sum().backward()  # threads and gradients are there before the measurement
+    torch.autograd.backward((hidden[:8] @ weight.T).sum())  # threads and gradients are there before the measurement
     before = _peak()
     if is_chunked:
         logprobs, _ = token_logprobs(hidden, weight, targets)
     else:
         logprobs = torch.log_softmax(hidden @ weight.T, -1).gather(1, targets[:, None])[:, 0]
-    logprobs.sum().backward()
+    torch.autograd.backward(logprobs.sum())
     return _peak() - before
 
 

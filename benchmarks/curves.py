@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -41,7 +41,7 @@ from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
 from rlbuffer.trainer.update.update import SUMS, Updates, make_optimizer, take_step
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
-from rlbuffer.worker.envs import make_env
+from rlbuffer.worker.envs import Score, SingleTurnEnv, make_env
 from rlbuffer.worker.samplers.base import Sampling
 from rlbuffer.worker.samplers.transformers import TransformersSampler
 
@@ -165,7 +165,7 @@ class Groups:
     def __init__(self, run: Run, folder: Path) -> None:
         self._delay = run.delay
         self._folder = folder / "weights"
-        self._envs = {name: make_env(name, seed=run.seed) for name in GROUPS}
+        self._envs = {name: cast(SingleTurnEnv, make_env(name, seed=run.seed)) for name in GROUPS}
         self._sampler = TransformersSampler(seed=run.seed)
         self._versions: dict[int, PolicyVersion] = {}
 
@@ -196,16 +196,16 @@ class Groups:
             )
             drawn = self._sampler.sample([p.tokens for p in prompts], n=GROUP_SIZE, sampling=sampling)
             for i, (prompt, completions) in enumerate(zip(prompts, drawn, strict=True)):
-                rollouts = [
+                rollouts = tuple(
                     Rollout.from_completion(
                         prompt_ids=prompt.tokens,
                         token_ids=c.tokens,
                         logprobs=c.logprobs,
-                        reward=env.score(prompt, c.tokens, finish_reason=c.finish_reason).reward,
+                        reward=cast(Score, env.score(prompt, c.tokens, finish_reason=c.finish_reason)).reward,
                         policy_version=version.version,
                     )
                     for c in completions
-                ]
+                )
                 writer.push(Group(f"{name}.{step}.{i}", name, prompt.prompt_id, rollouts, GROUP_SIZE))
 
 

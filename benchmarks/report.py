@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -20,20 +21,29 @@ class Report:
         self._write = write
         self.missed: list[str] = []
         """One sentence per missed target."""
+        self.record: list[dict[str, Any]] = []
+        """Per benchmark: what was printed, as JSON types."""
 
     def begin(self, title: str, *, measures: str, not_measured: str) -> None:
         """Opens a benchmark: title, what it measures, what it does not."""
+        where = {"date": datetime.date.today().isoformat(), "commit": commit(), "machine": machine()}
+        self.record.append(
+            {"benchmark": title, **where, "measures": measures, "does not measure": not_measured}
+            | {"lines": [], "tables": [], "targets": {}}
+        )
         self._write(f"\n== {title} ==")
-        self._write(f"{datetime.date.today().isoformat()}, commit {commit()}, {machine()}")
+        self._write("{date}, commit {commit}, {machine}".format(**where))
         self._write(f"measures: {measures}")
         self._write(f"does not measure: {not_measured}\n")
 
     def line(self, text: str = "") -> None:
         """Prints a line."""
+        self.record[-1]["lines"] += [text.strip()] if text.strip() else []
         self._write(text)
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Prints a table: first column to the left, the others to the right."""
+        self.record[-1]["tables"].append([dict(zip(head, row, strict=True)) for row in rows])
         widths = [max(len(line[k]) for line in (head, *rows)) for k in range(len(head))]
         for line in (head, ["-" * width for width in widths], *rows):
             cells = [
@@ -43,6 +53,7 @@ class Report:
 
     def target(self, name: str, met: bool) -> str:
         """Notes whether a stated target is met. -> ``yes`` | ``NO``."""
+        self.record[-1]["targets"][name] = met
         if not met:
             self.missed.append(name)
         return "yes" if met else "NO"

@@ -1,0 +1,297 @@
+"""The way of rollouts through the buffer, push to tensors, against the same bytes as bare HSET and HMGET.
+
+A round pushes a step's groups, has the real daemon decide and commit it, and pulls it for every rank, all in one
+process on one server; the bare commands move the same bytes in the same round, so that whatever else the machine does
+hits both alike. Shares are medians over rounds; absolute numbers are this machine's, today's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import redis
+from numpy.typing import NDArray
+
+from benchmarks.report import Report
+from benchmarks.workloads import WORKLOADS
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.step_pull import StepPull
+from rlbuffer.client.writer import Writer
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.settings import RunSettings, ServerSettings
+from rlbuffer.daemon import Daemon
+from rlbuffer.events.batcher import BatcherEvent, LeaderReady, StepCommitted, StepWaits
+from rlbuffer.records.group import Group
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import VersionSpan
+from rlbuffer.store.payloads import Trainable
+from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.wire import payload
+
+GROUP_SIZE = 16
+ROUND_TOKENS = 2_000_000
+"""Tokens of a round, about: 18 MB."""
+ROUNDS = 5
+"""Timed rounds, after one that grows heaps and connections."""
+WORLD_SIZES = (8, 1)
+"""8 ranks ask for one or two fields of a group in a command, one rank for all sixteen."""
+COLUMNS = ("client", "server", "wall")
+Arrays = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], int]
+"""Tokens, loss mask, logprobs, number of prompt tokens: what a sampler has of a rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Seconds: by the clock, CPU of this process, CPU of the server."""
+
+    wall: float
+    client: float
+    server: float
+
+    @property
+    def both(self) -> float:
+        """CPU seconds of client and server."""
+        return self.client + self.server
+
+
+def run(report: Report) -> None:
+    """Measures three sizes of rollouts."""
+    report.begin(
+        "data path",
+        measures=f"rollouts of 4 KB, 26 KB (workload a) and 512 KB in groups of {GROUP_SIZE}, from a sampler's arrays "
+        f"to micro-batches with header, part and answers; medians of {ROUNDS} rounds; shares of bare commands for the "
+        "same bytes in the same round: HSET of a group's fields, HMGET of a rank's fields in one pipeline",
+        not_measured="the network (unix socket here), many producers at once, a full server, appendfsync always, "
+        "further columns, copies to a device",
+    )
+    for title, lengths in sizes().items():
+        rounds = measure(lengths)
+        tokens = int(lengths.sum())
+        report.line(f"{title}: {len(lengths):,} rollouts, {tokens:,} tokens, {rounds[0].bytes_per_token:.2f} B a token")
+        show(report, [one.costs for one in rounds], tokens * rounds[0].bytes_per_token / 1e6)
+        ends = [end_to_end(one.costs) for one in rounds]
+        report.line(
+            f"push from arrays, batch and pull for 8 ranks: {tokens / 1e6 / statistics.median(ends):.1f} Mtok per CPU "
+            "second, client, server and leader counted\n"
+        )
+
+
+def sizes() -> dict[str, NDArray[np.int64]]:
+    """Title -> [n] tokens, whole groups of about :data:`ROUND_TOKENS` in all."""
+    drawn = {
+        "4 KB": np.full(10_000, 450),
+        "26 KB": WORKLOADS["a"].lengths,
+        "512 KB": np.full(1_000, 57_800),
+    }
+    whole = {}
+    for title, lengths in drawn.items():
+        count = int(np.searchsorted(np.cumsum(lengths), ROUND_TOKENS)) // GROUP_SIZE * GROUP_SIZE
+        whole[title] = lengths[: max(count, GROUP_SIZE)]
+    return whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The costs of a round by name."""
+
+    costs: Mapping[str, Cost]
+    bytes_per_token: float
+
+
+def measure(lengths: NDArray[np.int64]) -> list[Round]:
+    """Every timed round."""
+    home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
+    server = ServerSettings(appendfsync="everysec")
+    keeper = open_store(None, run="keeper", home=home, server=server)
+    rng = np.random.default_rng(0)
+    sampled = [arrays(rng, int(n)) for n in lengths]
+    rounds = []
+    try:
+        for number in range(1 + ROUNDS):
+            store = open_store(None, run=f"round{number}", home=home, server=server)
+            try:
+                rounds.append(one_round(store, sampled))
+            finally:
+                store.close()
+            keeper.connection.client.flushall()
+    finally:
+        keeper.close()
+        shutil.rmtree(home, ignore_errors=True)
+    return rounds[1:]
+
+
+def one_round(store: RedisStore, sampled: Sequence[Arrays]) -> Round:
+    """Pushes, commits and pulls a step, and moves its bytes by bare commands."""
+    client, clock = store.connection.client, Clock(store)
+    epoch = store.open_run().epoch
+    attempt = store.attempt(uuid="bench", world_size=max(WORLD_SIZES), resume_step=0).number
+    store.announce(attempt, PolicyVersion(version=0))
+    groups = make_groups("other", sampled)
+    pushes = [payload.encode_push(group) for group in groups]
+    fields = [{str(i): raw for i, raw in enumerate(push.payloads)} for push in pushes]
+    size = sum(len(raw) for push in pushes for raw in push.payloads)
+    costs = {"raw HSET": clock(lambda: hset(client, fields))}
+    writer = Writer(store, "bench", epoch=epoch)
+    costs["push of ready groups"] = clock(lambda: push_all(writer, groups))
+    costs["push from arrays"] = clock(lambda: push_all(writer, make_groups("math", sampled)))
+    costs["leader: decide, pin, commit"] = clock(lambda: commit(store, len(groups), attempt, int(lengths_of(sampled))))
+    for world_size in WORLD_SIZES:
+        ranks = range(world_size)
+        pulls = [StepPull(store, r, world_size, Trainable(), pad_token_id=0, pad_to_multiple_of=1) for r in ranks]
+        requests = [fields_of(pull, store) for pull in pulls]
+        label = f"{world_size} rank{'s' * (world_size > 1)}"
+        costs[f"raw HMGET, {label}"] = clock(lambda requests=requests: [hmget(client, keys) for keys in requests])  # type: ignore[misc]
+        costs[f"pull to tensors, {label}"] = clock(lambda pulls=pulls: [pull_step(pull, store) for pull in pulls])  # type: ignore[misc]
+    return Round(costs=costs, bytes_per_token=size / sum(len(tokens) for tokens, *_ in sampled))
+
+
+class Clock:
+    """Times one piece of work."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self._client = store.connection.client
+
+    def __call__(self, work: Callable[[], object]) -> Cost:
+        server, wall, client = self._server(), time.perf_counter(), time.process_time()
+        work()
+        client, wall = time.process_time() - client, time.perf_counter() - wall
+        return Cost(wall=wall, client=client, server=self._server() - server)
+
+    def _server(self) -> float:
+        facts: Any = self._client.info("cpu")
+        return float(facts["used_cpu_user"]) + float(facts["used_cpu_sys"])
+
+
+def show(report: Report, rounds: Sequence[Mapping[str, Cost]], megabytes: float) -> None:
+    """Prints the table: CPU and time a megabyte, and each as a share of the bare command's."""
+    rows = []
+    for name in rounds[0]:
+        here, bare = [costs[name] for costs in rounds], bare_of(name)
+        spent = [f"{1e6 * statistics.median(getattr(c, what) for c in here) / megabytes:,.0f}" for what in COLUMNS]
+        # Round by round, so that a busy moment of the machine is in both halves.
+        pairs = [] if bare is None else [(costs[bare], costs[name]) for costs in rounds]
+        shares = [f"{share(pairs, what):.0%}" if pairs else "" for what in ("client", "both", "wall")]
+        rows.append([name, *spent, *shares])
+    report.table(["", "client us/MB", "server us/MB", "wall us/MB", "of raw: client", "client + server", "wall"], rows)
+
+
+def share(pairs: Sequence[tuple[Cost, Cost]], what: str) -> float:
+    """The median speed as a share of the bare command's."""
+    ratios: list[float] = [getattr(bare, what) / getattr(here, what) for bare, here in pairs]
+    return statistics.median(ratios)
+
+
+def bare_of(name: str) -> str | None:
+    """The bare command that a line is held against."""
+    if name.startswith("push"):
+        return "raw HSET"
+    return name.replace("pull to tensors", "raw HMGET") if name.startswith("pull") else None
+
+
+def end_to_end(costs: Mapping[str, Cost]) -> float:
+    """CPU seconds of all processes from a sampler's arrays to the tensors of all ranks."""
+    return sum(
+        costs[name].both for name in ("push from arrays", "leader: decide, pin, commit", "pull to tensors, 8 ranks")
+    )
+
+
+# -- what a round does -------------------------------------------------------------------------------------------------
+def arrays(rng: np.random.Generator, length: int) -> Arrays:
+    """One rollout as a sampler has it: a quarter is the prompt."""
+    prompt = max(1, length // 4)
+    mask = np.arange(length) >= prompt
+    logprobs = np.where(mask, -rng.random(length), 0).astype(np.float32)
+    return rng.integers(0, 150_000, length, dtype=np.int32), mask, logprobs, prompt
+
+
+def make_groups(env: str, sampled: Sequence[Arrays], *, first: int = 0, version: int = 0) -> list[Group]:
+    """Records of the arrays; groups are numbered from `first` on."""
+    groups = []
+    for start in range(0, len(sampled), GROUP_SIZE):
+        rollouts = tuple(
+            Rollout(
+                tokens=tokens,
+                loss_mask=mask,
+                logprobs=logprobs,
+                reward=float(i % 2),
+                version_spans=(VersionSpan(version, prompt, len(tokens)),),
+            )
+            for i, (tokens, mask, logprobs, prompt) in enumerate(sampled[start : start + GROUP_SIZE])
+        )
+        number = first + start // GROUP_SIZE
+        name = f"{env}.{number}"
+        groups.append(
+            Group(name, env=env, prompt_id=str(number), rollouts=rollouts, planned_size=GROUP_SIZE, answer="42")
+        )
+    return groups
+
+
+def lengths_of(sampled: Sequence[Arrays]) -> int:
+    """Tokens of the longest rollout."""
+    return max(len(tokens) for tokens, *_ in sampled)
+
+
+def push_all(writer: Writer, groups: Sequence[Group]) -> None:
+    for group in groups:
+        writer.push(group)
+
+
+def commit(store: RedisStore, groups: int, attempt: int, longest: int) -> None:
+    """The real daemon, from its start until step 1 is committed."""
+    config = BatcherConfig(row_tokens=max(16_384, longest), step_groups=groups, lookahead=1, budgets={"math": 1.0})
+    stop = threading.Event()
+
+    def hear(event: BatcherEvent) -> None:
+        if isinstance(event, LeaderReady):
+            # The trainer's word, so that the leader need not wait for it.
+            store.report(attempt, epoch=store.meta().epoch, trained=0, digest="", oldest_kept=0)
+        elif isinstance(event, StepCommitted):
+            stop.set()
+        elif isinstance(event, StepWaits):
+            raise RuntimeError(f"the benchmark's pool makes no step: {event.sentence}")
+
+    Daemon(Buffer(store, settings=RunSettings()), config, on_event=hear).run(stop)
+
+
+def hset(client: redis.Redis, fields: Sequence[dict[str, bytes]]) -> None:
+    for number, mapping in enumerate(fields):
+        client.hset(f"raw:{number}", mapping=mapping)  # type: ignore[arg-type]
+
+
+def fields_of(pull: StepPull, store: RedisStore) -> dict[str, list[str]]:
+    """Payload key -> fields, of one rank's part."""
+    fields: dict[str, list[str]] = {}
+    header = store.wait_step(1, block_seconds=0.0)
+    if header is None:
+        raise RuntimeError("step 1 is not there")
+    for ref in pull.part(header).rollouts:
+        fields.setdefault(ref.payload_key, []).append(str(ref.index))
+    return fields
+
+
+def hmget(client: redis.Redis, fields: Mapping[str, list[str]]) -> list[Any]:
+    # Kept until the end, as a pull keeps a step: fresh memory is a good part of the cost.
+    with client.pipeline(transaction=False) as pipe:
+        for key, names in fields.items():
+            pipe.hmget(key, names)
+        return pipe.execute()
+
+
+def pull_step(pull: StepPull, store: RedisStore) -> object:
+    header = store.wait_step(1, block_seconds=0.0)
+    if header is None:
+        raise RuntimeError("step 1 is not there")
+    step, damaged = pull.step(header, pull.part(header))
+    if damaged:
+        raise RuntimeError(f"{len(damaged)} rollouts are damaged: {damaged[0][1]}")
+    return step
