@@ -27,9 +27,20 @@ def dumps(value: Any, *, max_items: int = MAX_MESSAGE_ITEMS) -> bytes:
         PayloadError: a type that msgpack does not have, a key that is no string, a number that is not finite.
     """
     try:
-        return bytes(msgpack.packb(plain("value", value, depth=MAX_LEVELS, items=max_items), use_bin_type=True))
+        value = plain("value", value, depth=MAX_LEVELS, items=max_items)
     except InvalidRollout as error:
         raise PayloadError(f"cannot be encoded: {error}") from None
+    return pack(value)
+
+
+def pack(value: Any) -> bytes:
+    """`value`, which is plain already except for tuples, as msgpack.
+
+    Raises:
+        PayloadError: a string of more than 4 GiB.
+    """
+    try:
+        return bytes(msgpack.packb(value, use_bin_type=True))
     except (ValueError, OverflowError) as error:
         raise PayloadError(f"cannot be encoded: {type(error).__name__}: {error}") from None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +25,7 @@ from rlbuffer.records.info import (
     unfrozen,
 )
 from rlbuffer.wire.bounded_msgpack import dumps, loads
+from rlbuffer.wire.checksum import crc32
 
 MAX_PAYLOAD_BYTES = 64 * 2**20
 """Bytes of one rollout's payload."""
@@ -56,25 +56,61 @@ def encode_info(info: GroupInfo) -> bytes:
         info = _checked(info)
     except InvalidRollout as error:
         raise InvalidRollout(f"group {info.group_id}: {error}") from None
-    values: dict[str, Any] = {"format": METADATA_FORMAT} | {key: getattr(info, key) for key in GROUP_KEYS}
-    ids = [r.rollout_id for r in info.rollouts]
-    values["ids"] = None if ids == _default_ids(info.group_id, len(ids)) else ids
-    values["rows"] = b"".join(_row(r) for r in info.rollouts)
-    values["rewards"] = _packed_rewards([r.rewards for r in info.rollouts])
-    values["columns"] = [[name, dtype, *shape] for name, dtype, shape in info.columns]
-    values["checksum"] = _UNSET
+    return filled(drafted(info), info.rollouts)
+
+
+def drafted(info: GroupInfo) -> tuple[bytearray, int]:
+    """The metadata of a group that was checked, with zeros for the rows of its rollouts, and where those begin.
+
+    Raises:
+        InvalidRollout: it is larger than 64 KiB.
+    """
+    rollouts = info.rollouts
+    ids = [r.rollout_id for r in rollouts]
+    before: dict[str, Any] = {"format": METADATA_FORMAT} | {key: getattr(info, key) for key in GROUP_KEYS}
+    before["ids"] = None if ids == _default_ids(info.group_id, len(ids)) else ids
+    after = {
+        "rewards": _packed_rewards([r.rewards for r in rollouts]),
+        "columns": [[name, dtype, *shape] for name, dtype, shape in info.columns],
+        "checksum": _UNSET,
+    }
+    size = ROW.size * len(rollouts)
     try:
-        data = dumps(values)[:-4]
+        # One map, packed in three so that the place of the rows is known; each part begins with a byte of its own map.
+        front, rows, back = (dumps(part)[1:] for part in (before, {"rows": bytes(size)}, after))
     except PayloadError as error:
         raise InvalidRollout(f"group {info.group_id}: metadata {error}") from None
-    data += struct.pack(">I", zlib.crc32(data))
+    data = bytearray().join((bytes([0x80 | len(KEYS)]), front, rows, back))
     if len(data) > MAX_METADATA_BYTES:
-        names = sorted({name for r in info.rollouts for name in r.rewards})
+        names = {name for r in rollouts for name in r.rewards}
         raise InvalidRollout(
             f"group {info.group_id}: metadata of {len(data)} bytes is above the limit of {MAX_METADATA_BYTES} "
             f"(64 KiB): {len(ids)} rollouts with {len(names)} named rewards; push the group in parts"
         )
-    return data
+    return data, 1 + len(front) + len(rows) - size
+
+
+def filled(draft: tuple[bytearray, int], rollouts: Sequence[RolloutInfo]) -> bytes:
+    """A draft with the rows of its rollouts, whose sizes and checksums are known now, and its own checksum."""
+    data, at = draft
+    for i, r in enumerate(rollouts):
+        flags = (HAS_REWARD if r.reward is not None else 0) | (IS_TRUNCATED if r.is_truncated else 0)
+        ROW.pack_into(
+            data,
+            at + i * ROW.size,
+            r.length,
+            r.prompt_tokens,
+            r.loss_tokens,
+            r.turns,
+            0.0 if r.reward is None else r.reward,
+            r.min_version,
+            r.max_version,
+            flags,
+            r.size,
+            r.checksum,
+        )
+    data[-4:] = struct.pack(">I", crc32(memoryview(data)[:-4]))
+    return bytes(data)
 
 
 def decode_info(data: bytes) -> GroupInfo:
@@ -90,7 +126,7 @@ def decode_info(data: bytes) -> GroupInfo:
         raise PayloadError("invalid metadata: not the map of this format")
     if type(values["format"]) is not int or values["format"] != METADATA_FORMAT:
         raise PayloadError(f"metadata format {values['format']!r} is not the one this version reads, {METADATA_FORMAT}")
-    actual = zlib.crc32(data[:-4])
+    actual = crc32(data[:-4])
     if data[-5] != 0xCE or values["checksum"] != actual:
         raise PayloadError(f"metadata is damaged: checksum {actual:08x}, expected {values['checksum']!r}")
     try:
@@ -100,23 +136,6 @@ def decode_info(data: bytes) -> GroupInfo:
     except (InvalidRollout, ValueError, TypeError, OverflowError) as error:
         raise PayloadError(f"invalid metadata: {error}") from None
     return info
-
-
-def _row(r: RolloutInfo) -> bytes:
-    flags = (HAS_REWARD if r.reward is not None else 0) | (IS_TRUNCATED if r.is_truncated else 0)
-    reward = 0.0 if r.reward is None else r.reward
-    return ROW.pack(
-        r.length,
-        r.prompt_tokens,
-        r.loss_tokens,
-        r.turns,
-        reward,
-        r.min_version,
-        r.max_version,
-        flags,
-        r.size,
-        r.checksum,
-    )
 
 
 def _group(values: Mapping[str, Any]) -> GroupInfo:

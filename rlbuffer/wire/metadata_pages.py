@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -31,6 +30,7 @@ from rlbuffer.records.info import (
     unfrozen,
 )
 from rlbuffer.wire.bounded_msgpack import without_duplicates
+from rlbuffer.wire.checksum import crc32
 from rlbuffer.wire.metadata import (
     HAS_REWARD,
     IS_TRUNCATED,
@@ -119,7 +119,7 @@ def _plain(data: bytes, envs: dict[Any, str]) -> Any:
     if not (
         type(version) is int
         and version == METADATA_FORMAT
-        and checksum == zlib.crc32(memoryview(data)[:-4])
+        and checksum == crc32(memoryview(data)[:-4])
         and type(group_id) is str
         and GROUP_ID.match(group_id)
         and type(prompt_id) is str

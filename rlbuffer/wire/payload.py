@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.checks import MAX_ITEMS
-from rlbuffer.records.columns import COLUMN_DTYPES, MAX_ARRAYS, MAX_DIMENSIONS, REQUIRED_COLUMNS
+from rlbuffer.records.columns import MAX_ARRAYS, MAX_DIMENSIONS, REQUIRED_COLUMNS
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.rollout import Rollout
@@ -36,23 +35,23 @@ from rlbuffer.records.spans import Turn
 from rlbuffer.wire.bounded_msgpack import check as check
 from rlbuffer.wire.bounded_msgpack import dumps as dumps
 from rlbuffer.wire.bounded_msgpack import loads as loads
+from rlbuffer.wire.checksum import crc32
 from rlbuffer.wire.metadata import MAX_METADATA_BYTES as MAX_METADATA_BYTES
 from rlbuffer.wire.metadata import MAX_PAYLOAD_BYTES as MAX_PAYLOAD_BYTES
 from rlbuffer.wire.metadata import decode_info as decode_info
+from rlbuffer.wire.metadata import drafted, filled
 from rlbuffer.wire.metadata import encode_info as encode_info
 from rlbuffer.wire.metadata_pages import decode_infos as decode_infos
+from rlbuffer.wire.payload_parts import CODES, MAX_DETAILS_BYTES, arrays_of, giant, packed_details
 
 PAYLOAD_FORMAT = 1
 """Grows when the layout changes; a reader refuses any other."""
-MAX_DETAILS_BYTES = 4 * 2**20
-"""Turns and metadata of one rollout, or answer and metadata of one group: they become Python objects when read."""
 
 _HEADER = struct.Struct("<4sHHIIII")
 _ROLLOUT, _GROUP = b"RLBR", b"RLBG"
 _CHECKSUM_AT = _HEADER.size - 4
 _ALIGNMENT = 8
-_DTYPES = {dtype.str.lstrip("<|"): dtype for dtype in COLUMN_DTYPES}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,19 +75,19 @@ def encode_push(group: Group) -> EncodedPush:
         InvalidRollout: a rollout's payload is above 64 MiB, which is found before anything is copied, or the push's
             metadata above 64 KiB; the message names the rollout and the sizes.
     """
+    arrays = [arrays_of(rollout) for rollout in group.rollouts]
     info = group.info()
-    for rollout in group.rollouts:
-        _refuse_giant(rollout)
-    payloads = tuple(encode_rollout(rollout) for rollout in group.rollouts)
-    rollouts = tuple(
-        replace(r, size=len(p), checksum=payload_checksum(p)) for r, p in zip(info.rollouts, payloads, strict=True)
-    )
-    info = replace(info, rollouts=rollouts)
+    draft = drafted(info)
+    payloads = tuple(map(_encoded, group.rollouts, arrays))
     try:
         group_payload = encode_group_payload(group.answer, group.metadata)
     except PayloadError as error:
         raise InvalidRollout(f"group {group.group_id}: {error}") from None
-    return EncodedPush(info=info, metadata=encode_info(info), payloads=payloads, group_payload=group_payload)
+    for rollout, data in zip(info.rollouts, payloads, strict=True):  # `info` is frozen for others, and new
+        object.__setattr__(rollout, "size", len(data))
+        object.__setattr__(rollout, "checksum", payload_checksum(data))
+    metadata = filled(draft, info.rollouts)
+    return EncodedPush(info=info, metadata=metadata, payloads=payloads, group_payload=group_payload)
 
 
 def payload_checksum(data: bytes) -> int:
@@ -113,42 +112,25 @@ def encode_rollout(rollout: Rollout) -> bytes:
             ...
         rlbuffer.errors.PayloadError: payload of 159 bytes should have 160
     """
-    _refuse_giant(rollout)
-    text = None if rollout.text is None else rollout.text.encode()
-    arrays = _arrays_of(rollout)
-    details = [
-        rollout.rollout_id,
-        rollout.reward,
-        rollout.rewards,
-        rollout.successes,
-        rollout.finish_reason,
-        rollout.is_truncated,
-        [number for span in rollout.version_spans for number in span],
-        rollout.turns,
-        [[name, _CODES[a.dtype], *a.shape[1:]] for name, a in rollout.columns.items()],
-        [[name, _CODES[a.dtype], *a.shape] for name, a in rollout.attachments.items()],
-        None if text is None else len(text),
-        rollout.metadata,
-    ]
-    try:
-        packed = dumps(details, max_items=MAX_ITEMS)
-    except PayloadError as error:
-        raise InvalidRollout(f"rollout {rollout.rollout_id}: metadata {error}") from None
-    if len(packed) > MAX_DETAILS_BYTES:
-        raise InvalidRollout(
-            f"rollout {rollout.rollout_id}: turns and metadata take {len(packed)} bytes, above the limit of "
-            f"{MAX_DETAILS_BYTES}; large values belong to text, columns or attachments"
-        )
-    chunks: list[Any] = [packed]
-    at = _HEADER.size + len(packed)
-    parts: list[Any] = [*arrays.values(), *([] if text is None else [text])]
+    return _encoded(rollout, arrays_of(rollout))
+
+
+def _encoded(rollout: Rollout, arrays: Sequence[NDArray[Any]]) -> bytes:
+    """The payload of a rollout, whose arrays :func:`~rlbuffer.wire.payload_parts.arrays_of` has found small enough."""
+    parts: list[Any] = [*arrays]
+    if rollout.text is not None:
+        parts.append(memoryview(rollout.text.encode()))
+    details = packed_details(rollout, None if rollout.text is None else parts[-1].nbytes)
+    chunks: list[Any] = [details]
+    at = _HEADER.size + len(details)
     for part in parts:
-        gap = -at % _ALIGNMENT
-        chunks += [bytes(gap), part]
-        at += gap + (len(part) if isinstance(part, bytes) else part.nbytes)
+        if gap := -at % _ALIGNMENT:
+            chunks.append(bytes(gap))
+        chunks.append(part)
+        at += gap + part.nbytes
     if at > MAX_PAYLOAD_BYTES:
-        raise _giant(rollout, at)
-    return _framed(_ROLLOUT, len(arrays), len(packed), rollout.length, at, chunks)
+        raise giant(rollout, arrays, at)
+    return _framed(_ROLLOUT, len(arrays), len(details), rollout.length, at, chunks)
 
 
 def decode_rollout(data: bytes, *, expected: RolloutInfo | None = None) -> Rollout:
@@ -210,9 +192,9 @@ def decode_group_payload(data: bytes) -> tuple[Any, dict[str, Any]]:
 
 def _framed(magic: bytes, arrays: int, details: int, tokens: int, total: int, chunks: Sequence[Any]) -> bytes:
     header = _HEADER.pack(magic, PAYLOAD_FORMAT, arrays, details, tokens, total, 0)[:_CHECKSUM_AT]
-    checksum = zlib.crc32(header)
+    checksum = crc32(header)
     for chunk in chunks:
-        checksum = zlib.crc32(chunk, checksum)
+        checksum = crc32(chunk, checksum)
     return b"".join([header, struct.pack("<I", checksum), *chunks])
 
 
@@ -232,7 +214,7 @@ def _unframed(data: bytes, magic: bytes) -> tuple[int, Any, int, int]:
     if total != len(data):
         raise PayloadError(f"payload of {len(data)} bytes should have {total}")
     view = memoryview(data)
-    actual = zlib.crc32(view[_HEADER.size :], zlib.crc32(view[:_CHECKSUM_AT]))
+    actual = crc32(view[_HEADER.size :], crc32(view[:_CHECKSUM_AT]))
     if actual != checksum:
         raise PayloadError(f"payload is damaged: checksum {actual:08x}, expected {checksum:08x}")
     at = _HEADER.size + details_bytes
@@ -341,34 +323,6 @@ def _count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_PAYLOAD_BYTES:
         raise PayloadError(f"invalid rollout payload: {name!r} has the size {value!r}")
     return value
-
-
-def _arrays_of(rollout: Rollout) -> dict[str, NDArray[Any]]:
-    """Every array in wire order. Keys are for messages: a column and an attachment may share a name."""
-    required = {name: getattr(rollout, name) for name in REQUIRED_COLUMNS}
-    attachments = {f"attachment {name}": array for name, array in rollout.attachments.items()}
-    return required | dict(rollout.columns) | attachments
-
-
-def _refuse_giant(rollout: Rollout) -> None:
-    """Refuses what is too large before anything of it is copied."""
-    arrays = _arrays_of(rollout)
-    size = _HEADER.size + sum(a.nbytes for a in arrays.values()) + len(rollout.text or "")
-    if size > MAX_PAYLOAD_BYTES:
-        raise _giant(rollout, size)
-    for name, array in arrays.items():
-        # An array of no bytes, because another dimension is 0, is still more than a decoder believes.
-        if any(n > MAX_PAYLOAD_BYTES for n in array.shape):
-            raise InvalidRollout(f"rollout {rollout.rollout_id}: {name} has the shape {list(array.shape)}")
-
-
-def _giant(rollout: Rollout, size: int) -> InvalidRollout:
-    parts = {name: array.nbytes for name, array in _arrays_of(rollout).items()} | {"text": len(rollout.text or "")}
-    largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
-    return InvalidRollout(
-        f"rollout {rollout.rollout_id}: payload of {size} bytes is above the limit of {MAX_PAYLOAD_BYTES} (64 MiB); "
-        f"the largest parts: {', '.join(f'{name} {n}' for name, n in largest)}"
-    )
 
 
 _COMPARED: tuple[tuple[str, Callable[[Rollout], Any], Callable[[RolloutInfo], Any]], ...] = (

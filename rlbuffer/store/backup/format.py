@@ -15,13 +15,13 @@ It holds plain values, not what DUMP writes, which differs from one version of t
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from rlbuffer.errors import BackupError, PayloadError
 from rlbuffer.wire import payload
+from rlbuffer.wire.checksum import crc32
 
 MAGIC = b"rlbuffer-backup 1\n"
 RECORD_HEAD = struct.Struct("<QI")
@@ -47,7 +47,7 @@ class FrameWriter:
         """One frame."""
         body = payload.dumps(dict(record))
         length = struct.pack("<Q", len(body))
-        self.bytes += self._file.write(length + struct.pack("<I", zlib.crc32(body, zlib.crc32(length))))
+        self.bytes += self._file.write(length + struct.pack("<I", crc32(body, crc32(length))))
         self.bytes += self._file.write(body)
 
     def write_key(self, head: Mapping[str, Any], items: Iterable[Sequence[Any]]) -> None:
@@ -101,7 +101,7 @@ def _frames(path: Path, file: IO[bytes]) -> Iterator[dict[str, Any]]:
         if len(body) < length:
             reached = at + RECORD_HEAD.size + len(body)
             raise BackupError(f"{path} is cut off at byte {reached}, inside of frame {number}. {ANOTHER}")
-        if zlib.crc32(body, zlib.crc32(head[:8])) != checksum:
+        if crc32(body, crc32(head[:8])) != checksum:
             raise BackupError(f"{where}: its checksum does not fit. {ANOTHER}")
         try:
             record = payload.loads(body, limit=MAX_FRAME_BYTES)
