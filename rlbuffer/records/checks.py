@@ -28,7 +28,7 @@ MAX_NUMBER = 1e12
 
 def as_finite(name: str, value: Any) -> float:
     """`value` as a finite float; strings and booleans are no numbers."""
-    if isinstance(value, str | bytes | bytearray | bool | np.bool_):
+    if type(value) is not float and isinstance(value, str | bytes | bytearray | bool | np.bool_):
         raise InvalidRollout(f"{name}: expected a number, got {shown(value)}")
     try:
         number = float(value)
@@ -50,7 +50,7 @@ def as_number(name: str, value: Any) -> float:
 def as_integer(name: str, value: Any, *, low: int = 0, high: int = MAX_COUNT) -> int:
     """`value` as an int from `low` to `high`; floats and booleans are no integers."""
     try:
-        if isinstance(value, bool | np.bool_):
+        if type(value) is not int and isinstance(value, bool | np.bool_):
             raise TypeError
         number = operator.index(value)
     except TypeError:
@@ -62,7 +62,7 @@ def as_integer(name: str, value: Any, *, low: int = 0, high: int = MAX_COUNT) ->
 
 def as_flag(name: str, value: Any) -> bool:
     """`value` as a bool; nothing else is one, because ``bool("false")`` is True."""
-    if not isinstance(value, bool | np.bool_):
+    if type(value) is not bool and not isinstance(value, np.bool_):
         raise InvalidRollout(f"{name}: expected true or false, got {shown(value)}")
     return bool(value)
 
@@ -82,7 +82,7 @@ def as_text(name: str, value: Any, *, limit: int | None = None) -> str:
 
 def as_mapping(name: str, value: Any) -> Mapping[Any, Any]:
     """`value` if it is a mapping."""
-    if not isinstance(value, Mapping):
+    if type(value) is not dict and not isinstance(value, Mapping):
         raise InvalidRollout(f"{name}: expected a mapping, got {shown(value)}")
     return value
 

@@ -5,6 +5,7 @@ Packing and the wire know columns only by name, dtype and shape, never by meanin
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -44,25 +45,39 @@ def as_column(
         given = np.asarray(values)
     except (ValueError, TypeError, OverflowError):
         raise InvalidRollout(f"{kind} {name}: not a rectangular array of numbers") from None
-    array = given if dtype is None or given.dtype == dtype else _cast(f"{kind} {name}", given, dtype)
-    if array.dtype.kind in "iuf" and array.dtype != array.dtype.newbyteorder("<"):
-        array = array.astype(array.dtype.newbyteorder("<"))
+    label = f"{kind} {name}"
+    array = given if dtype is None or given.dtype == dtype else _cast(label, given, dtype)
     if array.dtype not in COLUMN_DTYPES:
-        raise InvalidRollout(f"{kind} {name}: dtype {array.dtype} is not supported")
+        if array.dtype.kind in "iuf":
+            array = array.astype(array.dtype.newbyteorder("<"))
+        if array.dtype not in COLUMN_DTYPES:
+            raise InvalidRollout(f"{label}: dtype {array.dtype} is not supported")
     if array.ndim > MAX_DIMENSIONS:
-        raise InvalidRollout(f"{kind} {name}: {array.ndim} dimensions, at most {MAX_DIMENSIONS} are supported")
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise InvalidRollout(f"{kind} {name}: not finite at position {_first(~np.isfinite(array))}")
-    if kind == "column" and (array.dtype.kind == "f" or name == "advantages"):
-        _refuse_untrainable(name, array)
-    if array.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
-        # A byte above 1 under a bool view counts differently in every operation.
-        raise InvalidRollout(f"{kind} {name}: not a boolean at position {_first(array.view(np.uint8) > 1)}")
+        raise InvalidRollout(f"{label}: {array.ndim} dimensions, at most {MAX_DIMENSIONS} are supported")
+    if array.size:
+        _check_values(label, array, largest=MAX_NUMBER if kind == "column" else float("inf"))
     array = np.asarray(array, order="C")
     if array is given and not _frozen(array):
         array = array.copy()
     array.flags.writeable = False
     return array
+
+
+def _check_values(label: str, array: NDArray[Any], *, largest: float) -> None:
+    """Refuses numbers that are not finite or beyond `largest`, either sign, and bytes that are no booleans."""
+    if array.dtype.kind == "b":
+        # A byte above 1 under a bool view counts differently in every operation.
+        if int(array.view(np.uint8).max()) > 1:
+            raise InvalidRollout(f"{label}: not a boolean at position {_first(array.view(np.uint8) > 1)}")
+    elif array.dtype.kind == "f" or label == "column advantages":
+        low, high = float(array.min()), float(array.max())  # a NaN is both
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise InvalidRollout(f"{label}: not finite at position {_first(~np.isfinite(array))}")
+        if max(high, -low) > largest:
+            place = _first(np.abs(array.astype(np.float64)) > largest)
+            raise InvalidRollout(
+                f"{label}: the number at position {place} is beyond the limit of {largest:g}, either sign"
+            )
 
 
 def _cast(label: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -78,14 +93,6 @@ def _cast(label: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]
             raise InvalidRollout(f"{label}: {low}..{high} does not fit {dtype}")
     with np.errstate(over="ignore"):
         return array.astype(dtype)
-
-
-def _refuse_untrainable(name: str, array: NDArray[Any]) -> None:
-    if array.size and max(float(array.max()), -float(array.min())) > MAX_NUMBER:
-        place = _first(np.abs(array.astype(np.float64)) > MAX_NUMBER)
-        raise InvalidRollout(
-            f"column {name}: the number at position {place} is beyond the limit of {MAX_NUMBER:g}, either sign"
-        )
 
 
 def _first(bad: NDArray[np.bool_]) -> int:

@@ -245,9 +245,8 @@ class Rollout:
 
 
 def _refuse_above_0(name: str, array: NDArray[Any]) -> None:
-    above = array > MAX_LOGPROB
-    if above.any():
-        at = tuple(int(index) for index in np.argwhere(above)[0])
+    if array.size and array.max() > MAX_LOGPROB:
+        at = tuple(int(index) for index in np.argwhere(array > MAX_LOGPROB)[0])
         raise InvalidRollout(
             f"column {name}: {float(array[at]):.6g} at position {at[0]} is above 0, so it is no logarithm of a "
             "probability; are these logits, or logprobs with the sign turned?"
@@ -301,6 +300,6 @@ def with_id(rollout: Rollout, rollout_id: str) -> Rollout:
     if rollout.rollout_id:
         return rollout
     copy = object.__new__(Rollout)
-    for f in fields(rollout):
-        object.__setattr__(copy, f.name, rollout_id if f.name == "rollout_id" else getattr(rollout, f.name))
+    for name in Rollout.__slots__:
+        object.__setattr__(copy, name, rollout_id if name == "rollout_id" else getattr(rollout, name))
     return copy

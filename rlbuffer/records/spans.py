@@ -43,8 +43,7 @@ class Turn(NamedTuple):
 
 def as_spans(spans: Any, length: int, mask: NDArray[np.bool_]) -> tuple[VersionSpan, ...]:
     """Checked version spans: ascending, disjoint, covering every trained token of a rollout of `length` tokens."""
-    out, position = [], 0
-    covered = np.zeros(length, np.bool_)
+    out, position, covered = [], 0, 0
     for item in _items("version_spans", spans):
         try:
             version, start, end = item
@@ -57,14 +56,16 @@ def as_spans(spans: Any, length: int, mask: NDArray[np.bool_]) -> tuple[VersionS
         start, end = _bounds("version_spans", start, end, position, length)
         if start == end:
             raise InvalidRollout(f"version_spans: [{start}, {end}) is empty")
-        covered[start:end] = True
+        covered += int(np.count_nonzero(mask[start:end]))
         position = end
         out.append(VersionSpan(version, start, end))
     _check_count("version_spans", len(out))
     if not out:
         raise InvalidRollout("version_spans: at least one is required")
-    bare = mask & ~covered
-    if bare.any():
+    if covered < np.count_nonzero(mask):
+        bare = mask.copy()
+        for _, start, end in out:
+            bare[start:end] = False
         raise InvalidRollout(f"version_spans: the trained token at position {int(np.argmax(bare))} is in no span")
     return tuple(out)
 
@@ -99,7 +100,7 @@ def _items(name: str, values: Any) -> Iterable[Any]:
 
 
 def _bounds(name: str, start: Any, end: Any, position: int, length: int) -> tuple[int, int]:
-    low, high = (as_integer(name, x, low=-(2**63), high=2**63) for x in (start, end))
+    low, high = as_integer(name, start, low=-(2**63), high=2**63), as_integer(name, end, low=-(2**63), high=2**63)
     if not position <= low <= high <= length:
         raise InvalidRollout(f"{name}: [{low}, {high}) is out of order or outside {length} tokens")
     return low, high
