@@ -6,7 +6,8 @@ repeated, and only that is. Other defaults that do not fit:
 
 - A blocking read longer than `socket_timeout` is silently issued again: it has a client of its own whose timeout is
   above every block, and blocks are at most two seconds.
-- hiredis copies big arguments (1.14 CPU-seconds per GB); the Python packer hands them to the socket as they are (0.26).
+- hiredis copies big arguments (1.14 CPU-seconds per GB); the Python packer hands them on as they are (0.26), and
+  one system call sends them all (:mod:`rlbuffer.store.server.gathering`).
 - Maintenance notifications, on by default with RESP3, look up host names; they are for one vendor's cloud. Off.
 
 Replies have redis-py's RESP3 shapes, the same on a server and in memory: an XREAD gives ``{key: [[(id, fields)]]}``.
@@ -39,6 +40,7 @@ from rlbuffer.store.server import absence, tls
 from rlbuffer.store.server.address import options_of, redacted, source_of
 from rlbuffer.store.server.answers import understand
 from rlbuffer.store.server.embedded import EmbeddedServer, ensure
+from rlbuffer.store.server.gathering import GATHERING
 from rlbuffer.store.server.in_process import memory_client, memory_name
 from rlbuffer.store.server.script import Script
 from rlbuffer.store.server.suitable import check_suitable, identity
@@ -320,6 +322,7 @@ class Connection:
             redis_connect_func=self._made_anew,
             max_connections=1000,
         )
+        pool.connection_class = GATHERING.get(pool.connection_class, pool.connection_class)
         pool.is_stale = lambda connection: self._made.get(connection) != self.losses
         packer = PythonRespSerializer(PACK_CUTOFF_BYTES, pool.get_encoder().encode)
         pool.connection_kwargs = {**pool.connection_kwargs, "command_packer": packer}

@@ -1,0 +1,93 @@
+"""The pieces of a command go to the socket together, and all of them arrive."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import CuttingProxy
+
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.errors import ServerUnreachable
+from rlbuffer.store.server.connection import Connection
+
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
+
+SETTINGS = ServerSettings(maxmemory="256mb", appendfsync="no")
+
+
+@pytest.fixture
+def unix(home: Path) -> Iterator[Connection]:
+    with Connection(None, home=home, server=SETTINGS, name="test") as connection:
+        yield connection
+
+
+@pytest.fixture
+def proxy(unix: Connection) -> Iterator[CuttingProxy]:
+    """The same server over TCP."""
+    assert unix.embedded is not None
+    with CuttingProxy(unix.embedded.address.removeprefix("unix://").removesuffix("?db=0")) as made:
+        yield made
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def connection(request: pytest.FixtureRequest, unix: Connection, proxy: CuttingProxy, home: Path) -> Iterator[Any]:
+    if request.param == "unix":
+        yield unix
+    else:
+        with Connection(proxy.url, home=home, server=SETTINGS, name="test") as over_tcp:
+            yield over_tcp
+
+
+class Counted:
+    """A socket that counts what is sent on it."""
+
+    def __init__(self, sock: Any) -> None:
+        self._sock = sock
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("send"):
+            self.calls.append(name)
+        return getattr(self._sock, name)
+
+
+def test_a_command_of_many_large_values_is_one_system_call(connection: Connection) -> None:
+    values = {str(i): os.urandom(7000) for i in range(4)}
+    client = connection.client
+    used = client.connection_pool.get_connection()
+    counted = used._sock = Counted(used._sock)
+    try:
+        used.send_command("HSET", "h", *[part for pair in values.items() for part in pair])
+        assert used.read_response() == 4
+    finally:
+        used._sock = counted._sock
+        client.connection_pool.release(used)
+    assert counted.calls == ["sendmsg"]
+    assert client.hgetall("h") == {name.encode(): value for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("count", "size"), [(8, 2**20), (1500, 6001)], ids=["more than a socket takes", "more than a call takes"]
+)
+def test_values_of_which_a_call_takes_only_a_part_arrive_whole(connection: Connection, count: int, size: int) -> None:
+    values = {str(i): os.urandom(size) for i in range(count)}
+    for transaction in (False, True):
+        with connection.client.pipeline(transaction=transaction) as pipe:
+            pipe.unlink("h")
+            pipe.hset("h", mapping=values)
+            pipe.hlen("h")
+            assert pipe.execute()[1:] == [count, count]
+        assert connection.client.hgetall("h") == {name.encode(): value for name, value in values.items()}
+
+
+def test_a_connection_that_breaks_between_the_pieces_is_a_lost_one(proxy: CuttingProxy, home: Path) -> None:
+    with Connection(proxy.url, home=home, server=SETTINGS, name="test", patience_seconds=5.0) as connection:
+        values = {str(i): b"*" * 2**20 for i in range(8)}  # the proxy looks for this byte in what comes
+        proxy.strike("before send", 3)
+        with pytest.raises(ServerUnreachable, match=r"Tried once\."):
+            connection.call(lambda: connection.client.hset("h", mapping=values), repeat=False)
+        assert connection.call(lambda: connection.client.exists("h")) == 0
