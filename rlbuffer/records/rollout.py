@@ -245,8 +245,9 @@ class Rollout:
 
 
 def _refuse_above_0(name: str, array: NDArray[Any]) -> None:
-    if array.size and array.max() > MAX_LOGPROB:
-        at = tuple(int(index) for index in np.argwhere(array > MAX_LOGPROB)[0])
+    above = array > MAX_LOGPROB
+    if above.any():
+        at = tuple(int(index) for index in np.argwhere(above)[0])
         raise InvalidRollout(
             f"column {name}: {float(array[at]):.6g} at position {at[0]} is above 0, so it is no logarithm of a "
             "probability; are these logits, or logprobs with the sign turned?"

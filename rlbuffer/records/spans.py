@@ -49,25 +49,34 @@ def as_spans(spans: Any, length: int, mask: NDArray[np.bool_]) -> tuple[VersionS
             version, start, end = item
         except (TypeError, ValueError):
             raise InvalidRollout(f"version_spans: expected (policy_version, start, end), got {shown(item)}") from None
-        version = as_integer("version_spans", version, low=-(2**63), high=2**63)
-        if version < 0:
-            raise InvalidRollout(f"version_spans: negative policy version {version}")
-        as_integer("version_spans", version, high=MAX_COUNT)
-        start, end = _bounds("version_spans", start, end, position, length)
-        if start == end:
-            raise InvalidRollout(f"version_spans: [{start}, {end}) is empty")
+        if not type(version) is type(start) is type(end) is int or not (
+            0 <= version <= MAX_COUNT and position <= start < end <= length
+        ):
+            version, start, end = _span(version, start, end, position, length)
         covered += int(np.count_nonzero(mask[start:end]))
         position = end
         out.append(VersionSpan(version, start, end))
     _check_count("version_spans", len(out))
     if not out:
         raise InvalidRollout("version_spans: at least one is required")
-    if covered < np.count_nonzero(mask):
+    if covered != np.count_nonzero(mask):
         bare = mask.copy()
         for _, start, end in out:
             bare[start:end] = False
         raise InvalidRollout(f"version_spans: the trained token at position {int(np.argmax(bare))} is in no span")
     return tuple(out)
+
+
+def _span(version: Any, start: Any, end: Any, position: int, length: int) -> tuple[int, int, int]:
+    """A span of Python's integers, where it is not one already or breaks a rule."""
+    version = as_integer("version_spans", version, low=-(2**63), high=2**63)
+    if version < 0:
+        raise InvalidRollout(f"version_spans: negative policy version {version}")
+    as_integer("version_spans", version, high=MAX_COUNT)
+    start, end = _bounds("version_spans", start, end, position, length)
+    if start == end:
+        raise InvalidRollout(f"version_spans: [{start}, {end}) is empty")
+    return version, start, end
 
 
 def as_turns(turns: Any, length: int) -> tuple[Turn, ...]:
@@ -100,7 +109,7 @@ def _items(name: str, values: Any) -> Iterable[Any]:
 
 
 def _bounds(name: str, start: Any, end: Any, position: int, length: int) -> tuple[int, int]:
-    low, high = as_integer(name, start, low=-(2**63), high=2**63), as_integer(name, end, low=-(2**63), high=2**63)
+    low, high = (as_integer(name, x, low=-(2**63), high=2**63) for x in (start, end))
     if not position <= low <= high <= length:
         raise InvalidRollout(f"{name}: [{low}, {high}) is out of order or outside {length} tokens")
     return low, high
