@@ -182,6 +182,12 @@ def hkeys(server: Keyspace, args: Args) -> Any:
     return list(server.find(args[1], dict) or {})
 
 
+@command("HRANDFIELD")
+def hrandfield(server: Keyspace, args: Args) -> Any:
+    """Any of them will do: the first."""
+    return list(server.find(args[1], dict) or {})[: int(args[2])]
+
+
 @command("HEXISTS")
 def hexists(server: Keyspace, args: Args) -> Any:
     return int(args[2] in (server.find(args[1], dict) or {}))

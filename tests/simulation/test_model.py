@@ -64,6 +64,7 @@ def random_command(dice: random.Random, tag: str) -> list[Any]:
         lambda: ["HMGET", key, "a", "b", "zz"],
         lambda: ["HGETALL", key],
         lambda: ["HLEN", key],
+        lambda: ["HRANDFIELD", key, 9],  # more than there are: all
         lambda: ["HEXISTS", key, field],
         lambda: ["HSTRLEN", key, field],
         lambda: ["XADD", key, entry, "f", number, "g", ""],

@@ -7,7 +7,8 @@
 --       2 (damaged) the damaged rollouts that are counted: `<step> <group> <rollout>` -> step   3 (damaged) meta
 -- ARGV  1 action, then
 --       note   2 name   3 record ('' removes it)   4 age at which others are forgotten, ms
---              stored as "<server ms> <record>"; the old ones are pruned when a new name appears
+--              stored as "<server ms> <record>". A new name looks at eight others, whichever, and takes the old ones out:
+--              so they stay few, and no name costs more when there are many
 --       count  2 field   3 how many more
 --       damaged  2 step   3... `<group> <rollout>` of it; each is counted once, and forgotten when its step is retired
 -- Reply {'OK'}
@@ -34,12 +35,10 @@ if record == '' then
 end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-if redis.call('HEXISTS', hash_key, name) == 0 then
-  local all = redis.call('HGETALL', hash_key)
-  for i = 1, #all, 2 do
-    local at = tonumber(string.match(all[i + 1], '^(%d+) ') or '0')
-    if at < now - tonumber(forgotten_after) then redis.call('HDEL', hash_key, all[i]) end
+if redis.call('HSET', hash_key, name, string.format('%.0f', now) .. ' ' .. record) == 1 then
+  for _, other in ipairs(redis.call('HRANDFIELD', hash_key, 8)) do
+    local at = tonumber(string.match(redis.call('HGET', hash_key, other), '^(%d+) ') or '0')
+    if at < now - tonumber(forgotten_after) then redis.call('HDEL', hash_key, other) end
   end
 end
-redis.call('HSET', hash_key, name, string.format('%.0f', now) .. ' ' .. record)
 return {'OK'}

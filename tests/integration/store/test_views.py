@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from store_runs import Run
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, RunGone, SchemaMismatch
@@ -59,6 +60,40 @@ def test_process_that_was_silent_for_an_hour_is_forgotten_when_a_new_one_comes(r
     run.client.hset(key, "old", age + run.client.hget(key, "old").partition(b" ")[2])
     run.store.heartbeat("worker", "new", {})
     assert list(run.store.heartbeats("worker")) == ["new"]
+
+
+def beats(run, name: str, n: int, *, seconds_ago: float) -> None:
+    at = int(1000 * (run.store.now() - seconds_ago))
+    run.client.hset(run.store.keys.heartbeats("worker"), mapping={f"{name}{i}": f"{at} x" for i in range(n)})
+
+
+def test_old_names_stay_few_while_new_ones_come(run):
+    beats(run, "old", 50, seconds_ago=3_700)
+    beats(run, "live", 50, seconds_ago=3_500)
+    for i in range(150):
+        run.store.heartbeat("worker", f"new{i}", {})
+    left = [name.rstrip(b"0123456789") for name in run.client.hkeys(run.store.keys.heartbeats("worker"))]
+    assert (left.count(b"new"), left.count(b"live")) == (150, 50)
+    assert left.count(b"old") <= 5  # each is overlooked 150 times once in 10,000 tests
+
+
+@pytest.mark.server
+def test_a_new_name_reads_a_few_of_the_others_however_many_there_are(redis_url, tmp_path):
+    """Ranks that wait take their sentence back when a step comes, and are new names when they wait for the next one."""
+    run = Run(redis_url, tmp_path)
+    key = run.store.keys.heartbeats("worker")
+    beats(run, "live", 400, seconds_ago=1)
+    seen: list[str] = []
+    with run.client.monitor() as monitor:
+        run.store.heartbeat("worker", "new", {})
+        run.client.echo(key)
+        while "ECHO" not in seen:
+            name, *words = monitor.next_command()["command"].split(" ")
+            seen += [name.upper()] if key in words and name.lower() != "evalsha" else []
+    run.close()
+    assert "HSET" in seen
+    assert len(seen) <= 20
+    assert {"HGETALL", "HVALS", "HKEYS", "HSCAN"} & set(seen) == set()
 
 
 def test_waiting_sentences_are_said_and_taken_back(run):
