@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from rlbuffer.client.asking import pauses_between_asks
 from rlbuffer.client.refusals import LongWait
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import (
@@ -156,17 +157,17 @@ class Writer:
         if size is not None and size < 0:
             raise ValueError(f"take: size = {size} must not be negative")
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        delay, wait = 0.01, LongWait(self._store)
+        pauses, wait = pauses_between_asks(), LongWait(self._store)
         while True:
             numbers = self._take(env, n, size)
             if numbers:
                 return [Ticket(env=env, number=i, group_id=f"{env}.{i}") for i in numbers]
-            left = delay if deadline is None else min(delay, deadline - time.monotonic())
+            pause = next(pauses)
+            left = pause if deadline is None else min(pause, deadline - time.monotonic())
             if left <= 0:
                 return []
             wait.look(f"a ticket of {env}")
             time.sleep(left)
-            delay = min(delay * 1.5, 0.1)
 
     def _take(self, env: str, n: int, size: int | None) -> list[int]:
         """A server at its memory limit gives no tickets: no new groups are wanted until steps retire."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from rlbuffer.client.asking import SOON_SECONDS, pauses_between_asks
 from rlbuffer.config.settings import EvaluationSettings, WorkerSettings
 from rlbuffer.errors import ConfigError, EnvDone, RlbufferError, RunDamaged, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.events.event import RunChanged, Trouble
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.writer import Writer
 
-TAKE_SECONDS = 0.5
-"""Seconds to wait for tickets before looking whether to stop."""
 CHECKED_PROMPTS = 64
 """Prompts that are looked at for one to check the sampler with."""
 
@@ -170,7 +169,7 @@ class _Worker:
 
     async def _serve_run(self, writer: Writer) -> None:
         """Serves one epoch of the run. Returns when told to stop; whatever is in flight then is given up."""
-        flights, sampler = self._flights, self._job.sampler
+        flights, sampler, pauses = self._flights, self._job.sampler, pauses_between_asks()
         watch = asyncio.create_task(self._watch())
         flights.begin(writer)
         try:
@@ -185,11 +184,15 @@ class _Worker:
                     continue
                 flights.refusal = ""
                 tickets = await asyncio.to_thread(
-                    writer.take, self._env.name, room, timeout_seconds=TAKE_SECONDS, size=flights.tickets
+                    writer.take, self._env.name, room, timeout_seconds=0.0, size=flights.tickets
                 )
                 if not tickets:
-                    self._messages.waits(flights.refusal or await asyncio.to_thread(self._no_ticket))
+                    pause = next(pauses)
+                    if pause >= SOON_SECONDS:
+                        self._messages.waits(flights.refusal or await asyncio.to_thread(self._no_ticket))
+                    await asyncio.to_thread(self._stop.wait, pause)
                     continue
+                pauses = pauses_between_asks()
                 self._pulse.add(tickets)
                 # A version that was announced while this worker waited for its tickets.
                 if not self._stop.is_set() and await self._versions.refresh():
@@ -207,12 +210,15 @@ class _Worker:
             await flights.land(watch)
 
     async def _watch(self) -> None:
-        """Loads newer versions while groups are in flight, and evaluates those that are due."""
+        """Loads newer versions, at once while groups are in flight, and evaluates those that are due."""
         evaluating = asyncio.create_task(self._evaluator.run())
+        pauses = pauses_between_asks()
         try:
             while True:
                 await self._versions.refresh()
-                await asyncio.sleep(WORKER_POLL_SECONDS)
+                if len(self._flights) or self._job.evaluations:
+                    pauses = pauses_between_asks()
+                await asyncio.sleep(max(WORKER_POLL_SECONDS, next(pauses)))
                 if evaluating.done():
                     evaluating.result()
         finally:

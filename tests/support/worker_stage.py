@@ -198,7 +198,6 @@ def eventually(fact: Callable[[], object]) -> None:
 
 def hurry(monkeypatch: Any) -> None:
     """Shortens what a worker waits for."""
-    monkeypatch.setattr(loop, "TAKE_SECONDS", 0.05)
     for module in (loop, flights):
         monkeypatch.setattr(module, "WORKER_POLL_SECONDS", 0.01)
     monkeypatch.setattr(messages, "SAY_WAITING_SECONDS", 0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,33 @@ def test_a_worker_waits_for_the_first_version_and_for_tickets_and_says_so(stage:
     stage.allow(1)
     eventually(lambda: stage.groups() == ["counting.0"])
     assert stage.sampler.loads == [0]
+
+
+class Counted:
+    """A store that counts how often it is asked for tickets and for the newest version."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("take_tickets", "policy"):
+            self.calls[name] += 1
+        return getattr(self._store, name)
+
+
+def test_a_worker_without_tickets_asks_ever_less_often_and_still_ends_at_once(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "pauses_between_asks", lambda: iter((0.1, 0.2, 3600.0)))
+    store = stage.buffer.store = Counted(stage.store)
+    stage.announce(0)
+    stage.start()
+    eventually(lambda: store.calls == {"take_tickets": 3, "policy": 3})
+    eventually(lambda: "no ticket for counting" in stage.heartbeat()["waiting"])
+    stage.finish()  # it does not sleep an hour
+    assert stage.raised is None
+    assert store.calls == {"take_tickets": 3, "policy": 3}
 
 
 def test_a_worker_of_a_run_that_drains_says_so_while_it_waits(stage: Stage) -> None:
