@@ -108,9 +108,9 @@ def understand(error: redis.RedisError, *, address: str, source: str, is_embedde
         return Understood(ServerUnsuitable(f"no TLS connection to the server at {address}: {wrong}.{source}"))
     if isinstance(error, _LOST) or TOO_MANY_CLIENTS in words:
         what = "the embedded server" if is_embedded else "Redis"
-        return Understood(
-            ServerUnreachable(f"cannot reach {what} at {address} ({_reason(error)})."), may_pass=True, is_loss=True
-        )
+        failure = ServerUnreachable(f"cannot reach {what} at {address} ({_reason(error)}).")
+        # EAGAIN: a unix socket whose queue is full. A server listens there, and nothing was sent to it.
+        return Understood(failure, may_pass=True, is_loss=not isinstance(_below(error), BlockingIOError))
     if isinstance(error, redis.DataError):
         return Understood(WrongAnswer(f"the client cannot send this to the server at {address}: {words}"))
     if code in WRONG or not re.fullmatch(r"[A-Z][A-Z0-9_]+", code):
@@ -148,8 +148,13 @@ def _is_aborted(error: redis.RedisError) -> bool:
     return ABORTED in str(error)
 
 
+def _below(error: redis.RedisError) -> BaseException | None:
+    """The error of the socket that redis-py has made its own error of."""
+    return error.__cause__ or error.__context__
+
+
 def _reason(error: redis.RedisError) -> str:
-    below = error.__cause__ or error.__context__
+    below = _below(error)
     if isinstance(below, OSError) and below.strerror:
         return below.strerror.lower()
     if isinstance(error, redis.TimeoutError):

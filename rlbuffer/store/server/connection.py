@@ -244,9 +244,9 @@ class Connection:
             elapsed = time.monotonic() - begun
             if understood.is_loss:
                 self._lose()
-            if isinstance(failure, ServerUnreachable):
-                failure = self._recovered(failure, patience_seconds - elapsed)
-                elapsed = time.monotonic() - begun
+                if isinstance(failure, ServerUnreachable):
+                    failure = self._recovered(failure, patience_seconds - elapsed)
+                    elapsed = time.monotonic() - begun
             if not (repeat and understood.may_pass and elapsed + wait <= patience_seconds):
                 if isinstance(failure, ServerUnreachable):
                     failure = ServerUnreachable(f"{failure}\n{self._advice(cause, tries, elapsed)}")

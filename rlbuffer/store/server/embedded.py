@@ -5,7 +5,8 @@ users crash it runs on and is found again, so that a run survives any of its pro
 
 Three locks, all released by the kernel when their holder dies, so none can be left behind:
 
-- ``start.lock``: exclusive while a server is looked for, started, joined or stopped. Eight processes at once start one.
+- ``start.lock``: exclusive while a server is started or stopped. Eight processes at once start one. A server at work is
+  joined without it.
 - ``users.lock``: shared, one per user. A user that can turn its own into an exclusive one is the last.
 - ``alive.lock``: exclusive, inherited by the server itself. While it is held nobody starts a second server on the same
   files, whatever the socket or a stale pid says.
@@ -67,6 +68,20 @@ class _Answer:
     name: str
     version: str
     is_loading: bool
+
+    def server(
+        self, home: Path, socket: str, *, started_here: bool = False, users: int | None = None
+    ) -> EmbeddedServer:
+        """The server that answered at `socket`; `users` is the descriptor of a user's lock."""
+        return EmbeddedServer(
+            home=home,
+            address=socket_address(socket),
+            pid=self.pid,
+            name=self.name,
+            version=self.version,
+            started_here=started_here,
+            _users=users,
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -164,30 +179,48 @@ def ensure(home: Path, settings: ServerSettings, *, timeout_seconds: float = 60.
         raise ConfigError(f"home: {directory} cannot be made: {error.strerror}", setting="home") from None
     directory.chmod(0o700)
     deadline = time.monotonic() + timeout_seconds
-    with exclusive(directory / "start.lock", deadline):
-        is_ours = False
-        while True:
-            if not is_held(directory / "alive.lock") or _bury(directory):
-                if is_ours:
-                    raise ServerUnreachable(f"the embedded server ended before it answered.\n{log_tail(directory)}")
-                _start(directory, settings)
-                is_ours = True
-            socket = read_record(directory).get("socket") or str(socket_path(directory))
-            answer = _await_ready(directory, Path(socket), deadline)
-            if answer is not None:
-                break
-        write_record(directory, pid=answer.pid, socket=socket, program=state_and_program(answer.pid)[1])
-        server = EmbeddedServer(
-            home=home,
-            address=socket_address(socket),
-            pid=answer.pid,
-            name=answer.name,
-            version=answer.version,
-            started_here=is_ours,
-            _users=_join(directory),
-        )
+    server = _join_at_work(home, deadline)
+    if server is None:
+        with exclusive(directory / "start.lock", deadline):
+            is_ours = False
+            while True:
+                if not is_held(directory / "alive.lock") or _bury(directory):
+                    if is_ours:
+                        raise ServerUnreachable(f"the embedded server ended before it answered.\n{log_tail(directory)}")
+                    _start(directory, settings)
+                    is_ours = True
+                socket = read_record(directory).get("socket") or str(socket_path(directory))
+                answer = _await_ready(directory, Path(socket), deadline)
+                if answer is not None:
+                    break
+            write_record(directory, pid=answer.pid, socket=socket, program=state_and_program(answer.pid)[1])
+            server = answer.server(home, socket, started_here=is_ours, users=_join(directory))
     _joined.add(server)
     return server
+
+
+def _join_at_work(home: Path, deadline: float) -> EmbeddedServer | None:
+    """Joins a server whose process lives, without the lock that one starts and stops with: a thousand may come at once.
+    None when it does not live, or its last user is about to stop it."""
+    directory = home / "server"
+    recorded = read_record(directory)
+    socket = recorded.get("socket")
+    if not isinstance(socket, str) or not is_held(directory / "alive.lock") or is_dead(recorded):
+        return None
+    try:
+        users = _join(directory)
+    except BlockingIOError:
+        return None
+    # From here on nobody stops it.
+    try:
+        answer = _await_ready(directory, Path(socket), deadline)
+    except ServerUnreachable:
+        os.close(users)
+        raise
+    if answer is None:
+        os.close(users)
+        return None
+    return answer.server(home, socket, users=users)
 
 
 def find(home: Path) -> EmbeddedServer | None:
@@ -201,16 +234,7 @@ def find(home: Path) -> EmbeddedServer | None:
         answer = _look(Path(socket))
     except redis.TimeoutError:
         return None
-    if answer is None:
-        return None
-    return EmbeddedServer(
-        home=home,
-        address=socket_address(socket),
-        pid=answer.pid,
-        name=answer.name,
-        version=answer.version,
-        started_here=False,
-    )
+    return None if answer is None else answer.server(home, socket)
 
 
 def _start(directory: Path, settings: ServerSettings) -> None:

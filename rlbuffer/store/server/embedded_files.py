@@ -21,6 +21,10 @@ MAX_SOCKET_PATH_BYTES = 100
 
 LOG_TAIL_LINES = 8
 
+BACKLOG = 4096
+"""Connections that may wait to be accepted: a thousand processes start at once, while the server has little CPU. The
+kernel takes less where its own limit (``net.core.somaxconn``) is lower."""
+
 
 def configuration(directory: Path, socket: Path, settings: ServerSettings) -> str:
     """The text of the configuration file. A file, because arguments would show in the process list.
@@ -33,6 +37,7 @@ def configuration(directory: Path, socket: Path, settings: ServerSettings) -> st
         "port": "0",
         "unixsocket": _quoted(socket),
         "unixsocketperm": "700",
+        "tcp-backlog": str(BACKLOG),  # of the unix socket, too
         "dir": _quoted(directory),
         "appendonly": "yes",
         "appendfsync": settings.appendfsync,

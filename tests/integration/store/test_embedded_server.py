@@ -22,7 +22,7 @@ import redis
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, ServerUnreachable
-from rlbuffer.process.file_locks import is_held
+from rlbuffer.process.file_locks import exclusive, is_held
 from rlbuffer.store.server.binary import ServerBinary
 from rlbuffer.store.server.embedded import _bury, ensure, find
 from rlbuffer.store.server.embedded_files import write_record
@@ -169,6 +169,27 @@ def test_eight_processes_at_once_start_exactly_one(home: Path) -> None:
     assert find(home) is not None, "one user is left"
     users[-1].leave()
     assert find(home) is None
+
+
+def test_a_server_at_work_is_joined_while_another_process_waits_to_start_or_stop_one(home: Path) -> None:
+    first = ensure(home, SETTINGS)
+    with exclusive(home / "server" / "start.lock", time.monotonic() + 5):
+        second = ensure(home, SETTINGS, timeout_seconds=0.5)
+    assert (second.pid, second.started_here, second.is_user) == (first.pid, False, True)
+    assert first.release() is False
+    assert second.release() is True
+
+
+def test_nobody_joins_a_server_that_its_last_user_is_about_to_stop(home: Path) -> None:
+    last = ensure(home, SETTINGS)
+    with exclusive(home / "server" / "start.lock", time.monotonic() + 5):
+        assert last._users is not None
+        fcntl.flock(last._users, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as its release does before it stops the server
+        with pytest.raises(
+            ServerUnreachable, match="another process has been starting or stopping the embedded server"
+        ):
+            ensure(home, SETTINGS, timeout_seconds=0.1)
+    assert last.release() is True
 
 
 def test_a_program_that_forgets_to_release_does_so_at_its_end(home: Path) -> None:
