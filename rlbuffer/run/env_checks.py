@@ -15,6 +15,8 @@ PROMPTS = 16
 
 def with_envs(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     """Every mistake that only the envs show: requests, lengths of prompts, columns that none gives."""
+    if not settings.worker and not settings.eval:
+        return  # commands that look need no envs, and their modules take a while
     yield from _requests(settings, places)
     yield from _rows(settings, places)
     yield from _references(settings, places)
@@ -22,14 +24,14 @@ def with_envs(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 
 def _requests(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     """Requests of a verifiers env's agents that the worker's sampler would refuse in every rollout."""
-    from rlbuffer.worker.envs.gateway import refusal
-
     sections: list[tuple[str, WorkerSettings | EvaluationSettings, float]]
     sections = [(f"worker.{name}", options, options.top_p) for name, options in settings.worker.items()]
     sections += [(f"eval.{name}", evaluation, 1.0) for name, evaluation in settings.eval.items()]
     for section, options, top_p in sections:
         if options.env != "verifiers":
             continue
+        from rlbuffer.worker.envs.gateway import refusal
+
         agents = options.env_options.get("agents")
         named = agents.items() if isinstance(agents, Mapping) else ()
         for name, given in (("agent", options.env_options.get("agent")), *((f"agents.{n}", a) for n, a in named)):

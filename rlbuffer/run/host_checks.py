@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlbuffer.batcher.advantages import ESTIMATORS
-from rlbuffer.config.batcher import ORDERS
+from rlbuffer.config.batcher import ESTIMATOR_NAMES, ORDERS
 from rlbuffer.config.dotted import Seen, is_installed, look_up
 from rlbuffer.config.mistakes import Mistake, Places, placed
 from rlbuffer.config.model_checks import (
@@ -172,7 +171,7 @@ class _Look:
         named = [("batcher.advantage", batcher.advantage)]
         named += [(f"batcher.envs.{env}.advantage", o.advantage) for env, o in batcher.envs.items() if o.advantage]
         for setting, path in named:
-            if path not in ESTIMATORS:
+            if path not in ESTIMATOR_NAMES:
                 yield from self.path(setting, path, "rewards, lengths, group")
 
     def trainer(self) -> Iterator[Mistake]:

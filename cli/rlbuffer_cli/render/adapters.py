@@ -31,11 +31,14 @@ class AdapterSummary:
 
 def summarize_adapters(store: Store) -> tuple[AdapterSummary, ...]:
     """Every adapter that was trained or announced, by name; all weights are the run's own line."""
+    state = store.load_state() or {}
+    published = {adapter: policy.version for adapter, policy in store.policies().items()}
+    if published.keys() <= {""} and not {*state.get("adapters", {})} - {""}:
+        return ()
     from rlbuffer.batcher.adapters import AdapterAccount, AdapterAccounts
     from rlbuffer.errors import PayloadError, StepRetired
 
-    accounts = AdapterAccounts.load(store.load_state()).accounts
-    published = {adapter: policy.version for adapter, policy in store.policies().items()}
+    accounts = AdapterAccounts.load(state).accounts
     step = store.meta().step
     try:
         header = store.wait_step(step, block_seconds=0.0) if step else None
