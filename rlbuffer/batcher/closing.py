@@ -114,7 +114,7 @@ def needs_more_rows(groups: Sequence[GroupState], row_tokens: int, rows: int) ->
     """True when no packing puts `groups` into `rows` rows: then the step is full although its tokens are not."""
     adapters: dict[str, list[int]] = {}
     for group in groups:
-        adapters.setdefault(group.adapter, []).extend(m.info.length for m in group.members)
+        adapters.setdefault(group.adapter, []).extend(info.length for info in group.infos)
     return sum(_fewest_rows(np.array(lengths), row_tokens) for lengths in adapters.values()) > rows
 
 

@@ -13,7 +13,8 @@ are set aside with a reason and are accounted for together with the entry that h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import count, repeat
 from typing import NamedTuple
 
 from rlbuffer.records.info import GroupInfo, RolloutInfo, are_flat
@@ -22,6 +23,8 @@ from rlbuffer.records.step_plan import Drop, EntryUse
 
 REWARD = "reward"
 """Need of a group whose rollouts are not scored yet."""
+_REASONS = tuple(Reason)
+"""In the order of tables."""
 
 
 class Member(NamedTuple):
@@ -108,10 +111,24 @@ class GroupState:
         return self._members
 
     @property
+    def infos(self) -> Sequence[RolloutInfo]:
+        """The valid rollouts alone, in order of arrival."""
+        if self._members is None:
+            return () if self._whole is None else self._whole[1].rollouts
+        return [member.info for member in self._members]
+
+    @property
+    def placed(self) -> Iterable[tuple[str, int, RolloutInfo]]:
+        """`members` for one look at them: none is made for a group of one whole push."""
+        if self._members is None and self._whole is not None:
+            return zip(repeat(self._whole[0]), count(), self._whole[1].rollouts)
+        return self.members
+
+    @property
     def ids(self) -> set[str]:
         """The ids of the rollouts that came, valid or not."""
         if self._ids is None:
-            self._ids = {member.info.rollout_id for member in self.members}
+            self._ids = {info.rollout_id for info in self.infos}
         return self._ids
 
     @property
@@ -119,7 +136,7 @@ class GroupState:
         """True when the rewards of the valid rollouts tell nothing apart."""
         if self._members is None and self._whole is not None:
             return self._whole[1].totals.is_flat
-        return are_flat([m.info.reward for m in self.members])
+        return are_flat([info.reward for info in self.infos])
 
     @property
     def reward(self) -> float | None:
@@ -130,7 +147,7 @@ class GroupState:
     @property
     def rewards(self) -> list[float]:
         """The rewards of the valid rollouts; all have one once the group is ready."""
-        return [m.info.reward for m in self.members if m.info.reward is not None]
+        return [info.reward for info in self.infos if info.reward is not None]
 
     def take(self, entry_id: str, info: GroupInfo, row_tokens: int) -> Rejected | None:
         """Merges one part. -> why the whole part is rejected, or None when a rollout of it joined."""
@@ -276,25 +293,26 @@ class GroupState:
 
         Other rollouts of an entry are dropped with the first use.
         """
-        packed: dict[str, list[int]] = {entry_id: [0, 0] for entry_id in self.parts}
-        for member in self.members:
-            count = packed[member.entry_id]
-            count[0] += 1
-            count[1] += member.info.length
+        is_one = len(self.parts) == 1
+        packed = {entry_id: [self.rollouts, self.tokens] if is_one else [0, 0] for entry_id in self.parts}
+        for member in () if is_one else self.members:
+            its = packed[member.entry_id]
+            its[0] += 1
+            its[1] += member.info.length
         out = []
         for entry_id, (rollouts, tokens) in packed.items():
             dropped: dict[Reason, list[int]] = {}
             for reason, rollout in self.rejected.get(entry_id, ()) if not self.used else ():
-                count = dropped.setdefault(reason, [0, 0])
-                count[0] += 1
-                count[1] += rollout.length
+                its = dropped.setdefault(reason, [0, 0])
+                its[0] += 1
+                its[1] += rollout.length
             out.append(
                 EntryUse(
                     entry_id=entry_id,
                     env=self.env,
                     packed_rollouts=rollouts,
                     packed_tokens=tokens,
-                    dropped=tuple((r, dropped[r][0], dropped[r][1]) for r in Reason if r in dropped),
+                    dropped=tuple((r, dropped[r][0], dropped[r][1]) for r in _REASONS if r in dropped),
                     group_id=self.group_id,
                     uses=self.used,
                     is_kept=self.used + 1 < max_uses,
@@ -338,5 +356,5 @@ def drop_part(entry_id: str, info: GroupInfo, why: Rejected) -> Drop:
 
 def most_common(reasons: Iterable[Reason]) -> Reason:
     """The reason that occurs most often; of equals the first in the order of tables."""
-    counts, order = Counter(reasons), list(Reason)
+    counts, order = Counter(reasons), _REASONS
     return max(counts, key=lambda reason: (counts[reason], -order.index(reason)))

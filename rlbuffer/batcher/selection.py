@@ -136,7 +136,7 @@ class _Shares:
         """Counts a group that goes next; True when no packing puts it into the rows, too."""
         row = self.limits.row_tokens
         # Rollouts longer than half a row never share one: they fill a step long before its tokens do.
-        self.over_half += sum(2 * m.info.length > row for m in group.members)
+        self.over_half += sum(2 * info.length > row for info in group.infos)
         # A row holds one adapter: each one's tokens need rows of their own.
         before = self.tokens_of.get(group.adapter, 0)
         after = self.tokens_of[group.adapter] = before + group.tokens

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.batcher.advantages import Loaded, estimate, load_estimator, over_batch
+from rlbuffer.batcher.advantages import MAX_ADVANTAGE, Loaded, estimate, load_estimator, over_batch
 from rlbuffer.batcher.groups import GroupState
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.packing.planner import plan
-from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.info import unfrozen
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_plan import AdapterProgress, Normalizers, Plan, RolloutRef, StepPlan
+
+_UnfrozenRef = unfrozen(RolloutRef)
 
 
 def plan_groups(groups: Sequence[GroupState], config: BatcherConfig, world_size: int) -> Plan:
     """The rows of these groups' rollouts; index i of the plan is the i-th rollout, group by group."""
-    adapters = [g.adapter for g in groups for _ in g.members] if any(g.adapter for g in groups) else None
+    adapters = [g.adapter for g in groups for _ in g.infos] if any(g.adapter for g in groups) else None
     return plan(
-        [m.info.length for g in groups for m in g.members],
+        [info.length for g in groups for info in g.infos],
         row_tokens=config.row_tokens,
         world_size=world_size,
         rows_per_micro_batch=config.rows_per_micro_batch,
@@ -48,7 +50,7 @@ def group_facts(group: GroupState) -> dict[str, Any]:
     group_id, env, prompt_id, adapter; and per rollout, as tuples: rollout_ids, rewards (the named ones, each a dict),
     lengths and prompt_tokens (all tokens, and the prompt's), is_truncated, min_policy_versions, max_policy_versions.
     """
-    infos = [member.info for member in group.members]
+    infos = group.infos
     return {
         "group_id": group.group_id,
         "env": group.env,
@@ -76,36 +78,54 @@ def advantages_of(
     Raises:
         ConfigError: an estimator of the user's own failed.
     """
-    per_group, untrainable = [], []
-    for group in groups:
-        name = config.for_env(group.env).advantage
-        lengths = [member.info.loss_tokens for member in group.members]
-        about = group_facts(group) if ":" in name else {}
-        try:
-            per_group.append(estimate(estimators[name], name, group.rewards, lengths, about))
-        except InvalidRollout as error:
-            untrainable.append((group, str(error)))
-    advantages = np.concatenate([np.zeros(0), *per_group])
-    if untrainable:
-        return advantages.astype(np.float32), untrainable
+    advantages = _at_once(groups, config, estimators)
+    if advantages is None:
+        per_group, untrainable = [], []
+        for group in groups:
+            name = config.for_env(group.env).advantage
+            lengths = [info.loss_tokens for info in group.infos]
+            about = group_facts(group) if ":" in name else {}
+            try:
+                per_group.append(estimate(estimators[name], name, group.rewards, lengths, about))
+            except InvalidRollout as error:
+                untrainable.append((group, str(error)))
+        advantages = np.concatenate([np.zeros(0), *per_group])
+        if untrainable:
+            return advantages.astype(np.float32), untrainable
     if config.advantage_scale == "batch":
         rewards = np.array([reward for group in groups for reward in group.rewards], dtype=np.float64)
-        adapters = np.array([group.adapter for group in groups for _ in group.members])
+        adapters = np.array([group.adapter for group in groups for _ in group.infos])
         for adapter in np.unique(adapters):
             mine = adapters == adapter
             advantages[mine] = over_batch(advantages[mine], rewards[mine])
-    advantages[[is_masked(member.info, config) for group in groups for member in group.members]] = 0.0
-    return advantages.astype(np.float32), untrainable
+    if config.truncated == "mask":
+        advantages[[info.is_truncated for group in groups for info in group.infos]] = 0.0
+    return advantages.astype(np.float32), []
 
 
-def is_masked(info: RolloutInfo, config: BatcherConfig) -> bool:
-    """True when a rollout of a step is not trained: ``truncated = "mask"``."""
-    return info.is_truncated and config.truncated == "mask"
+def _at_once(
+    groups: Sequence[GroupState], config: BatcherConfig, estimators: Mapping[str, Loaded]
+) -> NDArray[np.float64] | None:
+    """The advantages of all groups, looked at together; None where one is odd: `estimate` says which, and why."""
+    infos = [info for group in groups for info in group.infos]
+    rewards = np.array([info.reward for info in infos], dtype=np.float64)
+    lengths = np.array([info.loss_tokens for info in infos], dtype=np.float64)
+    if not np.isfinite(rewards).all():
+        return None
+    advantages, start = np.zeros(len(infos)), 0
+    with np.errstate(all="ignore"):
+        for group in groups:
+            name, own = config.for_env(group.env).advantage, slice(start, start + group.rollouts)
+            if group.rollouts > 1:
+                about = group_facts(group) if ":" in name else {}
+                advantages[own] = estimators[name](rewards[own], lengths[own], about)
+            start = own.stop
+    return advantages if (np.abs(advantages) <= MAX_ADVANTAGE).all() else None
 
 
 def teaches(groups: Sequence[GroupState], advantages: NDArray[np.float32]) -> bool:
     """True when at least one rollout of these groups has an advantage, and tokens to train."""
-    tokens = np.array([member.info.loss_tokens for group in groups for member in group.members])
+    tokens = np.array([info.loss_tokens for group in groups for info in group.infos])
     return bool(np.any(advantages * tokens))
 
 
@@ -119,21 +139,8 @@ def step_plan(
     progress: Mapping[str, AdapterProgress],
 ) -> StepPlan:
     """The step that trains `groups` with these `advantages`, laid out as `rows`; every entry accounted."""
-    refs = [
-        RolloutRef(
-            entry_id=member.entry_id,
-            index=member.place,
-            rollout_id=member.info.rollout_id,
-            group_id=group.group_id,
-            env=group.env,
-            adapter=group.adapter,
-            length=member.info.length,
-            loss_tokens=0 if is_masked(member.info, config) else member.info.loss_tokens,
-            min_version=member.info.min_version,
-        )
-        for group in groups
-        for member in group.members
-    ]
+    masks = config.truncated == "mask"
+    refs = [ref for group in groups for ref in _refs(group, masks=masks)]
     return StepPlan(
         step=step,
         group_ids=tuple(group.group_id for group in groups),
@@ -147,5 +154,23 @@ def step_plan(
         closed_by=closed_by,
         entries=tuple(use for group in groups for use in group.uses(config.max_uses)),
         adapters=progress,
-        masks_truncated=config.truncated == "mask",
+        masks_truncated=masks,
     )
+
+
+def _refs(group: GroupState, *, masks: bool) -> Iterator[RolloutRef]:
+    """The valid rollouts of a group; with `masks` nothing of a truncated one is trained."""
+    group_id, env, adapter = group.group_id, group.env, group.adapter
+    for entry_id, place, info in group.placed:
+        made = _UnfrozenRef()
+        made.entry_id = entry_id
+        made.index = place
+        made.rollout_id = info.rollout_id
+        made.group_id = group_id
+        made.env = env
+        made.adapter = adapter
+        made.length = info.length
+        made.loss_tokens = 0 if masks and info.is_truncated else info.loss_tokens
+        made.min_version = info.min_version
+        made.__class__ = RolloutRef
+        yield made

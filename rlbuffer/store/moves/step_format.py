@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import msgpack
@@ -26,6 +27,12 @@ from rlbuffer.wire import payload
 MAX_STEP_BYTES = 512 * 2**20
 """Largest header or part that is decoded: the server's own limit for one value."""
 
+_INFO_FIELDS = (
+    *("rollout_id", "length", "prompt_tokens", "loss_tokens", "reward", "rewards", "min_version", "max_version"),
+    *("turns", "is_truncated", "size", "checksum"),
+)
+"""A rollout's values in a part, in order."""
+_info_values = attrgetter(*_INFO_FIELDS)
 Built = TypeVar("Built")
 
 
@@ -68,24 +75,25 @@ def header_record(
     """The header of a planned step; means over rollouts, rewards over the scored ones only. `columns` are those that
     its pushes agree on, if the caller knows them."""
     columns = _columns_of(plan, entries) if columns is None else columns
-    groups: dict[str, set[str]] = {}
-    members: dict[str, list[tuple[RolloutRef, float | None]]] = {}
-    for ref in plan.rollouts:
-        groups.setdefault(ref.env, set()).add(ref.group_id)
-        members.setdefault(ref.env, []).append((ref, info_of(ref, entries).reward))
-    envs = {}
-    for env in sorted(members):
-        refs = [ref for ref, _ in members[env]]
-        ages = [_age(plan, ref) for ref in refs]
-        envs[env] = {
-            "rollouts": len(refs),
-            "tokens": sum(ref.length for ref in refs),
-            "groups": len(groups[env]),
-            "reward": _mean([reward for _, reward in members[env] if reward is not None]),
-            "age": _mean(ages) or 0.0,
-            "max_age": max(ages),
+    infos = infos_of(plan, entries)
+    members: dict[str, list[tuple[RolloutRef, RolloutInfo]]] = {}
+    for ref, info in zip(plan.rollouts, infos, strict=True):
+        members.setdefault(ref.env, []).append((ref, info))
+    adapters = {ref.adapter for ref in plan.rollouts}
+    trained = {adapter: version_trained(plan.adapters, adapter, plan.step) for adapter in adapters}
+    ages = {env: [trained[ref.adapter] - ref.min_version for ref, _ in its] for env, its in members.items()}
+    rewards = {env: [i.reward for _, i in its if i.reward is not None] for env, its in members.items()}
+    envs = {
+        env: {
+            "rollouts": len(members[env]),
+            "tokens": sum(ref.length for ref, _ in members[env]),
+            "groups": len({ref.group_id for ref, _ in members[env]}),
+            "reward": _mean(rewards[env]),
+            "age": _mean(ages[env]) or 0.0,
+            "max_age": max(ages[env]),
         }
-    ages = [_age(plan, ref) for ref in plan.rollouts]
+        for env in sorted(members)
+    }
     layout = plan.plan
     capacity = layout.world_size * layout.micro_steps * layout.rows_per_micro_batch * layout.row_tokens
     return {
@@ -100,14 +108,14 @@ def header_record(
         },
         "rollouts": len(plan.rollouts),
         "tokens": plan.tokens,
-        "bytes": sum(info_of(ref, entries).size for ref in plan.rollouts),
+        "bytes": sum(info.size for info in infos),
         "group_ids": list(plan.group_ids),
         "closed_by": plan.closed_by,
         "fill": plan.tokens / capacity if capacity else 0.0,
         "envs": envs,
-        "reward": _mean([r for pairs in members.values() for _, r in pairs if r is not None]),
-        "age": _mean(ages) or 0.0,
-        "max_age": max(ages, default=0),
+        "reward": _mean([reward for its in rewards.values() for reward in its]),
+        "age": _mean([age for its in ages.values() for age in its]) or 0.0,
+        "max_age": max(map(max, ages.values()), default=0),
         "waiting_for_version": waiting_for,
         "checkpoint_now": meta.checkpoint_now,
         "uses": {use.group_id: use.uses for use in plan.entries if use.uses},
@@ -119,10 +127,6 @@ def header_record(
         "masks_truncated": plan.masks_truncated,
         "adapters": {adapter: asdict(progress) for adapter, progress in sorted(plan.adapters.items())},
     }
-
-
-def _age(plan: StepPlan, ref: RolloutRef) -> int:
-    return version_trained(plan.adapters, ref.adapter, plan.step) - ref.min_version
 
 
 def age_limit(config: Mapping[str, Any], env: str) -> int | None:
@@ -139,34 +143,33 @@ def part_records(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str =
     in a run that was restored under another name.
     """
     layout = plan.plan
-    advantages = np.asarray(plan.advantages, dtype=np.float32)
+    advantages = np.asarray(plan.advantages, dtype=np.float32).tolist()
+    infos = infos_of(plan, entries)
+    known: dict[str, list[Any]] = {}
+    """Sources of all ranks."""
     records = []
     for rank in range(layout.world_size):
         place: dict[int, int] = {}
-        rows = []
-        for micro_step in layout.rows:
-            own = []
-            for row in micro_step[rank]:
-                own.append([place.setdefault(index, len(place)) for index in row])
-            rows.append(own)
+        rows = [
+            [[place.setdefault(index, len(place)) for index in row] for row in micro_step[rank]]
+            for micro_step in layout.rows
+        ]
         sources: dict[str, int] = {}
-        adapters: list[str] = []
         rollouts = []
         for index in place:
             ref = plan.rollouts[index]
-            source = sources.setdefault(ref.entry_id, len(sources))
-            if source == len(adapters):
-                adapters.append(ref.adapter)
-            rollouts.append([source, ref.index, float(advantages[index]), *_info_list(info_of(ref, entries))])
+            key = ref.entry_id
+            source = sources.setdefault(key, len(sources))
+            if key not in known:
+                known[key] = _source(entries[key], ref.adapter, prefix)
+            rollouts.append([source, ref.index, advantages[index], *_info_values(infos[index])])
         records.append(
             {
                 "step": plan.step,
                 "rank": rank,
                 "row_tokens": layout.row_tokens,
                 "rows_per_micro_batch": layout.rows_per_micro_batch,
-                "sources": [
-                    _source(entries[key], adapter, prefix) for key, adapter in zip(sources, adapters, strict=True)
-                ],
+                "sources": [known[key] for key in sources],
                 "rollouts": rollouts,
                 "rows": rows,
             }
@@ -184,6 +187,19 @@ def _columns_of(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> Columns:
     infos = {ref.entry_id: entries[ref.entry_id].info for ref in plan.rollouts}
     columns, _ = agree(plan, {entry_id: info for entry_id, info in infos.items() if info is not None})
     return columns
+
+
+def infos_of(plan: StepPlan, entries: Mapping[str, PoolEntry]) -> list[RolloutInfo]:
+    """The pool's metadata of the planned rollouts, in their order. Raises as :func:`info_of`."""
+    rollouts_of = {entry_id: entry.info.rollouts for entry_id, entry in entries.items() if entry.info is not None}
+    infos = []
+    for ref in plan.rollouts:
+        try:
+            info = rollouts_of[ref.entry_id][ref.index]
+        except (KeyError, IndexError):
+            info = info_of(ref, entries)
+        infos.append(info if info.rollout_id == ref.rollout_id and ref.index >= 0 else info_of(ref, entries))
+    return infos
 
 
 def info_of(ref: RolloutRef, entries: Mapping[str, PoolEntry]) -> RolloutInfo:
@@ -251,44 +267,13 @@ def _decoded(what: str, data: bytes, build: Callable[[dict[str, Any]], Built]) -
         raise PayloadError(f"{what}: unexpected content ({type(error).__name__}: {error})") from None
 
 
-def _info_list(info: RolloutInfo) -> list[Any]:
-    return [
-        info.rollout_id,
-        info.length,
-        info.prompt_tokens,
-        info.loss_tokens,
-        info.reward,
-        dict(info.rewards),
-        info.min_version,
-        info.max_version,
-        info.turns,
-        info.is_truncated,
-        info.size,
-        info.checksum,
-    ]
-
-
 def _part_rollout(item: Sequence[Any], sources: Sequence[Sequence[Any]], prefix: str) -> PartRollout:
     source, index, advantage, *values = item
     key, group_id, env, adapter, prompt_id, planned_size, worker, pushed_ms = sources[source]
-    names = (
-        "rollout_id",
-        "length",
-        "prompt_tokens",
-        "loss_tokens",
-        "reward",
-        "rewards",
-        "min_version",
-        "max_version",
-        "turns",
-        "is_truncated",
-        "size",
-        "checksum",
-    )
     return PartRollout(
         payload_key=prefix + key,
         index=index,
-        info=RolloutInfo(**dict(zip(names, values, strict=True))),
+        info=RolloutInfo(**dict(zip(_INFO_FIELDS, values, strict=True))),
         group_id=group_id,
         env=env,
         adapter=adapter,
