@@ -81,7 +81,10 @@ class Engine:
                 return []
             is_flat, *values = reply
             if not is_flat:
-                return self._reply(values[0] if values else None)
+                result = self._reply(values[0] if values else None)
+                if isinstance(result, ResponseError):
+                    raise result
+                return result
             return [value if type(value) is bytes else int(value) for value in values]
         except lua51.LuaError as problem:
             raise ResponseError(f"{problem} script: error") from None
@@ -126,7 +129,7 @@ class Engine:
         if (status := value[b"ok"]) is not None:
             return status
         if (problem := value[b"err"]) is not None:
-            raise ResponseError(problem.decode())
+            return ResponseError(problem.decode())  # among other values it is one of them
         out = []
         for i in range(1, len(value) + 1):
             item = value[i]

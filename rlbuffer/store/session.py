@@ -87,11 +87,11 @@ class Session:
             self._scripts[script] = self.connection.script(script_text(script))
         run = self._scripts[script]
 
-        def send() -> Any:
+        def send() -> list[Any]:
             self.stay(since)
-            return run(keys=list(keys), args=list(args))
+            return sound(list(run(keys=list(keys), args=list(args))))
 
-        return list(self.connection.call(send, patience_seconds=self.patience_seconds, repeat=repeat))
+        return self.connection.call(send, patience_seconds=self.patience_seconds, repeat=repeat)
 
     def stream(self, key: str, after: str, *, count: int | None = None, block_seconds: float = 0.0) -> list[Entry]:
         """Entries after the id `after`; waits at most `block_seconds` for the first, on a connection of its own."""
@@ -153,8 +153,13 @@ class Session:
 
 
 def answers(pipe: Any) -> list[Any]:
-    """The replies of a pipeline; None for a key of another type than the command is for, as if it were not there."""
-    replies: list[Any] = pipe.execute(raise_on_error=False)
+    """The replies of a pipeline, as :func:`sound` ones."""
+    return sound(pipe.execute(raise_on_error=False))
+
+
+def sound(replies: list[Any]) -> list[Any]:
+    """These replies; None for a key of another type than the command is for, as if it were not there. Raises what else
+    is an error among them."""
     for i, answer in enumerate(replies):
         if isinstance(answer, redis.ResponseError) and str(answer).startswith("WRONGTYPE"):
             replies[i] = None

@@ -365,7 +365,7 @@ class Attacker:
         return ("HSET", key, self.dice.choice(("sequence", "id", "x")), self._value())
 
     def _script(self, seen: _Seen, *, mixed: bool = False) -> Command:
-        """One of the seventeen, with its keys as its header numbers them, or with any."""
+        """One of them, with its keys as its header numbers them, or with any."""
         dice = self.dice
         name = dice.choice(SCRIPTS)
         keys = _keys_of(name, self.keys)

@@ -27,7 +27,7 @@ from rlbuffer.store.session import script_text
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
-PAYLOAD_KEYS = {"push": {"stored", "payload"}, "commit": {"entries[i].key"}}
+PAYLOAD_KEYS = {"push": {"stored", "payload"}, "commit": {"entries[i].key"}, "pin": {"key"}}
 """Script -> what it calls the payload keys that it touches."""
 SCRIPTS = sorted(f.name.removesuffix(".lua") for f in (resources.files("rlbuffer.store") / "scripts").iterdir())
 
@@ -70,7 +70,7 @@ def test_a_script_gives_its_keys_and_arguments_names_and_uses_these(name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_make_no_key_names(name):
     # A name that is not declared works on one node and fails on a cluster.
-    calls = re.findall(r"redis\.call\('(\w+)'(?:, ([^,)]+))?", script_text(name))
+    calls = re.findall(r"redis\.p?call\('(\w+)'(?:, ([^,)]+))?", script_text(name))
     assert calls
     declared = {*named_keys(name), "KEYS[i]", "'STREAM'"}
     made = {key for command, key in calls if command != "TIME" and key not in declared}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 from rlbuffer.errors import LeaseLost, RlbufferError
@@ -22,7 +23,7 @@ from rlbuffer.store.moves.step_format import (
 )
 from rlbuffer.store.moves.step_reading import StepReads
 from rlbuffer.store.records import Meta, PoolEntry
-from rlbuffer.store.session import answers, text
+from rlbuffer.store.session import text
 from rlbuffer.wire import payload
 
 SUMMARY_LINES = 20_000
@@ -31,6 +32,8 @@ MAX_STATE_BYTES = 64 * 2**20
 """Largest state of the batcher that is decoded."""
 SWEEP = 500
 """Payload keys unlinked per round trip."""
+PIN_ROLLOUTS = 5_000
+"""Payloads that one call of PIN looks at: nobody else is served for some 3 ms."""
 T = TypeVar("T")
 
 
@@ -40,22 +43,17 @@ class StepMoves(StepReads):
     def pin(
         self, refs: Sequence[RolloutRef], entries: Mapping[str, PoolEntry], *, since: int | None = None
     ) -> list[str]:
-        used = dict.fromkeys(ref.entry_id for ref in refs)
-
-        def ask(client: Any) -> list[Any]:
-            self.stay(since)
-            with client.pipeline(transaction=False) as pipe:
-                for ref in refs:
-                    pipe.hstrlen(entries[ref.entry_id].payload_key, str(ref.index))
-                return answers(pipe)
-
-        sizes = self.look(ask)
-        broken = {
-            ref.entry_id
-            for ref, size in zip(refs, sizes, strict=True)
-            if size != _expected_size(entries[ref.entry_id], ref.index)
-        }
-        return [entry_id for entry_id in used if entry_id in broken]
+        broken: list[str] = []
+        for page in _pages(refs):
+            asked = [part for key, places in page.items() for part in (entries[key].payload_key, _words(places))]
+            sizes = self.move("pin", (), asked, since=since)
+            if len(sizes) != sum(map(len, page.values())):
+                raise self.unexpected("pin", sizes)
+            there = iter(sizes)
+            for entry_id, places in page.items():
+                if list(islice(there, len(places))) != _expected_sizes(entries[entry_id], places):
+                    broken.append(entry_id)
+        return broken
 
     def commit(
         self,
@@ -223,5 +221,27 @@ def _unlink(client: Any, keys: Sequence[bytes]) -> None:
         pipe.execute()
 
 
-def _expected_size(entry: PoolEntry, index: int) -> int:
-    return -1 if entry.info is None or index >= entry.info.totals.rollouts else entry.info.rollouts[index].size
+def _pages(refs: Sequence[RolloutRef]) -> Iterator[dict[str, list[int]]]:
+    """Entry id -> the places of its rollouts, in order: about :data:`PIN_ROLLOUTS` of them at a time."""
+    places: dict[str, list[int]] = {}
+    for ref in refs:
+        places.setdefault(ref.entry_id, []).append(ref.index)
+    page: dict[str, list[int]] = {}
+    size = 0
+    for entry_id, its in places.items():
+        page[entry_id] = its
+        size += len(its)
+        if size >= PIN_ROLLOUTS:
+            yield page
+            page, size = {}, 0
+    if page:
+        yield page
+
+
+def _words(places: Sequence[int]) -> str:
+    return " ".join(map(str, places))
+
+
+def _expected_sizes(entry: PoolEntry, places: Sequence[int]) -> list[int]:
+    rollouts = () if entry.info is None else entry.info.rollouts
+    return [rollouts[place].size if place < len(rollouts) else -1 for place in places]

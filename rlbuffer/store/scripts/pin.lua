@@ -1,0 +1,15 @@
+#!lua flags=allow-oom,allow-cross-slot-keys
+-- PIN: the sizes of the payloads that a step is about to use, of many pushes in one call; what they should be the leader
+-- knows. Payload keys are not declared, because they lie in other slots of a (one-shard) cluster.
+--
+-- KEYS  none
+-- ARGV  pushes, each of: payload key, the fields of it that are asked for ("0 1 2")
+-- Reply {size...} of all fields in this order; 0 for one that is missing, an error where the key is no hash
+local sizes = {}
+for i = 1, #ARGV, 2 do
+  local key, fields = ARGV[i], ARGV[i + 1]
+  for field in string.gmatch(fields, '%d+') do
+    sizes[#sizes + 1] = redis.pcall('HSTRLEN', key, field)
+  end
+end
+return sizes
