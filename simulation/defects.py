@@ -136,24 +136,21 @@ class Defects:
             yield Wrong(b"MISSING", [*bare[:2], b"%d" % (trained + 1), *bare[3:]], ("steps",), early)
 
     def _commit(self, args: list[bytes]) -> Iterator[Wrong]:
-        step, at = int(args[2]), 14 + int(args[13])
+        step, entries, groups = int(args[2]), args[13], args[14]
         yield Wrong(b"ORDER", [*args[:2], b"%d" % (step + 2), *args[3:]])
         yield Wrong(b"ORDER", [args[0], b"1", *args[2:]])
         meta = self._server.data.get(self._keys.meta.encode()) or {}
         if (meta.get(b"epoch"), meta.get(b"step"), meta.get(b"digest")) != (args[1], b"%d" % (step - 1), args[3]):
             return  # a repetition, or too late
         yield Wrong(b"ORDER", [*args[:3], OTHER, *args[4:]])
-        entry = args[at + 1 : at + 6 + 3 * int(args[at + 5])]
-        count = b"%d" % (int(args[at]) + 1)
-        yield Wrong(b"TWICE", [*args[:at], count, *entry, *args[at + 1 :]])
-        if entry[1] == b"" and self._is_pending(entry[0]):
-            more = b"%d" % (int(entry[2]) + 1)
-            yield Wrong(b"UNEQUAL", [*args[: at + 3], more, *args[at + 4 :]])
-        groups = at + 1
-        for _ in range(int(args[at])):
-            groups += 5 + 3 * int(args[groups + 4])
-        uses = b"%d" % (int(args[groups + 3]) + 1)
-        yield Wrong(b"GONE", [*args[: groups + 3], uses, *args[groups + 4 :]])
+        entry, _, others = entries.partition(b"\n")
+        yield Wrong(b"TWICE", [*args[:13], entry + b"\n" + entries, *args[14:]])
+        entry_id, group, rollouts, rest = entry.split(b" ", 3)
+        if group == b"" and self._is_pending(entry_id):
+            more = b"%b  %d %b\n%b" % (entry_id, int(rollouts) + 1, rest, others)
+            yield Wrong(b"UNEQUAL", [*args[:13], more, *args[14:]])
+        group, env, uses, rest = groups.split(b" ", 3)
+        yield Wrong(b"GONE", [*args[:14], b"%b %b %d %b" % (group, env, int(uses) + 1, rest), *args[15:]])
 
     def _done(self, args: list[bytes]) -> Iterator[Wrong]:
         """Requests by what was read of the run long ago."""

@@ -161,7 +161,8 @@ class Leadership:
             self._stay()
             return False
         self._retire(trainer)
-        self._lead(trainer)
+        with without_garbage_collection(stays=False):
+            self._lead(trainer)
         self._pending.close_tickets()
         return self.ended is None
 

@@ -40,3 +40,10 @@ def test_what_somebody_froze_stays_frozen():
         assert gc.get_freeze_count() > 0.9 * frozen
     finally:
         gc.unfreeze()
+
+
+def test_what_a_step_was_made_of_stays_young_and_goes():
+    with without_garbage_collection(stays=False):
+        made = [[] for _ in range(10)]
+        assert not gc.isenabled()
+    assert is_young(made)

@@ -79,7 +79,7 @@ class StepMoves(StepReads):
             *(token, meta.epoch, plan.step, meta.digest, digest, self.keys.payload_prefix),
             *(f"{self.tombstone_ms} {remembered}", HISTORY_ENTRIES, SUMMARY_LINES),
             *(header, payload.dumps(dict(state)), *_lines(plan, record)),
-            *(len(parts), *parts, *_entry_args(plan), *_group_args(plan)),
+            *(_entry_lines(plan), _group_lines(plan), *parts),
         ]
         keys = self.keys
 
@@ -183,30 +183,29 @@ def _lines(plan: StepPlan, record: Mapping[str, Any]) -> tuple[bytes, bytes]:
     return payload.dumps(summary), payload.dumps(history)
 
 
-def _entry_args(plan: StepPlan) -> list[Any]:
+def _entry_lines(plan: StepPlan) -> str:
     """The fate of each entry, as COMMIT reads it."""
-    args: list[Any] = [len(plan.entries)]
+    lines = []
     for use in plan.entries:
-        args += [use.entry_id, use.group_id if use.uses else "", use.packed_rollouts, use.packed_tokens]
-        args.append(len(use.dropped))
-        for reason, rollouts, tokens in use.dropped:
-            args += [reason, rollouts, tokens]
-    return args
+        dropped = "".join(f" {reason} {rollouts} {tokens}" for reason, rollouts, tokens in use.dropped)
+        owner = use.group_id if use.uses else ""
+        lines.append(f"{use.entry_id} {owner} {use.packed_rollouts} {use.packed_tokens}{dropped}\n")
+    return "".join(lines)
 
 
-def _group_args(plan: StepPlan) -> list[Any]:
+def _group_lines(plan: StepPlan) -> str:
     """The groups that the step closes, as COMMIT reads them."""
     env_of = {ref.group_id: ref.env for ref in plan.rollouts}
     empty = [group_id for group_id in plan.group_ids if group_id not in env_of]
     if empty:
         raise RlbufferError(f"the plan of step {plan.step} names groups without a rollout: {', '.join(empty)}")
-    args: list[Any] = [len(plan.group_ids)]
+    lines = []
     by_group = {use.group_id: use for use in plan.entries}
     for group_id in plan.group_ids:
         sample = by_group.get(group_id)
         uses, is_kept = (sample.uses, sample.is_kept) if sample else (0, False)
-        args += [group_id, env_of[group_id], uses, int(is_kept)]
-    return args
+        lines.append(f"{group_id} {env_of[group_id]} {uses} {int(is_kept)}\n")
+    return "".join(lines)
 
 
 def _forget(client: Any, garbage: str, keys: Sequence[bytes]) -> None:

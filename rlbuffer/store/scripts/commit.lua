@@ -6,10 +6,10 @@
 -- ARGV  1 token   2 epoch   3 step   4 digest of the step before ('' for step 1)   5 digest of this step
 --       6 payload key prefix   7 tombstones: how old, ms, and how many steps   8 history entries kept   9 summary lines kept
 --       10 header   11 the batcher's state   12 summary line   13 history record
---       14 parts P, then P parts in the order of ranks
---       then entries E, then E of: id, group ('' while it is pending, else whose reuse record holds it),
---         packed rollouts, packed tokens, reasons D, D of (reason, rollouts, tokens)
---       then groups G, then G of: group id, env, uses before this step, '1' when it is kept for another use
+--       14 entries, a line each: id, group ('' while it is pending, else whose reuse record holds it), packed rollouts,
+--         packed tokens, and for each reason to drop some of it reason, rollouts, tokens; a space between two of them
+--       15 groups, a line each: group id, env, uses before this step, 1 when it is kept for another use, else 0
+--       16... parts, in the order of ranks
 -- Reply {'OK', committed at, server ms}
 --       {'DUP'}                this very step is committed already
 --       {'FENCED', owner}      the token is not the current one, or the lease has lapsed
@@ -25,7 +25,7 @@
 local lease_key, pool_key, steps_key, meta_key, ledger_key, closed_key, garbage_key, history_key, summary_key,
   state_key, reuse_key = unpack(KEYS)
 local token, epoch, number, previous, digest, prefix, tombstones, history_kept, summary_kept, new_header,
-  new_state, summary_line, history_line, part_count = unpack(ARGV, 1, 14)
+  new_state, summary_line, history_line, new_entries, new_groups = unpack(ARGV, 1, 15)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local clock = string.format('%.0f', now)
@@ -39,28 +39,22 @@ if meta[1] ~= epoch or step ~= last + 1 or (meta[3] or '') ~= previous then
   return {'ORDER', meta[1] or '', string.format('%.0f', last)}
 end
 
-local parts = tonumber(part_count)
-local p = 15 + parts
 local entries, seen, gone = {}, {}, {}
-local count = tonumber(ARGV[p])
-p = p + 1
-for _ = 1, count do
-  local id, held, reasons = ARGV[p], ARGV[p + 1], tonumber(ARGV[p + 4])
+local of_entry, of_reason = '(%S+) (%S*) (%d+) (%d+)([^\n]*)\n', '(%S+) (%d+) (%d+)'
+for id, held, packed_rollouts, packed_tokens, dropped in string.gmatch(new_entries, of_entry) do
   if seen[id] then return {'TWICE', id} end
   seen[id] = true
-  local use = {id = id, packed_rollouts = tonumber(ARGV[p + 2]), packed_tokens = tonumber(ARGV[p + 3]), dropped = {}}
-  local rollouts, tokens = use.packed_rollouts, use.packed_tokens
-  p = p + 5
-  for _ = 1, reasons do
-    use.dropped[#use.dropped + 1] = {ARGV[p], ARGV[p + 1], ARGV[p + 2]}
-    rollouts, tokens = rollouts + tonumber(ARGV[p + 1]), tokens + tonumber(ARGV[p + 2])
-    p = p + 3
+  local rollouts, tokens = tonumber(packed_rollouts), tonumber(packed_tokens)
+  local use = {id = id, packed_rollouts = rollouts, packed_tokens = tokens, dropped = dropped}
+  for _, its_rollouts, its_tokens in string.gmatch(dropped, of_reason) do
+    rollouts, tokens = rollouts + tonumber(its_rollouts), tokens + tonumber(its_tokens)
   end
   local record = held ~= '' and redis.call('HGET', reuse_key, held .. ' ' .. id)
   local found = held == '' and redis.call('XRANGE', pool_key, id, id) or {}
   if record then
     local env, suffix = string.match(record, '^(%S+) (%S+) ')
     use.env, use.group, use.is_again, use.key = env, held, true, prefix .. held .. ':' .. suffix
+    use.fate = env .. ':'
     entries[#entries + 1] = use
   elseif #found == 0 then
     gone[#gone + 1] = id
@@ -70,37 +64,47 @@ for _ = 1, count do
     if tonumber(entry.rollouts) ~= rollouts or tonumber(entry.tokens) ~= tokens then
       return {'UNEQUAL', id, entry.rollouts or '', entry.tokens or ''}
     end
-    use.env, use.group = entry.env, entry.group
-    use.record = table.concat({entry.env, entry.key, entry.rollouts, entry.tokens, entry.metadata or ''}, ' ')
-    use.key = prefix .. entry.group .. ':' .. entry.key
+    use.env, use.group, use.entry = entry.env, entry.group, entry
+    use.fate, use.key = entry.env .. ':', prefix .. entry.group .. ':' .. entry.key
     entries[#entries + 1] = use
   end
 end
-local groups, first = tonumber(ARGV[p]), p + 1
-local uses_of, kept = {}, {}
-for i = first, first + 4 * (groups - 1), 4 do
-  local known = string.match(redis.call('HGET', reuse_key, ARGV[i]) or '0', '^%d+')
-  if known ~= ARGV[i + 2] then
+local groups, kept = {}, {}
+for group, env, uses, keeps in string.gmatch(new_groups, '(%S+) (%S+) (%d+) ([01])\n') do
+  local known = string.match(redis.call('HGET', reuse_key, group) or '0', '^%d+')
+  if known ~= uses then
     for k = 1, #entries do
-      if entries[k].group == ARGV[i] then gone[#gone + 1] = entries[k].id end
+      if entries[k].group == group then gone[#gone + 1] = entries[k].id end
     end
   end
-  uses_of[ARGV[i]], kept[ARGV[i]] = tonumber(known), ARGV[i + 3] == '1'
+  groups[#groups + 1] = {id = group, env = env, before = tonumber(known)}
+  kept[group] = keeps == '1'
 end
 if #gone > 0 then
   table.insert(gone, 1, 'GONE')
   return gone
 end
 
+-- One command takes many words, but a script cannot unpack more than some thousands.
+local function in_batches(command, key, words)
+  for i = 1, #words, 1000 do redis.call(command, key, unpack(words, i, math.min(i + 999, #words))) end
+end
+local function add(words, score, member)
+  words[#words + 1] = score
+  words[#words + 1] = member
+end
+
 -- From here on only writes. XDEL goes first: it frees memory before anything is added.
+local ids = {}
+for i = 1, #entries do ids[i] = entries[i].id end
+in_batches('XDEL', pool_key, ids)
 for i = 1, #entries do
-  redis.call('XDEL', pool_key, entries[i].id)
   redis.call('PERSIST', entries[i].key)  -- it has no time to live since PUSH, unless somebody gave it one
 end
 
 local newest = redis.call('ZREVRANGE', closed_key, 0, 0, 'WITHSCORES')
 local closed_at = string.format('%.0f', math.max(now, tonumber(newest[2] or '0')))
-local order, packed = {}, {}
+local order, packed, closed, garbage = {}, {}, {}, {}
 local function account(env)
   if not packed[env] then
     packed[env] = {0, 0, 0}
@@ -111,38 +115,44 @@ end
 for i = 1, #entries do
   local use = entries[i]
   if use.is_again then
-    redis.pcall('HINCRBY', ledger_key, use.env .. ':reused:rollouts', use.packed_rollouts)
-    redis.pcall('HINCRBY', ledger_key, use.env .. ':reused:tokens', use.packed_tokens)
+    redis.pcall('HINCRBY', ledger_key, use.fate .. 'reused:rollouts', use.packed_rollouts)
+    redis.pcall('HINCRBY', ledger_key, use.fate .. 'reused:tokens', use.packed_tokens)
   else
     local sums = account(use.env)
     sums[1], sums[2] = sums[1] + use.packed_rollouts, sums[2] + use.packed_tokens
   end
-  for k = 1, #use.dropped do
-    local fate = use.env .. ':dropped:' .. use.dropped[k][1]
-    redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', use.dropped[k][2])
-    redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', use.dropped[k][3])
+  for reason, rollouts, tokens in string.gmatch(use.dropped, of_reason) do
+    local fate = use.fate .. 'dropped:' .. reason
+    redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', rollouts)
+    redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', tokens)
   end
   local field = (use.group or '') .. ' ' .. use.id
   if kept[use.group] then
-    if use.record then redis.call('HSET', reuse_key, field, use.record) end
+    local entry = use.entry
+    if entry then
+      local record = {entry.env, entry.key, entry.rollouts, entry.tokens, entry.metadata or ''}
+      redis.call('HSET', reuse_key, field, table.concat(record, ' '))
+    end
   else
     if use.is_again then redis.call('HDEL', reuse_key, field) end
-    redis.call('ZADD', garbage_key, number, use.key)
+    add(garbage, number, use.key)
   end
 end
-for i = first, first + 4 * (groups - 1), 4 do
-  redis.call('ZADD', closed_key, closed_at, ARGV[i])
-  local before = uses_of[ARGV[i]]
-  if before == 0 then
-    local sums = account(ARGV[i + 1])
+for i = 1, #groups do
+  local group = groups[i]
+  add(closed, closed_at, group.id)
+  if group.before == 0 then
+    local sums = account(group.env)
     sums[3] = sums[3] + 1
   end
-  if kept[ARGV[i]] then
-    redis.call('HSET', reuse_key, ARGV[i], string.format('%.0f %.0f', before + 1, step))
-  elseif before > 0 then
-    redis.call('HDEL', reuse_key, ARGV[i])
+  if kept[group.id] then
+    redis.call('HSET', reuse_key, group.id, string.format('%.0f %.0f', group.before + 1, step))
+  elseif group.before > 0 then
+    redis.call('HDEL', reuse_key, group.id)
   end
 end
+in_batches('ZADD', garbage_key, garbage)
+in_batches('ZADD', closed_key, closed)
 -- The totals stand beside the header in plain text, so that REPORT and VOID move them without reading the header.
 local totals = {}
 for i = 1, #order do
@@ -154,7 +164,7 @@ for i = 1, #order do
 end
 redis.call('XADD', steps_key, number .. '-0', 'header', new_header, 'digest', digest, 'at', clock,
   'packed', table.concat(totals, ' '))
-for r = 1, parts do redis.call('XADD', steps_key, number .. '-' .. r, 'part', ARGV[14 + r]) end
+for r = 1, #ARGV - 15 do redis.call('XADD', steps_key, number .. '-' .. r, 'part', ARGV[15 + r]) end
 redis.call('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', history_line)
 redis.call('XADD', summary_key, 'MAXLEN', '~', summary_kept, '*', 'record', summary_line)
 redis.call('SET', state_key, new_state)

@@ -10,6 +10,8 @@ from store_runs import Run, changed, plan_of
 
 from rlbuffer.errors import LeaseLost, NotFound, RlbufferError, StepRetired
 from rlbuffer.records.step_plan import EntryUse
+from rlbuffer.testing import make_group
+from rlbuffer.wire import payload
 
 pytest_plugins = ("store_fixtures",)
 
@@ -218,6 +220,25 @@ def test_drop_of_more_entries_than_one_call_takes_is_carried_out_whole(run):
     assert run.pool() == []
     assert run.store.ledger().envs["a"].dropped == {"small": (1003, 2006)}
     assert [r["rollouts"] for r in run.store.history()] == [1003]
+
+
+def test_commit_of_more_groups_than_one_command_takes_consumes_them_all(run):
+    run.lead()
+    infos = [make_group(env="a", size=1, group_id=f"a.{i}").info() for i in range(1003)]
+    with run.client.pipeline(transaction=False) as pipe:
+        for info in infos:
+            entry = {"env": "a", "group": info.group_id, "key": "u.1", "rollouts": 1, "tokens": info.tokens}
+            pipe.xadd(run.store.keys.pool, entry | {"metadata": payload.encode_info(info)})
+        pipe.execute()
+    entries = run.store.read_pool(count=2000)
+    groups = [info.group_id for info in infos]
+    assert [entry.group_id for entry in entries] == groups
+    assert run.commit(entries=entries)[0] == "ok"
+    assert run.pool() == []
+    assert sorted(run.store.closed_groups()) == sorted(groups)
+    garbage = run.client.zrange(run.store.keys.garbage, 0, -1, withscores=True)
+    assert sorted(garbage) == sorted([run.store.keys.payload(g, "u.1").encode(), 1.0] for g in groups)
+    assert run.store.ledger().envs["a"].packed[0] == 1003
 
 
 def test_pin_names_what_is_missing_or_of_another_size(run):
