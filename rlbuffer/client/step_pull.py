@@ -18,13 +18,15 @@ from rlbuffer.packing.arena import Arena
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.further_columns import ColumnSpec, column_spec
 from rlbuffer.packing.planner import redeal
-from rlbuffer.records.micro_batch import Sample, Step
+from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
+from rlbuffer.records.rollout import Rollout, RolloutArrays
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Normalizers, Plan
-from rlbuffer.store.payloads import Trainable, read_rollouts
+from rlbuffer.store.payloads import Trainable, decoded, read_views
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout
 from rlbuffer.wire import payload
+from rlbuffer.wire.views import in_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +97,33 @@ class StepPull:
             name: column_spec(name) or ColumnSpec(fill=0, dtype=np.dtype(dtype), shape=shape)
             for name, (dtype, shape) in header.columns.items()
         }
-        items, damaged = self._items(part.rollouts, schema, header)
+        refs = part.rollouts
+        answers = self._answers(refs)
+        outcomes = list(read_views(self._store, refs, schema, self._can))
+        items = [_item(*pair, header, answers) for pair in zip(refs, outcomes, strict=True)]
         normalizers = Normalizers(**header.normalizers)
         with self._assembling:
-            micro_batches = assemble(
-                part.rows,
-                items,
-                row_tokens=part.row_tokens,
-                normalizers=normalizers,
-                pad_token_id=self._pad_token_id,
-                pad_to_multiple_of=self._pad_to_multiple_of,
-                arena=self._arena,
-                schema=schema,
-            )
+
+            def assembled() -> tuple[MicroBatch, ...]:
+                return assemble(
+                    part.rows,
+                    items,
+                    row_tokens=part.row_tokens,
+                    normalizers=normalizers,
+                    pad_token_id=self._pad_token_id,
+                    pad_to_multiple_of=self._pad_to_multiple_of,
+                    arena=self._arena,
+                    schema=schema,
+                )
+
+            micro_batches = assembled()
+            if doubtful := self._out_of_range(part, outcomes, micro_batches):
+                del micro_batches  # the arena's memory
+                for i, data in doubtful.items():
+                    outcomes[i] = decoded(refs[i], data, schema, self._can)
+                    items[i] = _item(refs[i], outcomes[i], header, answers)
+                micro_batches = assembled()
+        damaged = [(ref, wrong) for ref, wrong in zip(refs, outcomes, strict=True) if isinstance(wrong, str)]
         step = Step(
             number=header.step,
             epoch=header.epoch,
@@ -123,38 +139,22 @@ class StepPull:
         )
         return step, damaged
 
-    def _items(
-        self, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec], header: StepHeader
-    ) -> tuple[list[PackItem], list[tuple[PartRollout, str]]]:
-        """Every rollout, and those that are missing, damaged or not to be trained here, with what is wrong: they
-        become masked padding."""
-        answers = self._answers(refs)
-        items: list[PackItem] = []
-        damaged: list[tuple[PartRollout, str]] = []
-        for ref, outcome in read_rollouts(self._store, refs, schema, self._can):
-            info = ref.info
-            rollout = None if isinstance(outcome, str) else outcome
-            if isinstance(outcome, str):
-                damaged.append((ref, outcome))
-            elif header.masks(info):
-                rollout = replace(outcome, loss_mask=np.zeros_like(outcome.loss_mask))
-            sample = Sample(
-                rollout_id=info.rollout_id,
-                group_id=ref.group_id,
-                env=ref.env,
-                reward=info.reward,
-                rewards=info.rewards,
-                advantage=ref.advantage,
-                policy_versions=(info.min_version, info.max_version),
-                answer=answers.get(ref.payload_key),
-                prompt_tokens=info.prompt_tokens,
-                length=info.length,
-                adapter=ref.adapter,
-                is_truncated=info.is_truncated,
-                attachments={} if rollout is None else rollout.attachments,
-            )
-            items.append(PackItem(rollout=rollout, length=info.length, sample=sample, adapter=ref.adapter))
-        return items, damaged
+    def _out_of_range(
+        self, part: Part, outcomes: Sequence[RolloutArrays | Rollout | str], micro_batches: Sequence[MicroBatch]
+    ) -> dict[int, bytes]:
+        """Index -> payload of the rollouts that have a token or logprob that cannot be trained.
+
+        Each by its own values, whatever it shares a micro-batch with: rows that are dealt again give the same."""
+        size = self._can.vocabulary
+        payloads = {}
+        for rows, micro_batch in zip(part.rows, micro_batches, strict=True):
+            if in_range(micro_batch.input_ids, micro_batch.logprobs, size):
+                continue
+            for i in (i for row in rows for i in row):
+                views = outcomes[i]
+                if isinstance(views, RolloutArrays) and not in_range(views.tokens, views.logprobs, size):
+                    payloads[i] = views.payload
+        return payloads
 
     def _answers(self, refs: Sequence[PartRollout]) -> dict[str, Any]:
         keys = list(dict.fromkeys(ref.payload_key for ref in refs))
@@ -167,3 +167,33 @@ class StepPull:
                     # Nothing trains on an answer: a damaged one is shown as missing, as the group's view does.
                     answers[key] = None
         return answers
+
+
+def _item(
+    ref: PartRollout, outcome: RolloutArrays | Rollout | str, header: StepHeader, answers: Mapping[str, Any]
+) -> PackItem:
+    """One that is missing, damaged or not to be trained here becomes masked padding."""
+    info = ref.info
+    rollout = None if isinstance(outcome, str) else outcome
+    if rollout is not None and header.masks(info):
+        untrained = np.zeros_like(rollout.loss_mask)
+        if isinstance(rollout, RolloutArrays):
+            rollout = rollout._replace(loss_mask=untrained)
+        else:
+            rollout = replace(rollout, loss_mask=untrained)
+    sample = Sample(
+        rollout_id=info.rollout_id,
+        group_id=ref.group_id,
+        env=ref.env,
+        reward=info.reward,
+        rewards=info.rewards,
+        advantage=ref.advantage,
+        policy_versions=(info.min_version, info.max_version),
+        answer=answers.get(ref.payload_key),
+        prompt_tokens=info.prompt_tokens,
+        length=info.length,
+        adapter=ref.adapter,
+        is_truncated=info.is_truncated,
+        attachments={} if rollout is None else rollout.attachments,
+    )
+    return PackItem(rollout=rollout, length=info.length, sample=sample, adapter=ref.adapter)

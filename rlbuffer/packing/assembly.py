@@ -23,7 +23,7 @@ from rlbuffer.errors import PackingError
 from rlbuffer.packing.arena import Allocate, Arena, aligned
 from rlbuffer.packing.further_columns import ColumnSpec, common_spec, shown_kind
 from rlbuffer.records.micro_batch import MicroBatch, Sample
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import Rollout, RolloutArrays
 from rlbuffer.records.step_plan import Normalizers, Row
 
 DUMMY_TOKENS = 8
@@ -50,7 +50,7 @@ FIXED_COLUMNS: tuple[tuple[str, Any], ...] = (
 class PackItem:
     """One rollout as assembly takes it."""
 
-    rollout: Rollout | None
+    rollout: Rollout | RolloutArrays | None
     """None when it is missing or damaged: masked padding of the planned length takes its place."""
     length: int
     """Tokens, as planned."""
@@ -140,7 +140,7 @@ class _Segments:
     """The segments of one micro-batch, in order; padding has no rollout and no owner."""
 
     lengths: list[int] = field(default_factory=list)
-    rollouts: list[Rollout | None] = field(default_factory=list)
+    rollouts: list[Rollout | RolloutArrays | None] = field(default_factory=list)
     """None: masked, either padding or a damaged rollout."""
     owners: list[int] = field(default_factory=list)
     """Index into `samples`, -1 for padding."""
@@ -148,7 +148,7 @@ class _Segments:
     adapter_tokens: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
 
-    def add(self, length: int, rollout: Rollout | None, owner: int) -> None:
+    def add(self, length: int, rollout: Rollout | RolloutArrays | None, owner: int) -> None:
         self.lengths.append(length)
         self.rollouts.append(rollout)
         self.owners.append(owner)
@@ -252,7 +252,7 @@ def _write(slab: Sequence[_Segments], layout: _Layout, arena: Arena | None) -> l
 
 
 def _lacking(
-    rollouts: Sequence[Rollout | None], names: Iterable[str], lengths: NDArray[np.int64]
+    rollouts: Sequence[Rollout | RolloutArrays | None], names: Iterable[str], lengths: NDArray[np.int64]
 ) -> dict[str, NDArray[np.bool_]]:
     """Column -> [T] bool, of those that some rollout came without; one that is missing itself lacks nothing."""
     out = {}
@@ -306,7 +306,9 @@ def _per_rollout(arrays: Mapping[str, NDArray[Any]], slab: Sequence[_Segments], 
     np.add(advantages, np.float32(0), out=advantages)  # a negative advantage times an untrained token is -0.0
 
 
-def _versions(out: NDArray[np.int64], rollouts: Sequence[Rollout | None], lengths: Sequence[int]) -> None:
+def _versions(
+    out: NDArray[np.int64], rollouts: Sequence[Rollout | RolloutArrays | None], lengths: Sequence[int]
+) -> None:
     """The policy version that sampled each token; -1 where none did."""
     out.fill(-1)
     start = 0
@@ -320,7 +322,7 @@ def _targets(
     out: NDArray[np.int64],
     input_ids: NDArray[np.int32],
     ends: NDArray[np.int64],
-    rollouts: Sequence[Rollout | None],
+    rollouts: Sequence[Rollout | RolloutArrays | None],
     ignore_index: int,
 ) -> None:
     """The next token inside the same rollout; `ignore_index` at each end and where there is no rollout."""

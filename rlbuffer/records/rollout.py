@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -114,18 +114,18 @@ class Rollout:
             raise InvalidRollout("column tokens: empty")
         if int(self.tokens.min()) < 0:
             raise InvalidRollout(f"column tokens: negative token id at position {int(np.argmax(self.tokens < 0))}")
-        columns = _arrays("column", self.columns)
+        columns = as_arrays("column", self.columns)
         for name, array in (("loss_mask", self.loss_mask), ("logprobs", self.logprobs), *columns.items()):
             if array.ndim == 0 or len(array) != length:
                 shape = list(array.shape)
                 raise InvalidRollout(f"column {name}: {shape} rows do not match {length} tokens")
         for name, array in (("logprobs", self.logprobs), *columns.items()):
             if name.endswith("logprobs"):
-                _refuse_above_0(name, array)
+                refuse_above_0(name, array)
         if self.loss_mask[0]:
             raise InvalidRollout("column loss_mask: the first token cannot be trained")
         put(self, "columns", MappingProxyType(columns))
-        put(self, "attachments", MappingProxyType(_arrays("attachment", self.attachments)))
+        put(self, "attachments", MappingProxyType(as_arrays("attachment", self.attachments)))
         if self.reward is not None:
             put(self, "reward", as_number("reward", self.reward))
         put(self, "rewards", _named_values("rewards", self.rewards, as_number))
@@ -244,7 +244,32 @@ class Rollout:
         return rebuilt, (type(self), field_values(self))
 
 
-def _refuse_above_0(name: str, array: NDArray[Any]) -> None:
+class RolloutArrays(NamedTuple):
+    """The part of a stored rollout that is trained: views of its payload, without what only people look at."""
+
+    tokens: NDArray[np.int32]
+    """[T] int32, as in :class:`Rollout`."""
+    loss_mask: NDArray[np.bool_]
+    """[T] bool."""
+    logprobs: NDArray[np.float32]
+    """[T] float32."""
+    version_spans: tuple[VersionSpan, ...]
+    """Policy version that sampled each range of tokens."""
+    columns: Mapping[str, NDArray[Any]]
+    """Further quantities per token."""
+    attachments: Mapping[str, NDArray[Any]]
+    """Named arrays that are not per token."""
+    payload: bytes
+    """The received bytes; :func:`rlbuffer.wire.payload.decode_rollout` makes the whole rollout of them."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens T."""
+        return len(self.tokens)
+
+
+def refuse_above_0(name: str, array: NDArray[Any]) -> None:
+    """Raises InvalidRollout when a logprob is above 0 by more than :data:`MAX_LOGPROB`."""
     above = array > MAX_LOGPROB
     if above.any():
         at = tuple(int(index) for index in np.argwhere(above)[0])
@@ -267,7 +292,8 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return joined
 
 
-def _arrays(kind: str, values: Any) -> dict[str, NDArray[Any]]:
+def as_arrays(kind: str, values: Any) -> dict[str, NDArray[Any]]:
+    """Checked columns, or attachments, by name. Raises InvalidRollout; `kind` is ``column`` or ``attachment``."""
     out = {}
     for name, array in as_mapping(f"{kind}s", values).items():
         if not isinstance(name, str) or not COLUMN_NAME.match(name) or (kind == "column" and name in REQUIRED_COLUMNS):

@@ -11,10 +11,11 @@ from typing import Any
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.further_columns import ColumnSpec, fits
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import Rollout, RolloutArrays
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout
 from rlbuffer.wire import payload
+from rlbuffer.wire.views import view_rollout
 
 FETCH_BYTES = 64 * 2**20
 """Payload bytes asked for in one call."""
@@ -55,12 +56,33 @@ def read_rollouts(
 
     `schema`: the further columns of its step.
     """
+    for ref, data in _read(store, refs):
+        yield ref, decoded(ref, data, schema, can)
+
+
+def read_views(
+    store: Store, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec], can: Trainable
+) -> Iterator[RolloutArrays | Rollout | str]:
+    """Each rollout for assembly: only its arrays where it is what its push announced, else as by :func:`read_rollouts`.
+
+    The ranges of tokens and logprobs are left to :func:`~rlbuffer.wire.views.in_range`, over each micro-batch;
+    :func:`decoded` then says what is wrong with a rollout that is out of them.
+    """
+    for ref, data in _read(store, refs):
+        views = None if data is None or (ref.adapter and not can.adapters) else view_rollout(data, ref.info)
+        if views is None or not fits(views, schema) or any(name not in views.columns for name in can.columns):
+            yield decoded(ref, data, schema, can)
+        else:
+            yield views
+
+
+def _read(store: Store, refs: Sequence[PartRollout]) -> Iterator[tuple[PartRollout, bytes | None]]:
     for chunk in _chunks(refs):
-        for ref, data in zip(chunk, store.read_payloads(chunk), strict=True):
-            yield ref, _rollout(ref, data, schema, can)
+        yield from zip(chunk, store.read_payloads(chunk), strict=True)
 
 
-def _rollout(ref: PartRollout, data: bytes | None, schema: Mapping[str, ColumnSpec], can: Trainable) -> Rollout | str:
+def decoded(ref: PartRollout, data: bytes | None, schema: Mapping[str, ColumnSpec], can: Trainable) -> Rollout | str:
+    """A payload, whole and verified; what is wrong with it where it cannot be trained."""
     if data is None:
         return "its payload is missing"
     if ref.adapter and not can.adapters:

@@ -7,6 +7,7 @@ ever written here, so none is read: what comes back is what :func:`rlbuffer.reco
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -56,20 +57,35 @@ def loads(data: bytes | memoryview, *, limit: int, max_items: int = MAX_MESSAGE_
         raise PayloadError(f"msgpack of {len(data)} bytes is above the limit of {limit}")
     most = min(len(data), max_items)
     try:
-        value = msgpack.unpackb(
-            data,
-            raw=False,
-            strict_map_key=True,
-            object_pairs_hook=without_duplicates,
-            ext_hook=_no_extension,
-            max_ext_len=0,
-            max_array_len=most,
-            max_map_len=most,
-        )
-    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        value = msgpack.unpackb(data, **_STRICT, max_array_len=most, max_map_len=most)
+    except _FAULTS as error:
         raise PayloadError(f"malformed msgpack: {str(error) or type(error).__name__}") from None
     check(value)
     return value
+
+
+def picked(data: bytes | memoryview, places: Sequence[int], *, items: int, max_items: int) -> list[Any]:
+    """The items at `places`, in ascending order, of a packed list of `items`; the others become no objects.
+
+    Raises:
+        PayloadError: another list, or what :func:`loads` refuses in an item that is asked for.
+    """
+    most = min(len(data), max_items)
+    out: list[Any] = []
+    try:
+        unpacker = msgpack.Unpacker(**_STRICT, max_array_len=most, max_map_len=most)
+        unpacker.feed(data)
+        if unpacker.read_array_header() != items:
+            raise ValueError("a list of another length")
+        for place in range(places[-1] + 1):
+            if place in places:
+                out.append(unpacker.unpack())
+            else:
+                unpacker.skip()
+    except _FAULTS as error:
+        raise PayloadError(f"malformed msgpack: {str(error) or type(error).__name__}") from None
+    check(out)
+    return out
 
 
 def check(value: Any) -> None:
@@ -91,6 +107,16 @@ def without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
 
 def _no_extension(code: int, data: bytes) -> Any:
     raise ValueError(f"extension type {code}")
+
+
+_STRICT: dict[str, Any] = {
+    "raw": False,
+    "strict_map_key": True,
+    "object_pairs_hook": without_duplicates,
+    "ext_hook": _no_extension,
+    "max_ext_len": 0,
+}
+_FAULTS = (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException)
 
 
 def _check(container: list[Any] | dict[Any, Any], level: int) -> None:

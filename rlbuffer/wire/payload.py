@@ -16,22 +16,21 @@ metadata travel as a payload of their own (magic "RLBG").
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.checks import MAX_ITEMS
-from rlbuffer.records.columns import MAX_ARRAYS, MAX_DIMENSIONS, REQUIRED_COLUMNS
+from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn
+from rlbuffer.wire.arrays import ARRAY_ALIGNMENT, DTYPES, Cursor, Details, as_count, further_tables
 from rlbuffer.wire.bounded_msgpack import check as check
 from rlbuffer.wire.bounded_msgpack import dumps as dumps
 from rlbuffer.wire.bounded_msgpack import loads as loads
@@ -50,8 +49,9 @@ PAYLOAD_FORMAT = 1
 _HEADER = struct.Struct("<4sHHIIII")
 _ROLLOUT, _GROUP = b"RLBR", b"RLBG"
 _CHECKSUM_AT = _HEADER.size - 4
-_ALIGNMENT = 8
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
+HEADER_BYTES = _HEADER.size
+"""Bytes before the details."""
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +124,9 @@ def _encoded(rollout: Rollout, arrays: Sequence[NDArray[Any]]) -> bytes:
     chunks: list[Any] = [details]
     at = _HEADER.size + len(details)
     for part in parts:
-        if gap := -at % _ALIGNMENT:
-            chunks.append(bytes(gap))
-        chunks.append(part)
-        at += gap + part.nbytes
+        gap = -at % ARRAY_ALIGNMENT
+        chunks += [bytes(gap), part]
+        at += gap + (len(part) if isinstance(part, bytes) else part.nbytes)
     if at > MAX_PAYLOAD_BYTES:
         raise giant(rollout, arrays, at)
     return _framed(_ROLLOUT, len(arrays), len(details), rollout.length, at, chunks)
@@ -143,7 +142,8 @@ def decode_rollout(data: bytes, *, expected: RolloutInfo | None = None) -> Rollo
         PayloadError: not a payload of this format, damaged, above 64 MiB, a record that breaks its own rules, or
             another rollout than expected.
     """
-    count, details, tokens, at = _unframed(data, _ROLLOUT)
+    count, tokens, at = unframed(data)
+    details = _details(data, at)
     if expected is not None and expected.size:  # 0: described before it was encoded
         size, checksum = len(data), payload_checksum(data)
         if (size, checksum) != (expected.size, expected.checksum):
@@ -182,7 +182,8 @@ def decode_group_payload(data: bytes) -> tuple[Any, dict[str, Any]]:
     Raises:
         PayloadError: not a group payload of this format, or damaged.
     """
-    count, details, tokens, at = _unframed(data, _GROUP)
+    count, tokens, at = unframed(data, _GROUP)
+    details = _details(data, at)
     if count or tokens or at != len(data):
         raise PayloadError("invalid group payload: bytes after the details")
     if not isinstance(details, list) or len(details) != 2 or not isinstance(details[1], dict):
@@ -198,8 +199,12 @@ def _framed(magic: bytes, arrays: int, details: int, tokens: int, total: int, ch
     return b"".join([header, struct.pack("<I", checksum), *chunks])
 
 
-def _unframed(data: bytes, magic: bytes) -> tuple[int, Any, int, int]:
-    """(arrays, details, tokens, offset behind the details) of a payload whose checksum holds."""
+def unframed(data: bytes, magic: bytes = _ROLLOUT) -> tuple[int, int, int]:
+    """(arrays, tokens, offset behind the details) of a payload whose checksum holds.
+
+    Raises:
+        PayloadError: not a payload of this kind and format, damaged, or above 64 MiB.
+    """
     if not isinstance(data, bytes):
         raise PayloadError(f"expected bytes, got {type(data).__name__}")
     if len(data) < _HEADER.size:
@@ -220,63 +225,24 @@ def _unframed(data: bytes, magic: bytes) -> tuple[int, Any, int, int]:
     at = _HEADER.size + details_bytes
     if at > total:
         raise PayloadError(f"details of {details_bytes} bytes do not fit a payload of {total}")
-    return arrays, loads(view[_HEADER.size : at], limit=MAX_DETAILS_BYTES, max_items=MAX_ITEMS), tokens, at
+    return arrays, tokens, at
 
 
-class _Cursor:
-    """Walks the arrays behind the details; knows what is left, so that no shape can ask for more."""
-
-    def __init__(self, data: bytes, at: int) -> None:
-        self.data = data
-        self.at = at
-
-    def skip(self, size: int) -> int:
-        start = self.at + (-self.at % _ALIGNMENT)
-        if start + size > len(self.data):
-            raise PayloadError(f"payload is too short: {size} bytes at {start} of {len(self.data)}")
-        if any(self.data[self.at : start]):
-            raise PayloadError(f"payload has bytes between its arrays at {self.at}")
-        self.at = start + size
-        return start
-
-    def array(self, dtype: np.dtype[Any], shape: Sequence[int]) -> NDArray[Any]:
-        count = math.prod(shape)
-        start = self.skip(count * dtype.itemsize)
-        if count == 0:
-            return np.zeros(shape, dtype)
-        return np.frombuffer(self.data, dtype, count, start).reshape(shape)
-
-
-class _Details(NamedTuple):
-    """The details list in order; :func:`encode_rollout` writes it."""
-
-    rollout_id: Any
-    reward: Any
-    rewards: Any
-    successes: Any
-    finish_reason: Any
-    is_truncated: Any
-    spans: Any
-    turns: Any
-    columns: Any
-    attachments: Any
-    text_bytes: Any
-    metadata: Any
+def _details(data: bytes, end: int) -> Any:
+    return loads(memoryview(data)[_HEADER.size : end], limit=MAX_DETAILS_BYTES, max_items=MAX_ITEMS)
 
 
 def _rollout(data: bytes, count: int, details: Any, tokens: int, at: int) -> Rollout:
-    if not isinstance(details, list) or len(details) != len(_Details._fields):
+    if not isinstance(details, list) or len(details) != len(Details._fields):
         raise PayloadError("invalid rollout payload: details are not the list of this format")
-    d = _Details(*details)
-    tables = [_table("columns", d.columns, (tokens,)), _table("attachments", d.attachments, ())]
-    if count != len(REQUIRED_COLUMNS) + sum(len(table) for table in tables):
-        raise PayloadError(f"invalid rollout payload: {count} arrays in the header, others in the table")
-    cursor = _Cursor(data, at)
+    d = Details(*details)
+    tables = further_tables(d.columns, d.attachments, count, tokens)
+    cursor = Cursor(data, at)
     required = {name: cursor.array(dtype, (tokens,)) for name, dtype in REQUIRED_COLUMNS.items()}
     columns, attachments = ({k: cursor.array(*v) for k, v in table.items()} for table in tables)
     text = None
     if d.text_bytes is not None:
-        size = _count("text", d.text_bytes)
+        size = as_count("text", d.text_bytes)
         start = cursor.skip(size)
         text = data[start : start + size].decode()
     if cursor.at != len(data):
@@ -302,27 +268,32 @@ def _rollout(data: bytes, count: int, details: Any, tokens: int, at: int) -> Rol
     )
 
 
-def _table(name: str, rows: Any, leading: tuple[int, ...]) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-    if not isinstance(rows, list) or len(rows) > MAX_ARRAYS:
-        raise PayloadError(f"invalid rollout payload: table of {name}")
-    table: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
-    for row in rows:
-        if not isinstance(row, list) or len(row) < 2 or not all(isinstance(x, str) for x in row[:2]):
-            raise PayloadError(f"invalid rollout payload: table of {name}")
-        dtype = _DTYPES.get(row[1])
-        if dtype is None:
-            raise PayloadError(f"invalid rollout payload: {row[0]!r} has the unknown dtype {row[1]!r}")
-        shape = leading + tuple(_count(row[0], n) for n in row[2:])
-        if row[0] in table or len(shape) > MAX_DIMENSIONS:
-            raise PayloadError(f"invalid rollout payload: table of {name}")
-        table[row[0]] = dtype, shape
-    return table
+def _arrays_of(rollout: Rollout) -> dict[str, NDArray[Any]]:
+    """Every array in wire order. Keys are for messages: a column and an attachment may share a name."""
+    required = {name: getattr(rollout, name) for name in REQUIRED_COLUMNS}
+    attachments = {f"attachment {name}": array for name, array in rollout.attachments.items()}
+    return required | dict(rollout.columns) | attachments
 
 
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_PAYLOAD_BYTES:
-        raise PayloadError(f"invalid rollout payload: {name!r} has the size {value!r}")
-    return value
+def _refuse_giant(rollout: Rollout) -> None:
+    """Refuses what is too large before anything of it is copied."""
+    arrays = _arrays_of(rollout)
+    size = _HEADER.size + sum(a.nbytes for a in arrays.values()) + len(rollout.text or "")
+    if size > MAX_PAYLOAD_BYTES:
+        raise _giant(rollout, size)
+    for name, array in arrays.items():
+        # An array of no bytes, because another dimension is 0, is still more than a decoder believes.
+        if any(n > MAX_PAYLOAD_BYTES for n in array.shape):
+            raise InvalidRollout(f"rollout {rollout.rollout_id}: {name} has the shape {list(array.shape)}")
+
+
+def _giant(rollout: Rollout, size: int) -> InvalidRollout:
+    parts = {name: array.nbytes for name, array in _arrays_of(rollout).items()} | {"text": len(rollout.text or "")}
+    largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    return InvalidRollout(
+        f"rollout {rollout.rollout_id}: payload of {size} bytes is above the limit of {MAX_PAYLOAD_BYTES} (64 MiB); "
+        f"the largest parts: {', '.join(f'{name} {n}' for name, n in largest)}"
+    )
 
 
 _COMPARED: tuple[tuple[str, Callable[[Rollout], Any], Callable[[RolloutInfo], Any]], ...] = (

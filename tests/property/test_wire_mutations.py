@@ -21,7 +21,14 @@ from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.testing import make_group
 from rlbuffer.wire.metadata import decode_info, encode_info
 from rlbuffer.wire.metadata_pages import decode_infos
-from rlbuffer.wire.payload import decode_group_payload, decode_rollout, encode_push, encode_rollout
+from rlbuffer.wire.payload import (
+    decode_group_payload,
+    decode_rollout,
+    encode_push,
+    encode_rollout,
+    payload_checksum,
+)
+from rlbuffer.wire.views import in_range, view_rollout
 
 HEADER = struct.Struct("<4sHHIIII")
 MUTATIONS = 10_000
@@ -338,6 +345,59 @@ def tampered_map(rng: random.Random, whole: tuple[bytes, ...]) -> bytes:
     if isinstance(values, dict) and "checksum" in values:
         values["checksum"] = 0xFFFFFFFF
     return resealed_map(packed(values))
+
+
+def test_a_payload_is_viewed_only_as_its_push_announced_it() -> None:
+    push = encode_push(rich_group())
+    known = dict(zip(push.payloads, push.info.rollouts, strict=True))
+    for data, info in known.items():
+        assert view_rollout(data, info) is not None
+        assert all(view_rollout(data, other) is None for other in known.values() if other is not info)
+    rng = random.Random(7)
+    for i in range(MUTATIONS):
+        data, other = rng.sample(push.payloads, 2)
+        wounded = mutated(rng, data, other)
+        for claimed in (wounded, resealed(wounded)):
+            assert claimed == data or view_rollout(claimed, known[data]) is None, f"mutation {i} was viewed"
+
+
+def test_the_arrays_of_a_payload_whose_metadata_lie_with_it_break_no_rule() -> None:
+    """Whoever writes a payload writes its metadata. What of it would be trained is a rollout, or nothing is."""
+    push = encode_push(rich_group())
+    known = dict(zip(push.payloads, push.info.rollouts, strict=True))
+    rng, viewed, doubted, lenient = random.Random(8), 0, 0, 0
+    for i in range(MUTATIONS):
+        data, other = rng.sample(push.payloads, 2)
+        if i % 2:
+            wounded = resealed(mutated(rng, data, other), length=i % 4 == 1)
+        else:
+            size = HEADER.unpack_from(data)[3]
+            details = msgpack.unpackb(data[HEADER.size : HEADER.size + size], strict_map_key=False)
+            wounded = with_details(data, packed(tampered(rng, details)))
+        info = replace(known[data], size=len(wounded), checksum=payload_checksum(wounded))
+        views = view_rollout(wounded, info)
+        try:
+            whole: Rollout | None = decode_rollout(wounded, expected=info)
+        except PayloadError:
+            whole = None
+        if views is None or not in_range(views.tokens, views.logprobs, None):
+            assert whole is None, f"mutation {i} is sound, and was not viewed"
+            doubted += 1
+            continue
+        viewed += 1
+        lenient += whole is None  # only what people look at is wrong with it
+        arrays = {name: getattr(views, name) for name in TRAINED}
+        trained = Rollout(rollout_id="", reward=info.reward, rewards=info.rewards, **arrays)
+        assert whole is None or trained == Rollout(
+            rollout_id="", reward=whole.reward, rewards=whole.rewards, **{k: getattr(whole, k) for k in TRAINED}
+        )
+        for name in ("length", "prompt_tokens", "loss_tokens"):
+            assert getattr(trained, name) == getattr(info, name)
+        assert (trained.min_policy_version, trained.max_policy_version) == (info.min_version, info.max_version)
+    assert min(viewed, doubted, lenient) > 100
+
+
+TRAINED = ("tokens", "loss_mask", "logprobs", "version_spans", "columns", "attachments")
 
 
 def _judge(

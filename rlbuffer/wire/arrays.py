@@ -1,0 +1,96 @@
+"""The arrays of a payload: the table that describes them, and where each lies behind the details."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.errors import PayloadError
+from rlbuffer.records.columns import COLUMN_DTYPES, MAX_ARRAYS, MAX_DIMENSIONS, REQUIRED_COLUMNS
+from rlbuffer.wire.metadata import MAX_PAYLOAD_BYTES
+
+ARRAY_ALIGNMENT = 8
+"""Bytes: every array, and the text, begins at a multiple."""
+DTYPES = {dtype.str.lstrip("<|"): dtype for dtype in COLUMN_DTYPES}
+"""Name of a dtype in a table -> the dtype."""
+_Table = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
+
+
+class Details(NamedTuple):
+    """The details list in order; :func:`encode_rollout` writes it."""
+
+    rollout_id: Any
+    reward: Any
+    rewards: Any
+    successes: Any
+    finish_reason: Any
+    is_truncated: Any
+    spans: Any
+    turns: Any
+    columns: Any
+    attachments: Any
+    text_bytes: Any
+    metadata: Any
+
+
+class Cursor:
+    """Walks the arrays behind the details; knows what is left, so that no shape can ask for more."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self.data = data
+        self.at = at
+
+    def skip(self, size: int) -> int:
+        start = self.at + (-self.at % ARRAY_ALIGNMENT)
+        if start + size > len(self.data):
+            raise PayloadError(f"payload is too short: {size} bytes at {start} of {len(self.data)}")
+        if any(self.data[self.at : start]):
+            raise PayloadError(f"payload has bytes between its arrays at {self.at}")
+        self.at = start + size
+        return start
+
+    def array(self, dtype: np.dtype[Any], shape: Sequence[int]) -> NDArray[Any]:
+        count = math.prod(shape)
+        start = self.skip(count * dtype.itemsize)
+        if count == 0:
+            return np.zeros(shape, dtype)
+        return np.frombuffer(self.data, dtype, count, start).reshape(shape)
+
+
+def further_tables(columns: Any, attachments: Any, count: int, tokens: int) -> tuple[_Table, _Table]:
+    """Name -> dtype and shape of the columns, and of the attachments, of a payload with `count` arrays in all.
+
+    Raises:
+        PayloadError: they are not tables of this format, or name another number of arrays.
+    """
+    tables = _table("columns", columns, (tokens,)), _table("attachments", attachments, ())
+    if count != len(REQUIRED_COLUMNS) + sum(len(table) for table in tables):
+        raise PayloadError(f"invalid rollout payload: {count} arrays in the header, others in the table")
+    return tables
+
+
+def _table(name: str, rows: Any, leading: tuple[int, ...]) -> _Table:
+    if not isinstance(rows, list) or len(rows) > MAX_ARRAYS:
+        raise PayloadError(f"invalid rollout payload: table of {name}")
+    table: _Table = {}
+    for row in rows:
+        if not isinstance(row, list) or len(row) < 2 or not all(isinstance(x, str) for x in row[:2]):
+            raise PayloadError(f"invalid rollout payload: table of {name}")
+        dtype = DTYPES.get(row[1])
+        if dtype is None:
+            raise PayloadError(f"invalid rollout payload: {row[0]!r} has the unknown dtype {row[1]!r}")
+        shape = leading + tuple(as_count(row[0], n) for n in row[2:])
+        if row[0] in table or len(shape) > MAX_DIMENSIONS:
+            raise PayloadError(f"invalid rollout payload: table of {name}")
+        table[row[0]] = dtype, shape
+    return table
+
+
+def as_count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_PAYLOAD_BYTES:
+        raise PayloadError(f"invalid rollout payload: {name!r} has the size {value!r}")
+    return value

@@ -1,0 +1,252 @@
+"""A pull takes the arrays out of payloads that are what their pushes announced, and decodes only what is in doubt."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from store_runs import Run
+
+import rlbuffer.client.step_pull
+from rlbuffer.client.reader import Reader
+from rlbuffer.records.group import Group
+from rlbuffer.records.micro_batch import Step, digest_step
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.records.step_plan import Plan
+from rlbuffer.store.payloads import Trainable, read_rollouts
+from rlbuffer.testing import make_group
+from rlbuffer.wire import payload
+
+pytest_plugins = ("store_fixtures",)
+HEADER_BYTES = 24
+Change = Callable[[Rollout], dict[str, Any]]
+
+
+def only_text(rollout: Rollout) -> dict[str, Any]:
+    return {"text": "wie viel ist π?", "metadata": {"tags": ["ä", None]}}
+
+
+def several_versions(rollout: Rollout) -> dict[str, Any]:
+    first = rollout.prompt_tokens
+    return {"version_spans": (VersionSpan(0, first, first + 2), VersionSpan(1, first + 2, rollout.length))}
+
+
+def several_turns(rollout: Rollout) -> dict[str, Any]:
+    """The last token of all is context again."""
+    mask = rollout.loss_mask & (np.arange(rollout.length) != rollout.length - 1)
+    end = rollout.length - 1
+    turns = tuple(Turn("user" if i % 2 else "tool", i, i + 1, 0.5, {"call": i}) for i in range(end))
+    spans = (VersionSpan(0, rollout.prompt_tokens, end),)
+    return {"loss_mask": mask, "logprobs": rollout.logprobs * mask, "turns": turns, "version_spans": spans}
+
+
+def nothing_trained(rollout: Rollout) -> dict[str, Any]:
+    return {"loss_mask": np.zeros(rollout.length, np.bool_)}
+
+
+def further_columns(rollout: Rollout) -> dict[str, Any]:
+    rng = np.random.default_rng(rollout.length)
+    return {
+        "columns": {
+            "advantages": rng.normal(size=rollout.length),
+            "ref_logprobs": -rng.random(rollout.length),
+            "experts": rng.integers(0, 9, (rollout.length, 2, 2), dtype=np.int16),
+        }
+    }
+
+
+def attachments(rollout: Rollout) -> dict[str, Any]:
+    return {"attachments": {"image": np.arange(6, dtype=np.uint8).reshape(3, 2), "none": np.zeros((0, 4))}}
+
+
+def cut_off(rollout: Rollout) -> dict[str, Any]:
+    return {"is_truncated": True, "finish_reason": "length"}
+
+
+SOUND: tuple[Change, ...] = (
+    lambda rollout: {},
+    only_text,
+    several_versions,
+    several_turns,
+    nothing_trained,
+    further_columns,
+    attachments,
+    cut_off,
+)
+
+
+def pushed(run: Run, change: Change, number: int) -> Group:
+    plain = make_group(env="a", seed=number, size=4, answer={"is": number})
+    group = replace(plain, rollouts=tuple(replace(r, **change(r)) for r in plain.rollouts))
+    run.sequence += 1
+    run.store.push(group, producer="w", incarnation="u", sequence=run.sequence, epoch=run.meta.epoch)
+    return group
+
+
+def committed(run: Run, **changes: Any) -> None:
+    """All that is pending as one step of one rank: micro-batches of two rows of two rollouts."""
+    run.lead()
+    rollouts = sum(entry.rollouts for entry in run.pool())
+    rows = tuple((((i, i + 1), (i + 2, i + 3)),) for i in range(0, rollouts, 4))
+    plan = Plan(rows=rows, world_size=1, row_tokens=64, rows_per_micro_batch=2)
+    assert run.commit(world_size=1, plan=plan, **changes)[0] == "ok"
+
+
+def pull(run: Run, *, can: Trainable | None = None) -> Step:
+    reader = run.closes(Reader(run.again(), rank=0, world_size=1, timeout_seconds=30, can=can or Trainable()))
+    return reader.pull(1)
+
+
+def pull_carefully(run: Run, patch: pytest.MonkeyPatch, *, can: Trainable | None = None) -> Step:
+    """As every rollout was pulled that is decoded whole."""
+
+    def careful(*arguments: Any) -> Iterator[Rollout | str]:
+        return (outcome for _, outcome in read_rollouts(*arguments))
+
+    with patch.context() as patched:
+        patched.setattr(rlbuffer.client.step_pull, "read_views", careful)
+        return pull(run, can=can)
+
+
+def assert_same(step: Step, other: Step) -> None:
+    assert step.damaged == other.damaged
+    assert digest_step(step) == digest_step(other)
+    assert [mb.samples for mb in step] == [mb.samples for mb in other]
+    for mine, theirs in zip(step, other, strict=True):
+        assert {k: v.tolist() for k, v in mine.lacking.items()} == {k: v.tolist() for k, v in theirs.lacking.items()}
+        for a, b in zip(mine.samples, theirs.samples, strict=True):
+            assert {k: v.tolist() for k, v in a.attachments.items()} == {
+                k: v.tolist() for k, v in b.attachments.items()
+            }
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_pull_of_sound_payloads_decodes_none_and_makes_the_same_tensors(
+    run: Run, monkeypatch: pytest.MonkeyPatch, masks: bool
+) -> None:
+    for number, change in enumerate(SOUND):
+        pushed(run, change, number)
+    committed(run, masks_truncated=masks)
+    careful = pull_carefully(run, monkeypatch)
+    assert careful.damaged == ()
+    with monkeypatch.context() as patched:
+        patched.setattr(payload, "decode_rollout", lambda *_, **__: pytest.fail("a sound payload was decoded"))
+        step = pull(run)
+    assert_same(step, careful)
+    assert run.store.ledger().damaged == 0
+
+
+def resealed(data: bytearray) -> bytes:
+    struct.pack_into("<I", data, 20, zlib.crc32(bytes(data[24:]), zlib.crc32(bytes(data[:20]))))
+    return bytes(data)
+
+
+def array_at(data: bytes, rollout: Rollout, name: str) -> int:
+    start = data.index(rollout.tokens.tobytes())
+    for other in ("tokens", "loss_mask", "logprobs"):
+        start += -start % 8
+        if other == name:
+            return start
+        start += getattr(rollout, other).nbytes
+    raise KeyError(name)
+
+
+LIES: tuple[tuple[str, str, bytes, str], ...] = (
+    ("logprob that is no number", "logprobs", struct.pack("<f", float("nan")), "column logprobs: not finite at"),
+    ("infinite logprob", "logprobs", struct.pack("<f", float("-inf")), "column logprobs: not finite at position 0"),
+    ("huge logprob", "logprobs", struct.pack("<f", -1e13), "the number at position 0 is beyond the limit of 1e+12"),
+    ("logprob above 0", "logprobs", struct.pack("<f", 0.25), "column logprobs: 0.25 at position 0 is above 0"),
+    ("negative token", "tokens", struct.pack("<i", -5), "column tokens: negative token id at position 0"),
+    ("token of no model", "tokens", struct.pack("<i", 512), "token 512 is outside of the model's vocabulary of 512"),
+    ("first token trained", "loss_mask", b"\x01", "column loss_mask: the first token cannot be trained"),
+    ("mark of no boolean", "loss_mask", b"\x02", "column loss_mask: not a boolean at position 0"),
+)
+"""Name, array, first bytes of it, what is said of it."""
+
+
+@pytest.mark.parametrize(("array", "lie", "wrong"), [lie[1:] for lie in LIES], ids=[lie[0] for lie in LIES])
+def test_a_rollout_whose_writer_lies_is_decoded_masked_and_counted_and_no_other_one(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    array: str,
+    lie: bytes,
+    wrong: str,
+) -> None:
+    """Its checksum and its metadata are right: they are the same writer's."""
+    encode = payload.encode_push
+
+    def lying(group: Group) -> payload.EncodedPush:
+        push = encode(group)
+        data = bytearray(push.payloads[1])
+        at = array_at(push.payloads[1], group.rollouts[1], array)
+        data[at : at + len(lie)] = lie
+        false = resealed(data)
+        info = replace(push.info.rollouts[1], checksum=payload.payload_checksum(false))
+        rollouts = (push.info.rollouts[0], info, *push.info.rollouts[2:])
+        infos = replace(push.info, rollouts=rollouts)
+        payloads = (push.payloads[0], false, *push.payloads[2:])
+        return replace(push, info=infos, payloads=payloads, metadata=payload.encode_info(infos))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(payload, "encode_push", lying)
+        pushed(run, only_text, 0)
+    pushed(run, further_columns, 1)
+    committed(run)
+    can = Trainable(vocabulary=512)
+    careful = pull_carefully(run, monkeypatch, can=can)
+    assert careful.damaged == ("a.0/1",)
+    assert wrong in caplog.messages[-1]
+
+    decode, decoded = payload.decode_rollout, []
+
+    def counted(data: bytes, **options: Any) -> Rollout:
+        decoded.append(options["expected"].rollout_id)
+        return decode(data, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(payload, "decode_rollout", counted)
+        step = pull(run, can=can)
+    assert decoded == ["a.0/1"]
+    assert caplog.messages[-1] == caplog.messages[-2]
+    assert_same(step, careful)
+    assert run.store.ledger().damaged == 1
+
+
+def test_what_is_missing_damaged_or_anothers_is_found_as_when_all_is_decoded(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, change in enumerate(SOUND):
+        pushed(run, change, number)
+    committed(run)
+    first, *others = run.store.read_parts(1)[0].rollouts
+    client = run.client
+    client.hdel(first.payload_key, str(first.index))
+    flipped = bytearray(client.hget(others[0].payload_key, str(others[0].index)))
+    flipped[-1] ^= 1
+    client.hset(others[0].payload_key, str(others[0].index), bytes(flipped))
+    client.hset(others[1].payload_key, str(others[1].index), bytes(flipped[:-3]))
+    another = client.hget(others[3].payload_key, str(others[3].index))
+    client.hset(others[2].payload_key, str(others[2].index), another)
+    careful = pull_carefully(run, monkeypatch)
+    step = pull(run)
+    assert step.damaged == tuple(ref.info.rollout_id for ref in (first, *others[:3]))
+    assert_same(step, careful)
+    assert caplog.messages[-1] == caplog.messages[-2]
+    assert run.store.ledger().damaged == 4
+
+
+def test_a_column_that_the_trainer_needs_is_asked_for_of_views_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed(run, only_text, 0)
+    pushed(run, further_columns, 1)
+    committed(run)
+    can = Trainable(columns=("ref_logprobs",))
+    step = pull(run, can=can)
+    assert step.damaged == tuple(f"a.0/{i}" for i in range(4))
+    assert_same(step, pull_carefully(run, monkeypatch, can=can))
