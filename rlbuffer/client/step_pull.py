@@ -98,8 +98,12 @@ class StepPull:
             for name, (dtype, shape) in header.columns.items()
         }
         refs = part.rollouts
-        answers = self._answers(refs)
-        outcomes = list(read_views(self._store, refs, schema, self._can))
+        outcomes: list[RolloutArrays | Rollout | str] = []
+        answers: dict[str, Any] = {}
+        for ref, (outcome, group) in zip(refs, read_views(self._store, refs, schema, self._can), strict=True):
+            outcomes.append(outcome)
+            if ref.payload_key not in answers:
+                answers[ref.payload_key] = _answer(group)
         items = [_item(*pair, header, answers) for pair in zip(refs, outcomes, strict=True)]
         normalizers = Normalizers(**header.normalizers)
         with self._assembling:
@@ -156,17 +160,13 @@ class StepPull:
                     payloads[i] = views.payload
         return payloads
 
-    def _answers(self, refs: Sequence[PartRollout]) -> dict[str, Any]:
-        keys = list(dict.fromkeys(ref.payload_key for ref in refs))
-        answers = {}
-        for key, data in zip(keys, self._store.read_group_payloads(keys), strict=True):
-            if data is not None:
-                try:
-                    answers[key] = payload.decode_group_payload(data)[0]
-                except PayloadError:
-                    # Nothing trains on an answer: a damaged one is shown as missing, as the group's view does.
-                    answers[key] = None
-        return answers
+
+def _answer(group: bytes | None) -> Any:
+    """Nothing trains on an answer: a damaged one is shown as missing, as the group's view does."""
+    try:
+        return None if group is None else payload.decode_group_payload(group)[0]
+    except PayloadError:
+        return None
 
 
 def _item(
@@ -189,7 +189,7 @@ def _item(
         rewards=info.rewards,
         advantage=ref.advantage,
         policy_versions=(info.min_version, info.max_version),
-        answer=answers.get(ref.payload_key),
+        answer=answers[ref.payload_key],
         prompt_tokens=info.prompt_tokens,
         length=info.length,
         adapter=ref.adapter,

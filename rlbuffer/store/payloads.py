@@ -56,29 +56,27 @@ def read_rollouts(
 
     `schema`: the further columns of its step.
     """
-    for ref, data in _read(store, refs):
-        yield ref, decoded(ref, data, schema, can)
+    for chunk in _chunks(refs):
+        for ref, data in zip(chunk, store.read_payloads(chunk), strict=True):
+            yield ref, decoded(ref, data, schema, can)
 
 
 def read_views(
     store: Store, refs: Sequence[PartRollout], schema: Mapping[str, ColumnSpec], can: Trainable
-) -> Iterator[RolloutArrays | Rollout | str]:
+) -> Iterator[tuple[RolloutArrays | Rollout | str, bytes | None]]:
     """Each rollout for assembly: only its arrays where it is what its push announced, else as by :func:`read_rollouts`.
 
+    With the encoded group part of its push, None where there is none.
     The ranges of tokens and logprobs are left to :func:`~rlbuffer.wire.views.in_range`, over each micro-batch;
     :func:`decoded` then says what is wrong with a rollout that is out of them.
     """
-    for ref, data in _read(store, refs):
-        views = None if data is None or (ref.adapter and not can.adapters) else view_rollout(data, ref.info)
-        if views is None or not fits(views, schema) or any(name not in views.columns for name in can.columns):
-            yield decoded(ref, data, schema, can)
-        else:
-            yield views
-
-
-def _read(store: Store, refs: Sequence[PartRollout]) -> Iterator[tuple[PartRollout, bytes | None]]:
     for chunk in _chunks(refs):
-        yield from zip(chunk, store.read_payloads(chunk), strict=True)
+        for ref, (data, group) in zip(chunk, store.read_pushed(chunk), strict=True):
+            views = None if data is None or (ref.adapter and not can.adapters) else view_rollout(data, ref.info)
+            if views is None or not fits(views, schema) or any(name not in views.columns for name in can.columns):
+                yield decoded(ref, data, schema, can), group
+            else:
+                yield views, group
 
 
 def decoded(ref: PartRollout, data: bytes | None, schema: Mapping[str, ColumnSpec], can: Trainable) -> Rollout | str:

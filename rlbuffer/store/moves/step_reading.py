@@ -64,26 +64,34 @@ class StepReads(Session):
             return [part_of(entry_id, fields, self.keys) for entries in ranges for entry_id, fields in entries]
 
     def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
-        # One HMGET per payload key, all in one round trip.
-        indices_of: dict[str, dict[int, None]] = {}
+        payloads = self._payload_fields(refs, ())
+        return [payloads[ref.payload_key, str(ref.index)] for ref in refs]
+
+    def read_pushed(self, refs: Sequence[PartRollout]) -> list[tuple[bytes | None, bytes | None]]:
+        payloads = self._payload_fields(refs, ("group",))
+        return [(payloads[ref.payload_key, str(ref.index)], payloads[ref.payload_key, "group"]) for ref in refs]
+
+    def _payload_fields(
+        self, refs: Sequence[PartRollout], further: Sequence[str]
+    ) -> dict[tuple[str, str], bytes | None]:
+        """(payload key, field) -> value: one HMGET per payload key, all in one round trip."""
+        fields_of: dict[str, dict[str, None]] = {}
         for ref in refs:
-            indices_of.setdefault(ref.payload_key, {})[ref.index] = None
-        if not indices_of:
-            return []
+            fields_of.setdefault(ref.payload_key, dict.fromkeys(further))[str(ref.index)] = None
+        if not fields_of:
+            return {}
 
         def read(client: Any) -> list[Any]:
             with client.pipeline(transaction=False) as pipe:
-                for key, indices in indices_of.items():
-                    pipe.hmget(key, [str(index) for index in indices])
+                for key, fields in fields_of.items():
+                    pipe.hmget(key, list(fields))
                 return answers(pipe)
 
-        values = self.look(read)
-        payloads = {
-            (key, index): value
-            for (key, indices), fields in zip(indices_of.items(), values, strict=True)
-            for index, value in zip(indices, fields or [None] * len(indices), strict=True)
+        return {
+            (key, field): value
+            for (key, fields), values in zip(fields_of.items(), self.look(read), strict=True)
+            for field, value in zip(fields, values or [None] * len(fields), strict=True)
         }
-        return [payloads[ref.payload_key, ref.index] for ref in refs]
 
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,9 @@ from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.records.step_plan import Plan
 from rlbuffer.store.payloads import Trainable, read_rollouts
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import PartRollout
+from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
@@ -106,8 +109,9 @@ def pull(run: Run, *, can: Trainable | None = None) -> Step:
 def pull_carefully(run: Run, patch: pytest.MonkeyPatch, *, can: Trainable | None = None) -> Step:
     """As every rollout was pulled that is decoded whole."""
 
-    def careful(*arguments: Any) -> Iterator[Rollout | str]:
-        return (outcome for _, outcome in read_rollouts(*arguments))
+    def careful(store: Store, refs: Sequence[PartRollout], *rest: Any) -> Iterator[tuple[Rollout | str, bytes | None]]:
+        for ref, outcome in read_rollouts(store, refs, *rest):
+            yield outcome, store.read_group_payloads([ref.payload_key])[0]
 
     with patch.context() as patched:
         patched.setattr(rlbuffer.client.step_pull, "read_views", careful)
@@ -137,8 +141,10 @@ def test_a_pull_of_sound_payloads_decodes_none_and_makes_the_same_tensors(
     assert careful.damaged == ()
     with monkeypatch.context() as patched:
         patched.setattr(payload, "decode_rollout", lambda *_, **__: pytest.fail("a sound payload was decoded"))
+        patched.setattr(RedisStore, "read_group_payloads", lambda *_: pytest.fail("answers were asked for apart"))
         step = pull(run)
     assert_same(step, careful)
+    assert {s.group_id: s.answer for mb in step for s in mb.samples} == {f"a.{n}": {"is": n} for n in range(len(SOUND))}
     assert run.store.ledger().damaged == 0
 
 
