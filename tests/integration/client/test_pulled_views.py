@@ -163,6 +163,8 @@ def array_at(data: bytes, rollout: Rollout, name: str) -> int:
     raise KeyError(name)
 
 
+MARKS = bytes(make_group(seed=0).rollouts[1].prompt_tokens) + b"\x01\x02"
+"""Up to the second trained token, whose mark counts like any other."""
 LIES: tuple[tuple[str, str, bytes, str], ...] = (
     ("logprob that is no number", "logprobs", struct.pack("<f", float("nan")), "column logprobs: not finite at"),
     ("infinite logprob", "logprobs", struct.pack("<f", float("-inf")), "column logprobs: not finite at position 0"),
@@ -171,7 +173,7 @@ LIES: tuple[tuple[str, str, bytes, str], ...] = (
     ("negative token", "tokens", struct.pack("<i", -5), "column tokens: negative token id at position 0"),
     ("token of no model", "tokens", struct.pack("<i", 512), "token 512 is outside of the model's vocabulary of 512"),
     ("first token trained", "loss_mask", b"\x01", "column loss_mask: the first token cannot be trained"),
-    ("mark of no boolean", "loss_mask", b"\x02", "column loss_mask: not a boolean at position 0"),
+    ("mark of no boolean", "loss_mask", MARKS, f"column loss_mask: not a boolean at position {len(MARKS) - 1}"),
 )
 """Name, array, first bytes of it, what is said of it."""
 
