@@ -95,10 +95,10 @@ def run(report: Report) -> None:
     name = f"the first decision over {POOLS[-1]:,} ready groups comes within {TAKEOVER_SECONDS:g} s of the leader's CPU"
     report.line(f"{name}: {takeover.leader:.2f} s, met: {report.target(name, takeover.leader <= TAKEOVER_SECONDS)}\n")
     rows = []
-    for groups, steps in LARGE.items():
+    for groups, count in LARGE.items():
         # One step more than is made: an env that has nothing ready would hold the last one up.
-        _, cost = measure(groups * (2 + steps), groups=groups, warm=1, steps=steps)
-        each = [f"{1e3 * seconds / steps:.1f}" for seconds in (cost.leader, cost.server, cost.wall)]
+        _, cost = measure(groups * (2 + count), groups=groups, warm=1, steps=count)
+        each = [f"{1e3 * seconds / count:.1f}" for seconds in (cost.leader, cost.server, cost.wall)]
         rows.append([f"{groups * GROUP_SIZE:,}", *each])
     report.table(["rollouts of a step", "decided, pinned, committed: leader ms", "server ms", "wall ms"], rows)
 

@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.records.columns import COLUMN_DTYPES, MAX_ARRAYS, MAX_DIMENSIONS, REQUIRED_COLUMNS
+from rlbuffer.records.columns import MAX_ARRAYS, MAX_DIMENSIONS, REQUIRED_COLUMNS
 from rlbuffer.wire.metadata import MAX_PAYLOAD_BYTES
+from rlbuffer.wire.payload_parts import CODES
 
 ARRAY_ALIGNMENT = 8
 """Bytes: every array, and the text, begins at a multiple."""
-DTYPES = {dtype.str.lstrip("<|"): dtype for dtype in COLUMN_DTYPES}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 """Name of a dtype in a table -> the dtype."""
 _Table = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 

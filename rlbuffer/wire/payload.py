@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn
-from rlbuffer.wire.arrays import ARRAY_ALIGNMENT, DTYPES, Cursor, Details, as_count, further_tables
+from rlbuffer.wire.arrays import ARRAY_ALIGNMENT, Cursor, Details, as_count, further_tables
 from rlbuffer.wire.bounded_msgpack import check as check
 from rlbuffer.wire.bounded_msgpack import dumps as dumps
 from rlbuffer.wire.bounded_msgpack import loads as loads
@@ -41,7 +41,7 @@ from rlbuffer.wire.metadata import decode_info as decode_info
 from rlbuffer.wire.metadata import drafted, filled
 from rlbuffer.wire.metadata import encode_info as encode_info
 from rlbuffer.wire.metadata_pages import decode_infos as decode_infos
-from rlbuffer.wire.payload_parts import CODES, MAX_DETAILS_BYTES, arrays_of, giant, packed_details
+from rlbuffer.wire.payload_parts import MAX_DETAILS_BYTES, arrays_of, giant, packed_details
 
 PAYLOAD_FORMAT = 1
 """Grows when the layout changes; a reader refuses any other."""
@@ -49,9 +49,6 @@ PAYLOAD_FORMAT = 1
 _HEADER = struct.Struct("<4sHHIIII")
 _ROLLOUT, _GROUP = b"RLBR", b"RLBG"
 _CHECKSUM_AT = _HEADER.size - 4
-HEADER_BYTES = _HEADER.size
-"""Bytes before the details."""
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +121,10 @@ def _encoded(rollout: Rollout, arrays: Sequence[NDArray[Any]]) -> bytes:
     chunks: list[Any] = [details]
     at = _HEADER.size + len(details)
     for part in parts:
-        gap = -at % ARRAY_ALIGNMENT
-        chunks += [bytes(gap), part]
-        at += gap + (len(part) if isinstance(part, bytes) else part.nbytes)
+        if gap := -at % ARRAY_ALIGNMENT:
+            chunks.append(bytes(gap))
+        chunks.append(part)
+        at += gap + part.nbytes
     if at > MAX_PAYLOAD_BYTES:
         raise giant(rollout, arrays, at)
     return _framed(_ROLLOUT, len(arrays), len(details), rollout.length, at, chunks)
@@ -265,34 +263,6 @@ def _rollout(data: bytes, count: int, details: Any, tokens: int, at: int) -> Rol
         attachments=attachments,
         text=text,
         metadata=d.metadata,
-    )
-
-
-def _arrays_of(rollout: Rollout) -> dict[str, NDArray[Any]]:
-    """Every array in wire order. Keys are for messages: a column and an attachment may share a name."""
-    required = {name: getattr(rollout, name) for name in REQUIRED_COLUMNS}
-    attachments = {f"attachment {name}": array for name, array in rollout.attachments.items()}
-    return required | dict(rollout.columns) | attachments
-
-
-def _refuse_giant(rollout: Rollout) -> None:
-    """Refuses what is too large before anything of it is copied."""
-    arrays = _arrays_of(rollout)
-    size = _HEADER.size + sum(a.nbytes for a in arrays.values()) + len(rollout.text or "")
-    if size > MAX_PAYLOAD_BYTES:
-        raise _giant(rollout, size)
-    for name, array in arrays.items():
-        # An array of no bytes, because another dimension is 0, is still more than a decoder believes.
-        if any(n > MAX_PAYLOAD_BYTES for n in array.shape):
-            raise InvalidRollout(f"rollout {rollout.rollout_id}: {name} has the shape {list(array.shape)}")
-
-
-def _giant(rollout: Rollout, size: int) -> InvalidRollout:
-    parts = {name: array.nbytes for name, array in _arrays_of(rollout).items()} | {"text": len(rollout.text or "")}
-    largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
-    return InvalidRollout(
-        f"rollout {rollout.rollout_id}: payload of {size} bytes is above the limit of {MAX_PAYLOAD_BYTES} (64 MiB); "
-        f"the largest parts: {', '.join(f'{name} {n}' for name, n in largest)}"
     )
 
 

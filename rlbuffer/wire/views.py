@@ -24,7 +24,8 @@ from rlbuffer.records.rollout import MAX_LOGPROB, RolloutArrays, as_arrays, refu
 from rlbuffer.records.spans import as_spans
 from rlbuffer.wire.arrays import ARRAY_ALIGNMENT, Cursor, Details, further_tables
 from rlbuffer.wire.bounded_msgpack import picked
-from rlbuffer.wire.payload import HEADER_BYTES, MAX_DETAILS_BYTES, payload_checksum, unframed
+from rlbuffer.wire.payload import payload_checksum, unframed
+from rlbuffer.wire.payload_parts import HEADER_BYTES, MAX_DETAILS_BYTES
 
 _SPANS = (Details._fields.index("spans"),)
 _SPANS_AND_TABLES = (*_SPANS, Details._fields.index("columns"), Details._fields.index("attachments"))
