@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,24 @@ def connect(url: str, home: Path) -> Connection:
 )
 def test_the_name_is_what_follows_the_scheme(url: str, name: str | None) -> None:
     assert memory_name(url) == name
+
+
+def test_threads_that_come_first_and_at_once_find_one_database() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            client, together = memory_client(), threading.Barrier(4)
+
+            def put(name: int, client: redis.Redis = client, together: threading.Barrier = together) -> None:
+                together.wait()
+                client.set(f"k{name}", 1)
+
+            with ThreadPoolExecutor(4) as threads:
+                list(threads.map(put, range(4)))
+            assert client.dbsize() == 4
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_name_is_shared_and_no_name_is_a_fresh_server(tmp_path: Path) -> None:

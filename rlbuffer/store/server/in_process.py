@@ -51,6 +51,7 @@ def memory_client(name: str = "") -> redis.Redis:
         server = _servers.get(name) if name else None
         if server is None:
             server = fakeredis.FakeServer(server_type="redis", version=MODELLED_VERSION)
+            server.dbs[0]  # is made by its first look: of two threads that come at once each would get one of its own
             if name:
                 _servers[name] = server
     client: redis.Redis = fakeredis.FakeRedis(
