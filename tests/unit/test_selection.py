@@ -9,9 +9,9 @@ from rlbuffer.records.step_plan import Plan
 
 
 def group(name, *lengths, adapter=""):
-    members = [SimpleNamespace(info=SimpleNamespace(length=n)) for n in lengths]
+    infos = [SimpleNamespace(length=n) for n in lengths]
     return SimpleNamespace(
-        group_id=name, env=name[0], adapter=adapter, members=members, tokens=sum(lengths), rollouts=len(lengths), used=0
+        group_id=name, env=name[0], adapter=adapter, infos=infos, tokens=sum(lengths), rollouts=len(lengths), used=0
     )
 
 
