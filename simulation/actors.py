@@ -6,6 +6,7 @@ worker/loop.py (take, sample, push) and trainer/loop.py (announce, acknowledge, 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +21,6 @@ from rlbuffer.errors import (
     BatcherFailed,
     BatchTimeout,
     EnvDone,
-    PushGivenUp,
     RlbufferError,
     StepRetired,
 )
@@ -28,6 +28,7 @@ from rlbuffer.events.batcher import BatcherEvent, LeaderReady, LeadLost, Standin
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.micro_batch import Step, digest_step
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.states import PushStatus
 from simulation.host import AWAY, Host, describe
 from simulation.rollouts import made_group
 from simulation.scheduler import Killed, Process
@@ -88,7 +89,7 @@ class Worker:
             patience_seconds=2 * plan.patience_seconds,
             terms=Terms(section=f"w{self._index}" if plan.said else ""),
         )
-        world.invariants.joined(writer.incarnation, writer._epoch)
+        world.invariants.joined(writer.incarnation, writer._producer.epoch)
         envs = ["a", "b"]
         while envs:
             env = dice.choice(envs)
@@ -117,13 +118,19 @@ class Worker:
                 self._say_done(writer, env)
             if plan.tickets and dice.random() < 0.1:
                 writer.renew(tickets)
+            parts: list[Group] = []
             for name in names:
                 group = made_group(dice, name, env, version, adapter)
                 if not adapter:
                     world.invariants.sampled[writer.incarnation, name] = version, policy.checksum
                 if plan.scorers and dice.random() < NEEDY:
                     group = replace(group, needs=(NEED,))
-                self._push(writer, group, process)
+                if plan.batches:
+                    parts += self._parts_of(writer, group, process)
+                else:
+                    self._push(writer, group, process)
+            if parts:
+                self._send(writer, parts)
 
     def _kept(self, writer: Writer, tickets: list[Ticket]) -> list[Ticket]:
         """The tickets that it samples for: some it gives back, some it closes without a group."""
@@ -134,10 +141,8 @@ class Worker:
         return tickets[1:]
 
     def _say_done(self, writer: Writer, env: str) -> None:
-        try:
+        with suppress(*AWAY):  # it may be said or not
             writer.done(env)
-        except (PushGivenUp, *AWAY):
-            pass  # it may be said or not
 
     def _push_more(self, writer: Writer, env: str, version: int, process: Process) -> None:
         """A group without a ticket, as a producer with a file pushes it: of an env that was done, in a run that was."""
@@ -146,6 +151,11 @@ class Worker:
         self._push(writer, group, process)
 
     def _push(self, writer: Writer, group: Group, process: Process) -> None:
+        for part in self._parts_of(writer, group, process):
+            self._send(writer, [part])
+
+    def _parts_of(self, writer: Writer, group: Group, process: Process) -> list[Group]:
+        """The pushes that a group is made of; one of them may come later, by itself."""
         plan, dice = self.world.plan, self.world.dice
         parts = [group]
         if dice.random() < plan.too_large:
@@ -163,27 +173,26 @@ class Worker:
                 late = parts.pop()
                 delay = dice.uniform(0.1, 2.0)
                 self.world.scheduler.after(delay, partial(self._push_late, writer, late, process))
-        for part in parts:
-            self._send(writer, part)
+        return parts
 
     def _push_late(self, writer: Writer, part: Group, process: Process) -> None:
         if not process.is_dead:
-            self.world.scheduler.spawn(process, lambda: self._send(writer, part))
+            self.world.scheduler.spawn(process, lambda: self._send(writer, [part]))
 
-    def _send(self, writer: Writer, group: Group) -> None:
-        """Pushes until it hears that the push is there; now and then it gives the group up instead."""
+    def _send(self, writer: Writer, groups: list[Group]) -> None:
+        """Pushes until it hears that all of it is there; now and then it gives it up instead."""
         while True:
             try:
-                pushed = writer.push(group)
+                statuses = [pushed.status for pushed in writer.push_many(groups)]
+                break
             except AWAY:
                 if self.world.dice.random() < 0.3:
                     return
-                continue
-            except PushGivenUp:
+        for group, status in zip(groups, statuses, strict=True):
+            if status == PushStatus.LOST:
                 self._leave_out(writer, group)
-                return
-            self._expect_stored(group, pushed.status)
-            return
+            else:
+                self._expect_stored(group, status)
 
     def _leave_out(self, writer: Writer, group: Group) -> None:
         """A prompt whose group can never be pushed must not keep the run from its end."""

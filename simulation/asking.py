@@ -55,7 +55,7 @@ def push_more(host: Host, process: Process) -> None:
     """`rlbuffer push` of a group more, into a run that has ended: it trains all the same."""
     store, world = host.store(process), host.world
     writer = Writer(store, "late", epoch=store.open_run().epoch)
-    world.invariants.joined(writer.incarnation, writer._epoch)
+    world.invariants.joined(writer.incarnation, writer._producer.epoch)
     writer.push(made_group(world.dice, "a-late", "a", max(0, store.policy().version)))
 
 

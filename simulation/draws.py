@@ -145,6 +145,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     # A server that has lost a reset has the old run again: a person must reset it again.
     values["reset"] = values["reset"] and not (rollback or values["failover"])
     values["left"] = values["reset"] and later.random() < 0.5
+    values["batches"] = mutation is None and random.Random(f"batches {seed}").random() < 0.3
     if mutation is not None:
         profile = mutation.profile or profile
     has_little = mutation is None and bool(rollback or values["taken_back"] or values["said"])

@@ -135,7 +135,7 @@ class Network:
             raise NoAnswer("simulated: no answer")
         if fault == "twice":
             self._later(process, commands, is_transaction, dice.choice((0.0, 0.0, dice.uniform(0.0, LATEST_SECONDS))))
-        replies = self._execute(process, commands, is_transaction)
+        replies = self._execute(process, commands, is_transaction, is_cut=fault == "lost reply")
         if fault == "killed":
             scheduler.kill(process)
             raise Killed
@@ -183,10 +183,19 @@ class Network:
             if self.scheduler.now >= deadline:
                 return None
 
-    def _execute(self, process: Process, commands: Sequence[Command], is_transaction: bool) -> list[Any]:
+    def _execute(
+        self, process: Process, commands: Sequence[Command], is_transaction: bool, *, is_cut: bool
+    ) -> list[Any]:
+        pieces = _pieces(commands)
+        if len(pieces) > 1:
+            if is_cut:  # the connection breaks after any of them
+                del pieces[self.dice.randrange(1, 1 + len(pieces)) :]
+            return self._execute_pieces(process, pieces)
         self.sender = process.name
         if not self.is_healed:
             self.before(commands)
+        if commands[0][0] == b"MULTI":
+            return self._carried_out(commands)
         if is_transaction or len(commands) == 1 or self.is_healed or self.dice.random() < 0.9:
             return self.server.execute(commands, is_transaction=is_transaction)
         # A pipeline is no transaction: others come in between.
@@ -198,6 +207,26 @@ class Network:
         self.sender = process.name
         return replies + self.server.execute(commands[cut:])
 
+    def _execute_pieces(self, process: Process, pieces: Sequence[Sequence[Command]]) -> list[Any]:
+        """Others come in between."""
+        replies, generation = list[Any](), (self.generation, self.primary)
+        for piece in pieces:
+            if not self.is_healed and self.dice.random() < 0.1:
+                self.scheduler.wait(self.dice.uniform(0, 0.01))
+                if generation != (self.generation, self.primary):
+                    raise Reset("simulated: connection closed by server")
+            self.sender = process.name
+            if not self.is_healed:
+                self.before(piece)
+            replies += self._carried_out(piece)
+        return replies
+
+    def _carried_out(self, piece: Sequence[Command], is_transaction: bool = False) -> list[Any]:
+        if piece[0][0] != b"MULTI":
+            return self.server.execute(piece, is_transaction=is_transaction)
+        within = piece[1:-1]
+        return [b"OK", *[b"QUEUED"] * len(within), self.server.execute(within, is_transaction=True)]
+
     def _later(self, process: Process, commands: Sequence[Command], is_transaction: bool, seconds: float) -> None:
         commands, generation = [list(command) for command in commands], (self.generation, self.primary)
 
@@ -207,7 +236,8 @@ class Network:
             self.sender = f"{process.name} (late)"
             self.is_repetition = True
             try:
-                self.server.execute(commands, is_transaction=is_transaction)
+                for piece in _pieces(commands):
+                    self._carried_out(piece, is_transaction)
             finally:
                 self.is_repetition = False
 
@@ -216,6 +246,16 @@ class Network:
     def _stop(self, process: Process) -> None:
         process.stopped_until = self.scheduler.now + self.plan.stop_seconds(self.dice)
         self.scheduler.wait(0.0)
+
+
+def _pieces(commands: Sequence[Command]) -> list[list[Command]]:
+    """A pipeline as the server carries it out: each transaction and each script by itself."""
+    pieces: list[list[Command]] = []
+    for command in commands:
+        if not pieces or command[0] in (b"MULTI", b"EVALSHA") or pieces[-1][-1][0] in (b"EXEC", b"EVALSHA"):
+            pieces.append([])
+        pieces[-1].append(command)
+    return pieces
 
 
 class SimulatedConnection(Connection):

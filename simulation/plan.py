@@ -44,8 +44,9 @@ CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.scorer.loop", "RETRY_SECONDS"): 0.3,
     ("rlbuffer.scorer.loop", "ENTRIES_PER_READ"): 5,
     ("rlbuffer.store.moves.pool", "DROP_ENTRIES"): 2,
+    ("rlbuffer.store.moves.push", "BATCH_PUSHES"): 3,
     ("rlbuffer.store.moves.telemetry", "FORGOTTEN_AFTER_MS"): 1500,
-    ("rlbuffer.client.writer", "SPOOL_PUSHES"): 3,
+    ("rlbuffer.client.producer", "SPOOL_PUSHES"): 3,
     ("rlbuffer.store.moves.steps", "SWEEP"): 4,
 }
 """Times and sizes that are made smaller, so that what they are for happens within seconds and with few groups."""
@@ -126,6 +127,8 @@ class Plan:
     together: bool = field(default=False)
     """True when the end of the trainer ends the server, too: it is started again while the next one trains steps
     again."""
+    batches: bool = field(default=False)
+    """Writers push several groups at once."""
     left: bool = field(default=False)
     """True when the meta of a run that is deleted goes first, and the rest a while later."""
     mutation: Mutation | None = field(default=None)

@@ -1,39 +1,20 @@
-"""The worker's side: take tickets, push groups, exactly once.
-
-A push carries a sequence number under the producer's incarnation, so that repeating it after a lost reply changes
-nothing. The writer keeps its last pushes: a server that lost its newest writes in a power cut answers with a gap, and
-the writer sends what is missing again. After a recovery of lost writes the run goes on in a new epoch, and so does the
-writer, with the same sequence.
-"""
+"""The worker's side: take tickets, push groups, exactly once (:mod:`rlbuffer.client.producer`)."""
 
 from __future__ import annotations
 
-import random
-import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from rlbuffer.client.asking import pauses_between_asks
+from rlbuffer.client.producer import Producer
 from rlbuffer.client.refusals import LongWait
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.errors import (
-    EpochChanged,
-    InvalidRollout,
-    ProducerGap,
-    PushBroken,
-    PushGivenUp,
-    RlbufferError,
-    RunGone,
-    ServerRefused,
-    ServerUnreachable,
-)
+from rlbuffer.errors import InvalidRollout, PushGivenUp, RlbufferError, ServerRefused
 from rlbuffer.records.checks import as_integer
 from rlbuffer.records.group import Group, Pushed, Ticket
-from rlbuffer.records.info import ENV_NAME, check_producer
+from rlbuffer.records.info import ENV_NAME
 from rlbuffer.records.states import PushStatus
 from rlbuffer.records.truncation import truncated_group
 from rlbuffer.store.protocol import Store
@@ -42,13 +23,6 @@ TICKET_SECONDS = 60.0
 """The usual time that a ticket stays out without renewal: after that a dead worker's prompt is taken again."""
 CONFIG_SECONDS = 30.0
 """Seconds between a writer's looks whether the run cuts rollouts that are longer than a row."""
-MOST_BREAKS = 5
-"""Times that one push may break its connection while the server answers others, before it is given up."""
-SPOOL_PUSHES = 64
-"""Pushes kept for re-sending; with AOF every second a server loses at most a second of them."""
-FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.05, 2.0
-"""Backoff while the server is away, doubled each time, with jitter."""
-_RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +86,15 @@ class Writer:
     ) -> None:
         self._store = store
         self.worker = worker
-        self.incarnation = incarnation or uuid.uuid4().hex
-        check_producer(worker, self.incarnation)
-        self._epoch = epoch
-        self._patience = patience_seconds
+        self._producer = Producer(
+            store,
+            worker,
+            incarnation or uuid.uuid4().hex,
+            epoch=epoch,
+            patience_seconds=patience_seconds,
+            on_retry=on_retry,
+            fit=self._fitted,
+        )
         self._on_retry = on_retry
         terms = terms or Terms()
         self._config = terms.config
@@ -125,15 +104,11 @@ class Writer:
         self._limit: int | None = None
         """Tokens that a longer rollout is cut to; None: it is left to the batcher."""
         self._limit_at = float("-inf")
-        self._sequence = 0
-        self._unsettled: tuple[int, Group, str] | None = None
-        """A push that ended without an answer: nobody knows whether it is stored."""
-        self._spool: deque[tuple[int, Group, str]] = deque(maxlen=SPOOL_PUSHES)
-        """(sequence, what was stored, the entry that it replaced or "")."""
-        self._breaks: dict[int, int] = {}
-        """Sequence of a push that is not settled -> times that it broke its connection, and nothing else did.
-        :data:`MOST_BREAKS` or more: it is given up."""
-        self._lock = threading.Lock()  # one push in flight per producer: the sequence is what makes it exactly once
+
+    @property
+    def incarnation(self) -> str:
+        """The producer's uuid: sequences of pushes count under it."""
+        return self._producer.incarnation
 
     def take(
         self, env: str, n: int = 1, *, timeout_seconds: float | None = None, size: int | None = None
@@ -207,12 +182,24 @@ class Writer:
                 there, and the next push follows it. An InvalidRollout, too.
             RunGone: the run was reset while this writer was at work.
         """
-        if not isinstance(group, Group):
-            raise InvalidRollout(f"push: expected a Group, got {type(group).__name__}")
-        if sequence is not None:
-            sequence = as_integer("push: sequence", sequence, low=1)
-        with self._lock:
-            return self._store_as(group, sequence) if sequence is not None else self._store_next(group)
+        return self._pushed(group, "", sequence)
+
+    def push_many(self, groups: Iterable[Group], *, sequence: int | None = None) -> list[Pushed]:
+        """Stores several groups as :meth:`push` does one after the other, with far fewer round trips.
+
+        -> their outcomes, in order; ``lost`` for one that was given up. All are encoded before the first is sent, and
+        then take their size in memory once more; up to 16 of them, or 8 MiB, share a round trip. `sequence` is the
+        first one's.
+
+        Raises:
+            InvalidRollout: one of them, which is named, is no group or too large for the wire. Nothing of them was
+                stored; unless the server's limits have changed meanwhile, and then those before it are.
+            ServerUnreachable, ServerRefused: as :meth:`push`. Some may be stored: call it again with the same groups,
+                which settles the others first and answers for all.
+            RunGone: the run was reset while this writer was at work.
+        """
+        pushes = [(_checked(group, "push_many"), "") for group in groups]
+        return self._producer.push(pushes, _sequence("push_many", sequence))
 
     def done(self, env: str) -> None:
         """Says that `env` sends nothing more except its pushes and the tickets that are out: no further ticket is
@@ -227,22 +214,7 @@ class Writer:
         """
         if not isinstance(env, str) or not ENV_NAME.match(env):
             raise ValueError(f"done: env must be {ENV_NAME.pattern[:-2]}, got {env!r}")
-        with self._lock:
-            if self._unsettled is not None:
-                number, group, replaces = self._unsettled
-                self._store_as(group, number, replaces)
-            deadline = time.monotonic() + self._patience
-            while True:
-                try:
-                    return self._store.say_done(env, epoch=self._epoch)
-                except EpochChanged as change:
-                    self._follow(change)
-                except ServerUnreachable as error:
-                    if time.monotonic() > deadline:
-                        raise
-                    if self._on_retry is not None:
-                        self._on_retry(error)
-                    time.sleep(LAST_DELAY_SECONDS * _RANDOM.uniform(0.5, 1.0))
+        self._producer.say_done(env)
 
     def replace(self, group: Group, entry_id: str) -> Pushed:
         """Puts a group in the place of a pending push of the same rollouts, which lacked what this one has.
@@ -250,43 +222,16 @@ class Writer:
         When that push is no longer pending (another was first, or it was dropped), this one is a ``duplicate``.
         Everything else is as with :meth:`push`.
         """
-        with self._lock:
-            return self._store_next(group, entry_id)
+        return self._pushed(group, entry_id)
 
-    def _store_next(self, group: Group, replaces: str = "") -> Pushed:
-        if self._unsettled is not None:
-            number, left, before = self._unsettled
-            is_same = before == replaces and (left is group or left == group)
-            # Its number may be taken on the server: another group under it would be answered as a duplicate, and
-            # lost.
-            try:
-                pushed = self._store_as(left, number, before)
-            except PushGivenUp:
-                if is_same:
-                    raise
-            else:
-                if is_same:
-                    return pushed
-        return self._store_as(group, self._sequence + 1, replaces)
-
-    def _store_as(self, group: Group, number: int, replaces: str = "") -> Pushed:
-        self._unsettled = (number, group, replaces)
-        try:
-            pushed, number, sent = self._send(group, number, replaces)
-        except (InvalidRollout, RunGone):
-            self._unsettled = None  # certainly not stored
-            raise
-        self._unsettled = None
-        self._sequence = max(self._sequence, number)
-        self._spool.append((number, sent, replaces))
+    def _pushed(self, group: Group, replaces: str, sequence: int | None = None) -> Pushed:
+        push = (_checked(group, "push"), replaces)
+        (pushed,) = self._producer.push([push], _sequence("push", sequence))
         if pushed.status == PushStatus.LOST:
             raise PushGivenUp(
                 f"group {group.group_id} is given up and counted as lost: its push broke the connection again and "
                 "again, to a server that answers others. Push it in smaller parts"
             )
-        # A push that was given up stays so as long as it may be sent again from the spool.
-        oldest = self._spool[0][0]
-        self._breaks = {n: breaks for n, breaks in self._breaks.items() if breaks >= MOST_BREAKS and n >= oldest}
         return pushed
 
     def _fitted(self, group: Group) -> Group:
@@ -299,79 +244,15 @@ class Writer:
             self._limit_at = now
         return group if self._limit is None else truncated_group(group, self._limit)
 
-    def _send(self, group: Group, sequence: int, replaces: str = "") -> tuple[Pushed, int, Group]:
-        """Returns the outcome, the sequence under which it is stored, and what was stored."""
-        deadline = time.monotonic() + self._patience
-        delay = FIRST_DELAY_SECONDS
-        last: int | None = None
-        """The server's last push, when it has told that some are missing there."""
-        while True:
-            try:
-                if not replaces:  # what takes another's place has its lengths
-                    group = self._fitted(group)
-                if last is not None:
-                    sequence, last = self._fill(last, sequence), None
-                status, entry_id = self._store_push(group, sequence, replaces)
-                return Pushed(entry_id=entry_id, status=status), sequence, group
-            except ProducerGap as gap:
-                last = gap.last
-            except EpochChanged as change:
-                self._follow(change)
-            except (ServerUnreachable, ServerRefused) as error:
-                if time.monotonic() + delay > deadline and not (isinstance(error, PushBroken) and self._give_up()):
-                    raise
-                if self._on_retry is not None:
-                    self._on_retry(error)
-                time.sleep(delay * _RANDOM.uniform(0.5, 1.0))
-                delay = min(2 * delay, LAST_DELAY_SECONDS)
 
-    def _follow(self, change: EpochChanged) -> None:
-        """Goes on in the run's epoch. Raises `change` where it is of another line of versions, or may be."""
-        # An epoch before the own one: the server has lost that, and whether it began a line of versions.
-        if not change.follows(self._epoch) or change.epoch < self._epoch:
-            raise change
-        self._epoch = change.epoch
+def _checked(group: Group, method: str) -> Group:
+    if not isinstance(group, Group):
+        raise InvalidRollout(f"{method}: expected a Group, got {type(group).__name__}")
+    return group
 
-    def _give_up(self) -> bool:
-        """Patience is over: what broke its connection more than once is given up. -> whether anything is."""
-        broken = [number for number, breaks in self._breaks.items() if 2 <= breaks < MOST_BREAKS]
-        self._breaks.update(dict.fromkeys(broken, MOST_BREAKS))
-        return bool(broken)
 
-    def _store_push(self, group: Group, sequence: int, replaces: str) -> tuple[PushStatus, str]:
-        """Returns the status, ``lost`` for a push that is given up, and the entry."""
-        names: dict[str, Any] = {
-            "producer": self.worker,
-            "incarnation": self.incarnation,
-            "sequence": sequence,
-            "epoch": self._epoch,
-        }
-        if self._breaks.get(sequence, 0) >= MOST_BREAKS:
-            return self._store.give_up(group, **names)
-        try:
-            return self._store.push(group, replaces=replaces, **names)
-        except PushBroken:
-            self._breaks[sequence] = self._breaks.get(sequence, 0) + 1
-            raise
-
-    def _fill(self, last: int, sequence: int) -> int:
-        """The server knows pushes up to `last` only: sends the missing ones again. -> the sequence to go on with."""
-        missing = [push for push in self._spool if last < push[0] < sequence]
-        if len(missing) == sequence - last - 1:
-            for number, group, replaces in missing:
-                try:
-                    self._store_push(group, number, replaces)
-                except InvalidRollout:  # the server has other limits than when it took it
-                    self._breaks[number] = MOST_BREAKS
-                    self._store_push(group, number, replaces)
-            return sequence
-        # The spool does not reach back: what is missing cannot be sent any more, so it is counted, and a new
-        # incarnation starts a sequence of its own.
-        self._store.count_lost(sequence - last - 1)
-        self.incarnation, self._sequence = uuid.uuid4().hex, 0
-        self._spool.clear()
-        self._breaks.clear()
-        return 1
+def _sequence(method: str, sequence: int | None) -> int | None:
+    return None if sequence is None else as_integer(f"{method}: sequence", sequence, low=1)
 
 
 def _by_env(tickets: Iterable[Ticket]) -> dict[str, list[int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from rlbuffer.errors import RlbufferError
 from rlbuffer.packing.further_columns import Columns
 from rlbuffer.records.group import Group
 from rlbuffer.records.policy_version import PolicyVersion
@@ -86,6 +87,16 @@ class Store(Seeing, Protocol):
         Raises RunGone, ProducerGap (``.last`` holds what the server has), ServerRefused, ServerUnreachable (PushBroken
         when the server answers others), InvalidRollout when the server can never take it: then nothing was sent. Never
         retried inside: the writer repeats the call with the same sequence.
+        """
+
+    def push_many(
+        self, pushes: Sequence[tuple[Group, str]], *, producer: str, incarnation: str, sequence: int, epoch: int
+    ) -> tuple[list[tuple[PushStatus, str]], RlbufferError | None]:
+        """PUSH of several, from `sequence` on: (group, the entry whose place it takes or ""), at least one.
+
+        -> what `push` returns, of the first of them, and the error that stopped it: that of the next one, or of a
+        connection that broke, and then nobody knows what else is stored. Raises before it stores anything:
+        InvalidRollout when one of them can never be taken; ServerUnreachable, ServerRefused.
         """
 
     def give_up(

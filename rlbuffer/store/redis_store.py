@@ -12,6 +12,7 @@ from rlbuffer.store.moves.attempts import TrainerMoves
 from rlbuffer.store.moves.evaluations import EvaluationMoves
 from rlbuffer.store.moves.lease import LeaseMoves
 from rlbuffer.store.moves.operator import OperatorMoves
+from rlbuffer.store.moves.push import PushMoves
 from rlbuffer.store.moves.recovery import RecoveryMoves
 from rlbuffer.store.moves.scoring import ClaimMoves
 from rlbuffer.store.moves.telemetry import Telemetry
@@ -26,6 +27,7 @@ from rlbuffer.store.verify.verify import verify
 class RedisStore(
     RecoveryMoves,
     OperatorMoves,
+    PushMoves,
     TicketMoves,
     LeaseMoves,
     TrainerMoves,

@@ -17,6 +17,7 @@ from rlbuffer.config.batcher import remembered_steps
 from rlbuffer.errors import EpochChanged, LeaseLost, RlbufferError, RunGone, WrongType
 from rlbuffer.store.keys import EARLY_SHARE, Keys
 from rlbuffer.store.server.connection import Connection
+from rlbuffer.store.server.script import Script
 
 T = TypeVar("T")
 Fields = dict[bytes, bytes]
@@ -51,7 +52,7 @@ class Session:
         self.patience_seconds = patience_seconds
         self.tombstone_ms = MINIMUM_TOMBSTONE_MS
         self.tombstone_steps = remembered_steps(0)
-        self._scripts: dict[str, Callable[..., Any]] = {}
+        self._scripts: dict[str, Script] = {}
         self._server = (-1, "")
         """The connection's losses when the server was asked who it is, and its answer."""
 
@@ -83,15 +84,19 @@ class Session:
         since: int | None = None,
     ) -> list[Any]:
         """Runs one Lua file. -> its reply, status first. `since`: as in :meth:`stay`, asked before every sending."""
-        if script not in self._scripts:
-            self._scripts[script] = self.connection.script(script_text(script))
-        run = self._scripts[script]
+        run = self.script(script)
 
         def send() -> list[Any]:
             self.stay(since)
             return sound(list(run(keys=list(keys), args=list(args))))
 
         return self.connection.call(send, patience_seconds=self.patience_seconds, repeat=repeat)
+
+    def script(self, name: str) -> Script:
+        """The Lua file `name`, to be called."""
+        if name not in self._scripts:
+            self._scripts[name] = self.connection.script(script_text(name))
+        return self._scripts[name]
 
     def stream(self, key: str, after: str, *, count: int | None = None, block_seconds: float = 0.0) -> list[Entry]:
         """Entries after the id `after`; waits at most `block_seconds` for the first, on a connection of its own."""
@@ -166,6 +171,13 @@ def sound(replies: list[Any]) -> list[Any]:
         elif isinstance(answer, Exception):
             raise answer
     return replies
+
+
+def raise_first(replies: Sequence[Any]) -> None:
+    """Raises the first error among these replies."""
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
 
 
 def number(value: bytes | None) -> int | None:

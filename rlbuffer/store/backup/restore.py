@@ -20,7 +20,7 @@ from rlbuffer.errors import BackupError, RlbufferError
 from rlbuffer.store.backup.backup import BackupReport
 from rlbuffer.store.backup.format import ANOTHER, BACKUP_FORMAT, read_frames
 from rlbuffer.store.keys import RUNS, SCHEMA
-from rlbuffer.store.moves.pool import WEEK_MS
+from rlbuffer.store.moves.push import WEEK_MS
 from rlbuffer.store.session import text
 
 if TYPE_CHECKING:

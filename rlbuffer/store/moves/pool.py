@@ -7,29 +7,20 @@ from contextlib import suppress
 from typing import Any
 
 from rlbuffer.errors import (
-    InvalidRollout,
     PayloadError,
-    ProducerGap,
-    PushBroken,
-    RlbufferError,
     RunGone,
-    ServerRefused,
-    ServerUnreachable,
     WrongType,
 )
 from rlbuffer.events.event import as_object
 from rlbuffer.events.history import Dropped
-from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo, unfrozen
-from rlbuffer.records.states import PushStatus, Reason
+from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.keys import SUFFIX, Keys
 from rlbuffer.store.records import PoolEntry, Reused
 from rlbuffer.store.session import Entry, Fields, Session, number, text
 from rlbuffer.wire import payload
 
-WEEK_MS = 7 * 86_400_000
-"""Milliseconds that a payload is kept that never became pending."""
 AHEAD_MS = 3_600_000
 """An id of the pool this far ahead of the server's clock was not given by it, or the clock was set back since."""
 DROP_ENTRIES = 500
@@ -43,124 +34,7 @@ _UnfrozenEntry = unfrozen(PoolEntry)
 
 
 class PoolMoves(Session):
-    """PUSH, INGEST, DROP and PIN, and who scores what."""
-
-    _fresh: dict[str, int]
-    """incarnation -> the sequence that the server certainly does not have yet."""
-
-    def push(
-        self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int, replaces: str = ""
-    ) -> tuple[PushStatus, str]:
-        # Payload first, under the push's own key, then the script that makes it pending.
-        push = payload.encode_push(group)
-        info = push.info
-        producer_key = self.keys.producer(producer, incarnation)
-        suffix = f"{incarnation}.{sequence}"
-        waiting = self.keys.unnamed_payload(group.group_id, suffix)
-        args: list[Any] = [epoch, sequence, waiting, group.env, group.group_id, suffix]
-        args += [len(info.rollouts), info.tokens, push.metadata, replaces, self.keys.payload_prefix]
-        try:
-            # Most repetitions need not carry the payload again: they ask first.
-            if self._fresh.pop(incarnation, None) == sequence or sequence > self._sequence_of(producer_key):
-                self._store_payload(waiting, push)
-            reply = self._move_push(producer_key, args)
-        except ServerUnreachable as error:
-            if not self._answers():
-                raise
-            raise PushBroken(
-                f"the connection to {self.connection.address} broke in the push of group {group.group_id} "
-                f"({sum(_sizes(push).values())} bytes); the server answers others"
-            ) from error
-        if text(reply[0]) == "MISSING":
-            raise ServerRefused(f"the payload of push {suffix} is not on the server any more ({waiting}): sent again")
-        if text(reply[0]) == "UNEQUAL":
-            env, name, rollouts, tokens = (text(part) for part in reply[1:])
-            raise InvalidRollout(
-                f"group {group.group_id} ({group.env}, {len(info.rollouts)} rollouts, {info.tokens} tokens) cannot "
-                f"replace {replaces}, which holds {name} ({env}, {rollouts} rollouts, {tokens} tokens)"
-            )
-        return self._pushed(reply, producer, incarnation, sequence, epoch)
-
-    def _pushed(
-        self, reply: Sequence[Any], producer: str, incarnation: str, sequence: int, epoch: int
-    ) -> tuple[PushStatus, str]:
-        status = text(reply[0])
-        if status == "LATE" or status == "LOST":
-            self._fresh[incarnation] = sequence + 1
-            return (PushStatus.DUPLICATE if status == "LATE" else PushStatus.LOST), ""
-        if status == "OK" or status == "DUP":
-            if text(reply[1]):  # else the server has later pushes, too
-                self._fresh[incarnation] = sequence + 1
-            return (PushStatus.STORED if status == "OK" else PushStatus.DUPLICATE), text(reply[1])
-        if status == "JAMMED":
-            raise ServerRefused(
-                f"the pool of run {self.run!r} takes no push ({self.keys.pool}: {text(reply[1])}): an entry did not "
-                "come through rlbuffer. A batcher makes the pool anew when only its last id is wrong"
-            )
-        if status == "GAP":
-            raise ProducerGap(
-                f"push {sequence} of producer {producer!r} came, but the server's last is {text(reply[1])}: "
-                f"it lost acknowledged writes ({self.keys.producer(producer, incarnation)})",
-                last=int(reply[1]),
-            )
-        if status == "GONE":
-            raise self.gone(reply, epoch)
-        raise self.unexpected("push", reply)
-
-    def give_up(
-        self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int
-    ) -> tuple[PushStatus, str]:
-        suffix = f"{incarnation}.{sequence}"
-        waiting = self.keys.unnamed_payload(group.group_id, suffix)
-        args: list[Any] = [epoch, sequence, waiting, group.env, group.group_id, suffix]
-        args += [0, 0, b"", "", self.keys.payload_prefix]
-        reply = self._move_push(self.keys.producer(producer, incarnation), args)
-        status, entry_id = self._pushed(reply, producer, incarnation, sequence, epoch)
-        return (status if entry_id else PushStatus.LOST), entry_id  # a duplicate without an entry: given up before
-
-    def _move_push(self, producer_key: str, args: Sequence[Any]) -> list[Any]:
-        keys = self.keys
-        return self.move("push", (keys.meta, keys.pool, producer_key, keys.ledger, keys.garbage), args, repeat=False)
-
-    def _answers(self) -> bool:
-        """True when the server answers something small now."""
-        try:
-            self.connection.call(lambda: self.client.exists(self.keys.meta), patience_seconds=0.0, repeat=False)
-        except RlbufferError:
-            return False
-        return True
-
-    def _sequence_of(self, producer_key: str) -> int:
-        def last() -> Any:
-            return self.client.hget(producer_key, "sequence")
-
-        return number(self.connection.call(last, patience_seconds=self.patience_seconds, repeat=False)) or 0
-
-    def _store_payload(self, key: str, push: payload.EncodedPush) -> None:
-        """Raises InvalidRollout, before anything is sent, when the server can never take it."""
-        fields: dict[Any, Any] = {str(i): payload for i, payload in enumerate(push.payloads)}
-        if push.group_payload is not None:
-            fields["group"] = push.group_payload
-        sizes = _sizes(push)
-        size = sum(sizes.values())
-        refusal = self.connection.limits(self.patience_seconds).refusal(sizes)
-        if refusal:
-            raise InvalidRollout(
-                f"group {push.info.group_id} cannot be pushed to {self.connection.address}: {refusal}. Push it in "
-                "parts, or raise the server's limit"
-            )
-
-        def store() -> list[Any]:
-            with self.connection.sender(size).pipeline(transaction=True) as pipe:
-                pipe.unlink(key)
-                pipe.hset(key, mapping=fields)
-                pipe.hlen(key)
-                pipe.pexpire(key, WEEK_MS)
-                return list(pipe.execute())
-
-        reply = self.connection.call(store, patience_seconds=self.patience_seconds, repeat=False)
-        if reply[2] != len(fields) or not reply[3]:
-            raise ServerRefused(f"the server answered {reply} when {len(fields)} fields were stored under {key}")
+    """INGEST, RENUMBER and DROP."""
 
     def read_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
         entries = self.stream(self.keys.pool, after, count=count, block_seconds=block_seconds)
@@ -199,13 +73,6 @@ class PoolMoves(Session):
                 raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
             dropped += int(reply[1])
         return dropped
-
-
-def _sizes(push: payload.EncodedPush) -> dict[str, int]:
-    """Bytes of each value of a push's payload, under what it is called in messages."""
-    ids = [f"rollout {rollout.rollout_id}" for rollout in push.info.rollouts]
-    sizes = {name: len(payload) for name, payload in zip(ids, push.payloads, strict=True)}
-    return sizes | {"answer and metadata": len(push.group_payload or b"")}
 
 
 def pool_entries(keys: Keys, entries: Sequence[Entry]) -> list[PoolEntry]:

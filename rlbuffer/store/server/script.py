@@ -37,3 +37,16 @@ class Script:
             except redis.exceptions.NoScriptError:
                 client.script_load(self.text)
         return client.evalsha(self.sha, len(keys), *keys, *args)
+
+    def many(self, keys: Sequence[Argument], calls: Sequence[Sequence[Argument]]) -> list[Any]:
+        """The replies to several calls in one round trip, errors among them. Others may come between two of them."""
+        client = self._client()
+        for _ in range(1 + LOADS):
+            with client.pipeline(transaction=False) as pipe:
+                for args in calls:
+                    pipe.evalsha(self.sha, len(keys), *keys, *args)
+                replies = pipe.execute(raise_on_error=False)
+            if not isinstance(replies[0], redis.exceptions.NoScriptError):
+                break
+            client.script_load(self.text)
+        return replies

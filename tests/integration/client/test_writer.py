@@ -63,7 +63,7 @@ def test_what_the_spool_no_longer_holds_is_counted_as_lost(buffer: rlbuffer.Buff
     writer = buffer.writer("w")
     pushed = [writer.push(group(seed)) for seed in range(3)]
     first = writer.incarnation
-    writer._spool.clear()
+    writer._producer._spool.clear()
     roll_back(buffer, writer, [p.entry_id for p in pushed[1:]], to=1)
     assert writer.push(group(3)).status == "stored"
     assert writer.incarnation != first

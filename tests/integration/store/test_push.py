@@ -10,6 +10,7 @@ from store_runs import Run
 
 from rlbuffer.client.writer import Writer
 from rlbuffer.errors import ConfigError, ProducerGap, RunGone, ServerRefused
+from rlbuffer.store.moves.push import _Push, _Source
 from rlbuffer.store.records import PartRollout
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
@@ -97,9 +98,8 @@ def test_push_is_a_duplicate_however_long_its_producer_was_silent(run):
 
 def _phase_1(run: Run, sequence: int, group_id: str) -> None:
     """The first half of a push that comes when the second half was carried out long ago."""
-    name = run.store.keys.unnamed_payload(group_id, f"u.{sequence}")
-    push = payload.encode_push(make_group(env="a", size=2, group_id=group_id))
-    run.store._store_payload(name, push)
+    source = _Source(run.store.keys, "w", "u", run.meta.epoch)
+    run.store._store_payloads([_Push(source, sequence, make_group(env="a", size=2, group_id=group_id))])
 
 
 def test_first_half_of_a_push_that_comes_late_gives_nothing_in_use_a_time_to_live(run):
@@ -121,7 +121,7 @@ def test_late_first_half_goes_with_the_next_repetition_of_its_push(run):
 
 
 def test_push_whose_payload_lapsed_between_its_halves_does_not_become_pending(run, monkeypatch):
-    monkeypatch.setattr("rlbuffer.store.moves.pool.WEEK_MS", 0)
+    monkeypatch.setattr("rlbuffer.store.moves.push.WEEK_MS", 0)
     with pytest.raises(ServerRefused) as caught:
         send(run, 1)
     name = run.store.keys.unnamed_payload("a.0", "u.1")
@@ -278,15 +278,12 @@ def test_a_worker_name_that_cannot_stand_in_a_key_is_refused(run, name):
 @pytest.mark.parametrize("suffix", ["first second.1", "u:1.1", "", "u.1 8 9", "u.x"])
 def test_an_entry_whose_payload_no_writer_can_have_stored_is_invalid(run, suffix):
     """A push by hand: COMMIT would keep it for another use as a record that a space divides."""
-    group = make_group(env="a", size=2, group_id="a.0")
-    push, keys = payload.encode_push(group), run.store.keys
-    where = (keys.meta, keys.pool, f"{keys.tag}:producer:w:u", keys.ledger, keys.garbage)
-    amounts = (len(push.info.rollouts), push.info.tokens, push.metadata)
-    name = keys.unnamed_payload("a.0", suffix)
-    run.store._store_payload(name, push)
-    run.store.move(
-        "push", where, (run.meta.epoch, 1, name, "a", "a.0", suffix, *amounts, "", keys.payload_prefix), repeat=False
-    )
+    keys, source = run.store.keys, _Source(run.store.keys, "w", "u", run.meta.epoch)
+    push = _Push(source, 1, make_group(env="a", size=2, group_id="a.0"))
+    push.args[2] = push.key = keys.unnamed_payload("a.0", suffix)
+    push.args[5] = suffix
+    run.store._store_payloads([push])
+    run.store.move("push", (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage), push.args, repeat=False)
     (entry,) = run.pool()
     assert entry.info is None
     assert "not with INCARNATION.SEQUENCE" in entry.error

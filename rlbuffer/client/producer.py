@@ -1,0 +1,249 @@
+"""A producer: its pushes in their sequence, each stored exactly once, whatever breaks in between.
+
+A push carries a sequence number under the producer's incarnation, so that repeating it after a lost reply changes
+nothing. Several are sent together; what is not settled by that goes one by one. The last pushes are kept: a server that
+lost its newest writes in a power cut answers with a gap, and what is missing is sent again. After a recovery of lost
+writes the run goes on in a new epoch, and so does the producer, with the same sequence.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlbuffer.errors import (
+    EpochChanged,
+    InvalidRollout,
+    ProducerGap,
+    PushBroken,
+    RlbufferError,
+    RunGone,
+    ServerRefused,
+    ServerUnreachable,
+)
+from rlbuffer.records.group import Group, Pushed
+from rlbuffer.records.info import check_producer
+from rlbuffer.records.states import PushStatus
+from rlbuffer.store.protocol import Store
+
+MOST_BREAKS = 5
+"""Times that one push may break its connection while the server answers others, before it is given up."""
+SPOOL_PUSHES = 64
+"""Pushes kept for re-sending; with AOF every second a server loses at most a second of them."""
+FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.05, 2.0
+"""Backoff while the server is away, doubled each time, with jitter."""
+_RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
+
+
+@dataclass(slots=True)
+class _Push:
+    """A push of the last call."""
+
+    sequence: int
+    group: Group
+    replaces: str
+    """The entry whose place it takes, or ""."""
+    pushed: Pushed | None = None
+    """None: it is not settled, and nobody knows whether it is stored."""
+
+
+class Producer:
+    """What pushes under one name and incarnation; safe from several threads."""
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        incarnation: str,
+        *,
+        epoch: int,
+        patience_seconds: float,
+        on_retry: Callable[[RlbufferError], None] | None,
+        fit: Callable[[Group], Group],
+    ) -> None:
+        check_producer(name, incarnation)
+        self._store = store
+        self._name = name
+        self.incarnation = incarnation
+        self.epoch = epoch
+        self._patience = patience_seconds
+        self._on_retry = on_retry
+        self._fit = fit
+        self._sequence = 0
+        self._call: list[_Push] = []
+        """The pushes of the last call, until it has answered for all of them."""
+        self._spool: deque[tuple[int, Group, str]] = deque(maxlen=SPOOL_PUSHES)
+        """(sequence, what was stored, the entry that it replaced or "")."""
+        self._breaks: dict[int, int] = {}
+        """Sequence of a push that is not settled -> times that it broke its connection, and nothing else did.
+        :data:`MOST_BREAKS` or more: it is given up."""
+        self._lock = threading.Lock()  # one call in flight per producer: the sequence is what makes it exactly once
+
+    def push(self, pushes: Sequence[tuple[Group, str]], sequence: int | None = None) -> list[Pushed]:
+        """Stores (group, the entry whose place it takes or ""), the first under `sequence`. -> their outcomes.
+
+        What an earlier call has left is settled first, and a call that begins with the pushes of that one is answered
+        for them. Raises as :meth:`rlbuffer.client.writer.Writer.push_many`.
+        """
+        with self._lock:
+            again: list[_Push] = []
+            if sequence is None:
+                # Their numbers may be taken on the server: other groups under them would be answered as duplicates,
+                # and lost.
+                self._settle()
+                for push, (group, replaces) in zip(self._call, pushes, strict=False):
+                    if push.replaces != replaces or not (push.group is group or push.group == group):
+                        break
+                    again.append(push)
+                sequence = self._sequence + 1
+            fresh = [_Push(number, *push) for number, push in enumerate(pushes[len(again) :], sequence)]
+            self._call = again + fresh
+            if len(fresh) > 1:
+                self._send_together(fresh)
+            self._settle()
+            done, self._call = self._call, []
+            return [push.pushed for push in done if push.pushed]
+
+    def say_done(self, env: str) -> None:
+        """Settles what is left, and says that `env` sends nothing more."""
+        with self._lock:
+            self._settle()
+            deadline = time.monotonic() + self._patience
+            while True:
+                try:
+                    return self._store.say_done(env, epoch=self.epoch)
+                except EpochChanged as change:
+                    self._follow(change)
+                except ServerUnreachable as error:
+                    if time.monotonic() > deadline:
+                        raise
+                    if self._on_retry is not None:
+                        self._on_retry(error)
+                    time.sleep(LAST_DELAY_SECONDS * _RANDOM.uniform(0.5, 1.0))
+
+    def _send_together(self, pushes: Sequence[_Push]) -> None:
+        """Sends pushes in as few round trips as may be, until anything goes wrong; the rest is left to :meth:`_settle`.
+
+        A connection that breaks counts against none of them: nobody knows which one broke it.
+        """
+        try:
+            fitted = [push.group if push.replaces else self._fit(push.group) for push in pushes]
+            outcomes, _ = self._store.push_many(
+                [(group, push.replaces) for group, push in zip(fitted, pushes, strict=True)],
+                producer=self._name,
+                incarnation=self.incarnation,
+                sequence=pushes[0].sequence,
+                epoch=self.epoch,
+            )
+        except InvalidRollout:
+            del self._call[-len(pushes) :]
+            raise
+        except RlbufferError:
+            return
+        for push, group, outcome in zip(pushes, fitted, outcomes, strict=False):
+            self._note(push, group, *outcome)
+
+    def _settle(self) -> None:
+        """Stores what is not settled of the last call, one push after the other."""
+        for at, push in enumerate(self._call):
+            if push.pushed is not None:
+                continue
+            try:
+                self._send(push)
+            except InvalidRollout:
+                del self._call[at:]  # certainly not stored
+                raise
+            except RunGone:
+                self._call.clear()
+                raise
+
+    def _note(self, push: _Push, sent: Group, status: PushStatus, entry_id: str) -> None:
+        """`push` is settled, and `sent` is what was stored."""
+        push.pushed = Pushed(entry_id=entry_id, status=status)
+        self._sequence = max(self._sequence, push.sequence)
+        self._spool.append((push.sequence, sent, push.replaces))
+        # A push that was given up stays so as long as it may be sent again from the spool.
+        oldest = self._spool[0][0]
+        self._breaks = {n: breaks for n, breaks in self._breaks.items() if breaks >= MOST_BREAKS and n >= oldest}
+
+    def _send(self, push: _Push) -> None:
+        """Sends a push until it is settled."""
+        deadline = time.monotonic() + self._patience
+        delay = FIRST_DELAY_SECONDS
+        group = push.group
+        last: int | None = None
+        """The server's last push, when it has told that some are missing there."""
+        while True:
+            try:
+                if not push.replaces:  # what takes another's place has its lengths
+                    group = self._fit(group)
+                if last is not None:
+                    self._fill(last, push.sequence)
+                    last = None
+                return self._note(push, group, *self._store_push(group, push.sequence, push.replaces))
+            except ProducerGap as gap:
+                last = gap.last
+            except EpochChanged as change:
+                self._follow(change)
+            except (ServerUnreachable, ServerRefused) as error:
+                if time.monotonic() + delay > deadline and not (isinstance(error, PushBroken) and self._give_up()):
+                    raise
+                if self._on_retry is not None:
+                    self._on_retry(error)
+                time.sleep(delay * _RANDOM.uniform(0.5, 1.0))
+                delay = min(2 * delay, LAST_DELAY_SECONDS)
+
+    def _follow(self, change: EpochChanged) -> None:
+        """Goes on in the run's epoch. Raises `change` where it is of another line of versions, or may be."""
+        # An epoch before the own one: the server has lost that, and whether it began a line of versions.
+        if not change.follows(self.epoch) or change.epoch < self.epoch:
+            raise change
+        self.epoch = change.epoch
+
+    def _give_up(self) -> bool:
+        """Patience is over: what broke its connection more than once is given up. -> whether anything is."""
+        broken = [number for number, breaks in self._breaks.items() if 2 <= breaks < MOST_BREAKS]
+        self._breaks.update(dict.fromkeys(broken, MOST_BREAKS))
+        return bool(broken)
+
+    def _store_push(self, group: Group, sequence: int, replaces: str) -> tuple[PushStatus, str]:
+        """Returns the status, ``lost`` for a push that is given up, and the entry."""
+        names: dict[str, Any] = {
+            "producer": self._name,
+            "incarnation": self.incarnation,
+            "sequence": sequence,
+            "epoch": self.epoch,
+        }
+        if self._breaks.get(sequence, 0) >= MOST_BREAKS:
+            return self._store.give_up(group, **names)
+        try:
+            return self._store.push(group, replaces=replaces, **names)
+        except PushBroken:
+            self._breaks[sequence] = self._breaks.get(sequence, 0) + 1
+            raise
+
+    def _fill(self, last: int, sequence: int) -> None:
+        """The server knows pushes up to `last` only: sends the missing ones again, up to `sequence`."""
+        missing = [push for push in self._spool if last < push[0] < sequence]
+        if len(missing) == sequence - last - 1:
+            for number, group, replaces in missing:
+                try:
+                    self._store_push(group, number, replaces)
+                except InvalidRollout:  # the server has other limits than when it took it
+                    self._breaks[number] = MOST_BREAKS
+                    self._store_push(group, number, replaces)
+            return
+        # The spool does not reach back: what is missing cannot be sent any more, so it is counted, and a new
+        # incarnation starts a sequence of its own.
+        self._store.count_lost(sequence - last - 1)
+        self.incarnation, self._sequence = uuid.uuid4().hex, 0
+        self._spool.clear()
+        self._breaks.clear()
+        for number, push in enumerate([push for push in self._call if push.pushed is None], start=1):
+            push.sequence = number

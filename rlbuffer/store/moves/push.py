@@ -1,0 +1,246 @@
+"""PUSH: groups become pending, each exactly once.
+
+A push is two moves: its payload goes first, under a key of its own, and then the script makes it pending. Several
+pushes of one producer share the round trips of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rlbuffer.errors import (
+    InvalidRollout,
+    ProducerGap,
+    PushBroken,
+    RlbufferError,
+    ServerRefused,
+    ServerUnreachable,
+)
+from rlbuffer.records.group import Group
+from rlbuffer.records.states import PushStatus
+from rlbuffer.store.keys import Keys
+from rlbuffer.store.session import Session, number, raise_first, text
+from rlbuffer.wire import payload
+
+BATCH_PUSHES, BATCH_BYTES = 16, 8 << 20
+"""Pushes of a round trip at most, and bytes of their payloads, unless a single one has more."""
+_TRANSACTION = 6
+"""Replies to the transaction of a payload, MULTI and EXEC among them."""
+WEEK_MS = 7 * 86_400_000
+"""Milliseconds that a payload is kept that never became pending."""
+
+
+class PushMoves(Session):
+    """PUSH, with its payloads."""
+
+    _fresh: dict[str, int]
+    """incarnation -> the sequence that the server certainly does not have yet."""
+
+    def push(
+        self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int, replaces: str = ""
+    ) -> tuple[PushStatus, str]:
+        outcomes, error = self.push_many(
+            [(group, replaces)], producer=producer, incarnation=incarnation, sequence=sequence, epoch=epoch
+        )
+        if error is None:
+            return outcomes[0]
+        if not (isinstance(error, ServerUnreachable) and self._answers()):
+            raise error
+        raise PushBroken(
+            f"the connection to {self.connection.address} broke in the push of group {group.group_id} "
+            f"({sum(_sizes(payload.encode_push(group)).values())} bytes); the server answers others"
+        ) from error
+
+    def push_many(
+        self, pushes: Sequence[tuple[Group, str]], *, producer: str, incarnation: str, sequence: int, epoch: int
+    ) -> tuple[list[tuple[PushStatus, str]], RlbufferError | None]:
+        # Payloads first, each under its push's own key, then the script that makes them pending.
+        source = _Source(self.keys, producer, incarnation, epoch)
+        sent = [_Push(source, n, group, replaces) for n, (group, replaces) in enumerate(pushes, sequence)]
+        last = sequence - 1
+        if self._fresh.get(incarnation) != sequence:
+            # Most repetitions need not carry the payload again: they ask first.
+            last = self._sequence_of(source.key)
+        self._check_sizes([push for push in sent if push.sequence > last])
+        outcomes = []
+        try:
+            for batch in _batches(sent):
+                self._store_payloads([push for push in batch if push.sequence > last])
+                for outcome in self._move_pushes(source, batch):
+                    outcomes.append(outcome)
+        except RlbufferError as error:
+            return outcomes, error
+        return outcomes, None
+
+    def _move_pushes(self, source: _Source, batch: Sequence[_Push]) -> Iterator[tuple[PushStatus, str]]:
+        """Makes pushes pending, in one round trip. -> their outcomes, until one is refused: its error comes out.
+
+        The script refuses those behind it as a gap, so nothing of them is pending.
+        """
+        keys, replies, stop = self.keys, list[Any](), None
+        names = (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage)
+
+        def send() -> None:
+            replies.extend(self.script("push").many(names, [push.args for push in batch]))
+            raise_first(replies)
+
+        self._fresh.pop(source.incarnation, None)
+        try:
+            self.connection.call(send, patience_seconds=self.patience_seconds, repeat=False)
+        except RlbufferError as error:
+            stop = error
+        for push, reply in zip(batch, replies, strict=False):
+            if isinstance(reply, Exception):
+                break
+            yield self._outcome(source, push, reply)
+        if stop is not None:
+            raise stop
+
+    def _outcome(self, source: _Source, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
+        status, sequence = text(reply[0]), push.sequence
+        if status == "LATE" or status == "LOST":
+            self._fresh[source.incarnation] = sequence + 1
+            return (PushStatus.DUPLICATE if status == "LATE" else PushStatus.LOST), ""
+        if status == "OK" or status == "DUP":
+            if text(reply[1]):  # else the server has later pushes, too
+                self._fresh[source.incarnation] = sequence + 1
+            return (PushStatus.STORED if status == "OK" else PushStatus.DUPLICATE), text(reply[1])
+        if status == "MISSING":
+            raise ServerRefused(
+                f"the payload of push {push.suffix} is not on the server any more ({push.key}): sent again"
+            )
+        if status == "UNEQUAL":
+            env, name, rollouts, tokens = (text(part) for part in reply[1:])
+            group = push.group
+            raise InvalidRollout(
+                f"group {group.group_id} ({group.env}, {push.rollouts} rollouts, {push.tokens} tokens) cannot "
+                f"replace {push.replaces}, which holds {name} ({env}, {rollouts} rollouts, {tokens} tokens)"
+            )
+        if status == "JAMMED":
+            raise ServerRefused(
+                f"the pool of run {self.run!r} takes no push ({self.keys.pool}: {text(reply[1])}): an entry did not "
+                "come through rlbuffer. A batcher makes the pool anew when only its last id is wrong"
+            )
+        if status == "GAP":
+            raise ProducerGap(
+                f"push {sequence} of producer {source.producer!r} came, but the server's last is {text(reply[1])}: "
+                f"it lost acknowledged writes ({source.key})",
+                last=int(reply[1]),
+            )
+        if status == "GONE":
+            raise self.gone(reply, source.epoch)
+        raise self.unexpected("push", reply)
+
+    def give_up(
+        self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int
+    ) -> tuple[PushStatus, str]:
+        source = _Source(self.keys, producer, incarnation, epoch)
+        ((status, entry_id),) = self._move_pushes(source, [_Push(source, sequence, group, is_given_up=True)])
+        return (status if entry_id else PushStatus.LOST), entry_id  # a duplicate without an entry: given up before
+
+    def _answers(self) -> bool:
+        """True when the server answers something small now."""
+        try:
+            self.connection.call(lambda: self.client.exists(self.keys.meta), patience_seconds=0.0, repeat=False)
+        except RlbufferError:
+            return False
+        return True
+
+    def _sequence_of(self, producer_key: str) -> int:
+        def last() -> Any:
+            return self.client.hget(producer_key, "sequence")
+
+        return number(self.connection.call(last, patience_seconds=self.patience_seconds, repeat=False)) or 0
+
+    def _check_sizes(self, pushes: Sequence[_Push]) -> None:
+        """Raises InvalidRollout, before anything is sent, when the server can never take one of them."""
+        if not pushes:
+            return
+        limits = self.connection.limits(self.patience_seconds)
+        for push in pushes:
+            refusal = limits.refusal(push.sizes)
+            if refusal:
+                raise InvalidRollout(
+                    f"group {push.group.group_id} cannot be pushed to {self.connection.address}: {refusal}. Push it in "
+                    "parts, or raise the server's limit"
+                )
+
+    def _store_payloads(self, pushes: Sequence[_Push]) -> None:
+        """Stores payloads in one round trip, each in a transaction of its own: they may lie in several slots."""
+        if not pushes:
+            return
+
+        def store() -> list[Any]:
+            client: Any = self.connection.sender(sum(push.size for push in pushes))
+            with client.pipeline(transaction=False) as pipe:
+                for push in pushes:
+                    pipe.execute_command("MULTI")
+                    pipe.unlink(push.key)
+                    pipe.hset(push.key, mapping=push.fields)
+                    pipe.hlen(push.key)
+                    pipe.pexpire(push.key, WEEK_MS)
+                    pipe.execute_command("EXEC")
+                replies = pipe.execute(raise_on_error=False)
+            raise_first(replies)
+            done = replies[_TRANSACTION - 1 :: _TRANSACTION]
+            for reply in done:
+                raise_first(reply)
+            return list(done)
+
+        replies = self.connection.call(store, patience_seconds=self.patience_seconds, repeat=False)
+        for push, reply in zip(pushes, replies, strict=True):
+            if reply[2] != len(push.fields) or not reply[3]:
+                raise ServerRefused(
+                    f"the server answered {reply} when {len(push.fields)} fields were stored under {push.key}"
+                )
+
+
+class _Source:
+    """The producer of pushes."""
+
+    def __init__(self, keys: Keys, producer: str, incarnation: str, epoch: int) -> None:
+        self.keys, self.producer, self.incarnation, self.epoch = keys, producer, incarnation, epoch
+        self.key = keys.producer(producer, incarnation)
+
+
+class _Push:
+    """A push as it is sent. Raises InvalidRollout when it is too large for the wire."""
+
+    def __init__(
+        self, source: _Source, sequence: int, group: Group, replaces: str = "", *, is_given_up: bool = False
+    ) -> None:
+        self.sequence, self.group, self.replaces = sequence, group, replaces
+        self.suffix = f"{source.incarnation}.{sequence}"
+        self.key = source.keys.unnamed_payload(group.group_id, self.suffix)
+        self.rollouts = self.tokens = self.size = 0
+        self.fields: dict[Any, Any] = {}
+        metadata = b""
+        if not is_given_up:
+            push = payload.encode_push(group)
+            self.rollouts, self.tokens, metadata = len(push.info.rollouts), push.info.tokens, push.metadata
+            self.fields.update((str(i), data) for i, data in enumerate(push.payloads))
+            if push.group_payload is not None:
+                self.fields["group"] = push.group_payload
+            self.sizes = _sizes(push)
+            self.size = sum(self.sizes.values())
+        self.args: list[Any] = [source.epoch, sequence, self.key, group.env, group.group_id, self.suffix]
+        self.args += [self.rollouts, self.tokens, metadata, replaces, source.keys.payload_prefix]
+
+
+def _batches(pushes: Sequence[_Push]) -> Iterator[list[_Push]]:
+    """Pushes in the order of their sequence, as many at once as may be."""
+    batch: list[_Push] = []
+    for push in pushes:
+        if batch and (len(batch) == BATCH_PUSHES or sum(other.size for other in batch) + push.size > BATCH_BYTES):
+            yield batch
+            batch = []
+        batch.append(push)
+    yield batch
+
+
+def _sizes(push: payload.EncodedPush) -> dict[str, int]:
+    """Bytes of each value of a push's payload, under what it is called in messages."""
+    ids = [f"rollout {rollout.rollout_id}" for rollout in push.info.rollouts]
+    sizes = {name: len(payload) for name, payload in zip(ids, push.payloads, strict=True)}
+    return sizes | {"answer and metadata": len(push.group_payload or b"")}
