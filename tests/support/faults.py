@@ -15,6 +15,8 @@ import hiredis
 
 MOMENTS = ("before send", "sent without reply", "after reply")
 """Moments at which a connection breaks."""
+INSIDE = "inside"
+"""A further one, for requests of several commands."""
 
 
 class CuttingProxy:
@@ -34,7 +36,7 @@ class CuttingProxy:
         self.seen = 0
         """Requests that held the mark."""
         self._moment = MOMENTS[1]
-        self._nth = 0
+        self._nth = self._whole = 0
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._begin(self._accept)
@@ -47,6 +49,11 @@ class CuttingProxy:
         """The next `times` requests that hold `mark` are carried out, and then the connection breaks."""
         with self._lock:
             self._mark, self._cuts, self.seen, self._moment, self._nth = mark, times, 0, MOMENTS[1], 0
+
+    def cut_inside(self, mark: bytes, whole: int) -> None:
+        """Of the next request that holds `mark` the server gets so many commands with it whole, and no replies come."""
+        with self._lock:
+            self._mark, self._cuts, self.seen, self._moment, self._nth, self._whole = mark, 1, 0, INSIDE, 0, whole
 
     def strike(self, moment: str, nth: int) -> None:
         """The connection of the `nth` request from now breaks at that moment; 0: never, requests are only counted.
@@ -122,8 +129,19 @@ class CuttingProxy:
                     moment = self._moment_for(data)
                     if moment == MOMENTS[0]:
                         break
+                    if moment == INSIDE:
+                        self._carry_some(data, far)
+                        break
                     far.sendall(data)
         self._open -= {near, far}
+
+    def _carry_some(self, data: bytes, far: socket.socket) -> None:
+        parts = data.split(self._mark)
+        far.sendall(self._mark.join(parts[: self._whole + 1]))
+        replies = hiredis.Reader()
+        for _ in range(self._whole):
+            while replies.gets() is False:
+                replies.feed(far.recv(1 << 20))
 
     def _moment_for(self, data: bytes) -> str:
         with self._lock:

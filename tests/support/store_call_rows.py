@@ -82,6 +82,14 @@ def _push(store: RedisStore, run: Run) -> Any:
     return status if status == "stored" else "stored before"
 
 
+def _push_many(store: RedisStore, run: Run) -> Any:
+    pushes = [(make_group(env="a", size=2, group_id=f"a.{n}"), "") for n in (7, 8, 9)]
+    outcomes, error = store.push_many(pushes, producer="w", incarnation="v", sequence=1, epoch=run.meta.epoch)
+    if error is not None:
+        raise error
+    return [status if status == "stored" else "stored before" for status, _ in outcomes]
+
+
 def _give_up(store: RedisStore, run: Run) -> Any:
     group = make_group(env="a", size=2, group_id="a.7")
     return store.give_up(group, producer="w", incarnation="v", sequence=1, epoch=run.meta.epoch)
@@ -158,6 +166,7 @@ ROWS: dict[str, Row] = {
     "runs": Row(call=lambda store, run: run.store.run in store.runs()),
     # -- worker
     "push": Row(call=_push, repeats=False, second={LOST: "stored before"}),
+    "push_many": Row(call=_push_many, repeats=False, second={LOST: ["stored before"] * 3}),
     "give_up": Row(call=_give_up, repeats=False),
     "take_tickets": Row(
         call=lambda store, run: len(store.take_tickets("a", 1, ttl_seconds=60)), prepare=_tickets, counts_twice=True
