@@ -39,6 +39,8 @@ from rlbuffer.store.redis_store import RedisStore, open_store
 from rlbuffer.wire import payload
 
 GROUP_SIZE = 16
+CALL_GROUPS = 8
+"""Groups of one `push_many`."""
 ROUND_TOKENS = 2_000_000
 """Tokens of a round, about: 18 MB."""
 ROUNDS = 5
@@ -144,6 +146,9 @@ def one_round(store: RedisStore, sampled: Sequence[Arrays]) -> Round:
     writer = Writer(store, "bench", epoch=epoch)
     costs["push of ready groups"] = clock(lambda: push_all(writer, groups))
     costs["push from arrays"] = clock(lambda: push_all(writer, make_groups("math", sampled)))
+    many = make_groups("many", sampled)
+    costs["push_many of ready groups"] = clock(lambda: push_together(writer, many))
+    costs["push_many from arrays"] = clock(lambda: push_arrays_together(writer, sampled))
     costs["leader: decide, pin, commit"] = clock(lambda: commit(store, len(groups), attempt, int(lengths_of(sampled))))
     for world_size in WORLD_SIZES:
         ranks = range(world_size)
@@ -244,6 +249,17 @@ def lengths_of(sampled: Sequence[Arrays]) -> int:
 def push_all(writer: Writer, groups: Sequence[Group]) -> None:
     for group in groups:
         writer.push(group)
+
+
+def push_together(writer: Writer, groups: Sequence[Group]) -> None:
+    for start in range(0, len(groups), CALL_GROUPS):
+        writer.push_many(groups[start : start + CALL_GROUPS])
+
+
+def push_arrays_together(writer: Writer, sampled: Sequence[Arrays]) -> None:
+    step = CALL_GROUPS * GROUP_SIZE
+    for start in range(0, len(sampled), step):
+        writer.push_many(make_groups("arrays", sampled[start : start + step], first=start // GROUP_SIZE))
 
 
 def commit(store: RedisStore, groups: int, attempt: int, longest: int) -> None:

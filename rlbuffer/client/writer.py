@@ -228,10 +228,7 @@ class Writer:
         push = (_checked(group, "push"), replaces)
         (pushed,) = self._producer.push([push], _sequence("push", sequence))
         if pushed.status == PushStatus.LOST:
-            raise PushGivenUp(
-                f"group {group.group_id} is given up and counted as lost: its push broke the connection again and "
-                "again, to a server that answers others. Push it in smaller parts"
-            )
+            raise given_up(group)
         return pushed
 
     def _fitted(self, group: Group) -> Group:
@@ -243,6 +240,14 @@ class Writer:
             self._limit = config.get("row_tokens") if config.get("oversized") == "truncate" else None
             self._limit_at = now
         return group if self._limit is None else truncated_group(group, self._limit)
+
+
+def given_up(group: Group) -> PushGivenUp:
+    """The error of a group whose push is ``lost``."""
+    return PushGivenUp(
+        f"group {group.group_id} is given up and counted as lost: its push broke the connection again and again, to a "
+        "server that answers others. Push it in smaller parts"
+    )
 
 
 def _checked(group: Group, method: str) -> Group:

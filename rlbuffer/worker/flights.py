@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+from rlbuffer.client.writer import Writer, given_up
 from rlbuffer.errors import (
     Aborted,
     GroupFailed,
@@ -30,7 +31,8 @@ from rlbuffer.events.event import Trouble
 from rlbuffer.events.worker import GroupGivenUp
 from rlbuffer.process.stop_request import Stopped
 from rlbuffer.process.threads import in_thread
-from rlbuffer.records.group import Group, Ticket
+from rlbuffer.records.group import Group, Pushed, Ticket
+from rlbuffer.records.states import PushStatus
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Prompt, Skip
 from rlbuffer.worker.failures import place_of, traceback_of
@@ -39,9 +41,6 @@ from rlbuffer.worker.heartbeat import Pulse
 from rlbuffer.worker.job import WorkerJob
 from rlbuffer.worker.messages import Messages
 from rlbuffer.worker.versions import Versions
-
-if TYPE_CHECKING:
-    from rlbuffer.client.writer import Writer
 
 WORKER_POLL_SECONDS = 0.1
 """Seconds between two looks for a newer version, and for the wish to stop."""
@@ -82,7 +81,9 @@ class Flights:
         """Tickets in a row that were skipped."""
         self._failures: Counter[int] = Counter()
         """Ticket number -> times in a row that its group could not be made."""
-        # One thread for all pushes: a writer has one in flight at a time, and this keeps them in order.
+        self._ready: deque[tuple[Group, Future[None]]] = deque()
+        """Groups that wait to be pushed: all of them go in one call."""
+        # One thread for all pushes: a writer has one call in flight at a time, and this keeps them in order.
         self._pusher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
         self._pushes: set[asyncio.Task[None]] = set()
         """Pushes under way: a group that may be stored is not given up."""
@@ -227,26 +228,53 @@ class Flights:
             await self._give_up(ticket, reason, error.__cause__ or error, function)
 
     async def _push(self, ticket: Ticket, group: Group, start: float) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._pusher, self._store, group)
+        stored: Future[None] = Future()
+        self._ready.append((group, stored))
+        self._pusher.submit(self._store_ready)
+        await asyncio.wrap_future(stored)
         self._pulse.remove([ticket])
         self._failures.pop(ticket.number, None)
         self._messages.pushed(group, time.monotonic() - start)
         if not self._failures and self._versions.is_current:
             self._pulse.error = ""
 
-    def _store(self, group: Group) -> None:
+    def _store_ready(self) -> None:
+        """Pushes all groups that are ready."""
+        waiting = [self._ready.popleft() for _ in range(len(self._ready))]
+        self._store([(group, stored) for group, stored in waiting if stored.set_running_or_notify_cancel()])
+
+    def _store(self, ready: list[tuple[Group, Future[None]]]) -> None:
         """Waits as long as the server refuses: that passes when steps retire, or a person makes room."""
+        try:
+            pushed = self._pushed([group for group, _ in ready])
+        except BaseException as error:
+            if isinstance(error, InvalidRollout) and len(ready) > 1:  # none is stored: it costs its own group alone
+                for one in ready:
+                    self._store([one])
+                return
+            for _, stored in ready:
+                stored.set_exception(error)
+            return
+        for (group, stored), one in zip(ready, pushed, strict=True):
+            try:
+                if one.status == PushStatus.LOST:
+                    raise given_up(group)
+                self._difficulty.note(group)
+                stored.set_result(None)
+            except BaseException as error:
+                stored.set_exception(error)
+
+    def _pushed(self, groups: list[Group]) -> list[Pushed]:
         while True:
             try:
-                self._writer.push(group)
+                pushed = self._writer.push_many(groups)
             except ServerRefused as error:
                 self.held_up(error)
                 continue
             if self.refusal:
                 self.refusal = ""
                 self._messages.works()
-            break
-        self._difficulty.note(group)
+            return pushed
 
     async def _give_up(self, ticket: Ticket, reason: str, error: BaseException, function: str) -> None:
         """Counts a group that cannot be made, and gives its ticket back once.

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 SAY_SECONDS = 5.0
 """Seconds between two words about what is waited for."""
+MOST_GROUPS, MOST_TOKENS = 16, 2**20
+"""Groups of one call, and their tokens, unless a single group has more."""
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line that is parsed: what one rollout may weigh on the wire; more would only cost memory to refuse."""
 _KEY = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
@@ -55,7 +57,8 @@ def command(
       rlbuffer push groups.jsonl --run math
     """
     from rlbuffer.client.buffer import connect
-    from rlbuffer.errors import PushGivenUp, ServerRefused, ServerUnreachable
+    from rlbuffer.client.writer import given_up
+    from rlbuffer.errors import ServerRefused, ServerUnreachable
     from rlbuffer.records.states import PushStatus
 
     loaded = given.load()
@@ -69,21 +72,22 @@ def command(
             settings.redis_url, run=settings.run, config=settings, name="push", origin=options.redis_origin(loaded)
         ) as buffer:
             writer = buffer.writer(worker, incarnation=checksum, on_retry=_Waiting())
-            for sequence, group in enumerate(read_groups(stream, file), start=1):
+            for first, groups in _together(read_groups(stream, file)):
                 try:
-                    status = writer.push(group, sequence=sequence).status
-                except PushGivenUp as error:
-                    lost += 1
-                    echo(f"{file}:{sequence}  {error}", err=True)
-                    continue
+                    pushed = writer.push_many(groups, sequence=first)
                 except (ServerRefused, ServerUnreachable) as error:
                     raise type(error)(
                         f"{error}\n  {stored + duplicate} of {count} groups are stored; pushing the file again goes on "
                         "from there"
                     ) from error
-                envs.add(group.env)
-                duplicate += status == PushStatus.DUPLICATE
-                stored += status != PushStatus.DUPLICATE
+                for sequence, (group, one) in enumerate(zip(groups, pushed, strict=True), start=first):
+                    if one.status == PushStatus.LOST:
+                        lost += 1
+                        echo(f"{file}:{sequence}  {given_up(group)}", err=True)
+                        continue
+                    envs.add(group.env)
+                    duplicate += one.status == PushStatus.DUPLICATE
+                    stored += one.status == PushStatus.STORED
             for env in sorted(envs) if done else ():
                 writer.done(env)
     if as_json:
@@ -99,6 +103,19 @@ def command(
         if done:
             echo(f"done: nothing more comes of {', '.join(sorted(envs))}")
     return 1 if lost else 0
+
+
+def _together(groups: Iterator[Group]) -> Iterator[tuple[int, list[Group]]]:
+    """Groups for one call, and the number of the first: few enough that large ones do not fill the memory."""
+    first, together, tokens = 1, list[Any](), 0
+    for group in groups:
+        together.append(group)
+        tokens += sum(rollout.length for rollout in group.rollouts)
+        if len(together) == MOST_GROUPS or tokens >= MOST_TOKENS:
+            yield first, together
+            first, together, tokens = first + len(together), [], 0
+    if together:
+        yield first, together
 
 
 class _Waiting:

@@ -40,7 +40,7 @@ class Full:
         self.is_full = True
 
     def __getattr__(self, name: str) -> Any:
-        if self.is_full and name == "push":
+        if self.is_full and name.startswith("push"):
             return self._refuse
         return getattr(self._store, name)
 
@@ -49,7 +49,7 @@ class Full:
 
 
 def test_a_worker_waits_for_a_full_server_and_says_so(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlbuffer.client.writer.LAST_DELAY_SECONDS", 0.1)
+    monkeypatch.setattr("rlbuffer.client.producer.LAST_DELAY_SECONDS", 0.1)
     stage.buffer.store = full = Full(stage.store)
     stage.allow(1)
     stage.announce(0)
