@@ -65,6 +65,9 @@ class Writer:
         >>> writer.release([second])
         >>> writer.take("math", timeout_seconds=30.0) == [second]
         True
+        >>> more = [rlbuffer.make_group(env="math", group_id=f"extra.{number}") for number in range(3)]
+        >>> [str(pushed.status) for pushed in writer.push_many(more)]
+        ['stored', 'stored', 'stored']
         >>> writer.skip([second, third])
         >>> writer.done("math")
 

@@ -5,22 +5,26 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from worker_stage import PATIENCE_SECONDS, Stage, eventually, hurry, without_place
 
 from rlbuffer.config.settings import ModelSettings
-from rlbuffer.errors import ConfigError, ServerFull
+from rlbuffer.errors import ConfigError, InvalidRollout, ServerFull
 from rlbuffer.events.worker import WorkerStopped
 from rlbuffer.narration.waiting import draining
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import decode_rollout
 from rlbuffer.worker import loop
 from rlbuffer.worker.envs import Score, make_env
+from rlbuffer.worker.flights import Flights
 
 
 @pytest.fixture
@@ -370,3 +374,20 @@ def test_the_real_sampler_serves_a_built_in_env(stage: Stage, tmp_path: Path) ->
             assert rollout.is_truncated == (rollout.finish_reason == "length")
             assert rollout.columns["temperatures"].tolist() == [0.5] * rollout.length
             assert rollout.text == prompt.prompt_id + env.render(completion)
+
+
+def test_groups_that_are_ready_together_go_in_one_call_and_a_bad_one_costs_itself_alone(stage: Stage) -> None:
+    flights = Flights.__new__(Flights)
+    noted: list[str] = []
+    flights.refusal = ""
+    flights._writer = stage.buffer.writer("w-0")
+    flights._difficulty = SimpleNamespace(note=lambda group: noted.append(group.group_id))  # type: ignore[assignment]
+    large = {"large": b"x" * (5 << 20)}
+    groups = [make_group(seed=n, env="counting", metadata=large if n == 2 else {}) for n in range(1, 5)]
+    flights._ready = deque((group, Future()) for group in groups)
+    waited = [stored for _, stored in flights._ready]
+    assert waited[3].cancel()
+    flights._store_ready()
+    flights._store_ready()  # the others' turn: nothing is left
+    assert [type(stored.exception()) for stored in waited[:3]] == [type(None), InvalidRollout, type(None)]
+    assert noted == stage.groups() == ["counting.1", "counting.3"]
