@@ -91,6 +91,8 @@ class Producer:
         What an earlier call has left is settled first, and a call that begins with the pushes of that one is answered
         for them. Raises as :meth:`rlbuffer.client.writer.Writer.push_many`.
         """
+        if not pushes:
+            return []
         with self._lock:
             again: list[_Push] = []
             if sequence is None:

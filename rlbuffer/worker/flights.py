@@ -241,7 +241,8 @@ class Flights:
     def _store_ready(self) -> None:
         """Pushes all groups that are ready."""
         waiting = [self._ready.popleft() for _ in range(len(self._ready))]
-        self._store([(group, stored) for group, stored in waiting if stored.set_running_or_notify_cancel()])
+        if ready := [(group, stored) for group, stored in waiting if stored.set_running_or_notify_cancel()]:
+            self._store(ready)
 
     def _store(self, ready: list[tuple[Group, Future[None]]]) -> None:
         """Waits as long as the server refuses: that passes when steps retire, or a person makes room."""
@@ -249,8 +250,8 @@ class Flights:
             pushed = self._pushed([group for group, _ in ready])
         except BaseException as error:
             if isinstance(error, InvalidRollout) and len(ready) > 1:  # none is stored: it costs its own group alone
-                for one in ready:
-                    self._store([one])
+                for alone in ready:
+                    self._store([alone])
                 return
             for _, stored in ready:
                 stored.set_exception(error)
