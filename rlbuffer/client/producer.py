@@ -54,7 +54,7 @@ class _Push:
 
 
 class Producer:
-    """What pushes under one name and incarnation; safe from several threads."""
+    """The pushes of one name and incarnation; safe from several threads."""
 
     def __init__(
         self,

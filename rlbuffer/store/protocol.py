@@ -94,9 +94,8 @@ class Store(Seeing, Protocol):
     ) -> tuple[list[tuple[PushStatus, str]], RlbufferError | None]:
         """PUSH of several, from `sequence` on: (group, the entry whose place it takes or ""), at least one.
 
-        -> what `push` returns, of the first of them, and the error that stopped it: that of the next one, or of a
-        connection that broke, and then nobody knows what else is stored. Raises before it stores anything:
-        InvalidRollout when one of them can never be taken; ServerUnreachable, ServerRefused.
+        -> what `push` returns, of the first of them, and the error of the one that stopped it; where a connection
+        broke, others may be stored. Raises InvalidRollout, ServerUnreachable, ServerRefused before it stores anything.
         """
 
     def give_up(
