@@ -17,11 +17,14 @@ import pytest
 import redis
 from faults import CuttingProxy, TalkingServer, info_reply
 
+from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, ServerRefused, ServerUnreachable, ServerUnsuitable, WrongAnswer, WrongType
+from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.server.binary import ServerBinary
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.embedded import EmbeddedServer, ensure
+from rlbuffer.testing import make_group
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
 
@@ -289,6 +292,10 @@ def test_a_cluster_of_several_shards_is_refused_and_one_shard_is_taken(home: Pat
             url = f"redis://127.0.0.1:{ports[0]}"
             with connect(url, home) as c:
                 assert c.client.set("k", 1)
+                store = RedisStore(c, "cluster")
+                writer = Writer(store, "w", epoch=store.open_run().epoch)
+                pushed = writer.push_many([make_group(seed=n) for n in range(3)])  # payloads lie in several slots
+                assert [one.status for one in pushed] == ["stored"] * 3
             first.execute_command("CLUSTER", "DELSLOTSRANGE", 8000, 16383)
             second.execute_command("CLUSTER", "ADDSLOTSRANGE", 8000, 16383)
             meet(first, second, ports[1])
