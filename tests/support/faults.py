@@ -51,7 +51,7 @@ class CuttingProxy:
             self._mark, self._cuts, self.seen, self._moment, self._nth = mark, times, 0, MOMENTS[1], 0
 
     def cut_inside(self, mark: bytes, whole: int) -> None:
-        """Of the next request that holds `mark` the server gets so many commands with it whole, and no replies come."""
+        """The next request that holds `mark`: the server gets so many commands with it whole, and no replies come."""
         with self._lock:
             self._mark, self._cuts, self.seen, self._moment, self._nth, self._whole = mark, 1, 0, INSIDE, 0, whole
 
