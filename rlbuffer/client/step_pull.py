@@ -6,7 +6,6 @@ normalisers stay the same.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from rlbuffer.packing.arena import Arena
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.further_columns import ColumnSpec, column_spec
 from rlbuffer.packing.planner import redeal
+from rlbuffer.records.info import unfrozen
 from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
 from rlbuffer.records.rollout import Rollout, RolloutArrays
 from rlbuffer.records.step_header import StepHeader
@@ -27,6 +27,8 @@ from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout
 from rlbuffer.wire import payload
 from rlbuffer.wire.views import in_range
+
+_UnfrozenSample = unfrozen(Sample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,6 @@ class StepPull:
         self._pad_token_id = pad_token_id
         self._pad_to_multiple_of = pad_to_multiple_of
         self._arena = Arena()
-        self._assembling = threading.Lock()  # an arena serves one caller at a time; `pull` may run beside a prefetch
 
     def part(self, header: StepHeader) -> Part:
         """This rank's rows of a step: its own part, or at another world size all parts, dealt again.
@@ -106,27 +107,26 @@ class StepPull:
                 answers[ref.payload_key] = _answer(group)
         items = [_item(*pair, header, answers) for pair in zip(refs, outcomes, strict=True)]
         normalizers = Normalizers(**header.normalizers)
-        with self._assembling:
 
-            def assembled() -> tuple[MicroBatch, ...]:
-                return assemble(
-                    part.rows,
-                    items,
-                    row_tokens=part.row_tokens,
-                    normalizers=normalizers,
-                    pad_token_id=self._pad_token_id,
-                    pad_to_multiple_of=self._pad_to_multiple_of,
-                    arena=self._arena,
-                    schema=schema,
-                )
+        def assembled() -> tuple[MicroBatch, ...]:
+            return assemble(
+                part.rows,
+                items,
+                row_tokens=part.row_tokens,
+                normalizers=normalizers,
+                pad_token_id=self._pad_token_id,
+                pad_to_multiple_of=self._pad_to_multiple_of,
+                arena=self._arena,
+                schema=schema,
+            )
 
+        micro_batches = assembled()
+        if doubtful := self._out_of_range(part, outcomes, micro_batches):
+            del micro_batches  # the arena's memory
+            for i, data in doubtful.items():
+                outcomes[i] = decoded(refs[i], data, schema, self._can)
+                items[i] = _item(refs[i], outcomes[i], header, answers)
             micro_batches = assembled()
-            if doubtful := self._out_of_range(part, outcomes, micro_batches):
-                del micro_batches  # the arena's memory
-                for i, data in doubtful.items():
-                    outcomes[i] = decoded(refs[i], data, schema, self._can)
-                    items[i] = _item(refs[i], outcomes[i], header, answers)
-                micro_batches = assembled()
         damaged = [(ref, wrong) for ref, wrong in zip(refs, outcomes, strict=True) if isinstance(wrong, str)]
         step = Step(
             number=header.step,
@@ -152,12 +152,12 @@ class StepPull:
         size = self._can.vocabulary
         payloads = {}
         for rows, micro_batch in zip(part.rows, micro_batches, strict=True):
-            if in_range(micro_batch.input_ids, micro_batch.logprobs, size):
+            if in_range(micro_batch.input_ids, micro_batch.loss_mask, micro_batch.logprobs, size):
                 continue
             for i in (i for row in rows for i in row):
                 views = outcomes[i]
-                if isinstance(views, RolloutArrays) and not in_range(views.tokens, views.logprobs, size):
-                    payloads[i] = views.payload
+                if isinstance(views, RolloutArrays) and not in_range(*views[:3], size):
+                    payloads[i] = bytes(views.payload)
         return payloads
 
 
@@ -181,19 +181,19 @@ def _item(
             rollout = rollout._replace(loss_mask=untrained)
         else:
             rollout = replace(rollout, loss_mask=untrained)
-    sample = Sample(
-        rollout_id=info.rollout_id,
-        group_id=ref.group_id,
-        env=ref.env,
-        reward=info.reward,
-        rewards=info.rewards,
-        advantage=ref.advantage,
-        policy_versions=(info.min_version, info.max_version),
-        answer=answers[ref.payload_key],
-        prompt_tokens=info.prompt_tokens,
-        length=info.length,
-        adapter=ref.adapter,
-        is_truncated=info.is_truncated,
-        attachments={} if rollout is None else rollout.attachments,
-    )
+    sample = _UnfrozenSample()
+    sample.rollout_id = info.rollout_id
+    sample.group_id = ref.group_id
+    sample.env = ref.env
+    sample.reward = info.reward
+    sample.rewards = info.rewards
+    sample.advantage = ref.advantage
+    sample.policy_versions = info.min_version, info.max_version
+    sample.answer = answers[ref.payload_key]
+    sample.prompt_tokens = info.prompt_tokens
+    sample.length = info.length
+    sample.adapter = ref.adapter
+    sample.is_truncated = info.is_truncated
+    sample.attachments = {} if rollout is None else rollout.attachments
+    sample.__class__ = Sample
     return PackItem(rollout=rollout, length=info.length, sample=sample, adapter=ref.adapter)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +31,8 @@ Allocate = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
 class Arena:
     """Blocks of memory that are handed out again when nothing refers to them.
 
-    One process may use one arena from several threads as long as only one calls `block` at a time: a reference can
-    only be made from a reference, so a block that is idle stays idle until it is handed out.
+    Several threads may use one: a reference can only be made from a reference, so a block that is idle stays idle until
+    it is handed out.
     """
 
     def __init__(self, *, keep_bytes: int = 1 << 30) -> None:
@@ -41,6 +42,7 @@ class Arena:
         # The count of a block that only this list holds, measured on the spot: interpreters differ in what they count.
         self._idle_references = self._references(0)
         self._blocks.clear()
+        self._handing_out = threading.Lock()
 
     def _references(self, index: int) -> int:
         return sys.getrefcount(self._blocks[index])
@@ -52,17 +54,18 @@ class Arena:
 
     def block(self, size: int) -> Allocate:
         """An allocator of arrays within one block of at least `size` bytes (see :func:`aligned`)."""
-        idle = [k for k in range(len(self._blocks)) if self._references(k) == self._idle_references]
-        fitting = [k for k in idle if self._blocks[k].nbytes >= size + ALIGNMENT]
-        if fitting:
-            return _cutter(self._blocks[min(fitting, key=lambda k: self._blocks[k].nbytes)])
-        capacity = _size_class(size + ALIGNMENT)
-        for k in reversed(idle):
-            if self.held_bytes + capacity > self._keep_bytes:
-                del self._blocks[k]
-        chosen = np.empty(capacity, np.uint8)
-        self._blocks.append(chosen)
-        return _cutter(chosen)
+        with self._handing_out:
+            idle = [k for k in range(len(self._blocks)) if self._references(k) == self._idle_references]
+            fitting = [k for k in idle if self._blocks[k].nbytes >= size + ALIGNMENT]
+            if fitting:
+                return _cutter(self._blocks[min(fitting, key=lambda k: self._blocks[k].nbytes)])
+            capacity = _size_class(size + ALIGNMENT)
+            for k in reversed(idle):
+                if self.held_bytes + capacity > self._keep_bytes:
+                    del self._blocks[k]
+            chosen = np.empty(capacity, np.uint8)
+            self._blocks.append(chosen)
+            return _cutter(chosen)
 
 
 def _size_class(size: int) -> int:

@@ -130,7 +130,7 @@ class Rollout:
             put(self, "reward", as_number("reward", self.reward))
         put(self, "rewards", _named_values("rewards", self.rewards, as_number))
         put(self, "successes", _named_values("successes", self.successes, as_flag))
-        put(self, "version_spans", as_spans(self.version_spans, length, self.loss_mask))
+        put(self, "version_spans", as_spans(self.version_spans, self.loss_mask, self.loss_tokens))
         put(self, "turns", as_turns(self.turns, length))
         put(self, "finish_reason", as_text("finish_reason", self.finish_reason, limit=64))
         put(self, "is_truncated", as_flag("is_truncated", self.is_truncated))
@@ -259,7 +259,7 @@ class RolloutArrays(NamedTuple):
     """Further quantities per token."""
     attachments: Mapping[str, NDArray[Any]]
     """Named arrays that are not per token."""
-    payload: bytes
+    payload: bytes | memoryview
     """The received bytes; :func:`rlbuffer.wire.payload.decode_rollout` makes the whole rollout of them."""
 
     @property

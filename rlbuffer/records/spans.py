@@ -41,8 +41,9 @@ class Turn(NamedTuple):
     """The user's own; msgpack types only."""
 
 
-def as_spans(spans: Any, length: int, mask: NDArray[np.bool_]) -> tuple[VersionSpan, ...]:
-    """Checked version spans: ascending, disjoint, covering every trained token of a rollout of `length` tokens."""
+def as_spans(spans: Any, mask: NDArray[np.bool_], trained: int) -> tuple[VersionSpan, ...]:
+    """Checked version spans: ascending, disjoint, covering all `trained` tokens of a rollout's mask [T]."""
+    length = len(mask)
     out, position, covered = [], 0, 0
     for item in _items("version_spans", spans):
         try:
@@ -59,7 +60,7 @@ def as_spans(spans: Any, length: int, mask: NDArray[np.bool_]) -> tuple[VersionS
     _check_count("version_spans", len(out))
     if not out:
         raise InvalidRollout("version_spans: at least one is required")
-    if covered != np.count_nonzero(mask):
+    if covered != trained:
         bare = mask.copy()
         for _, start, end in out:
             bare[start:end] = False

@@ -67,16 +67,17 @@ def read_views(
     """Each rollout for assembly: only its arrays where it is what its push announced, else as by :func:`read_rollouts`.
 
     With the encoded group part of its push, None where there is none.
-    The ranges of tokens and logprobs are left to :func:`~rlbuffer.wire.views.in_range`, over each micro-batch;
+    The ranges of tokens, marks and logprobs are left to :func:`~rlbuffer.wire.views.in_range`, over each micro-batch;
     :func:`decoded` then says what is wrong with a rollout that is out of them.
     """
+    needed = set(can.columns)
     for chunk in _chunks(refs):
         for ref, (data, group) in zip(chunk, store.read_pushed(chunk), strict=True):
             views = None if data is None or (ref.adapter and not can.adapters) else view_rollout(data, ref.info)
-            if views is None or not fits(views, schema) or any(name not in views.columns for name in can.columns):
-                yield decoded(ref, data, schema, can), group
-            else:
+            if views is not None and needed <= views.columns.keys() and fits(views, schema):
                 yield views, group
+            else:
+                yield decoded(ref, None if data is None else bytes(data), schema, can), group
 
 
 def decoded(ref: PartRollout, data: bytes | None, schema: Mapping[str, ColumnSpec], can: Trainable) -> Rollout | str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlbuffer.config.settings import ServerSettings
+from rlbuffer.packing.arena import Arena
 from rlbuffer.store.moves.attempts import TrainerMoves
 from rlbuffer.store.moves.evaluations import EvaluationMoves
 from rlbuffer.store.moves.lease import LeaseMoves
@@ -44,6 +45,7 @@ class RedisStore(
         self._evaluated = {}
         self._tokens = {}
         self._refused = set()
+        self._arena = Arena()
 
     def verify(self) -> Report:
         return verify(self)

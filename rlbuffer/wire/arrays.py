@@ -41,7 +41,7 @@ class Details(NamedTuple):
 class Cursor:
     """Walks the arrays behind the details; knows what is left, so that no shape can ask for more."""
 
-    def __init__(self, data: bytes, at: int) -> None:
+    def __init__(self, data: bytes | memoryview, at: int) -> None:
         self.data = data
         self.at = at
 

@@ -7,13 +7,14 @@ ever written here, so none is read: what comes back is what :func:`rlbuffer.reco
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import msgpack
 
 from rlbuffer.errors import InvalidRollout, PayloadError
-from rlbuffer.records.checks import MAX_DEPTH, plain
+from rlbuffer.records.checks import MAX_DEPTH, MAX_ITEMS, plain
 
 MAX_LEVELS = MAX_DEPTH + 8
 """A record wraps its user's values in a few levels of its own."""
@@ -64,27 +65,34 @@ def loads(data: bytes | memoryview, *, limit: int, max_items: int = MAX_MESSAGE_
     return value
 
 
-def picked(data: bytes | memoryview, places: Sequence[int], *, items: int, max_items: int) -> list[Any]:
-    """The items at `places`, in ascending order, of a packed list of `items`; the others become no objects.
+def picked(data: bytes | memoryview, places: Sequence[int], *, items: int) -> list[Any]:
+    """The items at `places` of a packed list of `items`; the others become no objects.
 
     Raises:
         PayloadError: another list, or what :func:`loads` refuses in an item that is asked for.
     """
-    most = min(len(data), max_items)
+    # To make an unpacker takes longer than its work here. One that fails stops inside a value, and is not used again.
+    mine = vars(_mine)
+    unpacker = mine.pop("unpacker", None)
+    if unpacker is None:
+        unpacker = msgpack.Unpacker(**_STRICT, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
     out: list[Any] = []
     try:
-        unpacker = msgpack.Unpacker(**_STRICT, max_array_len=most, max_map_len=most)
+        end = unpacker.tell() + len(data)
         unpacker.feed(data)
         if unpacker.read_array_header() != items:
             raise ValueError("a list of another length")
-        for place in range(places[-1] + 1):
+        for place in range(items):
             if place in places:
                 out.append(unpacker.unpack())
             else:
                 unpacker.skip()
+        if unpacker.tell() != end:
+            raise ValueError("bytes after the list")
     except _FAULTS as error:
         raise PayloadError(f"malformed msgpack: {str(error) or type(error).__name__}") from None
     check(out)
+    mine["unpacker"] = unpacker
     return out
 
 
@@ -116,6 +124,8 @@ _STRICT: dict[str, Any] = {
     "ext_hook": _no_extension,
     "max_ext_len": 0,
 }
+_mine = threading.local()
+"""Keeps this thread's unpacker."""
 _FAULTS = (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException)
 
 

@@ -140,10 +140,10 @@ def decode_rollout(data: bytes, *, expected: RolloutInfo | None = None) -> Rollo
         PayloadError: not a payload of this format, damaged, above 64 MiB, a record that breaks its own rules, or
             another rollout than expected.
     """
-    count, tokens, at = unframed(data)
+    count, tokens, at, checksum = unframed(data)
     details = _details(data, at)
     if expected is not None and expected.size:  # 0: described before it was encoded
-        size, checksum = len(data), payload_checksum(data)
+        size = len(data)
         if (size, checksum) != (expected.size, expected.checksum):
             raise PayloadError(
                 f"rollout {expected.rollout_id}: {size} bytes with checksum {checksum:08x} do not agree with the "
@@ -180,7 +180,7 @@ def decode_group_payload(data: bytes) -> tuple[Any, dict[str, Any]]:
     Raises:
         PayloadError: not a group payload of this format, or damaged.
     """
-    count, tokens, at = unframed(data, _GROUP)
+    count, tokens, at, _ = unframed(data, _GROUP)
     details = _details(data, at)
     if count or tokens or at != len(data):
         raise PayloadError("invalid group payload: bytes after the details")
@@ -197,13 +197,13 @@ def _framed(magic: bytes, arrays: int, details: int, tokens: int, total: int, ch
     return b"".join([header, struct.pack("<I", checksum), *chunks])
 
 
-def unframed(data: bytes, magic: bytes = _ROLLOUT) -> tuple[int, int, int]:
-    """(arrays, tokens, offset behind the details) of a payload whose checksum holds.
+def unframed(data: bytes | memoryview, magic: bytes = _ROLLOUT) -> tuple[int, int, int, int]:
+    """(arrays, tokens, offset behind the details, checksum) of a payload whose checksum holds.
 
     Raises:
         PayloadError: not a payload of this kind and format, damaged, or above 64 MiB.
     """
-    if not isinstance(data, bytes):
+    if not isinstance(data, bytes | memoryview):
         raise PayloadError(f"expected bytes, got {type(data).__name__}")
     if len(data) < _HEADER.size:
         raise PayloadError(f"payload of {len(data)} bytes is shorter than its header of {_HEADER.size}")
@@ -223,7 +223,7 @@ def unframed(data: bytes, magic: bytes = _ROLLOUT) -> tuple[int, int, int]:
     at = _HEADER.size + details_bytes
     if at > total:
         raise PayloadError(f"details of {details_bytes} bytes do not fit a payload of {total}")
-    return arrays, tokens, at
+    return arrays, tokens, at, checksum
 
 
 def _details(data: bytes, end: int) -> Any:

@@ -3,8 +3,8 @@
 Size, length and checksum that equal those of the push's metadata prove that the bytes are those that the writer
 described: not damaged, not another payload. They prove nothing about the values, because whoever wrote the payload
 wrote the metadata. So everything that is trained is checked here as :class:`~rlbuffer.records.rollout.Rollout` checks
-it, except the ranges of tokens and logprobs, which cost less for many rollouts at once: :func:`in_range`, over a whole
-micro-batch. What only people look at (turns, text, metadata, the payload's own copies of id and rewards) stays packed.
+it, except the ranges of values, which cost less for many rollouts at once: :func:`in_range`, over a whole micro-batch.
+What only people look at (turns, text, metadata, the payload's own copies of id and rewards) stays packed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout, PayloadError
-from rlbuffer.records.checks import MAX_ITEMS, MAX_NUMBER
+from rlbuffer.records.checks import MAX_NUMBER
 from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import MAX_LOGPROB, RolloutArrays, as_arrays, refuse_above_0
 from rlbuffer.records.spans import as_spans
 from rlbuffer.wire.arrays import ARRAY_ALIGNMENT, Cursor, Details, further_tables
 from rlbuffer.wire.bounded_msgpack import picked
-from rlbuffer.wire.payload import payload_checksum, unframed
+from rlbuffer.wire.payload import unframed
 from rlbuffer.wire.payload_parts import HEADER_BYTES, MAX_DETAILS_BYTES
 
 _SPANS = (Details._fields.index("spans"),)
@@ -33,13 +33,14 @@ _TOKENS, _LOGPROBS = REQUIRED_COLUMNS["tokens"], REQUIRED_COLUMNS["logprobs"]
 _NONE: Mapping[str, NDArray[Any]] = MappingProxyType({})
 
 
-def view_rollout(data: bytes, expected: RolloutInfo) -> RolloutArrays | None:
-    """The arrays of a payload that is the one which `expected` announces; read-only views of `data`.
+def view_rollout(data: bytes | memoryview, expected: RolloutInfo) -> RolloutArrays | None:
+    """The arrays of a payload that is the one which `expected` announces; read-only views of `data`, or of a copy where
+    it has further arrays, which need to be aligned.
 
     None: something is wrong or unusual, and :func:`~rlbuffer.wire.payload.decode_rollout` says what. The values of
-    tokens and logprobs are not looked at: see :func:`in_range`.
+    tokens, marks and logprobs are not looked at: see :func:`in_range`.
     """
-    if (len(data), payload_checksum(data)) != (expected.size, expected.checksum):
+    if len(data) != expected.size:
         return None
     try:
         return _viewed(data, expected)
@@ -47,47 +48,51 @@ def view_rollout(data: bytes, expected: RolloutInfo) -> RolloutArrays | None:
         return None
 
 
-def in_range(tokens: NDArray[np.int32], logprobs: NDArray[np.float32], vocabulary: int | None) -> bool:
-    """True when all tokens are ids of a vocabulary of this size (None: any), and all logprobs can be trained."""
+def in_range(
+    tokens: NDArray[np.int32], loss_mask: NDArray[np.bool_], logprobs: NDArray[np.float32], vocabulary: int | None
+) -> bool:
+    """True when all tokens are ids of a vocabulary of this size (None: any), the mask's bytes are 0 and 1, and all
+    logprobs can be trained."""
     return bool(
         tokens.min() >= 0
         and (vocabulary is None or tokens.max() < vocabulary)
+        and loss_mask.view(np.uint8).max() <= 1
         # False for what is not a number, too: it is the smallest and the largest of every array that has one.
         and logprobs.min() >= -MAX_NUMBER
         and logprobs.max() <= MAX_LOGPROB
     )
 
 
-def _viewed(data: bytes, expected: RolloutInfo) -> RolloutArrays | None:
-    count, length, end = unframed(data)
-    if not length == expected.length > 0 or end > HEADER_BYTES + MAX_DETAILS_BYTES:
+def _viewed(data: bytes | memoryview, expected: RolloutInfo) -> RolloutArrays | None:
+    count, length, end, checksum = unframed(data)
+    if checksum != expected.checksum or not length == expected.length > 0 or end > HEADER_BYTES + MAX_DETAILS_BYTES:
         return None
+    further = count != len(REQUIRED_COLUMNS)
+    if further:
+        data = bytes(data)
     at = end + -end % ARRAY_ALIGNMENT
     tokens = np.frombuffer(data, _TOKENS, length, at)
     at += tokens.nbytes
     at += -at % ARRAY_ALIGNMENT
-    marks = np.frombuffer(data, np.uint8, length, at)
-    mask = marks.view(np.bool_)
-    first = data.find(1, at, at + length) - at
+    mask = np.frombuffer(data, np.bool_, length, at)
     at += length
     at += -at % ARRAY_ALIGNMENT
     logprobs = np.frombuffer(data, _LOGPROBS, length, at)
-    further = count != len(REQUIRED_COLUMNS)
     numbers, *tables = picked(
         memoryview(data)[HEADER_BYTES:end],
         _SPANS_AND_TABLES if further else _SPANS,
         items=len(Details._fields),
-        max_items=MAX_ITEMS,
     )
-    if np.maximum.reduce(marks) > 1 or mask[0] or type(numbers) is not list or len(numbers) % 3:
-        return None
-    spans = as_spans([numbers[i : i + 3] for i in range(0, len(numbers), 3)], length, mask)
     if (
-        np.count_nonzero(mask) != expected.loss_tokens
-        or (first if first > 0 else length) != expected.prompt_tokens
-        or min(numbers[::3]) != expected.min_version
-        or max(numbers[::3]) != expected.max_version
+        mask[0]
+        or np.count_nonzero(mask) != expected.loss_tokens
+        or (mask.argmax() or length) != expected.prompt_tokens
+        or type(numbers) is not list
+        or len(numbers) % 3
     ):
+        return None
+    spans = as_spans([numbers[i : i + 3] for i in range(0, len(numbers), 3)], mask, expected.loss_tokens)
+    if min(spans)[0] != expected.min_version or max(spans)[0] != expected.max_version:
         return None
     if not further:
         return RolloutArrays(tokens, mask, logprobs, spans, _NONE, _NONE, data)

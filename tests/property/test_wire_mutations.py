@@ -380,7 +380,7 @@ def test_the_arrays_of_a_payload_whose_metadata_lie_with_it_break_no_rule() -> N
             whole: Rollout | None = decode_rollout(wounded, expected=info)
         except PayloadError:
             whole = None
-        if views is None or not in_range(views.tokens, views.logprobs, None):
+        if views is None or not in_range(views.tokens, views.loss_mask, views.logprobs, None):
             assert whole is None, f"mutation {i} is sound, and was not viewed"
             doubted += 1
             continue

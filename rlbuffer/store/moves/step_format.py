@@ -17,7 +17,7 @@ import numpy as np
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.further_columns import Columns, agree
-from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.info import RolloutInfo, unfrozen
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import AdapterProgress, RolloutRef, StepPlan, version_trained
@@ -33,6 +33,7 @@ _INFO_FIELDS = (
 )
 """A rollout's values in a part, in order."""
 _info_values = attrgetter(*_INFO_FIELDS)
+_UnfrozenInfo, _UnfrozenRollout = unfrozen(RolloutInfo), unfrozen(PartRollout)
 Built = TypeVar("Built")
 
 
@@ -268,21 +269,17 @@ def _decoded(what: str, data: bytes, build: Callable[[dict[str, Any]], Built]) -
 
 
 def _part_rollout(item: Sequence[Any], sources: Sequence[Sequence[Any]], prefix: str) -> PartRollout:
-    source, index, advantage, *values = item
-    key, group_id, env, adapter, prompt_id, planned_size, worker, pushed_ms = sources[source]
-    return PartRollout(
-        payload_key=prefix + key,
-        index=index,
-        info=RolloutInfo(**dict(zip(_INFO_FIELDS, values, strict=True))),
-        group_id=group_id,
-        env=env,
-        adapter=adapter,
-        advantage=advantage,
-        prompt_id=prompt_id,
-        planned_size=planned_size,
-        worker=worker,
-        pushed_ms=pushed_ms,
-    )
+    info, made = _UnfrozenInfo(), _UnfrozenRollout()
+    (source, made.index, made.advantage, info.rollout_id, info.length, info.prompt_tokens, info.loss_tokens,
+     info.reward, info.rewards, info.min_version, info.max_version, info.turns, info.is_truncated, info.size,
+     info.checksum) = item  # fmt: skip
+    (key, made.group_id, made.env, made.adapter, made.prompt_id, made.planned_size, made.worker,
+     made.pushed_ms) = sources[source]  # fmt: skip
+    info.__class__ = RolloutInfo
+    made.payload_key = prefix + key
+    made.info = info
+    made.__class__ = PartRollout
+    return cast(PartRollout, made)
 
 
 def _mean(values: Sequence[float]) -> float | None:

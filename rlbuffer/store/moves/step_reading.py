@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
+from rlbuffer.packing.arena import Arena
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.step_format import decode_header, decode_part
 from rlbuffer.store.records import PartRollout, StepPart
-from rlbuffer.store.session import BLOCK_SECONDS, LAST_IN_STEP, Fields, Session, answers, ranged, text
+from rlbuffer.store.server.receiving import receive_fields
+from rlbuffer.store.session import BLOCK_SECONDS, LAST_IN_STEP, Fields, Session, answers, ranged, sound, text
 
 HEADERS_PER_READ = 64
 """Headers per read."""
@@ -20,6 +22,9 @@ HEADERS_PER_READ = 64
 
 class StepReads(Session):
     """The steps stream: ``<s>-0`` is the header of step s, ``<s>-<r+1>`` the part of planned rank r."""
+
+    _arena: Arena
+    """Memory that payloads are received into."""
 
     # -- pull ------------------------------------------------------------------------------------------------------
     def wait_step(self, step: int, *, block_seconds: float) -> StepHeader | None:
@@ -64,34 +69,21 @@ class StepReads(Session):
             return [part_of(entry_id, fields, self.keys) for entries in ranges for entry_id, fields in entries]
 
     def read_payloads(self, refs: Sequence[PartRollout]) -> list[bytes | None]:
-        payloads = self._payload_fields(refs, ())
-        return [payloads[ref.payload_key, str(ref.index)] for ref in refs]
+        sizes = _sizes(refs)
+        values = _values(sizes, self.look(lambda client: _asked(client, sizes))) if refs else {}
+        return [values[ref.payload_key, str(ref.index)] for ref in refs]
 
-    def read_pushed(self, refs: Sequence[PartRollout]) -> list[tuple[bytes | None, bytes | None]]:
-        payloads = self._payload_fields(refs, ("group",))
-        return [(payloads[ref.payload_key, str(ref.index)], payloads[ref.payload_key, "group"]) for ref in refs]
-
-    def _payload_fields(
-        self, refs: Sequence[PartRollout], further: Sequence[str]
-    ) -> dict[tuple[str, str], bytes | None]:
-        """(payload key, field) -> value: one HMGET per payload key, all in one round trip."""
-        fields_of: dict[str, dict[str, None]] = {}
-        for ref in refs:
-            fields_of.setdefault(ref.payload_key, dict.fromkeys(further))[str(ref.index)] = None
-        if not fields_of:
-            return {}
+    def read_pushed(self, refs: Sequence[PartRollout]) -> list[tuple[bytes | memoryview | None, bytes | None]]:
+        sizes = _sizes(refs)
 
         def read(client: Any) -> list[Any]:
-            with client.pipeline(transaction=False) as pipe:
-                for key, fields in fields_of.items():
-                    pipe.hmget(key, list(fields))
-                return answers(pipe)
+            if self.connection.is_memory:
+                return _asked(client, sizes, "group")
+            return sound(receive_fields(client, sizes, "group", self._arena))
 
-        return {
-            (key, field): value
-            for (key, fields), values in zip(fields_of.items(), self.look(read), strict=True)
-            for field, value in zip(fields, values or [None] * len(fields), strict=True)
-        }
+        replies = self.look(read) if refs else []
+        values, groups = _values(sizes, replies), dict(zip(sizes, replies[len(sizes) :], strict=True))
+        return [(values[ref.payload_key, str(ref.index)], groups[ref.payload_key]) for ref in refs]
 
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
 
@@ -168,6 +160,34 @@ class StepReads(Session):
         return StepRetired(
             f"step {step} of run {self.run!r} was {why}: steps up to {retired} are gone, resume from a newer checkpoint"
         )
+
+
+def _sizes(refs: Sequence[PartRollout]) -> dict[str, dict[str, int]]:
+    """Payload key -> field -> bytes that its push announced."""
+    sizes: dict[str, dict[str, int]] = {}
+    for ref in refs:
+        sizes.setdefault(ref.payload_key, {})[str(ref.index)] = ref.info.size
+    return sizes
+
+
+def _asked(client: Any, sizes: Mapping[str, Mapping[str, int]], *further: str) -> list[Any]:
+    """The replies to an HMGET for each key, and then to an HGET of each further field."""
+    with client.pipeline(transaction=False) as pipe:
+        for key, fields in sizes.items():
+            pipe.hmget(key, list(fields))
+        for field in further:
+            for key in sizes:
+                pipe.hget(key, field)
+        return answers(pipe)
+
+
+def _values(sizes: Mapping[str, Mapping[str, int]], replies: Sequence[Any]) -> dict[tuple[str, str], Any]:
+    """(payload key, field) -> value, of the replies to an HMGET for each key."""
+    return {
+        (key, field): value
+        for (key, fields), values in zip(sizes.items(), replies, strict=False)
+        for field, value in zip(fields, values or [None] * len(fields), strict=True)
+    }
 
 
 def header_of(fields: Fields) -> tuple[StepHeader, dict[str, Any]]:

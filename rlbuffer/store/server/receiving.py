@@ -1,0 +1,116 @@
+"""Fields of hashes received straight into one block of memory, where their sizes are known before.
+
+redis-py's parser copies every value twice, into memory that is new each time. Here the reply's layout follows from the
+sizes, so the bytes land where they stay, and only the bytes between them are compared. A reply of another layout is
+left to the parser, with what has arrived of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import redis
+
+from rlbuffer.packing.arena import Arena
+
+END = b"\r\n"
+
+
+def receive_fields(
+    client: redis.Redis, sizes: Mapping[str, Mapping[str, int]], further: str, arena: Arena
+) -> list[Any]:
+    """Reads fields of several hashes, and one `further` field of each, in one round trip.
+
+    Args:
+        sizes: key -> field -> bytes, as far as the caller knows.
+        arena: memory for the fields, used where all of them have these sizes.
+
+    Returns:
+        As of a pipeline that raises nothing: for every key the values of its fields, then for every key that of the
+        further field. Values are bytes or read-only views; None where there is none.
+
+    Raises:
+        redis.RedisError: the connection broke, or nothing came for its timeout.
+    """
+    marks, places, total = _layout(sizes)
+    block = arena.block(total)((total,), np.uint8).data
+    pool: Any = client.connection_pool
+    connection = pool.get_connection()
+    try:
+        connection.send_packed_command([_request(sizes, further)])
+        begun = _receive(connection._sock, block, marks)
+        if begun is not None:
+            connection._parser._reader.feed(begun)
+            return [_reply(connection) for _ in range(2 * len(sizes))]
+        furthers = [_reply(connection) for _ in sizes]
+    except OSError as error:
+        connection.disconnect()
+        kind = redis.TimeoutError if isinstance(error, TimeoutError) else redis.ConnectionError
+        raise kind(f"while fields were received: {error}") from error
+    except BaseException:
+        connection.disconnect()
+        raise
+    finally:
+        pool.release(connection)
+    values = (block[start:end].toreadonly() for start, end in places)
+    return [*([next(values) for _ in fields] for fields in sizes.values()), *furthers]
+
+
+def _reply(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except redis.ResponseError as error:
+        return error
+
+
+def _layout(sizes: Mapping[str, Mapping[str, int]]) -> tuple[list[tuple[int, bytes]], list[tuple[int, int]], int]:
+    """The bytes between fields, each with its offset; start and end of every field; bytes in all."""
+    marks, places, at, mark = [], [], 0, b""
+    for fields in sizes.values():
+        mark += b"*%d\r\n" % len(fields)
+        for size in fields.values():
+            mark += b"$%d\r\n" % size
+            marks.append((at, mark))
+            at += len(mark)
+            places.append((at, at + size))
+            at += size
+            mark = END
+    marks.append((at, mark))
+    return marks, places, at + len(mark)
+
+
+def _request(sizes: Mapping[str, Mapping[str, int]], further: str) -> bytes:
+    """An HMGET for every key, then an HGET for every key."""
+    last, keys = _bulk(further), [_bulk(key) for key in sizes]
+    commands = [
+        b"*%d\r\n$5\r\nHMGET\r\n%b%b" % (2 + len(fields), key, b"".join(map(_bulk, fields)))
+        for key, fields in zip(keys, sizes.values(), strict=True)
+    ]
+    return b"".join([*commands, *[b"*3\r\n$4\r\nHGET\r\n%b%b" % (key, last) for key in keys]])
+
+
+def _bulk(text: str) -> bytes:
+    data = text.encode()
+    return b"$%d\r\n%b\r\n" % (len(data), data)
+
+
+def _receive(sock: Any, block: memoryview, marks: Sequence[tuple[int, bytes]]) -> bytes | None:
+    """Fills the block. -> None; as soon as another byte than expected stands at a mark, what has arrived: more need not
+    come."""
+    at, number = 0, 0
+    while at < len(block):
+        size = sock.recv_into(block[at:])
+        if not size:
+            raise ConnectionResetError("the server closed the connection")
+        at += size
+        while number < len(marks) and marks[number][0] < at:
+            start, mark = marks[number]
+            arrived = block[start : min(start + len(mark), at)]
+            if arrived != mark[: len(arrived)]:
+                return bytes(block[:at])
+            if len(arrived) < len(mark):
+                break
+            number += 1
+    return None
