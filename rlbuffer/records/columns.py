@@ -47,7 +47,7 @@ def as_column(
         raise InvalidRollout(f"{kind} {name}: not a rectangular array of numbers") from None
     label = f"{kind} {name}"
     array = given if dtype is None or given.dtype == dtype else _cast(label, given, dtype)
-    if array.dtype not in COLUMN_DTYPES:
+    if dtype is None and array.dtype not in COLUMN_DTYPES:
         if array.dtype.kind in "iuf":
             array = array.astype(array.dtype.newbyteorder("<"))
         if array.dtype not in COLUMN_DTYPES:
@@ -67,10 +67,11 @@ def _check_values(label: str, array: NDArray[Any], *, largest: float) -> None:
     """Refuses numbers that are not finite or beyond `largest`, either sign, and bytes that are no booleans."""
     if array.dtype.kind == "b":
         # A byte above 1 under a bool view counts differently in every operation.
-        if int(array.view(np.uint8).max()) > 1:
+        if np.maximum.reduce(array.view(np.uint8), axis=None) > 1:
             raise InvalidRollout(f"{label}: not a boolean at position {_first(array.view(np.uint8) > 1)}")
     elif array.dtype.kind == "f" or label == "column advantages":
-        low, high = float(array.min()), float(array.max())  # a NaN is both
+        # The functions behind `min` and `max`: those take as long as the array. A NaN is both.
+        low, high = float(np.minimum.reduce(array, axis=None)), float(np.maximum.reduce(array, axis=None))
         if not (math.isfinite(low) and math.isfinite(high)):
             raise InvalidRollout(f"{label}: not finite at position {_first(~np.isfinite(array))}")
         if max(high, -low) > largest:

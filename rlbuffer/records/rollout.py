@@ -112,7 +112,7 @@ class Rollout:
         length = len(self.tokens)
         if length == 0:
             raise InvalidRollout("column tokens: empty")
-        if int(self.tokens.min()) < 0:
+        if np.minimum.reduce(self.tokens) < 0:
             raise InvalidRollout(f"column tokens: negative token id at position {int(np.argmax(self.tokens < 0))}")
         columns = as_arrays("column", self.columns)
         for name, array in (("loss_mask", self.loss_mask), ("logprobs", self.logprobs), *columns.items()):
@@ -270,9 +270,8 @@ class RolloutArrays(NamedTuple):
 
 def refuse_above_0(name: str, array: NDArray[Any]) -> None:
     """Raises InvalidRollout when a logprob is above 0 by more than :data:`MAX_LOGPROB`."""
-    above = array > MAX_LOGPROB
-    if above.any():
-        at = tuple(int(index) for index in np.argwhere(above)[0])
+    if array.size and np.maximum.reduce(array, axis=None) > MAX_LOGPROB:
+        at = tuple(int(index) for index in np.argwhere(array > MAX_LOGPROB)[0])
         raise InvalidRollout(
             f"column {name}: {float(array[at]):.6g} at position {at[0]} is above 0, so it is no logarithm of a "
             "probability; are these logits, or logprobs with the sign turned?"
