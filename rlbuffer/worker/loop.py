@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 CHECKED_PROMPTS = 64
 """Prompts that are looked at for one to check the sampler with."""
+WISHES_SECONDS = 5.0
+"""Seconds between two looks whether a run that gives no ticket drains."""
 
 
 def run_worker(
@@ -98,7 +101,8 @@ class _Worker:
     def __init__(self, job: WorkerJob) -> None:
         buffer, env = job.buffer, job.env
         self._job, self._buffer, self._env, self._stop = job, buffer, env, job.stop
-        self._is_done = False
+        self._is_done = self._is_draining = False
+        self._looked_at = float("-inf")
         assumed = buffer.settings.trainer.temperature
         self._maker = GroupMaker(env, job.sampler, job.settings, worker=job.name, assumed_temperature=assumed)
         self._pulse = Pulse(buffer, job.name, env.name, self._maker.work)
@@ -161,8 +165,11 @@ class _Worker:
 
     def _no_ticket(self) -> str:
         """The reason why there is no ticket."""
-        _, is_draining = self._buffer.store.wishes()
-        if is_draining:
+        now = time.monotonic()
+        if now - self._looked_at >= WISHES_SECONDS:
+            _, self._is_draining = self._buffer.store.wishes()
+            self._looked_at = now
+        if self._is_draining:
             return draining()
         lapsing = " (tickets of groups that failed lapse first)" if self._flights.have_failed else ""
         return f"no ticket for {self._env.name}: what may be sampled now is out or in the pool{lapsing}"
