@@ -363,9 +363,7 @@ class Store(Seeing, Protocol):
         """The encoded rollouts, None where missing. Not verified: `wire.decode_rollout` does that."""
 
     def read_pushed(self, refs: Sequence[PartRollout]) -> list[tuple[bytes | memoryview | None, bytes | None]]:
-        """Each rollout as `read_payloads` has it, with the encoded group part of its push, in the same round trip.
-
-        A view is of memory that is used again once nobody refers to it."""
+        """Each rollout as `read_payloads` has it, with the encoded group part of its push, in the same round trip."""
 
     def read_group_payloads(self, payload_keys: Sequence[str]) -> list[bytes | None]:
         """The encoded group part (answer, metadata) of each push, None where there is none."""

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 CHECKED_PROMPTS = 64
 """Prompts that are looked at for one to check the sampler with."""
-WISHES_SECONDS = 5.0
+DRAIN_LOOK_SECONDS = 5.0
 """Seconds between two looks whether a run that gives no ticket drains."""
 
 
@@ -166,7 +166,7 @@ class _Worker:
     def _no_ticket(self) -> str:
         """The reason why there is no ticket."""
         now = time.monotonic()
-        if now - self._looked_at >= WISHES_SECONDS:
+        if now - self._looked_at >= DRAIN_LOOK_SECONDS:
             _, self._is_draining = self._buffer.store.wishes()
             self._looked_at = now
         if self._is_draining:

@@ -15,8 +15,6 @@ import redis
 
 from rlbuffer.packing.arena import Arena
 
-END = b"\r\n"
-
 
 def receive_fields(
     client: redis.Redis, sizes: Mapping[str, Mapping[str, int]], further: str, arena: Arena
@@ -76,7 +74,7 @@ def _layout(sizes: Mapping[str, Mapping[str, int]]) -> tuple[list[tuple[int, byt
             at += len(mark)
             places.append((at, at + size))
             at += size
-            mark = END
+            mark = b"\r\n"
     marks.append((at, mark))
     return marks, places, at + len(mark)
 
