@@ -83,7 +83,8 @@ def _readable(buffer: Buffer, even_damaged: bool = False) -> Buffer:
 
 def at_work(buffer: Buffer) -> list[str]:
     """Processes of the run that live, or ended a few seconds ago: a goodbye is a heartbeat, too."""
-    from rlbuffer_cli.render.pool import SHOWN_FRESH_SECONDS, last_seen
+    from rlbuffer_cli.render.pool import last_seen
+    from rlbuffer_cli.render.workers import SHOWN_FRESH_SECONDS
 
     seen = {who: ago for who, ago in last_seen(buffer.store).items() if who != "batcher"}
     leader = ["batcher"] if buffer.store.is_led() else []

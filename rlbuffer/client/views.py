@@ -107,6 +107,8 @@ class StepView:
     """(planned rank, rollout)."""
     rows: tuple[tuple[tuple[tuple[str, ...], ...], ...], ...] = field(default=())
     """``rows[rank][micro_step]``: each row's rollout ids."""
+    row_tokens: int = 0
+    """Tokens that a row can hold."""
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
@@ -393,4 +395,5 @@ def view_step(store: Store, n: int) -> StepView:
             tuple(tuple(tuple(part.rollouts[i].info.rollout_id for i in row) for row in step) for step in part.rows)
             for part in parts
         ),
+        row_tokens=parts[0].row_tokens,
     )

@@ -37,6 +37,8 @@ class Store(Seeing, Protocol):
     """See the module's docstring; docs/explain/protocol.md has the reason of every move."""
 
     run: str
+    patience_seconds: float
+    """Seconds that calls are repeated while the server is away."""
 
     # -- life ------------------------------------------------------------------------------------------------------
     def close(self) -> None:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from typing import TYPE_CHECKING
 
 import click
 
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
+from rlbuffer_cli.starting import clear
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.errors import RlbufferError
+
+LISTED_GROUPS = 30
+"""Groups that are printed unless `--limit` says otherwise."""
 
 
 @click.command("inspect")
 @click.argument("identifier", metavar="[ID]", required=False)
 @options.common
 @click.option("--where", default="", metavar="FILTER", help="Only groups that match, e.g. 'env:vcopy age>=1'.")
-@click.option("--limit", type=click.IntRange(1), default=30, show_default=True, metavar="N", help="Groups to list.")
+@click.option("--plain", is_flag=True, help="Print, also on a terminal. [default: browse on a terminal]")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Print so many groups. [default: 30]")
 @click.option("--tokens", "window", metavar="A:B", help="Of a rollout: tokens A to B. [default: the first 200]")
 @click.option("--json", "as_json", is_flag=True, help="One object per line: groups, or the group or rollout whole.")
 @click.option("--totals", is_flag=True, help="With --json: run, envs and workers instead of groups.")
@@ -31,7 +38,8 @@ def command(
     identifier: str | None,
     given: options.Given,
     where: str,
-    limit: int,
+    plain: bool,
+    limit: int | None,
     window: str | None,
     as_json: bool,
     totals: bool,
@@ -39,6 +47,9 @@ def command(
     within: float,
 ) -> int:
     """Look at the pool, a group or a rollout. Changes nothing.
+
+    On a terminal this opens a browser: `?` shows its keys, `q` leaves it. Elsewhere, and with --plain, --json, --limit,
+    --tokens or --totals, it prints.
 
     Without ID: the run, its envs, and its groups. With the ID of a group: its rollouts. With the ID of a rollout
     (GROUP/INDEX): its tokens. The beginning of an ID is enough where it is unique. Without --run, the run that was
@@ -72,9 +83,19 @@ def command(
     with open_existing(given.load(), run_given=given.run is not None) as buffer:
         if alive is not None:
             return _alive(buffer, alive, within)
+        if not (plain or as_json or totals or limit or window) and _may_browse():
+            from rlbuffer_cli.browse.app import browse
+
+            clear()
+            return browse(buffer, identifier=identifier, where=where)
         if identifier is not None:
             return _one(buffer, identifier, bounds, as_json)
-        return _pool(buffer, where, limit, as_json, totals)
+        return _pool(buffer, where, limit or LISTED_GROUPS, as_json, totals)
+
+
+def _may_browse() -> bool:
+    """True where a person sits at a terminal that can be drawn on."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -> int:
@@ -116,7 +137,6 @@ def _tell_alive(who: str, seconds: float, within: float) -> None:
 
 
 def _one(buffer: Buffer, identifier: str, bounds: tuple[int, int], as_json: bool) -> int:
-    from rlbuffer.errors import NotFound
     from rlbuffer_cli.render import group
 
     detail = buffer.group(identifier)
@@ -126,16 +146,11 @@ def _one(buffer: Buffer, identifier: str, bounds: tuple[int, int], as_json: bool
         else:
             group.show_group(detail)
         return 0
-    tail = identifier.rsplit("/", 1)[1]
-    fitting = [m for m in detail.members if m.rollout_id.rsplit("/", 1)[-1] == tail]
-    fitting = fitting or [m for m in detail.members if m.rollout_id.startswith(identifier)]
-    if len(fitting) != 1:
-        known = ", ".join(m.rollout_id for m in detail.members[:8]) or "none that can still be read"
-        raise NotFound(f"group {detail.view.group_id!r} has no rollout {tail!r}. Its rollouts: {known}.")
+    member = group.member_of(detail, identifier)
     if as_json:
-        echo(json.dumps(group.rollout_record(fitting[0], detail.view)))
+        echo(json.dumps(group.rollout_record(member, detail.view)))
     else:
-        group.show_rollout(detail, fitting[0], bounds)
+        group.show_rollout(detail, member, bounds)
     return 0
 
 

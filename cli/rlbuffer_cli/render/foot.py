@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import IO
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 
 from rlbuffer.narration.numbers import printable
+from rlbuffer_cli.render.text import cut
 from rlbuffer_cli.starting import clear
 
 MOST_FOOT_ROWS = 8
@@ -118,8 +119,4 @@ def _rows(line: str, width: int) -> list[str]:
     if cell_len(text) <= width:
         return [text]
     rows = textwrap.wrap(text, width, max_lines=MOST_FOOT_ROWS, placeholder=" …", break_on_hyphens=False)
-    return [_cut(row, width) for row in rows]
-
-
-def _cut(text: str, width: int) -> str:
-    return text if cell_len(text) <= width else set_cell_size(text, width - 1).rstrip() + "…"
+    return [cut(row, width) for row in rows]

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from rlbuffer.records.rollout import Rollout
 
 MAX_TEXT = 60
+MEMBER_HEADER = ("rollout", "reward", "", "advantage", "tokens", "trained", "version", "stop", "logprob", "text")
+MEMBER_NUMBERS = frozenset({"reward", "advantage", "tokens", "trained", "version", "logprob"})
+MEMBER_OPTIONAL = ("trained", "version", "logprob")
+"""Columns that a narrow terminal does without, the first ones first."""
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
@@ -26,8 +30,8 @@ def detail_record(detail: GroupDetail) -> dict[str, Any]:
     """``rlbuffer.group/1`` with answer, metadata and every rollout whole."""
     members = [rollout_record(member, detail.view) for member in detail.members]
     return group_record(detail.view) | {
-        "answer": _plain(detail.answer),
-        "metadata": _plain(dict(detail.metadata)),
+        "answer": as_json(detail.answer),
+        "metadata": as_json(dict(detail.metadata)),
         "members": members,
     }
 
@@ -62,55 +66,57 @@ def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
             "loss_mask": rollout.loss_mask.tolist(),
             "logprobs": rollout.logprobs.tolist(),
             "version_spans": [list(span) for span in rollout.version_spans],
-            "turns": [_plain(tuple(turn)) for turn in rollout.turns],
+            "turns": [as_json(tuple(turn)) for turn in rollout.turns],
             "successes": dict(rollout.successes),
             "columns": {name: values.tolist() for name, values in rollout.columns.items()},
             "attachments": {name: values.tolist() for name, values in rollout.attachments.items()},
-            "metadata": _plain(dict(rollout.metadata)),
+            "metadata": as_json(dict(rollout.metadata)),
         }
     return record
 
 
-def _plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Types of msgpack as JSON types: bytes as base64."""
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode()}
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): as_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [as_json(v) for v in value]
     if hasattr(value, "items"):
-        return _plain(dict(value))
+        return as_json(dict(value))
     return value
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 def show_group(detail: GroupDetail) -> None:
     """Prints a group: what it is, then one row per rollout."""
-    prompt = _prompt(detail)
-    for line in _headline(detail.view):
-        echo(line)
+    prompt = shared_prompt(detail)
+    for line in headline(detail.view):
+        for row in wrapped(line, indent="  "):
+            echo(row)
     if prompt:
         echo(f"  prompt    {printable(prompt)[: 2 * MAX_TEXT]}")
     if detail.answer is not None:
-        echo(f"  answer    {_short(detail.answer)}")
+        echo(f"  answer    {short(detail.answer)}")
     if detail.metadata:
-        echo(f"  metadata  {_short(dict(detail.metadata))}")
+        echo(f"  metadata  {short(dict(detail.metadata))}")
     if not detail.members:
         echo("  its rollouts are no longer kept")
         return
-    best = max((abs(m.reward) for m in detail.members if m.reward is not None), default=1.0) or 1.0
+    best = largest_reward(detail)
     echo("")
     show_table(
-        ["rollout", "reward", "", "advantage", "tokens", "trained", "version", "stop", "logprob", "text"],
-        [_member_row(member, best, len(prompt)) for member in detail.members],
-        right=frozenset({"reward", "advantage", "tokens", "trained", "version", "logprob"}),
-        optional=["trained", "version", "logprob"],
+        MEMBER_HEADER,
+        [member_row(member, best, len(prompt)) for member in detail.members],
+        right=MEMBER_NUMBERS,
+        optional=MEMBER_OPTIONAL,
     )
     echo(f"\none rollout: rlbuffer inspect {detail.members[0].rollout_id}")
 
 
-def _headline(view: GroupView) -> list[str]:
+def headline(view: GroupView) -> list[str]:
+    """The group in a few lines."""
     state = f"{view.state} ({view.reason}: {printable(view.detail)})" if view.reason else view.state
     where = f" in step {view.step}" if view.step else ""
     spread = sparkline(view.rewards, low=min([0.0, *view.rewards]), high=max([1.0, *view.rewards]))
@@ -128,13 +134,13 @@ def _headline(view: GroupView) -> list[str]:
         f"from {view.worker}" if view.worker else "",
         f"prompt {printable(view.prompt_id)}" if view.prompt_id else "",
     ]
-    lines += wrapped("  " + " · ".join(fact for fact in facts if fact), indent="  ")
+    lines.append("  " + " · ".join(fact for fact in facts if fact))
     if view.detail and not view.reason:
         lines.append(f"  ! {printable(view.detail)}")
     return lines
 
 
-def _prompt(detail: GroupDetail) -> str:
+def shared_prompt(detail: GroupDetail) -> str:
     """The text that all rollouts begin with, where text and tokens are known to be the same: one character each."""
     prompts = set()
     for member in detail.members:
@@ -144,14 +150,37 @@ def _prompt(detail: GroupDetail) -> str:
     return prompts.pop() if len(prompts) == 1 else ""
 
 
+def member_of(detail: GroupDetail, identifier: str) -> RolloutView:
+    """The rollout of a group by its id, by its index (``<group>/<index>``), or by a unique beginning of its id.
+
+    Raises:
+        NotFound: none of those that can be read fits, or several do.
+    """
+    from rlbuffer.errors import NotFound
+
+    tail = identifier.rsplit("/", 1)[-1]
+    fitting = [m for m in detail.members if m.rollout_id == identifier]
+    fitting = fitting or [m for m in detail.members if m.rollout_id.rsplit("/", 1)[-1] == tail]
+    fitting = fitting or [m for m in detail.members if m.rollout_id.startswith(identifier)]
+    if len(fitting) != 1:
+        known = ", ".join(m.rollout_id for m in detail.members[:8]) or "none that can still be read"
+        raise NotFound(f"group {detail.view.group_id!r} has no rollout {tail!r}. Its rollouts: {known}.")
+    return fitting[0]
+
+
+def largest_reward(detail: GroupDetail) -> float:
+    """The length of a whole reward bar."""
+    return max((abs(m.reward) for m in detail.members if m.reward is not None), default=1.0) or 1.0
+
+
 def _stop(finish_reason: str, is_truncated: bool) -> str:
     if not is_truncated or finish_reason == "length":
         return finish_reason
     return f"{finish_reason} (truncated)".strip()
 
 
-def _member_row(member: RolloutView, best: float, skip: int) -> list[str]:
-    """`skip`: characters of the text that were shown already."""
+def member_row(member: RolloutView, best: float, skip: int) -> list[str]:
+    """Cells under :data:`MEMBER_HEADER`. `best`: largest reward; `skip`: characters of the text that were shown."""
     versions = {member.min_version, member.max_version}
     stop = _stop(member.finish_reason, member.is_truncated)
     return [
@@ -164,7 +193,7 @@ def _member_row(member: RolloutView, best: float, skip: int) -> list[str]:
         "-".join(str(v) for v in sorted(versions)),
         stop if member.rollout is not None else "payload gone",
         "" if member.logprob_mean is None else f"{member.logprob_mean:.2f}",
-        printable((member.text or "")[skip:])[:MAX_TEXT],
+        printable((member.text or "")[skip : skip + MAX_TEXT])[:MAX_TEXT],
     ]
 
 
@@ -172,14 +201,15 @@ def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, in
     """Prints a rollout: reward, versions, then one row per token of the window."""
     if bounds[0] >= member.length:
         raise click.UsageError(f"--tokens {bounds[0]}:{bounds[1]} lies behind its {member.length} tokens")
-    for line in _headline(detail.view):
-        echo(line)
+    for line in headline(detail.view):
+        for row in wrapped(line, indent="  "):
+            echo(row)
     reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
     parts = " ".join(f"{name} {value:.3f}" for name, value in member.rewards.items())
     advantage = "" if member.advantage is None else f" · advantage {member.advantage:+.4f}"
     echo(f"rollout {member.rollout_id}   {reward}{f' ({parts})' if parts else ''}{advantage}")
     rollout: Rollout | None = member.rollout
-    for line in wrapped(_life(detail.view, member), indent="    "):
+    for line in wrapped("  " + " -> ".join(life(detail.view, member)), indent="    "):
         echo(line)
     if rollout is None:
         echo("  its payload is no longer kept")
@@ -213,8 +243,8 @@ def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, in
         echo(f"tokens {start} to {end} of {rollout.length}: --tokens {end}:{min(end + 200, rollout.length)}")
 
 
-def _life(view: GroupView, member: RolloutView) -> str:
-    """The group's life from sampling to training, as far as it came."""
+def life(view: GroupView, member: RolloutView) -> list[str]:
+    """The rollout's life from sampling to training, as far as it came."""
     rollout: Rollout | None = member.rollout
     spans = [] if rollout is None else rollout.version_spans
     sampled = ", ".join(f"v{s.policy_version} [{s.start}, {s.end})" for s in spans) or f"v{member.min_version}"
@@ -222,10 +252,10 @@ def _life(view: GroupView, member: RolloutView) -> str:
     stages = [f"sampled by {sampled}" + (f", stop: {stop}" if stop else "")]
     if member.step is not None:
         stages.append(f"packed into step {member.step}, rank {member.rank}")
-    stages += [view.state] if view.state != State.PACKED else []
-    return "  " + " -> ".join(stages)
+    return stages + ([view.state] if view.state != State.PACKED else [])
 
 
-def _short(value: Any) -> str:
-    text = printable(json.dumps(_plain(value), ensure_ascii=False))
-    return text if len(text) <= 2 * MAX_TEXT else text[: 2 * MAX_TEXT] + " ..."
+def short(value: Any, most: int = 2 * MAX_TEXT) -> str:
+    """The value as JSON, of at most `most` characters."""
+    text = printable(json.dumps(as_json(value), ensure_ascii=False))
+    return text if len(text) <= most else text[:most] + " ..."

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.narration.numbers import amount, duration, failures_of, percent, printable
-from rlbuffer.narration.waiting import counted
+from rlbuffer.narration.numbers import amount, duration, percent, printable
 from rlbuffer.records.states import State
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.adapters import AdapterSummary, adapter_line, summarize_adapters
 from rlbuffer_cli.render.evaluations import evaluation_lines, summarize_evaluations
 from rlbuffer_cli.render.text import bar, show_table, sparkline, utc, wrapped
+from rlbuffer_cli.render.workers import SHOWN_FRESH_SECONDS, beat_line, failure_lines
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -22,10 +22,15 @@ if TYPE_CHECKING:
     from rlbuffer.store.records import EnvLedger, Ledger
 
 EVERY_PENDING = 10**9
-SHOWN_FRESH_SECONDS = 6.0
-"""A heartbeat comes at least every two seconds; whoever is silent for longer may be gone."""
 MAX_AGES = 10
 """Blocks of an age histogram."""
+ENV_HEADER = ("env", "ready", "forming", "age", "share of tokens", "packed", "trained", "dropped")
+ENV_NUMBERS = frozenset({"ready", "forming", "packed", "trained"})
+ENV_LEGEND = "ready, forming, age (policy versions): groups   packed, trained, dropped: rollouts"
+GROUP_HEADER = ("id", "env", "rollouts", "reward", "spread", "age", "tokens", "state", "waited", "worker")
+GROUP_NUMBERS = frozenset({"rollouts", "reward", "age", "tokens", "waited"})
+GROUP_OPTIONAL = ("worker", "env", "waited", "rollouts")
+"""Columns that a narrow terminal does without, the first ones first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,25 +217,19 @@ def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit:
     echo("")
     if summary.envs:
         show_table(
-            ["env", "ready", "forming", "age", "share of tokens", "packed", "trained", "dropped"],
-            [_env_row(env) for env in summary.envs],
-            right=frozenset({"ready", "forming", "packed", "trained"}),
+            ENV_HEADER,
+            [env_row(env) for env in summary.envs],
+            right=ENV_NUMBERS,
             optional=["forming", "packed"],
         )
-        echo("ready, forming, age (policy versions): groups   packed, trained, dropped: rollouts")
+        echo(ENV_LEGEND)
         echo("")
     if not groups:
         envs = ", ".join(env.env for env in summary.envs)
         echo(f"no group matches {where!r}   (envs: {envs})" if where else "no groups yet")
         return
-    header = ["id", "env", "rollouts", "reward", "spread", "age", "tokens", "state", "waited", "worker"]
-    rows = [_group_row(view) for view in groups]
-    show_table(
-        header,
-        rows,
-        right=frozenset({"rollouts", "reward", "age", "tokens", "waited"}),
-        optional=["worker", "env", "waited", "rollouts"],
-    )
+    rows = [group_row(view) for view in groups]
+    show_table(GROUP_HEADER, rows, right=GROUP_NUMBERS, optional=GROUP_OPTIONAL)
     if len(groups) == limit:
         echo(f"the first {limit}: --limit shows more, --where chooses")
     echo(f"one group: rlbuffer inspect {groups[0].group_id}")
@@ -273,11 +272,17 @@ def header_lines(summary: RunSummary) -> list[str]:
     lines += [f"  adapter {adapter_line(one)}" for one in summary.adapters]
     lines += [f"  {line}" for line in evaluation_lines(summary.evaluations)]
     if summary.workers:
-        lines.append("  workers: " + " · ".join(_worker(name, beat) for name, beat in summary.workers.items()))
+        lines.append("  workers: " + " · ".join(beat_line(name, beat) for name, beat in summary.workers.items()))
     for name, beat in summary.workers.items():
-        lines += _failures(name, beat)
+        lines += failure_lines(name, beat)
     if summary.scorers:
-        lines.append("  scorers: " + " · ".join(_worker(name, beat) for name, beat in summary.scorers.items()))
+        lines.append("  scorers: " + " · ".join(beat_line(name, beat) for name, beat in summary.scorers.items()))
+    return lines + waiting_lines(summary)
+
+
+def waiting_lines(summary: RunSummary) -> list[str]:
+    """The sentence of each process that waits: the last lines of the header."""
+    lines = []
     for who, sentence in sorted(summary.waiting.items()):
         if sentence:
             ago = summary.seen.get(who, 0.0)
@@ -303,44 +308,8 @@ def _memory(summary: RunSummary) -> list[str]:
     return lines
 
 
-def _worker(name: str, beat: Mapping[str, Any]) -> str:
-    """A worker or scorer in a few words; any process may write a heartbeat, so nothing in it is certain to be there."""
-    name = printable(name)
-    if beat["seconds_ago"] > SHOWN_FRESH_SECONDS:
-        return f"{name} last seen {duration(beat['seconds_ago'])} ago"
-    rate, version, gives = beat.get("rollouts_per_second"), beat.get("version"), beat.get("gives")
-    parts = [
-        f"v{version}" if isinstance(version, int) and version >= 0 else "",
-        ", ".join(map(printable, map(str, gives))) if isinstance(gives, list) else "",
-        f"{amount(rate)} rollouts/s" if isinstance(rate, float) else "",
-        f"! {printable(str(beat['error']))}" if beat.get("error") and not failures_of(beat).kinds else "",
-    ]
-    return " ".join([name, *filter(None, parts)])
-
-
-def _failures(name: str, beat: Mapping[str, Any]) -> list[str]:
-    """The failures of a worker's env."""
-    kinds, last = failures_of(beat)
-    env, lines = printable(str(beat.get("env", ""))), []
-    if kinds:
-        groups = f"{sum(kinds.values())} group{'s' * (sum(kinds.values()) != 1)}"
-        lines.append(
-            f"  ! env {env}, worker {printable(name)}: {groups} given up ({printable(counted(kinds))}), "
-            f"the last: {printable(last)}"
-        )
-    if beat.get("ended"):
-        lines.append(f"  ! env {env}, worker {printable(name)} has ended: {printable(str(beat['ended']))}")
-    if beat.get("doing") and beat["seconds_ago"] > SHOWN_FRESH_SECONDS:
-        lines.append(
-            f"  ! env {env}, worker {printable(name)} ended without a word: it was last heard of while "
-            f"{printable(str(beat['doing']))} ran"
-        )
-    elif beat.get("busy"):
-        lines.append(f"  ! env {env}, worker {printable(name)}: {printable(str(beat['busy']))}")
-    return lines
-
-
-def _env_row(env: EnvSummary) -> list[str]:
+def env_row(env: EnvSummary) -> list[str]:
+    """Cells under :data:`ENV_HEADER`."""
     dropped = " ".join(f"{d[0]:,} {reason}" for reason, d in sorted(env.account.dropped.items()))
     target = f" of {percent(env.budget)}" if env.budget is not None else ""
     return [
@@ -370,7 +339,8 @@ def age_histogram(ages: Mapping[int, int]) -> str:
     return f"{blocks} {youngest}" + (f"-{oldest}" if oldest > youngest else "")
 
 
-def _group_row(view: GroupView) -> list[str]:
+def group_row(view: GroupView) -> list[str]:
+    """Cells under :data:`GROUP_HEADER`."""
     low, high = min(view.rewards, default=0.0), max(view.rewards, default=1.0)
     state = f"{view.state} {view.reason}" if view.reason else view.state
     return [

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 
 import click
+from rich.cells import cell_len, set_cell_size
 
 from rlbuffer.narration.numbers import printable
 
@@ -55,9 +56,7 @@ def bar(fraction: float, *, width: int = 20, mark: float | None = None) -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: frozenset[str] = frozenset()) -> list[str]:
     """Aligned columns; names in `right` are numbers."""
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = _widths(header, rows)
-    return [_joined(_cells(header, row, widths, right)) for row in [header, *rows]]
+    return [_joined(cells) for cells in aligned(header, rows, right=right)]
 
 
 def show_table(
@@ -73,19 +72,37 @@ def show_table(
     a wrapped table cannot be read. Off a terminal everything is printed.
     """
     width = terminal_width()
+    for i, cells in enumerate(aligned(header, rows, right=right, optional=optional, width=width)):
+        line = _joined(cells)
+        if width is not None and cell_len(line) > width:
+            line = cut(line, width)
+        elif width is not None and "NO_COLOR" not in os.environ:
+            line = _joined([_coloured(cell) if i else click.style(cell, bold=True) for cell in cells])
+        click.echo(line)
+
+
+def aligned(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: frozenset[str] = frozenset(),
+    optional: Sequence[str] = (),
+    width: int | None = None,
+) -> list[list[str]]:
+    """The cells of a table, header first, each padded to its column.
+
+    Columns of `optional` are left out, the first ones first, while a line is wider than `width`.
+    """
     rows = [[printable(cell) for cell in row] for row in rows]
     if width is not None:
         header, rows = _fitted(header, rows, optional, width)
     widths = _widths(header, rows)
-    for row in [header, *rows]:
-        cells = _cells(header, row, widths, right)
-        line = _joined(cells)
-        if width is not None and len(line) > width:
-            line = line[: width - 1] + "…"
-        elif width is not None and "NO_COLOR" not in os.environ:
-            plain = row is header
-            line = _joined([click.style(cell, bold=True) if plain else _coloured(cell) for cell in cells])
-        click.echo(line)
+    return [_cells(header, row, widths, right) for row in [header, *rows]]
+
+
+def cut(line: str, width: int) -> str:
+    """The line in at most `width` columns of a terminal, with an ellipsis where something is left out."""
+    return line if cell_len(line) <= width else set_cell_size(line, width - 1) + "…"
 
 
 def terminal_width() -> int | None:
@@ -115,12 +132,12 @@ def _fitted(
 
 
 def _widths(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    return [max(map(cell_len, column)) for column in zip(header, *rows, strict=True)]
 
 
 def _cells(header: Sequence[str], row: Sequence[str], widths: Sequence[int], right: frozenset[str]) -> list[str]:
     return [
-        cell.rjust(width) if name in right else cell.ljust(width)
+        " " * (width - cell_len(cell)) + cell if name in right else cell + " " * (width - cell_len(cell))
         for name, cell, width in zip(header, row, widths, strict=True)
     ]
 
@@ -130,8 +147,13 @@ def _joined(cells: Sequence[str]) -> str:
 
 
 def _coloured(cell: str) -> str:
-    colour = _COLOURS.get(cell.strip().partition(" ")[0])
+    colour = colour_of(cell)
     return click.style(cell, fg=colour) if colour else cell
+
+
+def colour_of(cell: str) -> str | None:
+    """The colour of a state."""
+    return _COLOURS.get(cell.strip().partition(" ")[0])
 
 
 _COLOURS = {"ready": "green", "forming": "yellow", "packed": "cyan", "trained": "blue", "dropped": "red"}

@@ -13,7 +13,7 @@ import rlbuffer
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer_cli.main import main
-from rlbuffer_cli.render import pool
+from rlbuffer_cli.render import workers
 from rlbuffer_cli.session import say_ended
 
 Call = Callable[..., tuple[int, str, str]]
@@ -85,7 +85,7 @@ def test_workers_are_in_the_header_and_in_json(buffer: Buffer, call: Call, monke
         ("rlbuffer.worker/1", "odd"),
         ("rlbuffer.worker/1", "vcopy"),
     ]
-    monkeypatch.setattr(pool, "SHOWN_FRESH_SECONDS", -1.0)
+    monkeypatch.setattr(workers, "SHOWN_FRESH_SECONDS", -1.0)
     _, out, _ = call("inspect")
     assert "vcopy last seen 0." in out
 

@@ -1,0 +1,129 @@
+"""One group: what all its rollouts share, then a row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from textual.binding import BindingType
+from textual.widget import Widget
+
+from rlbuffer.client.views import GroupDetail, RolloutView
+from rlbuffer.errors import NotFound
+from rlbuffer_cli.browse.panes import Prose, Table
+from rlbuffer_cli.browse.screen import Look, Looking, Open
+from rlbuffer_cli.render.group import (
+    MEMBER_HEADER,
+    MEMBER_NUMBERS,
+    MEMBER_OPTIONAL,
+    detail_record,
+    headline,
+    largest_reward,
+    member_row,
+    shared_prompt,
+    short,
+)
+
+SHOWN_CHARACTERS = 4000
+"""Of a prompt, an answer or metadata; `o` shows all."""
+SHOWN_PROMPT_TOKENS = 40
+AGE_AT = MEMBER_HEADER.index("version")
+
+
+class Group(Look):
+    """A group, known by its id or the beginning of it."""
+
+    keys = ("enter open", "c compare", "y copy id", "o raw", "tab prompt", "esc back", "l live")
+    BINDINGS: ClassVar[list[BindingType]] = [("c", "compare")]
+
+    def __init__(self, looking: Looking, group_id: str) -> None:
+        super().__init__(looking)
+        self.group_id = group_id
+        self.detail: GroupDetail | None = None
+        self.marked = ""
+        """The first rollout of a comparison."""
+
+    def body(self) -> list[Widget]:
+        header = (*MEMBER_HEADER[:AGE_AT], "age", *MEMBER_HEADER[AGE_AT:])
+        optional = (*MEMBER_OPTIONAL, "age", "")
+        return [Prose(id="header"), Table(header, right=MEMBER_NUMBERS | {"age"}, optional=optional, id="members")]
+
+    def on_mount(self) -> None:
+        """The rollouts have the keys."""
+        self.query_one("#members").focus()
+
+    def heading(self) -> str:
+        return f"group {self.group_id}"
+
+    async def fetch(self) -> None:
+        try:
+            detail = await self.ask(lambda: self.looking.buffer.group(self.group_id))
+        except NotFound as error:
+            if self.detail is None:
+                raise
+            raise NotFound(f"{error} Shown is what it was before, {self.detail.view.state}.") from None
+        self.detail, self.group_id = detail, detail.view.group_id
+        header = self.query_one("#header", Prose)
+        header.put(facts(detail))
+        header.styles.height = min(header.height_at(self.size.width), max(4, (self.size.height - 4) // 2))
+        best, skip = largest_reward(detail), len(shared_prompt(detail))
+        rows = [with_age(member_row(member, best, skip), detail, member) for member in detail.members]
+        self.query_one("#members", Table).put(rows, [member.rollout_id for member in detail.members])
+
+    def identifier(self) -> str:
+        return self.query_one("#members", Table).key or self.group_id
+
+    def record(self) -> Mapping[str, Any] | None:
+        return None if self.detail is None else detail_record(self.detail)
+
+    def on_pane_chosen(self) -> None:
+        """Opens the rollout under the cursor."""
+        self.post_message(Open("rollout", self.identifier(), {"group": self.group_id}))
+
+    def action_compare(self) -> None:
+        """Takes the first of two rollouts, then shows both."""
+        name = self.query_one("#members", Table).key
+        if not name or name == self.marked:
+            self.marked = ""
+            self.say("")
+        elif not self.marked:
+            self.marked = name
+            self.say(f"compare {name} with: c on another rollout (c here again: with none)")
+        else:
+            self.post_message(Open("pair", self.marked, {"group": self.group_id, "other": name}))
+            self.marked = ""
+            self.say("")
+
+
+def facts(detail: GroupDetail) -> list[str]:
+    """The group in lines: where it stands, its prompt, answer and metadata."""
+    lines = headline(detail.view)
+    prompt = shared_prompt(detail)
+    if prompt:
+        lines.append(f"  prompt    {prompt[:SHOWN_CHARACTERS]}")
+    elif ids := _prompt_ids(detail.members):
+        lines.append(f"  prompt    {ids}")
+    if detail.answer is not None:
+        lines.append(f"  answer    {short(detail.answer, SHOWN_CHARACTERS)}")
+    if detail.metadata:
+        lines.append(f"  metadata  {short(dict(detail.metadata), SHOWN_CHARACTERS)}")
+    if not detail.members:
+        lines.append("  its rollouts are no longer kept")
+    return lines
+
+
+def _prompt_ids(members: Sequence[RolloutView]) -> str:
+    """The token ids that all rollouts begin with; "" where they differ or no payload is there."""
+    prompts = {tuple(m.rollout.tokens[: m.prompt_tokens].tolist()) for m in members if m.rollout is not None}
+    if len(prompts) != 1:
+        return ""
+    ids = prompts.pop()
+    more = f" ... ({len(ids):,} tokens)" if len(ids) > SHOWN_PROMPT_TOKENS else ""
+    return f"token ids {' '.join(map(str, ids[:SHOWN_PROMPT_TOKENS]))}{more}"
+
+
+def with_age(row: list[str], detail: GroupDetail, member: RolloutView) -> list[str]:
+    """The row of a rollout with its own age: the group's is that of its oldest."""
+    view = detail.view
+    age = "" if view.age is None else str(view.age + view.min_version - member.min_version)
+    return [*row[:AGE_AT], age, *row[AGE_AT:]]

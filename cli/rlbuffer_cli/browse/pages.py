@@ -1,0 +1,191 @@
+"""Pages of text: the keys, a record as JSON, and two rollouts of a group side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from textual.widget import Widget
+
+from rlbuffer.client.views import RolloutView
+from rlbuffer_cli.browse.panes import Prose, Table
+from rlbuffer_cli.browse.screen import Look, Looking
+from rlbuffer_cli.browse.tokens import SHOWN_TEXT, TOKENS_PER_WINDOW
+from rlbuffer_cli.render.group import as_json, member_of
+
+HELP = """
+What each screen answers
+  pool      Who waits for whom? Which env has what, and how old is it? Which groups are there?
+  group     Do its rollouts differ, and which of them are good? Why was it dropped?
+  rollout   What did the model write, how sure was it, which tokens are trained, and with what credit?
+  steps     What did a step train on, on which rank, and why was it closed?
+  workers   Who lives, at which version, and what failed last?
+
+Keys
+  arrows j k      move            enter       open              esc     back
+  g G             ends            page keys   by a screen       tab     the other half
+  n p             rollout         N P         step              1 - 6   lens of a rollout
+  /               filter          s S         sort, reverse     m       more groups
+  c               compare         l           live, every 2 s   r       read again
+  t               steps           w           workers           y       copy the id
+  o               raw JSON        ?           this page         q       quit
+
+Lenses: 1 plain, 2 logprob, 3 advantage, 4 mask, 5 version, 6 a further column, where there is one
+
+Filter, as in `rlbuffer inspect --where`: env state reason worker adapter id (field:value, commas for alternatives),
+age reward tokens (field>=value, 8k = 8000). For example: env:vcopy state:ready reward<0.5
+States: forming ready packed trained dropped
+
+Live reading waits while the cursor is not at the top, so that nothing moves under it.
+Nothing here writes to the server: looking changes nothing. `rlbuffer inspect --plain` prints the same figures.
+"""
+SHOWN_BEFORE = 3
+"""Equal tokens that are shown before the first that differs."""
+
+
+class Page(Look):
+    """Text that needs no server."""
+
+    keys = ("arrows scroll", "esc back")
+
+    def body(self) -> list[Widget]:
+        return [Prose(id="page")]
+
+    def on_mount(self) -> None:
+        """The text has the keys."""
+        self.query_one("#page").focus()
+
+    def lines(self) -> list[str]:
+        """The text."""
+        raise NotImplementedError
+
+    async def fetch(self) -> None:
+        self.query_one("#page", Prose).put(self.lines())
+
+
+class Help(Page):
+    """The keys."""
+
+    def heading(self) -> str:
+        return "rlbuffer inspect: keys"
+
+    def lines(self) -> list[str]:
+        return HELP.strip("\n").split("\n")
+
+
+class Raw(Page):
+    """A record as JSON."""
+
+    keys = ("arrows scroll", "y copy id", "esc back")
+
+    def __init__(self, looking: Looking, name: str, record: Mapping[str, Any]) -> None:
+        super().__init__(looking)
+        self.what, self.content = name, record
+
+    def heading(self) -> str:
+        return f"{self.what}: raw"
+
+    def identifier(self) -> str:
+        return self.what
+
+    def lines(self) -> list[str]:
+        return list(_json_lines(shortened(as_json(dict(self.content)))))
+
+
+def shortened(value: Any) -> Any:
+    """The value with at most :data:`TOKENS_PER_WINDOW` entries in a list, :data:`SHOWN_TEXT` characters in a text."""
+    if isinstance(value, str) and len(value) > SHOWN_TEXT:
+        return f"{value[:SHOWN_TEXT]} ... {len(value) - SHOWN_TEXT:,} characters more"
+    if isinstance(value, dict):
+        return {name: shortened(inner) for name, inner in value.items()}
+    if not isinstance(value, list):
+        return value
+    more = len(value) - TOKENS_PER_WINDOW
+    shown = [shortened(inner) for inner in value[:TOKENS_PER_WINDOW]]
+    return [*shown, f"... {more:,} more: rlbuffer inspect ID --json has them all"] if more > 0 else shown
+
+
+def _json_lines(value: Mapping[str, Any]) -> Iterator[str]:
+    """A line per field; those of the rollouts of a group one further in."""
+    for name, inner in value.items():
+        if isinstance(inner, list) and inner and isinstance(inner[0], dict):
+            yield f"{json.dumps(name)}: ["
+            for entry in inner:
+                yield from (f"  {line}" for line in _json_lines(entry)) if isinstance(entry, dict) else [f"  {entry}"]
+                yield "  ,"
+            yield "]"
+        else:
+            yield f"{json.dumps(name)}: {json.dumps(inner, ensure_ascii=False, default=str)}"
+
+
+class Pair(Look):
+    """Two rollouts of a group: where they part, and the tokens from there on."""
+
+    keys = ("g/G ends", "esc back")
+
+    def __init__(self, looking: Looking, group_id: str, names: tuple[str, str]) -> None:
+        super().__init__(looking)
+        self.group_id, self.names = group_id, names
+
+    def body(self) -> list[Widget]:
+        header = ("token", "", "id", "logprob", "mask", "id (other)", "logprob (other)", "mask (other)")
+        right = frozenset({"token", "id", "logprob", "id (other)", "logprob (other)"})
+        return [Prose(id="facts"), Table(header, right=right, id="pairs")]
+
+    def on_mount(self) -> None:
+        """The tokens have the keys."""
+        self.query_one("#pairs").focus()
+
+    def heading(self) -> str:
+        return f"{self.names[0]} and {self.names[1]}"
+
+    async def fetch(self) -> None:
+        detail = await self.ask(lambda: self.looking.buffer.group(self.group_id))
+        one, other = (member_of(detail, name) for name in self.names)
+        facts = [f"{m.rollout_id}: {_figures(m)}" for m in (one, other)]
+        if one.rollout is None or other.rollout is None:
+            facts.append("! the payload of one of them is no longer kept")
+            rows: list[list[str]] = []
+        else:
+            parts = first_difference(one, other)
+            words = f"they part at token {parts:,}" if parts is not None else "their tokens are the same"
+            facts.append(words)
+            rows = list(pair_rows(one, other, parts))
+        prose = self.query_one("#facts", Prose)
+        prose.put(facts)
+        prose.styles.height = min(prose.height_at(self.size.width), 8)
+        self.query_one("#pairs", Table).put(rows, [row[0] for row in rows])
+
+
+def _figures(member: RolloutView) -> str:
+    reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
+    advantage = "" if member.advantage is None else f" · advantage {member.advantage:+.4f}"
+    return f"{reward}{advantage} · {member.length:,} tokens · {member.finish_reason}"
+
+
+def first_difference(one: RolloutView, other: RolloutView) -> int | None:
+    """Position of the first token that differs, or that one of them lacks; None: they are the same."""
+    a, b = one.rollout.tokens, other.rollout.tokens
+    both = min(len(a), len(b))
+    differs = (a[:both] != b[:both]).nonzero()[0]
+    if len(differs):
+        return int(differs[0])
+    return both if len(a) != len(b) else None
+
+
+def pair_rows(one: RolloutView, other: RolloutView, parts: int | None) -> Iterator[list[str]]:
+    """A row per token from a little before they part; a mark where they differ."""
+    first = max(0, (parts or 0) - SHOWN_BEFORE)
+    for at in range(first, min(max(one.length, other.length), first + TOKENS_PER_WINDOW)):
+        ids = [str(int(m.rollout.tokens[at])) if at < m.length else "" for m in (one, other)]
+        cells = []
+        for member, token in zip((one, other), ids, strict=True):
+            trained = token and bool(member.rollout.loss_mask[at])
+            cells += [
+                token,
+                f"{float(member.rollout.logprobs[at]):.3f}" if trained else "",
+                "trained" if trained else "",
+            ]
+        mark = "" if ids[0] == ids[1] else "≠ first" if at == parts else "≠"
+        yield [str(at), mark, *cells]

@@ -1,0 +1,252 @@
+"""Panes that draw plain cells: what comes from a server is never markup, and controls no terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import ClassVar
+
+from rich.cells import cell_len, chop_cells
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.binding import BindingType
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from rlbuffer.narration.numbers import printable
+from rlbuffer_cli.render.text import aligned, colour_of, cut
+
+CURSOR = Style(reverse=True)
+BOLD = Style(bold=True)
+PLAIN = Style()
+WHEEL_LINES = 3
+
+
+def wrapped_cells(line: str, width: int) -> list[str]:
+    """The line in rows of at most `width` columns, broken between words where that is cheap."""
+    text, width = printable(line), max(1, width)
+    if cell_len(text) <= width:
+        return [text]
+    if text.isascii() and len(text) < 2000:
+        lead = " " * min(len(text) - len(text.lstrip()), width // 2)
+        return textwrap.wrap(
+            text.strip(), width, initial_indent=lead, subsequent_indent=f"{lead}  ", break_on_hyphens=False
+        )
+    return chop_cells(text, width)
+
+
+class Pane(Widget, can_focus=True):
+    """Lines that are drawn one by one as they come into sight; `cursor` is a line, or a token."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("down,j", "move(1)"),
+        ("up,k", "move(-1)"),
+        ("pagedown", "page(1)"),
+        ("pageup", "page(-1)"),
+        ("home,g", "first"),
+        ("end,G", "last"),
+    ]
+
+    class Chosen(Message):
+        """A line was opened."""
+
+    class Moved(Message):
+        """The cursor of `pane` may be on something else."""
+
+        def __init__(self, pane: Pane) -> None:
+            super().__init__()
+            self.pane = pane
+
+    def __init__(self, **given: str) -> None:
+        super().__init__(id=given.get("id"), classes=given.get("classes"))
+        self.top = 0
+        self.cursor = 0
+
+    def count(self) -> int:
+        """Places of the cursor."""
+        raise NotImplementedError
+
+    def draw(self, line: int) -> list[Segment]:
+        """One line of the pane."""
+        raise NotImplementedError
+
+    def render_line(self, y: int) -> Strip:
+        segments = self.draw(self.top + y)
+        strip = Strip(segments).adjust_cell_length(self.size.width, PLAIN)
+        return strip.apply_style(self.rich_style)
+
+    def move_to(self, place: int) -> None:
+        """Puts the cursor there, or as near as there is something, and brings it into sight."""
+        self.cursor = max(0, min(place, self.count() - 1))
+        self.reveal()
+        self.refresh()
+        self.post_message(self.Moved(self))
+
+    def reveal(self) -> None:
+        """Scrolls so that the cursor can be seen."""
+        room = max(1, self.size.height)
+        self.top = max(self.cursor - room + 1, min(self.top, self.cursor))
+
+    def action_move(self, by: int) -> None:
+        """Moves the cursor."""
+        self.move_to(self.cursor + by)
+
+    def action_page(self, by: int) -> None:
+        """Moves by a screen."""
+        self.move_to(self.cursor + by * max(1, self.size.height - 1))
+
+    def action_first(self) -> None:
+        """Goes to the beginning."""
+        self.move_to(0)
+
+    def action_last(self) -> None:
+        """Goes to the end."""
+        self.move_to(self.count() - 1)
+
+    def wheel(self, by: int) -> None:
+        """Moves by a notch of the mouse wheel."""
+        self.action_move(by * WHEEL_LINES)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """The wheel moves the cursor."""
+        event.stop()
+        self.wheel(1)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """The wheel moves the cursor."""
+        event.stop()
+        self.wheel(-1)
+
+    def on_resize(self) -> None:
+        """Keeps the cursor in sight."""
+        self.move_to(self.cursor)
+
+
+class Prose(Pane):
+    """Text that scrolls. Its lines are wrapped when the width is known."""
+
+    def __init__(self, **given: str) -> None:
+        super().__init__(**given)
+        self._lines: list[str] = []
+        self._rows: list[str] = []
+
+    def put(self, lines: Sequence[str]) -> None:
+        """Replaces the text; the place stays."""
+        self._lines = list(lines)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        self._rows = [row for line in self._lines for row in wrapped_cells(line, self.size.width or 80)]
+        self.move_to(self.top)
+
+    def count(self) -> int:
+        return max(1, len(self._rows) - self.size.height + 1)
+
+    def reveal(self) -> None:
+        self.top = self.cursor
+
+    def draw(self, line: int) -> list[Segment]:
+        if line >= len(self._rows):
+            return []
+        row = self._rows[line]
+        more = line == self.top + self.size.height - 1 and line < len(self._rows) - 1
+        row = f"{cut(row, max(1, self.size.width - 2))} ↓" if more and not row.endswith("↓") else row
+        return [Segment(row, BOLD if row.lstrip().startswith("!") else PLAIN)]
+
+    def height_at(self, width: int) -> int:
+        """Rows that the text needs at this width."""
+        return sum(len(wrapped_cells(line, width)) for line in self._lines)
+
+    def on_resize(self) -> None:
+        self._wrap()
+
+
+class Table(Pane):
+    """Rows under a header, with a cursor; a narrow terminal leaves columns out, as in the printed tables."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [("enter", "choose")]
+
+    def __init__(
+        self, header: Sequence[str], *, right: frozenset[str], optional: Sequence[str] = (), **given: str
+    ) -> None:
+        super().__init__(**given)
+        self.header, self.right, self.optional = tuple(header), right, tuple(optional)
+        self.keys: list[str] = []
+        """What each row is, to be found again after a refresh."""
+        self._rows: list[list[str]] = []
+        self._cells: list[list[str]] = []
+
+    def put(self, rows: Sequence[Sequence[str]], keys: Sequence[str]) -> None:
+        """Replaces the rows. The cursor stays on the same row while it is there; at the top it stays at the top."""
+        before = self.key
+        self._rows, self.keys = [list(row) for row in rows], list(keys)
+        self._fit()
+        self.move_to(self.keys.index(before) if self.cursor and before in self.keys else self.cursor)
+
+    @property
+    def key(self) -> str:
+        """The row under the cursor; "" where there is none."""
+        return self.keys[self.cursor] if self.cursor < len(self.keys) else ""
+
+    def _fit(self) -> None:
+        self._cells = aligned(
+            self.header, self._rows, right=self.right, optional=self.optional, width=max(1, self.size.width - 2)
+        )
+
+    def count(self) -> int:
+        return max(1, len(self._rows))
+
+    def reveal(self) -> None:
+        room = max(1, self.size.height - 1)
+        self.top = max(self.cursor - room + 1, min(self.top, self.cursor))
+
+    def render_line(self, y: int) -> Strip:
+        if y == 0:
+            segments = [Segment("  "), Segment(self._joined(0), BOLD)]
+            return Strip(segments).adjust_cell_length(self.size.width, PLAIN).apply_style(self.rich_style)
+        return super().render_line(y - 1)
+
+    def _joined(self, row: int) -> str:
+        cells = self._cells[row] if row < len(self._cells) else []
+        return cut("  ".join(cells).rstrip(), max(1, self.size.width - 2))
+
+    def draw(self, line: int) -> list[Segment]:
+        if line >= len(self._rows):
+            return []
+        if line == self.cursor:
+            text = f"> {self._joined(line + 1)}"
+            return [Segment(text + " " * (self.size.width - cell_len(text)), CURSOR if self.has_focus else BOLD)]
+        segments, room = [Segment("  ")], self.size.width - 2
+        for cell in self._cells[line + 1]:
+            text = cut(cell, room) if room > 0 else ""
+            colour = colour_of(cell)
+            segments.append(Segment(f"{text}  ", Style(color=colour) if colour else PLAIN))
+            room -= cell_len(text) + 2
+        return segments
+
+    def action_choose(self) -> None:
+        """Opens the row under the cursor."""
+        if self.key:
+            self.post_message(self.Chosen())
+
+    def on_click(self, event: events.Click) -> None:
+        """Puts the cursor where it was clicked; a second click there opens the row."""
+        line = self.top + event.y - 1
+        if event.y and line < len(self._rows):
+            if line == self.cursor:
+                self.action_choose()
+            self.move_to(line)
+
+    def on_resize(self) -> None:
+        self._fit()
+        self.move_to(self.cursor)
+
+    def on_focus(self) -> None:
+        """The cursor looks different."""
+        self.refresh()
+
+    def on_blur(self) -> None:
+        """The cursor looks different."""
+        self.refresh()

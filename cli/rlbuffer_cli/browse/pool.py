@@ -1,0 +1,189 @@
+"""The pool: the run in a few lines, its envs, and its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from textual.binding import BindingType
+from textual.widget import Widget
+from textual.widgets import Input
+
+from rlbuffer.client.filters import parse
+from rlbuffer.client.views import GroupView, list_groups
+from rlbuffer.errors import FilterError, RlbufferError
+from rlbuffer_cli.browse.panes import Prose, Table
+from rlbuffer_cli.browse.screen import Look, Looking, Open
+from rlbuffer_cli.render.pool import (
+    ENV_HEADER,
+    ENV_NUMBERS,
+    GROUP_HEADER,
+    GROUP_NUMBERS,
+    GROUP_OPTIONAL,
+    RunSummary,
+    env_row,
+    group_record,
+    group_row,
+    header_lines,
+    summarize,
+    waiting_lines,
+)
+from rlbuffer_cli.render.text import aligned, utc
+
+GROUPS_PER_READ = 1000
+FIRST_LINES = 3
+"""Lines of the header that say what the run is and how far."""
+MOST_HEADER_ROWS = 10
+
+SORTS: Mapping[str, Callable[[GroupView], Any]] = MappingProxyType(
+    {
+        "newest first": lambda view: 0,
+        "id": lambda view: view.group_id,
+        "env": lambda view: view.env,
+        "reward": lambda view: (view.reward is not None, view.reward or 0.0),
+        "age": lambda view: view.age if view.age is not None else -1,
+        "tokens": lambda view: view.tokens,
+        "state": lambda view: (view.state, view.reason),
+        "waited": lambda view: view.waited_seconds if view.waited_seconds is not None else -1.0,
+        "worker": lambda view: view.worker,
+    }
+)
+
+
+class Pool(Look):
+    """The first screen."""
+
+    keys = ("enter open", "/ filter", "s sort", "S reverse", "l live", "t steps", "w workers", "m more", "tab header")
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("slash", "filter"),
+        ("s", "sort(1)"),
+        ("S", "reverse"),
+        ("m", "more"),
+    ]
+
+    def __init__(self, looking: Looking) -> None:
+        super().__init__(looking)
+        self.views: list[GroupView] = []
+        self.limit = GROUPS_PER_READ
+        self.sort, self.is_reversed = "newest first", False
+        self.summary: RunSummary | None = None
+        self.problems: list[RlbufferError] = []
+        self.seconds = 0.0
+        """The server's clock when the summary was read."""
+        self.is_read = False
+
+    def body(self) -> list[Widget]:
+        table = Table(GROUP_HEADER, right=GROUP_NUMBERS, optional=GROUP_OPTIONAL, id="groups")
+        return [Prose(id="header"), table, Input(id="filter", placeholder="env:math age>=2 reward<0.1")]
+
+    def on_mount(self) -> None:
+        """The groups have the keys."""
+        self.query_one("#filter").display = False
+        self.query_one("#groups").focus()
+
+    def heading(self) -> str:
+        count = f"{len(self.views):,} group{'s' * (len(self.views) != 1)}" if self.is_read else "reading"
+        if len(self.views) >= self.limit:
+            count = f"the first {count} (m: more)"
+        where = f" where {self.looking.where}" if self.looking.where else ""
+        order = f"by {self.sort}" if self.sort != "newest first" else self.sort
+        return f'run "{self.looking.buffer.run}": {count}{where}, {order}{", reversed" * self.is_reversed}'
+
+    async def fetch(self) -> None:
+        store, where, limit = self.looking.buffer.store, self.looking.where, self.limit
+        problems: list[RlbufferError] = []
+        self.views = await self.ask(lambda: list_groups(store, where=where, limit=limit, problems=problems))
+        self.problems, self.is_read = problems, True
+        self.put_groups()
+        self.frame()
+        self.summary, self.seconds = await self.ask(lambda: (summarize(self.looking.buffer), store.now()))
+        self.put_header(self.summary)
+
+    def put_groups(self) -> None:
+        """Shows the groups in the chosen order."""
+        views = sorted(self.views, key=SORTS[self.sort])
+        views = views[::-1] if self.is_reversed else views
+        self.query_one("#groups", Table).put([group_row(view) for view in views], [view.group_id for view in views])
+
+    def put_header(self, summary: RunSummary) -> None:
+        """Shows the run: what it is, who waits for whom, its envs, then everything else."""
+        lines, waiting = header_lines(summary), waiting_lines(summary)
+        others = lines[FIRST_LINES : len(lines) - len(waiting)]
+        cells = aligned(
+            ENV_HEADER,
+            [env_row(env) for env in summary.envs],
+            right=ENV_NUMBERS,
+            optional=["forming", "packed", "trained"],
+            width=self.size.width,
+        )
+        envs = ["  ".join(row).rstrip() for row in cells] if summary.envs else ["no env has sent anything yet"]
+        clock = f"  as of {str(utc(self.seconds))[:19].replace('T', ' ')} UTC on the server"
+        problems = [f"! {problem}" for problem in self.problems]
+        header = self.query_one("#header", Prose)
+        header.put([*lines[:FIRST_LINES], *problems, *waiting, *envs, *others, clock])
+        room = max(4, min(MOST_HEADER_ROWS + len(envs), (self.size.height - 4) // 2))
+        header.styles.height = min(header.height_at(self.size.width), room)
+
+    def on_resize(self) -> None:
+        """Fits the header again."""
+        if self.summary is not None:
+            self.put_header(self.summary)
+
+    # -- what is under the cursor ----------------------------------------------------------------------------------
+    def identifier(self) -> str:
+        return self.query_one("#groups", Table).key
+
+    def record(self) -> Mapping[str, Any] | None:
+        return next((group_record(view) for view in self.views if view.group_id == self.identifier()), None)
+
+    def at_top(self) -> bool:
+        return self.query_one("#groups", Table).cursor == 0 and not self.query_one("#filter").display
+
+    def on_pane_chosen(self) -> None:
+        """Opens the group under the cursor."""
+        self.post_message(Open("group", self.identifier()))
+
+    # -- keys ------------------------------------------------------------------------------------------------------
+    def action_filter(self) -> None:
+        """Opens the line of the filter."""
+        line = self.query_one("#filter", Input)
+        line.value, line.display = self.looking.where, True
+        line.focus()
+
+    def action_back(self) -> None:
+        """Closes the line of the filter; there is no screen before this one."""
+        self.query_one("#filter").display = False
+        self.say("")
+        self.query_one("#groups").focus()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Reads with the filter, or says what is wrong with it."""
+        try:
+            parse(event.value)
+        except FilterError as error:
+            self.say(f"! {error}")
+            return
+        self.looking.where, self.limit = event.value.strip(), GROUPS_PER_READ
+        self.action_back()
+        self.query_one("#groups", Table).action_first()
+        self.reload()
+
+    def action_sort(self, by: int) -> None:
+        """Takes the next column."""
+        names = list(SORTS)
+        self.sort = names[(names.index(self.sort) + by) % len(names)]
+        self.put_groups()
+        self.frame()
+
+    def action_reverse(self) -> None:
+        """Turns the order around."""
+        self.is_reversed = not self.is_reversed
+        self.put_groups()
+        self.frame()
+
+    def action_more(self) -> None:
+        """Reads further groups."""
+        if len(self.views) >= self.limit:
+            self.limit += GROUPS_PER_READ
+            self.reload()

@@ -1,0 +1,196 @@
+"""One rollout: its tokens on the left, through a lens, and on the right its rewards, its life, the token under the
+cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from textual.binding import BindingType
+from textual.containers import Horizontal
+from textual.widget import Widget
+from textual.widgets import Static
+
+from rlbuffer.client.views import GroupDetail, RolloutView
+from rlbuffer.errors import NotFound
+from rlbuffer_cli.browse.lenses import advantages_of, columns_of, lens
+from rlbuffer_cli.browse.panes import Pane, Prose
+from rlbuffer_cli.browse.screen import Look, Looking
+from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens
+from rlbuffer_cli.render.group import life, member_of, rollout_record
+from rlbuffer_cli.render.text import utc
+
+
+class OneRollout(Look):
+    """A rollout, known by its id and its group's."""
+
+    keys = ("1-6 lens", "n/p rollout", "g/G ends", "tab text/tokens", "y copy id", "o raw", "esc back")
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("n", "other(1)"),
+        ("p", "other(-1)"),
+        *((str(number), f"lens({number})") for number in range(1, 7)),
+    ]
+
+    def __init__(self, looking: Looking, rollout_id: str, group_id: str) -> None:
+        super().__init__(looking)
+        self.rollout_id, self.group_id = rollout_id, group_id
+        self.detail: GroupDetail | None = None
+        self.member: RolloutView | None = None
+        self.number = 1
+        self.column = ""
+
+    def body(self) -> list[Widget]:
+        left = Horizontal(Tokens(id="tokens"), Prose(id="text"), Prose(id="facts"), id="halves")
+        return [Static(id="legend", markup=False), left]
+
+    def heading(self) -> str:
+        place = ""
+        if self.detail is not None and self.member is not None:
+            place = f" ({self.detail.members.index(self.member) + 1} of {len(self.detail.members)})"
+        return f"rollout {self.rollout_id}{place}"
+
+    async def fetch(self) -> None:
+        detail = await self.ask(lambda: self.looking.buffer.group(self.group_id))
+        if not detail.members:
+            view = detail.view
+            why = f"{view.state}{f' ({view.reason}: {view.detail})' if view.reason else ''}"
+            raise NotFound(f"group {view.group_id!r} was {why}: its rollouts are no longer kept")
+        self.detail, self.group_id = detail, detail.view.group_id
+        self.member = member_of(detail, self.rollout_id)
+        self.rollout_id = self.member.rollout_id
+        self.show_member()
+
+    def show_member(self) -> None:
+        """Shows the rollout through the lens."""
+        member = self.member
+        if member is None:
+            return
+        rollout = member.rollout
+        tokens, text = self.query_one("#tokens", Tokens), self.query_one("#text", Prose)
+        has_text = rollout is not None and rollout.text is not None and len(rollout.text) != rollout.length
+        is_text = has_text and self.number == 1
+        text.display, tokens.display = is_text, not is_text
+        focused = self.query_one("#facts")
+        if not focused.has_focus:
+            (text if is_text else tokens).focus()
+        if rollout is None:
+            tokens.put(None, None)
+            self.say("! its payload is no longer kept")
+        else:
+            through = lens(member, self.number, self.column)
+            tokens.put(rollout, through)
+            text.put(text_lines(rollout.text or "") if is_text else [])
+            self.query_one("#legend", Static).update(f"{self.number} {through.name}: {through.legend}")
+        self.show_facts()
+        self.frame()
+
+    def show_facts(self) -> None:
+        """Shows the right half."""
+        if self.detail is not None and self.member is not None:
+            tokens = self.query_one("#tokens", Tokens)
+            here = token_lines(self.member, tokens) if tokens.display else []
+            self.query_one("#facts", Prose).put([*here, *fact_lines(self.detail, self.member)])
+
+    def on_pane_moved(self, event: Pane.Moved) -> None:
+        """Shows the token under the cursor."""
+        if isinstance(event.pane, Tokens):
+            self.show_facts()
+
+    def identifier(self) -> str:
+        return self.rollout_id
+
+    def record(self) -> Mapping[str, Any] | None:
+        return rollout_record(self.member, self.detail.view) if self.member and self.detail else None
+
+    def at_top(self) -> bool:
+        return all(pane.cursor == 0 for pane in self.query(Pane))
+
+    def action_lens(self, number: int) -> None:
+        """Looks through another lens; the sixth has one further column after the other."""
+        rollout = self.member.rollout if self.member is not None else None
+        if number == 6:
+            names = columns_of(rollout) if rollout is not None else []
+            if not names:
+                self.say("this rollout has no further column per token")
+                return
+            at = names.index(self.column) + 1 if self.column in names and self.number == 6 else 0
+            self.column = names[at % len(names)]
+        self.number = number
+        self.say("")
+        self.show_member()
+
+    def action_other(self, by: int) -> None:
+        """Goes to the next rollout of the group."""
+        if self.detail is None or self.member is None:
+            return
+        members = self.detail.members
+        at = members.index(self.member) + by
+        if 0 <= at < len(members):
+            self.member = members[at]
+            self.rollout_id = self.member.rollout_id
+            if self.column not in (columns_of(self.member.rollout) if self.member.rollout is not None else []):
+                self.number = 1 if self.number == 6 else self.number
+            self.say("")
+            self.show_member()
+
+
+def text_lines(text: str) -> list[str]:
+    """The text by its own lines, as far as it is shown."""
+    lines = text[:SHOWN_TEXT].split("\n")
+    if len(text) > SHOWN_TEXT:
+        lines.append(f"... {len(text) - SHOWN_TEXT:,} characters more: rlbuffer inspect ID --json has them all")
+    return lines
+
+
+def token_lines(member: RolloutView, tokens: Tokens) -> list[str]:
+    """The token under the cursor."""
+    rollout, at = member.rollout, tokens.cursor
+    if rollout is None:
+        return []
+    trained = bool(rollout.loss_mask[at])
+    values = advantages_of(member)
+    version = next((s.policy_version for s in rollout.version_spans if s.start <= at < s.end), None)
+    label = tokens.label(at)
+    token = int(rollout.tokens[at])
+    text = f"  text '{label}'" if label != str(token) else ""
+    lines = [
+        f"TOKEN {at:,} of {rollout.length:,}",
+        f"  id {token}{text}",
+        f"  role {tokens.role(at) or 'not said'}",
+        f"  {'trained' if trained else 'not trained'}",
+        f"  logprob {float(rollout.logprobs[at]):.4f}" if trained else "  no logprob",
+        f"  advantage {float(values[at]):+.4f}" if trained and values is not None else "",
+        f"  version {version}" if version is not None else "  sampled by no version",
+    ]
+    lines += [f"  {name} {rollout.columns[name][at]:g}" for name in columns_of(rollout) if name != "advantages"]
+    return [*filter(None, lines), ""]
+
+
+def fact_lines(detail: GroupDetail, member: RolloutView) -> list[str]:
+    """Rewards, tokens and life of a rollout."""
+    view = detail.view
+    reward = "not scored" if member.reward is None else f"{member.reward:.3f}"
+    lines = [f"REWARD {reward}", *(f"  {name} {value:.3f}" for name, value in member.rewards.items())]
+    if member.rollout is not None:
+        lines += [f"  {name}: {'yes' if verdict else 'no'}" for name, verdict in member.rollout.successes.items()]
+    if member.advantage is not None:
+        lines.append(f"  advantage {member.advantage:+.4f}")
+    lines += [
+        "",
+        f"TOKENS {member.length:,}",
+        f"  prompt {member.prompt_tokens:,}",
+        f"  trained {member.loss_tokens:,}",
+    ]
+    if member.rollout is not None and member.rollout.turns:
+        lines.append(f"  turns {len(member.rollout.turns):,}")
+    if member.logprob_mean is not None:
+        lines.append(f"  logprob mean {member.logprob_mean:.3f}")
+    sampled, *later = life(view, member)
+    pushed = f"pushed {str(utc(view.created))[:19].replace('T', ' ')} UTC" if view.created is not None else ""
+    by = f"by {view.worker}" if view.worker else ""
+    lines += ["", "LIFE", *(f"  {stage}" for stage in filter(None, [sampled, f"{pushed} {by}".strip(), *later]))]
+    if view.age is not None:
+        lines.append(f"  age {view.age + view.min_version - member.min_version}")
+    if view.detail:
+        lines.append(f"  ! {view.detail}")
+    return lines

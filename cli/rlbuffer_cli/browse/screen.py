@@ -1,0 +1,204 @@
+"""The frame of every screen: a title, a body, a line for what went wrong, and the keys that count here.
+
+Reading happens in a thread of its own, so the screen never freezes. A server that is away is asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from rich.cells import cell_len
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.message import Message
+from textual.screen import Screen
+from textual.widget import Widget
+from textual.widgets import Static
+
+from rlbuffer.errors import RlbufferError
+from rlbuffer.narration.numbers import printable
+from rlbuffer_cli.browse.panes import Pane
+from rlbuffer_cli.render.text import cut
+
+if TYPE_CHECKING:
+    from rlbuffer.client.buffer import Buffer
+
+T = TypeVar("T")
+AWAY_EXIT_CODE = 4
+"""Errors with this exit code pass: the server is away, or takes nothing just now."""
+ALWAYS = ("? help", "q quit")
+
+
+@dataclass(slots=True)
+class Looking:
+    """The run that is looked at, for all screens."""
+
+    buffer: Buffer
+    where: str = ""
+    """The filter of the pool."""
+    is_live: bool = False
+    live_seconds: float = 2.0
+
+
+class Open(Message):
+    """Asks the application for another screen."""
+
+    def __init__(self, kind: str, what: str = "", record: Mapping[str, Any] | None = None) -> None:
+        """`kind` is ``group``, ``rollout``, ``pair``, ``step`` or ``raw``; `what` an id."""
+        super().__init__()
+        self.kind, self.what, self.record = kind, what, record
+
+
+class Look(Screen[None]):
+    """One screen. `keys` are for its last line, the most useful first."""
+
+    keys: tuple[str, ...] = ()
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("escape", "back"),
+        ("q", "app.quit"),
+        ("r", "reload"),
+        ("l", "live"),
+        ("y", "copy"),
+        ("o", "raw"),
+        ("w", "app.workers"),
+        ("t", "app.steps"),
+        ("question_mark", "app.help"),
+        ("tab", "app.focus_next"),
+        ("shift+tab", "app.focus_previous"),
+    ]
+
+    def __init__(self, looking: Looking) -> None:
+        super().__init__()
+        self.looking = looking
+        self.loading_now = False
+        self.is_away = False
+        self.error = ""
+
+    # -- what a screen says of itself ------------------------------------------------------------------------------
+    def body(self) -> list[Widget]:
+        """The widgets between title and keys."""
+        raise NotImplementedError
+
+    def heading(self) -> str:
+        """The first line."""
+        raise NotImplementedError
+
+    async def fetch(self) -> None:
+        """Reads, with :meth:`ask`, and shows it."""
+        raise NotImplementedError
+
+    def identifier(self) -> str:
+        """The id under the cursor; "" where there is none."""
+        return ""
+
+    def record(self) -> Mapping[str, Any] | None:
+        """What `o` shows; None where there is nothing."""
+        return None
+
+    def at_top(self) -> bool:
+        """True where a refresh moves nothing under the cursor."""
+        return all(pane.cursor == 0 for pane in self.query(Pane) if pane.has_focus)
+
+    # -- the frame -------------------------------------------------------------------------------------------------
+    def compose(self) -> ComposeResult:
+        yield Static(id="title", markup=False)
+        yield from self.body()
+        yield Static(id="notice", markup=False)
+        yield Static(id="keys", markup=False)
+
+    def on_mount(self) -> None:
+        """Reads for the first time."""
+        self.set_interval(self.looking.live_seconds, self.tick)
+        self.say("")
+        self.reload()
+
+    def on_resize(self) -> None:
+        """Fits the title and the keys again."""
+        self.call_after_refresh(self.frame)
+
+    def frame(self) -> None:
+        """Writes the title and the keys."""
+        width = max(20, self.size.width)
+        live = "" if not self.looking.is_live else " [live]" if self.at_top() else " [live waits: not at the top]"
+        self.query_one("#title", Static).update(Text(cut(printable(self.heading()) + live, width), style="bold"))
+        line = "  ".join(ALWAYS)
+        for i in range(len(self.keys), 0, -1):
+            longer = "  ".join((*self.keys[:i], *ALWAYS))
+            if cell_len(longer) <= width:
+                line = longer
+                break
+        self.query_one("#keys", Static).update(Text(cut(line, width)))
+
+    def say(self, text: str) -> None:
+        """One line of news above the keys; "" takes it away."""
+        notice = self.query_one("#notice", Static)
+        notice.update(Text(printable(text)))
+        notice.display = bool(text)
+        self.frame()
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+    async def ask(self, read: Callable[[], T]) -> T:
+        """Runs `read` in a thread."""
+        return await asyncio.to_thread(read)
+
+    def reload(self) -> None:
+        """Reads again; what is being read already is not waited for."""
+        self.run_worker(self._load(), exclusive=True, group="load")
+
+    async def _load(self) -> None:
+        self.loading_now = True
+        try:
+            await self.fetch()
+        except RlbufferError as error:
+            first = str(error).splitlines()[0]
+            self.is_away = error.exit_code == AWAY_EXIT_CODE
+            self.error = f"! {first}" + (" It is asked again." if self.is_away else "")
+            self.say(self.error)
+        except Exception as error:  # a defect must not end the screen of who looks for another one
+            self.error = f"! {type(error).__name__}: {error} (a defect of the browser: --plain prints instead)"
+            self.say(self.error)
+        else:
+            self.is_away = False
+            if self.error:
+                self.error = ""
+                self.say("")
+            self.frame()
+        finally:
+            self.loading_now = False
+
+    def tick(self) -> None:
+        """Reads again where the server was away, or the screen is live and at its top."""
+        if self.is_current and not self.loading_now:
+            self.frame()
+            if self.is_away or (self.looking.is_live and self.at_top()):
+                self.reload()
+
+    # -- keys ------------------------------------------------------------------------------------------------------
+    def action_back(self) -> None:
+        """Goes to the screen before."""
+        self.app.pop_screen()
+
+    def action_reload(self) -> None:
+        """Reads again."""
+        self.say("")
+        self.reload()
+
+    def action_live(self) -> None:
+        """Switches live reading."""
+        self.looking.is_live = not self.looking.is_live
+        self.frame()
+
+    def action_copy(self) -> None:
+        """Copies the id by OSC 52, and shows it: not every terminal takes it."""
+        if name := self.identifier():
+            self.app.copy_to_clipboard(printable(name))
+            self.say(f"copied: {name}")
+
+    def action_raw(self) -> None:
+        """Shows the record as JSON."""
+        if (record := self.record()) is not None:
+            self.post_message(Open("raw", self.identifier(), record))

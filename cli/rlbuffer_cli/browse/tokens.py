@@ -1,0 +1,172 @@
+"""The tokens of a rollout by role, a window of them at a time, with a cursor and the marks of a lens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from rich.style import Style
+from textual.binding import BindingType
+
+from rlbuffer.narration.numbers import printable
+from rlbuffer.records.rollout import Rollout
+from rlbuffer_cli.browse.lenses import Lens
+from rlbuffer_cli.browse.panes import BOLD, CURSOR, PLAIN, Pane
+from rlbuffer_cli.render.text import cut
+
+TOKENS_PER_WINDOW = 4000
+SHOWN_TEXT = 32_000
+"""Characters of a text that is shown as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of the pane: words between two turns, or tokens `first` to `end`."""
+
+    words: str
+    first: int = 0
+    end: int = 0
+
+
+class Tokens(Pane):
+    """Tokens that flow like words. `cursor` is a token."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("right", "move(1)"),
+        ("left", "move(-1)"),
+        ("down,j", "line(1)"),
+        ("up,k", "line(-1)"),
+    ]
+
+    def __init__(self, **given: str) -> None:
+        super().__init__(**given)
+        self.rollout: Rollout | None = None
+        self.lens: Lens | None = None
+        self._lines: list[_Line] = []
+        self._labels: dict[int, str] = {}
+        self._window = -1
+        self._has_characters = False
+        """The pushed text has one character for each token."""
+
+    def put(self, rollout: Rollout | None, lens: Lens | None) -> None:
+        """Shows a rollout through a lens; the cursor stays where the rollout is the same."""
+        if self.rollout is None or rollout is None or rollout.rollout_id != self.rollout.rollout_id:
+            self.cursor = self.top = 0
+        self.rollout, self.lens, self._window = rollout, lens, -1
+        text = rollout.text if rollout is not None else None
+        self._has_characters = text is not None and len(text) == self.count()
+        self.move_to(self.cursor)
+
+    def count(self) -> int:
+        return self.rollout.length if self.rollout is not None else 1
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """First and end of the tokens that are laid out."""
+        first = self.cursor // TOKENS_PER_WINDOW * TOKENS_PER_WINDOW
+        return first, min(first + TOKENS_PER_WINDOW, self.count())
+
+    def label(self, position: int) -> str:
+        """The token as text where the pushed text has one character for each token, else its id."""
+        rollout = self.rollout
+        if rollout is None:
+            return ""
+        if rollout.text is not None and self._has_characters:
+            return printable(rollout.text[position])
+        return str(int(rollout.tokens[position]))
+
+    def role(self, position: int) -> str:
+        """The role that spoke the token; "" where turns do not say."""
+        turns = self.rollout.turns if self.rollout is not None else ()
+        return next((turn.role for turn in turns if turn.start <= position < turn.end), "")
+
+    # -- layout ----------------------------------------------------------------------------------------------------
+    def _lay_out(self) -> None:
+        """Breaks the tokens of the window into lines of the pane's width."""
+        rollout = self.rollout
+        self._lines, self._labels = [], {}
+        first, end = self.window
+        self._window = first
+        if rollout is None:
+            return
+        if first:
+            self._lines.append(_Line(f"... {first:,} tokens before"))
+        edges = {turn.start: turn for turn in rollout.turns}
+        start, room = first, max(1, self.size.width)
+        used = 0
+        for position in range(first, end):
+            turn = edges.get(position)
+            if turn is not None:
+                if position > start:
+                    self._lines.append(_Line("", start, position))
+                start, used = position, 0
+                reward = f" · reward {turn.reward:g}" if turn.reward is not None else ""
+                self._lines.append(_Line(f"── {turn.role} · {turn.end - turn.start:,} tokens{reward} ──"))
+            self._labels[position] = label = self._cell(position)
+            if used + cell_len(label) > room and position > start:
+                self._lines.append(_Line("", start, position))
+                start, used = position, 0
+            used += cell_len(label)
+        if end > start:
+            self._lines.append(_Line("", start, end))
+        if end < rollout.length:
+            self._lines.append(_Line(f"... {rollout.length - end:,} tokens after"))
+
+    def _cell(self, position: int) -> str:
+        label = self.label(position)
+        lens = self.lens
+        mark = "" if lens is None or lens.levels is None else lens.marks[int(lens.levels[position])]
+        blank = "" if self._has_characters and not mark else " "
+        return f"{label}{mark}{blank}"
+
+    def _line_of(self, position: int) -> int:
+        return next((i for i, line in enumerate(self._lines) if line.first <= position < line.end), 0)
+
+    def reveal(self) -> None:
+        if self.window[0] != self._window:
+            self._lay_out()
+        at, room = self._line_of(self.cursor), max(1, self.size.height)
+        above = 1 if at and self._lines[at - 1].words else 0
+        self.top = max(at - room + 1, min(self.top, at - above))
+
+    def draw(self, line: int) -> list[Segment]:
+        if line >= len(self._lines):
+            return []
+        row = self._lines[line]
+        if row.words:
+            return [Segment(cut(printable(row.words), max(1, self.size.width)), BOLD)]
+        segments, lens = [], self.lens
+        for position in range(row.first, row.end):
+            colour = lens.colours[int(lens.levels[position])] if lens is not None and lens.levels is not None else ""
+            style = CURSOR if position == self.cursor else Style(color=colour) if colour else PLAIN
+            segments.append(Segment(self._labels[position], style))
+        return segments
+
+    # -- keys ------------------------------------------------------------------------------------------------------
+    def action_line(self, by: int) -> None:
+        """Goes to the same place of a line of tokens above or below."""
+        at = self._line_of(self.cursor)
+        offset = self.cursor - self._lines[at].first if self._lines else 0
+        at += by
+        while 0 <= at < len(self._lines):
+            row = self._lines[at]
+            if not row.words:
+                self.move_to(min(row.first + offset, row.end - 1))
+                return
+            at += by
+        first, end = self.window
+        self.move_to(end if by > 0 else first - 1)
+
+    def action_page(self, by: int) -> None:
+        """Moves by a screen of lines."""
+        for _ in range(max(1, self.size.height - 1)):
+            self.action_line(by)
+
+    def on_resize(self) -> None:
+        self._window = -1
+        self.move_to(self.cursor)
+
+    def wheel(self, by: int) -> None:
+        self.action_line(by)

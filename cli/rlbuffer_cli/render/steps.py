@@ -1,0 +1,90 @@
+"""Committed steps: a row for each, and one step as bars of its ranks' rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlbuffer.narration.numbers import amount, percent
+from rlbuffer_cli.render.text import utc
+
+if TYPE_CHECKING:
+    from rlbuffer.client.views import StepView
+    from rlbuffer.records.step_header import StepHeader
+
+STEP_HEADER = ("step", "state", "committed (UTC)", "groups", "rollouts", "tokens", "fill", "closed by", "reward", "age")
+STEP_NUMBERS = frozenset({"step", "groups", "rollouts", "tokens", "fill", "reward"})
+STEP_OPTIONAL = ("fill", "groups", "committed (UTC)")
+FILLS = "█▓▒"
+"""Marks of the first envs; letters follow."""
+PADDING = "·"
+
+
+def step_row(header: StepHeader, *, trained: int) -> list[str]:
+    """Cells under :data:`STEP_HEADER`. `trained`: the last step that the trainer has acknowledged."""
+    return [
+        str(header.step),
+        "trained" if header.step <= trained else "packed",
+        str(utc(header.committed_ms / 1000))[11:19],
+        str(len(header.group_ids)),
+        str(header.rollouts),
+        amount(header.tokens),
+        percent(header.fill),
+        str(header.closed_by),
+        "" if header.reward is None else f"{header.reward:.3f}",
+        f"{header.age:.1f} max {header.max_age}",
+    ]
+
+
+def step_lines(step: StepView, *, trained: int) -> list[str]:
+    """What a step holds, why it was closed, and a line per env."""
+    header = step.header
+    cells = dict(zip(STEP_HEADER, step_row(header, trained=trained), strict=True))
+    reward = f"reward {cells['reward']}" if cells["reward"] else "no reward"
+    when = f"committed {cells['committed (UTC)']} UTC"
+    lines = [
+        f"step {header.step}   {cells['state']}   {when}   closed by {header.closed_by}",
+        (
+            f"  {len(header.group_ids)} groups · {header.rollouts} rollouts · {header.tokens:,} tokens "
+            f"({cells['fill']} of its capacity) · {reward} · age {cells['age']} · {header.world_size} ranks"
+        ),
+    ]
+    if header.masks_truncated:
+        lines.append("  no token of a truncated rollout is trained")
+    marks = env_marks(step)
+    for env, facts in header.envs.items():
+        mean = facts.get("reward")
+        lines.append(
+            f"  {marks.get(env, ' ')} {env}: {facts.get('groups', 0)} groups · {facts.get('rollouts', 0)} rollouts · "
+            f"{amount(facts.get('tokens', 0))} tokens" + (f" · reward {mean:.3f}" if mean is not None else "")
+        )
+    return lines
+
+
+def env_marks(step: StepView) -> Mapping[str, str]:
+    """Env -> the mark of its tokens in a bar."""
+    envs = list(dict.fromkeys([*step.header.envs, *(member.env for _, member in step.rollouts)]))
+    marks = FILLS + "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    return {env: marks[i % len(marks)] for i, env in enumerate(envs)}
+
+
+def rank_lines(step: StepView, width: int) -> Iterator[str]:
+    """A bar for each row of each rank: the tokens of its envs, then padding."""
+    marks = env_marks(step)
+    rollouts: dict[str, Any] = {member.info.rollout_id: member for _, member in step.rollouts}
+    capacity = max(1, step.row_tokens)
+    room = max(8, width - 30)
+    legend = "  ".join(f"{mark} {env}" for env, mark in marks.items())
+    yield f"rows of {step.row_tokens:,} tokens: {legend}  {PADDING} padding"
+    for rank, micro_steps in enumerate(step.rows):
+        rows = [row for micro_step in micro_steps for row in micro_step]
+        tokens = sum(rollouts[name].info.length for row in rows for name in row)
+        padding = 1 - tokens / (capacity * len(rows)) if rows else 0.0
+        yield f"rank {rank}: {tokens:,} tokens in {len(rows)} rows, {percent(padding)} padding"
+        for number, row in enumerate(rows):
+            used = sum(rollouts[name].info.length for name in row)
+            bar, reached = "", 0
+            for name in row:
+                reached += rollouts[name].info.length
+                bar += marks[rollouts[name].env] * (min(room, round(room * reached / capacity)) - len(bar))
+            yield f"  {number:>4} {bar.ljust(room, PADDING)} {used:>9,} tokens"

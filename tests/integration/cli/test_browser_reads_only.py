@@ -1,0 +1,127 @@
+"""The browser against a real server, and in a real terminal: it sends no command that writes, draws, and leaves."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import redis
+from browsing import Person, browse
+from own_server import OwnServer
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer_cli.main import main
+
+ANSI = re.compile(rb"\x1b\[[0-9;?<>=]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
+TERMINAL_SECONDS = 120.0
+
+
+def written(client: redis.Redis) -> dict[str, int]:
+    """Command that writes, also inside a script -> its calls so far."""
+    stats = client.info("commandstats")
+    calls = {name.removeprefix("cmdstat_"): figures["calls"] for name, figures in stats.items()}
+    flags = {str(name): command["flags"] for name, command in client.command().items()}
+    return {name: n for name, n in calls.items() if "write" in flags[name.split("|")[0]]}
+
+
+async def tour(person: Person) -> None:
+    """Every screen, every key."""
+    await person.sees("> a.2", "as of")
+    await person.press("s", "S", "slash", *"env:a,b", "enter")
+    await person.sees("where env:a,b")
+    await person.press("l", "r", "o")
+    await person.sees("raw")
+    await person.press("escape", "y", "t")
+    await person.sees("1 steps that can still be read")
+    await person.press("enter")
+    await person.sees("rank 1:")
+    await person.press("N", "P", "escape", "escape", "w")
+    await person.sees("worker w-0")
+    await person.press("escape", "question_mark")
+    await person.sees("What each screen answers")
+    await person.press("escape", "enter")
+    await person.sees("group a.2", "a.2/1")
+    await person.press("c", "j", "c")
+    await person.sees("a.2/0 and a.2/1")
+    await person.press("escape", "enter")
+    await person.sees("rollout a.2/1")
+    await person.press("2", "3", "4", "5", "6", "1", "p", "n", "G", "g", "tab", "o")
+    await person.sees("raw")
+
+
+def test_a_tour_of_every_screen_sends_no_command_that_writes(tmp_path: Path) -> None:
+    with OwnServer(tmp_path / "server") as server, redis.Redis(port=server.port, decode_responses=True) as client:
+        run = Run(server.url, tmp_path)
+        try:
+            run.step("a.0", "b.0")
+            run.push("a.1")
+            run.drop("stale", run.pool())
+            run.push("a.2")
+            run.store.heartbeat("worker", "w-0", {"version": 3})
+            before = written(client)
+            assert {"hset", "xadd"} <= before.keys(), "the watch sees what is written, scripts included"
+            content = run.control_keys()
+            for words in ([], ["a.2"], ["a.2/0"], ["a.1"], ["--json", "--totals"], ["--alive", "worker w-0"]):
+                assert main(["inspect", *words, "--redis", server.url, "--run", run.store.run]) == 0
+            with rlbuffer.connect(server.url, run=run.store.run) as buffer:
+                browse(buffer, tour, size=(100, 30))
+            assert written(client) == before
+            assert run.control_keys() == content
+        finally:
+            run.close()
+
+
+def typed(arguments: list[str], folder: Path, *, until: bytes, keys: bytes, term: str = "xterm-256color") -> bytes:
+    """Runs `rlbuffer` in a terminal, types `keys` once `until` is on the screen. -> what was drawn; exit code 0."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "rlbuffer_cli", *arguments]
+    environment = {**os.environ, "TERM": term}
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment, start_new_session=True
+    )
+    os.close(theirs)
+    drawn, is_typed, deadline = b"", False, time.monotonic() + TERMINAL_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.1)[0]:
+                try:
+                    drawn += os.read(ours, 65536)
+                except OSError:
+                    break  # the last who had the terminal has left
+            if not is_typed and until in ANSI.sub(b"", drawn):
+                is_typed = True
+                os.write(ours, keys)
+        assert is_typed, drawn
+        assert process.wait(timeout=TERMINAL_SECONDS) == 0, drawn
+    finally:
+        os.close(ours)
+        process.kill()
+        process.wait()
+    return drawn
+
+
+@pytest.mark.server
+def test_in_a_terminal_it_draws_takes_q_and_gives_the_terminal_back(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    with rlbuffer.connect(redis_url, run=run_name) as buffer:
+        buffer.writer("w").push(rlbuffer.make_group(env="math", group_id="math.4711"))
+    words = ["inspect", "--redis", redis_url, "--run", run_name]
+    drawn = typed(words, tmp_path, until=b"> math.4711", keys=b"q")
+    assert b"\x1b[?1049h" in drawn, "the browser has a screen of its own"
+    assert b"\x1b[?1049l" in drawn.partition(b"\x1b[?1049h")[2]
+    for further, term in ((["--plain"], "xterm-256color"), ([], "dumb"), (["--limit", "1"], "xterm-256color")):
+        drawn = typed([*words, *further], tmp_path, until=b"one group: rlbuffer inspect math.4711", keys=b"", term=term)
+        assert b"\x1b[?1049h" not in drawn
