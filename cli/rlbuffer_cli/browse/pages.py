@@ -47,7 +47,7 @@ SHOWN_BEFORE = 3
 class Page(Look):
     """Text that needs no server."""
 
-    keys = ("arrows scroll", "esc back")
+    keys: tuple[str, ...] = ("arrows scroll", "esc back")
 
     def body(self) -> list[Widget]:
         return [Prose(id="page")]

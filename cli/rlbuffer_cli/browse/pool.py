@@ -97,8 +97,9 @@ class Pool(Look):
         self.problems, self.is_read = problems, True
         self.put_groups()
         self.frame()
-        self.summary, self.seconds = await self.ask(lambda: (summarize(self.looking.buffer), store.now()))
-        self.put_header(self.summary)
+        summary, self.seconds = await self.ask(lambda: (summarize(self.looking.buffer), store.now()))
+        self.summary = summary
+        self.put_header(summary)
 
     def put_groups(self) -> None:
         """Shows the groups in the chosen order."""

@@ -40,7 +40,7 @@ class Workers(Look):
         every = await self.ask(lambda: {kind: store.heartbeats(kind) for kind in KINDS})
         self.waiting = await self.ask(store.waiting)
         self.beats = {f"{kind} {name}": beat for kind in KINDS for name, beat in sorted(every[kind].items())}
-        rows = [beat_row(*key.split(" ", 1), beat) for key, beat in self.beats.items()]
+        rows = [beat_row(key, beat) for key, beat in self.beats.items()]
         self.query_one("#beats", Table).put(rows, list(self.beats))
         self.show_failure()
 

@@ -51,12 +51,12 @@ def failure_lines(name: str, beat: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def beat_row(kind: str, name: str, beat: Mapping[str, Any]) -> list[str]:
-    """Cells under :data:`BEAT_HEADER`; whoever was silent for long has a mark behind the time."""
+def beat_row(who: str, beat: Mapping[str, Any]) -> list[str]:
+    """Cells under :data:`BEAT_HEADER` for ``worker NAME``, ``rank N`` ...; a mark for whoever was silent for long."""
     silent = " !" if beat["seconds_ago"] > SHOWN_FRESH_SECONDS else ""
     rate, version = beat.get("rollouts_per_second"), beat.get("version")
     return [
-        f"{kind} {name}",
+        who,
         f"{duration(beat['seconds_ago'])} ago{silent}",
         f"v{version}" if isinstance(version, int) and version >= 0 else "",
         f"{amount(rate)} rollouts/s" if isinstance(rate, float) else "",
