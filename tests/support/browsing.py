@@ -29,8 +29,13 @@ class Person:
         return "\n".join(self.lines())
 
     async def sees(self, *words: str) -> str:
-        """Waits until all words are on the screen. -> the screen."""
-        return await self.until(lambda shown: all(word in shown for word in words), f"{words} on the screen")
+        """Waits until all words are on the screen, also where a line of it ends between them. -> the screen."""
+
+        def shows(shown: str) -> bool:
+            flowing = " ".join(shown.split())
+            return all(word in shown or word in flowing for word in words)
+
+        return await self.until(shows, f"{words} on the screen")
 
     async def until(self, holds: Callable[[str], bool], what: str) -> str:
         deadline = time.monotonic() + PATIENCE_SECONDS

@@ -88,7 +88,8 @@ class Pool(Look):
             count = f"the first {count} (m: more)"
         where = f" where {self.looking.where}" if self.looking.where else ""
         order = f"by {self.sort}" if self.sort != "newest first" else self.sort
-        return f'run "{self.looking.buffer.run}": {count}{where}, {order}{", reversed" * self.is_reversed}'
+        clock = f" as of {str(utc(self.seconds))[11:19]} UTC" if self.seconds else ""
+        return f'run "{self.looking.buffer.run}"{clock}: {count}{where}, {order}{", reversed" * self.is_reversed}'
 
     async def fetch(self) -> None:
         store, where, limit = self.looking.buffer.store, self.looking.where, self.limit
@@ -119,10 +120,9 @@ class Pool(Look):
             width=self.size.width,
         )
         envs = ["  ".join(row).rstrip() for row in cells] if summary.envs else ["no env has sent anything yet"]
-        clock = f"  as of {str(utc(self.seconds))[:19].replace('T', ' ')} UTC on the server"
         problems = [f"! {problem}" for problem in self.problems]
         header = self.query_one("#header", Prose)
-        header.put([*lines[:FIRST_LINES], *problems, *waiting, *envs, *others, clock])
+        header.put([*lines[:FIRST_LINES], *problems, *waiting, *envs, *others])
         room = max(4, min(MOST_HEADER_ROWS + len(envs), (self.size.height - 4) // 2))
         header.styles.height = min(header.height_at(self.size.width), room)
 

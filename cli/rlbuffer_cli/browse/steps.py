@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from textual.binding import BindingType
@@ -14,6 +14,11 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer_cli.browse.panes import Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
 from rlbuffer_cli.render.steps import STEP_HEADER, STEP_NUMBERS, STEP_OPTIONAL, rank_lines, step_lines, step_row
+
+
+def facts_of(header: StepHeader) -> dict[str, Any]:
+    """The fields of a header, by name."""
+    return {field.name: getattr(header, field.name) for field in fields(header)}
 
 
 class Steps(Look):
@@ -51,7 +56,7 @@ class Steps(Look):
         return self.query_one("#steps", Table).key
 
     def record(self) -> Mapping[str, Any] | None:
-        return next((asdict(header) for header in self.headers if str(header.step) == self.identifier()), None)
+        return next((facts_of(header) for header in self.headers if str(header.step) == self.identifier()), None)
 
     def on_pane_chosen(self) -> None:
         """Opens the step under the cursor."""
@@ -96,7 +101,7 @@ class OneStep(Look):
         return str(self.step)
 
     def record(self) -> Mapping[str, Any] | None:
-        return None if self.header is None else asdict(self.header)
+        return None if self.header is None else facts_of(self.header)
 
     def action_other(self, by: int) -> None:
         """Goes to the step after, or before."""

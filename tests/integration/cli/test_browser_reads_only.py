@@ -41,7 +41,7 @@ async def tour(person: Person) -> None:
     await person.press("s", "S", "slash", *"env:a,b", "enter")
     await person.sees("where env:a,b")
     await person.press("l", "r", "o")
-    await person.sees("raw")
+    await person.sees(": raw")
     await person.press("escape", "y", "t")
     await person.sees("1 steps that can still be read")
     await person.press("enter")
@@ -57,7 +57,7 @@ async def tour(person: Person) -> None:
     await person.press("escape", "enter")
     await person.sees("rollout a.2/1")
     await person.press("2", "3", "4", "5", "6", "1", "p", "n", "G", "g", "tab", "o")
-    await person.sees("raw")
+    await person.sees(": raw")
 
 
 def test_a_tour_of_every_screen_sends_no_command_that_writes(tmp_path: Path) -> None:
