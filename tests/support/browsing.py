@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 from rlbuffer.client.buffer import Buffer
 from rlbuffer_cli.browse.app import Browser
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 30.0
 LIVE_SECONDS = 0.05
 
 

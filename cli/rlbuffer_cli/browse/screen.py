@@ -6,7 +6,7 @@ Reading happens in a thread of its own, so the screen never freezes. A server th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -147,7 +147,8 @@ class Look(Screen[None]):
 
     def reload(self) -> None:
         """Reads again; what is being read already is not waited for."""
-        self.run_worker(self._load(), exclusive=True, group="load")
+        load: Callable[[], Coroutine[None, None, None]] = self._load
+        self.run_worker(load, exclusive=True, group="load")
 
     async def _load(self) -> None:
         self.loading_now = True
