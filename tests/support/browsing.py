@@ -11,8 +11,8 @@ from textual.pilot import Pilot
 from rlbuffer.client.buffer import Buffer
 from rlbuffer_cli.browse.app import Browser
 
-PATIENCE_SECONDS = 30.0
-LIVE_SECONDS = 0.05
+PATIENCE_SECONDS = 60.0
+LIVE_SECONDS = 0.2
 
 
 class Person:
@@ -41,7 +41,7 @@ class Person:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not holds(self.text()):
             assert time.monotonic() < deadline, f"waited for {what}:\n{self.text()}"
-            await self.pilot.pause(0.02)
+            await self.pilot.pause(0.05)
         return self.text()
 
     async def press(self, *keys: str) -> None:

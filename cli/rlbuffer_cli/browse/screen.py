@@ -77,6 +77,7 @@ class Look(Screen[None]):
         self.loading_now = False
         self.is_away = False
         self.error = ""
+        self._framed = ("", "")
 
     # -- what a screen says of itself ------------------------------------------------------------------------------
     def body(self) -> list[Widget]:
@@ -123,15 +124,18 @@ class Look(Screen[None]):
     def frame(self) -> None:
         """Writes the title and the keys."""
         width = max(20, self.size.width)
-        live = "" if not self.looking.is_live else " [live]" if self.at_top() else " [live waits: not at the top]"
-        self.query_one("#title", Static).update(Text(cut(printable(self.heading()) + live, width), style="bold"))
+        live = "" if not self.looking.is_live else "[live] " if self.at_top() else "[live waits: not at the top] "
+        title = cut(live + printable(self.heading()), width)
         line = "  ".join(ALWAYS)
         for i in range(len(self.keys), 0, -1):
             longer = "  ".join((*self.keys[:i], *ALWAYS))
             if cell_len(longer) <= width:
                 line = longer
                 break
-        self.query_one("#keys", Static).update(Text(cut(line, width)))
+        if (title, line) != self._framed:  # nothing is drawn again that has not changed
+            self._framed = (title, line)
+            self.query_one("#title", Static).update(Text(title, style="bold"), layout=False)
+            self.query_one("#keys", Static).update(Text(cut(line, width)), layout=False)
 
     def say(self, text: str) -> None:
         """One line of news above the keys; "" takes it away."""

@@ -282,7 +282,7 @@ def test_an_empty_pool_says_so_and_live_reading_sees_the_first_group(run: Run, b
         await person.press("j")
         await person.sees("[live waits: not at the top]", "> a.0")
         run.push("a.2")
-        await person.pilot.pause(0.3)
+        await person.pilot.pause(0.5)
         assert "a.2" not in person.text()
         await person.press("k")
         await person.sees("a.2")
