@@ -6,7 +6,7 @@ Reading happens in a thread of its own, so the screen never freezes. A server th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -18,6 +18,7 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Static
+from textual.worker import Worker
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.narration.numbers import printable
@@ -151,8 +152,7 @@ class Look(Screen[None]):
 
     def reload(self) -> None:
         """Reads again; what is being read already is not waited for."""
-        load: Callable[[], Coroutine[None, None, None]] = self._load
-        self.run_worker(load, exclusive=True, group="load")
+        self.reading: Worker[None] = self.run_worker(self._load, exclusive=True, group="load")
 
     async def _load(self) -> None:
         self.loading_now = True
