@@ -25,7 +25,7 @@ from rlbuffer_cli.render.group import (
 )
 
 SHOWN_CHARACTERS = 4000
-"""Of a prompt, an answer or metadata; `o` shows all."""
+"""Length of a prompt, an answer or metadata that is shown; `o` shows all."""
 SHOWN_PROMPT_TOKENS = 40
 AGE_AT = MEMBER_HEADER.index("version")
 

@@ -13,8 +13,6 @@ from rlbuffer.client.views import RolloutView
 from rlbuffer.records.rollout import Rollout
 from rlbuffer_cli.render.text import BLOCKS
 
-NAMES = ("plain", "logprob", "advantage", "mask", "version", "column")
-"""By their keys, from 1."""
 LEAST_PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9)
 PROBABILITY_MARKS = "▁▂▄▆█"
 PROBABILITY_COLOURS = ("red", "magenta", "yellow", "cyan", "green")
@@ -26,7 +24,7 @@ class Lens:
 
     name: str
     levels: NDArray[np.int8] | None
-    """[T]; index into `marks` and `colours`; None: nothing is marked."""
+    """[T] int8; index into `marks` and `colours`; None: nothing is marked."""
     marks: Sequence[str] = ()
     colours: Sequence[str] = ()
     """Names of colours; "" is the terminal's own."""
@@ -78,7 +76,7 @@ def _logprob(rollout: Rollout) -> Lens:
 
 
 def advantages_of(member: RolloutView) -> NDArray[Any] | None:
-    """[T]; the advantage of each token, its own or the rollout's; None before the rollout is packed."""
+    """[T] float; the advantage of each token, its own or the rollout's; None before the rollout is packed."""
     rollout: Rollout = member.rollout
     own = rollout.columns.get("advantages")
     if own is not None:

@@ -20,7 +20,7 @@ from rlbuffer_cli.render.text import aligned, colour_of, cut
 
 CURSOR = Style(reverse=True)
 BOLD = Style(bold=True)
-PLAIN = Style()
+NO_STYLE = Style()
 WHEEL_LINES = 3
 
 
@@ -74,7 +74,7 @@ class Pane(Widget, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         segments = self.draw(self.top + y)
-        strip = Strip(segments).adjust_cell_length(self.size.width, PLAIN)
+        strip = Strip(segments).adjust_cell_length(self.size.width, NO_STYLE)
         return strip.apply_style(self.rich_style)
 
     def move_to(self, place: int) -> None:
@@ -153,7 +153,7 @@ class Prose(Pane):
         row = self._rows[line]
         more = line == self.top + self.size.height - 1 and line < len(self._rows) - 1
         row = f"{cut(row, max(1, self.size.width - 2))} ↓" if more and not row.endswith("↓") else row
-        return [Segment(row, BOLD if row.lstrip().startswith("!") else PLAIN)]
+        return [Segment(row, BOLD if row.lstrip().startswith("!") else NO_STYLE)]
 
     def height_at(self, width: int) -> int:
         """Rows that the text needs at this width."""
@@ -205,7 +205,7 @@ class Table(Pane):
     def render_line(self, y: int) -> Strip:
         if y == 0:
             segments = [Segment("  "), Segment(self._joined(0), BOLD)]
-            return Strip(segments).adjust_cell_length(self.size.width, PLAIN).apply_style(self.rich_style)
+            return Strip(segments).adjust_cell_length(self.size.width, NO_STYLE).apply_style(self.rich_style)
         return super().render_line(y - 1)
 
     def _joined(self, row: int) -> str:
@@ -222,7 +222,7 @@ class Table(Pane):
         for cell in self._cells[line + 1]:
             text = cut(cell, room) if room > 0 else ""
             colour = colour_of(cell)
-            segments.append(Segment(f"{text}  ", Style(color=colour) if colour else PLAIN))
+            segments.append(Segment(f"{text}  ", Style(color=colour) if colour else NO_STYLE))
             room -= cell_len(text) + 2
         return segments
 

@@ -98,7 +98,7 @@ class Look(Screen[None]):
         return ""
 
     def record(self) -> Mapping[str, Any] | None:
-        """What `o` shows; None where there is nothing."""
+        """The record that `o` shows; None where there is nothing."""
         return None
 
     def at_top(self) -> bool:

@@ -13,7 +13,7 @@ from textual.binding import BindingType
 from rlbuffer.narration.numbers import printable
 from rlbuffer.records.rollout import Rollout
 from rlbuffer_cli.browse.lenses import Lens
-from rlbuffer_cli.browse.panes import BOLD, CURSOR, PLAIN, Pane
+from rlbuffer_cli.browse.panes import BOLD, CURSOR, NO_STYLE, Pane
 from rlbuffer_cli.render.text import cut
 
 TOKENS_PER_WINDOW = 4000
@@ -140,7 +140,7 @@ class Tokens(Pane):
         segments, lens = [], self.lens
         for position in range(row.first, row.end):
             colour = lens.colours[int(lens.levels[position])] if lens is not None and lens.levels is not None else ""
-            style = CURSOR if position == self.cursor else Style(color=colour) if colour else PLAIN
+            style = CURSOR if position == self.cursor else Style(color=colour) if colour else NO_STYLE
             segments.append(Segment(self._labels[position], style))
         return segments
 

@@ -12,7 +12,7 @@ from rlbuffer_cli.browse.panes import Pane, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.render.workers import BEAT_HEADER, BEAT_NUMBERS, beat_row, failure_lines
 
-KINDS = ("worker", "scorer", "rank", "batcher")
+PROCESS_KINDS = ("worker", "scorer", "rank", "batcher")
 
 
 class Workers(Look):
@@ -37,9 +37,9 @@ class Workers(Look):
 
     async def fetch(self) -> None:
         store = self.looking.buffer.store
-        every = await self.ask(lambda: {kind: store.heartbeats(kind) for kind in KINDS})
+        every = await self.ask(lambda: {kind: store.heartbeats(kind) for kind in PROCESS_KINDS})
         self.waiting = await self.ask(store.waiting)
-        self.beats = {f"{kind} {name}": beat for kind in KINDS for name, beat in sorted(every[kind].items())}
+        self.beats = {f"{kind} {name}": beat for kind in PROCESS_KINDS for name, beat in sorted(every[kind].items())}
         rows = [beat_row(key, beat) for key, beat in self.beats.items()]
         self.query_one("#beats", Table).put(rows, list(self.beats))
         self.show_failure()

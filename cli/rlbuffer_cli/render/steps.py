@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 STEP_HEADER = ("step", "state", "committed (UTC)", "groups", "rollouts", "tokens", "fill", "closed by", "reward", "age")
 STEP_NUMBERS = frozenset({"step", "groups", "rollouts", "tokens", "fill", "reward"})
 STEP_OPTIONAL = ("fill", "groups", "committed (UTC)")
-FILLS = "█▓▒"
+ENV_FILLS = "█▓▒"
 """Marks of the first envs; letters follow."""
 PADDING = "·"
 
@@ -37,7 +37,7 @@ def step_row(header: StepHeader, *, trained: int) -> list[str]:
 
 
 def step_lines(step: StepView, *, trained: int) -> list[str]:
-    """What a step holds, why it was closed, and a line per env."""
+    """The step in lines: its size, why it was closed, and a line per env."""
     header = step.header
     cells = dict(zip(STEP_HEADER, step_row(header, trained=trained), strict=True))
     reward = f"reward {cells['reward']}" if cells["reward"] else "no reward"
@@ -64,7 +64,7 @@ def step_lines(step: StepView, *, trained: int) -> list[str]:
 def env_marks(step: StepView) -> Mapping[str, str]:
     """Env -> the mark of its tokens in a bar."""
     envs = list(dict.fromkeys([*step.header.envs, *(member.env for _, member in step.rollouts)]))
-    marks = FILLS + "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    marks = ENV_FILLS + "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     return {env: marks[i % len(marks)] for i, env in enumerate(envs)}
 
 
