@@ -45,10 +45,7 @@ class Store(Seeing, Protocol):
         """Closes the connections; the last user of an embedded server stops it."""
 
     def server(self) -> Mapping[str, Any]:
-        """Facts: name, version, address, embedded, used_memory, maxmemory, machine, unfreed, buffers, policy.
-
-        As Connection.describe says.
-        """
+        """Facts, as Connection.describe says: name, version, address, embedded, sizes in bytes, unfreed, policy."""
 
     def sentence_until_whole(self) -> str:
         """ "" when the server's append-only file can be trusted; else why to wait. Raises ServerUnsuitable."""
