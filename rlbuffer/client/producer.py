@@ -75,7 +75,8 @@ class Producer:
         self._patience = patience_seconds
         self._on_retry = on_retry
         self._fit = fit
-        self._sequence = 0
+        self.sequence = 0
+        """Of the last push that is settled."""
         self._call: list[_Push] = []
         """The pushes of the last call, until it has answered for all of them."""
         self._spool: deque[tuple[int, Group, str]] = deque(maxlen=SPOOL_PUSHES)
@@ -103,7 +104,7 @@ class Producer:
                     if push.replaces != replaces or not (push.group is group or push.group == group):
                         break
                     again.append(push)
-                sequence = self._sequence + 1
+                sequence = self.sequence + 1
             fresh = [_Push(number, *push) for number, push in enumerate(pushes[len(again) :], sequence)]
             self._call = again + fresh
             if len(fresh) > 1:
@@ -168,7 +169,7 @@ class Producer:
     def _note(self, push: _Push, sent: Group, status: PushStatus, entry_id: str) -> None:
         """`push` is settled, and `sent` is what was stored."""
         push.pushed = Pushed(entry_id=entry_id, status=status)
-        self._sequence = max(self._sequence, push.sequence)
+        self.sequence = max(self.sequence, push.sequence)
         self._spool.append((push.sequence, sent, push.replaces))
         # A push that was given up stays so as long as it may be sent again from the spool.
         oldest = self._spool[0][0]
@@ -244,7 +245,7 @@ class Producer:
         # The spool does not reach back: what is missing cannot be sent any more, so it is counted, and a new
         # incarnation starts a sequence of its own.
         self._store.count_lost(sequence - last - 1)
-        self.incarnation, self._sequence = uuid.uuid4().hex, 0
+        self.incarnation, self.sequence = uuid.uuid4().hex, 0
         self._spool.clear()
         self._breaks.clear()
         for number, push in enumerate([push for push in self._call if push.pushed is None], start=1):

@@ -113,6 +113,11 @@ class Writer:
         """The producer's uuid: sequences of pushes count under it."""
         return self._producer.incarnation
 
+    @property
+    def sequence(self) -> int:
+        """Sequence of the last push that is settled, 0 before the first."""
+        return self._producer.sequence
+
     def take(
         self, env: str, n: int = 1, *, timeout_seconds: float | None = None, size: int | None = None
     ) -> list[Ticket]:

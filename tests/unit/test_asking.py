@@ -56,7 +56,7 @@ def test_where_tickets_flow_a_writer_asks_ten_times_a_second_and_sooner_at_first
 def test_a_ticket_is_never_late_by_more_than_a_share_of_the_wait_for_it(asked: list[float]) -> None:
     late = [(before, after - before) for before, after in pairwise(asked) if before >= 2]
     assert all(pause <= max(0.125, before / 15) for before, pause in late)
-    assert max(pause for _, pause in late) <= 1.25
+    assert 2 < max(pause for _, pause in late) <= 3.75
 
 
 def test_those_who_begin_together_do_not_go_on_asking_together() -> None:

@@ -77,8 +77,8 @@ def command(
                     pushed = writer.push_many(groups, sequence=first)
                 except (ServerRefused, ServerUnreachable) as error:
                     raise type(error)(
-                        f"{error}\n  {stored + duplicate} of {count} groups are stored; pushing the file again goes on "
-                        "from there"
+                        f"{error}\n  {writer.sequence - lost} of {count} groups are stored; pushing the file again "
+                        "goes on from there"
                     ) from error
                 for sequence, (group, one) in enumerate(zip(groups, pushed, strict=True), start=first):
                     if one.status == PushStatus.LOST:

@@ -11,13 +11,21 @@ from datetime import UTC, datetime
 from itertools import pairwise
 
 import click
-from rich.cells import cell_len, set_cell_size
 
 from rlbuffer.narration.numbers import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_STRIP = 16
 """Characters of a strip; more values are averaged into that many."""
+
+
+def cell_len(text: str) -> int:
+    """Columns of a terminal that the text takes: rich knows them, and is not loaded for what is one each."""
+    if all(c < "\u0300" or "\u2010" <= c <= "\u25ff" for c in text):  # Latin, dashes, blocks and lines
+        return len(text)
+    from rich.cells import cell_len as cells
+
+    return cells(text)
 
 
 def sparkline(values: Sequence[float], *, width: int = MAX_STRIP, low: float = 0.0, high: float = 1.0) -> str:
@@ -102,7 +110,11 @@ def aligned(
 
 def cut(line: str, width: int) -> str:
     """The line in at most `width` columns of a terminal, with an ellipsis where something is left out."""
-    return line if cell_len(line) <= width else set_cell_size(line, width - 1) + "…"
+    if cell_len(line) <= width:
+        return line
+    from rich.cells import set_cell_size
+
+    return set_cell_size(line, width - 1) + "…"
 
 
 def terminal_width() -> int | None:

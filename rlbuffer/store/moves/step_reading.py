@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import redis
+
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.packing.arena import Arena
 from rlbuffer.records.step_header import StepHeader
@@ -77,7 +79,7 @@ class StepReads(Session):
         sizes = _sizes(refs)
 
         def read(client: Any) -> list[Any]:
-            if self.connection.is_memory:
+            if self.connection.is_memory or not isinstance(client, redis.Redis):  # a model has no socket
                 return _asked(client, sizes, "group")
             return sound(receive_fields(client, sizes, "group", self._arena))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -142,14 +142,15 @@ def test_a_file_that_a_full_server_takes_in_part_is_said_to_be_so_and_goes_on_fr
     path = tmp_path / "groups.jsonl"
     groups = [{"group_id": f"g{n}", "env": "b", "prompt_id": "p", "planned_size": 1} for n in range(3)]
     path.write_text("".join(json.dumps(group | {"rollouts": [rollout]}) + "\n" for group in groups))
-    push, is_full = RedisStore.push, True
+    push_many, is_full = RedisStore.push_many, True
 
-    def limited(store: RedisStore, group: Any, **values: Any) -> Any:
-        if is_full and values["sequence"] > 1:
-            raise ServerFull("the server at memory:// refused: it is full")
-        return push(store, group, **values)
+    def limited(store: RedisStore, pushes: Sequence[Any], **values: Any) -> Any:
+        room = max(0, 2 - values["sequence"]) if is_full else len(pushes)
+        outcomes, error = push_many(store, pushes[:room], **values) if room else ([], None)
+        full = ServerFull("the server at memory:// refused: it is full")
+        return outcomes, error or (full if room < len(pushes) else None)
 
-    monkeypatch.setattr(RedisStore, "push", limited)
+    monkeypatch.setattr(RedisStore, "push_many", limited)
     monkeypatch.setattr(Buffer, "writer", partialmethod(Buffer.writer, patience_seconds=0.2))
     code, _, err = call("push", str(path), "--run", made.store.run)
     assert code == 4
