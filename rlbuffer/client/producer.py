@@ -181,7 +181,7 @@ class Producer:
         delay = FIRST_DELAY_SECONDS
         group = push.group
         last: int | None = None
-        """The server's last push, when it has told that some are missing there."""
+        """The last push that the server has, known when some are missing there."""
         while True:
             try:
                 if not push.replaces:  # what takes another's place has its lengths

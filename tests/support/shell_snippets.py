@@ -89,6 +89,8 @@ NOT_HERE_BEGINNINGS = {
     "valkey-server --bind ": "a server's own command; with these settings: tests/support/own_server.py",
     "for i in 0 1 2 3; do /opt/vllm/": VLLM,
     "VLLM_": VLLM,
+    "make bench": f"{INSTALLS}, and takes minutes; docs/log.md has the figures",
+    "python -m benchmarks ": "minutes on a quiet machine; docs/log.md has the figures",
     "docker compose ": "Docker; what the files say: tests/packaging/test_compose.py",
     'echo "RLBUFFER_REDIS_PASSWORD=': "Docker; what the files say: tests/packaging/test_compose.py",
 }
