@@ -158,22 +158,26 @@ class Look(Screen[None]):
         self.loading_now = True
         try:
             await self.fetch()
-        except RlbufferError as error:
-            first = str(error).splitlines()[0]
-            self.is_away = error.exit_code == AWAY_EXIT_CODE
-            self.error = f"! {first}" + (" It is asked again." if self.is_away else "")
-            self.say(self.error)
         except Exception as error:  # a defect must not end the screen of who looks for another one
-            self.error = f"! {type(error).__name__}: {error} (a defect of the browser: --plain prints instead)"
-            self.say(self.error)
+            if self.display:  # else it was left, and its widgets went while they were filled
+                self._refused(error)
         else:
             self.is_away = False
-            if self.error:
+            if self.error and self.display:
                 self.error = ""
                 self.say("")
-            self.frame()
+            elif self.display:
+                self.frame()
         finally:
             self.loading_now = False
+
+    def _refused(self, error: Exception) -> None:
+        if isinstance(error, RlbufferError):
+            self.is_away = error.exit_code == AWAY_EXIT_CODE
+            self.error = f"! {str(error).splitlines()[0]}" + (" It is asked again." if self.is_away else "")
+        else:
+            self.error = f"! {type(error).__name__}: {error} (a defect of the browser: --plain prints instead)"
+        self.say(self.error)
 
     def tick(self) -> None:
         """Reads again where the server was away, or the screen is live and at its top."""

@@ -14,9 +14,11 @@ from own_server import OwnServer
 from store_runs import Run
 
 import rlbuffer
+from rlbuffer.errors import ServerUnreachable
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.testing import make_group
+from rlbuffer_cli.browse.workers import Workers
 
 EVIL = "[bold red]\x1b]0;owned\x07\x1b[2J\u202eevil\u2066\x9b31m\r\u200b[/] 漢字"
 
@@ -347,6 +349,32 @@ def test_a_defect_in_reading_is_a_line_and_no_traceback(
         monkeypatch.undo()
         await person.press("r")
         await person.until(lambda text: "KeyError" not in text, "the run")
+
+    browse(buffer, tour)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_screen_that_is_left_while_it_is_read_ends_nothing(
+    run: Run, buffer: rlbuffer.Buffer, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    run.push("a.0")
+
+    def fail(kind: str) -> None:
+        raise ServerUnreachable("gone")
+
+    async def tour(person: Person) -> None:
+        await person.sees("> a.0", "as of")
+        await person.press("w")
+        await person.sees("0 processes with signs of life")
+        screen = person.app.screen
+        assert isinstance(screen, Workers)
+        await person.press("escape")
+        await person.until(lambda _: not screen.children, "its widgets to go")
+        if fails:
+            monkeypatch.setattr(buffer.store, "heartbeats", fail)
+        await screen._load()
+        await person.press("question_mark")
+        await person.sees("What each screen answers")
 
     browse(buffer, tour)
 

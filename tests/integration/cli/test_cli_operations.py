@@ -444,6 +444,7 @@ def test_the_sentence_is_one_everywhere(served: Served, call: Call) -> None:
     run = served.run
     served.serve(config())
     served.wait_for(lambda: served.said("waiting", sentence=waiting.NO_TRAINER), 20)
+    served.wait_for(lambda: run.store.waiting().get("batcher"), 20)  # the log has it first
     assert f"  batcher: {waiting.NO_TRAINER}" in " ".join(call("inspect")[1].split("\n    "))
     totals = json.loads(call("inspect", "--json", "--totals")[1].splitlines()[0])
     assert totals["waiting"]["batcher"] == waiting.NO_TRAINER
