@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,12 @@ from benchmarks.workloads import WORKLOADS, Workload
 from rlbuffer.packing.arena import Arena
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.planner import plan
-from rlbuffer.records.micro_batch import MicroBatch, Sample
+from rlbuffer.records.micro_batch import DERIVED_ARRAYS, MicroBatch, Sample
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.records.step_plan import Normalizers
 
+STORED = ("input_ids", "loss_mask", "logprobs")
 NORMALIZERS = Normalizers(loss_tokens=1, rollouts=1, groups=1)
 """Any: assembly only passes them on."""
 
@@ -69,7 +70,8 @@ def run(report: Report) -> None:
     """Assembles rank 0's part of two workloads, with and without an arena."""
     report.begin(
         "assembly",
-        measures="assemble() for one rank's step from decoded rollouts, one thread, best of five",
+        measures="assemble() for one rank's step from decoded rollouts, one thread, best of five; `all`: every derived "
+        "column read as well, as by a trainer that uses each of them on the host",
         not_measured="decoding, reading from the server, copies to a device",
     )
     lines = []
@@ -77,11 +79,15 @@ def run(report: Report) -> None:
         workload = WORKLOADS[name]
         rows, items = rank_zero(workload, wide=wide)
         tokens = sum(item.length for item in items)
-        for how, arena in (("fresh", None), ("arena", Arena())):
-            work = partial(assemble, rows, items, row_tokens=workload.row_tokens, normalizers=NORMALIZERS, arena=arena)
+        for how, arena, names in (
+            ("stored, fresh", None, STORED),
+            ("stored, arena", Arena(), STORED),
+            ("all, arena", Arena(), (*STORED, *sorted(DERIVED_ARRAYS))),
+        ):
+            made = partial(assemble, rows, items, row_tokens=workload.row_tokens, normalizers=NORMALIZERS, arena=arena)
+            work = partial(_columns, made, names)
             cpu, wall = best_of(work, warm=2)
-            batches = work()
-            arrays = [v for b in batches for v in (*_arrays(b), *b.columns.values())]
+            arrays = work()
             into = [np.empty_like(v) for v in arrays]
             copy_cpu, _ = best_of(partial(_copy, arrays, into), warm=2)
             size = sum(v.nbytes for v in arrays)
@@ -100,18 +106,11 @@ def run(report: Report) -> None:
     report.table(head, lines)
 
 
+def _columns(made: Callable[[], Sequence[MicroBatch]], names: Sequence[str]) -> list[NDArray[Any]]:
+    """The columns of these names and the further ones, of micro-batches that are made now."""
+    return [v for b in made() for v in (*(getattr(b, name) for name in names), *b.columns.values())]
+
+
 def _copy(sources: Sequence[NDArray[Any]], targets: Sequence[NDArray[Any]]) -> None:
     for target, source in zip(targets, sources, strict=True):
         np.copyto(target, source)
-
-
-def _arrays(batch: MicroBatch) -> list[NDArray[Any]]:
-    return [
-        batch.input_ids,
-        batch.position_ids,
-        batch.loss_mask,
-        batch.advantages,
-        batch.logprobs,
-        batch.targets,
-        batch.sample_index,
-    ]

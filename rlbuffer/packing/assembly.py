@@ -1,7 +1,8 @@
 """Assembly: the rollouts of a rank's rows become micro-batches, column by column.
 
 Nothing here looks at a token. Every column of a micro-batch is one `numpy.concatenate` of the rollouts' own arrays
-into memory that an :class:`~rlbuffer.packing.arena.Arena` reuses; positions and fills are slices of ready-made ramps.
+into memory that an :class:`~rlbuffer.packing.arena.Arena` reuses; what follows from them is made when somebody asks for
+it (:mod:`rlbuffer.packing.derived_columns`).
 That runs at several hundred million tokens a second on one core, near what copying the same bytes costs (``python -m
 benchmarks.bench_assembly``), against a few million for lists of Python integers.
 
@@ -21,8 +22,9 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import PackingError
 from rlbuffer.packing.arena import Allocate, Arena, aligned
+from rlbuffer.packing.derived_columns import DerivedColumns
 from rlbuffer.packing.further_columns import ColumnSpec, common_spec, shown_kind
-from rlbuffer.records.micro_batch import MicroBatch, Sample
+from rlbuffer.records.micro_batch import MicroBatch, Sample, deriving
 from rlbuffer.records.rollout import Rollout, RolloutArrays
 from rlbuffer.records.step_plan import Normalizers, Row
 
@@ -33,17 +35,12 @@ SLAB_TOKENS = 65536
 """Tokens that are written in one go: several small micro-batches share the cost of the numpy calls, and what one call
 wrote is still in the cache for the next."""
 
-FIXED_COLUMNS: tuple[tuple[str, Any], ...] = (
+STORED_COLUMNS: tuple[tuple[str, Any], ...] = (
     ("input_ids", np.int32),
-    ("position_ids", np.int32),
     ("loss_mask", np.bool_),
-    ("advantages", np.float32),
     ("logprobs", np.float32),
-    ("targets", np.int64),
-    ("sample_index", np.int32),
-    ("policy_versions", np.int64),
 )
-"""Arrays [T] that every micro-batch has."""
+"""Arrays [T] that every micro-batch is assembled with; the others are derived from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +205,9 @@ def _write(slab: Sequence[_Segments], layout: _Layout, arena: Arena | None) -> l
     total = int(sizes.sum())
     new: Allocate = np.empty
     if arena is not None:
-        fixed = sum(aligned((total,), dtype) for _, dtype in FIXED_COLUMNS)
-        new = arena.block(fixed + sum(aligned((total, *s.shape), s.dtype) for s in layout.schema.values()))
-    arrays = {name: new((total,), dtype) for name, dtype in FIXED_COLUMNS}
+        stored = sum(aligned((total,), dtype) for _, dtype in STORED_COLUMNS)
+        new = arena.block(stored + sum(aligned((total, *s.shape), s.dtype) for s in layout.schema.values()))
+    arrays = {name: new((total,), dtype) for name, dtype in STORED_COLUMNS}
     for name, column, fill in (
         ("input_ids", "tokens", layout.pad_token_id),
         ("loss_mask", "loss_mask", False),
@@ -218,11 +215,6 @@ def _write(slab: Sequence[_Segments], layout: _Layout, arena: Arena | None) -> l
     ):
         parts = [None if rollout is None else getattr(rollout, column) for rollout in rollouts]
         _concatenate(arrays[name], parts, lengths, fill)
-    ramp = np.arange(max(lengths), dtype=np.int32)
-    np.concatenate([ramp[:length] for length in lengths], out=arrays["position_ids"])
-    _per_rollout(arrays, slab, sizes)
-    _versions(arrays["policy_versions"], rollouts, lengths)
-    _targets(arrays["targets"], arrays["input_ids"], np.cumsum(sizes), rollouts, layout.ignore_index)
     further = {}
     for name, spec in layout.schema.items():
         further[name] = new((total, *spec.shape), spec.dtype)
@@ -236,7 +228,8 @@ def _write(slab: Sequence[_Segments], layout: _Layout, arena: Arena | None) -> l
         cu_seqlens = np.zeros(len(segments.lengths) + 1, np.int32)
         np.cumsum(segments.lengths, out=cu_seqlens[1:])
         made.append(
-            MicroBatch(
+            deriving(
+                DerivedColumns(segments.lengths, segments.rollouts, segments.owners, layout.ignore_index, arena),
                 **{name: array[start:end] for name, array in arrays.items()},
                 cu_seqlens=cu_seqlens,
                 columns={name: array[start:end] for name, array in further.items()},
@@ -284,50 +277,3 @@ def _concatenate(out: NDArray[Any], parts: Sequence[NDArray[Any] | None], length
     blank = np.full((max(missing, default=0), *out.shape[1:]), fill, out.dtype)
     filled = [blank[:length] if part is None else part for part, length in zip(parts, lengths, strict=True)]
     np.concatenate(filled, out=out, casting="same_kind")
-
-
-def _per_rollout(arrays: Mapping[str, NDArray[Any]], slab: Sequence[_Segments], lengths: NDArray[np.int64]) -> None:
-    """The columns with one value per rollout: the sample's index, and its advantage on trained tokens.
-
-    A column ``advantages`` of the rollout wins over the sample's.
-    """
-    owners = [owner for s in slab for owner in s.owners]
-    values = [s.samples[owner].advantage if owner >= 0 else 0.0 for s in slab for owner in s.owners]
-    advantages = arrays["advantages"]
-    arrays["sample_index"][:] = np.repeat(np.array(owners, np.int32), lengths)
-    advantages[:] = np.repeat(np.array(values, np.float32), lengths)
-    start = 0
-    for segments in slab:
-        for length, rollout in zip(segments.lengths, segments.rollouts, strict=True):
-            if rollout is not None and "advantages" in rollout.columns:
-                advantages[start : start + length] = rollout.columns["advantages"]
-            start += length
-    np.multiply(advantages, arrays["loss_mask"], out=advantages)
-    np.add(advantages, np.float32(0), out=advantages)  # a negative advantage times an untrained token is -0.0
-
-
-def _versions(
-    out: NDArray[np.int64], rollouts: Sequence[Rollout | RolloutArrays | None], lengths: Sequence[int]
-) -> None:
-    """The policy version that sampled each token; -1 where none did."""
-    out.fill(-1)
-    start = 0
-    for rollout, length in zip(rollouts, lengths, strict=True):
-        for version, first, end in () if rollout is None else rollout.version_spans:
-            out[start + first : start + end] = version
-        start += length
-
-
-def _targets(
-    out: NDArray[np.int64],
-    input_ids: NDArray[np.int32],
-    ends: NDArray[np.int64],
-    rollouts: Sequence[Rollout | RolloutArrays | None],
-    ignore_index: int,
-) -> None:
-    """The next token inside the same rollout; `ignore_index` at each end and where there is no rollout."""
-    out[:-1] = input_ids[1:]
-    out[ends - 1] = ignore_index
-    for number, rollout in enumerate(rollouts):
-        if rollout is None:
-            out[ends[number - 1] if number else 0 : ends[number]] = ignore_index

@@ -9,7 +9,7 @@ The order of the fields that have no default is public: these records can be mad
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PackingError
+from rlbuffer.records.info import unfrozen
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import AdapterProgress, Normalizers
@@ -93,12 +94,39 @@ class Padded:
     """Divisors of the whole update, over all ranks."""
 
 
+DERIVED_ARRAYS = frozenset({"position_ids", "advantages", "targets", "sample_index", "policy_versions"})
+"""Arrays of a micro-batch that follow from the others and from its rollouts."""
+
+
+class _Deriving:
+    """The derived arrays of a pulled :class:`MicroBatch`, each made when somebody first asks for it.
+
+    They are three quarters of a micro-batch's bytes, and few trainers read all of them on the host.
+    """
+
+    __slots__ = ("_derive",)
+    _derive: Callable[[MicroBatch, str], NDArray[Any]]
+
+    if not TYPE_CHECKING:  # a checker would take any misspelt name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for a slot that is still empty."""
+            if name not in DERIVED_ARRAYS:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            made = self._derive(self, name)
+            object.__setattr__(self, name, made)
+            return made
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
+class MicroBatch(_Deriving):
     """The rows of one forward pass on one rank, packed: all arrays are [T], aligned to the token itself.
 
     The logprob of token t comes from the logits at t - 1; `targets` gives the same alignment from the other side:
     ``targets[t]`` is the token that the logits at t predict, `ignore_index` at the end of each rollout and in padding.
+
+    In a micro-batch of a step `position_ids`, `advantages`, `targets`, `sample_index` and `policy_versions` are made
+    when they are first read, from the other arrays as they are then.
 
     Example:
         >>> import rlbuffer
@@ -198,6 +226,19 @@ class MicroBatch:
         moved = {k: move(v) for k, v in values.items() if isinstance(v, np.ndarray) or hasattr(v, "device")}
         tables = {name: {k: move(v) for k, v in values[name].items()} for name in ("columns", "lacking")}
         return MicroBatch(**(values | moved | tables))
+
+
+_UnfrozenMicroBatch = unfrozen(MicroBatch)
+
+
+def deriving(derive: Callable[[MicroBatch, str], NDArray[Any]], **values: Any) -> MicroBatch:
+    """A micro-batch of these values, whose :data:`DERIVED_ARRAYS` are made by `derive`, by name, when they are read."""
+    made = _UnfrozenMicroBatch()
+    for name, value in values.items():
+        setattr(made, name, value)
+    made._derive = derive
+    made.__class__ = MicroBatch
+    return cast(MicroBatch, made)
 
 
 NO_HEADER = cast(StepHeader, None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+import pickle
+import weakref
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +57,11 @@ def make_item(
 ) -> PackItem:
     rollout = None if damaged else make_rollout(length, **fields)
     return PackItem(rollout, length, make_sample(name, length=length, advantage=advantage), adapter)
+
+
+def one_step(rows: Any, items: Any, **options: Any) -> tuple[MicroBatch, ...]:
+    arguments: dict[str, Any] = {"row_tokens": 2000, "normalizers": COUNTS} | options
+    return assemble([rows], items, **arguments)
 
 
 def one(rows: Any, items: Any, **options: Any) -> MicroBatch:
@@ -383,6 +391,51 @@ def test_what_is_attached_to_a_rollout_reaches_its_sample() -> None:
     packed = pack([replace(make_rollout(3), attachments={"grid": grid}), make_rollout(2)], row_tokens=8)
     assert [sorted(sample.attachments) for sample in packed.samples] == [["grid"], []]
     assert packed.samples[0].attachments["grid"].tolist() == grid.tolist()
+
+
+DERIVED = ("position_ids", "advantages", "targets", "sample_index", "policy_versions")
+
+
+def test_derived_columns_take_no_memory_until_they_are_read_and_are_made_once() -> None:
+    arena = Arena()
+    (batch,) = one_step([(0, 1)], [make_item(700), make_item(900)], arena=arena)
+    stored = arena.held_bytes
+    assert stored < 1600 * 9 * 1.5
+    targets = batch.targets
+    assert arena.held_bytes > stored
+    assert batch.targets is targets
+    assert targets[:3].tolist() == [11, 12, 13]
+    size = arena.held_bytes
+    assert [len(getattr(batch, name)) for name in DERIVED] == [1600] * 5
+    assert arena.held_bytes == size, "one block serves all of them"
+
+
+def test_payloads_are_let_go_of_before_the_derived_columns_are_read() -> None:
+    item = make_item(5, advantages=[0.0, 1.0, 2.0, 3.0, 4.0])
+    gone = weakref.ref(item.rollout.tokens)
+    (batch,) = one_step([(0,)], [item])
+    del item
+    assert gone() is None
+    assert batch.advantages.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert batch.policy_versions.tolist() == [3] * 5
+
+
+@pytest.mark.parametrize("copied", [lambda b: pickle.loads(pickle.dumps(b)), copy.copy, copy.deepcopy, replace])
+def test_copies_of_a_micro_batch_have_the_derived_columns_though_nobody_had_read_them(copied: Any) -> None:
+    (batch,) = one_step([(0, 1)], [make_item(3), make_item(4, advantage=-2.0)], pad_to_multiple_of=8)
+    (other,) = one_step([(0, 1)], [make_item(3), make_item(4, advantage=-2.0)], pad_to_multiple_of=8)
+    twin = copied(other)
+    for name in DERIVED:
+        assert getattr(twin, name).tolist() == getattr(batch, name).tolist()
+
+
+def test_a_misspelt_column_is_no_attribute() -> None:
+    (batch,) = one_step([(0,)], [make_item(3)])
+    with pytest.raises(AttributeError, match="'MicroBatch' object has no attribute 'positions'"):
+        _ = batch.positions
+    by_hand = MicroBatch(**{f.name: getattr(batch, f.name) for f in fields(batch)})
+    with pytest.raises(AttributeError, match="no attribute '_derive'"):
+        _ = by_hand._derive
 
 
 def test_arena_gives_idle_memory_back_beyond_its_limit() -> None:
