@@ -26,9 +26,10 @@ from rlbuffer.errors import (
 )
 from rlbuffer.events.batcher import BatcherEvent, LeaderReady, LeadLost, StandingBy, StepCommitted, StepWaits
 from rlbuffer.records.group import Group, Ticket
-from rlbuffer.records.micro_batch import Step, digest_step
+from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import PushStatus
+from rlbuffer.records.step_digest import digest_step
 from simulation.host import AWAY, Host, describe
 from simulation.rollouts import made_group
 from simulation.scheduler import Killed, Process

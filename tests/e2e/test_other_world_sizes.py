@@ -10,7 +10,7 @@ import pytest
 from homes import Home
 from test_replay import start_sources
 
-from rlbuffer.records.micro_batch import digest_step
+from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Normalizers
 
 pytestmark = pytest.mark.timeout(900)

@@ -36,7 +36,7 @@ def test_a_killed_trainer_reads_the_same_micro_batches_again(home: Home) -> None
     assert all(r["batch_sha256"] == before[r["step"]] for r in replayed)
 
     # An undisturbed reader, long after: the same bytes for every step and rank.
-    from rlbuffer.records.micro_batch import digest_step
+    from rlbuffer.records.step_digest import digest_step
 
     recorded = {r["step"]: r["batch_sha256"] for r in records}
     with home.connect() as buffer:

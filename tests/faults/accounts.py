@@ -14,7 +14,7 @@ from typing import Any
 from aof import Written
 
 from rlbuffer.client.buffer import Buffer
-from rlbuffer.records.micro_batch import digest_step
+from rlbuffer.records.step_digest import digest_step
 from rlbuffer.store.records import EnvLedger
 
 Totals = dict[str, tuple[int, int]]

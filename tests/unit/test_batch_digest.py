@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rlbuffer.packing.pack import pack
-from rlbuffer.records.micro_batch import HASHED_ARRAYS, MicroBatch, Step, digest_step
+from rlbuffer.records.micro_batch import MicroBatch, Step
+from rlbuffer.records.step_digest import HASHED_ARRAYS, digest_step
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.testing import make_group
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from rlbuffer.config.trainer import LossChoice
 from rlbuffer.errors import ConfigError
-from rlbuffer.records.micro_batch import MicroBatch, Step, digest_step
+from rlbuffer.records.micro_batch import MicroBatch, Step
+from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.losses import loss_of
 from rlbuffer.trainer.update.update import trained_tokens

@@ -21,7 +21,8 @@ from rlbuffer.events.trainer import (
 )
 from rlbuffer.narration.trainer import RECENT_STEPS, waited
 from rlbuffer.narration.waiting import at_end
-from rlbuffer.records.micro_batch import Step, digest_step
+from rlbuffer.records.micro_batch import Step
+from rlbuffer.records.step_digest import digest_step
 from rlbuffer.trainer.checkpoints.resuming import Place
 from rlbuffer.trainer.ranks.digests import digest_parameters
 from rlbuffer.trainer.reports.debug_samples import text_decoder

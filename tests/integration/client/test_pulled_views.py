@@ -15,9 +15,10 @@ from store_runs import Run
 import rlbuffer.client.step_pull
 from rlbuffer.client.reader import Reader
 from rlbuffer.records.group import Group
-from rlbuffer.records.micro_batch import Step, digest_step
+from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Plan
 from rlbuffer.store.payloads import Trainable, read_rollouts
 from rlbuffer.store.protocol import Store

@@ -13,8 +13,8 @@ from store_runs import Run
 import rlbuffer
 from rlbuffer.client.reader import Reader
 from rlbuffer.packing import further_columns
-from rlbuffer.records.micro_batch import digest_step
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.redis_store import RedisStore
 

@@ -18,7 +18,7 @@ import rlbuffer
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import AttemptFenced, BatcherFailed, BatchTimeout, ConfigError, NotFound, StepRetired
 from rlbuffer.events.batcher import LeaderReady
-from rlbuffer.records.micro_batch import digest_step
+from rlbuffer.records.step_digest import digest_step
 from rlbuffer.testing import make_group
 
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)
