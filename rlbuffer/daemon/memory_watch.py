@@ -14,6 +14,7 @@ from typing import Any
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, steps_at_once
+from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.memory_rules import (
     FULL_SHARE,
     Pressure,
@@ -202,8 +203,9 @@ class MemoryWatch:
         raise ConfigError(does_not_fit(forecast, self._config, world_size=world_size), setting="server.maxmemory")
 
     # -- while the run goes on -------------------------------------------------------------------------------------
-    def relieve(self, token: int, trainer: Attempt, meta: Meta) -> bool:
-        """Looks at the server when it is time; retires trained steps early when they must go. -> whether it did."""
+    def relieve(self, token: int, trainer: Attempt, meta: Meta, archive: Archiving) -> bool:
+        """Looks at the server when it is time; retires trained steps early when they must go, and `archive` lets them.
+        -> whether it did."""
         is_fresh = self._look()
         done = min(trainer.at, trainer.trained, meta.step)
         if self._unswept_since is not None and time.monotonic() - self._unswept_since < HOLD_SECONDS:
@@ -214,7 +216,8 @@ class MemoryWatch:
         if trainer.seen_seconds_ago is None or trainer.seen_seconds_ago > ALIVE_SECONDS:
             return False
         up_to = self._pressure.retires_up_to(retired=meta.retired, done=done, sizes=self._sizes)
-        if up_to is None:
+        up_to = None if up_to is None else archive.may_retire(up_to, share=1.0)
+        if up_to is None or up_to <= meta.retired:
             return False
         used, limit = self._pressure.used or 0, self._pressure.limit
         first = meta.retired + 1
@@ -259,6 +262,11 @@ class MemoryWatch:
         if header.checkpoint_now and header.step == self._marked:
             sentence = checkpoint_asked(header.step)
             self._emit(CheckpointAsked(step=header.step, sentence=sentence))
+
+    @property
+    def share(self) -> float:
+        """Used over the server's memory; 0.0 while it is not known."""
+        return self._pressure.share
 
     def sentence(self) -> str:
         """The sentence for when the server takes no pushes for want of memory, else ""."""
