@@ -5,6 +5,13 @@ whole or not at all, `library` reads them, `check` proves that nothing is missin
 (``pip install rlbuffer[archive]``); nothing else of rlbuffer loads it. Open first: `schema`, then `library`.
 """
 
-from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout, ArchivedStep, DroppedGroup
+from importlib.util import find_spec
+
+from rlbuffer.errors import ConfigError
+
+if find_spec("pyarrow") is None:
+    raise ConfigError("an archive needs pyarrow: pip install 'rlbuffer[archive]'", setting="archive.dir")
+
+from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout, ArchivedStep, DroppedGroup  # noqa: E402
 
 __all__ = ["Archive", "ArchivedGroup", "ArchivedRollout", "ArchivedStep", "DroppedGroup"]

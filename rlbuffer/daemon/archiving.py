@@ -10,7 +10,6 @@ be written holds retirement, and nothing else: what gives way when the server's 
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 from rlbuffer.config.settings import ArchiveSettings
 from rlbuffer.daemon.memory_rules import WATCH_SHARE, archive_stuck
 from rlbuffer.daemon.teller import Emit
-from rlbuffer.errors import ConfigError, LeaseLost, RunGone, ServerRefused, ServerUnreachable
+from rlbuffer.errors import LeaseLost, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.events.batcher import ArchiveStuck, ArchiveWritten
 from rlbuffer.narration import waiting
 from rlbuffer.store.keys import EARLY_SHARE
@@ -49,6 +48,8 @@ class Archiving:
     def __init__(self, open_store: Callable[[], Store], settings: ArchiveSettings, emit: Emit) -> None:
         self._open_store = open_store
         self._settings = settings
+        self.folder = None if settings.dir is None else settings.dir.expanduser().absolute()
+        """The archive's directory on this machine; None: nothing is kept."""
         self._emit = emit
         self._wake = threading.Event()
         self._is_hurried = self._is_closing = self._is_void = False
@@ -65,7 +66,7 @@ class Archiving:
 
     # -- the leader ------------------------------------------------------------------------------------------------
     def __enter__(self) -> Archiving:
-        if self._settings.dir is not None:
+        if self.folder is not None:
             self._thread = threading.Thread(target=self._run, name="archive", daemon=True)
             self._thread.start()
         return self
@@ -136,12 +137,12 @@ class Archiving:
         """Writes what is there, when it is a file's worth or has waited long enough."""
         from rlbuffer.archive.writer import ArchiveWriter
 
-        if self._settings.dir is None:
+        if self.folder is None:
             return
         if self._store is None:
             self._store = self._open_store()
         if self._writer is None:
-            self._writer = ArchiveWriter(self._settings.dir.expanduser(), self._store.run)
+            self._writer = ArchiveWriter(self.folder, self._store.run)
         while self._revisions:
             self._writer.add_settings(self._revisions[0])
             self._revisions.popleft()
@@ -172,18 +173,9 @@ class Archiving:
 
     def _stuck(self, error: Exception) -> None:
         if isinstance(error, OSError):
-            trouble = f"{self._settings.dir}: {error.strerror or error}"
+            trouble = f"{self.folder}: {error.strerror or error}"
         else:
             trouble = f"{type(error).__name__}: {error}"
         if trouble != self._trouble:
             self._trouble = trouble
             self._emit(ArchiveStuck(sentence=archive_stuck(trouble, waits=self._settings.when_full == "wait")))
-
-
-def check_archive_packages(settings: ArchiveSettings) -> None:
-    """Raises ConfigError when an archive is asked for and pyarrow is not installed."""
-    if settings.dir is not None and importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError(
-            f"the archive in {settings.dir} needs pyarrow, which is not installed: pip install 'rlbuffer[archive]'",
-            setting="archive.dir",
-        )

@@ -349,6 +349,7 @@ class Leadership:
                 "pending": self._pending.count,
                 "forming": self._pending.batcher.forming,
                 "idle": self._is_idle,
+                "archive": str(self._archive.folder or ""),
             },
             trouble if trouble and trouble in sentence else self._workers.failing(),
         )

@@ -15,7 +15,7 @@ import uuid
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.daemon.archiving import Archiving, check_archive_packages
+from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.leadership import Leadership, Tenure
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch
@@ -73,7 +73,8 @@ class Daemon:
         self._store: Store = buffer.store
         self._settings = buffer.settings
         self._trainer = buffer.settings.trainer
-        check_archive_packages(buffer.settings.archive)
+        if self._settings.archive.dir is not None:
+            import rlbuffer.archive  # noqa: F401  (says what is missing, before anything is led)
         self._teller = Teller(self._store, on_event or (lambda event: None))
         self._revisions = Revisions(
             self._store,
