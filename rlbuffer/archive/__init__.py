@@ -12,6 +12,6 @@ from rlbuffer.errors import ConfigError
 if find_spec("pyarrow") is None:
     raise ConfigError("an archive needs pyarrow: pip install 'rlbuffer[archive]'", setting="archive.dir")
 
-from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout, ArchivedStep, DroppedGroup  # noqa: E402
+from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout, ArchivedStep, DroppedGroup
 
 __all__ = ["Archive", "ArchivedGroup", "ArchivedRollout", "ArchivedStep", "DroppedGroup"]
