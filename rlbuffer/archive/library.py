@@ -220,10 +220,10 @@ class Archive:
         group_id = group_ids.pop()
         place = places[group_id]
         if isinstance(place, DroppedGroup):
-            rows = [row for row in self._dropped_rows(place) if row["group_id"] == group_id]
-            return _group(rows, group_id, place.env, None, place)
+            rows = [row for row in self.dropped_rows(place) if row["group_id"] == group_id]
+            return group_of(rows, group_id, place.env, None, place)
         rows = [r.row for r in self.rollouts(place) if r.row["group_id"] == group_id]
-        return _group(rows, group_id, str(rows[0]["env"]) if rows else "", place, None)
+        return group_of(rows, group_id, str(rows[0]["env"]) if rows else "", place, None)
 
     def _places(self, prefix: str) -> dict[str, int | DroppedGroup]:
         """Group id that begins so -> the last step that trained it, else its drop."""
@@ -237,7 +237,8 @@ class Archive:
                     places |= {group_id: row["step"] for group_id in row["group_ids"] if group_id.startswith(prefix)}
         return places
 
-    def _dropped_rows(self, group: DroppedGroup) -> Iterator[dict[str, Any]]:
+    def dropped_rows(self, group: DroppedGroup) -> Iterator[dict[str, Any]]:
+        """The rollouts that were archived with one record of the history."""
         place = _id(group.history_id)
         for first, last, name in history_names(self.folder):
             file = name.replace("history-", "dropped-", 1)
@@ -288,9 +289,10 @@ def _dropped(row: Mapping[str, Any]) -> DroppedGroup:
     )
 
 
-def _group(
+def group_of(
     rows: Sequence[Mapping[str, Any]], group_id: str, env: str, step: int | None, dropped: DroppedGroup | None
 ) -> ArchivedGroup:
+    """A group out of its rows, those of each push together."""
     group_payload = next((row["group_payload"] for row in rows if row["group_payload"] is not None), None)
     answer, metadata = (None, {}) if group_payload is None else decode_group_payload(group_payload)
     return ArchivedGroup(

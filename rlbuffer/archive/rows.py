@@ -43,6 +43,10 @@ class Source:
     """Index in the part of its rank."""
     history_id: str | None = None
     """The drop's record in the history."""
+    needs: Sequence[str] = ()
+    """Of a group that was exported while it waited for a scorer."""
+    created: float | None = None
+    """Unix seconds at the worker, where they are known."""
 
 
 def rollout_table(sources: Sequence[Source]) -> Any:
@@ -138,6 +142,8 @@ def _scalars(source: Source, parts: PayloadParts | None, problem: str) -> dict[s
         "attachments": [] if parts is None else _packed(parts.attachments),
         "details": None if parts is None else parts.packed,
         "group_payload": source.group,
+        "needs": list(source.needs),
+        "created": source.created,
         "raw": None if parts is not None or source.data is None else bytes(source.data),
     }
 

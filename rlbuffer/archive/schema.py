@@ -86,6 +86,8 @@ ROLLOUTS = pa.schema(
         ("attachments", _ARRAYS),
         ("details", pa.binary()),
         ("group_payload", pa.binary()),
+        ("needs", pa.list_(pa.string())),
+        ("created", pa.float64()),
         ("raw", pa.binary()),
     ]
 )
