@@ -154,6 +154,7 @@ class Archive:
         chain: list[ArchivedStep] = []
         newest = max(self.all_steps, key=lambda s: (s.epoch, s.step), default=None)
         digest = "" if newest is None else newest.digest
+        step: ArchivedStep | None
         for number in sorted((n for n in by_step if newest is not None and n <= newest.step), reverse=True):
             if not chain or chain[-1].step == number + 1:
                 step = by_step[number].get(digest)
@@ -222,8 +223,8 @@ class Archive:
         if isinstance(place, DroppedGroup):
             rows = [row for row in self.dropped_rows(place) if row["group_id"] == group_id]
             return group_of(rows, group_id, place.env, None, place)
-        rows = [r.row for r in self.rollouts(place) if r.row["group_id"] == group_id]
-        return group_of(rows, group_id, str(rows[0]["env"]) if rows else "", place, None)
+        trained = [member.row for member in self.rollouts(place) if member.row["group_id"] == group_id]
+        return group_of(trained, group_id, str(trained[0]["env"]) if trained else "", place, None)
 
     def _places(self, prefix: str) -> dict[str, int | DroppedGroup]:
         """Group id that begins so -> the last step that trained it, else its drop."""

@@ -63,7 +63,8 @@ class ArchiveWriter:
         self.digests: set[str] = set()
         """Digests of the steps that are archived."""
         for name in sorted(steps_names(folder), key=lambda name: (name.epoch, name.first, -name.last)):
-            table = pq.read_table(folder / name.file(), columns=["digest"], memory_map=False)
+            with pq.ParquetFile(folder / name.file()) as file:
+                table = file.read(columns=["digest"])
             there = table.schema.metadata.get(RUN_KEY, b"").decode()
             if there != run:
                 raise ArchiveError(f"{folder} holds the archive of run {there!r}, not of {run!r}: give each its own")

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 ARCHIVE_POLL_SECONDS = 1.0
 """Seconds between looks at whether there is a file's worth of steps."""
+LONGEST_RETRY_SECONDS = 30.0
+"""A folder that cannot be written is tried again after a second, later after twice the time, and so long at most."""
 ARCHIVE_CLOSE_SECONDS = 30.0
 """Longest that leaving waits for the last file."""
 
@@ -59,6 +61,7 @@ class Archiving:
         self._writer: ArchiveWriter | None = None
         self._store: Store | None = None
         self._written_at = time.monotonic()
+        self._retry_at, self._pause = float("-inf"), ARCHIVE_POLL_SECONDS
         self._epoch = 0
         self._revisions: deque[Meta] = deque()
         """Settings that are not written yet."""
@@ -121,7 +124,8 @@ class Archiving:
         while not self._is_void:
             is_last = self._is_closing
             try:
-                self._look(is_last=is_last)
+                if is_last or time.monotonic() >= self._retry_at:
+                    self._look(is_last=is_last)
             except (ServerUnreachable, ServerRefused, LeaseLost, RunGone):
                 pass  # the leader meets the same trouble; the next look says whether it is over
             except Exception as error:  # a thread that dies alone would hold retirement without a word
@@ -167,6 +171,7 @@ class Archiving:
             steps += copy_steps(self._store, self._writer, file)
         records = copy_history(self._store, self._writer)
         self._through, self._written_at = step, time.monotonic()
+        self._retry_at, self._pause = float("-inf"), ARCHIVE_POLL_SECONDS
         if self._trouble:
             self._trouble = ""
             self._emit(ArchiveWritten(step=step, steps=steps, records=records))
@@ -176,6 +181,8 @@ class Archiving:
             trouble = f"{self.folder}: {error.strerror or error}"
         else:
             trouble = f"{type(error).__name__}: {error}"
+        self._retry_at = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, LONGEST_RETRY_SECONDS)
         if trouble != self._trouble:
             self._trouble = trouble
             self._emit(ArchiveStuck(sentence=archive_stuck(trouble, waits=self._settings.when_full == "wait")))
