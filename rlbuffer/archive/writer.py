@@ -32,7 +32,6 @@ from rlbuffer.archive.schema import (
     steps_names,
 )
 from rlbuffer.errors import ArchiveError
-from rlbuffer.events.history import VOID_FIELDS
 from rlbuffer.process.files import rename_for_good
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.records import Meta, StepBytes
@@ -183,6 +182,8 @@ def _step_row(header: StepHeader, stored: StepBytes) -> dict[str, Any]:
     }
 
 
+TAKEN_BACK_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")
+"""Values of each group in :class:`rlbuffer.events.history.StepsVoided` and ``RunRewound``."""
 DROP_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "group_id": str,
     "env": str,
@@ -209,7 +210,7 @@ def history_rows(entry_id: str, record: Mapping[str, Any]) -> Iterator[dict[str,
         "is_cut": False,
     }
     for group in voids:
-        row = dict(zip(VOID_FIELDS, group, strict=False))
+        row = dict(zip(TAKEN_BACK_FIELDS, group, strict=False))
         yield {**base, "kind": "drop", **_drop_fields({**row, "reason": "void"}), "record": "", "is_cut": False}
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlbuffer.client.views import GroupView, list_groups, pending_groups, stand_in
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.views import GroupView, pending_groups
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
 from rlbuffer.records.group import Group
 from rlbuffer.records.states import State
@@ -14,7 +15,7 @@ from rlbuffer.store.records import PartRollout, PoolEntry
 from rlbuffer.wire.payload import decode_group_payload, decode_rollout
 
 
-def export_groups(store: Store, where: str, gone: list[str]) -> Iterator[Group]:
+def export_groups(buffer: Buffer, where: str, gone: list[str]) -> Iterator[Group]:
     """The groups that match `where`, a group per push; each pending, in a live step, or dropped and not swept yet.
 
     Args:
@@ -23,7 +24,7 @@ def export_groups(store: Store, where: str, gone: list[str]) -> Iterator[Group]:
     Raises:
         FilterError: `where` cannot be read.
     """
-    views = list_groups(store, where=where, limit=2**31)
+    store, views = buffer.store, buffer.groups(where, limit=2**31)
     by_state: dict[State, dict[str, GroupView]] = {}
     by_step: dict[int, set[str]] = {}
     for view in views:
@@ -45,9 +46,20 @@ def _of_entries(store: Store, entries: Sequence[PoolEntry], gone: list[str]) -> 
         if info is None:
             gone.append(entry.group_id)
             continue
-        refs = [stand_in(entry, index, rollout) for index, rollout in enumerate(info.rollouts)]
-        further = {"needs": info.needs, "worker": info.worker, "created": info.created, "prompt_id": info.prompt_id}
-        yield from _whole(store, refs, {**further, "planned_size": info.planned_size, "adapter": info.adapter}, gone)
+        names = ("prompt_id", "planned_size", "adapter", "needs", "worker", "created")
+        refs = [
+            PartRollout(
+                payload_key=entry.payload_key,
+                index=index,
+                info=rollout,
+                group_id=entry.group_id,
+                env=entry.env,
+                adapter=info.adapter,
+                advantage=0.0,
+            )
+            for index, rollout in enumerate(info.rollouts)
+        ]
+        yield from _whole(store, refs, {name: getattr(info, name) for name in names}, gone)
 
 
 def _of_step(store: Store, step: int, group_ids: set[str], gone: list[str]) -> Iterator[Group]:

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
-from rlbuffer.events.history import VOID_FIELDS, Dropped, RunRewound, StepsVoided
+from rlbuffer.events.history import Dropped, RunRewound, StepsVoided
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_header import StepHeader
@@ -21,6 +21,8 @@ from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry
 from rlbuffer.wire import payload
 
+VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")
+"""Fields of each group in the record of a void step or a rewind."""
 VIEW_PAGE = 1000
 """Pool entries per read."""
 

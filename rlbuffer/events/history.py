@@ -13,9 +13,6 @@ from typing import Any
 from rlbuffer.events.event import SPREAD, Event
 from rlbuffer.records.states import ClosedBy, Reason
 
-VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")
-"""Fields of each group in the record of a void step or a rewind."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed(Event):

@@ -50,7 +50,7 @@ def command(given: options.Given, where: str, output: str, archive: str | None, 
         from rlbuffer_cli.session import open_existing
 
         with open_existing(given.load(), run_given=given.run is not None) as buffer:
-            run = _write(path, export_groups(buffer.store, where, gone), counts, buffer.run)
+            run = _write(path, export_groups(buffer, where, gone), counts, buffer.run)
     groups, rollouts = counts
     missing = len(set(gone))
     if as_json:
