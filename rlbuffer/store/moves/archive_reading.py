@@ -9,7 +9,7 @@ from rlbuffer.errors import PayloadError
 from rlbuffer.store.moves.run import MAX_HISTORY_BYTES
 from rlbuffer.store.moves.step_reading import part_of
 from rlbuffer.store.records import HistoryPage, StepBytes
-from rlbuffer.store.session import LAST_IN_STEP, Session, answers, number, ranged, text
+from rlbuffer.store.session import LAST_IN_STEP, Session, answers, number, raise_first, ranged, text
 from rlbuffer.wire import payload
 
 GARBAGE_PAGE = 2000
@@ -40,13 +40,14 @@ class ArchiveReads(Session):
         def read(client: Any) -> list[Any]:
             with client.pipeline(transaction=True) as pipe:
                 pipe.xrange(key, f"({after}", "+", count=count)
+                pipe.xrange(key, after, after)
                 pipe.xinfo_stream(key)
                 return list(pipe.execute(raise_on_error=False))
 
-        reply, facts = self.look(read)
-        if isinstance(reply, Exception):
-            raise reply
-        deleted = text(facts.get("max-deleted-entry-id", "0-0")) if isinstance(facts, dict) else "0-0"
+        reply, here, facts = self.look(read)
+        raise_first([reply, here])  # of a history that never was there are no facts
+        # The stream is trimmed at its front. Where it never was, nothing is lost, whatever is not there.
+        is_trimmed = isinstance(facts, dict) and int(facts.get("entries-added", 0)) > int(facts.get("length", 0))
         records = []
         for entry_id, fields in ranged(reply):
             try:
@@ -54,7 +55,7 @@ class ArchiveReads(Session):
             except PayloadError as error:
                 record = {"detail": str(error)}
             records.append((entry_id, record if isinstance(record, dict) else {}))
-        return HistoryPage(records=tuple(records), is_cut=_place(deleted) > _place(after))
+        return HistoryPage(records=tuple(records), is_cut=is_trimmed and not here)
 
     def dropped_payloads(self, group_ids: Sequence[str]) -> dict[str, list[str]]:
         groups = frozenset(group_ids)
@@ -81,8 +82,3 @@ class ArchiveReads(Session):
 
         (fields,) = self.look(read)
         return {text(name): value for name, value in (fields or {}).items()}
-
-
-def _place(entry_id: str) -> tuple[int, int]:
-    at, _, sequence = entry_id.partition("-")
-    return int(at or 0), int(sequence or 0)

@@ -146,6 +146,32 @@ def test_a_flaw_in_any_file_is_named(run: Run, tmp_path: Path) -> None:
     assert findings()[0].startswith("A3 step 4: header and parts have the digest ")
 
 
+def test_records_that_the_server_forgot_before_they_were_archived_are_named(run: Run, tmp_path: Path) -> None:
+    if run.store.server()["name"] == "memory":
+        pytest.skip("the model of a server does not count what a stream has lost")
+    settled(run)
+    folder = tmp_path / "archive"
+
+    def drop(number: int) -> None:
+        run.push(f"a.{number}")
+        run.drop("stale", run.pool())
+
+    for number in range(3):
+        drop(number)
+    archived(run, folder)
+    drop(3)
+    run.client.xtrim(run.store.keys.history, maxlen=2)  # the last one that is archived is still there
+    assert check_archive(archived(run, folder)).findings == ()
+    for number in range(4, 7):
+        drop(number)
+    run.client.xtrim(run.store.keys.history, maxlen=1)
+    archive = archived(run, folder)
+    (finding,) = check_archive(archive).findings
+    last = list(archive.dropped())[-1]
+    assert finding.message == (f"records of drops before {last.history_id} are lost: the server keeps the newest only")
+    assert [group.group_id for group in archive.dropped()] == ["a.0", "a.1", "a.2", "a.3", "a.6"]
+
+
 def test_a_folder_is_of_one_run_and_of_a_format_that_is_known(run: Run, tmp_path: Path) -> None:
     run.step("a.0")
     archived(run, tmp_path / "archive")
