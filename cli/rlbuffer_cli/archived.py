@@ -1,4 +1,4 @@
-"""What the server has let go, from the archive: groups as `inspect` shows those of the server."""
+"""Groups that the server has let go, out of the archive, as `inspect` shows those of the server."""
 
 from __future__ import annotations
 

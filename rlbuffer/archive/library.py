@@ -94,7 +94,7 @@ class DroppedGroup:
     group_id: str
     env: str
     reason: str
-    """As :class:`~rlbuffer.records.states.Reason` has it."""
+    """Reason of the drop, a :class:`~rlbuffer.records.states.Reason` by name."""
     detail: str
     """The rule that dropped it, with value and limit."""
     rollouts: int

@@ -32,7 +32,7 @@ class Source:
     """A rollout of a step, or of a dropped group, as it is archived."""
 
     ref: PartRollout
-    """What a step's part, or the record of a drop, says of it; a checksum of 0 in its info: nothing announced it."""
+    """The rollout as a step's part, or the record of a drop, names it; with checksum 0 where nothing announced one."""
     data: bytes | memoryview | None
     """Its payload; None when it is gone."""
     group: bytes | None = None
@@ -44,7 +44,7 @@ class Source:
     history_id: str | None = None
     """The drop's record in the history."""
     needs: Sequence[str] = ()
-    """Of a group that was exported while it waited for a scorer."""
+    """Names that scorers must still add, of a group that was exported before."""
     created: float | None = None
     """Unix seconds at the worker, where they are known."""
 
@@ -84,7 +84,7 @@ def _split(source: Source) -> tuple[PayloadParts | None, str]:
 
 
 def _info_of(parts: PayloadParts) -> RolloutInfo:
-    """What a payload says of itself."""
+    """The rollout as its payload describes it."""
     d, mask = parts.details, parts.required["loss_mask"]
     versions = [int(version) for version in d.spans[::3]]
     trained = np.flatnonzero(mask)

@@ -119,7 +119,7 @@ _HISTORY_NAME = re.compile(r"(history|dropped)-(\d+)\.(\d+)-(\d+)\.(\d+)\.parque
 
 
 class StepsName(NamedTuple):
-    """What the name of a file of steps says."""
+    """The fields of the name of a file of steps."""
 
     epoch: int
     first: int

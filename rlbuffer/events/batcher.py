@@ -289,7 +289,7 @@ class ArchiveWritten(Event):
     steps: int
     """Written now."""
     records: int
-    """Of the history, written now."""
+    """Records of the history, written now."""
 
 
 ArchiveEvent = ArchiveStuck | ArchiveWritten

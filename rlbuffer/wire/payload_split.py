@@ -26,7 +26,7 @@ class PayloadParts(NamedTuple):
     details: Details
     """The same, decoded, not checked further."""
     required: dict[str, NDArray[Any]]
-    """tokens, loss_mask and logprobs, each [T]."""
+    """The columns tokens, loss_mask and logprobs, each [T]."""
     columns: dict[str, NDArray[Any]]
     """Further columns, [T, ...], in the order of the payload."""
     attachments: dict[str, NDArray[Any]]

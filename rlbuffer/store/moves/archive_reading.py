@@ -17,7 +17,7 @@ GARBAGE_PAGE = 2000
 
 
 class ArchiveReads(Session):
-    """What the archive reads."""
+    """Reads of the archive's thread."""
 
     def read_step_bytes(self, step: int) -> StepBytes | None:
         first, last = f"{step}-0", f"{step}-{LAST_IN_STEP}"

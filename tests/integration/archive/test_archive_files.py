@@ -68,8 +68,9 @@ def test_every_byte_of_a_strange_rollout_comes_back_from_a_step_and_from_a_drop(
     assert [member.payload for member in group.members] == dropped
     assert [step.step for step in archive.steps] == [1, 2, 3]
     assert {r.rollout_id for r in archive.rollouts(3)} == {"a.3/0", "a.3/1"}
-    with pytest.raises(NotFound, match=r"has no group 'c\.9'"):
+    with pytest.raises(NotFound) as missing:
         archive.find("c.9")
+    assert str(missing.value) == f"the archive {archive.folder} has no group 'c.9'"
     with pytest.raises(NotFound) as several:
         archive.find("a")
     assert str(several.value) == "'a' fits 4 groups of the archive: a.0, a.1, a.3, a.4. Give more of the id."
@@ -180,8 +181,9 @@ def test_a_folder_is_of_one_run_and_of_a_format_that_is_known(run: Run, tmp_path
     assert str(refusal.value) == (
         f"{tmp_path}/archive holds the archive of run {run.store.run!r}, not of 'other': give each its own"
     )
-    with pytest.raises(ArchiveError, match="holds no archive: it has no file steps-"):
+    with pytest.raises(ArchiveError) as empty:
         Archive(tmp_path)
+    assert str(empty.value) == f"{tmp_path} holds no archive: it has no file steps-*.parquet"
 
 
 def test_a_column_of_tokens_takes_at_most_ten_bytes_a_token(run: Run, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from strange_groups import strange_group
 from test_archive_files import archived, push_strange, settled
 
 import rlbuffer
+from rlbuffer.archive.schema import ROLLOUTS
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.wire.json_lines import line_of
 from rlbuffer.wire.jsonl import group_from_line
@@ -114,8 +115,10 @@ def test_a_file_that_is_no_parquet_of_rollouts_is_refused(run: Run, call: Call, 
     archived(run, tmp_path / "archive")
     code, _, err = call("push", "archive/settings-00000001.parquet", "--run", "another")
     assert code == 1
-    assert err.startswith("Error: archive/settings-00000001.parquet  it lacks the columns step, rank, ")
-    assert err.endswith(": it is no file of rollouts\n")
+    lacking = ", ".join(name for name in ROLLOUTS.names)
+    assert (
+        err == f"Error: archive/settings-00000001.parquet  it lacks the columns {lacking}: it is no file of rollouts\n"
+    )
     code, _, err = call("export", "-o", "out.csv", "--run", run.store.run)
     assert (code, err.splitlines()[-1]) == (2, "Error: -o takes FILE.jsonl or FILE.parquet, got 'out.csv'")
     run.close()
