@@ -46,15 +46,17 @@ class ArchiveWriter:
     Args:
         folder: is made where it is not there.
         run: name of the run.
+        check: is called before anything appears; it raises where this process may not write any more.
 
     Raises:
         ArchiveError: the folder holds the archive of another run.
         OSError: the filesystem refused.
     """
 
-    def __init__(self, folder: Path, run: str) -> None:
+    def __init__(self, folder: Path, run: str, check: Callable[[], None] = lambda: None) -> None:
         self.folder = folder
         self._run = run
+        self._check = check
         folder.mkdir(parents=True, exist_ok=True)
         for part in folder.glob(".*.parquet.*.part"):
             with suppress(FileNotFoundError):
@@ -117,14 +119,16 @@ class ArchiveWriter:
             self._write(name, SETTINGS, [pa.Table.from_pylist([row], schema=SETTINGS)])
 
     def _write(self, name: str, schema: Any, tables: Iterable[Any]) -> None:
-        write_file(self.folder / name, schema, tables, run=self._run)
+        write_file(self.folder / name, schema, tables, run=self._run, check=self._check)
 
 
-def write_file(path: Path, schema: Any, tables: Iterable[Any], *, run: str) -> None:
+def write_file(
+    path: Path, schema: Any, tables: Iterable[Any], *, run: str, check: Callable[[], None] = lambda: None
+) -> None:
     """Writes a Parquet file that is there whole, and on the disk, or not at all; a row group per table.
 
     Raises:
-        OSError: the filesystem refused.
+        OSError: the filesystem refused. Whatever `check` raises, before each row group and before the file appears.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     dictionary = [column for column in schema.names if column not in _NO_DICTIONARY]
@@ -139,9 +143,11 @@ def write_file(path: Path, schema: Any, tables: Iterable[Any], *, run: str) -> N
                 **_OPTIONS,
             ) as writer:
                 for table in tables:
+                    check()
                     writer.write_table(table)
             file.flush()
             os.fsync(file.fileno())
+        check()
         rename_for_good(temporary, path)
     except BaseException:
         with suppress(OSError):

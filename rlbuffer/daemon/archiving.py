@@ -34,6 +34,8 @@ ARCHIVE_POLL_SECONDS = 1.0
 """Seconds between looks at whether there is a file's worth of steps."""
 LONGEST_RETRY_SECONDS = 30.0
 """A folder that cannot be written is tried again after a second, later after twice the time, and so long at most."""
+ARCHIVE_PATIENCE_SECONDS = 2.0
+"""Longest that the thread waits for a server that is away before it looks again."""
 ARCHIVE_CLOSE_SECONDS = 30.0
 """Longest that leaving waits for the last file."""
 
@@ -82,7 +84,7 @@ class Archiving:
         self._is_closing = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(ARCHIVE_CLOSE_SECONDS)
+            self._thread.join(ARCHIVE_CLOSE_SECONDS if error is None else ARCHIVE_PATIENCE_SECONDS)
 
     def take_in(self, meta: Meta) -> None:
         """The settings of `meta` make the next steps."""
@@ -145,8 +147,9 @@ class Archiving:
             return
         if self._store is None:
             self._store = self._open_store()
+            self._store.patience_seconds = ARCHIVE_PATIENCE_SECONDS
         if self._writer is None:
-            self._writer = ArchiveWriter(self.folder, self._store.run)
+            self._writer = ArchiveWriter(self.folder, self._store.run, self._check)
         while self._revisions:
             self._writer.add_settings(self._revisions[0])
             self._revisions.popleft()
@@ -158,6 +161,10 @@ class Archiving:
             self._write(meta.step)
             self._epoch = meta.epoch
 
+    def _check(self) -> None:
+        if self._is_void:
+            raise LeaseLost("another batcher leads this run, and writes its archive")
+
     def _write(self, step: int) -> None:
         from rlbuffer.archive.copying import copy_history, copy_steps, files_of, unwritten
 
@@ -166,8 +173,6 @@ class Archiving:
         size = self._settings.megabytes * 2**20
         steps, records = 0, 0
         for file in files_of(unwritten(self._store, self._writer), steps=self._settings.steps, size=size):
-            if self._is_void:
-                return
             steps += copy_steps(self._store, self._writer, file)
         records = copy_history(self._store, self._writer)
         self._through, self._written_at = step, time.monotonic()
