@@ -100,6 +100,8 @@ class Leadership:
         self._needed = needed_columns(trainer)
         """Columns without which the trainer cannot train."""
         self._swept = float("-inf")
+        self._may_be_garbage = self._archive.folder is not None
+        """An earlier leader may have left payloads to sweep, which wait until they are archived."""
         self._envs = EnvWatch(store, config, self._pending.batcher, teller.emit)
         self._sources = SourceWatch(store, self._pending.batcher)
         self._memory = MemoryWatch(
@@ -126,7 +128,7 @@ class Leadership:
         """
         self._teller.forget()
         self._archive.take_in(self._meta)
-        forecast = self._memory.start(self._token, self._meta)
+        forecast = self._memory.start(self._token, self._meta, sweeps=self._archive.folder is None)
         self._stay()
         if self._meta.error:
             # Not before: ranks that wait must not miss an error that comes again.
@@ -292,9 +294,11 @@ class Leadership:
             self._store.retire(self._token, up_to, since=self._losses)
             self._memory.retired(up_to)
             self._meta = self._store.meta()
-        if self._pending.replaced and time.monotonic() - self._swept > SWEEP_SECONDS:
+        is_due = (self._pending.replaced or self._may_be_garbage) and time.monotonic() - self._swept > SWEEP_SECONDS
+        newest = self._meta.step
+        if is_due and self._archive.may_retire(newest, share=self._memory.share) == newest:
             # Scored groups have left payloads behind; they must not wait for a checkpoint.
-            self._swept, self._pending.replaced = time.monotonic(), 0
+            self._swept, self._pending.replaced, self._may_be_garbage = time.monotonic(), 0, False
             self._store.retire(self._token, self._meta.retired, since=self._losses)
         if self._memory.relieve(self._token, trainer, self._meta, self._archive):
             self._meta = self._store.meta()

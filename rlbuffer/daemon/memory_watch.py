@@ -104,7 +104,7 @@ class MemoryWatch:
         """Step -> world size that it was planned for."""
 
     # -- the forecast ----------------------------------------------------------------------------------------------
-    def start(self, token: int, meta: Meta) -> dict[str, int]:
+    def start(self, token: int, meta: Meta, *, sweeps: bool = True) -> dict[str, int]:
         """Takes in the live steps, sweeps what an earlier leader left, and looks whether the run can fit.
 
         A run that is at work already with these settings is not ended by a leader that starts again: it is warned of.
@@ -112,6 +112,7 @@ class MemoryWatch:
         Args:
             token: of the lease.
             meta: of the run, before these settings are written to it.
+            sweeps: False where an archive may not have all of it yet: the leader sweeps it later.
 
         -> what the event of the takeover says of it.
 
@@ -123,7 +124,7 @@ class MemoryWatch:
         forecast = self._forecast(self._world_size)
         if meta.step == 0 or meta.config != self._config.as_dict():
             self._refuse(forecast, self._world_size)
-        if meta.retired:
+        if meta.retired and sweeps:
             self._store.retire(token, meta.retired, since=self._losses)
         if forecast is None:
             return {}
