@@ -14,11 +14,14 @@ import pytest
 from store_runs import Run
 from test_archive_files import archived, settled
 
+from rlbuffer.archive.copying import copy_steps, unwritten
 from rlbuffer.archive.library import Archive
 from rlbuffer.archive.rows import Source, payload_of, rollout_table, rows_of
 from rlbuffer.archive.schema import FORMAT_KEY, steps_names
 from rlbuffer.archive.writer import ArchiveWriter
-from rlbuffer.errors import ArchiveError, ConfigError, NotFound, PayloadError
+from rlbuffer.config.settings import ArchiveSettings
+from rlbuffer.daemon.archiving import Archiving
+from rlbuffer.errors import ArchiveError, ConfigError, LeaseLost, NotFound, PayloadError
 from rlbuffer.store.records import PartRollout
 from rlbuffer.testing import make_group
 from rlbuffer.wire.arrays import Details
@@ -138,3 +141,17 @@ def test_a_payload_that_is_gone_is_a_row_that_says_so(run: Run, tmp_path: Path) 
     assert (member.payload, member.row["problem"]) == (None, "its payload is missing")
     with pytest.raises(PayloadError, match=r"rollout a\.0/0: its payload is missing"):
         _ = member.rollout
+
+
+def test_a_leader_that_has_lost_the_lead_writes_nothing_more(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    run.step("a.0")
+    folder = tmp_path / "archive"
+    archiving = Archiving(run.again, ArchiveSettings(dir=tmp_path / "of the thread"), lambda event: None)
+    with pytest.raises(ValueError, match="lost"), archiving:
+        raise ValueError("the lead is lost")
+    writer = ArchiveWriter(folder, run.store.run, archiving._check)
+    with pytest.raises(LeaseLost) as lost:
+        copy_steps(run.store, writer, unwritten(run.store, writer))
+    assert str(lost.value) == "another batcher leads this run, and writes its archive"
+    assert list(folder.iterdir()) == []
