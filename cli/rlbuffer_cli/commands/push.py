@@ -45,9 +45,9 @@ def command(
     """Push groups from a JSON Lines or Parquet file.
 
     One group per line, with the field names of Group and Rollout, arrays as lists; or what `rlbuffer export` wrote,
-    which stores the same rollouts, byte for byte. The whole file is read and
-    checked first: one bad line, and nothing is stored. Pushing the same file again changes nothing: every group is
-    answered as a duplicate. With --done the run trains what is left and ends, once all its envs are done.
+    of which the same rollouts are stored, byte for byte. The whole file is read and checked first: one bad line, and
+    nothing is stored. Pushing the same file again changes nothing: every group is answered as a duplicate. With --done
+    the run trains what is left and ends, once all its envs are done. `import` is another name of this command.
 
     \b
     A line (shown wrapped; a group of 2 planned rollouts):
