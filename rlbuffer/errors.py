@@ -192,6 +192,10 @@ class BackupError(RlbufferError):
     """A backup cannot be written, or cannot be read."""
 
 
+class ArchiveError(RlbufferError):
+    """An archive cannot be written, or holds something else than was looked for."""
+
+
 class CheckpointError(RlbufferError):
     """A checkpoint cannot be read or does not belong to this run."""
 

@@ -28,7 +28,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "worker": "Sample and score rollouts of one env and push them.",
         "score": "Add what groups need before they train: reference logprobs, slow rewards.",
         "train": "Train on the batches, with one or more data-parallel ranks.",
-        "push": "Push groups from a JSON Lines file.",
+        "push": "Push groups from a JSON Lines or Parquet file.",
+        "export": "Write groups into a file that `rlbuffer push` reads.",
         "inspect": "Look at the pool, a group or a rollout. Changes nothing.",
         "weights": "Serve policy versions to other hosts, or relay them.",
         "env": "Pause an env, say that nothing more comes of it, or let it take part again.",
@@ -44,6 +45,10 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "config": "Check the settings, show them with where each came from, or give them to a run at work.",
     }
 )
+
+
+ALIASES: Mapping[str, str] = MappingProxyType({"import": "push"})
+"""Other names of commands."""
 
 
 class Commands(click.Group):
@@ -63,6 +68,8 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] in ALIASES:
+            args = [ALIASES[args[0]], *args[1:]]
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             from rlbuffer.narration.nearest import did_you_mean
 

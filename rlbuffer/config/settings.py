@@ -186,6 +186,20 @@ class EvaluationSettings(Table):
     timeout_seconds: float = Field(600.0, gt=0, description="Longest that an evaluation may take.")
 
 
+class ArchiveSettings(Table):
+    """``[archive]``: what was trained and dropped, kept as Parquet files by `rlbuffer serve`."""
+
+    dir: OptionalPath = Field(None, description="Folder of the archive, one per run; empty: none is kept.")
+    when_full: Literal["go on", "wait"] = Field(
+        "go on",
+        description="When the folder cannot be written: `go on` lets steps go unarchived once the server's memory is "
+        "short, and `rlbuffer verify --archive` names them; `wait` keeps them, so that pushes wait when it is full.",
+    )
+    steps: int = Field(16, ge=1, description="Most steps of one file.")
+    megabytes: int = Field(64, ge=1, description="Payloads, in MiB, from which a file takes no further step.")
+    seconds: float = Field(60.0, gt=0, description="Longest that a step waits for others before it is written.")
+
+
 class RunSettings(Table):
     """Everything that ``rlbuffer.toml`` may say."""
 
@@ -209,6 +223,7 @@ class RunSettings(Table):
     model: ModelSettings = ModelSettings()
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightsSettings = WeightsSettings()
+    archive: ArchiveSettings = ArchiveSettings()
     worker: Mapping[Names, WorkerSettings] = Field(default_factory=dict)
     score: Mapping[Names, ScoreSettings] = Field(default_factory=dict)
     eval: Mapping[Names, EvaluationSettings] = Field(default_factory=dict)

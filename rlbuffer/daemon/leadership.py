@@ -13,6 +13,7 @@ import numpy as np
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.trainer import TrainerSettings, needed_columns
+from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.doubts import Doubts
 from rlbuffer.daemon.envs import EnvWatch
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
@@ -49,6 +50,8 @@ class Tenure:
 
     losses: int
     """The connection's, when it began."""
+    archive: Archiving
+    """Keeps what retires."""
     since: float | None = None
     """Server time when it began; None: with the next leadership."""
     has_heard: bool = False
@@ -86,6 +89,7 @@ class Leadership:
         self._token = lease.token
         self._is_first = tenure.since is None
         self._losses = tenure.losses
+        self._archive = tenure.archive
         self._since = store.now() if tenure.since is None else tenure.since
         self._meta = store.meta()
         self._wishes = WishWatch(store, asked, self._meta)
@@ -96,6 +100,8 @@ class Leadership:
         self._needed = needed_columns(trainer)
         """Columns without which the trainer cannot train."""
         self._swept = float("-inf")
+        self._may_be_garbage = self._archive.folder is not None
+        """An earlier leader may have left payloads to sweep, which wait until they are archived."""
         self._envs = EnvWatch(store, config, self._pending.batcher, teller.emit)
         self._sources = SourceWatch(store, self._pending.batcher)
         self._memory = MemoryWatch(
@@ -112,7 +118,7 @@ class Leadership:
     @property
     def tenure(self) -> Tenure:
         """State that a leadership that follows this one goes on with."""
-        return Tenure(losses=self._losses, since=self._since, has_heard=self._has_heard)
+        return Tenure(losses=self._losses, archive=self._archive, since=self._since, has_heard=self._has_heard)
 
     def take_over(self) -> None:
         """Everything comes from the server.
@@ -121,7 +127,8 @@ class Leadership:
             ConfigError: the run does not fit the server's memory.
         """
         self._teller.forget()
-        forecast = self._memory.start(self._token, self._meta)
+        self._archive.take_in(self._meta)
+        forecast = self._memory.start(self._token, self._meta, sweeps=self._archive.folder is None)
         self._stay()
         if self._meta.error:
             # Not before: ranks that wait must not miss an error that comes again.
@@ -154,6 +161,8 @@ class Leadership:
         self._stay()
         trainer = self._store.trainer()
         if trainer.claim:
+            if self._archive.is_catching_up(self._meta.step):
+                return True
             self._recover(trainer)
             self._stay()
             return False
@@ -204,7 +213,7 @@ class Leadership:
             self._is_idle = True
             said = decision.waiting + self._workers.sentence(decision.waiting) if decision.waiting else ""
             more = self._scorers.sentence() + self._doubts.sentence()
-            self._say(self._end_of(trainer) or self._memory.sentence() + said + more)
+            self._say(self._end_of(trainer) or self._archive.sentence() + self._memory.sentence() + said + more)
             return
         self._commit(decision, decision.plan, trainer, started)
 
@@ -280,15 +289,18 @@ class Leadership:
 
     def _retire(self, trainer: Attempt) -> None:
         up_to = min(trainer.oldest_kept, trainer.trained, self._meta.step)
+        up_to = self._archive.may_retire(up_to, share=self._memory.share)
         if up_to > self._meta.retired:
             self._store.retire(self._token, up_to, since=self._losses)
             self._memory.retired(up_to)
             self._meta = self._store.meta()
-        if self._pending.replaced and time.monotonic() - self._swept > SWEEP_SECONDS:
+        is_due = (self._pending.replaced or self._may_be_garbage) and time.monotonic() - self._swept > SWEEP_SECONDS
+        newest = self._meta.step
+        if is_due and self._archive.may_retire(newest, share=self._memory.share) == newest:
             # Scored groups have left payloads behind; they must not wait for a checkpoint.
-            self._swept, self._pending.replaced = time.monotonic(), 0
+            self._swept, self._pending.replaced, self._may_be_garbage = time.monotonic(), 0, False
             self._store.retire(self._token, self._meta.retired, since=self._losses)
-        if self._memory.relieve(self._token, trainer, self._meta):
+        if self._memory.relieve(self._token, trainer, self._meta, self._archive):
             self._meta = self._store.meta()
 
     def _commit(self, decision: Decision, plan: StepPlan, trainer: Attempt, started: float) -> None:
@@ -341,6 +353,7 @@ class Leadership:
                 "pending": self._pending.count,
                 "forming": self._pending.batcher.forming,
                 "idle": self._is_idle,
+                "archive": str(self._archive.folder or ""),
             },
             trouble if trouble and trouble in sentence else self._workers.failing(),
         )

@@ -13,8 +13,9 @@ import time
 import uuid
 
 from rlbuffer.batcher.batcher import Batcher
-from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.leadership import Leadership, Tenure
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch
@@ -70,7 +71,10 @@ class Daemon:
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         self._store: Store = buffer.store
+        self._settings = buffer.settings
         self._trainer = buffer.settings.trainer
+        if self._settings.archive.dir is not None:
+            import rlbuffer.archive  # noqa: F401  (says what is missing, before anything is led)
         self._teller = Teller(self._store, on_event or (lambda event: None))
         self._revisions = Revisions(
             self._store,
@@ -108,10 +112,11 @@ class Daemon:
             try:
                 lease = self._acquire(stop)
                 if lease is not None:
-                    with LeaseKeeper(
-                        self._store, self._owner, lease.token, lease_seconds=self._lease_seconds
-                    ) as keeper:
-                        self._lead(keeper, stop)
+                    with (
+                        LeaseKeeper(self._store, self._owner, lease.token, lease_seconds=self._lease_seconds) as keeper,
+                        Archiving(self._another_store, self._settings.archive, self._teller.emit) as archive,
+                    ):
+                        self._lead(keeper, stop, archive)
             except (ServerUnreachable, ServerRefused, LeaseLost, RunGone) as error:
                 if isinstance(error, RunDamaged) and not self._has_opened:
                     raise  # who starts the batcher must hear it; one that is at work waits for a person
@@ -152,10 +157,10 @@ class Daemon:
             stop.wait(min(0.2, max(0.02, lease.remaining_seconds)))
         return None
 
-    def _lead(self, keeper: LeaseKeeper, stop: threading.Event) -> None:
+    def _lead(self, keeper: LeaseKeeper, stop: threading.Event, archive: Archiving) -> None:
         """Leads until stopped. The next leadership remembers nothing of one that a recovery or an operator ended."""
         # The server's id from before the look at the file: a server that starts again after it is another one.
-        tenure = Tenure(losses=self._store.losses())
+        tenure = Tenure(losses=self._store.losses(), archive=archive)
         self._await_whole_file(keeper, stop)
         while not stop.is_set() and self._ended is None:
             self._is_at_work = False
@@ -199,6 +204,10 @@ class Daemon:
             checkpoint_every=self._trainer.checkpoint.every,
         )
         watch.check(self._meta())
+
+    def _another_store(self) -> Store:
+        settings = self._settings
+        return connect(settings.redis_url, run=self._store.run, config=settings, name="archive").store
 
     def _meta(self) -> Meta | None:
         """None where there is no run."""

@@ -233,3 +233,13 @@ def full(used: int, limit: int, *, steps: int) -> str:
             "(`rlbuffer inspect`, `rlbuffer runs`). Raise its maxmemory, or make room there. "
         )
     return f"{first}Checkpoint more often (trainer.checkpoint.every), or raise its maxmemory. "
+
+
+def archive_stuck(trouble: str, *, waits: bool) -> str:
+    """The archive cannot be written; `waits`: nothing retires until it can."""
+    then = (
+        'no step retires until it can (archive.when_full = "wait"), and pushes wait when the server is full'
+        if waits
+        else "steps stay on the server while it has memory, and then go unarchived"
+    )
+    return f"The archive cannot be written: {trouble}. Training goes on; {then}. Make room there."

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, steps_at_once
+from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.memory_rules import (
     FULL_SHARE,
     Pressure,
@@ -103,7 +104,7 @@ class MemoryWatch:
         """Step -> world size that it was planned for."""
 
     # -- the forecast ----------------------------------------------------------------------------------------------
-    def start(self, token: int, meta: Meta) -> dict[str, int]:
+    def start(self, token: int, meta: Meta, *, sweeps: bool = True) -> dict[str, int]:
         """Takes in the live steps, sweeps what an earlier leader left, and looks whether the run can fit.
 
         A run that is at work already with these settings is not ended by a leader that starts again: it is warned of.
@@ -111,6 +112,7 @@ class MemoryWatch:
         Args:
             token: of the lease.
             meta: of the run, before these settings are written to it.
+            sweeps: False where an archive may not have all of it yet: the leader sweeps it later.
 
         -> what the event of the takeover says of it.
 
@@ -122,7 +124,7 @@ class MemoryWatch:
         forecast = self._forecast(self._world_size)
         if meta.step == 0 or meta.config != self._config.as_dict():
             self._refuse(forecast, self._world_size)
-        if meta.retired:
+        if meta.retired and sweeps:
             self._store.retire(token, meta.retired, since=self._losses)
         if forecast is None:
             return {}
@@ -202,8 +204,9 @@ class MemoryWatch:
         raise ConfigError(does_not_fit(forecast, self._config, world_size=world_size), setting="server.maxmemory")
 
     # -- while the run goes on -------------------------------------------------------------------------------------
-    def relieve(self, token: int, trainer: Attempt, meta: Meta) -> bool:
-        """Looks at the server when it is time; retires trained steps early when they must go. -> whether it did."""
+    def relieve(self, token: int, trainer: Attempt, meta: Meta, archive: Archiving) -> bool:
+        """Looks at the server when it is time; retires trained steps early when they must go, and `archive` lets them.
+        -> whether it did."""
         is_fresh = self._look()
         done = min(trainer.at, trainer.trained, meta.step)
         if self._unswept_since is not None and time.monotonic() - self._unswept_since < HOLD_SECONDS:
@@ -214,7 +217,8 @@ class MemoryWatch:
         if trainer.seen_seconds_ago is None or trainer.seen_seconds_ago > ALIVE_SECONDS:
             return False
         up_to = self._pressure.retires_up_to(retired=meta.retired, done=done, sizes=self._sizes)
-        if up_to is None:
+        up_to = None if up_to is None else archive.may_retire(up_to, share=1.0)
+        if up_to is None or up_to <= meta.retired:
             return False
         used, limit = self._pressure.used or 0, self._pressure.limit
         first = meta.retired + 1
@@ -259,6 +263,11 @@ class MemoryWatch:
         if header.checkpoint_now and header.step == self._marked:
             sentence = checkpoint_asked(header.step)
             self._emit(CheckpointAsked(step=header.step, sentence=sentence))
+
+    @property
+    def share(self) -> float:
+        """Used over the server's memory; 0.0 while it is not known."""
+        return self._pressure.share
 
     def sentence(self) -> str:
         """The sentence for when the server takes no pushes for want of memory, else ""."""

@@ -268,6 +268,31 @@ class CheckpointAsked(Event):
     sentence: str
 
 
+# -- archive -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveStuck(Event):
+    """The archive cannot be written."""
+
+    event = "archive"
+    state: str = field(default="stuck", init=False)
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveWritten(Event):
+    """The archive is written again after it could not be."""
+
+    event = "archive"
+    state: str = field(default="written", init=False)
+    step: int
+    """Everything up to it is archived."""
+    steps: int
+    """Written now."""
+    records: int
+    """Records of the history, written now."""
+
+
+ArchiveEvent = ArchiveStuck | ArchiveWritten
 MemoryEvent = MemoryUnlimited | MemoryTight | CheckpointsNeeded | StepsRetiredEarly | CheckpointAsked
 EnvEvent = EnvPaused | EnvResumed | EnvSilent | EnvBack
 SettingsEvent = SettingsAsked | SettingsTaken | SettingsRefused
@@ -286,4 +311,5 @@ BatcherEvent = (
     | SettingsEvent
     | EnvEvent
     | MemoryEvent
+    | ArchiveEvent
 )

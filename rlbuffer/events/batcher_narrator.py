@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
 from rlbuffer.events.batcher import (
+    ArchiveStuck,
+    ArchiveWritten,
     BatcherEvent,
     CheckpointAsked,
     CheckpointsNeeded,
@@ -110,12 +112,15 @@ class ServeNarrator:
                 | CheckpointsNeeded()
                 | StepsRetiredEarly()
                 | CheckpointAsked()
+                | ArchiveStuck()
             ):
                 self._say(f"! {event.sentence}")
             case EnvPaused() | EnvResumed() | EnvBack():
                 self._say(_env(event))
             case SettingsAsked() | SettingsTaken() | SettingsRefused():
                 self._say(_settings(event))
+            case ArchiveWritten():
+                self._say(f"the archive is written again: {event.steps} steps, up to step {event.step}")
             case StepCommitted():
                 self._waiting("")
                 self._say(step_line(event))

@@ -259,3 +259,8 @@ def _trainer(published: int | None, need: EnvNeed) -> str:
     if need.lost:
         return f"{version} Its last group was dropped as {need.lost}."
     return version + ("" if need.is_silent else " Normal while workers generate.")
+
+
+def for_archive(trouble: str) -> str:
+    """The archive cannot be written, and nothing retires without it. Another sentence follows."""
+    return f'The archive cannot be written ({trouble}), and archive.when_full = "wait" lets no step retire. '

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -29,6 +30,21 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
     part.replace(path)
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Replaces a file's lines, as :func:`write_whole` does its text, without ever holding all of them.
+
+    Raises:
+        OSError: it cannot be written; then it is as it was.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8", newline="") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def rename_for_good(temporary: Path, final: Path) -> None:

@@ -211,6 +211,32 @@ class StepPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """A committed step as it stands on the server: what its digest is computed over."""
+
+    step: int
+    digest: str
+    """SHA-256 that COMMIT stored with it."""
+    committed_ms: int
+    """Server time of the commit, in milliseconds."""
+    header: bytes
+    parts: tuple[bytes, ...]
+    """One per planned rank, in their order."""
+    decoded: tuple[StepPart, ...]
+    """The same, decoded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryPage:
+    """Records of the history behind a place, the oldest first."""
+
+    records: tuple[tuple[str, Mapping[str, Any]], ...]
+    """(id in the stream, record); ids grow, and begin with the server's ms."""
+    is_cut: bool
+    """Records behind the place are gone: the stream is capped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvLedger:
     """One env's account, in rollouts and tokens: pushed = pending + packed + trained + sum of dropped."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.packing.arena import Arena
+from rlbuffer.store.moves.archive_reading import ArchiveReads
 from rlbuffer.store.moves.attempts import TrainerMoves
 from rlbuffer.store.moves.evaluations import EvaluationMoves
 from rlbuffer.store.moves.lease import LeaseMoves
@@ -36,6 +37,7 @@ class RedisStore(
     ClaimMoves,
     Visits,
     Telemetry,
+    ArchiveReads,
 ):
     """A run on a Redis or Valkey server; see :class:`rlbuffer.store.protocol.Store` for every move."""
 

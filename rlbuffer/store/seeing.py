@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.store.records import Ledger, PartRollout, Report
+from rlbuffer.store.records import HistoryPage, Ledger, PartRollout, Report, StepBytes
 
 
 class Seeing(Protocol):
@@ -50,3 +50,16 @@ class Seeing(Protocol):
 
     def verify(self) -> Report:
         """Recomputes the ledger and every invariant that can be seen from outside."""
+
+    # -- archive -----------------------------------------------------------------------------------------------------
+    def read_step_bytes(self, step: int) -> StepBytes | None:
+        """A live step as it stands; None when it was retired, taken back, or never committed. Raises PayloadError."""
+
+    def read_history(self, after: str, *, count: int = 1000) -> HistoryPage:
+        """Records of the history behind the id `after` ("0-0": from the first that is there), the oldest first."""
+
+    def dropped_payloads(self, group_ids: Sequence[str]) -> dict[str, list[str]]:
+        """Group id -> payload keys of its pushes that left the pool and were not swept yet."""
+
+    def read_push_payload(self, payload_key: str) -> Mapping[str, bytes]:
+        """Every field of a push's payload: rollout i is ``str(i)``, answer and metadata ``group``. Empty when gone."""

@@ -2,8 +2,10 @@
 
 The field names are those of :class:`~rlbuffer.records.group.Group` and :class:`~rlbuffer.records.rollout.Rollout`,
 arrays are lists. JSON has no dtypes: of further columns and attachments, booleans become bool, integers int32 (int64
-where they need it) and everything with a fraction float32. A file is written by people, so every error is one line that
-names the field: ``rollouts[2].logprobs: [3] rows do not match 4 tokens``. File and line are the caller's to add.
+where they need it) and everything with a fraction float32; ``{"dtype": "<f8", "shape": [5, 2], "values": [...]}`` says
+it exactly, and ``{"base64": "AP8="}`` in metadata or an answer stands for bytes. So :func:`line_of` writes a group, and
+its payload is the same when it is read again. A file is written by people, too, so every error is one line that names
+the field: ``rollouts[2].logprobs: [3] rows do not match 4 tokens``. File and line are the caller's to add.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.wire.json_bytes import with_bytes
 
 _NEEDED = {
     "Group": ("group_id", "env", "prompt_id", "planned_size", "rollouts"),
@@ -83,6 +86,7 @@ def group_from_dict(d: Mapping[str, Any]) -> Group:
         if not isinstance(rollouts, list | tuple):
             raise InvalidRollout(f"rollouts: expected a list, got {_kind(rollouts)}")
         records = tuple(_rollout(r, f"rollouts[{i}]") for i, r in enumerate(rollouts))
+        values |= {name: with_bytes(values[name]) for name in ("answer", "metadata") if name in values}
         return Group(**(values | {"rollouts": records}))
     except InvalidRollout as error:
         raise InvalidRollout(" ".join(str(error).split())) from None
@@ -97,13 +101,15 @@ def _rollout(d: Any, path: str) -> Rollout:
             arrays = values[table]
             if not isinstance(arrays, Mapping):
                 raise InvalidRollout(f"{path}.{table}: expected an object, got {_kind(arrays)}")
-            values[table] = {k: _inferred(_array(f"{path}.{table}.{k}", a, None)) for k, a in arrays.items()}
+            values[table] = {k: _further(f"{path}.{table}.{k}", a) for k, a in arrays.items()}
+    if "metadata" in values:
+        values["metadata"] = with_bytes(values["metadata"])
     for name, record in (("version_spans", VersionSpan), ("turns", Turn)):
         if name in values:
             items = values[name]
             if not isinstance(items, list | tuple):
                 raise InvalidRollout(f"{path}.{name}: expected a list, got {_kind(items)}")
-            values[name] = [_record(record, f"{path}.{name}[{i}]", item) for i, item in enumerate(items)]
+            values[name] = [_record(record, f"{path}.{name}[{i}]", with_bytes(item)) for i, item in enumerate(items)]
     try:
         return Rollout(**values)
     except InvalidRollout as error:
@@ -147,6 +153,21 @@ def _odd_one(path: str, values: Any) -> tuple[str, str] | None:
         return next((odd for odd in odd_ones if odd is not None), None)
     is_number = isinstance(values, bool | float) or (isinstance(values, int) and -(2**63) <= values < 2**63)
     return None if is_number else (path, _kind(values))
+
+
+def _further(path: str, values: Any) -> NDArray[Any]:
+    """A column or an attachment: lists, or an object that says dtype and shape."""
+    if not isinstance(values, Mapping):
+        return _inferred(_array(path, values, None))
+    if values.keys() != {"dtype", "shape", "values"}:
+        raise InvalidRollout(f"{path}: expected lists, or an object with dtype, shape and values")
+    array = _array(f"{path}.values", values["values"], None)
+    try:
+        dtype = np.dtype(values["dtype"])
+        with np.errstate(over="ignore"):
+            return array.astype(dtype).reshape(values["shape"])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRollout(f"{path}: dtype, shape and values do not go together: {error}") from None
 
 
 def _inferred(array: NDArray[Any]) -> NDArray[Any]:

@@ -114,10 +114,17 @@ def encode_rollout(rollout: Rollout) -> bytes:
 
 def _encoded(rollout: Rollout, arrays: Sequence[NDArray[Any]]) -> bytes:
     """The payload of a rollout, whose arrays :func:`~rlbuffer.wire.payload_parts.arrays_of` has found small enough."""
-    parts: list[Any] = [*arrays]
-    if rollout.text is not None:
-        parts.append(memoryview(rollout.text.encode()))
-    details = packed_details(rollout, None if rollout.text is None else parts[-1].nbytes)
+    text = None if rollout.text is None else memoryview(rollout.text.encode())
+    details = packed_details(rollout, None if text is None else text.nbytes)
+    data = joined(details, arrays, text, tokens=rollout.length)
+    if len(data) > MAX_PAYLOAD_BYTES:
+        raise giant(rollout, arrays, len(data))
+    return data
+
+
+def joined(details: bytes, arrays: Sequence[NDArray[Any]], text: bytes | memoryview | None, *, tokens: int) -> bytes:
+    """The payload of these packed details, arrays in wire order and UTF-8 text, with its checksum."""
+    parts: list[Any] = [*arrays] if text is None else [*arrays, memoryview(text)]
     chunks: list[Any] = [details]
     at = _HEADER.size + len(details)
     for part in parts:
@@ -125,9 +132,7 @@ def _encoded(rollout: Rollout, arrays: Sequence[NDArray[Any]]) -> bytes:
             chunks.append(bytes(gap))
         chunks.append(part)
         at += gap + part.nbytes
-    if at > MAX_PAYLOAD_BYTES:
-        raise giant(rollout, arrays, at)
-    return _framed(_ROLLOUT, len(arrays), len(details), rollout.length, at, chunks)
+    return _framed(_ROLLOUT, len(arrays), len(details), tokens, at, chunks)
 
 
 def decode_rollout(data: bytes, *, expected: RolloutInfo | None = None) -> Rollout:

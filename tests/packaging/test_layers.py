@@ -27,7 +27,7 @@ FLOORS = (
     ("records", "process"),
     ("events", "wire", "packing", "config", "testing"),
     ("batcher", "weights", "store"),
-    ("client",),
+    ("client", "archive"),
     ("daemon", "worker", "trainer"),
     ("scorer",),
     ("run",),

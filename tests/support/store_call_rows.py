@@ -307,5 +307,16 @@ ROWS: dict[str, Row] = {
     "headers": Row(call=lambda store, run: list(store.headers()), prepare=_steps),
     "history": Row(call=lambda store, run: [r["event"] for r in store.history()], prepare=_steps),
     "find_in_steps": Row(call=lambda store, run: store.find_in_steps("a.1"), prepare=_steps),
+    "read_step_bytes": Row(call=lambda store, run: store.read_step_bytes(2), prepare=_steps),
+    "read_history": Row(
+        call=lambda store, run: [r["event"] for _, r in store.read_history("0-0").records], prepare=_steps
+    ),
+    "dropped_payloads": Row(
+        call=lambda store, run: len(store.dropped_payloads(["a.0"])["a.0"]),
+        prepare=lambda run: (_pool(run), run.store.drop(run.token, _drops(run))),
+    ),
+    "read_push_payload": Row(
+        call=lambda store, run: sorted(store.read_push_payload(run.payload_keys()[0])), prepare=_pool
+    ),
     "verify": Row(call=lambda store, run: store.verify().findings, prepare=_trained),
 }

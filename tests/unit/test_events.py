@@ -165,6 +165,11 @@ OBJECTS: list[tuple[Event, str]] = [
         batcher.CheckpointAsked(step=5, sentence="s"),
         '{"event": "memory", "state": "checkpoint", "step": 5, "sentence": "s"}',
     ),
+    (batcher.ArchiveStuck(sentence="s"), '{"event": "archive", "state": "stuck", "sentence": "s"}'),
+    (
+        batcher.ArchiveWritten(step=5, steps=2, records=3),
+        '{"event": "archive", "state": "written", "step": 5, "steps": 2, "records": 3}',
+    ),
     (
         trainer.TrainingStarted(
             step=0, steps=5, world_size=2, device="cpu", attention="sdpa", parameters=12, output="o"

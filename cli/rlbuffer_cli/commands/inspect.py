@@ -30,6 +30,7 @@ LISTED_GROUPS = 30
 @click.option("--tokens", "window", metavar="A:B", help="Of a rollout: tokens A to B. [default: the first 200]")
 @click.option("--json", "as_json", is_flag=True, help="One object per line: groups, or the group or rollout whole.")
 @click.option("--totals", is_flag=True, help="With --json: run, envs and workers instead of groups.")
+@click.option("--archive", metavar="DIR", help="Where an ID is looked for that the server has let go.")
 @click.option("--alive", metavar="WHO", help="Only whether WHO has been heard: batcher, 'worker NAME' or 'rank N'.")
 @click.option(
     "--within", type=click.FloatRange(0), default=30.0, show_default=True, metavar="S", help="Seconds, for --alive."
@@ -43,6 +44,7 @@ def command(
     window: str | None,
     as_json: bool,
     totals: bool,
+    archive: str | None,
     alive: str | None,
     within: float,
 ) -> int:
@@ -53,7 +55,7 @@ def command(
 
     Without ID: the run, its envs, and its groups. With the ID of a group: its rollouts. With the ID of a rollout
     (GROUP/INDEX): its tokens. The beginning of an ID is enough where it is unique. Without --run, the run that was
-    opened last.
+    opened last. What the server has let go comes from --archive, or from the archive that `serve` says it writes.
 
     \b
     Filter fields: env state reason worker adapter id (text, `field:value`, commas for alternatives)
@@ -83,13 +85,13 @@ def command(
     with open_existing(given.load(), run_given=given.run is not None) as buffer:
         if alive is not None:
             return _alive(buffer, alive, within)
-        if not (plain or as_json or totals or limit or window) and _may_browse():
+        if not (plain or as_json or totals or limit or window or archive) and _may_browse():
             from rlbuffer_cli.browse.app import browse
 
             clear()
             return browse(buffer, identifier=identifier, where=where)
         if identifier is not None:
-            return _one(buffer, identifier, bounds, as_json)
+            return _one(buffer, identifier, bounds, as_json, archive)
         return _pool(buffer, where, limit or LISTED_GROUPS, as_json, totals)
 
 
@@ -136,10 +138,11 @@ def _tell_alive(who: str, seconds: float, within: float) -> None:
     echo(f"{who} was heard {duration(seconds)} ago" + ("" if seconds <= within else f", more than {within:g} s"))
 
 
-def _one(buffer: Buffer, identifier: str, bounds: tuple[int, int], as_json: bool) -> int:
+def _one(buffer: Buffer, identifier: str, bounds: tuple[int, int], as_json: bool, archive: str | None) -> int:
+    from rlbuffer_cli import archived
     from rlbuffer_cli.render import group
 
-    detail = buffer.group(identifier)
+    detail = archived.find(buffer, archived.folder_of(buffer, archive), identifier)
     if "/" not in identifier:
         if as_json:
             echo(json.dumps(group.detail_record(detail)))

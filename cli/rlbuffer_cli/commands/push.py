@@ -24,6 +24,8 @@ MOST_GROUPS, MOST_TOKENS = 16, 2**20
 """Groups of one call, and their tokens, unless a single group has more."""
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line that is parsed: what one rollout may weigh on the wire; more would only cost memory to refuse."""
+PARQUET_MAGIC = b"PAR1"
+"""First bytes of a Parquet file."""
 _KEY = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
 
 
@@ -40,11 +42,12 @@ def command(
     done: bool,
     as_json: bool,
 ) -> int:
-    """Push groups from a JSON Lines file.
+    """Push groups from a JSON Lines or Parquet file.
 
-    One group per line, with the field names of Group and Rollout, arrays as lists. The whole file is read and
-    checked first: one bad line, and nothing is stored. Pushing the same file again changes nothing: every group is
-    answered as a duplicate. With --done the run trains what is left and ends, once all its envs are done.
+    One group per line, with the field names of Group and Rollout, arrays as lists; or what `rlbuffer export` wrote,
+    of which the same rollouts are stored, byte for byte. The whole file is read and checked first: one bad line, and
+    nothing is stored. Pushing the same file again changes nothing: every group is answered as a duplicate. With --done
+    the run trains what is left and ends, once all its envs are done. `import` is another name of this command.
 
     \b
     A line (shown wrapped; a group of 2 planned rollouts):
@@ -156,10 +159,15 @@ def read_groups(
     seen: Callable[[bytes], Any] = lambda line: None,
     check: Callable[[Group], Any] = lambda group: None,
 ) -> Iterator[Group]:
-    """The groups of a file, one per line that is not blank; `seen` gets every line, `check` every group."""
+    """The groups of a file, one per line that is not blank; `seen` gets every byte, `check` every group."""
     from rlbuffer.errors import InvalidRollout, PayloadError
     from rlbuffer.wire.jsonl import group_from_line
 
+    if stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC:
+        stream.seek(0)
+        yield from _from_parquet(stream, file, seen, check)
+        return
+    stream.seek(0)
     number = 0
     while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -178,6 +186,22 @@ def read_groups(
         except (InvalidRollout, PayloadError) as error:
             raise InvalidRollout(f"{place}  {error}") from None
         yield group
+
+
+def _from_parquet(
+    stream: IO[bytes], file: str, seen: Callable[[bytes], Any], check: Callable[[Group], Any]
+) -> Iterator[Group]:
+    from rlbuffer.archive.groups import read_group_file
+    from rlbuffer.errors import InvalidRollout
+
+    while piece := stream.read(2**20):
+        seen(piece)
+    try:
+        for group in read_group_file(Path(file)):
+            check(group)
+            yield group
+    except InvalidRollout as error:
+        raise InvalidRollout(f"{file}  {error}") from None
 
 
 def field_at_end(line: bytes) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 @click.option("--resume", is_flag=True, help="Only go on with a run that is there.")
 @click.option("--fresh", is_flag=True, help="Only begin a run: refused when it holds steps or pending groups.")
 @click.option("--replace-config", is_flag=True, help="Go on with a run that was started with other batcher settings.")
+@click.option("--archive", metavar="DIR", help="Keep every step and every drop in Parquet files there.")
 @click.option(
     "--display",
     type=click.Choice(["auto", "rich", "plain", "json", "none"]),
@@ -37,6 +38,7 @@ def command(
     resume: bool,
     fresh: bool,
     replace_config: bool,
+    archive: str | None,
     display: str,
 ) -> int:
     """Run the batcher: decides what each step trains on.
@@ -61,7 +63,7 @@ def command(
 
     if resume and fresh:
         raise click.UsageError("--resume and --fresh exclude each other")
-    loaded = given.load(parts=("serve",))
+    loaded = given.load({"archive.dir": ("--archive", archive)}, parts=("serve",))
     settings = loaded.settings
     if resume or fresh:
         _check_run(loaded, resume=resume)
@@ -210,6 +212,7 @@ def banner(loaded: Loaded, ready: LeaderReady, seconds: float) -> list[str]:
             ),
         ),
         ("budgets", shares or f"{batcher.remainder} (none set)"),
+        *([("archive", str(loaded.settings.archive.dir))] if loaded.settings.archive.dir else []),
         *_forecast(ready.forecast, loaded),
     ]
     lines = [f'rlbuffer {__version__} · serving run "{ready.run}" from step {ready.step}']

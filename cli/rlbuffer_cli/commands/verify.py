@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
+if TYPE_CHECKING:
+    from rlbuffer.store.records import Report
+
 
 @click.command("verify")
 @options.common
+@click.option("--archive", metavar="DIR", help="Check an archive instead of the server: no server is needed.")
 @click.option("--json", "as_json", is_flag=True, help="One object per finding, then the report.")
-def command(given: options.Given, as_json: bool) -> int:
+def command(given: options.Given, archive: str | None, as_json: bool) -> int:
     """Recompute the ledger and check every invariant. Changes nothing.
 
     pushed = pending + packed + trained + dropped, in rollouts and tokens, per env; every step dense and chained;
-    every payload that a step refers to present and whole. Exit code 0 when all of it holds, 1 when not.
+    every payload that a step refers to present and whole. Of an archive: every step once, no hole, every digest and
+    every payload's checksum. Exit code 0 when all of it holds, 1 when not.
 
     \b
-    Example:
+    Examples:
       rlbuffer verify --run math && echo fine
+      rlbuffer verify --archive /data/math
     """
-    from rlbuffer_cli.session import open_existing
-
-    with open_existing(given.load(), run_given=given.run is not None) as buffer:
-        report = buffer.verify()
-        name = buffer.run
+    report, name = _of_archive(archive) if archive is not None else _of_server(given)
     if as_json:
         for finding in report.findings:
             record = {"schema": "rlbuffer.finding/1", "invariant": finding.invariant, "message": finding.message}
@@ -41,3 +44,18 @@ def command(given: options.Given, as_json: bool) -> int:
         echo(f"  {finding.invariant:<4} {finding.message}")
     echo("ok: everything adds up" if report.ok else f"FAILED: {len(report.findings)} findings")
     return 0 if report.ok else 1
+
+
+def _of_server(given: options.Given) -> tuple[Report, str]:
+    from rlbuffer_cli.session import open_existing
+
+    with open_existing(given.load(), run_given=given.run is not None) as buffer:
+        return buffer.verify(), buffer.run
+
+
+def _of_archive(folder: str) -> tuple[Report, str]:
+    from rlbuffer.archive.check import check_archive
+    from rlbuffer.archive.library import Archive
+
+    archive = Archive(folder)
+    return check_archive(archive), archive.run

@@ -1,0 +1,121 @@
+"""Groups that the server has let go, out of the archive, as `inspect` shows those of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlbuffer.archive.library import ArchivedGroup, ArchivedRollout
+    from rlbuffer.client.buffer import Buffer
+    from rlbuffer.client.views import GroupDetail, GroupView, RolloutView
+
+
+def folder_of(buffer: Buffer, given: str | None) -> Path | None:
+    """The archive that was `given`, else the one that the run's batcher writes, where this machine has it."""
+    if given is not None:
+        return Path(given)
+    beats = buffer.store.heartbeats("batcher").values()
+    named = next((beat["archive"] for beat in beats if isinstance(beat.get("archive"), str) and beat["archive"]), "")
+    return Path(named) if named and Path(named).is_dir() else None
+
+
+def find(buffer: Buffer, folder: Path | None, identifier: str) -> GroupDetail:
+    """A group of the server, else of the archive.
+
+    Raises:
+        NotFound: neither has it.
+    """
+    from rlbuffer.errors import NotFound
+
+    try:
+        detail = buffer.group(identifier)
+    except NotFound:
+        if folder is None:
+            raise
+        return of_archive(folder, identifier)
+    if detail.members or folder is None:
+        return detail
+    try:
+        return of_archive(folder, identifier)
+    except NotFound:
+        return detail
+
+
+def of_archive(folder: Path, identifier: str) -> GroupDetail:
+    """A group of the archive. Raises NotFound; ArchiveError where there is none; ConfigError without pyarrow."""
+    from rlbuffer.archive import Archive
+
+    return detail_of(Archive(folder).find(identifier))
+
+
+def detail_of(group: ArchivedGroup) -> GroupDetail:
+    """A group of the archive as `inspect` shows groups."""
+    from rlbuffer.client.views import GroupDetail
+
+    members = tuple(_member(member) for member in group.members)
+    return GroupDetail(view=_view(group, members), members=members, answer=group.answer, metadata=group.metadata)
+
+
+def _view(group: ArchivedGroup, members: Sequence[RolloutView]) -> GroupView:
+    from statistics import fmean
+
+    from rlbuffer.client.views import GroupView
+    from rlbuffer.records.states import State
+
+    row = group.members[0].row if group.members else {}
+    dropped = group.dropped
+    scored = tuple(member.reward for member in members if member.reward is not None)
+    pushed = min((int(m.row["pushed_ms"]) for m in group.members), default=0) / 1000
+    return GroupView(
+        group_id=group.group_id,
+        env=group.env,
+        prompt_id=row.get("prompt_id") or "",
+        state=State.TRAINED if dropped is None else State.DROPPED,
+        reason="" if dropped is None else dropped.reason,
+        rollouts=len(members) if dropped is None else dropped.rollouts,
+        planned_size=row.get("planned_size") or 0,
+        reward=fmean(scored) if scored else None if dropped is None else dropped.reward,
+        rewards=scored,
+        age=None if group.step is None else group.step - 1 - min(member.min_version for member in members),
+        tokens=sum(member.length for member in members) if dropped is None else dropped.tokens,
+        created=pushed or None,
+        waited_seconds=None,
+        worker=row.get("worker") or "",
+        step=group.step,
+        detail="" if dropped is None else dropped.detail,
+        min_version=min((member.min_version for member in members), default=0),
+        max_version=max((member.max_version for member in members), default=0),
+        adapter=row.get("adapter") or "",
+    )
+
+
+def _member(archived: ArchivedRollout) -> RolloutView:
+    from rlbuffer.client.views import RolloutView
+    from rlbuffer.errors import PayloadError
+
+    row = archived.row
+    try:
+        rollout = archived.rollout
+    except PayloadError:
+        rollout = None
+    trained = rollout.logprobs[rollout.loss_mask] if rollout is not None else ()
+    return RolloutView(
+        rollout_id=row["rollout_id"],
+        reward=row["reward"],
+        rewards=row["rewards"],
+        advantage=row["advantage"],
+        length=row["length"],
+        loss_tokens=row["loss_tokens"],
+        prompt_tokens=row["prompt_tokens"],
+        min_version=row["min_version"],
+        max_version=row["max_version"],
+        is_truncated=row["is_truncated"],
+        finish_reason=row["finish_reason"],
+        logprob_mean=float(sum(trained) / len(trained)) if len(trained) else None,
+        text=row["text"],
+        rollout=rollout,
+        step=row["step"],
+        rank=row["rank"],
+    )

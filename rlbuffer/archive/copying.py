@@ -1,0 +1,148 @@
+"""From the server into an archive: whole files of steps, and the history with the rollouts of what was dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rlbuffer.archive.rows import Source
+from rlbuffer.archive.writer import ArchiveWriter, history_rows
+from rlbuffer.errors import PayloadError
+from rlbuffer.events.history import Dropped
+from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.step_header import StepHeader
+from rlbuffer.store.payloads import FETCH_BYTES
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import PartRollout, StepBytes
+
+HISTORY_PAGE = 1000
+"""Records of the history per file."""
+_GROUP_FIELD = "group"
+
+
+def copy_steps(store: Store, writer: ArchiveWriter, headers: Sequence[StepHeader]) -> int:
+    """Adds consecutive steps of one epoch as one file. -> steps added: up to the first that is gone, another one by
+    now, or cannot be read.
+
+    Raises:
+        OSError: the filesystem refused, and nothing is added.
+    """
+    whole: list[tuple[StepHeader, StepBytes]] = []
+    for header in headers:
+        try:
+            stored = store.read_step_bytes(header.step)
+        except PayloadError:
+            break  # nobody can train it: `step void` takes it back
+        if stored is None or stored.digest != header.digest:
+            break
+        whole.append((header, stored))
+    if whole:
+        writer.add_steps(whole, (group for _, stored in whole for group in _of_step(store, stored)))
+    return len(whole)
+
+
+def _of_step(store: Store, stored: StepBytes) -> Iterator[list[Source]]:
+    """The rollouts of a step, push by push, about 64 MiB at a time."""
+    places: list[tuple[PartRollout, int, int]] = []
+    for part in stored.decoded:
+        places += [(ref, part.rank, place) for place, ref in enumerate(part.rollouts)]
+    places.sort(key=lambda item: (item[0].payload_key, item[0].index))
+    seen = ""
+    for chunk in _chunks(places):
+        sources = []
+        for (ref, rank, place), (data, group) in zip(
+            chunk, store.read_pushed([ref for ref, _, _ in chunk]), strict=True
+        ):
+            its_group = group if ref.payload_key != seen else None
+            seen = ref.payload_key
+            sources.append(Source(ref=ref, data=data, group=its_group, step=stored.step, rank=rank, place=place))
+        yield sources
+
+
+def _chunks(places: Sequence[tuple[PartRollout, int, int]]) -> Iterator[Sequence[tuple[PartRollout, int, int]]]:
+    start, size = 0, 0
+    for i, (ref, _, _) in enumerate(places):
+        if size and size + ref.info.size > FETCH_BYTES:
+            yield places[start:i]
+            start, size = i, 0
+        size += ref.info.size
+    yield places[start:]
+
+
+def copy_history(store: Store, writer: ArchiveWriter) -> int:
+    """Adds all of the history that is new. -> records added. Raises OSError when the filesystem refuses."""
+    added = 0
+    while True:
+        page = store.read_history(writer.history_place, count=HISTORY_PAGE)
+        if not page.records:
+            return added
+        drops = [row for entry_id, record in page.records for row in history_rows(entry_id, record) if _is_drop(row)]
+        writer.add_history(page.records, _of_drops(store, drops), is_cut=page.is_cut)
+        added += len(page.records)
+
+
+def _is_drop(row: Mapping[str, Any]) -> bool:
+    return bool(row["kind"] == Dropped.event and row.get("group_id"))
+
+
+def _of_drops(store: Store, drops: Sequence[Mapping[str, Any]]) -> Iterator[list[Source]]:
+    """The rollouts of dropped groups that are still there, a push at a time; those that a step trains are its own."""
+    of_group = {str(row["group_id"]): row for row in drops}  # of several drops of a group, its rollouts stand once
+    keys = store.dropped_payloads(list(of_group)) if of_group else {}
+    used = _consumed(store, keys)
+    for group_id, payload_keys in keys.items():
+        for payload_key in payload_keys:
+            if payload_key not in used:
+                yield _of_push(of_group[group_id], payload_key, store.read_push_payload(payload_key))
+
+
+def _consumed(store: Store, groups: Mapping[str, Any]) -> set[str]:
+    """Payload keys that live steps name, of steps in which one of these groups is."""
+    used: set[str] = set()
+    problems: list[Any] = []
+    for header in store.headers(problems=problems) if groups else ():
+        if not groups.keys().isdisjoint(header.group_ids):
+            with suppress(PayloadError):
+                stored = store.read_step_bytes(header.step)
+                used |= {ref.payload_key for part in (stored.decoded if stored else ()) for ref in part.rollouts}
+    return used
+
+
+def _of_push(drop: Mapping[str, Any], payload_key: str, fields: Mapping[str, bytes]) -> list[Source]:
+    names = sorted((name for name in fields if name.isdigit()), key=int)
+    sources = []
+    for name in names:
+        ref = PartRollout(
+            payload_key=payload_key,
+            index=int(name),
+            info=RolloutInfo(
+                rollout_id="", length=0, prompt_tokens=0, loss_tokens=0, reward=None, min_version=0, max_version=0
+            ),
+            group_id=str(drop["group_id"]),
+            env=str(drop.get("env") or ""),
+            adapter="",
+            advantage=0.0,
+        )
+        group = fields.get(_GROUP_FIELD) if name == names[0] else None
+        sources.append(Source(ref=ref, data=fields[name], group=group, history_id=str(drop["history_id"])))
+    return sources
+
+
+def files_of(headers: Sequence[StepHeader], *, steps: int, size: int) -> Iterator[list[StepHeader]]:
+    """Consecutive steps of one epoch for one file each: at most `steps`, and none more once they have `size` bytes."""
+    file: list[StepHeader] = []
+    for header in headers:
+        follows = file and header.step == file[-1].step + 1 and header.epoch == file[-1].epoch
+        if file and (not follows or len(file) >= steps or sum(h.bytes for h in file) >= size):
+            yield file
+            file = []
+        file.append(header)
+    if file:
+        yield file
+
+
+def unwritten(store: Store, writer: ArchiveWriter) -> list[StepHeader]:
+    """Headers of the live steps that the archive does not have; without those that cannot be read."""
+    problems: list[Any] = []
+    return [header for header in store.headers(problems=problems) if header.digest not in writer.digests]

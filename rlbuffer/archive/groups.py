@@ -1,0 +1,118 @@
+"""Groups of an archive as they were pushed, and groups in a Parquet file of their own: the columns are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout, group_of
+from rlbuffer.archive.rows import Source, payload_of, rollout_table, rows_of
+from rlbuffer.archive.schema import ROLLOUTS
+from rlbuffer.archive.writer import write_file
+from rlbuffer.errors import InvalidRollout, PayloadError
+from rlbuffer.records.group import Group
+from rlbuffer.store.records import PartRollout
+from rlbuffer.wire.payload import decode_group_payload, decode_rollout, encode_push
+
+GROUPS_PER_TABLE = 64
+"""Groups of one row group in a file of groups."""
+
+
+def archived_groups(archive: Archive) -> Iterator[ArchivedGroup]:
+    """Every group of the steps that count, by step, then every drop."""
+    for step in archive.steps:
+        for group_id, members in groupby(archive.rollouts(step.step), key=lambda member: member.row["group_id"]):
+            rows = [member.row for member in members]
+            yield group_of(rows, group_id, rows[0]["env"], step.step, None)
+    for dropped in archive.dropped():
+        rows = [row for row in archive.dropped_rows(dropped) if row["group_id"] == dropped.group_id]
+        yield group_of(rows, dropped.group_id, dropped.env, None, dropped)
+
+
+def pushes_of(members: Iterable[ArchivedRollout], gone: list[str]) -> Iterator[Group]:
+    """The pushes that these rollouts came in; `gone` takes the group of each rollout without a whole payload."""
+    for _, push in groupby(members, key=lambda member: member.row["payload_key"]):
+        rows = [member.row for member in push]
+        whole = [row for row in rows if not row["problem"]]
+        gone.extend(row["group_id"] for row in rows if row["problem"])
+        if whole:
+            yield _group(whole)
+
+
+def _group(rows: list[Mapping[str, Any]]) -> Group:
+    row = rows[0]
+    group_payload = next((r["group_payload"] for r in rows if r["group_payload"] is not None), None)
+    answer, metadata = (None, {}) if group_payload is None else decode_group_payload(group_payload)
+    return Group(
+        group_id=row["group_id"],
+        env=row["env"],
+        prompt_id=row["prompt_id"] or "",
+        rollouts=tuple(decode_rollout(payload_of(r) or b"") for r in rows),
+        planned_size=max(row["planned_size"] or 0, len(rows)),
+        adapter=row["adapter"] or "",
+        answer=answer,
+        metadata=metadata,
+        needs=tuple(row["needs"] or ()),
+        worker=row["worker"] or "",
+        created=row["created"],
+    )
+
+
+def write_groups(path: Path, groups: Iterable[Group], *, run: str) -> None:
+    """Writes a Parquet file of groups, in the archive's columns of rollouts. Raises OSError."""
+
+    def tables() -> Iterator[Any]:
+        sources: list[Source] = []
+        for number, group in enumerate(groups):
+            sources += _sources(number, group)
+            if number % GROUPS_PER_TABLE == GROUPS_PER_TABLE - 1:
+                yield rollout_table(sources)
+                sources = []
+        if sources:
+            yield rollout_table(sources)
+
+    write_file(path, ROLLOUTS, tables(), run=run)
+
+
+def _sources(number: int, group: Group) -> Iterator[Source]:
+    push = encode_push(group)
+    for index, (info, data) in enumerate(zip(push.info.rollouts, push.payloads, strict=True)):
+        ref = PartRollout(
+            payload_key=f"{group.group_id}:{number}",
+            index=index,
+            info=info,
+            group_id=group.group_id,
+            env=group.env,
+            adapter=group.adapter,
+            advantage=0.0,
+            prompt_id=group.prompt_id,
+            planned_size=group.planned_size,
+            worker=group.worker,
+        )
+        group_payload = push.group_payload if index == 0 else None
+        yield Source(ref=ref, data=data, group=group_payload, needs=group.needs, created=group.created)
+
+
+def read_group_file(path: Path) -> Iterator[Group]:
+    """The groups of a file of rollouts, a push after the other.
+
+    Raises:
+        InvalidRollout: it is no such file, or a rollout of it is damaged; the message names the group.
+    """
+    try:
+        parquet = pq.ParquetFile(path)
+        if missing := [name for name in ROLLOUTS.names if name not in parquet.schema_arrow.names]:
+            raise InvalidRollout(f"it lacks the columns {', '.join(missing)}: it is no file of rollouts")
+        rows = (row for batch in parquet.iter_batches(batch_size=256) for row in rows_of(batch))
+        for (group_id, _), push in groupby(rows, key=lambda row: (row["group_id"], row["payload_key"])):
+            try:
+                yield _group(list(push))
+            except PayloadError as error:
+                raise InvalidRollout(f"group {group_id}: {error}") from None
+    except (OSError, pa.ArrowInvalid) as error:
+        raise InvalidRollout(f"it cannot be read as Parquet: {error}") from None

@@ -1,0 +1,312 @@
+"""Reading an archive: steps, rollouts, dropped groups, and what an id names.
+
+Steps that were taken back (``rlbuffer step void``, a server that lost its newest writes) stay in the files. Those that
+count are on the chain of digests that ends in the newest step: each names the digest of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlbuffer.archive.rows import payload_of, rows_of
+from rlbuffer.archive.schema import (
+    ARCHIVE_FORMAT,
+    FORMAT_KEY,
+    RUN_KEY,
+    StepsName,
+    history_names,
+    settings_file,
+    steps_names,
+)
+from rlbuffer.errors import ArchiveError, NotFound, PayloadError
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.wire.payload import decode_group_payload, decode_rollout
+
+_LIGHT = ("step", "epoch", "digest", "previous_digest", "committed_ms", "revision", "rollouts", "tokens", "reward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchivedStep:
+    """A committed step, as its file has it; `Archive.rollouts` has what it holds."""
+
+    step: int
+    epoch: int
+    digest: str
+    """SHA-256 of the step, chained on `previous_digest`."""
+    previous_digest: str
+    committed_ms: int
+    """Server time of the commit, in milliseconds."""
+    revision: int
+    """Revision of the settings that made it."""
+    rollouts: int
+    tokens: int
+    reward: float | None
+    """Mean over rollouts."""
+    file: str
+    """The file that holds it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchivedRollout:
+    """One rollout as it was archived; `row` has every column of the file."""
+
+    row: Mapping[str, Any]
+    """Column -> value; columns of tokens are arrays."""
+
+    @property
+    def rollout_id(self) -> str:
+        """Unique in its group."""
+        return str(self.row["rollout_id"])
+
+    @property
+    def payload(self) -> bytes | None:
+        """The payload as its worker sent it; None when it was gone already when it was archived."""
+        return payload_of(self.row)
+
+    @property
+    def rollout(self) -> Rollout:
+        """The rollout itself.
+
+        Raises:
+            PayloadError: its payload was missing or damaged when it was archived.
+        """
+        data = self.payload
+        if data is None:
+            raise PayloadError(f"rollout {self.rollout_id}: {self.row['problem']}")
+        return decode_rollout(data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DroppedGroup:
+    """A group, or a part of one, that was not trained."""
+
+    history_id: str
+    """Id of its record in the run's history."""
+    at_ms: int
+    """Server time of the drop, in milliseconds."""
+    group_id: str
+    env: str
+    reason: str
+    """Reason of the drop, a :class:`~rlbuffer.records.states.Reason` by name."""
+    detail: str
+    """The rule that dropped it, with value and limit."""
+    rollouts: int
+    tokens: int
+    reward: float | None
+    """Mean over the scored rollouts."""
+    min_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchivedGroup:
+    """A group of the archive, with the rollouts that are there."""
+
+    group_id: str
+    env: str
+    step: int | None
+    """The step that trained it; None: it was dropped."""
+    dropped: DroppedGroup | None
+    """None: it was trained."""
+    members: tuple[ArchivedRollout, ...]
+    answer: Any
+    """Reference answer; None where there is none, or its payload is gone."""
+    metadata: Mapping[str, Any]
+
+
+class Archive:
+    """An archive's directory.
+
+    Args:
+        folder: the directory that ``rlbuffer serve --archive`` was given.
+
+    Raises:
+        ArchiveError: there is no archive, it is of another format, or of several runs.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._names = steps_names(self.folder)
+        if not self._names and not history_names(self.folder):
+            raise ArchiveError(f"{self.folder} holds no archive: it has no file steps-*.parquet")
+
+    @cached_property
+    def all_steps(self) -> tuple[ArchivedStep, ...]:
+        """Every step of every file, also those that were taken back; by file."""
+        return tuple(
+            ArchivedStep(file=name.file(), **row)
+            for name in self._names
+            for row in self._table(name.file(), _LIGHT).to_pylist()
+        )
+
+    @cached_property
+    def steps(self) -> tuple[ArchivedStep, ...]:
+        """The steps that count, the oldest first: the chain that ends in the newest one. A hole leaves numbers out."""
+        by_step: dict[int, dict[str, ArchivedStep]] = {}
+        for step in sorted(self.all_steps, key=lambda s: (s.step, s.epoch)):
+            by_step.setdefault(step.step, {}).setdefault(step.digest, step)
+        chain: list[ArchivedStep] = []
+        newest = max(self.all_steps, key=lambda s: (s.epoch, s.step), default=None)
+        digest = "" if newest is None else newest.digest
+        step: ArchivedStep | None
+        for number in sorted((n for n in by_step if newest is not None and n <= newest.step), reverse=True):
+            if not chain or chain[-1].step == number + 1:
+                step = by_step[number].get(digest)
+            else:  # behind a hole: nothing names its digest, so the newest epoch counts
+                epoch = chain[-1].epoch
+                step = next((s for s in reversed(by_step[number].values()) if s.epoch <= epoch), None)
+            if step is not None:
+                chain.append(step)
+                digest = step.previous_digest
+        return tuple(reversed(chain))
+
+    @cached_property
+    def run(self) -> str:
+        """Name of the run."""
+        files = [name.file() for name in self._names] or [name for _, _, name in history_names(self.folder)]
+        metadata = pq.read_schema(self.folder / files[0]).metadata or {}
+        return str(metadata.get(RUN_KEY, b"").decode())
+
+    def step_rows(self, name: StepsName) -> list[dict[str, Any]]:
+        """The rows of a file of steps, with headers and parts as they stood on the server."""
+        rows: list[dict[str, Any]] = self._table(name.file()).to_pylist()
+        return rows
+
+    def rollouts(self, step: int) -> Iterator[ArchivedRollout]:
+        """The rollouts of a step, by group. Raises NotFound when the archive does not have it."""
+        archived = next((s for s in self.steps if s.step == step), None)
+        if archived is None:
+            raise NotFound(f"the archive {self.folder} has no step {step}")
+        for row in self.rows(archived.file.replace("steps-", "rollouts-", 1)):
+            if row["step"] == step:
+                yield ArchivedRollout(row=row)
+
+    def dropped(self) -> Iterator[DroppedGroup]:
+        """Every drop, the oldest first."""
+        for _, _, name in history_names(self.folder):
+            for row in self.history_rows(name):
+                if row["kind"] == "drop":
+                    yield _dropped(row)
+
+    def settings(self, revision: int) -> Mapping[str, Any]:
+        """The batcher's settings of a revision, with ``config`` as JSON. Raises NotFound."""
+        name = settings_file(revision)
+        if not (self.folder / name).exists():
+            raise NotFound(f"the archive {self.folder} has no settings of revision {revision}")
+        row: Mapping[str, Any] = self._table(name).to_pylist()[0]
+        return row
+
+    def find(self, identifier: str) -> ArchivedGroup:
+        """Finds a group by its id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id.
+
+        Where it was trained several times, or dropped in part, the last step that trained it counts.
+
+        Raises:
+            NotFound: it is not there, or the prefix fits several.
+        """
+        prefix = identifier.rsplit("/", 1)[0]
+        places = self._places(prefix)
+        group_ids = {prefix} if prefix in places else set(places)
+        if not group_ids:
+            raise NotFound(f"the archive {self.folder} has no group {identifier!r}")
+        if len(group_ids) > 1:
+            some = ", ".join(sorted(group_ids)[:5])
+            raise NotFound(f"{identifier!r} fits {len(group_ids)} groups of the archive: {some}. Give more of the id.")
+        group_id = group_ids.pop()
+        place = places[group_id]
+        if isinstance(place, DroppedGroup):
+            rows = [row for row in self.dropped_rows(place) if row["group_id"] == group_id]
+            return group_of(rows, group_id, place.env, None, place)
+        trained = [member.row for member in self.rollouts(place) if member.row["group_id"] == group_id]
+        return group_of(trained, group_id, str(trained[0]["env"]) if trained else "", place, None)
+
+    def _places(self, prefix: str) -> dict[str, int | DroppedGroup]:
+        """Group id that begins so -> the last step that trained it, else its drop."""
+        places: dict[str, int | DroppedGroup] = {
+            group.group_id: group for group in self.dropped() if group.group_id.startswith(prefix)
+        }
+        counting = {step.digest for step in self.steps}
+        for name in self._names:
+            for row in self._table(name.file(), ("step", "digest", "group_ids")).to_pylist():
+                if row["digest"] in counting:
+                    places |= {group_id: row["step"] for group_id in row["group_ids"] if group_id.startswith(prefix)}
+        return places
+
+    def dropped_rows(self, group: DroppedGroup) -> Iterator[dict[str, Any]]:
+        """The rollouts that were archived with one record of the history."""
+        place = _id(group.history_id)
+        for first, last, name in history_names(self.folder):
+            file = name.replace("history-", "dropped-", 1)
+            if first <= place <= last and (self.folder / file).exists():
+                yield from (row for row in self.rows(file) if row["history_id"] == group.history_id)
+
+    def history_rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a file of the history."""
+        rows: list[dict[str, Any]] = self._table(name).to_pylist()
+        return rows
+
+    def rows(self, file: str) -> Iterator[dict[str, Any]]:
+        """Every row of a file of rollouts, a row group at a time."""
+        with self._open(file) as parquet:
+            for index in range(parquet.num_row_groups):
+                for batch in parquet.read_row_group(index).to_batches():
+                    yield from rows_of(batch)
+
+    def _table(self, name: str, columns: Sequence[str] | None = None) -> Any:
+        with self._open(name) as parquet:
+            return parquet.read(columns=None if columns is None else list(columns))
+
+    def _open(self, name: str) -> Any:
+        try:
+            parquet = pq.ParquetFile(self.folder / name)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise ArchiveError(f"{self.folder / name} cannot be read: {error}") from None
+        stored = (parquet.schema_arrow.metadata or {}).get(FORMAT_KEY, b"0").decode()
+        if stored != str(ARCHIVE_FORMAT):
+            raise ArchiveError(
+                f"{self.folder / name} is of format {stored}, and this version reads format {ARCHIVE_FORMAT}"
+            )
+        return parquet
+
+
+def _dropped(row: Mapping[str, Any]) -> DroppedGroup:
+    return DroppedGroup(
+        history_id=row["history_id"],
+        at_ms=row["at_ms"],
+        group_id=row["group_id"] or "",
+        env=row["env"] or "",
+        reason=row["reason"] or "",
+        detail=row["detail"] or "",
+        rollouts=row["rollouts"] or 0,
+        tokens=row["tokens"] or 0,
+        reward=row["reward"],
+        min_version=row["min_version"] or 0,
+    )
+
+
+def group_of(
+    rows: Sequence[Mapping[str, Any]], group_id: str, env: str, step: int | None, dropped: DroppedGroup | None
+) -> ArchivedGroup:
+    """A group out of its rows, those of each push together."""
+    group_payload = next((row["group_payload"] for row in rows if row["group_payload"] is not None), None)
+    answer, metadata = (None, {}) if group_payload is None else decode_group_payload(group_payload)
+    return ArchivedGroup(
+        group_id=group_id,
+        env=env,
+        step=step,
+        dropped=dropped,
+        members=tuple(ArchivedRollout(row=row) for row in rows),
+        answer=answer,
+        metadata=metadata,
+    )
+
+
+def _id(history_id: str) -> tuple[int, int]:
+    at, _, sequence = history_id.partition("-")
+    return int(at), int(sequence)

@@ -1,0 +1,212 @@
+"""Rows of payloads, and payloads of rows: every byte comes back, so that its checksum can be computed again.
+
+Tokens, marks and logprobs are copied once, from views of the received bytes into one array per column; nothing becomes
+a Python object per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rlbuffer.archive.schema import ROLLOUTS
+from rlbuffer.errors import PayloadError
+from rlbuffer.records.columns import REQUIRED_COLUMNS
+from rlbuffer.records.info import RolloutInfo
+from rlbuffer.store.records import PartRollout
+from rlbuffer.wire.arrays import Details
+from rlbuffer.wire.payload import loads
+from rlbuffer.wire.payload_parts import MAX_DETAILS_BYTES
+from rlbuffer.wire.payload_split import PayloadParts, joined_again, split
+
+MISSING = "its payload is missing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A rollout of a step, or of a dropped group, as it is archived."""
+
+    ref: PartRollout
+    """The rollout as a step's part, or the record of a drop, names it; with checksum 0 where nothing announced one."""
+    data: bytes | memoryview | None
+    """Its payload; None when it is gone."""
+    group: bytes | None = None
+    """Answer and metadata of its push, as encoded; beside the first rollout of each push only."""
+    step: int | None = None
+    rank: int | None = None
+    place: int | None = None
+    """Index in the part of its rank."""
+    history_id: str | None = None
+    """The drop's record in the history."""
+    needs: Sequence[str] = ()
+    """Names that scorers must still add, of a group that was exported before."""
+    created: float | None = None
+    """Unix seconds at the worker, where they are known."""
+
+
+def rollout_table(sources: Sequence[Source]) -> Any:
+    """[N] rows of :data:`~rlbuffer.archive.schema.ROLLOUTS`, a pyarrow table; payloads are copied."""
+    pieces = [_split(source) for source in sources]
+    table: dict[str, Any] = {}
+    rows = [_scalars(source, parts, problem) for source, (parts, problem) in zip(sources, pieces, strict=True)]
+    for name in rows[0] if rows else ():
+        table[name] = [row[name] for row in rows]
+    arrays = [
+        _token_column(field, [parts.required[field.name] if parts else None for parts, _ in pieces])
+        if field.name in REQUIRED_COLUMNS
+        else pa.array(table.get(field.name, []), field.type)
+        for field in ROLLOUTS
+    ]
+    return pa.Table.from_arrays(arrays, schema=ROLLOUTS)
+
+
+def _split(source: Source) -> tuple[PayloadParts | None, str]:
+    """The parts of a payload that is what was announced, else what is wrong with it."""
+    if source.data is None:
+        return None, MISSING
+    try:
+        parts = split(source.data)
+        info = source.ref.info
+        if info.checksum and (len(source.data), parts.checksum) != (info.size, info.checksum):
+            raise PayloadError(
+                f"{len(source.data)} bytes with checksum {parts.checksum:08x} do not agree with the metadata: "
+                f"{info.size} bytes with checksum {info.checksum:08x}"
+            )
+        _info_of(parts)  # what is not of the types of a rollout is kept as it came
+    except (PayloadError, TypeError, ValueError, AttributeError) as error:
+        return None, str(error)
+    return parts, ""
+
+
+def _info_of(parts: PayloadParts) -> RolloutInfo:
+    """The rollout as its payload describes it."""
+    d, mask = parts.details, parts.required["loss_mask"]
+    versions = [int(version) for version in d.spans[::3]]
+    trained = np.flatnonzero(mask)
+    return RolloutInfo(
+        rollout_id=str(d.rollout_id),
+        length=len(mask),
+        prompt_tokens=int(trained[0]) if len(trained) else len(mask),
+        loss_tokens=len(trained),
+        reward=None if d.reward is None else float(d.reward),
+        rewards={str(name): float(value) for name, value in d.rewards.items()},
+        min_version=min(versions),
+        max_version=max(versions),
+        turns=len(d.turns),
+        is_truncated=bool(d.is_truncated),
+        size=0,
+        checksum=parts.checksum,
+    )
+
+
+def _scalars(source: Source, parts: PayloadParts | None, problem: str) -> dict[str, Any]:
+    """Everything of a row but its columns of tokens."""
+    ref, info = source.ref, source.ref.info
+    if parts is not None and not info.checksum:
+        info = _info_of(parts)
+    return {
+        "step": source.step,
+        "rank": source.rank,
+        "place": source.place,
+        "history_id": source.history_id,
+        "group_id": ref.group_id,
+        "env": ref.env,
+        "adapter": ref.adapter,
+        "prompt_id": ref.prompt_id,
+        "planned_size": ref.planned_size,
+        "worker": ref.worker,
+        "payload_key": ref.payload_key,
+        "index": ref.index,
+        "pushed_ms": ref.pushed_ms,
+        "advantage": None if source.step is None else ref.advantage,
+        "rollout_id": info.rollout_id,
+        "length": info.length,
+        "prompt_tokens": info.prompt_tokens,
+        "loss_tokens": info.loss_tokens,
+        "reward": info.reward,
+        "rewards": list(info.rewards.items()),
+        "min_version": info.min_version,
+        "max_version": info.max_version,
+        "finish_reason": "" if parts is None else str(parts.details.finish_reason),
+        "is_truncated": info.is_truncated,
+        "size": len(source.data) if source.data is not None else info.size,
+        "checksum": info.checksum,
+        "problem": problem,
+        "text": None if parts is None else parts.text,
+        "columns": [] if parts is None else _packed(parts.columns),
+        "attachments": [] if parts is None else _packed(parts.attachments),
+        "details": None if parts is None else parts.packed,
+        "group_payload": source.group,
+        "needs": list(source.needs),
+        "created": source.created,
+        "raw": None if parts is not None or source.data is None else bytes(source.data),
+    }
+
+
+def _packed(arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "dtype": array.dtype.str, "shape": list(array.shape), "data": array.tobytes()}
+        for name, array in arrays.items()
+    ]
+
+
+def _token_column(field: Any, arrays: Sequence[NDArray[Any] | None]) -> Any:
+    """A column of lists out of one array each; an empty list where there is none."""
+    offsets = np.zeros(len(arrays) + 1, np.int32)
+    np.cumsum([0 if array is None else len(array) for array in arrays], out=offsets[1:])
+    there = [array for array in arrays if array is not None]
+    values = np.concatenate(there) if there else np.empty(0, REQUIRED_COLUMNS[field.name])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, field.type.value_type), type=field.type)
+
+
+# -- and back ----------------------------------------------------------------------------------------------------------
+def payload_of(row: Mapping[str, Any]) -> bytes | None:
+    """The payload that a row was made of; None where it was missing.
+
+    `row`: as pyarrow's ``RecordBatch.to_pylist`` gives it, its columns of tokens as arrays (:func:`rows_of`).
+
+    Raises:
+        PayloadError: the row's details cannot be read.
+    """
+    if row["details"] is None:
+        raw: bytes | None = row["raw"]
+        return raw
+    details = loads(row["details"], limit=MAX_DETAILS_BYTES)
+    return joined_again(
+        PayloadParts(
+            packed=row["details"],
+            details=Details(*details),
+            required={name: np.asarray(row[name], dtype) for name, dtype in REQUIRED_COLUMNS.items()},
+            columns={array["name"]: _unpacked(array) for array in row["columns"]},
+            attachments={array["name"]: _unpacked(array) for array in row["attachments"]},
+            text=row["text"],
+            checksum=row["checksum"],
+        )
+    )
+
+
+def _unpacked(array: Mapping[str, Any]) -> NDArray[Any]:
+    dtype, shape = np.dtype(array["dtype"]), array["shape"]
+    return np.frombuffer(array["data"], dtype).reshape(shape) if array["data"] else np.zeros(shape, dtype)
+
+
+def rows_of(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a record batch as mappings; columns of tokens as arrays, without an object per token."""
+    per_token = [name for name in REQUIRED_COLUMNS if name in batch.schema.names]
+    others = [name for name in batch.schema.names if name not in per_token]
+    rows: list[dict[str, Any]] = batch.select(others).to_pylist()
+    for name in per_token:
+        column = batch.column(name)
+        offsets = column.offsets.to_numpy()
+        values = column.values.to_numpy(zero_copy_only=False)
+        for row, start, end in zip(rows, offsets[:-1], offsets[1:], strict=True):
+            row[name] = values[start:end]
+    for row in rows:
+        if "rewards" in row:
+            row["rewards"] = dict(row["rewards"] or ())
+    return rows

@@ -1,0 +1,230 @@
+"""Adding to an archive: every file is written under a temporary name, flushed, and renamed when it is whole.
+
+What the directory holds is what is archived, so a writer that dies at any byte leaves nothing half done: the next one
+reads the names and goes on. Rollouts come before the steps that need them, so a step that is there has all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlbuffer.archive.rows import Source, rollout_table
+from rlbuffer.archive.schema import (
+    HISTORY,
+    ROLLOUTS,
+    RUN_KEY,
+    SETTINGS,
+    STEPS,
+    StepsName,
+    described,
+    history_file,
+    history_names,
+    settings_file,
+    steps_names,
+)
+from rlbuffer.errors import ArchiveError
+from rlbuffer.process.files import rename_for_good
+from rlbuffer.records.step_header import StepHeader
+from rlbuffer.store.records import Meta, StepBytes
+
+_NO_DICTIONARY = frozenset({"tokens", "loss_mask", "logprobs", "columns", "attachments", "details", "raw"})
+_OPTIONS: Mapping[str, Any] = {"compression": "zstd", "compression_level": 1}
+
+
+class ArchiveWriter:
+    """Writes one run's archive.
+
+    Args:
+        folder: is made where it is not there.
+        run: name of the run.
+        check: is called before anything appears; it raises where this process may not write any more.
+
+    Raises:
+        ArchiveError: the folder holds the archive of another run.
+        OSError: the filesystem refused.
+    """
+
+    def __init__(self, folder: Path, run: str, check: Callable[[], None] = lambda: None) -> None:
+        self.folder = folder
+        self._run = run
+        self._check = check
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in folder.glob(".*.parquet.*.part"):
+            with suppress(FileNotFoundError):
+                part.unlink()
+        self.digests: set[str] = set()
+        """Digests of the steps that are archived."""
+        for name in sorted(steps_names(folder), key=lambda name: (name.epoch, name.first, -name.last)):
+            with pq.ParquetFile(folder / name.file()) as file:
+                table = file.read(columns=["digest"])
+            there = table.schema.metadata.get(RUN_KEY, b"").decode()
+            if there != run:
+                raise ArchiveError(f"{folder} holds the archive of run {there!r}, not of {run!r}: give each its own")
+            steps = set(table.column("digest").to_pylist())
+            if steps <= self.digests:  # two leaders wrote them at once, one of which had lost the lead
+                (folder / name.file()).unlink()
+                (folder / name.file("rollouts")).unlink(missing_ok=True)
+            self.digests |= steps
+        history = history_names(folder)
+        self.history_place = "{}-{}".format(*history[-1][1]) if history else "0-0"
+        """Id of the last record of the history that is archived."""
+
+    def add_steps(self, steps: Sequence[tuple[StepHeader, StepBytes]], rollouts: Iterable[Sequence[Source]]) -> None:
+        """Adds consecutive steps of one epoch.
+
+        Args:
+            steps: at least one.
+            rollouts: theirs, a row group at a time.
+
+        Raises:
+            OSError: the filesystem refused; nothing was added.
+        """
+        name = StepsName(steps[0][0].epoch, steps[0][0].step, steps[-1][0].step, steps[-1][0].digest[:12])
+        self._write(name.file("rollouts"), ROLLOUTS, (rollout_table(group) for group in rollouts if group))
+        rows = [_step_row(header, stored) for header, stored in steps]
+        self._write(name.file(), STEPS, [pa.Table.from_pylist(rows, schema=STEPS)])
+        self.digests |= {header.digest for header, _ in steps}
+
+    def add_history(
+        self, records: Sequence[tuple[str, Mapping[str, Any]]], rollouts: Iterable[Sequence[Source]], *, is_cut: bool
+    ) -> None:
+        """Adds records of the history, at least one, and the rollouts of the groups that were dropped.
+
+        `is_cut`: records before them are gone. Raises OSError; then nothing was added.
+        """
+        first, last = records[0][0], records[-1][0]
+        sources = _with_first(iter(rollouts))
+        if sources is not None:
+            self._write(history_file("dropped", first, last), ROLLOUTS, (rollout_table(group) for group in sources))
+        rows = [row for entry_id, record in records for row in history_rows(entry_id, record)]
+        rows[0]["is_cut"] = is_cut
+        self._write(history_file("history", first, last), HISTORY, [pa.Table.from_pylist(rows, schema=HISTORY)])
+        self.history_place = last
+
+    def add_settings(self, meta: Meta) -> None:
+        """Adds the batcher's settings of a revision, once. Raises OSError."""
+        name = settings_file(meta.revision)
+        if not (self.folder / name).exists():
+            config = json.dumps(meta.config, sort_keys=True)
+            row = {"revision": meta.revision, "epoch": meta.epoch, "digest": meta.config_digest, "config": config}
+            self._write(name, SETTINGS, [pa.Table.from_pylist([row], schema=SETTINGS)])
+
+    def _write(self, name: str, schema: Any, tables: Iterable[Any]) -> None:
+        write_file(self.folder / name, schema, tables, run=self._run, check=self._check)
+
+
+def write_file(
+    path: Path, schema: Any, tables: Iterable[Any], *, run: str, check: Callable[[], None] = lambda: None
+) -> None:
+    """Writes a Parquet file that is there whole, and on the disk, or not at all; a row group per table.
+
+    Raises:
+        OSError: the filesystem refused. Whatever `check` raises, before each row group and before the file appears.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+    dictionary = [column for column in schema.names if column not in _NO_DICTIONARY]
+    try:
+        with temporary.open("wb") as file:
+            with pq.ParquetWriter(
+                file,
+                described(schema, run),
+                use_dictionary=dictionary,
+                column_encoding=_encodings(schema),
+                write_statistics=["step", "group_id", "history_id"],
+                **_OPTIONS,
+            ) as writer:
+                for table in tables:
+                    check()
+                    writer.write_table(table)
+            file.flush()
+            os.fsync(file.fileno())
+        check()
+        rename_for_good(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def _encodings(schema: Any) -> dict[str, str] | None:
+    """Bytes of floats apart compress better: logprobs have nearly equal exponents."""
+    return {"logprobs.list.element": "BYTE_STREAM_SPLIT"} if "logprobs" in schema.names else None
+
+
+def _with_first(groups: Iterator[Sequence[Source]]) -> Iterator[Sequence[Source]] | None:
+    """The groups that are not empty; None when there is none."""
+    whole = (group for group in groups if group)
+    first = next(whole, None)
+    if first is None:
+        return None
+
+    def all_of(first: Sequence[Source] = first) -> Iterator[Sequence[Source]]:
+        yield first
+        yield from whole
+
+    return all_of()
+
+
+def _step_row(header: StepHeader, stored: StepBytes) -> dict[str, Any]:
+    same = (
+        *("step", "epoch", "digest", "previous_digest", "committed_ms", "revision", "world_size", "rollouts"),
+        *("tokens", "reward", "age", "max_age", "fill"),
+    )
+    return {
+        **{name: getattr(header, name) for name in same},
+        "closed_by": str(header.closed_by),
+        "group_ids": list(header.group_ids),
+        "header": stored.header,
+        "parts": list(stored.parts),
+    }
+
+
+TAKEN_BACK_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")
+"""Values of each group in :class:`rlbuffer.events.history.StepsVoided` and ``RunRewound``."""
+DROP_FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    "group_id": str,
+    "env": str,
+    "reason": str,
+    "detail": str,
+    "rollouts": int,
+    "tokens": int,
+    "reward": float,
+    "min_version": int,
+}
+
+
+def history_rows(entry_id: str, record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The row of a record of the history, and behind a record of taken back steps a row per group of it."""
+    groups = record.get("groups")
+    voids = groups if isinstance(groups, list) else []
+    whole = {name: value for name, value in record.items() if name != "groups" or not voids}
+    base = {"history_id": entry_id, "at_ms": int(entry_id.partition("-")[0])}
+    yield {
+        **base,
+        "kind": str(record.get("event", "")),
+        **_drop_fields(record),
+        "record": json.dumps(whole, default=str),
+        "is_cut": False,
+    }
+    for group in voids:
+        row = dict(zip(TAKEN_BACK_FIELDS, group, strict=False))
+        yield {**base, "kind": "drop", **_drop_fields({**row, "reason": "void"}), "record": "", "is_cut": False}
+
+
+def _drop_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Anybody may have written it: a field of another type is left out."""
+    out: dict[str, Any] = {}
+    for name, kind in DROP_FIELDS.items():
+        value = record.get(name)
+        with suppress(TypeError, ValueError):
+            out[name] = None if value is None or value == "" else kind(value)
+    return out

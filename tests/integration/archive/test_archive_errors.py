@@ -1,0 +1,157 @@
+"""What is wrong with an archive, word for word."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from store_runs import Run
+from test_archive_files import archived, settled
+
+from rlbuffer.archive.copying import copy_steps, unwritten
+from rlbuffer.archive.library import Archive
+from rlbuffer.archive.rows import Source, payload_of, rollout_table, rows_of
+from rlbuffer.archive.schema import FORMAT_KEY, steps_names
+from rlbuffer.archive.writer import ArchiveWriter
+from rlbuffer.config.settings import ArchiveSettings
+from rlbuffer.daemon.archiving import Archiving
+from rlbuffer.errors import ArchiveError, ConfigError, LeaseLost, NotFound, PayloadError
+from rlbuffer.store.records import PartRollout
+from rlbuffer.testing import make_group
+from rlbuffer.wire.arrays import Details
+from rlbuffer.wire.payload import encode_push, joined, loads
+from rlbuffer.wire.payload_split import joined_again, split
+
+pytest_plugins = ["store_fixtures"]
+
+
+@pytest.fixture
+def archive(run: Run, tmp_path: Path) -> Archive:
+    settled(run)
+    run.step("a.0")
+    return archived(run, tmp_path / "archive")
+
+
+def test_what_is_not_there(archive: Archive) -> None:
+    with pytest.raises(NotFound) as step:
+        next(archive.rollouts(7))
+    assert str(step.value) == f"the archive {archive.folder} has no step 7"
+    with pytest.raises(NotFound) as settings:
+        archive.settings(9)
+    assert str(settings.value) == f"the archive {archive.folder} has no settings of revision 9"
+    assert archive.settings(1)["config"] == '{"max_age": 4}'
+
+
+def test_a_file_that_is_torn_or_of_another_format(archive: Archive) -> None:
+    (name,) = steps_names(archive.folder)
+    file = archive.folder / name.file()
+    table = pq.read_table(file)
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, FORMAT_KEY: b"2"}), file)
+    with pytest.raises(ArchiveError) as newer:
+        _ = Archive(archive.folder).steps
+    assert str(newer.value) == f"{file} is of format 2, and this version reads format 1"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ArchiveError) as torn:
+        _ = Archive(archive.folder).steps
+    assert str(torn.value).startswith(f"{file} cannot be read: ")
+
+
+def test_what_a_writer_that_died_has_left_is_swept_and_written_again(run: Run, archive: Archive) -> None:
+    (archive.folder / ".rollouts-1-00000001-00000001-abc.parquet.0123.part").write_bytes(b"half")
+    (name,) = steps_names(archive.folder)
+    (archive.folder / name.file()).unlink()  # it died between the two names
+    again = archived(run, archive.folder)
+    assert [step.step for step in again.steps] == [1]
+    assert not list(archive.folder.glob(".*.part"))
+
+
+def test_of_two_leaders_that_wrote_the_same_steps_one_file_stays(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    run.step("a.0")
+    run.step("a.1")
+    archived(run, tmp_path / "archive")
+    archived(run, tmp_path / "other", steps=1)
+    for path in (tmp_path / "other").glob("*-*-*-*.parquet"):
+        path.rename(tmp_path / "archive" / path.name)
+    assert len(steps_names(tmp_path / "archive")) == 3
+    ArchiveWriter(tmp_path / "archive", run.store.run)
+    assert [(name.first, name.last) for name in steps_names(tmp_path / "archive")] == [(1, 2)]
+
+
+def test_an_archive_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("rlbuffer.archive")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as refusal:
+        importlib.import_module("rlbuffer.archive")
+    assert str(refusal.value) == "an archive needs pyarrow: pip install 'rlbuffer[archive]'"
+
+
+def payload() -> bytes:
+    return encode_push(make_group(lengths=[8], group_id="a.0")).payloads[0]
+
+
+def with_details(data: bytes, **changes: Any) -> bytes:
+    """The same payload with other details, and a checksum that fits."""
+    from rlbuffer.wire.bounded_msgpack import pack
+
+    parts = split(data)
+    details = Details(*loads(parts.packed, limit=2**20))._replace(**changes)
+    text = b"\xff" if changes.get("text_bytes") else None
+    return joined(pack(list(details)), list(parts.required.values()), text, tokens=8)
+
+
+def test_a_payload_that_nobody_of_ours_has_written_is_kept_as_it_came() -> None:
+    mask = split(payload())
+    mask.required["loss_mask"] = mask.required["loss_mask"].view("u1") * 2
+    whole = payload()
+    short = joined(split(whole).packed, list(split(whole).required.values())[:2], None, tokens=8)
+    payloads = {
+        "invalid rollout payload: the text is not UTF-8": with_details(whole, text_bytes=1),
+        "invalid rollout payload: a mark of the loss mask is neither 0 nor 1": joined_again(mask),
+        "invalid rollout payload: 2 arrays in the header, others in the table": short,
+        "payload is damaged: checksum": whole[:-1] + b"\x00",
+        "'int' object is not subscriptable": with_details(whole, spans=5),
+    }
+    info = replace(make_group(lengths=[8]).info().rollouts[0], size=0, checksum=0)
+    for text, data in payloads.items():
+        ref = PartRollout(
+            payload_key="k", index=0, info=info, group_id="a.0", env="a", adapter="", advantage=0.0, pushed_ms=5
+        )
+        (row,) = rows_of(rollout_table([Source(ref=ref, data=data)]).to_batches()[0])
+        assert row["problem"].startswith(text)
+        assert payload_of(row) == data
+    announced = replace(info, size=len(whole), checksum=7)
+    (row,) = rows_of(rollout_table([Source(ref=replace(ref, info=announced), data=whole)]).to_batches()[0])
+    assert "do not agree with the metadata: 160 bytes with checksum 00000007" in row["problem"]
+
+
+def test_a_payload_that_is_gone_is_a_row_that_says_so(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    run.step("a.0")
+    run.client.delete(*run.payload_keys())
+    archive = archived(run, tmp_path / "archive")
+    member = archive.find("a.0").members[0]
+    assert (member.payload, member.row["problem"]) == (None, "its payload is missing")
+    with pytest.raises(PayloadError, match=r"rollout a\.0/0: its payload is missing"):
+        _ = member.rollout
+
+
+def test_a_leader_that_has_lost_the_lead_writes_nothing_more(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    run.step("a.0")
+    folder = tmp_path / "archive"
+    archiving = Archiving(run.again, ArchiveSettings(dir=tmp_path / "of the thread"), lambda event: None)
+    with pytest.raises(ValueError, match="lost"), archiving:
+        raise ValueError("the lead is lost")
+    writer = ArchiveWriter(folder, run.store.run, archiving._check)
+    with pytest.raises(LeaseLost) as lost:
+        copy_steps(run.store, writer, unwritten(run.store, writer))
+    assert str(lost.value) == "another batcher leads this run, and writes its archive"
+    assert list(folder.iterdir()) == []

@@ -1,0 +1,198 @@
+"""The archive's files: every byte of every rollout comes back, and a flaw in any file is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from store_runs import Run
+from strange_groups import strange_group
+
+from rlbuffer.archive.check import check_archive
+from rlbuffer.archive.copying import copy_history, copy_steps, files_of, unwritten
+from rlbuffer.archive.library import Archive
+from rlbuffer.archive.schema import steps_names
+from rlbuffer.archive.writer import ArchiveWriter
+from rlbuffer.errors import ArchiveError, NotFound
+from rlbuffer.wire.payload import encode_push
+
+pytest_plugins = ["store_fixtures"]
+
+
+def archived(run: Run, folder: Path, *, steps: int = 2) -> Archive:
+    """Writes what is new of the run, in files of so many steps."""
+    writer = ArchiveWriter(folder, run.store.run)
+    writer.add_settings(run.store.meta())
+    for file in files_of(unwritten(run.store, writer), steps=steps, size=2**20):
+        assert copy_steps(run.store, writer, file) == len(file)
+    copy_history(run.store, writer)
+    return Archive(folder)
+
+
+def push_strange(run: Run, group_id: str) -> list[bytes]:
+    """Pushes a group of everything. -> its payloads."""
+    group = strange_group(group_id, version=0)
+    run.sequence += 1
+    run.store.push(group, producer="w", incarnation="u", sequence=run.sequence, epoch=run.meta.epoch)
+    return list(encode_push(group).payloads)
+
+
+def settled(run: Run) -> None:
+    """The run has settings of revision 1."""
+    run.lead()
+    run.store.set_config(run.token, {"max_age": 4}, "digest")
+
+
+def test_every_byte_of_a_strange_rollout_comes_back_from_a_step_and_from_a_drop(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    payloads = push_strange(run, "a.0")
+    run.commit()
+    run.step("a.1", "b.2")
+    run.step("a.3")
+    dropped = push_strange(run, "a.4")
+    run.drop("stale", run.pool())
+    archive = archived(run, tmp_path / "archive")
+    report = check_archive(archive)
+    assert report.findings == ()
+    assert (report.checked["steps"], report.checked["dropped"]) == (3, 1)
+    assert report.checked["dropped_rollouts"] == len(dropped)
+    trained = archive.find("a.0")
+    assert (trained.step, trained.dropped) == (1, None)
+    assert [member.payload for member in trained.members] == payloads
+    assert trained.members[0].rollout == strange_group("a.0").rollouts[0]
+    assert (trained.answer, trained.metadata) == (strange_group().answer, dict(strange_group().metadata))
+    group = archive.find("a.4/2")
+    assert group.dropped is not None
+    assert (group.dropped.reason, group.dropped.detail) == ("stale", "because")
+    assert [member.payload for member in group.members] == dropped
+    assert [step.step for step in archive.steps] == [1, 2, 3]
+    assert {r.rollout_id for r in archive.rollouts(3)} == {"a.3/0", "a.3/1"}
+    with pytest.raises(NotFound) as missing:
+        archive.find("c.9")
+    assert str(missing.value) == f"the archive {archive.folder} has no group 'c.9'"
+    with pytest.raises(NotFound) as several:
+        archive.find("a")
+    assert str(several.value) == "'a' fits 4 groups of the archive: a.0, a.1, a.3, a.4. Give more of the id."
+
+
+def test_a_step_that_retired_long_ago_opens_and_nothing_is_written_twice(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    folder = tmp_path / "archive"
+    for i in range(5):
+        run.step(f"a.{i}")
+        archived(run, folder)
+    run.train(5, oldest_kept=4)
+    run.store.retire(run.token, 4)
+    run.step("a.5")
+    archive = archived(run, folder)
+    assert [step.step for step in archive.steps] == [1, 2, 3, 4, 5, 6]
+    assert len(archive.find("a.0").members) == 2
+    assert check_archive(archive).findings == ()
+
+
+def test_steps_that_were_taken_back_do_not_count(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    folder = tmp_path / "archive"
+    for i in range(3):
+        run.step(f"a.{i}")
+    archived(run, folder)
+    run.store.void_from(2, force=True)
+    run.meta = run.store.meta()
+    run.token = 0
+    run.step("a.7")
+    archive = archived(run, folder)
+    report = check_archive(archive)
+    assert [(step.step, step.epoch == run.meta.epoch) for step in archive.steps] == [(1, False), (2, True)]
+    assert report.findings == ()
+    assert report.checked["steps_taken_back"] == 2
+    assert [row.env for row in archive.dropped() if row.reason == "void"]
+
+
+def test_a_flaw_in_any_file_is_named(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    folder = tmp_path / "archive"
+    for i in range(4):
+        run.step(f"a.{i}")
+    archived(run, folder, steps=1)
+    names = steps_names(folder)
+    whole = {path: path.read_bytes() for path in folder.iterdir()}
+
+    def findings() -> list[str]:
+        return [f"{f.invariant} {f.message}" for f in check_archive(Archive(folder)).findings]
+
+    def restore() -> None:
+        for path, data in whole.items():
+            path.write_bytes(data)
+
+    (folder / names[1].file()).unlink()
+    assert findings() == ["A1 step 2 is missing"]
+    restore()
+    table = pq.read_table(folder / names[2].file("rollouts"))
+    pq.write_table(table.slice(0, 1), folder / names[2].file("rollouts"))
+    assert findings() == ["A4 step 3: rollout a.2/1 of a.2 is missing"]
+    tokens = table.column("tokens").combine_chunks()
+    changed = table.set_column(table.schema.get_field_index("tokens"), "tokens", tokens.take([1, 0]))
+    pq.write_table(changed, folder / names[2].file("rollouts"))
+    assert all(text.startswith("A4 step 3: rollout a.2/") for text in findings())
+    assert len(findings()) == 2
+    restore()
+    (folder / "settings-00000001.parquet").unlink()
+    assert findings() == ["A6 the settings of revision 1 are missing"]
+    restore()
+    steps = pq.read_table(folder / names[3].file())
+    headers = steps.column("header").to_pylist()
+    index = steps.schema.get_field_index("header")
+    pq.write_table(steps.set_column(index, "header", [[headers[0] + b"x"]]), folder / names[3].file())
+    assert findings()[0].startswith("A3 step 4: header and parts have the digest ")
+
+
+def test_records_that_the_server_forgot_before_they_were_archived_are_named(run: Run, tmp_path: Path) -> None:
+    if run.store.server()["name"] == "memory":
+        pytest.skip("the model of a server does not count what a stream has lost")
+    settled(run)
+    folder = tmp_path / "archive"
+
+    def drop(number: int) -> None:
+        run.push(f"a.{number}")
+        run.drop("stale", run.pool())
+
+    for number in range(3):
+        drop(number)
+    archived(run, folder)
+    drop(3)
+    run.client.xtrim(run.store.keys.history, maxlen=2)  # the last one that is archived is still there
+    assert check_archive(archived(run, folder)).findings == ()
+    for number in range(4, 7):
+        drop(number)
+    run.client.xtrim(run.store.keys.history, maxlen=1)
+    archive = archived(run, folder)
+    (finding,) = check_archive(archive).findings
+    last = list(archive.dropped())[-1]
+    assert finding.message == (f"records of drops before {last.history_id} are lost: the server keeps the newest only")
+    assert [group.group_id for group in archive.dropped()] == ["a.0", "a.1", "a.2", "a.3", "a.6"]
+
+
+def test_a_folder_is_of_one_run_and_of_a_format_that_is_known(run: Run, tmp_path: Path) -> None:
+    run.step("a.0")
+    archived(run, tmp_path / "archive")
+    with pytest.raises(ArchiveError) as refusal:
+        ArchiveWriter(tmp_path / "archive", "other")
+    assert str(refusal.value) == (
+        f"{tmp_path}/archive holds the archive of run {run.store.run!r}, not of 'other': give each its own"
+    )
+    with pytest.raises(ArchiveError) as empty:
+        Archive(tmp_path)
+    assert str(empty.value) == f"{tmp_path} holds no archive: it has no file steps-*.parquet"
+
+
+def test_a_column_of_tokens_takes_at_most_ten_bytes_a_token(run: Run, tmp_path: Path) -> None:
+    for i in range(2):
+        run.push(f"a.{i}", size=0, lengths=[2000] * 8)
+    run.lead()
+    run.commit()
+    archive = archived(run, tmp_path / "archive")
+    (name,) = steps_names(archive.folder)
+    metadata = pq.read_metadata(archive.folder / name.file("rollouts"))
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    assert size / (2 * 8 * 2000) < 10

@@ -1,0 +1,134 @@
+"""The leader's archive: what retires waits for it, and what gives way when it cannot be written is a setting."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon_runs import Served
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.archive.check import check_archive
+from rlbuffer.archive.library import Archive
+from rlbuffer.config.settings import RunSettings, ServerSettings
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.store.server import embedded
+from rlbuffer.testing import make_group
+
+pytestmark = pytest.mark.server
+
+CONFIG = rlbuffer.BatcherConfig(64, step_groups=1, max_age=100_000, order="oldest_first")
+
+
+@pytest.fixture
+def served(server_binary: object) -> Iterator[Served]:
+    """Daemons over a run on a small server of its own."""
+    home = Path(tempfile.mkdtemp(prefix="rlb-"))
+    running = embedded.ensure(home, ServerSettings(appendfsync="no", maxmemory="16mb"))
+    run = Run(running.address, home)
+    made = Served(run)
+    yield made
+    made.close()
+    run.close()
+    running.release()
+    shutil.rmtree(home, ignore_errors=True)
+
+
+class Training:
+    """A trainer that keeps only its newest checkpoint, and the worker that feeds it."""
+
+    def __init__(self, served: Served, **archive: Any) -> None:
+        self.run, self.served = served.run, served
+        self.folder = served.run.home / "archive"
+        self.settings = RunSettings(redis_url=self.run.url, archive={"dir": str(self.folder), **archive})
+        self.attempt = self.run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
+        self.run.store.announce(self.attempt.number, PolicyVersion(version=0))
+        served.serve(CONFIG, settings=self.settings)
+        self.step = 0
+
+    def train(self, *, tokens: int = 8, kilobytes: int = 0) -> None:
+        self.step += 1
+        column = [{"x": np.zeros((tokens, 128 * kilobytes // tokens), np.float32)}] * 2 if kilobytes else None
+        group = make_group(env="a", lengths=[tokens] * 2, columns=column, group_id=f"a.{self.step}")
+        self.run.sequence += 1
+        number = self.run.sequence
+        self.run.store.push(group, producer="w", incarnation="u", sequence=number, epoch=self.run.meta.epoch)
+        store = self.run.store
+        header = self.served.wait_for(lambda: store.wait_step(self.step, block_seconds=0.1), seconds=30)
+        self.report(header.digest)
+
+    def report(self, digest: str = "") -> None:
+        self.run.store.report(
+            self.attempt.number,
+            epoch=self.run.meta.epoch,
+            trained=self.step,
+            digest=digest,
+            oldest_kept=self.step,
+            checkpoint=self.step,
+        )
+
+
+def test_what_the_checkpoint_frees_stays_until_it_is_archived(served: Served) -> None:
+    training = Training(served, steps=5, seconds=10_000.0)
+    for _ in range(3):
+        training.train()
+    served.wait_for(lambda: not served.said("archive"), seconds=1)
+    first = served.run.store.meta().retired  # the archive of what was there at the start, which may be nothing
+    for _ in range(first + 5 - 3):
+        training.train()
+    served.wait_for(lambda: served.run.store.meta().retired >= 5, seconds=30)
+    training.train()
+    served.stop()  # what is left is written when it leaves
+    archive = Archive(training.folder)
+    assert [step.step for step in archive.steps] == list(range(1, training.step + 1))
+    assert check_archive(archive).findings == ()
+
+
+def blocked(folder: Path) -> None:
+    """The folder cannot be made: a file is in its place."""
+    folder.write_text("not a folder")
+
+
+def test_an_archive_that_cannot_be_written_gives_way_when_memory_is_short(served: Served) -> None:
+    blocked(served.run.home / "archive")
+    training = Training(served, steps=2, seconds=0.5)
+    (stuck,) = served.wait_for(lambda: served.said("archive", state="stuck"), seconds=30)
+    assert stuck["sentence"] == (
+        f"The archive cannot be written: {training.folder}: File exists. Training goes on; steps stay on the server "
+        "while it has memory, and then go unarchived. Make room there."
+    )
+    for _ in range(40):
+        training.train(kilobytes=512)
+    retired = served.run.store.meta().retired
+    assert retired > 0
+    training.folder.unlink()
+    served.wait_for(lambda: served.said("archive", state="written"), seconds=30)
+    training.train()
+    served.stop()
+    archive = Archive(training.folder)
+    first = archive.steps[0].step
+    assert first > 1
+    findings = [f"{f.invariant} {f.message}" for f in check_archive(archive).findings]
+    assert findings == [f"A1 steps 1 to {first - 1} are missing"]
+    assert [step.step for step in archive.steps] == list(range(first, training.step + 1))
+
+
+def test_with_wait_nothing_retires_and_the_batcher_says_why(served: Served) -> None:
+    blocked(served.run.home / "archive")
+    training = Training(served, steps=2, seconds=0.5, when_full="wait")
+    served.wait_for(lambda: served.said("archive", state="stuck"), seconds=30)
+    for _ in range(8):
+        training.train(kilobytes=256)
+    assert served.run.store.meta().retired == 0
+    sentence = f'The archive cannot be written ({training.folder}: File exists), and archive.when_full = "wait" lets no'
+    served.wait_for(lambda: sentence in served.run.store.waiting().get("batcher", ""), seconds=30)
+    training.folder.unlink()
+    served.wait_for(lambda: served.run.store.meta().retired >= 7, seconds=30)
+    served.stop()
+    assert check_archive(Archive(training.folder)).findings == ()

@@ -1,0 +1,124 @@
+"""`export`, then `push` into another run: the same rollouts, byte for byte, of every state and both formats."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from store_runs import Run
+from strange_groups import strange_group
+from test_archive_files import archived, push_strange, settled
+
+import rlbuffer
+from rlbuffer.archive.schema import ROLLOUTS
+from rlbuffer.errors import InvalidRollout
+from rlbuffer.wire.json_lines import line_of
+from rlbuffer.wire.jsonl import group_from_line
+from rlbuffer.wire.payload import encode_push
+from rlbuffer_cli.main import main
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run with a pending group, a trained one and a dropped one, all of them strange."""
+    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    settled(made)
+    push_strange(made, "a.0")
+    made.commit()
+    push_strange(made, "b.1")
+    made.drop("stale", made.pool())
+    push_strange(made, "c.2")
+    return made
+
+
+@pytest.fixture
+def call(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RLBUFFER_REDIS_URL", "RLBUFFER_RUN", "RLBUFFER_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        code = main([*arguments, "--redis", run.url])
+        return code, *capsys.readouterr()
+
+    return command
+
+
+def stored(url: str, name: str) -> dict[str, list[tuple[int, int]]]:
+    """Group id -> size and checksum of each of its pending rollouts, in their order."""
+    with rlbuffer.connect(url, run=name) as buffer:
+        entries = buffer.store.read_pool()
+        return {e.group_id: [(r.size, r.checksum) for r in e.info.rollouts] for e in entries if e.info}
+
+
+def announced(*group_ids: str) -> dict[str, list[tuple[int, int]]]:
+    infos = {group_id: encode_push(strange_group(group_id)).info for group_id in group_ids}
+    return {group_id: [(r.size, r.checksum) for r in info.rollouts] for group_id, info in infos.items()}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_what_is_exported_and_pushed_is_the_same_rollouts(run: Run, call: Call, kind: str) -> None:
+    name, file = run.store.run, f"out.{kind}"
+    code, out, err = call("export", "-o", file, "--run", name)
+    assert (code, err) == (0, "")
+    assert out == f'{file}: 3 groups with 21 rollouts of run "{name}"\n'
+    code, out, err = call("import", file, "--run", "another", "--json")
+    assert (code, json.loads(out)["stored"]) == (0, 3), err
+    assert stored(run.url, "another") == announced("a.0", "b.1", "c.2")
+    code, out, _ = call("export", "--where", "state:dropped", "-o", file, "--run", name, "--json")
+    assert (code, json.loads(out)["groups"], json.loads(out)["gone"]) == (0, 1, 0)
+    run.close()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_an_archive_is_exported_without_a_server(run: Run, call: Call, tmp_path: Path, kind: str) -> None:
+    archived(run, tmp_path / "archive")
+    code, out, err = call("export", "--archive", "archive", "--where", "env:a,b", "-o", f"out.{kind}")
+    assert (code, err) == (0, ""), out
+    assert out.startswith(f"out.{kind}: 2 groups with 14 rollouts of run ")
+    assert call("push", f"out.{kind}", "--run", "third")[0] == 0
+    assert stored(run.url, "third") == announced("a.0", "b.1")
+    run.close()
+
+
+def test_a_group_is_the_same_after_its_line_was_read() -> None:
+    group = strange_group("x.3")
+    before, after = encode_push(group), encode_push(group_from_line(line_of(group)))
+    assert after.payloads == before.payloads
+    assert (after.metadata, after.group_payload) == (before.metadata, before.group_payload)
+
+
+COLUMNS = {
+    "expected lists, or an object with dtype, shape and values": {"dtype": "<f4", "values": [1.0]},
+    "dtype, shape and values do not go together: cannot reshape array": {"dtype": "<f4", "shape": [2], "values": [1]},
+}
+
+
+@pytest.mark.parametrize("text", COLUMNS)
+def test_an_array_that_says_its_dtype_is_checked(text: str) -> None:
+    record = json.loads(line_of(strange_group()))
+    record["rollouts"][0]["columns"] = {"x": COLUMNS[text]}
+    with pytest.raises(InvalidRollout) as refusal:
+        group_from_line(json.dumps(record))
+    assert str(refusal.value).startswith(f"rollouts[0].columns.x: {text}")
+
+
+def test_a_file_that_is_no_parquet_of_rollouts_is_refused(run: Run, call: Call, tmp_path: Path) -> None:
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
+    code, _, err = call("push", "torn.parquet", "--run", "another")
+    assert (code, err.startswith("Error: torn.parquet  it cannot be read as Parquet: ")) == (1, True)
+    archived(run, tmp_path / "archive")
+    code, _, err = call("push", "archive/settings-00000001.parquet", "--run", "another")
+    assert code == 1
+    lacking = ", ".join(name for name in ROLLOUTS.names)
+    assert (
+        err == f"Error: archive/settings-00000001.parquet  it lacks the columns {lacking}: it is no file of rollouts\n"
+    )
+    code, _, err = call("export", "-o", "out.csv", "--run", run.store.run)
+    assert (code, err.splitlines()[-1]) == (2, "Error: -o takes FILE.jsonl or FILE.parquet, got 'out.csv'")
+    run.close()
