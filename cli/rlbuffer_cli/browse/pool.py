@@ -11,7 +11,8 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from rlbuffer.client.filters import parse
-from rlbuffer.client.views import GroupView, list_groups
+from rlbuffer.client.searching import list_groups
+from rlbuffer.client.views import GroupView
 from rlbuffer.errors import FilterError, RlbufferError
 from rlbuffer_cli.browse.panes import Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
@@ -92,13 +93,16 @@ class Pool(Look):
         return f'run "{self.looking.buffer.run}"{clock}: {count}{where}, {order}{", reversed" * self.is_reversed}'
 
     async def fetch(self) -> None:
-        store, where, limit = self.looking.buffer.store, self.looking.where, self.limit
+        buffer, where, limit = self.looking.buffer, self.looking.where, self.limit
         problems: list[RlbufferError] = []
-        self.views = await self.ask(lambda: list_groups(store, where=where, limit=limit, problems=problems))
+        store, text_of = buffer.store, buffer.texts.decoded
+        self.views = await self.ask(
+            lambda: list_groups(store, where=where, limit=limit, problems=problems, text_of=text_of)
+        )
         self.problems, self.is_read = problems, True
         self.put_groups()
         self.frame()
-        summary, self.seconds = await self.ask(lambda: (summarize(self.looking.buffer), store.now()))
+        summary, self.seconds = await self.ask(lambda: (summarize(buffer), store.now()))
         self.summary = summary
         self.put_header(summary)
 
@@ -134,6 +138,9 @@ class Pool(Look):
     # -- what is under the cursor ----------------------------------------------------------------------------------
     def identifier(self) -> str:
         return self.query_one("#groups", Table).key
+
+    def exported(self) -> str:
+        return self.identifier()
 
     def record(self) -> Mapping[str, Any] | None:
         return next((group_record(view) for view in self.views if view.group_id == self.identifier()), None)

@@ -1,0 +1,155 @@
+"""Groups that a filter chooses: those that `inspect` lists, `drop` drops, and `Buffer.groups` returns.
+
+Most terms are answered by what the pool and the steps say of a group. Where a term is about text or the reason why
+sampling ended, payloads are read, a page of groups at a time, of groups for which everything else holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from rlbuffer.client.details import detail_of, rollout_view, stand_ins
+from rlbuffer.client.filters import PAYLOAD_FIELDS, Filter, parse
+from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, every_group
+from rlbuffer.errors import FilterError, RlbufferError
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.states import State
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import PartRollout
+
+TextOf = Callable[[Rollout], str | None]
+PAGE_BYTES = 4 * 2**20
+"""Payloads that are read at once, when they are small; one group's are always read together."""
+MOST_BYTES_READ = 2 * 2**30
+"""Payloads that one search reads."""
+IN_STEPS = (State.PACKED, State.TRAINED)
+
+_Found = tuple[GroupView, GroupSource]
+
+
+def list_groups(
+    store: Store,
+    *,
+    where: str = "",
+    limit: int = 100,
+    problems: list[RlbufferError] | None = None,
+    text_of: TextOf | None = None,
+) -> list[GroupView]:
+    """Groups that match `where`: pending ones first, then by step and time, newest first.
+
+    Steps that cannot be read are left out and added to `problems`, and so is a search that ends before it has seen
+    everything. `text_of` gives the text of a rollout that was pushed without any.
+
+    Raises:
+        FilterError: `where` cannot be read; or, without `problems`, the search would read too many payloads.
+        PayloadError: a step cannot be read, without `problems`.
+    """
+    chosen = _chosen(store, where, limit, problems, text_of)
+    return [view for view, _ in chosen]
+
+
+def list_details(
+    store: Store,
+    *,
+    where: str = "",
+    limit: int = 100,
+    problems: list[RlbufferError] | None = None,
+    text_of: TextOf | None = None,
+) -> Iterator[GroupDetail]:
+    """The groups of :func:`list_groups`, whole; the payloads of one at a time are read."""
+    for view, sources in _chosen(store, where, limit, problems, text_of):
+        yield detail_of(store, view, sources)
+
+
+def _chosen(
+    store: Store, where: str, limit: int, problems: list[RlbufferError] | None, text_of: TextOf | None
+) -> list[_Found]:
+    chosen = parse(where)
+    is_of_step = any(term.field == "step" for term in chosen.terms)
+    groups = every_group(
+        store,
+        takes=lambda state: chosen.allows("state", state) and (state in IN_STEPS or not is_of_step),
+        takes_step=lambda step: chosen.allows("step", step),
+        problems=problems,
+    )
+    out: list[_Found] = []
+    try:
+        out.extend(islice(matching(store, groups, chosen, text_of=text_of), limit))
+    except FilterError as error:
+        if problems is None:
+            raise
+        problems.append(error)
+    return out
+
+
+def matching(
+    store: Store, groups: Iterable[_Found], chosen: Filter, *, text_of: TextOf | None = None
+) -> Iterator[_Found]:
+    """Those of `groups` that match, in their order.
+
+    Raises:
+        FilterError: the search has read :data:`MOST_BYTES_READ` of payloads and is not at its end.
+    """
+    groups = (group for group in groups if chosen.matches_group(group[0]))
+    if not chosen.rollout_terms:
+        yield from groups
+        return
+    first, needs_payloads = _first_terms(chosen)
+    candidates = ((group, refs) for group in groups if (refs := _candidates(group, first)))
+    if not needs_payloads:
+        yield from (group for group, _ in candidates)
+        return
+    total = 0
+    for page in _pages(candidates):
+        if total >= MOST_BYTES_READ:
+            raise FilterError(
+                f"the filter reads payloads and has read {total / 2**30:.1f} GiB of them, which is not all: "
+                "narrow it, e.g. env:math state:trained step:40"
+            )
+        every = [ref for _, refs in page for ref in refs]
+        total += sum(ref.info.size for ref in every)
+        data = iter(store.read_payloads(every))
+        for group, refs in page:
+            step = group[0].step
+            members = [rollout_view(ref, step, None, next(data)) for ref in refs]
+            if any(m.rollout is not None and chosen.matches_rollout(with_text(m, text_of)) for m in members):
+                yield group
+
+
+def with_text(member: RolloutView, text_of: TextOf | None) -> RolloutView:
+    """The rollout with the text that a filter looks at: what was pushed, else what `text_of` gives."""
+    if member.text is not None or member.rollout is None or text_of is None:
+        return member
+    return replace(member, text=text_of(member.rollout))
+
+
+def _first_terms(chosen: Filter) -> tuple[Filter, bool]:
+    """The terms that need no payload, and True when others do."""
+    cheap = tuple(t for t in chosen.rollout_terms if t.field not in PAYLOAD_FIELDS)
+    return Filter(terms=cheap), len(cheap) < len(chosen.rollout_terms)
+
+
+def _candidates(group: _Found, first: Filter) -> list[PartRollout]:
+    """Rollouts of the group for which the terms that need no payload hold."""
+    view, sources = group
+    refs = stand_ins(sources)
+    if not first.terms:
+        return refs
+    return [ref for ref in refs if first.matches_rollout(rollout_view(ref, view.step, None, None))]
+
+
+def _pages(
+    candidates: Iterable[tuple[_Found, list[PartRollout]]],
+) -> Iterator[Sequence[tuple[_Found, list[PartRollout]]]]:
+    """Candidates in pages of about :data:`PAGE_BYTES`."""
+    page, size = [], 0
+    for candidate in candidates:
+        page.append(candidate)
+        size += sum(ref.info.size for ref in candidate[1])
+        if size >= PAGE_BYTES:
+            yield page
+            page, size = [], 0
+    if page:
+        yield page
