@@ -19,7 +19,7 @@ TERMINAL_SECONDS = 120.0
 
 
 def typed(arguments: list[str], folder: Path, *, until: bytes, keys: bytes, **variables: str) -> bytes:
-    """Runs `rlbuffer` in a terminal of 80 columns, types `keys` once `until` is there. -> what was drawn; exit code 0."""
+    """Runs `rlbuffer` in a terminal, types `keys` once `until` is on the screen. -> what was drawn; exit code 0."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [sys.executable, "-m", "rlbuffer_cli", *arguments]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from textual.binding import BindingType
@@ -22,6 +21,7 @@ from rlbuffer_cli.render.pool import (
     GROUP_HEADER,
     GROUP_NUMBERS,
     GROUP_OPTIONAL,
+    SORTS,
     RunSummary,
     env_row,
     group_record,
@@ -36,20 +36,6 @@ GROUPS_PER_READ = 1000
 FIRST_LINES = 3
 """Lines of the header that say what the run is and how far."""
 MOST_HEADER_ROWS = 10
-
-SORTS: Mapping[str, Callable[[GroupView], Any]] = MappingProxyType(
-    {
-        "newest first": lambda view: 0,
-        "id": lambda view: view.group_id,
-        "env": lambda view: view.env,
-        "reward": lambda view: (view.reward is not None, view.reward or 0.0),
-        "age": lambda view: view.age if view.age is not None else -1,
-        "tokens": lambda view: view.tokens,
-        "state": lambda view: (view.state, view.reason),
-        "waited": lambda view: view.waited_seconds if view.waited_seconds is not None else -1.0,
-        "worker": lambda view: view.worker,
-    }
-)
 
 
 class Pool(Look):

@@ -35,6 +35,8 @@ LISTED_GROUPS = 30
 @click.option("--step", "number", type=click.IntRange(1), metavar="N", help="Print step N: its envs, ranks and rows.")
 @click.option("--workers", is_flag=True, help="Print who was heard when, and what failed last.")
 @click.option("--html", metavar="FILE", help="Write groups, or the one of ID, as one page to FILE; - is stdout.")
+@click.option("--web", is_flag=True, help="Serve these views to a web browser on this machine.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, metavar="P", help="Of --web. [default: a free one]")
 @click.option("--json", "as_json", is_flag=True, help="One object per line: groups, or the group or rollout whole.")
 @click.option("--totals", is_flag=True, help="With --json: run, envs and workers instead of groups.")
 @click.option("--alive", metavar="WHO", help="Only whether WHO has been heard: batcher, 'worker NAME' or 'rank N'.")
@@ -54,6 +56,8 @@ def command(
     steps: bool,
     number: int | None,
     workers: bool,
+    web: bool,
+    port: int,
     as_json: bool,
     totals: bool,
     alive: str | None,
@@ -107,6 +111,8 @@ def command(
             buffer.texts = _texts(tokenizer)
         if html is not None:
             return _page(buffer, identifier, where, limit or LISTED_GROUPS, html)
+        if web:
+            return _web(buffer, port)
         if steps or workers or number is not None:
             return _printed(buffer, number, workers, as_json)
         if other is not None:
@@ -119,6 +125,15 @@ def command(
         if identifier is not None:
             return _one(buffer, identifier, bounds, as_json)
         return _pool(buffer, where, limit or LISTED_GROUPS, as_json, totals)
+
+
+def _web(buffer: Buffer, port: int) -> int:
+    from rlbuffer_cli.web import serve_pages
+
+    try:
+        return serve_pages(buffer, port)
+    except OSError as error:
+        raise click.UsageError(f"--port {port}: {error.strerror}") from None
 
 
 def _printed(buffer: Buffer, number: int | None, workers: bool, as_json: bool) -> int:

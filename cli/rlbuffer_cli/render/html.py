@@ -98,15 +98,8 @@ def lens_choice() -> str:
 # -- a group -----------------------------------------------------------------------------------------------------------
 def group_section(detail: GroupDetail, sources: Sources, *, is_open: bool) -> Iterator[str]:
     """A group: what its rollouts share, a row for each, then each by its tokens."""
-    first, *others = headline(detail.view)
-    yield f"<details{' open' * is_open}><summary>{safe(first)}</summary>\n"
-    yield "".join(f'<p class="n">{safe(line.strip())}</p>\n' for line in others)
-    prompt = shared_prompt(detail, sources.texts)
-    shown = (("prompt", prompt), ("answer", detail.answer), ("metadata", dict(detail.metadata)))
-    for name, value in shown:
-        if value not in (None, "", {}):
-            text = value if isinstance(value, str) else json.dumps(as_json(value), ensure_ascii=False)
-            yield f"<h4>{name}</h4><pre>{safe(text)}</pre>\n"
+    yield f"<details{' open' * is_open}><summary>{safe(headline(detail.view)[0])}</summary>\n"
+    yield from group_facts(detail, sources)
     if not detail.members:
         yield "<p>its rollouts are no longer kept</p>\n"
     else:
@@ -114,6 +107,17 @@ def group_section(detail: GroupDetail, sources: Sources, *, is_open: bool) -> It
     for member in detail.members:
         yield from rollout_section(detail, member, sources, is_open=is_open and len(detail.members) == 1)
     yield "</details>\n"
+
+
+def group_facts(detail: GroupDetail, sources: Sources) -> Iterator[str]:
+    """The group in lines: where it stands, its prompt, answer and metadata."""
+    yield "".join(f'<p class="n">{safe(line.strip())}</p>\n' for line in headline(detail.view))
+    prompt = shared_prompt(detail, sources.texts)
+    shown = (("prompt", prompt), ("answer", detail.answer), ("metadata", dict(detail.metadata)))
+    for name, value in shown:
+        if value not in (None, "", {}):
+            text = value if isinstance(value, str) else json.dumps(as_json(value), ensure_ascii=False)
+            yield f"<h4>{name}</h4><pre>{safe(text)}</pre>\n"
 
 
 def _table(detail: GroupDetail) -> str:

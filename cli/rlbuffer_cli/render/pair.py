@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer_cli.options import echo
-from rlbuffer_cli.render.text import show_table
+from rlbuffer_cli.render.text import show_table, wrapped
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts
@@ -90,7 +90,8 @@ def _cells(member: RolloutView, texts: Texts, first: int, end: int) -> Iterator[
 def show_pair(one: RolloutView, other: RolloutView, texts: Texts) -> None:
     """Prints the pair."""
     for line in pair_lines(one, other):
-        echo(line)
+        for row in wrapped(line, indent="    "):
+            echo(row)
     rows = list(pair_rows(one, other, texts, PRINTED_TOKENS))
     if rows:
         echo("")

@@ -19,7 +19,7 @@ from rlbuffer_cli.render.steps import (
     step_lines,
     step_row,
 )
-from rlbuffer_cli.render.text import show_table
+from rlbuffer_cli.render.text import show_table, wrapped
 from rlbuffer_cli.render.workers import BEAT_HEADER, BEAT_NUMBERS, PROCESS_KINDS, beat_row, failure_lines
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ def show_step(buffer: Buffer, number: int, *, as_json: bool) -> int:
         return 0
     width = shutil.get_terminal_size().columns
     for line in [*step_lines(step, trained=buffer.store.trainer().trained), "", *rank_lines(step, width, cost)]:
-        echo(line)
+        for row in wrapped(line, indent="    "):
+            echo(row)
     return 0
 
 
@@ -73,7 +74,8 @@ def show_processes(buffer: Buffer, *, as_json: bool) -> int:
     show_table(BEAT_HEADER, rows, right=BEAT_NUMBERS, optional=("env", "rate"))
     for _, name, beat in beats:
         for line in failure_lines(name, beat):
-            echo(line)
+            for row in wrapped(line, indent="    "):
+                echo(row)
     return 0
 
 
