@@ -120,7 +120,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, error: Exception) -> None:
         missing = isinstance(error, NotFound | StepRetired)
-        self._begin(HTTPStatus.NOT_FOUND if missing else HTTPStatus.SERVICE_UNAVAILABLE)
+        other = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, RlbufferError) else HTTPStatus.BAD_REQUEST
+        self._begin(HTTPStatus.NOT_FOUND if missing else other)
         for piece in head("rlbuffer inspect"):
             self._write(piece)
         self._write(f"<p>! {safe(str(error))}</p>\n{views.END}")

@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.searching import list_groups
-from rlbuffer.errors import FilterError, RlbufferError
+from rlbuffer.errors import FilterError, NotFound, RlbufferError
 from rlbuffer_cli.render.group import MEMBER_HEADER, largest_reward, member_of, member_row
 from rlbuffer_cli.render.html import Sources, group_facts, head, lens_choice, rollout_section, safe
 from rlbuffer_cli.render.pair import PAIR_HEADER, best_and_worst, pair_lines, pair_rows
@@ -149,6 +149,8 @@ def steps(buffer: Buffer) -> Iterator[str]:
 def step(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
     """A step: what it holds, why it was closed, its rows by rank, and its groups."""
     number = int(query["n"]) if query.get("n", "").isdecimal() else 0
+    if number < 1:
+        raise NotFound("a step has a number from 1: step?n=40")
     view, cost = buffer.step(number), cost_of(buffer)
     yield from frame(buffer, f"step {number}")
     yield lines(step_lines(view, trained=buffer.store.trainer().trained))
