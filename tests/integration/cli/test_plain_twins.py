@@ -18,6 +18,7 @@ import rlbuffer
 from rlbuffer_cli.main import main
 
 Call = Callable[..., tuple[int, str, str]]
+COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
 GREY = re.compile(rb"[34]8;2;(\d+);(\d+);(\d+)")
 
 
@@ -157,8 +158,7 @@ def test_without_colours_a_terminal_of_80_columns_gets_plain_words(redis_url: st
     ):
         term = {} if words == ["--plain"] else {"TERM": "dumb"}
         drawn = typed(["inspect", *words, *at], tmp_path, until=until, keys=b"", NO_COLOR="1", **term)
-        kept = [line for line in drawn.decode().splitlines() if "\x1b" in line and ANSI.sub(b"", line.encode())]
-        assert kept == [], "no line of data is coloured"
+        assert COLOUR.search(drawn) is None
         assert max(len(line) for line in ANSI.sub(b"", drawn).decode().splitlines()) <= 80
     drawn = typed(["inspect", *at], tmp_path, until=b"> a.1", keys=b"q", NO_COLOR="1")
     assert all(len(set(match.groups())) == 1 for match in GREY.finditer(drawn)), "shades of grey are no colours"
