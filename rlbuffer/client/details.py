@@ -8,6 +8,7 @@ from typing import Any
 from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, Place, RolloutView, every_group
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry
 from rlbuffer.wire import payload
@@ -95,7 +96,6 @@ def rollout_view(ref: PartRollout, step: int | None, place: Place | None, data: 
             rollout = payload.decode_rollout(data, expected=info)
         except PayloadError:
             rollout = None
-    trained_logprobs = rollout.logprobs[rollout.loss_mask] if rollout is not None else ()
     return RolloutView(
         rollout_id=info.rollout_id,
         reward=info.reward,
@@ -108,12 +108,17 @@ def rollout_view(ref: PartRollout, step: int | None, place: Place | None, data: 
         max_version=info.max_version,
         is_truncated=info.is_truncated,
         finish_reason=rollout.finish_reason if rollout is not None else "",
-        logprob_mean=float(trained_logprobs.mean()) if len(trained_logprobs) else None,
+        logprob_mean=_logprob_mean(rollout) if rollout is not None else None,
         text=rollout.text if rollout is not None else None,
         rollout=rollout,
         step=step,
         place=place,
     )
+
+
+def _logprob_mean(rollout: Rollout) -> float | None:
+    trained = rollout.logprobs[rollout.loss_mask]
+    return float(trained.mean()) if len(trained) else None
 
 
 def _group_payload(store: Store, refs: Sequence[PartRollout]) -> tuple[Any, Mapping[str, Any]]:

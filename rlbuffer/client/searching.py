@@ -144,7 +144,8 @@ def _pages(
     candidates: Iterable[tuple[_Found, list[PartRollout]]],
 ) -> Iterator[Sequence[tuple[_Found, list[PartRollout]]]]:
     """Candidates in pages of about :data:`PAGE_BYTES`."""
-    page, size = [], 0
+    page: list[tuple[_Found, list[PartRollout]]] = []
+    size = 0
     for candidate in candidates:
         page.append(candidate)
         size += sum(ref.info.size for ref in candidate[1])
