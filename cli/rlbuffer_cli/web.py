@@ -24,7 +24,7 @@ from rlbuffer_cli.render.html import POLICY, Sources, head, safe
 from rlbuffer_cli.render.html_files import sources_of
 
 HOST = "127.0.0.1"
-TOKEN_BYTES = 24
+SECRET_BYTES = 24
 REQUEST_SECONDS = 30.0
 """Longest that a request may take to arrive."""
 PATIENCE_SECONDS_OF_A_PAGE = 2.0
@@ -53,7 +53,7 @@ class Pages(ThreadingHTTPServer):
         buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_PAGE
         self.buffer = buffer
         self.sources: Sources = sources_of(buffer)
-        self.token = secrets.token_urlsafe(TOKEN_BYTES)
+        self.token = secrets.token_urlsafe(SECRET_BYTES)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Leaves a browser that has gone alone; a defect has its traceback, as everywhere."""
@@ -116,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
             for piece in page:
                 self._write(piece)
         except RlbufferError as error:
-            self._write(f"<p>! {safe(str(error))}</p>\n{views.END}")
+            self._write(f"<p>! {safe(str(error))}</p>\n{views.PAGE_END}")
 
     def _refuse(self, error: Exception) -> None:
         missing = isinstance(error, NotFound | StepRetired)
@@ -124,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
         self._begin(HTTPStatus.NOT_FOUND if missing else other)
         for piece in head("rlbuffer inspect"):
             self._write(piece)
-        self._write(f"<p>! {safe(str(error))}</p>\n{views.END}")
+        self._write(f"<p>! {safe(str(error))}</p>\n{views.PAGE_END}")
 
     def _begin(self, status: HTTPStatus) -> None:
         self.send_response(status)

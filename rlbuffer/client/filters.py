@@ -56,6 +56,7 @@ SEARCHED_CHARACTERS = 65_536
 """Longest text that is searched whole; of a longer one its first and its last half of that. A regex of the user's own
 may take a time that grows with a power of the length."""
 
+_ATTRIBUTES = {**TEXT_FIELDS, **NUMBERS, **ROLLOUT_TEXTS, **ROLLOUT_NUMBERS}
 _ALLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"state": tuple(State), "reason": tuple(Reason), "truncated": ("yes", "no")}
 )
@@ -96,7 +97,7 @@ class Term:
     @property
     def attribute(self) -> str:
         """Attribute of the view that is compared."""
-        return {**TEXT_FIELDS, **NUMBERS, **ROLLOUT_TEXTS, **ROLLOUT_NUMBERS}[self.field]
+        return _ATTRIBUTES[self.field]
 
     def holds(self, value: Any) -> bool:
         """True when `value` satisfies the condition; a missing number or text (None) satisfies none."""

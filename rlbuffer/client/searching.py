@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from rlbuffer.client.details import detail_of, rollout_view, stand_ins
-from rlbuffer.client.filters import PAYLOAD_FIELDS, Filter, parse
+from rlbuffer.client.details import detail_of, rollout_view, stand_in
+from rlbuffer.client.filters import PAYLOAD_FIELDS, Filter, Term, parse
 from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, every_group
 from rlbuffer.errors import FilterError, RlbufferError
 from rlbuffer.records.rollout import Rollout
@@ -96,11 +96,12 @@ def matching(
     if not chosen.rollout_terms:
         yield from groups
         return
-    first, needs_payloads = _first_terms(chosen)
-    candidates = ((group, refs) for group in groups if (refs := _candidates(group, first)))
-    if not needs_payloads:
+    cheap = [t for t in chosen.rollout_terms if t.field not in PAYLOAD_FIELDS]
+    candidates = ((group, refs) for group in groups if (refs := _candidates(group, cheap)))
+    if len(cheap) == len(chosen.rollout_terms):
         yield from (group for group, _ in candidates)
         return
+    text_of = text_of if any(term.field == "text" for term in chosen.terms) else None
     total = 0
     for page in _pages(candidates):
         if total >= MOST_BYTES_READ:
@@ -125,19 +126,18 @@ def with_text(member: RolloutView, text_of: TextOf | None) -> RolloutView:
     return replace(member, text=text_of(member.rollout))
 
 
-def _first_terms(chosen: Filter) -> tuple[Filter, bool]:
-    """The terms that need no payload, and True when others do."""
-    cheap = tuple(t for t in chosen.rollout_terms if t.field not in PAYLOAD_FIELDS)
-    return Filter(terms=cheap), len(cheap) < len(chosen.rollout_terms)
-
-
-def _candidates(group: _Found, first: Filter) -> list[PartRollout]:
+def _candidates(group: _Found, terms: Sequence[Term]) -> list[PartRollout]:
     """Rollouts of the group for which the terms that need no payload hold."""
-    view, sources = group
-    refs = stand_ins(sources)
-    if not first.terms:
-        return refs
-    return [ref for ref in refs if first.matches_rollout(rollout_view(ref, view.step, None, None))]
+    of_info = Filter(terms=tuple(t for t in terms if t.field != "rollout.advantage"))
+    of_step = Filter(terms=tuple(t for t in terms if t.field == "rollout.advantage"))
+    refs: list[PartRollout] = []
+    for source in group[1]:
+        if isinstance(source, PartRollout):
+            refs += [source] * (of_info.matches_rollout(source.info) and of_step.matches_rollout(source))
+        elif source.info is not None and not of_step.terms:
+            infos = enumerate(source.info.rollouts)
+            refs += [stand_in(source, i, info) for i, info in infos if of_info.matches_rollout(info)]
+    return refs
 
 
 def _pages(

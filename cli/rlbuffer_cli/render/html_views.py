@@ -23,10 +23,10 @@ from rlbuffer_cli.render.pool import (
 from rlbuffer_cli.render.steps import STEP_HEADER, cost_of, rank_lines, step_lines, step_row
 from rlbuffer_cli.render.workers import BEAT_HEADER, PROCESS_KINDS, beat_row, failure_lines
 
-LISTED_GROUPS = 200
+GROUPS_ON_A_PAGE = 200
 PAIR_TOKENS = 2000
 BAR_COLUMNS = 110
-END = "</main></body></html>\n"
+PAGE_END = "</main></body></html>\n"
 
 
 def link(path: str, text: str, **query: str) -> str:
@@ -62,7 +62,7 @@ def pool(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
     problems: list[RlbufferError] = []
     try:
         read = buffer.texts.decoded
-        views = list_groups(buffer.store, where=where, limit=LISTED_GROUPS, problems=problems, text_of=read)
+        views = list_groups(buffer.store, where=where, limit=GROUPS_ON_A_PAGE, problems=problems, text_of=read)
     except FilterError as error:
         views, problems = [], [error]
     views = sorted(views, key=SORTS.get(sort, SORTS["newest first"]))
@@ -79,7 +79,7 @@ def pool(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
     yield f'<p class="n">{len(views)} groups, {safe(sort)}; by {orders}</p>\n'
     names = [link("group", view.group_id, id=view.group_id) for view in views]
     yield table(GROUP_HEADER, [group_row(view) for view in views], names)
-    yield END
+    yield PAGE_END
 
 
 def group(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Iterator[str]:
@@ -96,7 +96,7 @@ def group(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Iterato
     rows = [member_row(member, best, "")[:-1] for member in detail.members]
     ids_of = [link("rollout", m.rollout_id, id=detail.view.group_id, rollout=m.rollout_id) for m in detail.members]
     yield table(MEMBER_HEADER[:-1], rows, ids_of) if rows else "<p>its rollouts are no longer kept</p>\n"
-    yield END
+    yield PAGE_END
 
 
 def rollout(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Iterator[str]:
@@ -111,7 +111,7 @@ def rollout(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Itera
     ways += [link("rollout", word, id=group_id, rollout=detail.members[i].rollout_id) for word, i in near]
     yield f'<p class="n">{" · ".join(ways)}</p>\n{lens_choice()}'
     yield from rollout_section(detail, member, sources, is_open=True)
-    yield END
+    yield PAGE_END
 
 
 def pair(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
@@ -122,7 +122,7 @@ def pair(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
     yield f'<p class="n">{link("group", f"group {detail.view.group_id}", id=detail.view.group_id)}</p>\n'
     yield lines(pair_lines(one, other))
     yield table(PAIR_HEADER, list(pair_rows(one, other, buffer.texts, PAIR_TOKENS)))
-    yield END
+    yield PAGE_END
 
 
 def steps(buffer: Buffer) -> Iterator[str]:
@@ -143,7 +143,7 @@ def steps(buffer: Buffer) -> Iterator[str]:
         yield curve(name, numbers, values)
     rows = [step_row(header, trained=trained) for header in headers[::-1]]
     yield table(STEP_HEADER, rows, [link("step", str(n), n=str(n)) for n in numbers[::-1]])
-    yield END
+    yield PAGE_END
 
 
 def step(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
@@ -156,7 +156,7 @@ def step(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
     yield lines(step_lines(view, trained=buffer.store.trainer().trained))
     yield lines(list(rank_lines(view, BAR_COLUMNS, cost)))
     yield f"<p>{' · '.join(link('group', name, id=name) for name in view.header.group_ids)}</p>\n"
-    yield END
+    yield PAGE_END
 
 
 def workers(buffer: Buffer) -> Iterator[str]:
@@ -165,7 +165,7 @@ def workers(buffer: Buffer) -> Iterator[str]:
     yield from frame(buffer, "workers")
     yield table(BEAT_HEADER, [beat_row(f"{kind} {name}", beat) for kind, name, beat in beats])
     yield lines([line for _, name, beat in beats for line in failure_lines(name, beat)])
-    yield END
+    yield PAGE_END
 
 
 def curve(name: str, numbers: Sequence[int], values: Sequence[float | None]) -> str:

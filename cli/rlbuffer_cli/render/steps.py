@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 STEP_HEADER = ("step", "state", "committed (UTC)", "groups", "rollouts", "tokens", "fill", "closed by", "reward", "age")
 STEP_NUMBERS = frozenset({"step", "groups", "rollouts", "tokens", "fill", "reward"})
 STEP_OPTIONAL = ("fill", "groups", "committed (UTC)")
-CLOSED: Mapping[str, str] = MappingProxyType(
+WHY_CLOSED: Mapping[str, str] = MappingProxyType(
     {
         ClosedBy.CAPACITY: "the next group would have needed more rows than a step has",
         ClosedBy.FILL: "its tokens reached close_fill, every env near its share",
@@ -70,7 +70,7 @@ def step_lines(step: StepView, *, trained: int) -> list[str]:
     cells = dict(zip(STEP_HEADER, step_row(header, trained=trained), strict=True))
     reward = f"reward {cells['reward']}" if cells["reward"] else "no reward"
     when = f"committed {cells['committed (UTC)']} UTC"
-    why = CLOSED.get(header.closed_by, "")
+    why = WHY_CLOSED.get(header.closed_by, "")
     lines = [
         f"step {header.step}   {cells['state']}   {when}   closed by {header.closed_by}{f': {why}' if why else ''}",
         (
