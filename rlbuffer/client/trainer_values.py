@@ -38,7 +38,7 @@ NONE = TrainerValues(step=0)
 
 
 class KeptValues:
-    """What the trainer of a run has kept, read once more when the file has changed."""
+    """The values that the trainer of a run has kept, read once more when the file has changed."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / SAMPLES_FILE

@@ -51,7 +51,7 @@ POLICY = policy(CSS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """What a page knows besides the groups."""
+    """Everything that a page knows besides the groups."""
 
     texts: Texts
     kept: Callable[[str, Rollout], TrainerValues] = lambda group_id, rollout: NONE

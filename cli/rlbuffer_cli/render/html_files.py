@@ -18,7 +18,7 @@ STDOUT = "-"
 
 
 def sources_of(buffer: Buffer) -> Sources:
-    """What pages of this run know besides the groups: its tokenizer, and what its trainer keeps on this host."""
+    """Everything that pages of this run know besides the groups: its tokenizer, and what its trainer keeps here."""
     return Sources(texts=buffer.texts, kept=KeptValues(buffer.settings.output_dir).of)
 
 

@@ -88,7 +88,7 @@ def _leveled(name: str, rollout: Rollout, values: NDArray[Any], least: Sequence[
 
 
 def entropy_of(rollout: Rollout, kept: TrainerValues = NONE) -> tuple[NDArray[Any], str] | None:
-    """([T] entropies in nats, who computed them); None where nobody keeps them."""
+    """Entropies [T] in nats, and who computed them; None where nobody keeps them."""
     own = rollout.columns.get("entropy")
     if own is not None and own.ndim == 1:
         return own, "pushed as column `entropy`"
@@ -96,7 +96,7 @@ def entropy_of(rollout: Rollout, kept: TrainerValues = NONE) -> tuple[NDArray[An
 
 
 def mismatch_of(rollout: Rollout, kept: TrainerValues = NONE) -> tuple[NDArray[Any], str] | None:
-    """([T] trainer's minus sampler's logprob in nats, who computed it); None where nobody keeps the trainer's."""
+    """Trainer's minus sampler's logprobs [T] in nats, and who computed them; None where nobody keeps the trainer's."""
     own = rollout.columns.get("trainer_logprobs")
     if own is not None and own.ndim == 1:
         return own - rollout.logprobs, "column `trainer_logprobs`"

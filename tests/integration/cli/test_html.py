@@ -102,18 +102,18 @@ def push(run: Run, *rollouts: rlbuffer.Rollout, group_id: str = "talk.7", **fiel
     run.store.push(group, producer="w", incarnation="u", sequence=run.sequence, epoch=run.meta.epoch)
 
 
-def talk(text: str, prompt: int = 5, **fields: object) -> rlbuffer.Rollout:
-    length = len(text)
+def talk(characters: str, prompt: int = 5, **fields: object) -> rlbuffer.Rollout:
+    length = len(characters)
     mask = np.arange(length) >= prompt
     later = [VersionSpan(1, prompt + 1, length)] * (length > prompt + 1)
     values = {
-        "tokens": np.array([ord(c) for c in text], np.int32),
+        "tokens": np.array([ord(c) for c in characters], np.int32),
         "loss_mask": mask,
         "logprobs": np.where(mask, -np.arange(length) / 2.0, 0.0).astype(np.float32),
         "reward": 0.5,
         "version_spans": (VersionSpan(0, prompt, prompt + 1), *later),
         "turns": (Turn("user", 0, prompt), Turn("assistant", prompt, length, 0.25)),
-        "text": text,
+        "text": characters,
         "columns": {"entropy": np.linspace(0, 2, length, dtype=np.float32)},
     }
     return rlbuffer.Rollout(**(values | fields))  # type: ignore[arg-type]
