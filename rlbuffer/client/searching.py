@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import TypeVar
 
 from rlbuffer.client.details import detail_of, rollout_view, stand_in
 from rlbuffer.client.filters import PAYLOAD_FIELDS, Filter, Term, parse
@@ -26,7 +27,8 @@ MOST_BYTES_READ = 2 * 2**30
 """Payloads that one search reads."""
 IN_STEPS = (State.PACKED, State.TRAINED)
 
-_Found = tuple[GroupView, GroupSource]
+_Source = TypeVar("_Source", bound=GroupSource)
+_Group = TypeVar("_Group")
 
 
 def list_groups(
@@ -65,7 +67,7 @@ def list_details(
 
 def _chosen(
     store: Store, where: str, limit: int, problems: list[RlbufferError] | None, text_of: TextOf | None
-) -> list[_Found]:
+) -> list[tuple[GroupView, GroupSource]]:
     chosen = parse(where)
     is_of_step = any(term.field == "step" for term in chosen.terms)
     groups = every_group(
@@ -74,7 +76,7 @@ def _chosen(
         takes_step=lambda step: chosen.allows("step", step),
         problems=problems,
     )
-    out: list[_Found] = []
+    out: list[tuple[GroupView, GroupSource]] = []
     try:
         out.extend(islice(matching(store, groups, chosen, text_of=text_of), limit))
     except FilterError as error:
@@ -85,8 +87,8 @@ def _chosen(
 
 
 def matching(
-    store: Store, groups: Iterable[_Found], chosen: Filter, *, text_of: TextOf | None = None
-) -> Iterator[_Found]:
+    store: Store, groups: Iterable[tuple[GroupView, _Source]], chosen: Filter, *, text_of: TextOf | None = None
+) -> Iterator[tuple[GroupView, _Source]]:
     """Those of `groups` that match, in their order.
 
     Raises:
@@ -97,7 +99,7 @@ def matching(
         yield from groups
         return
     cheap = [t for t in chosen.rollout_terms if t.field not in PAYLOAD_FIELDS]
-    candidates = ((group, refs) for group in groups if (refs := _candidates(group, cheap)))
+    candidates = ((group, refs) for group in groups if (refs := _candidates(group[1], cheap)))
     if len(cheap) == len(chosen.rollout_terms):
         yield from (group for group, _ in candidates)
         return
@@ -126,12 +128,12 @@ def with_text(member: RolloutView, text_of: TextOf | None) -> RolloutView:
     return replace(member, text=text_of(member.rollout))
 
 
-def _candidates(group: _Found, terms: Sequence[Term]) -> list[PartRollout]:
+def _candidates(sources: GroupSource, terms: Sequence[Term]) -> list[PartRollout]:
     """Rollouts of the group for which the terms that need no payload hold."""
     of_info = Filter(terms=tuple(t for t in terms if t.field != "rollout.advantage"))
     of_step = Filter(terms=tuple(t for t in terms if t.field == "rollout.advantage"))
     refs: list[PartRollout] = []
-    for source in group[1]:
+    for source in sources:
         if isinstance(source, PartRollout):
             refs += [source] * (of_info.matches_rollout(source.info) and of_step.matches_rollout(source))
         elif source.info is not None and not of_step.terms:
@@ -140,11 +142,9 @@ def _candidates(group: _Found, terms: Sequence[Term]) -> list[PartRollout]:
     return refs
 
 
-def _pages(
-    candidates: Iterable[tuple[_Found, list[PartRollout]]],
-) -> Iterator[Sequence[tuple[_Found, list[PartRollout]]]]:
+def _pages(candidates: Iterable[tuple[_Group, list[PartRollout]]]) -> Iterator[list[tuple[_Group, list[PartRollout]]]]:
     """Candidates in pages of about :data:`PAGE_BYTES`."""
-    page: list[tuple[_Found, list[PartRollout]]] = []
+    page: list[tuple[_Group, list[PartRollout]]] = []
     size = 0
     for candidate in candidates:
         page.append(candidate)

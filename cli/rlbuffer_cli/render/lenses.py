@@ -76,7 +76,7 @@ def columns_of(rollout: Rollout) -> list[str]:
 def _leveled(name: str, rollout: Rollout, values: NDArray[Any], least: Sequence[float], words: str) -> Lens:
     """Levels by lower bounds of values [T] that rise from green to red, of the trained tokens."""
     levels = np.searchsorted(least[1:], values, side="right") + 1
-    lowest, *others = LEVEL_MARKS
+    lowest, others = LEVEL_MARKS[0], LEVEL_MARKS[1:]
     bounds = [f"{lowest} <{least[1]:g}", *(f"{mark} >={low:g}" for mark, low in zip(others, least[1:], strict=True))]
     return Lens(
         name=name,
