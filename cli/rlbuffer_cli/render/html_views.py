@@ -133,7 +133,7 @@ def steps(buffer: Buffer) -> Iterator[str]:
     yield from frame(buffer, "steps")
     yield "".join(f"<p>! {safe(str(problem))}</p>\n" for problem in problems)
     numbers = [header.step for header in headers]
-    curves = {
+    curves: dict[str, list[float | None]] = {
         "reward": [header.reward for header in headers],
         "age": [header.age for header in headers],
         "fill": [header.fill for header in headers],

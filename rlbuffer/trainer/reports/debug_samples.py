@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +66,18 @@ def show_samples(
 def keep(file: Path, micro_batch: MicroBatch, tokens: TrainedTokens, step: int, most: int) -> None:
     """Adds logprobs and entropies of the first `most` rollouts to `file`: what `rlbuffer inspect` shows per token."""
     counts = [int(torch.as_tensor(mask).sum()) for mask in micro_batch.unpack(micro_batch.loss_mask)]
-    parts = zip(tokens.logprobs.cpu().split(counts), tokens.entropy.cpu().split(counts), strict=True)
+    ends = [*accumulate(counts, initial=0)]
+    logprobs, entropy = ([round(v, 6) for v in values.tolist()] for values in (tokens.logprobs, tokens.entropy))
     lines = [
         {
             "schema": SAMPLE_SCHEMA,
             "group_id": sample.group_id,
             "rollout_id": sample.rollout_id,
             "step": step,
-            "logprobs": [round(value, 6) for value in logprobs.tolist()],
-            "entropy": [round(value, 6) for value in entropy.tolist()],
+            "logprobs": logprobs[first:end],
+            "entropy": entropy[first:end],
         }
-        for sample, (logprobs, entropy) in zip(micro_batch.samples, parts, strict=True)
+        for sample, (first, end) in zip(micro_batch.samples, pairwise(ends), strict=True)
     ][:most]
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as out:
