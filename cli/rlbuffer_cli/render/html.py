@@ -7,6 +7,7 @@ nobody sampled carry no numbers and stay together in one piece of text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
@@ -110,8 +111,8 @@ def group_section(detail: GroupDetail, sources: Sources, *, is_open: bool) -> It
 
 
 def group_facts(detail: GroupDetail, sources: Sources) -> Iterator[str]:
-    """The group in lines: where it stands, its prompt, answer and metadata."""
-    yield "".join(f'<p class="n">{safe(line.strip())}</p>\n' for line in headline(detail.view))
+    """The group in lines below its headline: its figures, its prompt, answer and metadata."""
+    yield "".join(f'<p class="n">{safe(line.strip())}</p>\n' for line in headline(detail.view)[1:])
     prompt = shared_prompt(detail, sources.texts)
     shown = (("prompt", prompt), ("answer", detail.answer), ("metadata", dict(detail.metadata)))
     for name, value in shown:
@@ -143,7 +144,7 @@ def rollout_section(detail: GroupDetail, member: RolloutView, sources: Sources, 
         return
     kept = sources.kept(detail.view.group_id, rollout)
     lenses = {key: lens(member, key, origin=sources.texts.origin(rollout), kept=kept) for key in (1, *LENSES)}
-    yield "".join(f'<p class="g g{key}">{safe(shown.legend)}</p>\n' for key, shown in lenses.items())
+    yield "".join(f'<p class="g g{key}">{_legend(key, shown)}</p>\n' for key, shown in lenses.items())
     yield "<div>"
     if rollout.text is not None and not sources.texts.has_pieces(rollout):
         yield f'<pre class="w">{safe(rollout.text)}</pre>'
@@ -154,6 +155,17 @@ def rollout_section(detail: GroupDetail, member: RolloutView, sources: Sources, 
             yield f'<p class="t n">{left_out}</p>'
         yield from _tokens(member, first, end, lenses, sources.texts, kept)
     yield "</div></details>\n"
+
+
+def _legend(key: int, shown: Lens) -> str:
+    """The legend of a lens; each mark in it looks like the tokens of its level."""
+    text = safe(shown.legend)
+    for level, mark in enumerate(shown.marks if shown.levels is not None else ()):
+        sign = f'<b class="{LENSES[key]}{level}">{safe(mark)}</b> '
+        text = re.sub(
+            rf"(\A| {{2,}}){re.escape(safe(mark))} ", lambda match, sign=sign: f"{match[1]}{sign}", text, count=1
+        )
+    return text
 
 
 def _tokens(

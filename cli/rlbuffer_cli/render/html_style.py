@@ -15,7 +15,7 @@ LENS_COLOURS = {
 """Names of :mod:`rlbuffer_cli.render.lenses` as red, green, blue."""
 LENSES = {2: "p", 3: "a", 4: "m", 5: "e", 6: "x", 7: "v"}
 """Key of a lens -> letter of the classes that its levels have."""
-UNDERLINES = ("none", "dotted", "dashed", "solid", "double", "wavy")
+UNDERLINES = {"red": "wavy", "magenta": "double", "yellow": "dashed", "cyan": "dotted", "green": "solid"}
 """A level is also a line below the token: colour is never the only sign."""
 
 BASE = """
@@ -44,10 +44,9 @@ def style(colours: dict[int, list[str]]) -> str:
         rules.append(f"{chosen} .g{key} {{ display: block; }}")
         for level, name in enumerate(names):
             if name:
-                line = UNDERLINES[min(level, len(UNDERLINES) - 1)]
                 rules.append(
                     f"{chosen} .{LENSES[key]}{level} {{ background: rgba({LENS_COLOURS[name]},.35); "
-                    f"text-decoration: underline {line}; }}"
+                    f"text-decoration: underline {UNDERLINES[name]}; }}"
                 )
     rules.append("body:has(#l1:checked) .g1, body:has(#l1:checked) .w { display: block; }")
     rules.append("body:has(#l1:checked) .w ~ * { display: none; }")

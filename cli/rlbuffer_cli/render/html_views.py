@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.searching import list_groups
 from rlbuffer.errors import FilterError, NotFound, RlbufferError
-from rlbuffer_cli.render.group import MEMBER_HEADER, largest_reward, member_of, member_row
+from rlbuffer_cli.render.group import MEMBER_HEADER, headline, largest_reward, member_of, member_row
 from rlbuffer_cli.render.html import Sources, group_facts, head, lens_choice, rollout_section, safe
 from rlbuffer_cli.render.pair import PAIR_HEADER, best_and_worst, pair_lines, pair_rows
 from rlbuffer_cli.render.pool import (
@@ -86,6 +86,7 @@ def group(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Iterato
     """A group: what its rollouts share, and a row for each."""
     detail = buffer.group(query.get("id", ""))
     yield from frame(buffer, f"group {detail.view.group_id}")
+    yield f"<h4>{safe(headline(detail.view)[0])}</h4>\n"
     yield from group_facts(detail, sources)
     if detail.view.step is not None:
         yield f"<p>{link('step', f'step {detail.view.step}', n=str(detail.view.step))}</p>\n"
