@@ -19,8 +19,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlbuffer.client.details import find_group
 from rlbuffer.client.reader import Reader
-from rlbuffer.client.views import GroupDetail, GroupView, StepView, find_group, list_groups, view_step
+from rlbuffer.client.searching import list_groups
+from rlbuffer.client.texts import Texts, tokenizer_directory
+from rlbuffer.client.views import GroupDetail, GroupView, StepView, view_step
 from rlbuffer.client.writer import Terms, Writer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.refusal import refusal
@@ -136,6 +139,8 @@ class Buffer:
     def __init__(self, store: Store, *, settings: RunSettings) -> None:
         self.store = store
         self.settings = settings
+        self.texts = Texts(tokenizer_directory(settings))
+        """Decodes rollouts for people, with the tokenizer of the settings' model where that is on this host."""
         self._readers: list[Reader] = []
 
     @property
@@ -236,7 +241,7 @@ class Buffer:
 
     def groups(self, where: str = "", limit: int = 100) -> list[GroupView]:
         """Groups of the run, newest first, that match the filter `where` (see ``rlbuffer inspect --help``)."""
-        return list_groups(self.store, where=where, limit=limit)
+        return list_groups(self.store, where=where, limit=limit, text_of=self.texts.decoded)
 
     def group(self, group_id: str) -> GroupDetail:
         """One group whole, by its id, a rollout's id, or a unique prefix. Raises NotFound."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlbuffer.client.filters import parse
+from rlbuffer.client.searching import TextOf, matching
 from rlbuffer.client.views import pending_groups
 from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_plan import Drop
@@ -40,13 +41,10 @@ class Chosen:
         return dict(sorted(out.items()))
 
 
-def choose(store: Store, where: str) -> Chosen:
-    """Pending groups, forming or ready, that match the filter. Raises FilterError."""
-    criteria = parse(where)
+def choose(store: Store, where: str, *, text_of: TextOf | None = None) -> Chosen:
+    """Pending groups, forming or ready, that match the filter; `text_of` as in `list_groups`. Raises FilterError."""
     drops = []
-    for view, entries in pending_groups(store):
-        if not criteria.matches(view):
-            continue
+    for view, entries in matching(store, pending_groups(store), parse(where), text_of=text_of):
         drop = Drop(
             group_id=view.group_id,
             env=view.env,

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.events.history import Dropped, RunRewound, StepsVoided
-from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry
-from rlbuffer.wire import payload
 
 VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")
 """Fields of each group in the record of a void step or a rewind."""
@@ -64,6 +62,15 @@ class GroupView:
     """LoRA adapter that it trains; "" is all weights."""
 
 
+class Place(NamedTuple):
+    """The place of a rollout in a step."""
+
+    rank: int
+    """The rank that it was planned for."""
+    row: int
+    """Row of that rank, from 0, over all its micro-batches."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutView:
     """One rollout of a group; `rollout` is its payload, None when it is gone or damaged."""
@@ -85,7 +92,8 @@ class RolloutView:
     text: str | None
     rollout: Any
     step: int | None
-    rank: int | None
+    place: Place | None
+    """Its place in the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,40 +124,32 @@ class StepView:
         return tuple(r.info.rollout_id for _, r in self.rollouts)
 
 
-def list_groups(
-    store: Store, *, where: str = "", limit: int = 100, problems: list[RlbufferError] | None = None
-) -> list[GroupView]:
-    """Groups that match `where`: pending ones first, then by step and time, newest first.
+GroupSource = Sequence[PoolEntry] | Sequence[PartRollout]
+"""The pushes of a pending group, or the rollouts of one in a step; () of one of which neither is kept."""
+
+
+def every_group(
+    store: Store,
+    *,
+    takes: Callable[[State], bool] = lambda state: True,
+    takes_step: Callable[[int], bool] = lambda step: True,
+    problems: list[RlbufferError] | None = None,
+) -> Iterator[tuple[GroupView, GroupSource]]:
+    """Every group in a state, or a step, that is taken; others are not read.
 
     Steps that cannot be read are left out and added to `problems`; None: PayloadError.
     """
-    from rlbuffer.client.filters import parse
-
-    chosen = parse(where)
-    out: list[GroupView] = []
-    for view in _all_groups(store, takes=lambda state: chosen.allows("state", state), problems=problems):
-        if chosen.matches(view):
-            out.append(view)
-            if len(out) >= limit:
-                break
-    return out
-
-
-def _all_groups(
-    store: Store, takes: Callable[[State], bool] = lambda state: True, problems: list[RlbufferError] | None = None
-) -> Iterator[GroupView]:
-    """Every group in a state that `takes` accepts; groups of other states are not read."""
     if takes(State.FORMING) or takes(State.READY):
-        yield from _pending(store)
+        yield from pending_groups(store)
     if takes(State.PACKED) or takes(State.TRAINED):
-        yield from _in_steps(store, problems)
+        yield from _in_steps(store, takes_step, problems)
     if takes(State.DROPPED):
         for record in store.history():
             if record.get("event") == Dropped.event:
-                yield _dropped(record)
+                yield _dropped(record), ()
             elif record.get("event") in (StepsVoided.event, RunRewound.event):
                 for row in reversed(record.get("groups", ())):
-                    yield _dropped({**dict(zip(VOID_FIELDS, row, strict=True)), "reason": Reason.VOID})
+                    yield _dropped({**dict(zip(VOID_FIELDS, row, strict=True)), "reason": Reason.VOID}), ()
 
 
 # -- pending -----------------------------------------------------------------------------------------------------------
@@ -158,11 +158,6 @@ def _pool(store: Store) -> Iterator[PoolEntry]:
     while entries := store.read_pool(cursor, count=VIEW_PAGE):
         yield from entries
         cursor = entries[-1].entry_id
-
-
-def _pending(store: Store) -> Iterator[GroupView]:
-    for view, _ in pending_groups(store):
-        yield view
 
 
 def pending_groups(store: Store) -> Iterator[tuple[GroupView, Sequence[PoolEntry]]]:
@@ -214,9 +209,12 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mappin
 
 
 # -- packed and trained ------------------------------------------------------------------------------------------------
-def _in_steps(store: Store, problems: list[RlbufferError] | None) -> Iterator[GroupView]:
+def _in_steps(
+    store: Store, takes_step: Callable[[int], bool], problems: list[RlbufferError] | None
+) -> Iterator[tuple[GroupView, Sequence[PartRollout]]]:
     trained = store.trainer().trained
-    for header in sorted(store.headers(problems=problems), key=lambda h: -h.step):
+    headers = [header for header in store.headers(problems=problems) if takes_step(header.step)]
+    for header in sorted(headers, key=lambda h: -h.step):
         groups: dict[str, list[PartRollout]] = {}
         try:
             for part in store.read_parts(header.step):
@@ -231,7 +229,7 @@ def _in_steps(store: Store, problems: list[RlbufferError] | None) -> Iterator[Gr
             continue
         for group_id in header.group_ids:
             if group_id in groups:
-                yield _consumed_view(group_id, groups[group_id], header, trained=trained)
+                yield _consumed_view(group_id, groups[group_id], header, trained=trained), groups[group_id]
 
 
 def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHeader, *, trained: int) -> GroupView:
@@ -289,99 +287,7 @@ def _dropped(record: Mapping[str, Any]) -> GroupView:
     )
 
 
-# -- one group, one step -----------------------------------------------------------------------------------------------
-def find_group(store: Store, group_id: str) -> GroupDetail:
-    """Finds a group by its id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id."""
-    id_or_prefix = group_id.rsplit("/", 1)[0]
-    candidates: dict[str, GroupView] = {}
-    problems: list[RlbufferError] = []
-    for view in _all_groups(store, problems=problems):
-        if view.group_id == id_or_prefix:
-            return _detail(store, view)
-        if view.group_id.startswith(id_or_prefix):
-            candidates.setdefault(view.group_id, view)
-    if len(candidates) == 1:
-        return _detail(store, next(iter(candidates.values())))
-    if candidates:
-        some = ", ".join(sorted(candidates)[:5])
-        raise NotFound(f"{group_id!r} fits {len(candidates)} groups of run {store.run!r}: {some}. Give more of the id.")
-    if problems:
-        raise problems[0]  # it may be in there
-    raise NotFound(f"run {store.run!r} has no group {group_id!r}: it was retired with its step, or never pushed.")
-
-
-def _detail(store: Store, view: GroupView) -> GroupDetail:
-    places: list[tuple[PartRollout, int | None, int | None]] = []
-    if view.state in (State.PACKED, State.TRAINED):
-        in_steps = store.find_in_steps(view.group_id, view.step)
-        places = [(member, step, rank) for step, member, rank in in_steps if step == view.step]
-    elif view.state in (State.FORMING, State.READY):
-        places = [
-            (stand_in(entry, index, info), None, None)
-            for entry in _pool(store)
-            if entry.group_id == view.group_id and entry.info is not None
-            for index, info in enumerate(entry.info.rollouts)
-        ]
-    places.sort(key=lambda place: (place[0].payload_key, place[0].index))
-    refs = [ref for ref, _, _ in places]
-    payloads = store.read_payloads(refs) if refs else []
-    members = tuple(_member(ref, step, rank, data) for (ref, step, rank), data in zip(places, payloads, strict=True))
-    answer, metadata = _group_payload(store, refs)
-    return GroupDetail(view=view, members=members, answer=answer, metadata=metadata)
-
-
-def stand_in(entry: PoolEntry, index: int, info: RolloutInfo) -> PartRollout:
-    """A pending rollout as a step would name it: what its payload is read by."""
-    return PartRollout(
-        payload_key=entry.payload_key,
-        index=index,
-        info=info,
-        group_id=entry.group_id,
-        env=entry.env,
-        adapter=entry.info.adapter if entry.info else "",
-        advantage=0.0,
-    )
-
-
-def _member(ref: PartRollout, step: int | None, rank: int | None, data: bytes | None) -> RolloutView:
-    info, rollout = ref.info, None
-    if data is not None:
-        try:
-            rollout = payload.decode_rollout(data, expected=info)
-        except PayloadError:
-            rollout = None
-    trained_logprobs = rollout.logprobs[rollout.loss_mask] if rollout is not None else ()
-    return RolloutView(
-        rollout_id=info.rollout_id,
-        reward=info.reward,
-        rewards=info.rewards,
-        advantage=ref.advantage if step is not None else None,
-        length=info.length,
-        loss_tokens=info.loss_tokens,
-        prompt_tokens=info.prompt_tokens,
-        min_version=info.min_version,
-        max_version=info.max_version,
-        is_truncated=info.is_truncated,
-        finish_reason=rollout.finish_reason if rollout is not None else "",
-        logprob_mean=float(sum(trained_logprobs) / len(trained_logprobs)) if len(trained_logprobs) else None,
-        text=rollout.text if rollout is not None else None,
-        rollout=rollout,
-        step=step,
-        rank=rank,
-    )
-
-
-def _group_payload(store: Store, refs: Sequence[PartRollout]) -> tuple[Any, Mapping[str, Any]]:
-    keys = list(dict.fromkeys(ref.payload_key for ref in refs))
-    for data in store.read_group_payloads(keys) if keys else []:
-        if data is not None:
-            try:
-                return payload.decode_group_payload(data)
-            except PayloadError:
-                continue
-    return None, {}
-
-
+# -- one step ----------------------------------------------------------------------------------------------------------
 def view_step(store: Store, n: int) -> StepView:
     """A committed step with every rollout's place. Raises NotFound when it was never committed, StepRetired later."""
     header = store.wait_step(n, block_seconds=0.0)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlbuffer.client.views import stand_in
+from rlbuffer.client.details import stand_in
 from rlbuffer.config.settings import RunSettings, ScoreSettings
 from rlbuffer.errors import (
     ConfigError,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlbuffer.client.buffer import Buffer, connect
-from rlbuffer.client.views import stand_in
+from rlbuffer.client.details import stand_in
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.events.scorer import ScorerEvent
 from rlbuffer.records.group import Group

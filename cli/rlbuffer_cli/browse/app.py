@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.app import App
 from textual.screen import Screen
 
+from rlbuffer.client.trainer_values import KeptValues
 from rlbuffer_cli.browse.group import Group
 from rlbuffer_cli.browse.pages import Help, Pair, Raw
 from rlbuffer_cli.browse.pool import Pool
@@ -44,7 +45,7 @@ class Browser(App[None]):
     def __init__(self, buffer: Buffer, *, identifier: str | None = None, where: str = "") -> None:
         super().__init__()
         buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_SCREEN
-        self.looking = Looking(buffer=buffer, where=where)
+        self.looking = Looking(buffer=buffer, kept=KeptValues(buffer.settings.output_dir), where=where)
         self.identifier = identifier
 
     def get_default_screen(self) -> Screen[None]:

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 from textual.binding import BindingType
 from textual.widget import Widget
 
+from rlbuffer.client.filters import parse
+from rlbuffer.client.searching import with_text
 from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.errors import NotFound
 from rlbuffer_cli.browse.panes import Prose, Table
@@ -16,6 +18,7 @@ from rlbuffer_cli.render.group import (
     MEMBER_HEADER,
     MEMBER_NUMBERS,
     MEMBER_OPTIONAL,
+    answer,
     detail_record,
     headline,
     largest_reward,
@@ -23,6 +26,7 @@ from rlbuffer_cli.render.group import (
     shared_prompt,
     short,
 )
+from rlbuffer_cli.render.pair import best_and_worst
 
 SHOWN_CHARACTERS = 4000
 """Length of a prompt, an answer or metadata that is shown; `o` shows all."""
@@ -33,8 +37,8 @@ AGE_AT = MEMBER_HEADER.index("version")
 class Group(Look):
     """A group, known by its id or the beginning of it."""
 
-    keys = ("enter open", "c compare", "y copy id", "o raw", "tab prompt", "esc back", "l live")
-    BINDINGS: ClassVar[list[BindingType]] = [("c", "compare")]
+    keys = ("enter open", "c compare", "b best, worst", "e HTML", "y copy id", "o raw", "tab prompt", "esc back")
+    BINDINGS: ClassVar[list[BindingType]] = [("c", "compare"), ("b", "extremes")]
 
     def __init__(self, looking: Looking, group_id: str) -> None:
         super().__init__(looking)
@@ -42,9 +46,16 @@ class Group(Look):
         self.detail: GroupDetail | None = None
         self.marked = ""
         """The first rollout of a comparison."""
+        self.chosen = parse(looking.where)
+        """The filter of the pool: what it says of rollouts marks those that match."""
+        self.matches: list[bool] = []
 
     def body(self) -> list[Widget]:
-        header = (*MEMBER_HEADER[:AGE_AT], "age", *MEMBER_HEADER[AGE_AT:])
+        header = ("match",) * bool(self.chosen.rollout_terms) + (
+            *MEMBER_HEADER[:AGE_AT],
+            "age",
+            *MEMBER_HEADER[AGE_AT:],
+        )
         optional = (*MEMBER_OPTIONAL, "age", "")
         return [Prose(id="header"), Table(header, right=MEMBER_NUMBERS | {"age"}, optional=optional, id="members")]
 
@@ -53,25 +64,43 @@ class Group(Look):
         self.query_one("#members").focus()
 
     def heading(self) -> str:
-        return f"group {self.group_id}"
+        if self.detail is None or not self.chosen.rollout_terms:
+            return f"group {self.group_id}"
+        matches = f"{sum(self.matches)} of {len(self.matches)} rollouts match {self.looking.where}"
+        return f"group {self.group_id}: {matches}"
 
     async def fetch(self) -> None:
         try:
-            detail = await self.ask(lambda: self.looking.buffer.group(self.group_id))
+            detail, self.matches = await self.ask(self.read)
         except NotFound as error:
             if self.detail is None:
                 raise
             raise NotFound(f"{error} Shown is what it was before, {self.detail.view.state}.") from None
         self.detail, self.group_id = detail, detail.view.group_id
+        texts = self.looking.buffer.texts
+        best, prompt = largest_reward(detail), shared_prompt(detail, texts)
         header = self.query_one("#header", Prose)
-        header.put(facts(detail))
+        header.put(facts(detail, prompt))
         header.styles.height = min(header.height_at(self.size.width), max(4, (self.size.height - 4) // 2))
-        best, skip = largest_reward(detail), len(shared_prompt(detail))
-        rows = [with_age(member_row(member, best, skip), detail, member) for member in detail.members]
+        rows = [
+            with_age(member_row(member, best, answer(member, texts, bool(prompt))), detail, member)
+            for member in detail.members
+        ]
+        if self.chosen.rollout_terms:
+            rows = [["*" * is_match, *row] for is_match, row in zip(self.matches, rows, strict=True)]
         self.query_one("#members", Table).put(rows, [member.rollout_id for member in detail.members])
+
+    def read(self) -> tuple[GroupDetail, list[bool]]:
+        """The group, and for each of its rollouts True where the filter's terms about one hold."""
+        buffer = self.looking.buffer
+        detail, decoded = buffer.group(self.group_id), buffer.texts.decoded
+        return detail, [self.chosen.matches_rollout(with_text(m, decoded)) for m in detail.members]
 
     def identifier(self) -> str:
         return self.query_one("#members", Table).key or self.group_id
+
+    def exported(self) -> str:
+        return self.group_id
 
     def record(self) -> Mapping[str, Any] | None:
         return None if self.detail is None else detail_record(self.detail)
@@ -94,11 +123,18 @@ class Group(Look):
             self.marked = ""
             self.say("")
 
+    def action_extremes(self) -> None:
+        """Shows the best rollout beside the worst."""
+        names = best_and_worst(self.detail) if self.detail is not None else None
+        if names is None:
+            self.say("no rollout is better than another")
+        else:
+            self.post_message(Open("pair", names[0], {"group": self.group_id, "other": names[1]}))
 
-def facts(detail: GroupDetail) -> list[str]:
+
+def facts(detail: GroupDetail, prompt: str) -> list[str]:
     """The group in lines: where it stands, its prompt, answer and metadata."""
     lines = headline(detail.view)
-    prompt = shared_prompt(detail)
     if prompt:
         lines.append(f"  prompt    {prompt[:SHOWN_CHARACTERS]}")
     elif ids := _prompt_ids(detail.members):

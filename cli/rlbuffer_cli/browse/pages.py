@@ -8,11 +8,11 @@ from typing import Any
 
 from textual.widget import Widget
 
-from rlbuffer.client.views import RolloutView
 from rlbuffer_cli.browse.panes import Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, TOKENS_PER_WINDOW
 from rlbuffer_cli.render.group import as_json, member_of
+from rlbuffer_cli.render.pair import PAIR_HEADER, PAIR_NUMBERS, PAIR_OPTIONAL, pair_lines, pair_rows
 
 HELP = """
 What each screen answers
@@ -25,23 +25,25 @@ What each screen answers
 Keys
   arrows j k      move            enter       open              esc     back
   g G             ends            page keys   by a screen       tab     the other half
-  n p             rollout         N P         step              1 - 6   lens of a rollout
+  n p             rollout         N P         step              1 - 8   lens of a rollout
   /               filter          s S         sort, reverse     m       more groups
-  c               compare         l           live, every 2 s   r       read again
-  t               steps           w           workers           y       copy the id
-  o               raw JSON        ?           this page         q       quit
+  c               compare         b           best and worst    l       live, every 2 s
+  t               steps           w           workers           r       read again
+  o               raw JSON        e           write it as HTML  y       copy the id
+  ?               this page       q           quit
 
-Lenses: 1 plain, 2 logprob, 3 advantage, 4 mask, 5 version, 6 a further column, where there is one
+Lenses: 1 plain, 2 logprob, 3 advantage, 4 mask, 5 entropy, 6 trainer against sampler, 7 version, 8 a further column.
+The line above the tokens has each lens' legend in numbers, or says why nobody keeps what it would show.
 
-Filter, as in `rlbuffer inspect --where`: env state reason worker adapter id (field:value, commas for alternatives),
-age reward tokens (field>=value, 8k = 8000). For example: env:vcopy state:ready reward<0.5
+Filter, as in `rlbuffer inspect --where`: env state reason worker adapter id prompt (field:value, commas for
+alternatives), age reward tokens step waited (field>=value, 8k = 8000). For example: env:vcopy state:ready reward<0.5
+Groups with a rollout for which all of these hold: stop:length truncated:yes text:word text:/regex/i and the numbers
+rollout.reward rollout.tokens rollout.trained rollout.version rollout.advantage rollout.logprob
 States: forming ready packed trained dropped
 
 Live reading waits while the cursor is not at the top, so that nothing moves under it.
 Nothing here writes to the server: looking changes nothing. `rlbuffer inspect --plain` prints the same figures.
 """
-SHOWN_BEFORE = 3
-"""Equal tokens that are shown before the first that differs."""
 
 
 class Page(Look):
@@ -129,9 +131,7 @@ class Pair(Look):
         self.group_id, self.names = group_id, names
 
     def body(self) -> list[Widget]:
-        header = ("token", "", "id", "logprob", "mask", "id (other)", "logprob (other)", "mask (other)")
-        right = frozenset({"token", "id", "logprob", "id (other)", "logprob (other)"})
-        return [Prose(id="facts"), Table(header, right=right, id="pairs")]
+        return [Prose(id="facts"), Table(PAIR_HEADER, right=PAIR_NUMBERS, optional=PAIR_OPTIONAL, id="pairs")]
 
     def on_mount(self) -> None:
         """The tokens have the keys."""
@@ -141,51 +141,11 @@ class Pair(Look):
         return f"{self.names[0]} and {self.names[1]}"
 
     async def fetch(self) -> None:
-        detail = await self.ask(lambda: self.looking.buffer.group(self.group_id))
+        buffer = self.looking.buffer
+        detail, _ = await self.ask(lambda: (buffer.group(self.group_id), buffer.texts.lacks))
         one, other = (member_of(detail, name) for name in self.names)
-        facts = [f"{m.rollout_id}: {_figures(m)}" for m in (one, other)]
-        if one.rollout is None or other.rollout is None:
-            facts.append("! the payload of one of them is no longer kept")
-            rows: list[list[str]] = []
-        else:
-            parts = first_difference(one, other)
-            words = f"they part at token {parts:,}" if parts is not None else "their tokens are the same"
-            facts.append(words)
-            rows = list(pair_rows(one, other, parts))
+        rows = list(pair_rows(one, other, buffer.texts, TOKENS_PER_WINDOW))
         prose = self.query_one("#facts", Prose)
-        prose.put(facts)
+        prose.put(pair_lines(one, other))
         prose.styles.height = min(prose.height_at(self.size.width), 8)
         self.query_one("#pairs", Table).put(rows, [row[0] for row in rows])
-
-
-def _figures(member: RolloutView) -> str:
-    reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
-    advantage = "" if member.advantage is None else f" · advantage {member.advantage:+.4f}"
-    return f"{reward}{advantage} · {member.length:,} tokens · {member.finish_reason}"
-
-
-def first_difference(one: RolloutView, other: RolloutView) -> int | None:
-    """Position of the first token that differs, or that one of them lacks; None: they are the same."""
-    a, b = one.rollout.tokens, other.rollout.tokens
-    both = min(len(a), len(b))
-    differs = (a[:both] != b[:both]).nonzero()[0]
-    if len(differs):
-        return int(differs[0])
-    return both if len(a) != len(b) else None
-
-
-def pair_rows(one: RolloutView, other: RolloutView, parts: int | None) -> Iterator[list[str]]:
-    """A row per token from a little before they part; a mark where they differ."""
-    first = max(0, (parts or 0) - SHOWN_BEFORE)
-    for at in range(first, min(max(one.length, other.length), first + TOKENS_PER_WINDOW)):
-        ids = [str(int(m.rollout.tokens[at])) if at < m.length else "" for m in (one, other)]
-        cells = []
-        for member, token in zip((one, other), ids, strict=True):
-            trained = token and bool(member.rollout.loss_mask[at])
-            cells += [
-                token,
-                f"{float(member.rollout.logprobs[at]):.3f}" if trained else "",
-                "trained" if trained else "",
-            ]
-        mark = "" if ids[0] == ids[1] else "≠ first" if at == parts else "≠"
-        yield [str(at), mark, *cells]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from textual.binding import BindingType
@@ -11,7 +10,8 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from rlbuffer.client.filters import parse
-from rlbuffer.client.views import GroupView, list_groups
+from rlbuffer.client.searching import list_groups
+from rlbuffer.client.views import GroupView
 from rlbuffer.errors import FilterError, RlbufferError
 from rlbuffer_cli.browse.panes import Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
@@ -21,6 +21,7 @@ from rlbuffer_cli.render.pool import (
     GROUP_HEADER,
     GROUP_NUMBERS,
     GROUP_OPTIONAL,
+    SORTS,
     RunSummary,
     env_row,
     group_record,
@@ -35,20 +36,6 @@ GROUPS_PER_READ = 1000
 FIRST_LINES = 3
 """Lines of the header that say what the run is and how far."""
 MOST_HEADER_ROWS = 10
-
-SORTS: Mapping[str, Callable[[GroupView], Any]] = MappingProxyType(
-    {
-        "newest first": lambda view: 0,
-        "id": lambda view: view.group_id,
-        "env": lambda view: view.env,
-        "reward": lambda view: (view.reward is not None, view.reward or 0.0),
-        "age": lambda view: view.age if view.age is not None else -1,
-        "tokens": lambda view: view.tokens,
-        "state": lambda view: (view.state, view.reason),
-        "waited": lambda view: view.waited_seconds if view.waited_seconds is not None else -1.0,
-        "worker": lambda view: view.worker,
-    }
-)
 
 
 class Pool(Look):
@@ -92,13 +79,16 @@ class Pool(Look):
         return f'run "{self.looking.buffer.run}"{clock}: {count}{where}, {order}{", reversed" * self.is_reversed}'
 
     async def fetch(self) -> None:
-        store, where, limit = self.looking.buffer.store, self.looking.where, self.limit
+        buffer, where, limit = self.looking.buffer, self.looking.where, self.limit
         problems: list[RlbufferError] = []
-        self.views = await self.ask(lambda: list_groups(store, where=where, limit=limit, problems=problems))
+        store, text_of = buffer.store, buffer.texts.decoded
+        self.views = await self.ask(
+            lambda: list_groups(store, where=where, limit=limit, problems=problems, text_of=text_of)
+        )
         self.problems, self.is_read = problems, True
         self.put_groups()
         self.frame()
-        summary, self.seconds = await self.ask(lambda: (summarize(self.looking.buffer), store.now()))
+        summary, self.seconds = await self.ask(lambda: (summarize(buffer), store.now()))
         self.summary = summary
         self.put_header(summary)
 
@@ -134,6 +124,9 @@ class Pool(Look):
     # -- what is under the cursor ----------------------------------------------------------------------------------
     def identifier(self) -> str:
         return self.query_one("#groups", Table).key
+
+    def exported(self) -> str:
+        return self.identifier()
 
     def record(self) -> Mapping[str, Any] | None:
         return next((group_record(view) for view in self.views if view.group_id == self.identifier()), None)

@@ -11,24 +11,28 @@ from textual.containers import Horizontal
 from textual.widget import Widget
 from textual.widgets import Static
 
+from rlbuffer.client.trainer_values import NONE, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.errors import NotFound
-from rlbuffer_cli.browse.lenses import advantages_of, columns_of, lens
 from rlbuffer_cli.browse.panes import Pane, Prose
 from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens
 from rlbuffer_cli.render.group import life, member_of, rollout_record
+from rlbuffer_cli.render.lenses import NAMES, advantages_of, columns_of, entropy_of, lens, mismatch_of
 from rlbuffer_cli.render.text import utc
+
+COLUMN = len(NAMES)
+"""The key of the lens that shows further columns."""
 
 
 class OneRollout(Look):
     """A rollout, known by its id and its group's."""
 
-    keys = ("1-6 lens", "n/p rollout", "g/G ends", "tab text/tokens", "y copy id", "o raw", "esc back")
+    keys = ("1-8 lens", "n/p rollout", "g/G ends", "tab text/tokens", "e HTML", "y copy id", "o raw", "esc back")
     BINDINGS: ClassVar[list[BindingType]] = [
         ("n", "other(1)"),
         ("p", "other(-1)"),
-        *((str(number), f"lens({number})") for number in range(1, 7)),
+        *((str(number), f"lens({number})") for number in range(1, len(NAMES) + 1)),
     ]
 
     def __init__(self, looking: Looking, rollout_id: str, group_id: str) -> None:
@@ -38,6 +42,8 @@ class OneRollout(Look):
         self.member: RolloutView | None = None
         self.number = 1
         self.column = ""
+        self.kept: dict[str, TrainerValues] = {}
+        """Rollout id -> what the trainer keeps of it."""
 
     def body(self) -> list[Widget]:
         left = Horizontal(Tokens(id="tokens"), Prose(id="text"), Prose(id="facts"), id="halves")
@@ -50,7 +56,7 @@ class OneRollout(Look):
         return f"rollout {self.rollout_id}{place}"
 
     async def fetch(self) -> None:
-        detail = await self.ask(lambda: self.looking.buffer.group(self.group_id))
+        detail = await self.ask(self.read)
         if not detail.members:
             view = detail.view
             why = f"{view.state}{f' ({view.reason}: {view.detail})' if view.reason else ''}"
@@ -60,6 +66,14 @@ class OneRollout(Look):
         self.rollout_id = self.member.rollout_id
         self.show_member()
 
+    def read(self) -> GroupDetail:
+        """The group, with the tokenizer and the trainer's file read beside it."""
+        buffer = self.looking.buffer
+        detail, _ = buffer.group(self.group_id), buffer.texts.lacks
+        rollouts = [m.rollout for m in detail.members if m.rollout is not None]
+        self.kept = {r.rollout_id: self.looking.kept.of(detail.view.group_id, r) for r in rollouts}
+        return detail
+
     def show_member(self) -> None:
         """Shows the rollout through the lens."""
         member = self.member
@@ -67,18 +81,20 @@ class OneRollout(Look):
             return
         rollout = member.rollout
         tokens, text = self.query_one("#tokens", Tokens), self.query_one("#text", Prose)
-        has_text = rollout is not None and rollout.text is not None and len(rollout.text) != rollout.length
+        texts = self.looking.buffer.texts
+        has_text = rollout is not None and rollout.text is not None and not texts.has_pieces(rollout)
         is_text = has_text and self.number == 1
         text.display, tokens.display = is_text, not is_text
         focused = self.query_one("#facts")
         if not focused.has_focus:
             (text if is_text else tokens).focus()
         if rollout is None:
-            tokens.put(None, None)
+            tokens.put(None, None, texts)
             self.say("! its payload is no longer kept")
         else:
-            through = lens(member, self.number, self.column)
-            tokens.put(rollout, through)
+            kept = self.kept.get(member.rollout_id, NONE)
+            through = lens(member, self.number, column=self.column, origin=texts.origin(rollout), kept=kept)
+            tokens.put(rollout, through, texts)
             text.put(text_lines(rollout.text or "") if is_text else [])
             self.query_one("#legend", Static).update(f"{self.number} {through.name}: {through.legend}")
         self.show_facts()
@@ -88,7 +104,8 @@ class OneRollout(Look):
         """Shows the right half."""
         if self.detail is not None and self.member is not None:
             tokens = self.query_one("#tokens", Tokens)
-            here = token_lines(self.member, tokens) if tokens.display else []
+            kept = self.kept.get(self.member.rollout_id, NONE)
+            here = token_lines(self.member, tokens, kept) if tokens.display else []
             self.query_one("#facts", Prose).put([*here, *fact_lines(self.detail, self.member)])
 
     def on_pane_moved(self, event: Pane.Moved) -> None:
@@ -99,6 +116,9 @@ class OneRollout(Look):
     def identifier(self) -> str:
         return self.rollout_id
 
+    def exported(self) -> str:
+        return f"{self.group_id}/{self.rollout_id.rpartition('/')[2]}" if self.member is not None else ""
+
     def record(self) -> Mapping[str, Any] | None:
         return rollout_record(self.member, self.detail.view) if self.member and self.detail else None
 
@@ -106,14 +126,14 @@ class OneRollout(Look):
         return all(pane.cursor == 0 for pane in self.query(Pane))
 
     def action_lens(self, number: int) -> None:
-        """Looks through another lens; the sixth has one further column after the other."""
+        """Looks through another lens; the last has one further column after the other."""
         rollout = self.member.rollout if self.member is not None else None
-        if number == 6:
+        if number == COLUMN:
             names = columns_of(rollout) if rollout is not None else []
             if not names:
                 self.say("this rollout has no further column per token")
                 return
-            at = names.index(self.column) + 1 if self.column in names and self.number == 6 else 0
+            at = names.index(self.column) + 1 if self.column in names and self.number == COLUMN else 0
             self.column = names[at % len(names)]
         self.number = number
         self.say("")
@@ -129,7 +149,7 @@ class OneRollout(Look):
             self.member = members[at]
             self.rollout_id = self.member.rollout_id
             if self.column not in (columns_of(self.member.rollout) if self.member.rollout is not None else []):
-                self.number = 1 if self.number == 6 else self.number
+                self.number = 1 if self.number == COLUMN else self.number
             self.say("")
             self.show_member()
 
@@ -142,7 +162,7 @@ def text_lines(text: str) -> list[str]:
     return lines
 
 
-def token_lines(member: RolloutView, tokens: Tokens) -> list[str]:
+def token_lines(member: RolloutView, tokens: Tokens, kept: TrainerValues) -> list[str]:
     """The token under the cursor."""
     rollout, at = member.rollout, tokens.cursor
     if rollout is None:
@@ -162,7 +182,11 @@ def token_lines(member: RolloutView, tokens: Tokens) -> list[str]:
         f"  advantage {float(values[at]):+.4f}" if trained and values is not None else "",
         f"  version {version}" if version is not None else "  sampled by no version",
     ]
-    lines += [f"  {name} {rollout.columns[name][at]:g}" for name in columns_of(rollout) if name != "advantages"]
+    for name, known in (("entropy", entropy_of(rollout, kept)), ("mismatch", mismatch_of(rollout, kept))):
+        if known is not None and trained:
+            lines.append(f"  {name} {float(known[0][at]):.4f}")
+    shown = {"advantages", "entropy"}
+    lines += [f"  {name} {rollout.columns[name][at]:g}" for name in columns_of(rollout) if name not in shown]
     return [*filter(None, lines), ""]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rich.cells import cell_len
@@ -27,6 +28,7 @@ from rlbuffer_cli.render.text import cut
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
+    from rlbuffer.client.trainer_values import KeptValues
 
 T = TypeVar("T")
 AWAY_EXIT_CODE = 4
@@ -39,6 +41,8 @@ class Looking:
     """The run that is looked at, for all screens."""
 
     buffer: Buffer
+    kept: KeptValues
+    """Values per token that the trainer keeps on this host."""
     where: str = ""
     """The filter of the pool."""
     is_live: bool = False
@@ -64,6 +68,7 @@ class Look(Screen[None]):
         ("r", "reload"),
         ("l", "live"),
         ("y", "copy"),
+        ("e", "export"),
         ("o", "raw"),
         ("w", "app.workers"),
         ("t", "app.steps"),
@@ -206,6 +211,28 @@ class Look(Screen[None]):
         if name := self.identifier():
             self.app.copy_to_clipboard(printable(name))
             self.say(f"copied: {name}")
+
+    def exported(self) -> str:
+        """The id of the group, or rollout, that `e` writes; "" for none."""
+        return ""
+
+    def action_export(self) -> None:
+        """Writes the group, or rollout, as a page into the current folder."""
+        if name := self.exported():
+            self.run_worker(self._export(name), exclusive=True, group="export")
+
+    async def _export(self, name: str) -> None:
+        from rlbuffer_cli.render.html_files import file_name, one_of, write_page
+
+        def write() -> str:
+            buffer, file = self.looking.buffer, file_name(name)
+            write_page(buffer, [one_of(buffer.group(name), name)], file, title=f"{name} of run {buffer.run}")
+            return str(Path(file).resolve())
+
+        try:
+            self.say(f"wrote {await self.ask(write)}")
+        except (RlbufferError, OSError) as error:
+            self.say(f"! {str(error).splitlines()[0]}")
 
     def action_raw(self) -> None:
         """Shows the record as JSON."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, ClassVar
 
 from textual.binding import BindingType
@@ -13,12 +12,16 @@ from rlbuffer.errors import RlbufferError
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer_cli.browse.panes import Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
-from rlbuffer_cli.render.steps import STEP_HEADER, STEP_NUMBERS, STEP_OPTIONAL, rank_lines, step_lines, step_row
-
-
-def facts_of(header: StepHeader) -> dict[str, Any]:
-    """The fields of a header, by name."""
-    return {field.name: getattr(header, field.name) for field in fields(header)}
+from rlbuffer_cli.render.steps import (
+    STEP_HEADER,
+    STEP_NUMBERS,
+    STEP_OPTIONAL,
+    cost_of,
+    facts_of,
+    rank_lines,
+    step_lines,
+    step_row,
+)
 
 
 class Steps(Look):
@@ -88,14 +91,14 @@ class OneStep(Look):
         buffer, number = self.looking.buffer, self.step
         prose = self.query_one("#step", Prose)
         try:
-            view = await self.ask(lambda: buffer.step(number))
+            view, cost = await self.ask(lambda: (buffer.step(number), cost_of(buffer)))
         except RlbufferError:
             self.header = None
             prose.put([])
             raise
         trained = (await self.ask(buffer.store.trainer)).trained
         self.header = view.header
-        prose.put([*step_lines(view, trained=trained), "", *rank_lines(view, self.size.width)])
+        prose.put([*step_lines(view, trained=trained), "", *rank_lines(view, self.size.width, cost)])
 
     def identifier(self) -> str:
         return str(self.step)

@@ -10,13 +10,16 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.binding import BindingType
 
+from rlbuffer.client.texts import Texts
 from rlbuffer.narration.numbers import printable
 from rlbuffer.records.rollout import Rollout
-from rlbuffer_cli.browse.lenses import Lens
 from rlbuffer_cli.browse.panes import BOLD, CURSOR, NO_STYLE, Pane
+from rlbuffer_cli.render.lenses import Lens
 from rlbuffer_cli.render.text import cut
 
 TOKENS_PER_WINDOW = 4000
+MAX_LABEL = 60
+"""Columns of one token."""
 SHOWN_TEXT = 32_000
 """Characters of a text that is shown as a whole."""
 
@@ -47,16 +50,16 @@ class Tokens(Pane):
         self._lines: list[_Line] = []
         self._labels: dict[int, str] = {}
         self._window = -1
-        self._has_characters = False
-        """The pushed text has one character for each token."""
+        self._texts = Texts()
+        self._has_pieces = False
+        """Every token has a text of its own."""
 
-    def put(self, rollout: Rollout | None, lens: Lens | None) -> None:
+    def put(self, rollout: Rollout | None, lens: Lens | None, texts: Texts) -> None:
         """Shows a rollout through a lens; the cursor stays where the rollout is the same."""
         if self.rollout is None or rollout is None or rollout.rollout_id != self.rollout.rollout_id:
             self.cursor = self.top = 0
         self.rollout, self.lens, self._window = rollout, lens, -1
-        text = rollout.text if rollout is not None else None
-        self._has_characters = text is not None and len(text) == self.count()
+        self._texts, self._has_pieces = texts, rollout is not None and texts.has_pieces(rollout)
         self.move_to(self.cursor)
 
     def count(self) -> int:
@@ -69,13 +72,10 @@ class Tokens(Pane):
         return first, min(first + TOKENS_PER_WINDOW, self.count())
 
     def label(self, position: int) -> str:
-        """The token as text where the pushed text has one character for each token, else its id."""
-        rollout = self.rollout
-        if rollout is None:
+        """The token as text where it has one of its own, else its id."""
+        if self.rollout is None:
             return ""
-        if rollout.text is not None and self._has_characters:
-            return printable(rollout.text[position])
-        return str(int(rollout.tokens[position]))
+        return printable(self._texts.pieces(self.rollout, position, position + 1)[0])
 
     def role(self, position: int) -> str:
         """The role that spoke the token; "" where turns do not say."""
@@ -96,6 +96,7 @@ class Tokens(Pane):
         edges = {turn.start: turn for turn in rollout.turns}
         start, room = first, max(1, self.size.width)
         used = 0
+        pieces = self._texts.pieces(rollout, first, end)
         for position in range(first, end):
             turn = edges.get(position)
             if turn is not None:
@@ -104,21 +105,24 @@ class Tokens(Pane):
                 start, used = position, 0
                 reward = f" · reward {turn.reward:g}" if turn.reward is not None else ""
                 self._lines.append(_Line(f"── {turn.role} · {turn.end - turn.start:,} tokens{reward} ──"))
-            self._labels[position] = label = self._cell(position)
+            piece = pieces[position - first]
+            self._labels[position] = label = self._cell(position, cut(printable(piece), min(room, MAX_LABEL)))
             if used + cell_len(label) > room and position > start:
                 self._lines.append(_Line("", start, position))
                 start, used = position, 0
             used += cell_len(label)
+            if piece.endswith("\n"):
+                self._lines.append(_Line("", start, position + 1))
+                start, used = position + 1, 0
         if end > start:
             self._lines.append(_Line("", start, end))
         if end < rollout.length:
             self._lines.append(_Line(f"... {rollout.length - end:,} tokens after"))
 
-    def _cell(self, position: int) -> str:
-        label = self.label(position)
+    def _cell(self, position: int, label: str) -> str:
         lens = self.lens
         mark = "" if lens is None or lens.levels is None else lens.marks[int(lens.levels[position])]
-        blank = "" if self._has_characters and not mark else " "
+        blank = "" if self._has_pieces and not mark else " "
         return f"{label}{mark}{blank}"
 
     def _line_of(self, position: int) -> int:

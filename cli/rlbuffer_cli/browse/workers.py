@@ -10,9 +10,7 @@ from textual.widget import Widget
 from rlbuffer.narration.numbers import printable
 from rlbuffer_cli.browse.panes import Pane, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking
-from rlbuffer_cli.render.workers import BEAT_HEADER, BEAT_NUMBERS, beat_row, failure_lines
-
-PROCESS_KINDS = ("worker", "scorer", "rank", "batcher")
+from rlbuffer_cli.render.workers import BEAT_HEADER, BEAT_NUMBERS, PROCESS_KINDS, beat_row, failure_lines
 
 
 class Workers(Look):

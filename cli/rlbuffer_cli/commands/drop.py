@@ -40,7 +40,7 @@ def command(where: str, yes: bool, as_json: bool, given: options.Given) -> int:
         raise click.UsageError("which groups? 'state:forming,ready' is everything that is pending")
     with open_existing(given.load(), run_given=given.run is not None) as buffer:
         name, store = buffer.run, buffer.store
-        chosen = choose(store, where)
+        chosen = choose(store, where, text_of=buffer.texts.decoded)
         what = amounts(len(chosen.drops), chosen.rollouts, chosen.tokens)
         if as_json and (not yes or not chosen.drops):
             echo(json.dumps(_record(name, where, chosen, pushes=0)))

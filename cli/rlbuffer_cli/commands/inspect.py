@@ -15,6 +15,7 @@ from rlbuffer_cli.starting import clear
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
+    from rlbuffer.client.texts import Texts
     from rlbuffer.errors import RlbufferError
 
 LISTED_GROUPS = 30
@@ -28,6 +29,14 @@ LISTED_GROUPS = 30
 @click.option("--plain", is_flag=True, help="Print, also on a terminal. [default: browse on a terminal]")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Print so many groups. [default: 30]")
 @click.option("--tokens", "window", metavar="A:B", help="Of a rollout: tokens A to B. [default: the first 200]")
+@click.option("--tokenizer", metavar="DIR", help="Decode with DIR/tokenizer.json. [default: that of model.path]")
+@click.option("--with", "other", metavar="ID", help="Beside rollout ID, another of its group: where they part.")
+@click.option("--steps", is_flag=True, help="Print the committed steps that can still be read.")
+@click.option("--step", "number", type=click.IntRange(1), metavar="N", help="Print step N: its envs, ranks and rows.")
+@click.option("--workers", is_flag=True, help="Print who was heard when, and what failed last.")
+@click.option("--html", metavar="FILE", help="Write groups, or the one of ID, as one page to FILE; - is stdout.")
+@click.option("--web", is_flag=True, help="Serve these views to a web browser on this machine.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, metavar="P", help="Of --web. [default: a free one]")
 @click.option("--json", "as_json", is_flag=True, help="One object per line: groups, or the group or rollout whole.")
 @click.option("--totals", is_flag=True, help="With --json: run, envs and workers instead of groups.")
 @click.option("--archive", metavar="DIR", help="Where an ID is looked for that the server has let go.")
@@ -42,6 +51,14 @@ def command(
     plain: bool,
     limit: int | None,
     window: str | None,
+    tokenizer: str | None,
+    html: str | None,
+    other: str | None,
+    steps: bool,
+    number: int | None,
+    workers: bool,
+    web: bool,
+    port: int,
     as_json: bool,
     totals: bool,
     archive: str | None,
@@ -51,22 +68,29 @@ def command(
     """Look at the pool, a group or a rollout. Changes nothing.
 
     On a terminal this opens a browser: `?` shows its keys, `q` leaves it. Elsewhere, and with --plain, --json, --limit,
-    --tokens or --totals, it prints.
+    --tokens, --totals, --steps, --step, --workers or --with, it prints.
 
     Without ID: the run, its envs, and its groups. With the ID of a group: its rollouts. With the ID of a rollout
     (GROUP/INDEX): its tokens. The beginning of an ID is enough where it is unique. Without --run, the run that was
     opened last. What the server has let go comes from --archive, or from the archive that `serve` says it writes.
 
     \b
-    Filter fields: env state reason worker adapter id (text, `field:value`, commas for alternatives)
-                   age reward tokens (numbers, `field>=value`, 8k = 8000)
+    Filter fields: env state reason worker adapter id prompt (text, `field:value`, commas for alternatives)
+                   age reward tokens step waited (numbers, `field>=value`, 8k = 8000; waited in seconds)
+    of a rollout:  stop truncated:yes text:word text:/regex/i (flags i, s, m)
+                   rollout.reward rollout.tokens rollout.trained rollout.version rollout.advantage
+                   rollout.logprob; all must hold for one and the same rollout of a group
     States:        forming ready packed trained dropped
 
     \b
     Examples:
       rlbuffer inspect --where 'env:vcopy state:ready reward<0.5'
+      rlbuffer inspect --where 'stop:length rollout.reward>0 text:/final answer/i'
       rlbuffer inspect vcopy.120
       rlbuffer inspect vcopy.120/3 --json
+      rlbuffer inspect vcopy.120/3 --with vcopy.120/5
+      rlbuffer inspect --step 40
+      rlbuffer inspect --where 'step:40 rollout.reward<0.1' --html worst.html
       rlbuffer inspect --alive 'worker vcopy' --within 60      (exit code 1 when it was not heard)
     """
     if alive is not None:
@@ -85,6 +109,16 @@ def command(
     with open_existing(given.load(), run_given=given.run is not None) as buffer:
         if alive is not None:
             return _alive(buffer, alive, within)
+        if tokenizer is not None:
+            buffer.texts = _texts(tokenizer)
+        if html is not None:
+            return _page(buffer, identifier, where, limit or LISTED_GROUPS, html)
+        if web:
+            return _web(buffer, port)
+        if steps or workers or number is not None:
+            return _printed(buffer, number, workers, as_json)
+        if other is not None:
+            return _pair(buffer, identifier or other, other, as_json)
         if not (plain or as_json or totals or limit or window or archive) and _may_browse():
             from rlbuffer_cli.browse.app import browse
 
@@ -95,13 +129,74 @@ def command(
         return _pool(buffer, where, limit or LISTED_GROUPS, as_json, totals)
 
 
+def _web(buffer: Buffer, port: int) -> int:
+    from rlbuffer_cli.web import serve_pages
+
+    try:
+        return serve_pages(buffer, port)
+    except OSError as error:
+        raise click.UsageError(f"--port {port}: {error.strerror}") from None
+
+
+def _printed(buffer: Buffer, number: int | None, workers: bool, as_json: bool) -> int:
+    from rlbuffer_cli.render.printed import show_processes, show_step, show_steps
+
+    if number is not None:
+        return show_step(buffer, number, as_json=as_json)
+    return show_processes(buffer, as_json=as_json) if workers else show_steps(buffer, as_json=as_json)
+
+
+def _pair(buffer: Buffer, identifier: str, other: str, as_json: bool) -> int:
+    from rlbuffer_cli.render.group import member_of
+    from rlbuffer_cli.render.pair import pair_record, show_pair
+
+    detail = buffer.group(identifier)
+    one, second = member_of(detail, identifier), member_of(detail, other)
+    if as_json:
+        echo(json.dumps(pair_record(one, second)))
+    else:
+        show_pair(one, second, buffer.texts)
+    return 0
+
+
+def _page(buffer: Buffer, identifier: str | None, where: str, limit: int, file: str) -> int:
+    from rlbuffer.client.searching import list_details
+    from rlbuffer_cli.render.html_files import STDOUT, one_of, write_page
+
+    problems: list[RlbufferError] = []
+    title = f"{identifier} of run {buffer.run}" if identifier else f"run {buffer.run}: groups {where}".rstrip()
+    if identifier is not None:
+        details = iter([one_of(buffer.group(identifier), identifier)])
+    else:
+        read = buffer.texts.decoded
+        details = list_details(buffer.store, where=where, limit=limit, problems=problems, text_of=read)
+    try:
+        write_page(buffer, details, file, title=title)
+    except OSError as error:
+        raise click.UsageError(f"--html {file}: {error.strerror}") from None
+    for problem in problems:
+        echo(f"Error: {problem}", err=True)
+    if file != STDOUT:
+        echo(f"wrote {file}", err=True)
+    return 1 if problems else 0
+
+
+def _texts(directory: str) -> Texts:
+    from rlbuffer.client.texts import Texts
+
+    texts = Texts(directory)
+    if texts.lacks:
+        raise click.UsageError(f"--tokenizer {directory}: {texts.lacks}")
+    return texts
+
+
 def _may_browse() -> bool:
     """True where a person sits at a terminal that can be drawn on."""
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -> int:
-    from rlbuffer.client.views import list_groups
+    from rlbuffer.client.searching import list_groups
     from rlbuffer_cli.render import pool
 
     problems: list[RlbufferError] = []
@@ -109,7 +204,7 @@ def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -
         for record in pool.summary_records(pool.summarize(buffer)):
             echo(json.dumps(record))
         return 0
-    views = list_groups(buffer.store, where=where, limit=limit, problems=problems)
+    views = list_groups(buffer.store, where=where, limit=limit, problems=problems, text_of=buffer.texts.decoded)
     if as_json:
         for view in views:
             echo(json.dumps(pool.group_record(view)))
@@ -147,13 +242,13 @@ def _one(buffer: Buffer, identifier: str, bounds: tuple[int, int], as_json: bool
         if as_json:
             echo(json.dumps(group.detail_record(detail)))
         else:
-            group.show_group(detail)
+            group.show_group(detail, buffer.texts)
         return 0
     member = group.member_of(detail, identifier)
     if as_json:
         echo(json.dumps(group.rollout_record(member, detail.view)))
     else:
-        group.show_rollout(detail, member, bounds)
+        group.show_rollout(detail, member, bounds, buffer.texts)
     return 0
 
 

@@ -15,6 +15,7 @@ from rlbuffer_cli.render.pool import group_record
 from rlbuffer_cli.render.text import bar, show_table, sparkline, wrapped
 
 if TYPE_CHECKING:
+    from rlbuffer.client.texts import Texts
     from rlbuffer.client.views import GroupDetail, GroupView, RolloutView
     from rlbuffer.records.rollout import Rollout
 
@@ -56,7 +57,8 @@ def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
         "finish_reason": member.finish_reason,
         "logprob_mean": member.logprob_mean,
         "step": member.step,
-        "rank": member.rank,
+        "rank": member.place.rank if member.place else None,
+        "row": member.place.row if member.place else None,
         "text": member.text,
     }
     rollout: Rollout | None = member.rollout
@@ -89,9 +91,9 @@ def as_json(value: Any) -> Any:
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
-def show_group(detail: GroupDetail) -> None:
+def show_group(detail: GroupDetail, texts: Texts) -> None:
     """Prints a group: what it is, then one row per rollout."""
-    prompt = shared_prompt(detail)
+    prompt = shared_prompt(detail, texts)
     for line in headline(detail.view):
         for row in wrapped(line, indent="  "):
             echo(row)
@@ -108,7 +110,7 @@ def show_group(detail: GroupDetail) -> None:
     echo("")
     show_table(
         MEMBER_HEADER,
-        [member_row(member, best, len(prompt)) for member in detail.members],
+        [member_row(member, best, answer(member, texts, bool(prompt))) for member in detail.members],
         right=MEMBER_NUMBERS,
         optional=MEMBER_OPTIONAL,
     )
@@ -140,14 +142,20 @@ def headline(view: GroupView) -> list[str]:
     return lines
 
 
-def shared_prompt(detail: GroupDetail) -> str:
-    """The text that all rollouts begin with, where text and tokens are known to be the same: one character each."""
-    prompts = set()
-    for member in detail.members:
-        if member.text is None or len(member.text) != member.length:
-            return ""
-        prompts.add(member.text[: member.prompt_tokens])
-    return prompts.pop() if len(prompts) == 1 else ""
+def shared_prompt(detail: GroupDetail, texts: Texts) -> str:
+    """The text that all rollouts begin with; "" where they differ, or a text cannot be laid to tokens."""
+    members = [m for m in detail.members if m.rollout is not None]
+    prompts = {texts.part(m.rollout, 0, m.prompt_tokens) for m in members}
+    return (prompts.pop() or "") if len(prompts) == 1 and len(members) == len(detail.members) else ""
+
+
+def answer(member: RolloutView, texts: Texts, is_prompt_shown: bool) -> str:
+    """The beginning of a rollout's text; behind its prompt where that is shown for all."""
+    if member.rollout is None:
+        return ""
+    first = member.prompt_tokens if is_prompt_shown else 0
+    part = texts.part(member.rollout, first, first + MAX_TEXT)
+    return (member.text or "")[:MAX_TEXT] if part is None else part
 
 
 def member_of(detail: GroupDetail, identifier: str) -> RolloutView:
@@ -179,8 +187,8 @@ def _stop(finish_reason: str, is_truncated: bool) -> str:
     return f"{finish_reason} (truncated)".strip()
 
 
-def member_row(member: RolloutView, best: float, skip: int) -> list[str]:
-    """Cells under :data:`MEMBER_HEADER`. `best`: largest reward; `skip`: characters of the text that were shown."""
+def member_row(member: RolloutView, best: float, text: str) -> list[str]:
+    """Cells under :data:`MEMBER_HEADER`. `best`: largest reward; `text`: what stands in the last cell."""
     versions = {member.min_version, member.max_version}
     stop = _stop(member.finish_reason, member.is_truncated)
     return [
@@ -193,11 +201,11 @@ def member_row(member: RolloutView, best: float, skip: int) -> list[str]:
         "-".join(str(v) for v in sorted(versions)),
         stop if member.rollout is not None else "payload gone",
         "" if member.logprob_mean is None else f"{member.logprob_mean:.2f}",
-        printable((member.text or "")[skip : skip + MAX_TEXT])[:MAX_TEXT],
+        printable(text[:MAX_TEXT])[:MAX_TEXT],
     ]
 
 
-def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, int]) -> None:
+def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, int], texts: Texts) -> None:
     """Prints a rollout: reward, versions, then one row per token of the window."""
     if bounds[0] >= member.length:
         raise click.UsageError(f"--tokens {bounds[0]}:{bounds[1]} lies behind its {member.length} tokens")
@@ -214,10 +222,11 @@ def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, in
     if rollout is None:
         echo("  its payload is no longer kept")
         return
-    if rollout.text is not None:
-        echo(f"  text {printable(rollout.text)}")
+    text = texts.whole(rollout)
+    if text is not None:
+        echo(f"  text {printable(text)}")
     start, end = bounds[0], min(bounds[1], rollout.length)
-    characters = rollout.text if rollout.text is not None and len(rollout.text) == rollout.length else None
+    pieces = texts.pieces(rollout, start, end) if texts.has_pieces(rollout) else [""] * (end - start)
     own = rollout.columns.get("advantages")
     rows = []
     for t in range(start, end):
@@ -227,7 +236,7 @@ def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, in
             [
                 str(t),
                 str(int(rollout.tokens[t])),
-                printable(characters[t]) if characters else "",
+                printable(pieces[t - start]),
                 "trained" if trained else "",
                 f"{float(rollout.logprobs[t]):.3f}" if trained else "",
                 f"{value:+.3f}" if trained and value is not None else "",
@@ -251,7 +260,8 @@ def life(view: GroupView, member: RolloutView) -> list[str]:
     stop = "" if rollout is None else _stop(rollout.finish_reason, rollout.is_truncated)
     stages = [f"sampled by {sampled}" + (f", stop: {stop}" if stop else "")]
     if member.step is not None:
-        stages.append(f"packed into step {member.step}, rank {member.rank}")
+        where = f", rank {member.place.rank}, row {member.place.row}" if member.place else ""
+        stages.append(f"packed into step {member.step}{where}")
     return stages + ([view.state] if view.state != State.PACKED else [])
 
 

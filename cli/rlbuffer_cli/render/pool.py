@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.narration.numbers import amount, duration, percent, printable
@@ -31,6 +32,20 @@ GROUP_HEADER = ("id", "env", "rollouts", "reward", "spread", "age", "tokens", "s
 GROUP_NUMBERS = frozenset({"rollouts", "reward", "age", "tokens", "waited"})
 GROUP_OPTIONAL = ("worker", "env", "waited", "rollouts")
 """Columns that a narrow terminal does without, the first ones first."""
+SORTS: Mapping[str, Callable[[GroupView], Any]] = MappingProxyType(
+    {
+        "newest first": lambda view: 0,
+        "id": lambda view: view.group_id,
+        "env": lambda view: view.env,
+        "reward": lambda view: (view.reward is not None, view.reward or 0.0),
+        "age": lambda view: view.age if view.age is not None else -1,
+        "tokens": lambda view: view.tokens,
+        "state": lambda view: (view.state, view.reason),
+        "waited": lambda view: view.waited_seconds if view.waited_seconds is not None else -1.0,
+        "worker": lambda view: view.worker,
+    }
+)
+"""Orders of groups, the worst reward and the smallest number first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,21 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.narration.numbers import amount, percent
+from rlbuffer.records.states import ClosedBy
 from rlbuffer_cli.render.text import utc
 
 if TYPE_CHECKING:
+    from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.views import StepView
     from rlbuffer.records.step_header import StepHeader
 
 STEP_HEADER = ("step", "state", "committed (UTC)", "groups", "rollouts", "tokens", "fill", "closed by", "reward", "age")
 STEP_NUMBERS = frozenset({"step", "groups", "rollouts", "tokens", "fill", "reward"})
 STEP_OPTIONAL = ("fill", "groups", "committed (UTC)")
+WHY_CLOSED: Mapping[str, str] = MappingProxyType(
+    {
+        ClosedBy.CAPACITY: "the next group would have needed more rows than a step has",
+        ClosedBy.FILL: "its tokens reached close_fill, every env near its share",
+        ClosedBy.GROUPS: "it held step_groups groups",
+        ClosedBy.ROLLOUTS: "it held step_rollouts rollouts",
+        ClosedBy.PARTIAL: "an env was short for too long",
+        ClosedBy.TIMEOUT: "it had waited for fill_timeout_seconds",
+        ClosedBy.END: "no env sends anything more",
+    }
+)
+"""Rule -> why it ended the selection."""
 ENV_FILLS = "█▓▒"
 """Marks of the first envs; letters follow."""
 PADDING = "·"
+
+
+def facts_of(header: StepHeader) -> dict[str, Any]:
+    """``rlbuffer.step/1``: the fields of a header, by name."""
+    return {"schema": "rlbuffer.step/1", **{field.name: getattr(header, field.name) for field in fields(header)}}
+
+
+def cost_of(buffer: Buffer) -> tuple[int, int]:
+    """The cost of a token and of a token's square, as the batcher of the run weighs them."""
+    given = buffer.store.meta().config.get("cost")
+    pair = given if isinstance(given, list | tuple) and len(given) == 2 else buffer.settings.batcher.cost
+    return int(pair[0]), int(pair[1])
 
 
 def step_row(header: StepHeader, *, trained: int) -> list[str]:
@@ -42,8 +70,9 @@ def step_lines(step: StepView, *, trained: int) -> list[str]:
     cells = dict(zip(STEP_HEADER, step_row(header, trained=trained), strict=True))
     reward = f"reward {cells['reward']}" if cells["reward"] else "no reward"
     when = f"committed {cells['committed (UTC)']} UTC"
+    why = WHY_CLOSED.get(header.closed_by, "")
     lines = [
-        f"step {header.step}   {cells['state']}   {when}   closed by {header.closed_by}",
+        f"step {header.step}   {cells['state']}   {when}   closed by {header.closed_by}{f': {why}' if why else ''}",
         (
             f"  {len(header.group_ids)} groups · {header.rollouts} rollouts · {header.tokens:,} tokens "
             f"({cells['fill']} of its capacity) · {reward} · age {cells['age']} · {header.world_size} ranks"
@@ -68,7 +97,19 @@ def env_marks(step: StepView) -> Mapping[str, str]:
     return {env: marks[i % len(marks)] for i, env in enumerate(envs)}
 
 
-def rank_lines(step: StepView, width: int) -> Iterator[str]:
+def rank_figures(step: StepView, cost: tuple[int, int]) -> list[dict[str, Any]]:
+    """Rank, rows, tokens and cost of each rank; `cost` (a, b): a rollout of L tokens costs a L + b L^2."""
+    lengths = {member.info.rollout_id: member.info.length for _, member in step.rollouts}
+    out = []
+    for rank, micro_steps in enumerate(step.rows):
+        rows = [row for micro_step in micro_steps for row in micro_step]
+        sizes = [lengths[name] for row in rows for name in row]
+        weights = sum(cost[0] * size + cost[1] * size * size for size in sizes)
+        out.append({"rank": rank, "rows": [list(row) for row in rows], "tokens": sum(sizes), "cost": weights})
+    return out
+
+
+def rank_lines(step: StepView, width: int, cost: tuple[int, int]) -> Iterator[str]:
     """A bar for each row of each rank: the tokens of its envs, then padding."""
     marks = env_marks(step)
     rollouts: dict[str, Any] = {member.info.rollout_id: member for _, member in step.rollouts}
@@ -76,11 +117,13 @@ def rank_lines(step: StepView, width: int) -> Iterator[str]:
     room = max(8, width - 30)
     legend = "  ".join(f"{mark} {env}" for env, mark in marks.items())
     yield f"rows of {step.row_tokens:,} tokens: {legend}  {PADDING} padding"
-    for rank, micro_steps in enumerate(step.rows):
-        rows = [row for micro_step in micro_steps for row in micro_step]
-        tokens = sum(rollouts[name].info.length for row in rows for name in row)
+    ranks = rank_figures(step, cost)
+    dearest = max((rank["cost"] for rank in ranks), default=0) or 1
+    for rank in ranks:
+        rows, tokens = rank["rows"], rank["tokens"]
         padding = 1 - tokens / (capacity * len(rows)) if rows else 0.0
-        yield f"rank {rank}: {tokens:,} tokens in {len(rows)} rows, {percent(padding)} padding"
+        share = f"cost {percent(rank['cost'] / dearest)} of the dearest rank's"
+        yield f"rank {rank['rank']}: {tokens:,} tokens in {len(rows)} rows, {percent(padding)} padding, {share}"
         for number, row in enumerate(rows):
             used = sum(rollouts[name].info.length for name in row)
             bar, reached = "", 0

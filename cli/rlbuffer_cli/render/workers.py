@@ -10,6 +10,8 @@ from rlbuffer.narration.waiting import counted
 
 SHOWN_FRESH_SECONDS = 6.0
 """A heartbeat comes at least every two seconds; whoever is silent for longer may be gone."""
+PROCESS_KINDS = ("worker", "scorer", "rank", "batcher")
+"""Kinds of processes that send signs of life."""
 BEAT_HEADER = ("who", "heard", "version", "rate", "env", "last failure")
 BEAT_NUMBERS = frozenset({"heard", "version", "rate"})
 

@@ -6,18 +6,23 @@ tokens, another temperature or chat template, an advantage that is missing.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from contextlib import suppress
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlbuffer.client.trainer_values import SAMPLE_SCHEMA, SAMPLES_FILE
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.narration.numbers import printable
 from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
+from rlbuffer.trainer.losses.tokens import TrainedTokens
 from rlbuffer.trainer.session import TrainerSession
 from rlbuffer.trainer.update.update import trained_tokens
 
@@ -53,7 +58,30 @@ def show_samples(
         if session.is_first:
             for text in tables(micro_batch, tokens.logprobs.cpu(), step.number, decode)[:left]:
                 say(text)
+            with suppress(OSError):  # a full disk must not end the training that somebody looks into
+                keep(session.settings.output_dir / SAMPLES_FILE, micro_batch, tokens, step.number, left)
         left -= shown
+
+
+def keep(file: Path, micro_batch: MicroBatch, tokens: TrainedTokens, step: int, most: int) -> None:
+    """Adds logprobs and entropies of the first `most` rollouts to `file`: what `rlbuffer inspect` shows per token."""
+    counts = [int(torch.as_tensor(mask).sum()) for mask in micro_batch.unpack(micro_batch.loss_mask)]
+    ends = [*accumulate(counts, initial=0)]
+    logprobs, entropy = ([round(v, 6) for v in values.tolist()] for values in (tokens.logprobs, tokens.entropy))
+    lines = [
+        {
+            "schema": SAMPLE_SCHEMA,
+            "group_id": sample.group_id,
+            "rollout_id": sample.rollout_id,
+            "step": step,
+            "logprobs": logprobs[first:end],
+            "entropy": entropy[first:end],
+        }
+        for sample, (first, end) in zip(micro_batch.samples, pairwise(ends), strict=True)
+    ][:most]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        out.write("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def tables(

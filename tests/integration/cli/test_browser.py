@@ -168,8 +168,10 @@ def test_a_rollout_is_seen_through_its_lenses(run: Run, buffer: rlbuffer.Buffer)
             "2": "p>=0.9",
             "3": "advantages are known once",
             "4": "■ trained (3)",
-            "5": "0 v0  1 v1",
-            "6": "6 column entropy",
+            "5": "nats, pushed as column `entropy`: mean 1.714, most 2.000",
+            "6": "6 mismatch: trainer's logprobs are not kept per token: a worker pushes it as a column",
+            "7": "0 v0  1 v1",
+            "8": "8 column entropy",
         }
         for key, legend in legends.items():
             await person.press(key)
@@ -179,7 +181,7 @@ def test_a_rollout_is_seen_through_its_lenses(run: Run, buffer: rlbuffer.Buffer)
         await person.press("g")
         await person.sees("TOKEN 0 of 8", "not trained", "sampled by no version", "role user")
         await person.press("p")
-        await person.sees("rollout talk.7/0 (1 of 3)", "6 column entropy")
+        await person.sees("rollout talk.7/0 (1 of 3)", "8 column entropy")
         await person.press("p", "n", "n")
         await person.sees("rollout talk.7/2 (3 of 3)")
 
@@ -322,7 +324,9 @@ def test_what_a_worker_wrote_is_shown_and_obeyed_nowhere(
             ("escape", "group a.0"),
             ("enter", "rollout a.0/0"),
             ("2", "p>=0.9"),
-            ("6", "entropy"),
+            ("5", "entropy"),
+            ("6", "not kept per token"),
+            ("8", "column entropy"),
             ("1", "[bold red]\\x1b"),
             ("y", "copied: "),
             ("w", "[bold red]"),

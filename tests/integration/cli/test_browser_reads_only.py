@@ -2,16 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
-import re
-import select
-import struct
-import subprocess
-import sys
-import termios
-import time
 from pathlib import Path
 
 import pytest
@@ -19,12 +9,10 @@ import redis
 from browsing import Person, browse
 from own_server import OwnServer
 from store_runs import Run
+from terminals import typed
 
 import rlbuffer
 from rlbuffer_cli.main import main
-
-ANSI = re.compile(rb"\x1b\[[0-9;?<>=]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
-TERMINAL_SECONDS = 120.0
 
 
 def written(client: redis.Redis) -> dict[str, int]:
@@ -56,7 +44,7 @@ async def tour(person: Person) -> None:
     await person.sees("b.0/0 and b.0/1")
     await person.press("escape", "enter")
     await person.sees("rollout b.0/1")
-    await person.press("2", "3", "4", "5", "6", "1", "p", "n", "G", "g", "tab", "o")
+    await person.press("2", "3", "4", "5", "6", "7", "8", "1", "p", "n", "G", "g", "tab", "o")
     await person.sees(": raw")
 
 
@@ -82,36 +70,6 @@ def test_a_tour_of_every_screen_sends_no_command_that_writes(tmp_path: Path) -> 
             run.close()
 
 
-def typed(arguments: list[str], folder: Path, *, until: bytes, keys: bytes, term: str = "xterm-256color") -> bytes:
-    """Runs `rlbuffer` in a terminal, types `keys` once `until` is on the screen. -> what was drawn; exit code 0."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command = [sys.executable, "-m", "rlbuffer_cli", *arguments]
-    environment = {**os.environ, "TERM": term}
-    process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment, start_new_session=True
-    )
-    os.close(theirs)
-    drawn, is_typed, deadline = b"", False, time.monotonic() + TERMINAL_SECONDS
-    try:
-        while time.monotonic() < deadline:
-            if select.select([ours], [], [], 0.1)[0]:
-                try:
-                    drawn += os.read(ours, 65536)
-                except OSError:
-                    break  # the last who had the terminal has left
-            if not is_typed and until in ANSI.sub(b"", drawn):
-                is_typed = True
-                os.write(ours, keys)
-        assert is_typed, drawn
-        assert process.wait(timeout=TERMINAL_SECONDS) == 0, drawn
-    finally:
-        os.close(ours)
-        process.kill()
-        process.wait()
-    return drawn
-
-
 @pytest.mark.server
 def test_in_a_terminal_it_draws_takes_q_and_gives_the_terminal_back(
     redis_url: str, run_name: str, tmp_path: Path
@@ -123,5 +81,5 @@ def test_in_a_terminal_it_draws_takes_q_and_gives_the_terminal_back(
     assert b"\x1b[?1049h" in drawn, "the browser has a screen of its own"
     assert b"\x1b[?1049l" in drawn.partition(b"\x1b[?1049h")[2]
     for further, term in ((["--plain"], "xterm-256color"), ([], "dumb"), (["--limit", "1"], "xterm-256color")):
-        drawn = typed([*words, *further], tmp_path, until=b"one group: rlbuffer inspect math.4711", keys=b"", term=term)
+        drawn = typed([*words, *further], tmp_path, until=b"one group: rlbuffer inspect math.4711", keys=b"", TERM=term)
         assert b"\x1b[?1049h" not in drawn

@@ -17,7 +17,7 @@ from store_runs import Run
 
 from rlbuffer.batcher.advantages import ESTIMATORS
 from rlbuffer.client.reader import Reader
-from rlbuffer.client.views import list_groups
+from rlbuffer.client.searching import list_groups
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.batcher import BatcherConfig, EnvConfig
 from rlbuffer.errors import InvalidRollout

@@ -1,0 +1,184 @@
+"""Pages of `rlbuffer inspect --web`: the screens of the browser as HTML. Every link is a path of the same server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from urllib.parse import urlencode
+
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.searching import list_groups
+from rlbuffer.errors import FilterError, NotFound, RlbufferError
+from rlbuffer_cli.render.group import MEMBER_HEADER, headline, largest_reward, member_of, member_row
+from rlbuffer_cli.render.html import Sources, group_facts, head, lens_choice, rollout_section, safe
+from rlbuffer_cli.render.pair import PAIR_HEADER, best_and_worst, pair_lines, pair_rows
+from rlbuffer_cli.render.pool import (
+    ENV_HEADER,
+    GROUP_HEADER,
+    SORTS,
+    env_row,
+    group_row,
+    header_lines,
+    summarize,
+)
+from rlbuffer_cli.render.steps import STEP_HEADER, cost_of, rank_lines, step_lines, step_row
+from rlbuffer_cli.render.workers import BEAT_HEADER, PROCESS_KINDS, beat_row, failure_lines
+
+GROUPS_ON_A_PAGE = 200
+PAIR_TOKENS = 2000
+BAR_COLUMNS = 110
+PAGE_END = "</main></body></html>\n"
+
+
+def link(path: str, text: str, **query: str) -> str:
+    """A link to another page of the server."""
+    target = f"{path}?{urlencode(query)}" if query else path
+    return f'<a href="{safe(target)}">{safe(text, 300)}</a>'
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], links: Sequence[str] = ()) -> str:
+    """Rows of text; `links` is the finished HTML of the first column."""
+    out = [f"<table><tr>{''.join(f'<th>{safe(name)}</th>' for name in header)}</tr>\n"]
+    for at, row in enumerate(rows):
+        cells = [links[at] if links and i == 0 else safe(cell, 300) for i, cell in enumerate(row)]
+        out.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n")
+    return "".join([*out, "</table>\n"])
+
+
+def lines(texts: Sequence[str]) -> str:
+    """Lines as they stand."""
+    return f"<pre>{safe(chr(10).join(texts))}</pre>\n"
+
+
+def frame(buffer: Buffer, title: str) -> Iterator[str]:
+    """The beginning of every page, with the way to the others."""
+    yield from head(f"{title} · run {buffer.run}")
+    ways = " · ".join((link("./", "pool"), link("steps", "steps"), link("workers", "workers")))
+    yield f'<p class="n">{ways}</p>\n'
+
+
+def pool(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
+    """The run, its envs, and its groups by a filter, in an order."""
+    where, sort = query.get("where", ""), query.get("sort", "newest first")
+    problems: list[RlbufferError] = []
+    try:
+        read = buffer.texts.decoded
+        views = list_groups(buffer.store, where=where, limit=GROUPS_ON_A_PAGE, problems=problems, text_of=read)
+    except FilterError as error:
+        views, problems = [], [error]
+    views = sorted(views, key=SORTS.get(sort, SORTS["newest first"]))
+    summary = summarize(buffer)
+    yield from frame(buffer, "pool")
+    yield lines(header_lines(summary))
+    yield table(ENV_HEADER, [env_row(env) for env in summary.envs])
+    yield (
+        f'<form><label>filter <input name="where" size="60" value="{safe(where)}"></label>'
+        f'<input type="hidden" name="sort" value="{safe(sort)}"><input type="submit" value="show"></form>\n'
+    )
+    yield "".join(f"<p>! {safe(str(problem))}</p>\n" for problem in problems)
+    orders = " · ".join(link("./", name, where=where, sort=name) for name in SORTS)
+    yield f'<p class="n">{len(views)} groups, {safe(sort)}; by {orders}</p>\n'
+    names = [link("group", view.group_id, id=view.group_id) for view in views]
+    yield table(GROUP_HEADER, [group_row(view) for view in views], names)
+    yield PAGE_END
+
+
+def group(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Iterator[str]:
+    """A group: what its rollouts share, and a row for each."""
+    detail = buffer.group(query.get("id", ""))
+    yield from frame(buffer, f"group {detail.view.group_id}")
+    yield f"<h4>{safe(headline(detail.view)[0])}</h4>\n"
+    yield from group_facts(detail, sources)
+    if detail.view.step is not None:
+        yield f"<p>{link('step', f'step {detail.view.step}', n=str(detail.view.step))}</p>\n"
+    if (names := best_and_worst(detail)) is not None:
+        ids = {"one": names[0], "other": names[1], "id": detail.view.group_id}
+        yield f"<p>{link('pair', 'the best beside the worst', **ids)}</p>\n"
+    best = largest_reward(detail)
+    rows = [member_row(member, best, "")[:-1] for member in detail.members]
+    ids_of = [link("rollout", m.rollout_id, id=detail.view.group_id, rollout=m.rollout_id) for m in detail.members]
+    yield table(MEMBER_HEADER[:-1], rows, ids_of) if rows else "<p>its rollouts are no longer kept</p>\n"
+    yield PAGE_END
+
+
+def rollout(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Iterator[str]:
+    """A rollout through the lenses."""
+    detail = buffer.group(query.get("id", ""))
+    member = member_of(detail, query.get("rollout", ""))
+    yield from frame(buffer, f"rollout {member.rollout_id}")
+    at = detail.members.index(member)
+    near = [(word, at + by) for word, by in (("previous", -1), ("next", 1)) if 0 <= at + by < len(detail.members)]
+    group_id = detail.view.group_id
+    ways = [link("group", f"group {group_id}", id=group_id)]
+    ways += [link("rollout", word, id=group_id, rollout=detail.members[i].rollout_id) for word, i in near]
+    yield f'<p class="n">{" · ".join(ways)}</p>\n{lens_choice()}'
+    yield from rollout_section(detail, member, sources, is_open=True)
+    yield PAGE_END
+
+
+def pair(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
+    """Two rollouts of a group, from where they part."""
+    detail = buffer.group(query.get("id", ""))
+    one, other = (member_of(detail, query.get(name, "")) for name in ("one", "other"))
+    yield from frame(buffer, f"{one.rollout_id} and {other.rollout_id}")
+    yield f'<p class="n">{link("group", f"group {detail.view.group_id}", id=detail.view.group_id)}</p>\n'
+    yield lines(pair_lines(one, other))
+    yield table(PAIR_HEADER, list(pair_rows(one, other, buffer.texts, PAIR_TOKENS)))
+    yield PAGE_END
+
+
+def steps(buffer: Buffer) -> Iterator[str]:
+    """Curves over the committed steps that can still be read, and a row for each."""
+    problems: list[RlbufferError] = []
+    headers = list(buffer.store.headers(problems=problems))
+    trained = buffer.store.trainer().trained
+    yield from frame(buffer, "steps")
+    yield "".join(f"<p>! {safe(str(problem))}</p>\n" for problem in problems)
+    numbers = [header.step for header in headers]
+    curves: dict[str, list[float | None]] = {
+        "reward": [header.reward for header in headers],
+        "age": [header.age for header in headers],
+        "fill": [header.fill for header in headers],
+        "tokens": [float(header.tokens) for header in headers],
+    }
+    for name, values in curves.items():
+        yield curve(name, numbers, values)
+    rows = [step_row(header, trained=trained) for header in headers[::-1]]
+    yield table(STEP_HEADER, rows, [link("step", str(n), n=str(n)) for n in numbers[::-1]])
+    yield PAGE_END
+
+
+def step(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
+    """A step: what it holds, why it was closed, its rows by rank, and its groups."""
+    number = int(query["n"]) if query.get("n", "").isdecimal() else 0
+    if number < 1:
+        raise NotFound("a step has a number from 1: step?n=40")
+    view, cost = buffer.step(number), cost_of(buffer)
+    yield from frame(buffer, f"step {number}")
+    yield lines(step_lines(view, trained=buffer.store.trainer().trained))
+    yield lines(list(rank_lines(view, BAR_COLUMNS, cost)))
+    yield f"<p>{' · '.join(link('group', name, id=name) for name in view.header.group_ids)}</p>\n"
+    yield PAGE_END
+
+
+def workers(buffer: Buffer) -> Iterator[str]:
+    """Processes: when each was heard, and what failed last."""
+    beats = [(kind, name, beat) for kind in PROCESS_KINDS for name, beat in buffer.store.heartbeats(kind).items()]
+    yield from frame(buffer, "workers")
+    yield table(BEAT_HEADER, [beat_row(f"{kind} {name}", beat) for kind, name, beat in beats])
+    yield lines([line for _, name, beat in beats for line in failure_lines(name, beat)])
+    yield PAGE_END
+
+
+def curve(name: str, numbers: Sequence[int], values: Sequence[float | None]) -> str:
+    """A line over the steps, its ends in numbers; nothing of fewer than two values."""
+    points = [(n, v) for n, v in zip(numbers, values, strict=True) if v is not None]
+    if len(points) < 2:
+        return ""
+    low, high = min(v for _, v in points), max(v for _, v in points)
+    across, up = points[-1][0] - points[0][0], (high - low) or 1.0
+    places = " ".join(f"{600 * (n - points[0][0]) / across:.1f},{80 - 76 * (v - low) / up:.1f}" for n, v in points)
+    words = f"{name}: {low:.4g} to {high:.4g} over steps {points[0][0]} to {points[-1][0]}, last {points[-1][1]:.4g}"
+    return (
+        f'<h4>{safe(words)}</h4><svg viewBox="0 0 600 84" width="600" height="84" role="img">'
+        f'<polyline fill="none" stroke="currentColor" points="{places}"/></svg>\n'
+    )

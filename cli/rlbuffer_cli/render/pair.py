@@ -1,0 +1,109 @@
+"""Two rollouts of a group side by side: where they part, and the tokens from there on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rlbuffer_cli.options import echo
+from rlbuffer_cli.render.text import show_table, wrapped
+
+if TYPE_CHECKING:
+    from rlbuffer.client.texts import Texts
+    from rlbuffer.client.views import GroupDetail, RolloutView
+
+SHOWN_BEFORE = 3
+"""Equal tokens that are shown before the first that differs."""
+PAIR_HEADER = (
+    *("token", "", "id", "text", "logprob", "mask"),
+    *("id (other)", "text (other)", "logprob (other)", "mask (other)"),
+)
+PAIR_NUMBERS = frozenset({"token", "id", "logprob", "id (other)", "logprob (other)"})
+PAIR_OPTIONAL = ("mask", "mask (other)", "id", "id (other)")
+"""Columns that a narrow terminal does without, the first ones first."""
+PRINTED_TOKENS = 200
+
+
+def best_and_worst(detail: GroupDetail) -> tuple[str, str] | None:
+    """Ids of the rollouts with the largest and the smallest reward; None where no two differ in it."""
+    scored = [member for member in detail.members if member.reward is not None]
+    if not scored:
+        return None
+    best = max(scored, key=lambda member: member.reward or 0.0)
+    worst = min(scored, key=lambda member: member.reward or 0.0)
+    return None if best.reward == worst.reward else (best.rollout_id, worst.rollout_id)
+
+
+def figures(member: RolloutView) -> str:
+    """A rollout in one line."""
+    reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
+    advantage = "" if member.advantage is None else f" · advantage {member.advantage:+.4f}"
+    return f"{member.rollout_id}: {reward}{advantage} · {member.length:,} tokens · {member.finish_reason}"
+
+
+def first_difference(one: RolloutView, other: RolloutView) -> int | None:
+    """Position of the first token that differs, or that one of them lacks; None: they are the same."""
+    a, b = one.rollout.tokens, other.rollout.tokens
+    both = min(len(a), len(b))
+    differs = (a[:both] != b[:both]).nonzero()[0]
+    if len(differs):
+        return int(differs[0])
+    return both if len(a) != len(b) else None
+
+
+def pair_lines(one: RolloutView, other: RolloutView) -> list[str]:
+    """Both in a line each, and where they part."""
+    lines = [figures(one), figures(other)]
+    if one.rollout is None or other.rollout is None:
+        return [*lines, "! the payload of one of them is no longer kept"]
+    parts = first_difference(one, other)
+    return [*lines, f"they part at token {parts:,}" if parts is not None else "their tokens are the same"]
+
+
+def pair_rows(one: RolloutView, other: RolloutView, texts: Texts, most: int) -> Iterator[list[str]]:
+    """Cells under :data:`PAIR_HEADER`, for `most` tokens from a little before they part; a mark where they differ."""
+    if one.rollout is None or other.rollout is None:
+        return
+    parts = first_difference(one, other)
+    first = max(0, (parts or 0) - SHOWN_BEFORE)
+    end = min(max(one.length, other.length), first + most)
+    sides = [_cells(member, texts, first, end) for member in (one, other)]
+    for at, (left, right) in enumerate(zip(*sides, strict=True), first):
+        mark = "" if left[0] == right[0] else "≠ first" if at == parts else "≠"
+        yield [str(at), mark, *left, *right]
+
+
+def _cells(member: RolloutView, texts: Texts, first: int, end: int) -> Iterator[list[str]]:
+    """Id, text, logprob and mask of each position; empty behind the rollout's end."""
+    rollout: Any = member.rollout
+    pieces = texts.pieces(rollout, first, end) if texts.has_pieces(rollout) else []
+    for at in range(first, end):
+        if at >= rollout.length:
+            yield ["", "", "", ""]
+            continue
+        trained = bool(rollout.loss_mask[at])
+        logprob = f"{float(rollout.logprobs[at]):.3f}" if trained else ""
+        text = pieces[at - first] if pieces else ""
+        yield [str(int(rollout.tokens[at])), text, logprob, "trained" if trained else ""]
+
+
+def show_pair(one: RolloutView, other: RolloutView, texts: Texts) -> None:
+    """Prints the pair."""
+    for line in pair_lines(one, other):
+        for row in wrapped(line, indent="    "):
+            echo(row)
+    rows = list(pair_rows(one, other, texts, PRINTED_TOKENS))
+    if rows:
+        echo("")
+        show_table(PAIR_HEADER, rows, right=PAIR_NUMBERS, optional=PAIR_OPTIONAL)
+
+
+def pair_record(one: RolloutView, other: RolloutView) -> dict[str, Any]:
+    """``rlbuffer.pair/1``: where two rollouts part; None where they are the same, or a payload is gone."""
+    is_there = one.rollout is not None and other.rollout is not None
+    return {
+        "schema": "rlbuffer.pair/1",
+        "rollouts": [one.rollout_id, other.rollout_id],
+        "rewards": [one.reward, other.reward],
+        "part_at_token": first_difference(one, other) if is_there else None,
+    }

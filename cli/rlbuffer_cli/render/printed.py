@@ -1,0 +1,83 @@
+"""Steps and processes printed: the twins of two screens of the browser."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from rlbuffer_cli.options import echo
+from rlbuffer_cli.render.group import as_json as plain_types
+from rlbuffer_cli.render.steps import (
+    STEP_HEADER,
+    STEP_NUMBERS,
+    STEP_OPTIONAL,
+    cost_of,
+    facts_of,
+    rank_figures,
+    rank_lines,
+    step_lines,
+    step_row,
+)
+from rlbuffer_cli.render.text import show_table, wrapped
+from rlbuffer_cli.render.workers import BEAT_HEADER, BEAT_NUMBERS, PROCESS_KINDS, beat_row, failure_lines
+
+if TYPE_CHECKING:
+    from rlbuffer.client.buffer import Buffer
+    from rlbuffer.errors import RlbufferError
+
+
+def show_steps(buffer: Buffer, *, as_json: bool) -> int:
+    """Prints a line per committed step that can still be read, the newest first. -> exit code."""
+    problems: list[RlbufferError] = []
+    headers = list(buffer.store.headers(problems=problems))[::-1]
+    if as_json:
+        for header in headers:
+            echo(_dumped(facts_of(header)))
+    elif headers:
+        trained = buffer.store.trainer().trained
+        rows = [step_row(header, trained=trained) for header in headers]
+        show_table(STEP_HEADER, rows, right=STEP_NUMBERS, optional=STEP_OPTIONAL)
+    else:
+        echo("no committed step can still be read")
+    for problem in problems:
+        echo(f"Error: {problem}", err=True)
+    return 1 if problems else 0
+
+
+def show_step(buffer: Buffer, number: int, *, as_json: bool) -> int:
+    """Prints a step: what it holds, why it was closed, and its rows by rank. -> exit code."""
+    step, cost = buffer.step(number), cost_of(buffer)
+    if as_json:
+        echo(_dumped({**facts_of(step.header), "row_tokens": step.row_tokens, "ranks": rank_figures(step, cost)}))
+        return 0
+    width = shutil.get_terminal_size().columns
+    for line in [*step_lines(step, trained=buffer.store.trainer().trained), "", *rank_lines(step, width, cost)]:
+        for row in wrapped(line, indent="    "):
+            echo(row)
+    return 0
+
+
+def show_processes(buffer: Buffer, *, as_json: bool) -> int:
+    """Prints when each worker, scorer, rank and batcher was heard, and what failed last. -> exit code."""
+    beats = [
+        (kind, name, beat) for kind in PROCESS_KINDS for name, beat in sorted(buffer.store.heartbeats(kind).items())
+    ]
+    if as_json:
+        for kind, name, beat in beats:
+            echo(_dumped({"schema": "rlbuffer.process/1", "kind": kind, "name": name, **beat}))
+        return 0
+    if not beats:
+        echo("no process has been heard")
+        return 0
+    rows = [beat_row(f"{kind} {name}", beat) for kind, name, beat in beats]
+    show_table(BEAT_HEADER, rows, right=BEAT_NUMBERS, optional=("env", "rate"))
+    for _, name, beat in beats:
+        for line in failure_lines(name, beat):
+            for row in wrapped(line, indent="    "):
+                echo(row)
+    return 0
+
+
+def _dumped(record: dict[str, Any]) -> str:
+    return json.dumps(plain_types(record), default=str)

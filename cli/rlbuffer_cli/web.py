@@ -1,0 +1,151 @@
+"""`rlbuffer inspect --web`: the views of a run for a web browser on this machine. Reads; takes nothing but GET.
+
+The address is on loopback and holds a token, without which every page is 404. A request for another host than loopback
+is refused, so that no page of the web reaches in by a name of its own (DNS rebinding). Pages have no script, and their
+policy lets nothing be fetched from anywhere.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import sys
+from collections.abc import Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+from urllib.parse import parse_qsl, urlsplit
+
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.errors import NotFound, RlbufferError, StepRetired
+from rlbuffer_cli.options import echo
+from rlbuffer_cli.render import html_views as views
+from rlbuffer_cli.render.html import POLICY, Sources, head, safe
+from rlbuffer_cli.render.html_files import sources_of
+
+HOST = "127.0.0.1"
+SECRET_BYTES = 24
+REQUEST_SECONDS = 30.0
+"""Longest that a request may take to arrive."""
+PATIENCE_SECONDS_OF_A_PAGE = 2.0
+"""A server that is away is said to be so after this time."""
+MOST_QUERY_FIELDS = 20
+OWN_FORM = POLICY.replace("form-action 'none'", "form-action 'self'")
+HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Content-Security-Policy": f"{OWN_FORM}; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Pages(ThreadingHTTPServer):
+    """The server of one run's pages, on a port of its own choice for 0."""
+
+    daemon_threads = True
+
+    def __init__(self, buffer: Buffer, port: int) -> None:
+        super().__init__((HOST, port), Handler)
+        buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_PAGE
+        self.buffer = buffer
+        self.sources: Sources = sources_of(buffer)
+        self.token = secrets.token_urlsafe(SECRET_BYTES)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Leaves a browser that has gone alone; a defect has its traceback, as everywhere."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+    @property
+    def url(self) -> str:
+        """The address of the first page."""
+        return f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    def page(self, name: str, query: dict[str, str]) -> Iterator[str] | None:
+        """The pieces of a page; None where there is none of that name."""
+        buffer, sources = self.buffer, self.sources
+        if name == "":
+            return views.pool(buffer, query)
+        if name == "group":
+            return views.group(buffer, query, sources)
+        if name == "rollout":
+            return views.rollout(buffer, query, sources)
+        if name == "pair":
+            return views.pair(buffer, query)
+        if name == "steps":
+            return views.steps(buffer)
+        if name == "step":
+            return views.step(buffer, query)
+        return views.workers(buffer) if name == "workers" else None
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request. Methods other than GET are none that it knows."""
+
+    server: Pages
+    timeout: ClassVar[float] = REQUEST_SECONDS
+    server_version, sys_version = "rlbuffer", ""
+
+    def do_GET(self) -> None:
+        """Answers with a page, in pieces; what it cannot read is a sentence."""
+        port = self.server.server_port
+        if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
+            self._begin(HTTPStatus.FORBIDDEN)
+            return
+        address = urlsplit(self.path)
+        _, token, name = (*address.path.split("/", 2), "", "")[:3]
+        page = None
+        if hmac.compare_digest(token.encode(), self.server.token.encode()):
+            try:
+                fields = parse_qsl(address.query, max_num_fields=MOST_QUERY_FIELDS)
+                page = self.server.page(name, dict(fields))
+                first = next(page) if page is not None else ""  # what cannot be read fails before the headers go
+            except (RlbufferError, ValueError) as error:
+                self._refuse(error)
+                return
+        if page is None:
+            self._begin(HTTPStatus.NOT_FOUND)
+            return
+        self._begin(HTTPStatus.OK)
+        self._write(first)
+        try:
+            for piece in page:
+                self._write(piece)
+        except RlbufferError as error:
+            self._write(f"<p>! {safe(str(error))}</p>\n{views.PAGE_END}")
+
+    def _refuse(self, error: Exception) -> None:
+        missing = isinstance(error, NotFound | StepRetired)
+        other = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, RlbufferError) else HTTPStatus.BAD_REQUEST
+        self._begin(HTTPStatus.NOT_FOUND if missing else other)
+        for piece in head("rlbuffer inspect"):
+            self._write(piece)
+        self._write(f"<p>! {safe(str(error))}</p>\n{views.PAGE_END}")
+
+    def _begin(self, status: HTTPStatus) -> None:
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _write(self, piece: str) -> None:
+        self.wfile.write(piece.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing: a line of the log would hold the token."""
+
+
+def serve_pages(buffer: Buffer, port: int) -> int:
+    """Serves until ctrl-C. -> exit code."""
+    with Pages(buffer, port) as pages:
+        echo(pages.url)
+        echo("open it in a browser on this machine; ctrl-C ends it", err=True)
+        try:
+            pages.serve_forever()
+        except KeyboardInterrupt:
+            echo(err=True)
+    return 0

@@ -1,0 +1,132 @@
+"""One group whole: its rollouts with their payloads, and where each stands in its step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, Place, RolloutView, every_group
+from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
+from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import PartRollout, PoolEntry
+from rlbuffer.wire import payload
+
+
+def find_group(store: Store, group_id: str) -> GroupDetail:
+    """Finds a group by its id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id."""
+    id_or_prefix = group_id.rsplit("/", 1)[0]
+    candidates: dict[str, tuple[GroupView, GroupSource]] = {}
+    problems: list[RlbufferError] = []
+    for view, sources in every_group(store, problems=problems):
+        if view.group_id == id_or_prefix:
+            return detail_of(store, view, sources)
+        if view.group_id.startswith(id_or_prefix):
+            candidates.setdefault(view.group_id, (view, sources))
+    if len(candidates) == 1:
+        return detail_of(store, *next(iter(candidates.values())))
+    if candidates:
+        some = ", ".join(sorted(candidates)[:5])
+        raise NotFound(f"{group_id!r} fits {len(candidates)} groups of run {store.run!r}: {some}. Give more of the id.")
+    if problems:
+        raise problems[0]  # it may be in there
+    raise NotFound(f"run {store.run!r} has no group {group_id!r}: it was retired with its step, or never pushed.")
+
+
+def detail_of(store: Store, view: GroupView, sources: GroupSource) -> GroupDetail:
+    """A group whole: its view, and what :func:`every_group` gave with it."""
+    refs = sorted(stand_ins(sources), key=lambda ref: (ref.payload_key, ref.index))
+    places = _places(store, view) if refs and view.step is not None else {}
+    payloads = store.read_payloads(refs) if refs else []
+    members = tuple(
+        rollout_view(ref, view.step, places.get((ref.payload_key, ref.index)), data)
+        for ref, data in zip(refs, payloads, strict=True)
+    )
+    answer, metadata = _group_payload(store, refs)
+    return GroupDetail(view=view, members=members, answer=answer, metadata=metadata)
+
+
+def _places(store: Store, view: GroupView) -> dict[tuple[str, int], Place]:
+    """(payload key, index) -> place in the step, of the group's rollouts; none of a step that was retired just now."""
+    try:
+        parts = store.read_parts(view.step or 0)
+    except StepRetired:
+        return {}
+    return {
+        (part.rollouts[i].payload_key, part.rollouts[i].index): Place(part.rank, number)
+        for part in parts
+        for number, row in enumerate(row for rows in part.rows for row in rows)
+        for i in row
+        if part.rollouts[i].group_id == view.group_id
+    }
+
+
+def stand_in(entry: PoolEntry, index: int, info: RolloutInfo) -> PartRollout:
+    """A pending rollout as a step would name it: what its payload is read by."""
+    return PartRollout(
+        payload_key=entry.payload_key,
+        index=index,
+        info=info,
+        group_id=entry.group_id,
+        env=entry.env,
+        adapter=entry.info.adapter if entry.info else "",
+        advantage=0.0,
+    )
+
+
+def stand_ins(sources: GroupSource) -> list[PartRollout]:
+    """The rollouts of a group as a step names them, or would name them."""
+    return [
+        part
+        for source in sources
+        for part in (
+            [source]
+            if isinstance(source, PartRollout)
+            else [stand_in(source, i, info) for i, info in enumerate(source.info.rollouts if source.info else ())]
+        )
+    ]
+
+
+def rollout_view(ref: PartRollout, step: int | None, place: Place | None, data: bytes | None) -> RolloutView:
+    """A rollout at its place, with its encoded payload where there is one."""
+    info, rollout = ref.info, None
+    if data is not None:
+        try:
+            rollout = payload.decode_rollout(data, expected=info)
+        except PayloadError:
+            rollout = None
+    return RolloutView(
+        rollout_id=info.rollout_id,
+        reward=info.reward,
+        rewards=info.rewards,
+        advantage=ref.advantage if step is not None else None,
+        length=info.length,
+        loss_tokens=info.loss_tokens,
+        prompt_tokens=info.prompt_tokens,
+        min_version=info.min_version,
+        max_version=info.max_version,
+        is_truncated=info.is_truncated,
+        finish_reason=rollout.finish_reason if rollout is not None else "",
+        logprob_mean=_logprob_mean(rollout) if rollout is not None else None,
+        text=rollout.text if rollout is not None else None,
+        rollout=rollout,
+        step=step,
+        place=place,
+    )
+
+
+def _logprob_mean(rollout: Rollout) -> float | None:
+    trained = rollout.logprobs[rollout.loss_mask]
+    return float(trained.mean()) if len(trained) else None
+
+
+def _group_payload(store: Store, refs: Sequence[PartRollout]) -> tuple[Any, Mapping[str, Any]]:
+    keys = list(dict.fromkeys(ref.payload_key for ref in refs))
+    for data in store.read_group_payloads(keys) if keys else []:
+        if data is not None:
+            try:
+                return payload.decode_group_payload(data)
+            except PayloadError:
+                continue
+    return None, {}

@@ -1,0 +1,156 @@
+"""Groups that a filter chooses: those that `inspect` lists, `drop` drops, and `Buffer.groups` returns.
+
+Most terms are answered by what the pool and the steps say of a group. Where a term is about text or the reason why
+sampling ended, payloads are read, a page of groups at a time, of groups for which everything else holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import TypeVar
+
+from rlbuffer.client.details import detail_of, rollout_view, stand_in
+from rlbuffer.client.filters import PAYLOAD_FIELDS, Filter, Term, parse
+from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, every_group
+from rlbuffer.errors import FilterError, RlbufferError
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.states import State
+from rlbuffer.store.protocol import Store
+from rlbuffer.store.records import PartRollout
+
+TextOf = Callable[[Rollout], str | None]
+PAGE_BYTES = 4 * 2**20
+"""Payloads that are read at once, when they are small; one group's are always read together."""
+MOST_BYTES_READ = 2 * 2**30
+"""Payloads that one search reads."""
+IN_STEPS = (State.PACKED, State.TRAINED)
+
+_Source = TypeVar("_Source", bound=GroupSource)
+_Group = TypeVar("_Group")
+
+
+def list_groups(
+    store: Store,
+    *,
+    where: str = "",
+    limit: int = 100,
+    problems: list[RlbufferError] | None = None,
+    text_of: TextOf | None = None,
+) -> list[GroupView]:
+    """Groups that match `where`: pending ones first, then by step and time, newest first.
+
+    Steps that cannot be read are left out and added to `problems`, and so is a search that ends before it has seen
+    everything. `text_of` gives the text of a rollout that was pushed without any.
+
+    Raises:
+        FilterError: `where` cannot be read; or, without `problems`, the search would read too many payloads.
+        PayloadError: a step cannot be read, without `problems`.
+    """
+    chosen = _chosen(store, where, limit, problems, text_of)
+    return [view for view, _ in chosen]
+
+
+def list_details(
+    store: Store,
+    *,
+    where: str = "",
+    limit: int = 100,
+    problems: list[RlbufferError] | None = None,
+    text_of: TextOf | None = None,
+) -> Iterator[GroupDetail]:
+    """The groups of :func:`list_groups`, whole; the payloads of one at a time are read."""
+    for view, sources in _chosen(store, where, limit, problems, text_of):
+        yield detail_of(store, view, sources)
+
+
+def _chosen(
+    store: Store, where: str, limit: int, problems: list[RlbufferError] | None, text_of: TextOf | None
+) -> list[tuple[GroupView, GroupSource]]:
+    chosen = parse(where)
+    is_of_step = any(term.field == "step" for term in chosen.terms)
+    groups = every_group(
+        store,
+        takes=lambda state: chosen.allows("state", state) and (state in IN_STEPS or not is_of_step),
+        takes_step=lambda step: chosen.allows("step", step),
+        problems=problems,
+    )
+    out: list[tuple[GroupView, GroupSource]] = []
+    try:
+        out.extend(islice(matching(store, groups, chosen, text_of=text_of), limit))
+    except FilterError as error:
+        if problems is None:
+            raise
+        problems.append(error)
+    return out
+
+
+def matching(
+    store: Store, groups: Iterable[tuple[GroupView, _Source]], chosen: Filter, *, text_of: TextOf | None = None
+) -> Iterator[tuple[GroupView, _Source]]:
+    """Those of `groups` that match, in their order.
+
+    Raises:
+        FilterError: the search has read :data:`MOST_BYTES_READ` of payloads and is not at its end.
+    """
+    groups = (group for group in groups if chosen.matches_group(group[0]))
+    if not chosen.rollout_terms:
+        yield from groups
+        return
+    cheap = [t for t in chosen.rollout_terms if t.field not in PAYLOAD_FIELDS]
+    candidates = ((group, refs) for group in groups if (refs := _candidates(group[1], cheap)))
+    if len(cheap) == len(chosen.rollout_terms):
+        yield from (group for group, _ in candidates)
+        return
+    text_of = text_of if any(term.field == "text" for term in chosen.terms) else None
+    total = 0
+    for page in _pages(candidates):
+        if total >= MOST_BYTES_READ:
+            raise FilterError(
+                f"the filter reads payloads and has read {total / 2**30:.1f} GiB of them, which is not all: "
+                "narrow it, e.g. env:math state:trained step:40"
+            )
+        every = [ref for _, refs in page for ref in refs]
+        total += sum(ref.info.size for ref in every)
+        data = iter(store.read_payloads(every))
+        for group, refs in page:
+            step = group[0].step
+            members = [rollout_view(ref, step, None, next(data)) for ref in refs]
+            if any(m.rollout is not None and chosen.matches_rollout(with_text(m, text_of)) for m in members):
+                yield group
+
+
+def with_text(member: RolloutView, text_of: TextOf | None) -> RolloutView:
+    """The rollout with the text that a filter looks at: what was pushed, else what `text_of` gives."""
+    if member.text is not None or member.rollout is None or text_of is None:
+        return member
+    return replace(member, text=text_of(member.rollout))
+
+
+def _candidates(sources: GroupSource, terms: Sequence[Term]) -> list[PartRollout]:
+    """Rollouts of the group for which the terms that need no payload hold."""
+    of_info = Filter(terms=tuple(t for t in terms if t.field != "rollout.advantage"))
+    of_step = Filter(terms=tuple(t for t in terms if t.field == "rollout.advantage"))
+    refs: list[PartRollout] = []
+    for source in sources:
+        if isinstance(source, PartRollout):
+            refs += [source] * (of_info.matches_rollout(source.info) and of_step.matches_rollout(source))
+        elif source.info is not None and not of_step.terms:
+            infos = enumerate(source.info.rollouts)
+            refs += [stand_in(source, i, info) for i, info in infos if of_info.matches_rollout(info)]
+    return refs
+
+
+def _pages(candidates: Iterable[tuple[_Group, list[PartRollout]]]) -> Iterator[list[tuple[_Group, list[PartRollout]]]]:
+    """Candidates in pages of about :data:`PAGE_BYTES`."""
+    page: list[tuple[_Group, list[PartRollout]]] = []
+    size = 0
+    for candidate in candidates:
+        page.append(candidate)
+        size += sum(ref.info.size for ref in candidate[1])
+        if size >= PAGE_BYTES:
+            yield page
+            page, size = [], 0
+    if page:
+        yield page

@@ -1,0 +1,146 @@
+"""Text of rollouts for people: their tokens decoded, else the text that was pushed with them, else token ids.
+
+Decoding takes the ``tokenizer.json`` of a model's directory and the `tokenizers` package, which comes with
+transformers. Nothing is fetched, and no code of the directory runs. Texts are as a worker wrote them: whoever shows one
+makes it harmless (:func:`rlbuffer.narration.numbers.printable`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.records.rollout import Rollout
+
+TOKENIZER_FILE = "tokenizer.json"
+HALF = "\ufffd"
+"""Stands in a decoded text for bytes that are no whole character."""
+MOST_TOKENS_OF_A_CHARACTER = 6
+CONTINUED = "…"
+"""Piece of a token whose bytes are shown with those of the token before."""
+META_SPACE = "\u2581"
+"""Begins a token of SentencePiece that stands behind a blank; decoding that token alone leaves the blank out."""
+
+
+class Texts:
+    """Decodes with the tokenizer of a directory, which is loaded when the first text is asked for.
+
+    Example:
+        >>> from rlbuffer.testing import make_group
+        >>> rollout = make_group(lengths=[8]).rollouts[0]
+        >>> texts = Texts()
+        >>> texts.whole(rollout), texts.pieces(rollout, 0, 2) == [str(t) for t in rollout.tokens[:2]]
+        (None, True)
+        >>> texts.origin(rollout)
+        'token ids: no text was pushed'
+    """
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        self._directory = None if directory is None else Path(directory).expanduser()
+        self._tokenizer: Any = None
+        self._lacks = ""
+        """Reason why nothing can be decoded; "" when there is none, or no directory."""
+        self._cache: dict[int, str] = {}
+
+    @property
+    def lacks(self) -> str:
+        """The reason why the directory's tokenizer cannot be used; "" when it can, or no directory was given."""
+        self._load()
+        return self._lacks
+
+    def _load(self) -> Any:
+        """The tokenizer; None where there is none."""
+        if self._tokenizer is None and not self._lacks and self._directory is not None:
+            file = self._directory / TOKENIZER_FILE
+            try:
+                from tokenizers import Tokenizer
+
+                self._tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
+                self._lacks = "" if self._tokenizer else f"{self._directory} has no {TOKENIZER_FILE}"
+            except ImportError:
+                self._lacks = "decoding needs the tokenizers package (pip install 'rlbuffer[train]')"
+            except Exception as error:  # the package raises nothing more special for a file that it cannot read
+                self._lacks = f"{file} cannot be loaded: {error}"
+        return self._tokenizer
+
+    # -- a rollout's text ------------------------------------------------------------------------------------------
+    def decoded(self, rollout: Rollout) -> str | None:
+        """All tokens as text; None without a tokenizer."""
+        return self._decode(rollout.tokens.tolist())
+
+    def whole(self, rollout: Rollout) -> str | None:
+        """The tokens decoded, else the text that was pushed, else None."""
+        text = self.decoded(rollout)
+        return rollout.text if text is None else text
+
+    def part(self, rollout: Rollout, first: int, end: int) -> str | None:
+        """The text of tokens [first, end); None where it cannot be laid to tokens."""
+        text = self._decode(rollout.tokens[first:end].tolist())
+        if text is None and rollout.text is not None and has_characters(rollout):
+            return rollout.text[first:end]
+        return text
+
+    def pieces(self, rollout: Rollout, first: int, end: int) -> list[str]:
+        """Each of the tokens [first, end) as text: decoded, else its character of the pushed text, else its id."""
+        tokens = rollout.tokens[first:end].tolist()
+        if self._load() is not None:
+            return self._pieces(tokens)
+        if rollout.text is not None and has_characters(rollout):
+            return list(rollout.text[first:end])
+        return [str(token) for token in tokens]
+
+    def has_pieces(self, rollout: Rollout) -> bool:
+        """True where every token has a text of its own, not only its id."""
+        return self._load() is not None or has_characters(rollout)
+
+    def origin(self, rollout: Rollout) -> str:
+        """Says where the text comes from, or why there is none."""
+        if self._load() is not None:
+            return f"tokens decoded with {self._directory}"
+        why = f"; {self._lacks}" if self._lacks else ""
+        return f"text as it was pushed{why}" if rollout.text is not None else f"token ids: no text was pushed{why}"
+
+    # -- decoding --------------------------------------------------------------------------------------------------
+    def _decode(self, tokens: Sequence[int]) -> str | None:
+        tokenizer = self._load()
+        return None if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def _piece(self, token: int) -> str:
+        piece = self._cache.get(token)
+        if piece is None:
+            name = self._tokenizer.id_to_token(token)
+            piece = f"<{token}>" if name is None else str(self._decode([token]))
+            if name is not None and name.startswith(META_SPACE) and not piece.startswith(" "):
+                piece = f" {piece}"
+            self._cache[token] = piece
+        return piece
+
+    def _pieces(self, tokens: Sequence[int]) -> list[str]:
+        """A piece per token; where several make one character, the first has it and :data:`CONTINUED` follows."""
+        out: list[str] = []
+        at = 0
+        while at < len(tokens):
+            piece, count = self._piece(tokens[at]), 1
+            while HALF in piece and count < MOST_TOKENS_OF_A_CHARACTER and at + count < len(tokens):
+                count += 1
+                piece = str(self._decode(tokens[at : at + count]))
+            if HALF in piece:
+                piece, count = self._piece(tokens[at]), 1
+            out += [piece, *[CONTINUED] * (count - 1)]
+            at += count
+        return out
+
+
+def has_characters(rollout: Rollout) -> bool:
+    """True where the pushed text has one character for each token."""
+    return rollout.text is not None and len(rollout.text) == rollout.length
+
+
+def tokenizer_directory(settings: RunSettings) -> Path | None:
+    """The directory of the run's model, else that which a worker's env names as its tokenizer; None for neither."""
+    if settings.model.path:
+        return Path(settings.model.path).expanduser()
+    named = (options.env_options.get("tokenizer") for options in settings.worker.values())
+    return next((Path(name).expanduser() for name in named if isinstance(name, str) and name), None)

@@ -1,0 +1,64 @@
+"""Filters about rollouts in the browser and its plain twin: what is listed, and which rollouts of a group are meant."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from browsing import Person, browse
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.testing import make_group
+from rlbuffer_cli.main import main
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """One group with a rollout that was cut, one without."""
+    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    made.push("a.0")
+    group = make_group(env="a", group_id="a.1", size=3)
+    cut = replace(group.rollouts[1], finish_reason="length", text="the answer is\n42")
+    rollouts = (group.rollouts[0], cut, group.rollouts[2])
+    made.sequence += 1
+    made.store.push(
+        replace(group, rollouts=rollouts),
+        producer="w",
+        incarnation="u",
+        sequence=made.sequence,
+        epoch=made.meta.epoch,
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def buffer(run: Run) -> Iterator[rlbuffer.Buffer]:
+    with rlbuffer.connect(run.url, run=run.store.run) as opened:
+        yield opened
+
+
+def test_a_filter_about_rollouts_chooses_groups_and_marks_the_rollouts_that_match(buffer: rlbuffer.Buffer) -> None:
+    async def tour(person: Person) -> None:
+        await person.sees("a.0", "a.1")
+        await person.press("slash", *"stop:length text:/answer", "space", *"is/", "enter")
+        shown = await person.sees("1 group where stop:length text:/answer is/")
+        assert "a.0" not in shown
+        await person.press("enter")
+        shown = await person.sees("group a.1: 1 of 3 rollouts match stop:length text:/answer is/")
+        marked = [line for line in shown.splitlines() if "*" in line]
+        assert [line.split()[:2] for line in marked] == [["*", "a.1/1"]]
+
+    browse(buffer, tour, size=(120, 30))
+
+
+def test_the_plain_twin_lists_the_same_groups(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    where = "stop:length text:/ANSWER is\\s42/i"
+    assert main(["inspect", "--json", "--redis", run.url, "--run", run.store.run, "--where", where]) == 0
+    assert [line.split('"group_id": ')[1][:5] for line in capsys.readouterr().out.splitlines()] == ['"a.1"']
+    assert main(["inspect", "--redis", run.url, "--run", run.store.run, "--where", "text:/(/"]) == 2
+    assert "Error: text:/(/ is no regular expression: missing )" in capsys.readouterr().err

@@ -1,0 +1,229 @@
+"""Groups as one HTML page: what stands in it, and what a hostile worker's texts cannot do there."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browsing import Person, browse
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.testing import make_group
+from rlbuffer_cli.main import main
+from rlbuffer_cli.render.html import CSS, POLICY, TOKENS_WITH_NUMBERS
+from rlbuffer_cli.render.html_files import file_name
+
+EVIL = "\"'><script>alert(1)</script><img src=//evil onerror=x>&lt;\x1b[2J\u202e\u2066\x9b\x00</title></style>-->]]>"
+Export = Callable[..., str]
+VOID = {"meta", "input", "br"}
+ALLOWED = VOID | {
+    *("html", "head", "title", "style", "body", "main", "h1", "h4", "p", "pre", "div", "details", "summary"),
+    *("table", "tr", "th", "td", "b", "i", "fieldset", "label"),
+}
+
+
+class Page(HTMLParser):
+    """A page as a browser takes it apart: its elements, balanced, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+
+def check_harmless(html: str) -> Page:
+    """Checks that a page has only elements of ours, no attribute that runs or fetches, and no control character."""
+    page = Page(html)
+    assert {tag for tag, _ in page.tags} <= ALLOWED
+    names = {name for _, attributes in page.tags for name in attributes}
+    assert names <= {
+        "lang",
+        "charset",
+        "http-equiv",
+        "content",
+        "name",
+        "class",
+        "title",
+        "type",
+        "id",
+        "checked",
+        "open",
+    }
+    assert all(character.isprintable() or character == "\n" for character in html)
+    assert f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">' in html
+    assert html.count("<style>") == html.count("</style>") == 1
+    return page
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def export(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Export:
+    def write(*words: str) -> str:
+        assert main(["inspect", *words, "--html", "-", "--redis", run.url, "--run", run.store.run]) == 0
+        return capsys.readouterr().out
+
+    return write
+
+
+def push(run: Run, *rollouts: rlbuffer.Rollout, group_id: str = "talk.7", **fields: object) -> None:
+    group = make_group(env="talk", group_id=group_id)
+    group = replace(group, rollouts=rollouts, planned_size=len(rollouts), **fields)  # type: ignore[arg-type]
+    run.sequence += 1
+    run.store.push(group, producer="w", incarnation="u", sequence=run.sequence, epoch=run.meta.epoch)
+
+
+def talk(characters: str, prompt: int = 5, **fields: object) -> rlbuffer.Rollout:
+    length = len(characters)
+    mask = np.arange(length) >= prompt
+    later = [VersionSpan(1, prompt + 1, length)] * (length > prompt + 1)
+    values = {
+        "tokens": np.array([ord(c) for c in characters], np.int32),
+        "loss_mask": mask,
+        "logprobs": np.where(mask, -np.arange(length) / 2.0, 0.0).astype(np.float32),
+        "reward": 0.5,
+        "version_spans": (VersionSpan(0, prompt, prompt + 1), *later),
+        "turns": (Turn("user", 0, prompt), Turn("assistant", prompt, length, 0.25)),
+        "text": characters,
+        "columns": {"entropy": np.linspace(0, 2, length, dtype=np.float32)},
+    }
+    return rlbuffer.Rollout(**(values | fields))  # type: ignore[arg-type]
+
+
+def test_a_page_has_the_prompt_the_rollouts_and_the_numbers_of_every_sampled_token(run: Run, export: Export) -> None:
+    push(run, talk("2+2=\n4!"), talk("2+2=\n5"), answer="4", metadata={"level": 3})
+    html = export("talk.7")
+    page = check_harmless(html)
+    assert "group talk.7   env talk   ready" in page.text
+    assert '{"level": 3}' in page.text
+    titles = [attributes["title"] for tag, attributes in page.tags if tag == "b" and "title" in attributes]
+    assert titles[0] == "token 5 · id 52 · logprob -2.5000 (p 0.082) · entropy 1.6667 · version 0"
+    assert titles[1].endswith("version 1")
+    assert len(titles) == 3
+    assert '<i title="tokens 0 to 4, not sampled">2+2=\n</i>' in html
+    assert '<b class="p2 m1 e4 v1" title="token 5 ' in html
+    assert "assistant · 2 tokens · reward 0.25" in page.text
+    assert "nats, pushed as column `entropy`" in page.text
+    assert "trainer's logprobs are not kept per token" in page.text
+    lenses = [attributes["id"] for tag, attributes in page.tags if tag == "input"]
+    assert lenses == ["l1", "l2", "l3", "l4", "l5", "l6", "l7"]
+    assert all(f"body:has(#{lens}:checked)" in CSS for lens in lenses)
+
+
+def test_one_rollout_or_the_groups_of_a_filter_are_exported(run: Run, export: Export) -> None:
+    push(run, talk("2+2=\n4!"), talk("2+2=\n5"))
+    push(run, talk("other: text"), group_id="talk.8")
+    assert export("talk.7/1").count('class="t"') == 2
+    html = export("--where", "text:/^2/")
+    assert "group talk.7" in html
+    assert "group talk.8" not in html
+    assert "groups text:/^2/</title>" in html
+    assert "0 groups." in export("--where", "env:none")
+
+
+def test_nothing_that_a_worker_wrote_is_obeyed_by_a_browser(run: Run, export: Export) -> None:
+    rollout = talk(
+        EVIL + "x" * 40,
+        rewards={EVIL[:60]: 1.0},
+        finish_reason=EVIL[:60],
+        rollout_id=f"talk.7/0{EVIL[:60]}",
+        turns=(Turn(EVIL[:60], 0, 9), Turn(EVIL[:60], 9, 20)),
+        metadata={EVIL: EVIL},
+    )
+    large = talk("a" * 9, text=EVIL + "y" * 1_000_000, rollout_id="1")
+    push(run, rollout, large, adapter=EVIL, answer=EVIL, metadata={EVIL: EVIL}, prompt_id=EVIL)
+    html = export("talk.7")
+    page = check_harmless(html)
+    assert "<script>alert(1)</script>" in page.text, "it is shown as it was written"
+    assert "\\x1b[2J\\u202e\\u2066\\x9b\\x00" in page.text
+    assert len(html) < 500_000
+    assert re.search(r"9\d\d,\d\d\d characters more", page.text)
+
+
+def test_a_long_rollout_has_its_ends_and_says_what_is_left_out(run: Run, export: Export) -> None:
+    push(run, talk("ab" * 6000))
+    page = check_harmless(export("talk.7"))
+    assert TOKENS_WITH_NUMBERS == 8000
+    assert "4,000 tokens left out: rlbuffer inspect ID --tokens 4000:8000" in page.text
+    titles = [attributes["title"] or "" for tag, attributes in page.tags if tag == "b" and "title" in attributes]
+    assert [title.split(" · ")[0] for title in (titles[0], titles[-1])] == ["token 5", "token 11999"]
+
+
+def test_a_dropped_group_says_by_which_rule(run: Run, export: Export) -> None:
+    push(run, talk("2+2=\n4!"))
+    run.lead()
+    run.drop("stale", run.pool())
+    page = check_harmless(export("talk.7"))
+    assert "dropped (stale: because)" in page.text
+    assert "its rollouts are no longer kept" in page.text
+
+
+def test_a_file_is_written_and_one_that_cannot_be_is_an_error(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    push(run, talk("2+2=\n4!"))
+    at = ["--redis", run.url, "--run", run.store.run]
+    assert main(["inspect", "talk.7", "--html", str(tmp_path / "a.html"), *at]) == 0
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", f"wrote {tmp_path}/a.html\n")
+    check_harmless((tmp_path / "a.html").read_text(encoding="utf-8"))
+    assert main(["inspect", "talk.7", "--html", str(tmp_path / "no" / "a.html"), *at]) == 2
+    assert f"Error: --html {tmp_path}/no/a.html: No such file or directory" in capsys.readouterr().err
+
+
+def test_e_writes_what_is_on_the_screen_into_the_current_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(run, talk("2+2=\n4!"), talk("2+2=\n5", rollout_id="talk.7/b/../é"))
+    monkeypatch.chdir(tmp_path)
+
+    async def tour(person: Person) -> None:
+        await person.sees("> talk.7")
+        await person.press("e")
+        await person.sees("wrote ", "rlbuffer-talk.7.html")
+        await person.press("enter")
+        await person.sees("group talk.7")
+        await person.press("j", "enter")
+        await person.sees("(2 of 2)")
+        await person.press("e")
+        await person.sees("rlbuffer-talk.7-.html")
+
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+        browse(buffer, tour, size=(140, 30))
+    assert (tmp_path / "rlbuffer-talk.7.html").read_text().count("<details") == 3
+    assert (tmp_path / "rlbuffer-talk.7-.html").read_text().count("<details") == 2
+
+
+def test_an_id_makes_a_file_name_whatever_is_in_it() -> None:
+    assert file_name("../../etc/passwd") == "rlbuffer-..-..-etc-passwd.html"
+    assert file_name(f"a/{EVIL * 9}").isascii()
+    assert len(file_name("a" * 999)) < 140

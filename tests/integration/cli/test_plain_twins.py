@@ -1,0 +1,165 @@
+"""Every screen of the browser has a printed and a JSON twin; both are readable in 80 columns and without colours."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browsing import Person, browse
+from store_runs import Run
+from terminals import ANSI, typed
+
+import rlbuffer
+from rlbuffer_cli.main import main
+
+Call = Callable[..., tuple[int, str, str]]
+COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
+GREY = re.compile(rb"[34]8;2;(\d+);(\d+);(\d+)")
+
+
+def fill(run: Run) -> None:
+    """A committed step, a group that is ready, a worker with a failure."""
+    run.step("a.0", "b.0")
+    run.push("a.1", rewards=[0.25, 0.75, 0.5])
+    beat = {"version": 3, "env": "a", "failures": {"KeyError": 2}, "failure": "KeyError: 'x' (envs.py:3 in score)"}
+    run.store.heartbeat("worker", "w-0", beat)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    fill(made)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def call(run: Run, capsys: pytest.CaptureFixture[str]) -> Call:
+    def inspect(*words: str) -> tuple[int, str, str]:
+        code = main(["inspect", *words, "--redis", run.url, "--run", run.store.run])
+        return code, *capsys.readouterr()
+
+    return inspect
+
+
+def records(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_steps_are_printed_as_rows_and_one_by_ranks_with_their_cost(call: Call) -> None:
+    code, out, _ = call("--steps")
+    assert (code, out.split()[:3]) == (0, ["step", "state", "committed"])
+    assert re.search(r"^ *1 +packed +\d\d:\d\d:\d\d +2 ", out, re.MULTILINE)
+    code, out, _ = call("--step", "1")
+    assert code == 0
+    assert "closed by capacity: the next group would have needed more rows than a step has" in out
+    assert len(re.findall(r"^rank [01]: \d+ tokens in 2 rows, \d+% padding, cost ", out, re.MULTILINE)) == 2
+    assert "cost 100% of the dearest rank's" in out
+    step = records(call("--step", "1", "--json")[1])[0]
+    assert (step["schema"], step["step"], step["closed_by"]) == ("rlbuffer.step/1", 1, "capacity")
+    assert [rank["rank"] for rank in step["ranks"]] == [0, 1]
+    assert sum(rank["tokens"] for rank in step["ranks"]) == step["tokens"]
+    assert sorted(name for rank in step["ranks"] for row in rank["rows"] for name in row) == [
+        *("a.0/0", "a.0/1", "b.0/0", "b.0/1")
+    ]
+    assert [record["step"] for record in records(call("--steps", "--json")[1])] == [1]
+    code, out, err = call("--step", "7")
+    assert (code, out) == (1, "")
+    assert "has no step 7: the last committed one is 1" in err
+
+
+def test_workers_are_printed_with_what_failed_last(call: Call) -> None:
+    code, out, _ = call("--workers")
+    assert code == 0
+    assert re.search(r"^worker w-0 +0\.\d s ago +v3 +a ", out, re.MULTILINE)
+    assert "KeyError: 'x' (envs.py:3 in score)" in out
+    beats = records(call("--workers", "--json")[1])
+    assert [(beat["schema"], beat["kind"], beat["name"]) for beat in beats] == [("rlbuffer.process/1", "worker", "w-0")]
+
+
+def test_two_rollouts_are_printed_from_where_they_part(call: Call) -> None:
+    code, out, _ = call("a.1/0", "--with", "a.1/1")
+    assert code == 0
+    assert "a.1/0: reward 0.250" in out
+    assert "they part at token 0" in out
+    assert "≠ first" in out
+    pair = records(call("a.1/0", "--with", "a.1/1", "--json")[1])[0]
+    assert pair == {
+        "schema": "rlbuffer.pair/1",
+        "rollouts": ["a.1/0", "a.1/1"],
+        "rewards": [0.25, 0.75],
+        "part_at_token": 0,
+    }
+    assert "their tokens are the same" in call("a.1/0", "--with", "a.1/0")[1]
+
+
+def test_a_rollouts_life_says_step_rank_and_row(call: Call) -> None:
+    assert re.search(r"-> packed into step 1, rank [01], row [01]\n", call("b.0/1")[1])
+    rollout = records(call("b.0/1", "--json")[1])[0]
+    step = records(call("--step", "1", "--json")[1])[0]
+    assert "b.0/1" in step["ranks"][rollout["rank"]]["rows"][rollout["row"]]
+
+
+def test_best_and_worst_are_compared_by_one_key(run: Run) -> None:
+    async def tour(person: Person) -> None:
+        await person.sees("a.1/2")
+        await person.press("b")
+        await person.sees("a.1/1 and a.1/0", "a.1/1: reward 0.750", "a.1/0: reward 0.250", "they part at token 0")
+
+    async def flat(person: Person) -> None:
+        await person.sees("c.1/1")
+        await person.press("b")
+        await person.sees("no rollout is better than another")
+
+    run.push("c.1", rewards=[1.0, 1.0])
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+        browse(buffer, tour, identifier="a.1")
+        browse(buffer, flat, identifier="c.1")
+
+
+def test_every_screen_fits_into_80_columns(run: Run) -> None:
+    async def tour(person: Person) -> None:
+        for keys, words in (
+            ((), "> a.1"),
+            (("enter",), "group a.1"),
+            (("b",), "they part at token"),
+            (("escape", "enter"), "rollout a.1/0"),
+            (("5",), "entropy: not kept per token"),
+            (("t",), "steps that can still be read"),
+            (("enter",), "closed by capacity"),
+            (("escape", "w"), "worker w-0"),
+            (("question_mark",), "What each screen answers"),
+        ):
+            await person.press(*keys)
+            await person.sees(words)
+            assert max(map(len, person.lines())) <= 80
+            assert "q quit" in person.lines()[-1]
+
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+        browse(buffer, tour)
+
+
+@pytest.mark.server
+def test_without_colours_a_terminal_of_80_columns_gets_plain_words(redis_url: str, tmp_path: Path) -> None:
+    run = Run(redis_url, tmp_path)
+    fill(run)
+    at = ["--redis", redis_url, "--run", run.store.run]
+    for words, until in (
+        (["--plain"], b"one group: rlbuffer inspect"),
+        (["a.1"], b"one rollout: rlbuffer inspect"),
+        (["--step", "1"], b"rank 1:"),
+        (["--workers"], b"worker w-0"),
+        (["a.1/0", "--with", "a.1/1"], b"first"),
+    ):
+        term = {} if words == ["--plain"] else {"TERM": "dumb"}
+        drawn = typed(["inspect", *words, *at], tmp_path, until=until, keys=b"", NO_COLOR="1", **term)
+        assert COLOUR.search(drawn) is None
+        assert max(len(line) for line in ANSI.sub(b"", drawn).decode().splitlines()) <= 80
+    drawn = typed(["inspect", *at], tmp_path, until=b"> a.1", keys=b"q", NO_COLOR="1")
+    assert all(len(set(match.groups())) == 1 for match in GREY.finditer(drawn)), "shades of grey are no colours"
+    run.close()

@@ -1,0 +1,269 @@
+"""`inspect --web`: every view by its links, nothing for strangers, and nothing that a hostile worker could do there."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import urljoin, urlsplit
+
+import pytest
+import redis
+from own_server import OwnServer
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.errors import ServerUnreachable
+from rlbuffer.records.spans import Turn
+from rlbuffer.testing import make_group
+from rlbuffer_cli.web import HEADERS, Pages
+
+EVIL = "\"'><script>alert(1)</script><img src=//evil onerror=x>\x1b[2J\u202e"
+
+
+class Seen(HTMLParser):
+    """The links, elements and text of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag == "a":
+            self.links.append(dict(attrs)["href"] or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+class Visitor:
+    """A web browser at a server of pages."""
+
+    def __init__(self, pages: Pages) -> None:
+        self.pages, self.address = pages, urlsplit(pages.url)
+
+    def get(self, path: str = "", *, method: str = "GET", **headers: str) -> tuple[int, http.client.HTTPMessage, str]:
+        """(status, headers, body) of a path below the token, or of a whole one."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.address.port, timeout=60)
+        try:
+            connection.request(method, path if path.startswith("/") else f"{self.address.path}{path}", headers=headers)
+            reply = connection.getresponse()
+            return reply.status, reply.msg, reply.read().decode()
+        finally:
+            connection.close()
+
+    def page(self, path: str = "") -> Seen:
+        status, _, body = self.get(path)
+        assert status == 200, body
+        return Seen(body)
+
+    def walk(self) -> dict[str, Seen]:
+        """Every page that a link leads to: path -> page."""
+        seen: dict[str, Seen] = {}
+        ahead = [self.address.path]
+        while ahead:
+            path = ahead.pop()
+            if path not in seen:
+                seen[path] = self.page(path)
+                ahead += [urljoin(path, link) for link in seen[path].links]
+        return seen
+
+
+def fill(run: Run) -> None:
+    """Two steps, a dropped group, one that is ready and hostile, a worker with a failure."""
+    run.step("a.0", "b.0")
+    run.step("a.9")
+    run.push("a.1")
+    run.drop("stale", run.pool())
+    group = make_group(env="a", group_id="a.2", size=2)
+    first = replace(
+        group.rollouts[0], text=EVIL, rollout_id=f"x{EVIL}", finish_reason=EVIL[:60], turns=(Turn(EVIL[:60], 0, 5),)
+    )
+    run.sequence += 1
+    run.store.push(
+        replace(group, rollouts=(first, group.rollouts[1]), prompt_id=EVIL, answer=EVIL, metadata={EVIL: EVIL}),
+        producer="w",
+        incarnation="u",
+        sequence=run.sequence,
+        epoch=run.meta.epoch,
+    )
+    run.store.heartbeat("worker", EVIL, {"version": 3, "failures": {EVIL: 2}, "failure": EVIL})
+    run.store.set_waiting("batcher", EVIL)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    fill(made)
+    yield made
+    made.close()
+
+
+def served(buffer: rlbuffer.Buffer) -> Iterator[Visitor]:
+    with Pages(buffer, 0) as pages:
+        thread = threading.Thread(target=pages.serve_forever)
+        thread.start()
+        try:
+            yield Visitor(pages)
+        finally:
+            pages.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def visitor(run: Run) -> Iterator[Visitor]:
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+        yield from served(buffer)
+
+
+def test_every_view_is_reached_by_links_and_harmless(visitor: Visitor) -> None:
+    seen = visitor.walk()
+    kinds = {path.removeprefix(visitor.address.path).partition("?")[0] for path in seen}
+    assert kinds == {"", "group", "rollout", "pair", "steps", "step", "workers"}
+    assert all(path.startswith(visitor.address.path) for path in seen), "no link leads elsewhere"
+    text = "".join(page.text for page in seen.values())
+    for words in (
+        "dropped stale",
+        "dropped (stale: because)",
+        "packed into step 1, rank",
+        "closed by capacity: ",
+        "cost 100% of the dearest rank's",
+        "they part at token",
+        "worker \"'><script>alert(1)</script>",
+        "reward: 0.5 to 0.5 over steps 1 to 2",
+        "\\x1b[2J\\u202e",
+    ):
+        assert words in text
+    assert not {"script", "img", "iframe", "link", "object"} & {tag for page in seen.values() for tag in page.tags}
+    attributes = {name for page in seen.values() for name in page.attributes}
+    assert not {name for name in attributes if name.startswith("on") or name in ("src", "style", "action")}
+
+
+def test_the_filter_and_the_order_of_the_pool_stand_in_its_address(visitor: Visitor) -> None:
+    page = visitor.page("?where=state%3Adropped")
+    assert [link for link in page.links if link.startswith("group")] == ["group?id=a.1"]
+    assert "'stat' is not a field to filter by. Did you mean state?" in visitor.page("?where=stat%3Ax").text
+    ordered = [link for link in visitor.page("?sort=id").links if link.startswith("group")]
+    assert ordered == [f"group?id={name}" for name in ("a.0", "a.1", "a.2", "a.9", "b.0")]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("group?id=nosuch", 404, "has no group 'nosuch'"),
+        ("rollout?id=a.0&rollout=7", 404, "has no rollout '7'"),
+        ("step?n=99", 404, "has no step 99: the last committed one is 2"),
+        ("step?n=%C2%B2", 404, "a step has a number from 1: step?n=40"),
+        ("step", 404, "a step has a number from 1: step?n=40"),
+        ("nosuch", 404, ""),
+        ("group/../steps", 404, ""),
+        (f"?{'a=1&' * 50}", 400, "Max number of fields exceeded"),
+        ("/", 404, ""),
+        ("/wrong/", 404, ""),
+        ("/../../etc/passwd", 404, ""),
+        ("/%ff/", 404, ""),
+    ],
+)
+def test_what_is_not_there_is_a_sentence_and_strangers_learn_nothing(
+    visitor: Visitor, path: str, status: int, words: str
+) -> None:
+    answer, _, body = visitor.get(path)
+    assert (answer, words in body) == (status, True)
+    assert bool(body) == bool(words)
+
+
+def test_only_requests_for_loopback_and_only_those_that_read_are_answered(visitor: Visitor) -> None:
+    port = visitor.address.port
+    for host, status in (
+        (f"127.0.0.1:{port}", 200),
+        (f"localhost:{port}", 200),
+        ("evil.example", 403),
+        (f"evil.example:{port}", 403),
+        ("127.0.0.1", 403),
+    ):
+        answer, _, body = visitor.get(Host=host)
+        assert (answer, bool(body)) == (status, status == 200)
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "HEAD"):
+        assert visitor.get(method=method)[0] == 501
+    assert visitor.pages.server_address[0] == "127.0.0.1"
+
+
+def test_a_page_lets_nothing_be_run_fetched_framed_or_remembered(visitor: Visitor) -> None:
+    for path in ("", "group?id=a.2", "nosuch"):
+        _, headers, _ = visitor.get(path)
+        assert {name: headers[name] for name in HEADERS} == HEADERS
+    policy = HEADERS["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert policy.endswith("base-uri 'none'; form-action 'self'; frame-ancestors 'none'")
+    assert len(visitor.pages.token) >= 32
+    assert "127.0.0.1" not in headers["Server"]
+
+
+def test_a_server_that_is_away_is_a_sentence(visitor: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away() -> None:
+        raise ServerUnreachable("cannot reach Redis")
+
+    monkeypatch.setattr(visitor.pages.buffer.store, "meta", away)
+    status, _, body = visitor.get()
+    assert status == 503
+    assert "! cannot reach Redis" in body
+
+
+def test_a_walk_through_every_page_sends_no_command_that_writes(tmp_path: Path) -> None:
+    with OwnServer(tmp_path / "server") as server, redis.Redis(port=server.port, decode_responses=True) as client:
+        run = Run(server.url, tmp_path)
+        try:
+            fill(run)
+            content, before = run.control_keys(), written(client)
+            with rlbuffer.connect(server.url, run=run.store.run) as buffer:
+                for visitor in served(buffer):
+                    assert len(visitor.walk()) > 10
+            assert written(client) == before
+            assert run.control_keys() == content
+        finally:
+            run.close()
+
+
+def written(client: redis.Redis) -> dict[str, int]:
+    """Command that writes -> its calls so far."""
+    flags = {str(name): command["flags"] for name, command in client.command().items()}
+    calls = {name.removeprefix("cmdstat_"): figures["calls"] for name, figures in client.info("commandstats").items()}
+    return {name: n for name, n in calls.items() if "write" in flags[name.split("|")[0]]}
+
+
+@pytest.mark.server
+def test_the_command_prints_its_address_and_ends_by_ctrl_c(redis_url: str, tmp_path: Path) -> None:
+    run = Run(redis_url, tmp_path)
+    run.push("a.0")
+    words = [sys.executable, "-m", "rlbuffer_cli", "inspect", "--web", "--redis", redis_url, "--run", run.store.run]
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path, env=dict(os.environ), text=True
+    )
+    assert process.stdout is not None
+    try:
+        url = urlsplit(process.stdout.readline().strip())
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=60)
+        connection.request("GET", url.path)
+        assert "a.0" in connection.getresponse().read().decode()
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        run.close()

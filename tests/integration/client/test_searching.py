@@ -1,0 +1,104 @@
+"""Filters over a run: terms about a rollout, and those that read payloads, pending and in steps."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.client import searching
+from rlbuffer.client.operations import choose
+from rlbuffer.errors import FilterError, RlbufferError
+from rlbuffer.testing import make_group
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    yield made
+    made.close()
+
+
+def push(run: Run, group_id: str, *rollouts: dict[str, Any]) -> None:
+    """One rollout for each mapping of fields."""
+    group = make_group(env=group_id.split(".")[0], group_id=group_id, size=len(rollouts))
+    members = tuple(replace(r, **fields) for r, fields in zip(group.rollouts, rollouts, strict=True))
+    run.sequence += 1
+    run.store.push(
+        replace(group, rollouts=members), producer="w", incarnation="u", sequence=run.sequence, epoch=run.meta.epoch
+    )
+
+
+@pytest.fixture
+def buffer(run: Run) -> Iterator[rlbuffer.Buffer]:
+    """Two groups in steps, one dropped, two in the pool."""
+    push(run, "a.0", {"finish_reason": "length", "is_truncated": True, "reward": 0.0}, {"reward": 1.0})
+    run.step()
+    push(run, "a.1", {"text": "the answer is 41", "reward": 0.0}, {"text": "is 42", "reward": 0.5})
+    run.step()
+    push(run, "b.2", {"text": "the answer is 42"})
+    run.drop("stale", run.pool())
+    push(run, "b.3", {"finish_reason": "length", "reward": 0.75}, {"text": "</think> 42", "reward": 0.25})
+    push(run, "b.4", {})
+    with rlbuffer.connect(run.url, run=run.store.run) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("where", "ids"),
+    [
+        ("stop:length", ["b.3", "a.0"]),
+        ("truncated:yes", ["a.0"]),
+        ("stop:length rollout.reward>0.5", ["b.3"]),
+        ("stop:length state:packed", ["a.0"]),
+        ("text:/\\b42$/", ["b.3", "a.1"]),
+        ("text:/answer is \\d/ rollout.reward<0.1", ["a.1"]),
+        ("text:42 stop:length", []),
+        ("rollout.advantage>0.1", ["a.1", "a.0"]),
+        ("step:2", ["a.1"]),
+        ("step:2 state:ready", []),
+        ("rollout.tokens>1M", []),
+    ],
+)
+def test_groups_are_chosen_by_their_rollouts(buffer: rlbuffer.Buffer, where: str, ids: list[str]) -> None:
+    assert [view.group_id for view in buffer.groups(where)] == ids
+
+
+def test_a_text_that_was_not_pushed_is_asked_for(buffer: rlbuffer.Buffer) -> None:
+    views = searching.list_groups(buffer.store, where="text:made", text_of=lambda rollout: f"made {rollout.reward}")
+    assert [view.group_id for view in views] == ["b.4", "b.3", "a.0"], "a.1 was pushed with texts"
+
+
+def test_pending_groups_are_dropped_by_what_their_rollouts_say(buffer: rlbuffer.Buffer) -> None:
+    assert [drop.group_id for drop, _ in choose(buffer.store, "stop:length").drops] == ["b.3"]
+    assert choose(buffer.store, "text:/nowhere/").drops == ()
+
+
+def test_a_search_that_reads_too_much_says_so_after_what_it_has_seen(
+    buffer: rlbuffer.Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "PAGE_BYTES", 1)
+    monkeypatch.setattr(searching, "MOST_BYTES_READ", 600)
+    problems: list[RlbufferError] = []
+    views = searching.list_groups(buffer.store, where="stop:length", problems=problems)
+    assert [view.group_id for view in views] == ["b.3"]
+    message = (
+        "the filter reads payloads and has read 0.0 GiB of them, which is not all: narrow it, e.g. env:math "
+        "state:trained step:40"
+    )
+    assert [str(problem) for problem in problems] == [message]
+    with pytest.raises(FilterError, match="which is not all"):
+        buffer.groups("stop:length")
+
+
+def test_a_rollout_whose_payload_is_gone_matches_nothing_that_is_in_it(run: Run, buffer: rlbuffer.Buffer) -> None:
+    for key in run.payload_keys():
+        run.client.delete(key)
+    assert buffer.groups("stop!=length") == []
+    assert [view.group_id for view in buffer.groups("truncated:yes")] == ["a.0"]

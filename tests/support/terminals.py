@@ -1,0 +1,48 @@
+"""Commands in a real terminal of 80 columns and 24 lines: what they draw there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+ANSI = re.compile(rb"\x1b\[[0-9;?<>=]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
+TERMINAL_SECONDS = 120.0
+
+
+def typed(arguments: list[str], folder: Path, *, until: bytes, keys: bytes, **variables: str) -> bytes:
+    """Runs `rlbuffer` in a terminal, types `keys` once `until` is on the screen. -> what was drawn; exit code 0."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "rlbuffer_cli", *arguments]
+    environment = {**os.environ, "TERM": "xterm-256color", **variables}
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment, start_new_session=True
+    )
+    os.close(theirs)
+    drawn, is_typed, deadline = b"", False, time.monotonic() + TERMINAL_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.1)[0]:
+                try:
+                    drawn += os.read(ours, 65536)
+                except OSError:
+                    break  # the last who had the terminal has left
+            if not is_typed and until in ANSI.sub(b"", drawn):
+                is_typed = True
+                os.write(ours, keys)
+        assert is_typed, drawn
+        assert process.wait(timeout=TERMINAL_SECONDS) == 0, drawn
+    finally:
+        os.close(ours)
+        process.kill()
+        process.wait()
+    return drawn
