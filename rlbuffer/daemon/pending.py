@@ -108,6 +108,7 @@ class Pending:
                 undecodable.append((_invalid(entry, entry.error), [entry]))
                 continue
             self._entries[entry.entry_id] = entry
+            self._teller.figures.arrived(entry)
             replaces = self._replaced(entry)
             pushed = entry.pushed_ms / 1000
             # Time in which no batcher ran does not count against a group that is not full yet.

@@ -34,6 +34,7 @@ from rlbuffer.events.batcher import (
     StepsRetiredEarly,
     StepWaits,
 )
+from rlbuffer.events.event import MetricsServed, MetricsUnavailable
 from rlbuffer.narration.numbers import amount, percent
 from rlbuffer.records.states import SettingsState
 
@@ -110,8 +111,11 @@ class ServeNarrator:
                 | CheckpointsNeeded()
                 | StepsRetiredEarly()
                 | CheckpointAsked()
+                | MetricsUnavailable()
             ):
                 self._say(f"! {event.sentence}")
+            case MetricsServed(url=url):
+                self._say(f"metrics: {url}")
             case EnvPaused() | EnvResumed() | EnvBack():
                 self._say(_env(event))
             case SettingsAsked() | SettingsTaken() | SettingsRefused():
