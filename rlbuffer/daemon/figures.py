@@ -10,7 +10,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from rlbuffer.batcher.batcher import Batcher
@@ -19,8 +19,9 @@ from rlbuffer.config.fractions import budgets_at
 from rlbuffer.events.batcher import BatcherEvent, GroupDropped, LeadLost, StandingBy, StepCommitted
 from rlbuffer.metrics.histogram import AGES, LENGTHS, REWARDS, SECONDS, SHORT_SECONDS, Histogram
 from rlbuffer.metrics.labels import MOST_ENVS, MOST_REWARDS, Labels
+from rlbuffer.metrics.moments import Moments, merged, moments_of, spread
 from rlbuffer.metrics.registry import Values
-from rlbuffer.records.info import GroupInfo, RolloutInfo
+from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import StepPlan, version_trained
 from rlbuffer.store.moves.step_format import infos_of
@@ -57,11 +58,23 @@ class _Step:
     """env -> groups that were ready and stayed."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """A push of the window, summed up."""
+
+    rollouts: int
+    on_policy: int
+    truncated: int
+    is_flat: bool
+    rewards: Mapping[str, Moments]
+    """Label of a named reward -> its moments; ``reward`` is the whole one."""
+
+
 @dataclass(slots=True)
 class _Env:
     """One env's figures."""
 
-    window: deque[_Push] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    window: deque[_Sums] = field(default_factory=lambda: deque(maxlen=WINDOW))
     pushes: int = 0
     tokens: int = 0
     """Trainable ones."""
@@ -128,8 +141,11 @@ class Figures:
 
     def _note(self, note: _Push | _Step) -> None:
         self._notes.append(note)
-        if len(self._notes) > MOST_NOTES:
-            self._sum_up()
+        if len(self._notes) > MOST_NOTES and self._summing.acquire(blocking=False):
+            try:
+                self._sum_up()
+            finally:
+                self._summing.release()
 
     # -- for whoever asks --------------------------------------------------------------------------------------------
     def values(self) -> Values:
@@ -141,18 +157,17 @@ class Figures:
         }
         if batcher is None:
             return values
-        self._sum_up()
         with self._summing:
+            self._sum_up()
             return values | self._pools(batcher) | self._pushed() | self._batches()
 
     def _sum_up(self) -> None:
-        with self._summing:
-            while self._notes:
-                note = self._notes.popleft()
-                if isinstance(note, _Push):
-                    self._sum_push(note)
-                else:
-                    self._sum_step(note)
+        while self._notes:
+            note = self._notes.popleft()
+            if isinstance(note, _Push):
+                self._sum_push(note)
+            else:
+                self._sum_step(note)
 
     def _env(self, name: str) -> _Env:
         return self._envs.setdefault(self.labels.of(name), _Env())
@@ -163,7 +178,7 @@ class Figures:
             env.pushes += 1
             env.tokens += sum(rollout.loss_tokens for rollout in info.rollouts)
         if info.totals.is_scored and info.rollouts:
-            env.window.append(push)
+            env.window.append(_sums(push, env.rewards))
             env.prompts.add(fmean(rollout.reward or 0.0 for rollout in info.rollouts))
 
     def _sum_step(self, step: _Step) -> None:
@@ -212,23 +227,20 @@ class Figures:
         """The env's last pushes, and how many there were."""
         envs = self._envs
         windows = {name: list(env.window) for name, env in envs.items() if env.window}
-        rollouts = {name: [r for push in pushes for r in push.info.rollouts] for name, pushes in windows.items()}
-        rewards = {name: _rewards(its, envs[name].rewards) for name, its in rollouts.items()}
+        rollouts = {name: sum(push.rollouts for push in its) for name, its in windows.items()}
+        rewards = {
+            env: {name: merged(p.rewards[name] for p in its if name in p.rewards) for name in _names(its)}
+            for env, its in windows.items()
+        }
         return {
             "groups_received_total": {name: env.pushes for name, env in envs.items()},
             "tokens_generated_total": {name: env.tokens for name, env in envs.items()},
             "prompt_reward": {name: env.prompts for name, env in envs.items()},
-            "reward_mean": {env: {name: fmean(its) for name, its in named.items()} for env, named in rewards.items()},
-            "reward_std": {
-                env: {name: stdev(its) for name, its in named.items() if len(its) > 1} for env, named in rewards.items()
-            },
-            "on_policy_ratio": {
-                name: sum(r.min_version >= push.newest for push in pushes for r in push.info.rollouts)
-                / len(rollouts[name])
-                for name, pushes in windows.items()
-            },
-            "truncated_ratio": {name: fmean(r.is_truncated for r in its) for name, its in rollouts.items()},
-            "flat_ratio": {name: fmean(p.info.totals.is_flat for p in its) for name, its in windows.items()},
+            "reward_mean": {env: {name: its[1] for name, its in named.items()} for env, named in rewards.items()},
+            "reward_std": {env: {name: spread(its) for name, its in named.items()} for env, named in rewards.items()},
+            "on_policy_ratio": {name: sum(p.on_policy for p in its) / rollouts[name] for name, its in windows.items()},
+            "truncated_ratio": {name: sum(p.truncated for p in its) / rollouts[name] for name, its in windows.items()},
+            "flat_ratio": {name: fmean(p.is_flat for p in its) for name, its in windows.items()},
         }
 
     def _batches(self) -> dict[str, Any]:
@@ -268,12 +280,23 @@ class Figures:
         }
 
 
-def _rewards(rollouts: Iterable[RolloutInfo], labels: Labels) -> dict[str, list[float]]:
-    """The whole reward and the named ones, by label."""
-    out: dict[str, list[float]] = {}
-    for rollout in rollouts:
+def _sums(push: _Push, labels: Labels) -> _Sums:
+    """A scored push in a few numbers."""
+    rewards: dict[str, list[float]] = {}
+    for rollout in push.info.rollouts:
         if rollout.reward is not None:
-            out.setdefault(REWARD, []).append(rollout.reward)
+            rewards.setdefault(REWARD, []).append(rollout.reward)
         for name, value in rollout.rewards.items():
-            out.setdefault(labels.of(name), []).append(value)
-    return out
+            if name != REWARD:
+                rewards.setdefault(labels.of(name), []).append(value)
+    return _Sums(
+        rollouts=len(push.info.rollouts),
+        on_policy=sum(rollout.min_version >= push.newest for rollout in push.info.rollouts),
+        truncated=sum(rollout.is_truncated for rollout in push.info.rollouts),
+        is_flat=push.info.totals.is_flat,
+        rewards={name: moments_of(values) for name, values in rewards.items()},
+    )
+
+
+def _names(pushes: Iterable[_Sums]) -> list[str]:
+    return list(dict.fromkeys(name for push in pushes for name in push.rewards))

@@ -33,7 +33,7 @@ RANK_DIGITS = 6
 
 
 class ServeValues:
-    """What `serve` answers: the leader's figures and the server's. A standby says only that it stands by.
+    """The answer of `serve`: the leader's figures and the server's. A standby says only that it stands by.
 
     Args:
         figures: the leader's.

@@ -53,7 +53,7 @@ SERVER = _metrics(
     "counter",
     ("server_errors_total", "errors", "op", "Calls of this process that the Redis or Valkey server did not answer."),
 )
-"""Of every process that has a connection."""
+"""Metrics of every process that has a connection."""
 SERVE = (
     *_metrics(
         "gauge",
@@ -119,7 +119,7 @@ SERVE = (
     ),
     *SERVER,
 )
-"""What `serve` answers."""
+"""Metrics of `serve`."""
 WORKER = (
     *_metrics(
         "gauge",
@@ -143,7 +143,7 @@ WORKER = (
     ),
     *SERVER,
 )
-"""What a worker answers."""
+"""Metrics of a worker."""
 TRAIN = (
     *_recorded(
         ("train_step", "step", "", "step", "Last trained step."),
@@ -182,6 +182,6 @@ TRAIN = (
         ("train_warnings_total", "warnings", "", "Said by rank 0."),
     ),
 )
-"""What the trainer's rank 0 answers."""
+"""Metrics of the trainer's rank 0."""
 METRICS: Mapping[str, tuple[Metric, ...]] = MappingProxyType({"serve": SERVE, "worker": WORKER, "train": TRAIN})
 """Kind of a process -> what it answers."""

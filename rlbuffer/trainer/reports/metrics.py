@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rlbuffer.events.trainer import StepTrained
+from rlbuffer.metrics.moments import NOTHING, merged, moments_of, spread
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_plan import version_trained
@@ -25,8 +26,6 @@ from rlbuffer.trainer.update.update import SUMS
 FILE_NAME = "metrics.jsonl"
 SUMMED = ("rollouts", "truncated", "on_policy", "response_tokens")
 """Counts of an env that ranks add up."""
-Scores = tuple[int, float, float]
-"""Number of rewards, their mean, and the sum of squared distances from it."""
 
 
 class Stopwatch:
@@ -87,12 +86,7 @@ class Tally:
                 for env, values in envs.items()
                 if values["rewards"]
             },
-            "reward_std": {
-                env: math.sqrt(squares / (n - 1))
-                for env, its in envs.items()
-                for n, _, squares in [its["scores"]]
-                if n > 1
-            },
+            "reward_std": {env: std for env, its in envs.items() if (std := spread(its["scores"])) is not None},
             "on_policy": sum(env["on_policy"] for env in envs.values()) / max(1, rollouts),
             "on_policy_by_env": {env: values["on_policy"] / values["rollouts"] for env, values in envs.items()},
             "response_tokens": {env: values["response_tokens"] / values["rollouts"] for env, values in envs.items()},
@@ -119,7 +113,7 @@ class Tally:
             env["on_policy"] += int(sample.policy_versions[0] >= version_trained(adapters, sample.adapter, step))
             env["response_tokens"] += sample.length - sample.prompt_tokens
             if sample.reward is not None:
-                env["scores"] = _merged(env["scores"], (1, sample.reward, 0.0))
+                env["scores"] = merged((env["scores"], moments_of([sample.reward])))
             for name, value in sample.rewards.items():
                 total, n = env["rewards"].get(name, (0.0, 0))
                 env["rewards"][name] = (total + value, n + 1)
@@ -138,16 +132,7 @@ class Tally:
 
 def _no_counts() -> dict[str, Any]:
     """The counts of an env before its first rollout."""
-    return {**dict.fromkeys(SUMMED, 0), "scores": (0, 0.0, 0.0), "rewards": {}}
-
-
-def _merged(one: Scores, other: Scores) -> Scores:
-    """The moments of both together. Source: Chan, Golub and LeVeque 1979, Updating formulae for sample variances."""
-    (n, mean, squares), (m, theirs, more) = one, other
-    if not n + m:
-        return one
-    off = theirs - mean
-    return n + m, mean + off * m / (n + m), squares + more + off * off * n * m / (n + m)
+    return {**dict.fromkeys(SUMMED, 0), "scores": NOTHING, "rewards": {}}
 
 
 def _added(parts: Iterator[Mapping[str, Any]] | Any) -> dict[str, dict[str, Any]]:
@@ -158,7 +143,7 @@ def _added(parts: Iterator[Mapping[str, Any]] | Any) -> dict[str, dict[str, Any]
             into = out.setdefault(env, _no_counts())
             for name in SUMMED:
                 into[name] += values[name]
-            into["scores"] = _merged(into["scores"], values["scores"])
+            into["scores"] = merged((into["scores"], values["scores"]))
             for name, (total, n) in values["rewards"].items():
                 before, m = into["rewards"].get(name, (0.0, 0))
                 into["rewards"][name] = (before + total, m + n)
