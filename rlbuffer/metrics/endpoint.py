@@ -145,7 +145,7 @@ class MetricsServer(socketserver.ThreadingTCPServer):
     def __exit__(self, *args: object) -> None:
         self.shutdown()
         self._thread.join()
-        super().__exit__(*args)
+        self.server_close()
 
 
 @contextmanager
