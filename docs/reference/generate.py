@@ -97,7 +97,8 @@ that cannot listen says so and works on. Figures are made when somebody asks, be
 
 Every sample has the label `run`; a worker's has `worker`, too. Ratios are 0-1. Ids of groups, rollouts and prompts are
 nowhere a label; the first 64 envs and 16 named rewards of each have a label of their own, what comes after them is
-`_other`. Counters start with the process, those by the ledger with the run. A metric without a value yet is left out.
+`_other`. Counters and histograms start with the process, those by the ledger with the run. A metric without a value yet
+is left out.
 
 [Operate](../guide/operate.md#prometheus-and-grafana) has a configuration of Prometheus with alert rules and a
 dashboard for Grafana. [Metrics](metrics.md) has what `metrics.jsonl`, TensorBoard and W&B get."""

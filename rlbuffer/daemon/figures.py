@@ -81,6 +81,8 @@ class _Env:
     prompts: Histogram = field(default_factory=lambda: Histogram(REWARDS))
     ages: Histogram = field(default_factory=lambda: Histogram(AGES))
     waits: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    packed: Histogram = field(default_factory=lambda: Histogram(LENGTHS))
+    dropped: Histogram = field(default_factory=lambda: Histogram(LENGTHS))
     responses: Histogram = field(default_factory=lambda: Histogram(LENGTHS))
     rewards: Labels = field(default_factory=lambda: Labels(MOST_REWARDS))
 
@@ -96,7 +98,8 @@ class Figures:
         self.published: Mapping[str, int] = {}
         """Adapter -> newest version that can be sampled from."""
         self._summing = threading.Lock()
-        self._notes: deque[_Push | _Step] = deque()
+        self._notes: deque[_Push | _Step | GroupInfo] = deque()
+        """What was read, committed, or (as it was pushed) dropped."""
         self._batcher: Batcher | None = None
         self._config: BatcherConfig | None = None
         self._envs: dict[str, _Env] = {}
@@ -123,6 +126,13 @@ class Figures:
             newest = self.published.get(entry.info.adapter, -1)
             self._note(_Push(entry.info, newest, not entry.replaces))
 
+    def dropped(self, entries: Iterable[PoolEntry]) -> None:
+        """Pushes will not be trained."""
+        if self.is_on and self.leads:
+            for entry in entries:
+                if entry.info is not None:
+                    self._note(entry.info)
+
     def committed(self, plan: StepPlan, entries: Mapping[str, PoolEntry], header: StepHeader, seconds: float) -> None:
         """A step was committed, `seconds` after the first look at the pool."""
         if self.is_on and self._batcher is not None:
@@ -139,7 +149,7 @@ class Figures:
             case StepCommitted(header=header):
                 self._closed[header.closed_by] += 1
 
-    def _note(self, note: _Push | _Step) -> None:
+    def _note(self, note: _Push | _Step | GroupInfo) -> None:
         self._notes.append(note)
         if len(self._notes) > MOST_NOTES and self._summing.acquire(blocking=False):
             try:
@@ -153,7 +163,7 @@ class Figures:
         batcher = self._batcher
         values: dict[str, Any] = {
             "leader": int(batcher is not None),
-            "groups_dropped_total": self._dropped(),
+            "groups_dropped_total": self._drops_by_reason(),
         }
         if batcher is None:
             return values
@@ -166,8 +176,11 @@ class Figures:
             note = self._notes.popleft()
             if isinstance(note, _Push):
                 self._sum_push(note)
-            else:
+            elif isinstance(note, _Step):
                 self._sum_step(note)
+            else:
+                for rollout in note.rollouts:
+                    self._env(note.env).dropped.add(rollout.length)
 
     def _env(self, name: str) -> _Env:
         return self._envs.setdefault(self.labels.of(name), _Env())
@@ -190,13 +203,14 @@ class Figures:
         for ref, info in zip(plan.rollouts, infos_of(plan, step.entries), strict=True):
             env = self._env(ref.env)
             env.ages.add(trained[ref.adapter] - ref.min_version)
+            env.packed.add(info.length)
             env.responses.add(info.length - info.prompt_tokens)
             lengths.setdefault(self.labels.of(ref.env), []).append(info.length - info.prompt_tokens)
         self._responses = {name: fmean(values) for name, values in lengths.items()}
         for entry in step.entries.values():
             self._env(entry.env).waits.add(max(0.0, (step.header.committed_ms - entry.pushed_ms) / 1000))
 
-    def _dropped(self) -> dict[str, dict[str, int]]:
+    def _drops_by_reason(self) -> dict[str, dict[str, int]]:
         out: dict[str, dict[str, int]] = {}
         for (env, reason), groups in list(self._drops.items()):
             of_env = out.setdefault(self.labels.of(env), {})
@@ -250,6 +264,8 @@ class Figures:
             "age_versions": {name: env.ages for name, env in envs.items()},
             "wait_seconds": {name: env.waits for name, env in envs.items()},
             "response_tokens": {name: env.responses for name, env in envs.items()},
+            "packed_rollout_tokens": {name: env.packed for name, env in envs.items()},
+            "dropped_rollout_tokens": {name: env.dropped for name, env in envs.items()},
             "batch_build_seconds": self._builds,
             "batches_total": dict(self._closed),
         }

@@ -114,6 +114,18 @@ SERVE = (
         ("age_versions", "versions", "env", "Age of each trained rollout, in the step that trains it."),
         ("wait_seconds", "seconds", "env", "From the push to the step, of each push that a step took."),
         ("response_tokens", "tokens", "env", "Tokens behind the prompt, of each rollout that a step took."),
+        (
+            "packed_rollout_tokens",
+            "tokens",
+            "env",
+            "Length of each rollout that a step took.",
+        ),
+        (
+            "dropped_rollout_tokens",
+            "tokens",
+            "env",
+            "Length of each rollout of a push that was dropped whole.",
+        ),
         ("prompt_reward", "reward", "env", "Mean reward of each pushed group: how hard prompts are."),
         ("batch_build_seconds", "seconds", "", "From the first look at the pool to the commit."),
     ),

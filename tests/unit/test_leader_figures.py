@@ -80,7 +80,7 @@ def test_a_scored_push_in_the_place_of_another_is_no_second_group() -> None:
 def test_a_step_becomes_ages_lengths_waits_and_shares() -> None:
     batcher = Batcher(CONFIG)
     figures = leading(batcher)
-    infos = [make_group(env=env, version=0, seed=n).info() for n, env in enumerate(("math", "code", "math"))]
+    infos = [make_group(env="math", version=0, seed=n).info() for n in range(3)]
     entries = {f"{n}-0": entry_of(info, n) for n, info in enumerate(infos, 1)}
     for entry_id, entry in entries.items():
         assert entry.info is not None
@@ -89,23 +89,23 @@ def test_a_step_becomes_ages_lengths_waits_and_shares() -> None:
     assert plan is not None
     batcher.committed(plan)
     used = {use.entry_id: entries[use.entry_id] for use in plan.entries}
-    envs = {
-        env: {"rollouts": 4, "tokens": 60, "groups": 1, "reward": 0.5, "age": 0.0, "max_age": 0}
-        for env in {entry.env for entry in used.values()}
-    }
+    envs = {"math": {"rollouts": 8, "tokens": 120, "groups": 2, "reward": 0.5, "age": 0.0, "max_age": 0}}
+    figures.dropped([entry_of(make_group(env="math", lengths=[8, 20], seed=9).info())])
     header = header_of(tokens=120, fill=0.75, envs=envs, committed_ms=5001)
     figures.committed(plan, used, header, 0.004)
     values = figures.values()
     assert values["batch_fill_ratio"] == 0.75
     assert values["batch_padding_ratio"] == 0.25
-    assert values["batch_used_ratio"] == dict.fromkeys(envs, 0.5)
+    assert values["batch_used_ratio"] == {"math": 1.0}
     assert values["budget_ratio"] == {"math": 0.75, "code": 0.25}
-    assert values["used_in_batch_ratio"]["math"] == 1 / 2, "one of the two that were ready"
-    assert sum(values["groups_ready"].values()) == 1
-    ages = [its.as_object() for its in values["age_versions"].values()]
-    assert sum(int(str(age["count"])) for age in ages) == 8
-    assert [values["wait_seconds"][env].as_object()["count"] for env in sorted(envs)] == [1, 1]
-    assert values["wait_seconds"]["math"].sum == pytest.approx(5, abs=0.01)
+    assert values["used_in_batch_ratio"] == {"math": 2 / 3}
+    assert values["groups_ready"] == {"math": 1}
+    assert values["age_versions"]["math"].as_object()["buckets"]["0.0"] == 8
+    assert values["packed_rollout_tokens"]["math"].sum == plan.tokens
+    assert values["dropped_rollout_tokens"]["math"].as_object()["buckets"]["16.0"] == 1
+    assert values["dropped_rollout_tokens"]["math"].sum == 28
+    assert values["wait_seconds"]["math"].as_object()["count"] == 2
+    assert values["wait_seconds"]["math"].sum == pytest.approx(10, abs=0.01)
 
 
 def header_of(**fields: object) -> StepHeader:
