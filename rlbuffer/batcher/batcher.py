@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.batcher import adapters, allowances, budget, closing, explaining, step_plan
+from rlbuffer.batcher.env_pool import EnvPool
 from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.batcher.pool_index import PoolIndex
 from rlbuffer.batcher.selection import Limits, Trial, select
@@ -81,6 +82,8 @@ class Batcher:
     def __init__(self, config: BatcherConfig, state: Mapping[str, Any] | None = None) -> None:
         self._config = config
         self._pool = PoolIndex(config)
+        self.pools: Mapping[str, EnvPool] = self._pool.envs
+        """env -> its pending groups, with running sums; to look at."""
         self._patience = Patience(config)
         self._known = Situation(
             config=config,

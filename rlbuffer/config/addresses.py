@@ -6,6 +6,9 @@ from urllib.parse import urlsplit
 
 from rlbuffer.errors import ConfigError
 
+EXAMPLES = {"weights.listen": "0.0.0.0:9465", "metrics.listen": "127.0.0.1:9464"}
+"""Setting of an address to listen on -> one that fits."""
+
 
 def is_url(location: str) -> bool:
     """The announced location is to be downloaded, not a directory."""
@@ -28,13 +31,14 @@ def host_of(url: str) -> str:
     return urlsplit(url).hostname or ""
 
 
-def parse_listen(listen: str) -> tuple[str, int]:
-    """``HOST:PORT`` -> (host, port); an empty host is all interfaces.
+def parse_listen(listen: str, setting: str = "weights.listen") -> tuple[str, int]:
+    """``HOST:PORT`` -> (host, port). An empty host: all interfaces for weights, this machine only for metrics.
 
     Raises:
         ConfigError: it is no such address.
     """
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"weights.listen = {listen!r} must be HOST:PORT, e.g. 0.0.0.0:9465", setting="weights.listen")
+        example = EXAMPLES[setting]
+        raise ConfigError(f"{setting} = {listen!r} must be HOST:PORT, e.g. {example}", setting=setting)
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -111,6 +111,11 @@ def _addresses(settings: RunSettings, places: Places) -> Iterator[Mistake]:
                 raise ConfigError(text, setting="weights.listen")
         except ConfigError as error:
             yield placed(error, places)
+    if settings.metrics.listen:
+        try:
+            parse_listen(settings.metrics.listen, setting="metrics.listen")
+        except ConfigError as error:
+            yield placed(error, places)
     urls = [("weights.url", weights.url)] * bool(weights.url) + [("weights.relays", url) for url in weights.relays]
     for name, url in urls:
         if not is_url(url):

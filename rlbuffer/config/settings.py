@@ -61,6 +61,17 @@ class WeightsSettings(Table):
     keep: int = Field(4, ge=2, description="Versions kept there, the most recently used ones.")
 
 
+class MetricsSettings(Table):
+    """``[metrics]``: the numbers of each process over HTTP, for Prometheus and as JSON."""
+
+    listen: str = Field(
+        "",
+        description="HOST:PORT where `serve`, every worker and the trainer's rank 0 answer `/metrics` and `/status`, "
+        "e.g. 127.0.0.1:9464. Who finds the port in use takes the next free one, of 32, and says which; port 0: any; "
+        "empty: none.",
+    )
+
+
 class WorkerSettings(Table):
     """``[worker.NAME]``: one kind of worker."""
 
@@ -224,6 +235,7 @@ class RunSettings(Table):
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightsSettings = WeightsSettings()
     archive: ArchiveSettings = ArchiveSettings()
+    metrics: MetricsSettings = MetricsSettings()
     worker: Mapping[Names, WorkerSettings] = Field(default_factory=dict)
     score: Mapping[Names, ScoreSettings] = Field(default_factory=dict)
     eval: Mapping[Names, EvaluationSettings] = Field(default_factory=dict)

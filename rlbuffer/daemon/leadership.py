@@ -151,6 +151,7 @@ class Leadership:
             )
         )
         self._memory.tell()
+        self._teller.figures.lead(self._pending.batcher, self._config)
 
     def turn(self) -> bool:
         """Reads what is new and makes a step if it can be made. -> False: all is to be read again, or the run has
@@ -191,6 +192,7 @@ class Leadership:
             self._say(waiting.NO_VERSION)
             return
         self._memory.joined(self._token, trainer)
+        self._teller.figures.published = {adapter: policy.version for adapter, policy in policies.items()}
         for adapter in {"", *policies}:
             batcher.set_published(policies[adapter].version if adapter in policies else -1, adapter)
         self._envs.update_pauses()
@@ -338,8 +340,10 @@ class Leadership:
         self._is_idle = False
         self._say("")
         if header is not None:
+            seconds = time.perf_counter() - started
             self._memory.committed(header, self._meta)
-            self._teller.step(header, round(1000 * (time.perf_counter() - started), 2))
+            self._teller.figures.committed(plan, used, header, seconds)
+            self._teller.step(header, round(1000 * seconds, 2))
         self._teller.settled()
 
     def _say(self, sentence: str) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from rlbuffer.daemon.figures import Figures
 from rlbuffer.events.batcher import BatcherEvent, CureNeeded, GroupDropped, StepCommitted, StepWaits
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop
@@ -27,10 +28,17 @@ class Teller:
 
     def __init__(self, store: Store, emit: Emit) -> None:
         self._store = store
-        self.emit = emit
+        self._emit = emit
+        self.figures = Figures()
+        """What metrics are made of."""
         self._told = ("", float("-inf"))
         self._trouble = ""
         self._drops: dict[str, list[int]] = {}
+
+    def emit(self, event: BatcherEvent) -> None:
+        """Something happened."""
+        self.figures.heard(event)
+        self._emit(event)
 
     def forget(self) -> None:
         """A new leadership: says the sentence again, and counts drops from 0."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlbuffer.events.event import SPREAD, Event
+from rlbuffer.events.event import SPREAD, Event, MetricsServed, MetricsUnavailable
 from rlbuffer.records.states import SettingsState
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop
@@ -312,4 +312,6 @@ BatcherEvent = (
     | EnvEvent
     | MemoryEvent
     | ArchiveEvent
+    | MetricsServed
+    | MetricsUnavailable
 )

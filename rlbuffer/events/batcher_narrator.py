@@ -36,6 +36,7 @@ from rlbuffer.events.batcher import (
     StepsRetiredEarly,
     StepWaits,
 )
+from rlbuffer.events.event import MetricsServed, MetricsUnavailable
 from rlbuffer.narration.numbers import amount, percent
 from rlbuffer.records.states import SettingsState
 
@@ -113,8 +114,11 @@ class ServeNarrator:
                 | StepsRetiredEarly()
                 | CheckpointAsked()
                 | ArchiveStuck()
+                | MetricsUnavailable()
             ):
                 self._say(f"! {event.sentence}")
+            case MetricsServed(url=url):
+                self._say(f"metrics: {url}")
             case EnvPaused() | EnvResumed() | EnvBack():
                 self._say(_env(event))
             case SettingsAsked() | SettingsTaken() | SettingsRefused():

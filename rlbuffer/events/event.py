@@ -53,3 +53,20 @@ class RunChanged(Event):
 
     event = "restart"
     error: str
+
+
+# -- of every process that answers metrics -----------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsServed(Event):
+    """The process answers ``/metrics`` and ``/status``."""
+
+    event = "metrics"
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsUnavailable(Event):
+    """The process cannot listen where its settings say, and works without."""
+
+    event = "metrics"
+    sentence: str

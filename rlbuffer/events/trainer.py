@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlbuffer.events.event import IF_ANY, Event
+from rlbuffer.events.event import IF_ANY, Event, MetricsServed, MetricsUnavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,19 @@ class StepTrained(Event):
     clip_fraction: float
     reward_parts: Mapping[str, Mapping[str, float]]
     """env -> name -> mean."""
+    reward_std: Mapping[str, float]
+    """env -> standard deviation of its rewards, with n - 1; envs with two rollouts or more."""
+    on_policy: float
+    """Share of the rollouts of age 0."""
+    on_policy_by_env: Mapping[str, float]
+    response_tokens: Mapping[str, float]
+    """env -> mean tokens behind the prompt."""
+    fill: float
+    """Tokens over the step's capacity."""
+    padding: float
+    """Share of what went through the model that was padding."""
+    closed_by: str
+    """Rule that ended the step's selection."""
     truncated: float
     truncated_by_env: Mapping[str, float]
     memory_bytes: int
@@ -125,4 +138,13 @@ class TrainingEnded(Event):
     """The sentence, when the run has ended; else ""."""
 
 
-TrainerEvent = TrainingStarted | StepTrained | TrainerWarning | WaitingNoticed | CheckpointWritten | TrainingEnded
+TrainerEvent = (
+    TrainingStarted
+    | StepTrained
+    | TrainerWarning
+    | WaitingNoticed
+    | CheckpointWritten
+    | TrainingEnded
+    | MetricsServed
+    | MetricsUnavailable
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from rlbuffer.events.event import MetricsServed, MetricsUnavailable
 from rlbuffer.events.trainer import (
     CheckpointWritten,
     StepTrained,
@@ -33,6 +34,10 @@ def line_of(event: TrainerEvent) -> str:
         case TrainingEnded(reason=reason):
             why = f": {reason[:1].lower()}{reason[1:]}" if reason else ""
             return f"{'finished' if event.finished else 'stopped'} at step {event.step}{why}"
+        case MetricsServed(url=url):
+            return f"metrics: {url}"
+        case MetricsUnavailable():
+            return f"! {event.sentence}"
         case TrainerWarning() | WaitingNoticed():
             return event.message
         case _:

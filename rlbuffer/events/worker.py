@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rlbuffer.events.event import SPREAD, Event, RunChanged, Trouble
+from rlbuffer.events.event import IF_ANY, SPREAD, Event, MetricsServed, MetricsUnavailable, RunChanged, Trouble
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,10 @@ class GroupPushed(Event):
     """Mean over those of its rollouts that have one; 0 when none has."""
     seconds: float
     """Seconds from its prompt to its push."""
+    lowest: float | None = field(default=None, metadata=IF_ANY)
+    """Smallest reward of its rollouts."""
+    highest: float | None = field(default=None, metadata=IF_ANY)
+    """Largest reward of its rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,4 +113,6 @@ WorkerEvent = (
     | Trouble
     | RunChanged
     | WorkerStopped
+    | MetricsServed
+    | MetricsUnavailable
 )

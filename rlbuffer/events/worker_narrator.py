@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import assert_never
 
-from rlbuffer.events.event import RunChanged, Trouble
+from rlbuffer.events.event import MetricsServed, MetricsUnavailable, RunChanged, Trouble
 from rlbuffer.events.worker import (
     EnvFinished,
     GroupGivenUp,
@@ -63,6 +63,10 @@ class WorkerNarrator:
             case Trouble():
                 if self._lasting.is_due(event.error, time.monotonic()):
                     self._tell(f"! {event.error}")
+            case MetricsServed(url=url):
+                self._tell(f"metrics: {url}")
+            case MetricsUnavailable():
+                self._tell(f"! {event.sentence}")
             case RunChanged():
                 self._tell(f"! {event.error}")
             case WorkerWaits():

@@ -49,18 +49,23 @@ def sample(
 ) -> int:
     """Runs one worker until `stop` is set. -> exit code, or DONE when its env is done."""
     from rlbuffer.client.buffer import connect
+    from rlbuffer.worker.figures import worker_figures
     from rlbuffer.worker.loop import run_worker
 
     options = settings.worker[key]
     os.environ.update(visible(gpus_of(options, replica)))
     options = options.model_copy(update={"seed": options.seed + replica})
-    with connect(settings.redis_url, run=settings.run, config=settings, name=f"worker-{name}", origin=origin) as buffer:
+    tell = on_event or WorkerNarrator(say)
+    with (
+        connect(settings.redis_url, run=settings.run, config=settings, name=f"worker-{name}", origin=origin) as buffer,
+        worker_figures(settings, options, name, buffer.store.errors, tell) as figures,
+    ):
         is_done = run_worker(
             buffer,
             name,
             options,
             stop=stop,
-            on_event=on_event or WorkerNarrator(say),
+            on_event=figures,
             evaluations=settings.eval,
             section=key,
         )
@@ -137,16 +142,19 @@ def serve(
     from rlbuffer.client.buffer import connect
     from rlbuffer.daemon import Daemon
     from rlbuffer.daemon.revisions import Reread
+    from rlbuffer.daemon.server_figures import serve_metrics
 
     with connect(settings.redis_url, run=settings.run, config=settings, name="serve", origin=origin) as buffer:
-        Daemon(
+        daemon = Daemon(
             buffer,
             settings.batcher,
             on_event=on_event,
             replace_config=replace_config,
             follows=follows,
             reread=Reread(hangup, reread) if hangup is not None and reread is not None else None,
-        ).run(stop)
+        )
+        with serve_metrics(daemon.figures, settings, buffer.store.errors, on_event, origin=origin):
+            daemon.run(stop)
     return 0
 
 

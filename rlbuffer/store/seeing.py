@@ -22,6 +22,9 @@ class Seeing(Protocol):
         Any process of the kind writes there: no field of a record is certain to be there, nor of a type.
         """
 
+    def errors(self) -> Mapping[str, int]:
+        """Kind of call -> attempts of this process that the server did not answer, or refused, since it connected."""
+
     def set_waiting(self, who: str, sentence: str) -> None:
         """Says what `who` waits for, in one sentence; "" when it does not wait."""
 

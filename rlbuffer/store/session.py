@@ -90,7 +90,7 @@ class Session:
             self.stay(since)
             return sound(list(run(keys=list(keys), args=list(args))))
 
-        return self.connection.call(send, patience_seconds=self.patience_seconds, repeat=repeat)
+        return self.connection.call(send, patience_seconds=self.patience_seconds, repeat=repeat, op=script)
 
     def script(self, name: str) -> Script:
         """The Lua file `name`, to be called."""

@@ -44,6 +44,8 @@ class Messages:
                 tokens=tokens,
                 reward=sum(rewards) / len(rewards) if rewards else 0.0,
                 seconds=seconds,
+                lowest=min(rewards, default=None),
+                highest=max(rewards, default=None),
             )
         )
 

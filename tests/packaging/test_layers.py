@@ -26,7 +26,7 @@ FLOORS = (
     ("errors", "narration"),
     ("records", "process"),
     ("events", "wire", "packing", "config", "testing"),
-    ("batcher", "weights", "store"),
+    ("batcher", "metrics", "weights", "store"),
     ("client", "archive"),
     ("daemon", "worker", "trainer"),
     ("scorer",),

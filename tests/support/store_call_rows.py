@@ -158,6 +158,7 @@ ROWS: dict[str, Row] = {
     "server": Row(call=lambda store, run: store.server()["name"]),
     "server_id": Row(call=lambda store, run: store.server_id() == run.store.server_id()),
     "sentence_until_whole": Row(call=lambda store, run: store.sentence_until_whole()),
+    "errors": Row(call=lambda store, run: store.errors() == store.errors()),
     "losses": Row(call=lambda store, run: store.losses() - store.losses()),
     "now": Row(call=lambda store, run: store.now() > run.store.now() - 60),
     "meta": Row(call=lambda store, run: store.meta(), prepare=_steps),

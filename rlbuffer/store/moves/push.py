@@ -87,7 +87,7 @@ class PushMoves(Session):
 
         self._fresh.pop(source.incarnation, None)
         try:
-            self.connection.call(send, patience_seconds=self.patience_seconds, repeat=False)
+            self.connection.call(send, patience_seconds=self.patience_seconds, repeat=False, op="push")
         except RlbufferError as error:
             stop = error
         for push, reply in zip(batch, replies, strict=False):
@@ -188,7 +188,7 @@ class PushMoves(Session):
                 raise_first(reply)
             return list(done)
 
-        replies = self.connection.call(store, patience_seconds=self.patience_seconds, repeat=False)
+        replies = self.connection.call(store, patience_seconds=self.patience_seconds, repeat=False, op="payload")
         for push, reply in zip(pushes, replies, strict=True):
             if reply[2] != len(push.fields) or not reply[3]:
                 raise ServerRefused(

@@ -33,6 +33,9 @@ class RunViews(Session):
     def losses(self) -> int:
         return self.connection.losses
 
+    def errors(self) -> Mapping[str, int]:
+        return dict(self.connection.failures)
+
     def now(self) -> float:
         seconds, micros = self.look(lambda client: client.time())
         return int(seconds) + int(micros) / 1e6

@@ -21,6 +21,7 @@ import re
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -136,6 +137,7 @@ class Connection:
         """The in-process model instead of a server."""
         self.losses = 0
         """Times that the connection was lost. Writes that the server had acknowledged may be gone with it."""
+        self.failures: Counter[str] = Counter()  # kind of call -> attempts that the server did not answer, or refused
         self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """The losses when a connection of the pool was last made."""
         self._is_known = False
@@ -199,7 +201,9 @@ class Connection:
         """A callable ``script(keys, args)`` of a Lua file's text; call it inside :meth:`call`."""
         return Script(lambda: self._client, text, has_flags=not self.is_memory)
 
-    def call(self, fn: Callable[[], T], *, patience_seconds: float = PATIENCE_SECONDS, repeat: bool = True) -> T:
+    def call(
+        self, fn: Callable[[], T], *, patience_seconds: float = PATIENCE_SECONDS, repeat: bool = True, op: str = "look"
+    ) -> T:
         """Runs `fn`, again on a lost connection as long as patience lasts, with growing random pauses.
 
         A lost connection leaves it unknown whether the server did the work: with ``repeat=False`` `fn` runs once and
@@ -230,6 +234,7 @@ class Connection:
                 tries -= 1
                 continue  # nothing was sent
             except redis.RedisError as error:
+                self.failures[op] += 1
                 understood = understand(
                     error,
                     address=self.address,

@@ -26,6 +26,7 @@ from rlbuffer.process.stop_request import StopRequest
 from rlbuffer.trainer.launch.end_together import note_end, note_start
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.ranks.stalls import OnStall
+from rlbuffer.trainer.reports.figures import trainer_figures
 
 INTERRUPTED = 130
 """Exit code of a rank that was asked to stop, and did after a checkpoint."""
@@ -109,15 +110,20 @@ def run_rank(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
     stop = StopRequest()
     stop.on_signals(signal.SIGTERM, signal.SIGINT)
-    return train(
-        settings,
-        rank=rank,
-        world_size=world_size,
-        on_event=None if quiet else _print_event,
-        on_stall=on_stall,
-        stop=stop,
-        fake_data=fake_data,
-    )
+    with trainer_figures(settings, _say_nothing if quiet else _print_event, rank=rank) as on_event:
+        return train(
+            settings,
+            rank=rank,
+            world_size=world_size,
+            on_event=None if on_event is _say_nothing else on_event,
+            on_stall=on_stall,
+            stop=stop,
+            fake_data=fake_data,
+        )
+
+
+def _say_nothing(event: TrainerEvent) -> None:
+    """Another process shows what rank 0 writes down."""
 
 
 def _print_event(event: TrainerEvent) -> None:

@@ -15,13 +15,17 @@ from typing import Any
 import torch
 
 from rlbuffer.events.trainer import StepTrained
+from rlbuffer.metrics.moments import NOTHING, merged, moments_of, spread
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import Step
+from rlbuffer.records.step_plan import version_trained
 from rlbuffer.trainer.update.pass_times import PassTimes
 from rlbuffer.trainer.update.ratios import Ratios, ratios_of
 from rlbuffer.trainer.update.update import SUMS
 
 FILE_NAME = "metrics.jsonl"
+SUMMED = ("rollouts", "truncated", "on_policy", "response_tokens")
+"""Counts of an env that ranks add up."""
 
 
 class Stopwatch:
@@ -70,6 +74,7 @@ class Tally:
         trained = max(1.0, totals["loss_tokens"])
         envs = _added(part["envs"] for part in parts)
         rollouts = sum(env["rollouts"] for env in envs.values())
+        tokens, slots = sum(part["rank"]["tokens"] for part in parts), sum(part["slots"] for part in parts)
         return {
             "loss": totals["loss"] / max(1, self.updates),
             "entropy": totals["entropy"] / trained,
@@ -81,6 +86,11 @@ class Tally:
                 for env, values in envs.items()
                 if values["rewards"]
             },
+            "reward_std": {env: std for env, its in envs.items() if (std := spread(its["scores"])) is not None},
+            "on_policy": sum(env["on_policy"] for env in envs.values()) / max(1, rollouts),
+            "on_policy_by_env": {env: values["on_policy"] / values["rollouts"] for env, values in envs.items()},
+            "response_tokens": {env: values["response_tokens"] / values["rollouts"] for env, values in envs.items()},
+            "padding": 1.0 - tokens / max(1, slots),
             "truncated": sum(env["truncated"] for env in envs.values()) / max(1, rollouts),
             "truncated_by_env": {env: values["truncated"] / values["rollouts"] for env, values in envs.items()},
             "trained_tokens": int(totals["tokens"]),
@@ -93,12 +103,17 @@ class Tally:
         """This rank's own, JSON types. Rewards are of the rollouts that it holds: no rollout is on two ranks."""
         envs: dict[str, dict[str, Any]] = {}
         squares = tokens = 0
+        step, adapters = self._step.number, self._step.header.adapters
         for sample in (s for micro_batch in self._step for s in micro_batch.samples):
             squares += sample.length**2
             tokens += sample.length
-            env = envs.setdefault(sample.env, {"rollouts": 0, "truncated": 0, "rewards": {}})
+            env = envs.setdefault(sample.env, _no_counts())
             env["rollouts"] += 1
             env["truncated"] += int(sample.is_truncated)
+            env["on_policy"] += int(sample.policy_versions[0] >= version_trained(adapters, sample.adapter, step))
+            env["response_tokens"] += sample.length - sample.prompt_tokens
+            if sample.reward is not None:
+                env["scores"] = merged((env["scores"], moments_of([sample.reward])))
             for name, value in sample.rewards.items():
                 total, n = env["rewards"].get(name, (0.0, 0))
                 env["rewards"][name] = (total + value, n + 1)
@@ -108,10 +123,16 @@ class Tally:
         return {
             "envs": envs,
             "length_squares": squares,
+            "slots": sum(micro_batch.length for micro_batch in self._step),
             "ratios": self.ratios.counts(),
             "memory_bytes": memory,
             "rank": {"tokens": tokens, **seconds},
         }
+
+
+def _no_counts() -> dict[str, Any]:
+    """The counts of an env before its first rollout."""
+    return {**dict.fromkeys(SUMMED, 0), "scores": NOTHING, "rewards": {}}
 
 
 def _added(parts: Iterator[Mapping[str, Any]] | Any) -> dict[str, dict[str, Any]]:
@@ -119,9 +140,10 @@ def _added(parts: Iterator[Mapping[str, Any]] | Any) -> dict[str, dict[str, Any]
     out: dict[str, dict[str, Any]] = {}
     for part in parts:
         for env, values in part.items():
-            into = out.setdefault(env, {"rollouts": 0, "truncated": 0, "rewards": {}})
-            into["rollouts"] += values["rollouts"]
-            into["truncated"] += values["truncated"]
+            into = out.setdefault(env, _no_counts())
+            for name in SUMMED:
+                into[name] += values[name]
+            into["scores"] = merged((into["scores"], values["scores"]))
             for name, (total, n) in values["rewards"].items():
                 before, m = into["rewards"].get(name, (0.0, 0))
                 into["rewards"][name] = (before + total, m + n)
@@ -163,6 +185,13 @@ def step_record(
         ratio=counted["ratio"],
         clip_fraction=counted["clip_fraction"],
         reward_parts=counted["reward_parts"],
+        reward_std=counted["reward_std"],
+        on_policy=counted["on_policy"],
+        on_policy_by_env=counted["on_policy_by_env"],
+        response_tokens=counted["response_tokens"],
+        fill=header.fill,
+        padding=counted["padding"],
+        closed_by=header.closed_by,
         truncated=counted["truncated"],
         truncated_by_env=counted["truncated_by_env"],
         memory_bytes=counted["memory_bytes"],

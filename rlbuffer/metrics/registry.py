@@ -1,0 +1,199 @@
+"""Every metric that a process answers: the one list that the endpoints, their page and the dashboard go by.
+
+A value is a number, or, for a metric with labels, a mapping: label -> value, nested in the order of the labels. A
+histogram's value is a :class:`rlbuffer.metrics.histogram.Histogram`. A metric of the trainer that `metrics.jsonl` has,
+too, is read from its record, so both say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+Values = Mapping[str, Any]
+"""Name of a metric -> its value. One that is not there yet is left out."""
+Kind = Literal["gauge", "counter", "histogram"]
+METRIC_PREFIX = "rlbuffer_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One metric, as the registry has it."""
+
+    name: str
+    """Name without `rlbuffer_`; a counter's ends in `_total`."""
+    kind: Kind
+    unit: str
+    """Unit of the value: ``groups``, ``seconds``, ``ratio`` (0-1)."""
+    labels: tuple[str, ...] = ()
+    meaning: str
+    record: str = ""
+    """Path in the trainer's record (`metrics.jsonl`), where that has the number: ``seconds/total``."""
+
+
+def _metrics(kind: Kind, *rows: tuple[str, str, str, str]) -> tuple[Metric, ...]:
+    """Metrics of one kind. Rows are (name, unit, labels with blanks between, meaning)."""
+    return tuple(
+        Metric(name=name, kind=kind, unit=unit, labels=tuple(labels.split()), meaning=meaning)
+        for name, unit, labels, meaning in rows
+    )
+
+
+def _recorded(*rows: tuple[str, str, str, str, str]) -> tuple[Metric, ...]:
+    """Gauges of the last trained step. Rows are (name, unit, labels, path in the record, meaning)."""
+    return tuple(
+        Metric(name=name, kind="gauge", unit=unit, labels=tuple(labels.split()), meaning=meaning, record=path)
+        for name, unit, labels, path, meaning in rows
+    )
+
+
+SERVER = _metrics(
+    "counter",
+    ("server_errors_total", "errors", "op", "Calls of this process that the Redis or Valkey server did not answer."),
+)
+"""Metrics of every process that has a connection."""
+SERVE = (
+    *_metrics(
+        "gauge",
+        ("leader", "0 or 1", "", "1 while this batcher leads the run. A standby answers this, and no figures."),
+        ("server_up", "0 or 1", "", "1 when the server has answered; else what it knows is left out."),
+        ("server_memory_bytes", "bytes", "", "Memory of the server that counts against its limit."),
+        ("server_memory_limit_bytes", "bytes", "", "The server's maxmemory; 0: none."),
+        ("workers_alive", "workers", "env", "Workers that were heard of in the last 8 seconds."),
+        ("tickets_out", "tickets", "env", "Tickets that workers hold."),
+        ("rollouts_pending", "rollouts", "env", "In the pool, by the ledger."),
+        ("tokens_pending", "tokens", "env", "In the pool, by the ledger."),
+        ("rollouts_packed", "rollouts", "env", "In steps that are not trained yet, by the ledger."),
+        ("policy_version", "version", "", "Newest version that workers can sample from."),
+        ("step", "step", "", "Last committed step."),
+        ("trained_step", "step", "", "Last step that the trainer has trained."),
+        ("trainer_step", "step", "rank", "Last step that each rank has trained, by its heartbeat."),
+        ("groups_ready", "groups", "env", "In the pool, whole."),
+        ("groups_forming", "groups", "env", "In the pool, waiting for more of their rollouts."),
+        ("rollouts_ready", "rollouts", "env", "Of the groups that are ready."),
+        ("tokens_ready", "tokens", "env", "Of the groups that are ready."),
+        ("tokens_forming", "tokens", "env", "Of the groups that are forming."),
+        ("budget_ratio", "ratio", "env", "Share of a step's tokens that the settings promise the env."),
+        ("reward_mean", "reward", "env name", "Of the rollouts in the last 256 pushes; name reward: the whole one."),
+        ("reward_std", "reward", "env name", "Standard deviation of the same, with n - 1."),
+        ("on_policy_ratio", "ratio", "env", "Rollouts of the last 256 pushes, all tokens by the newest version."),
+        ("truncated_ratio", "ratio", "env", "Rollouts of the last 256 pushes that ended at a length limit."),
+        ("flat_ratio", "ratio", "env", "Pushes among the last 256 whose rewards are all equal: they teach nothing."),
+        ("used_in_batch_ratio", "ratio", "env", "Groups that were ready at the last step, and went into it."),
+        ("batch_used_ratio", "ratio", "env", "Share of the last step's tokens."),
+        ("batch_age_mean", "versions", "env", "Mean age of the last step's rollouts."),
+        ("batch_age_max", "versions", "env", "Age of the oldest one."),
+        ("batch_reward_mean", "reward", "env", "Mean reward of the last step's rollouts."),
+        ("batch_response_tokens_mean", "tokens", "env", "Mean length of the last step's responses."),
+        ("batch_tokens", "tokens", "", "Of the last step."),
+        ("batch_rollouts", "rollouts", "", "Of the last step."),
+        ("batch_groups", "groups", "", "Of the last step."),
+        ("batch_fill_ratio", "ratio", "", "Share of the last step's capacity that holds tokens."),
+        ("batch_padding_ratio", "ratio", "", "The rest of it."),
+        ("last_step_time_seconds", "Unix seconds", "", "When the last step was committed, by the server's clock."),
+    ),
+    *_metrics(
+        "counter",
+        ("rollouts_received_total", "rollouts", "env", "Pushed, by the ledger."),
+        ("tokens_received_total", "tokens", "env", "Pushed, by the ledger."),
+        ("rollouts_trained_total", "rollouts", "env", "Trained, by the ledger."),
+        ("tokens_trained_total", "tokens", "env", "Trained, by the ledger."),
+        ("rollouts_dropped_total", "rollouts", "env reason", "Dropped, by the ledger."),
+        ("tokens_dropped_total", "tokens", "env reason", "Dropped, by the ledger."),
+        ("rollouts_damaged_total", "rollouts", "", "Missing or damaged when they were pulled, by the ledger."),
+        ("pushes_lost_total", "pushes", "", "Pushes that producers know are missing, by the ledger."),
+        ("groups_dropped_total", "groups", "env reason", "Dropped, or refused as late, since this process started."),
+        ("groups_received_total", "groups", "env", "Groups, or parts of one, since this process leads."),
+        ("tokens_generated_total", "tokens", "env", "Tokens of the same that can be trained."),
+        ("batches_total", "steps", "closed_by", "Committed since this process leads, by the rule that closed them."),
+    ),
+    *_metrics(
+        "histogram",
+        ("age_versions", "versions", "env", "Age of each trained rollout, in the step that trains it."),
+        ("wait_seconds", "seconds", "env", "From the push to the step, of each push that a step took."),
+        ("response_tokens", "tokens", "env", "Tokens behind the prompt, of each rollout that a step took."),
+        (
+            "packed_rollout_tokens",
+            "tokens",
+            "env",
+            "Length of each rollout that a step took.",
+        ),
+        (
+            "dropped_rollout_tokens",
+            "tokens",
+            "env",
+            "Length of each rollout of a push that was dropped whole.",
+        ),
+        ("prompt_reward", "reward", "env", "Mean reward of each pushed group: how hard prompts are."),
+        ("batch_build_seconds", "seconds", "", "From the first look at the pool to the commit."),
+    ),
+    *SERVER,
+)
+"""Metrics of `serve`."""
+WORKER = (
+    *_metrics(
+        "gauge",
+        ("worker_policy_version", "version", "env", "Version that samples; -1 before the first."),
+        ("worker_waiting", "0 or 1", "env", "1 while it has nothing to sample."),
+        ("worker_reward_mean", "reward", "env", "Mean over its last 256 groups."),
+    ),
+    *_metrics(
+        "counter",
+        ("worker_groups_total", "groups", "env", "Pushed."),
+        ("worker_rollouts_total", "rollouts", "env", "Pushed."),
+        ("worker_tokens_total", "tokens", "env", "Pushed."),
+        ("worker_failed_groups_total", "groups", "env kind", "Given up, by the name of the exception."),
+        ("worker_prompts_total", "groups", "env difficulty", "Pushed: all rollouts solved it, all failed, or mixed."),
+        ("worker_troubles_total", "troubles", "env", "Troubles of any kind that it went on from."),
+    ),
+    *_metrics(
+        "histogram",
+        ("worker_group_seconds", "seconds", "env", "From the prompt of a group to its push."),
+        ("worker_load_seconds", "seconds", "env", "Loading a policy version."),
+    ),
+    *SERVER,
+)
+"""Metrics of a worker."""
+TRAIN = (
+    *_recorded(
+        ("train_step", "step", "", "step", "Last trained step."),
+        ("train_reward_mean", "reward", "env", "rewards", "Mean of the step's rollouts."),
+        ("train_reward_part_mean", "reward", "env name", "reward_parts", "Mean of each named reward."),
+        ("train_reward_std", "reward", "env", "reward_std", "Standard deviation of the step's rewards, with n - 1."),
+        ("train_loss", "loss", "", "loss", "Mean over the step's updates."),
+        ("train_entropy", "nats", "", "entropy", "Mean over the trained tokens."),
+        ("train_kl", "nats", "", "kl", "Estimate (k3) of the distance to the inference policy."),
+        ("train_clip_ratio", "ratio", "", "clip_fraction", "Trained tokens outside of the clip."),
+        ("train_gradient_norm", "norm", "", "grad_norm", "Of the last update, before clipping."),
+        ("train_learning_rate", "rate", "", "learning_rate", "Of the last update."),
+        ("train_age_mean", "versions", "env", "ages", "Mean age of the step's rollouts."),
+        ("train_on_policy_ratio", "ratio", "env", "on_policy_by_env", "Rollouts of age 0."),
+        ("train_truncated_ratio", "ratio", "env", "truncated_by_env", "Rollouts that ended at a length limit."),
+        ("train_response_tokens_mean", "tokens", "env", "response_tokens", "Mean tokens behind the prompt."),
+        ("train_batch_fill_ratio", "ratio", "", "fill", "Share of the step's capacity that holds tokens."),
+        ("train_padding_ratio", "ratio", "", "padding", "Share of the tokens that went through the model."),
+        ("train_tokens_per_second", "tokens per second", "", "tokens_per_second", "Without padding, all ranks."),
+        ("train_mfu_ratio", "ratio", "", "mfu", "Share of the GPUs' arithmetic, where that is known."),
+        ("train_memory_bytes", "bytes", "", "memory_bytes", "Most that any rank has used."),
+        ("train_wait_ratio", "ratio", "", "wait", "Share of the step's time that was waited for data."),
+        ("train_step_seconds", "seconds", "part", "seconds", "Where rank 0's time went; total: all of it."),
+    ),
+    *_metrics(
+        "gauge",
+        ("train_rank_tokens", "tokens", "rank", "Of the last step."),
+        ("train_checkpoint_step", "step", "", "Step of the newest checkpoint that this process wrote."),
+    ),
+    *_metrics(
+        "counter",
+        ("train_wait_seconds_total", "seconds", "rank", "Waited for data, and for other ranks to have it."),
+        ("train_steps_total", "steps", "", "Trained by this process."),
+        ("train_tokens_total", "tokens", "env", "Trained by this process, without padding."),
+        ("train_damaged_tokens_total", "tokens", "", "Missing or damaged, and trained as masked padding."),
+        ("train_warnings_total", "warnings", "", "Said by rank 0."),
+    ),
+)
+"""Metrics of the trainer's rank 0."""
+METRICS: Mapping[str, tuple[Metric, ...]] = MappingProxyType({"serve": SERVE, "worker": WORKER, "train": TRAIN})
+"""Kind of a process -> what it answers."""

@@ -1,0 +1,279 @@
+"""`/metrics` and `/status` of a live run, asked as anybody would: every metric of the page is there, and true."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Parent
+from homes import Home
+
+from rlbuffer.metrics.registry import METRIC_PREFIX, METRICS, Metric
+from rlbuffer.testing import make_group
+
+SELDOM = {
+    "worker_failed_groups_total": "no group fails here",
+    "server_errors_total": "the server answers",
+    "train_reward_part_mean": "these envs name no parts of a reward",
+}
+"""Metric -> why a healthy run may have no value of it."""
+SAMPLE = re.compile(r"^(\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+
+
+class Live:
+    """A tiny run at work, and the address of each of its processes' metrics."""
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.urls: dict[str, str] = {}
+
+    def begin(self) -> None:
+        self.home.environment["RLBUFFER_METRICS__LISTEN"] = "127.0.0.1:0"
+        self.home.environment["RLBUFFER_TRAINER__REPORTS__PEAK_FLOPS"] = "1e12"  # so that a CPU has an mfu, too
+        path = self.home.config(steps=100_000, world_size=1, checkpoint_every=3)
+        for name, *arguments in (
+            ("serve", "serve", "--display", "plain"),
+            ("vcopy", "worker", "vcopy", "--display", "plain"),
+            ("repeat", "worker", "repeat", "--display", "plain"),
+            ("train", "train", "--display", "plain"),
+        ):
+            self.home.start(*arguments, "--config", path, log=name)
+        for name in ("serve", "vcopy", "repeat", "train"):
+            self.home.wait_until(lambda name=name: self._find(name), seconds=180, why=f"the metrics of {name}")
+        with self.home.connect() as buffer:
+            buffer.writer("a-test").push(make_group(env="vcopy", seed=10**9, version=10**6))
+        self.home.wait_until(self._has_everything, seconds=180, why="a few steps, a drop and a checkpoint")
+
+    def text(self, name: str) -> str:
+        with urllib.request.urlopen(self.urls[name] + "/metrics", timeout=20) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            return str(answer.read().decode())
+
+    def status(self, name: str) -> Any:
+        with urllib.request.urlopen(self.urls[name] + "/status", timeout=20) as answer:
+            return json.loads(answer.read())
+
+    def samples(self, name: str) -> dict[str, float]:
+        """`name{labels}` -> value, of what the process answers."""
+        return {
+            f"{metric}{{{labels or ''}}}": float(value)
+            for metric, labels, value in SAMPLE.findall(self.text(name))
+            if not metric.startswith("#")
+        }
+
+    def _find(self, name: str) -> bool:
+        log = self.home.path / f"{name}.log"
+        match = re.search(r"metrics: (http://\S+)/metrics", log.read_text() if log.exists() else "")
+        if match:
+            self.urls[name] = match[1]
+        return bool(match)
+
+    def _has_everything(self) -> bool:
+        done = self.status("serve")["metrics"]
+        trained = self.status("train")["metrics"]
+        return (
+            done.get("step", 0) >= 5
+            and "future" in done.get("rollouts_dropped_total", {}).get("vcopy", {})
+            and (trained["train_checkpoint_step"] or 0) >= 3
+            and all(self.status(env)["metrics"]["worker_groups_total"][env] > 0 for env in ("vcopy", "repeat"))
+        )
+
+
+@pytest.fixture(scope="module")
+def live(parent: Parent) -> Iterator[Live]:
+    path = Path(tempfile.mkdtemp(prefix="rlb-"))
+    home = Home(path, parent)
+    run = Live(home)
+    try:
+        run.begin()
+        yield run
+    finally:
+        home.stop()
+        shutil.rmtree(path, ignore_errors=True)
+
+
+PROCESSES = {"serve": "serve", "vcopy": "worker", "repeat": "worker", "train": "train"}
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_every_metric_of_the_page_is_answered_with_its_kind_and_a_sensible_value(live: Live, name: str) -> None:
+    text = live.text(name)
+    samples = live.samples(name)
+    missing = []
+    for metric in METRICS[PROCESSES[name]]:
+        values = {key: value for key, value in samples.items() if _is_of(key, metric)}
+        if not values and metric.name not in SELDOM:
+            missing.append(metric.name)
+        if values:
+            assert f"# TYPE {METRIC_PREFIX}{metric.name} {metric.kind}\n" in text
+        for key, value in values.items():
+            assert 'run="tiny"' in key
+            assert all(f'{label}="' in key for label in metric.labels)
+            if metric.unit == "ratio":
+                assert 0 <= value <= 1, key
+            if metric.kind == "counter" or metric.unit in ("seconds", "bytes", "tokens", "rollouts", "groups"):
+                assert value >= 0, key
+    assert missing == []
+    documented = {METRIC_PREFIX + metric.name for metric in METRICS[PROCESSES[name]]}
+    assert {re.sub(r"_(bucket|sum|count)$", "", key.partition("{")[0]) for key in samples} <= documented
+
+
+def _is_of(key: str, metric: Metric) -> bool:
+    name = key.partition("{")[0]
+    endings = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
+    return name in [f"{METRIC_PREFIX}{metric.name}{ending}" for ending in endings]
+
+
+def test_the_numbers_are_those_of_the_ledger(live: Live) -> None:
+    with live.home.connect() as buffer:
+        before = buffer.ledger()
+        time.sleep(1.1)  # an answer of the server counts for a second
+        said = live.samples("serve")
+        after = buffer.ledger()
+    for env in ("vcopy", "repeat"):
+        for metric, pick in (
+            ("rollouts_received_total", lambda account: account.pushed[0]),
+            ("tokens_received_total", lambda account: account.pushed[1]),
+            ("rollouts_trained_total", lambda account: account.trained[0]),
+            ("tokens_trained_total", lambda account: account.trained[1]),
+        ):
+            value = said[f'{METRIC_PREFIX}{metric}{{env="{env}",run="tiny"}}']
+            assert pick(before.envs[env]) <= value <= pick(after.envs[env])
+    dropped = f'{METRIC_PREFIX}rollouts_dropped_total{{env="vcopy",reason="future",run="tiny"}}'
+    assert said[dropped] == after.envs["vcopy"].dropped["future"][0]
+    assert said[f'{METRIC_PREFIX}groups_dropped_total{{env="vcopy",reason="future",run="tiny"}}'] == 1
+
+
+def test_json_has_the_same_and_what_is_no_page_is_not_found(live: Live) -> None:
+    status = live.status("vcopy")
+    assert (status["process"], status["run"], status["worker"]) == ("worker", "tiny", "vcopy-0")
+    assert status["metrics"]["worker_group_seconds"]["vcopy"]["count"] > 0
+    assert live.status("train")["metrics"]["train_step"] == live.home.metrics()[-1]["step"]
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(live.urls["serve"] + "/", timeout=20)
+
+
+def test_a_process_whose_port_is_taken_takes_the_next_one_and_one_that_cannot_listen_works_on(home: Home) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        home.environment["RLBUFFER_METRICS__LISTEN"] = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = home.call(
+            *("train", "--config", home.config(run="fake", world_size=1), "--fake-data"),
+            *("--steps", "1", "--display", "plain"),
+        )
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"^metrics: http://127\.0\.0\.1:\d+/metrics$", ended.stdout, re.MULTILINE), ended.stdout
+    home.environment["RLBUFFER_METRICS__LISTEN"] = "203.0.113.7:9464"  # nobody's address (RFC 5737)
+    ended = home.call(
+        *("train", "--config", home.config(run="fake2", world_size=1), "--fake-data"),
+        *("--steps", "1", "--display", "plain"),
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "! nobody can ask this process for its metrics: metrics.listen = '203.0.113.7:9464'" in ended.stdout
+    assert "finished at step 1" in ended.stdout
+
+
+# -- a real Prometheus -------------------------------------------------------------------------------------------------
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "deploy" / "prometheus" / "rlbuffer.rules.yml"
+DASHBOARD = ROOT / "deploy" / "grafana" / "rlbuffer.json"
+
+
+def program(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"needs {name} (Debian's package prometheus)")
+    return path
+
+
+def queries() -> list[str]:
+    """Every query of the dashboard, for all runs."""
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    exprs = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    return [expr.replace("$run", ".+").replace("$__rate_interval", "10s") for expr in exprs]
+
+
+def ask(url: str, path: str, **fields: str) -> Any:
+    with urllib.request.urlopen(f"{url}{path}?{urllib.parse.urlencode(fields)}", timeout=20) as answer:
+        return json.loads(answer.read())["data"]
+
+
+def test_promtool_takes_the_rules_and_what_the_endpoints_answer(live: Live) -> None:
+    promtool = program("promtool")
+    folder = RULES.parent
+    for arguments in (
+        ("check", "config", str(folder / "prometheus.yml")),
+        ("check", "rules", str(RULES)),
+        ("test", "rules", str(folder / "rlbuffer.test.yml")),
+    ):
+        checked = subprocess.run([promtool, *arguments], capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+    for name in PROCESSES:
+        checked = subprocess.run(
+            [promtool, "check", "metrics"], input=live.text(name), capture_output=True, text=True, check=False
+        )
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_every_query_of_the_dashboard_has_data_in_a_real_prometheus(live: Live, tmp_path: Path) -> None:
+    path = program("prometheus")
+    targets = [url.removeprefix("http://") for url in live.urls.values()]
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(RULES)],
+        "scrape_configs": [{"job_name": "rlbuffer", "static_configs": [{"targets": targets}]}],
+    }
+    (tmp_path / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with (tmp_path / "log").open("w") as log:
+        prometheus = subprocess.Popen(
+            [
+                path,
+                f"--config.file={tmp_path / 'prometheus.yml'}",
+                f"--storage.tsdb.path={tmp_path / 'data'}",
+                f"--web.listen-address={url.removeprefix('http://')}",
+            ],
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        # A rate needs two scrapes, and whoever steps over an alert's `for` is none of this.
+        live.home.wait_until(lambda: empty(url) == [], seconds=60, why="data for every query")
+        rules = [rule for group in ask(url, "/api/v1/rules")["groups"] for rule in group["rules"]]
+        assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
+        assert [rule["name"] for rule in rules if rule["state"] == "firing" and rule["name"] not in MAY_FIRE] == []
+    finally:
+        prometheus.terminate()
+        prometheus.wait(60)
+
+
+MAY_FIRE: set[str] = set()
+"""Alerts that a healthy short run may raise."""
+
+
+def empty(url: str) -> list[str]:
+    """Queries without data, but for what a healthy run has none of."""
+    try:
+        return [
+            query
+            for query in queries()
+            if not any(f"{METRIC_PREFIX}{name}" in query for name in SELDOM)
+            and not ask(url, "/api/v1/query", query=query)["result"]
+        ]
+    except OSError as error:
+        return [str(error)]
