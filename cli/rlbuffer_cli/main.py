@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "drop": "Drop pending groups that match a filter.",
         "drain": "Let a run come to rest: no more tickets, until nothing is out and no further step can be made.",
         "verify": "Recompute the ledger and check every invariant. Changes nothing.",
+        "doctor": "Look at settings, host and server, and say what to do about each trouble. Changes nothing.",
         "runs": "List the runs that the server holds. Changes nothing.",
         "backup": "Write everything that the server holds of a run into a file, also while it runs.",
         "restore": "Put a backed up run onto a server.",

@@ -71,16 +71,9 @@ class Given:
         starting("reading the settings")
         from rlbuffer.config import dotted
         from rlbuffer.config.loading import folders_of
-        from rlbuffer.errors import ConfigError
         from rlbuffer.run.loading import load
-        from rlbuffer.store.server.address import has_password, redacted
 
-        if self.redis and has_password(self.redis):
-            raise ConfigError(
-                f"--redis {redacted(self.redis)}: a password on the command line is shown to everybody by `ps`. Leave "
-                "it out of the address and set RLBUFFER_REDIS_PASSWORD, or name a file that holds it "
-                "(RLBUFFER_REDIS_PASSWORD_FILE); or put the whole address into RLBUFFER_REDIS_URL."
-            )
+        self.check()
         loaded = load(self.config, flags={**self.flags, **(flags or {})}, parts=parts)
         context = click.get_current_context(silent=True)  # none in the thread that reads the file again on SIGHUP
         if parts and context is not None:
@@ -90,6 +83,18 @@ class Given:
             echo(f"Warning: {warning}", err=True)
         clear()
         return loaded
+
+    def check(self) -> None:
+        """Raises ConfigError for a password among the flags."""
+        from rlbuffer.errors import ConfigError
+        from rlbuffer.store.server.address import has_password, redacted
+
+        if self.redis and has_password(self.redis):
+            raise ConfigError(
+                f"--redis {redacted(self.redis)}: a password on the command line is shown to everybody by `ps`. Leave "
+                "it out of the address and set RLBUFFER_REDIS_PASSWORD, or name a file that holds it "
+                "(RLBUFFER_REDIS_PASSWORD_FILE); or put the whole address into RLBUFFER_REDIS_URL."
+            )
 
 
 def common(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -320,12 +320,12 @@ def connect(
         server=settings.server,
         name=name,
         origin=origin,
-        password=_password(settings) if url else "",
+        password=password_of(settings) if url else "",
     )
     return Buffer(store, settings=settings)
 
 
-def _password(settings: RunSettings) -> str:
+def password_of(settings: RunSettings) -> str:
     """The password that the address may lack: of the environment, else of the file in the settings; "" for neither."""
     given = os.environ.get(PASSWORD_VARIABLE, "")
     if given or settings.redis_password_file is None:

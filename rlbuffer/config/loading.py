@@ -91,6 +91,23 @@ def load(
         ConfigError: a file that cannot be read, settings or variables that do not exist, values out of range or that
             can never work together, and what `checks` find: all of it in one message.
     """
+    loaded, mistakes = examine(config, environ=environ, flags=flags, checks=checks)
+    mistakes.refuse()
+    return loaded
+
+
+def examine(
+    config: str | Path | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
+    checks: Checks = _nothing_more,
+) -> tuple[Loaded, Mistakes]:
+    """Loads as :func:`load` does, and gives the settings with what is wrong left out, beside everything that is.
+
+    Raises:
+        ConfigError: a file that cannot be read, or mistakes that nothing can be left out of.
+    """
     environ = os.environ if environ is None else environ
     data: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -124,8 +141,8 @@ def load(
 
     for mistake in (*together(settings, places), *checks(settings, places, file)):
         wrong.note(mistake.text, *mistake.settings)
-    wrong.refuse()
-    return Loaded(settings=settings, sources=MappingProxyType(sources), warnings=doubts(settings, places), file=file)
+    warnings = doubts(settings, places)
+    return Loaded(settings=settings, sources=MappingProxyType(sources), warnings=warnings, file=file), wrong
 
 
 def _determine(data: dict[str, Any], sources: dict[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,10 @@ class Mistakes:
         self._found: dict[str, str] = {}
         """Text -> the setting."""
         self._left_out: set[str] = set()
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Each mistake as (text, setting)."""
+        return iter(self._found.items())
 
     def note(self, text: str, *settings: str) -> None:
         """Takes in a mistake, unless one of its settings was left out: it may only follow from that."""

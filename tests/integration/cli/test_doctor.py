@@ -1,0 +1,286 @@
+"""`rlbuffer doctor` finds each of the planted troubles, and says what to do about it. Every one of them is real."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import own_server
+import pytest
+import redis
+from own_server import OwnServer
+
+import rlbuffer
+from rlbuffer.run import doctor
+from rlbuffer.run.pythons import gpus_here
+from rlbuffer.store.keys import SCHEMA, Keys
+from rlbuffer.weights.serving import FileServer, make_app
+from rlbuffer_cli.main import main
+
+Call = Callable[..., tuple[int, str, str]]
+LIMITS = {"maxmemory": "64mb"}
+GOOD = '[model.config]\nmodel_type = "qwen3"\nvocab_size = 13\n[worker.a]\nenv = "vcopy"\n'
+
+
+@dataclass
+class Place:
+    """Where a trouble is planted: an empty folder, and a server that is started with the options of the trouble."""
+
+    folder: Path
+    open: ExitStack
+    arguments: list[str] = field(default_factory=list)
+    monkeypatch: pytest.MonkeyPatch = field(default_factory=pytest.MonkeyPatch)
+
+    def server(self, environment: dict[str, str] | None = None, **options: str) -> OwnServer:
+        named = {name.replace("_", "-"): value for name, value in (LIMITS | options).items()}
+        server = OwnServer(self.folder / "server", options=named, environment=environment)
+        self.open.enter_context(server)
+        self.arguments += ["--redis", server.url]
+        return server
+
+    def config(self, text: str) -> None:
+        (self.folder / "rlbuffer.toml").write_text(text)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.chdir(tmp_path)
+    for name in ("REDIS_URL", "RUN", "CONFIG", "HOME", "REDIS_PASSWORD", "SERVER_BIN"):
+        monkeypatch.delenv(f"RLBUFFER_{name}", raising=False)
+    monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path / "home"))
+    with ExitStack() as stack:
+        yield Place(tmp_path, stack, monkeypatch=monkeypatch)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["doctor", *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+# -- troubles ----------------------------------------------------------------------------------------------------------
+def evicts(place: Place) -> None:
+    place.server(maxmemory_policy="allkeys-lru")
+
+
+def writes_nothing_down(place: Place) -> None:
+    place.server(appendonly="no")
+
+
+def is_full(place: Place) -> None:
+    server = place.server(maxmemory="4mb")
+    with redis.Redis(port=server.port) as client, suppress(redis.exceptions.OutOfMemoryError):
+        for number in range(10_000):
+            client.set(f"other:{number}", bytes(20_000))
+
+
+def has_no_limit(place: Place) -> None:
+    place.server(maxmemory="0")
+
+
+def takes_another_password(place: Place) -> None:
+    place.server(requirepass="right")
+    place.monkeypatch.setenv("RLBUFFER_REDIS_PASSWORD", "wrong")
+
+
+def is_not_there(place: Place) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    place.arguments += ["--redis", f"redis://127.0.0.1:{port}/0"]
+
+
+def follows_another(place: Place) -> None:
+    place.server(replicaof="127.0.0.1 1")
+
+
+def holds_a_run_of_another_schema(place: Place) -> None:
+    server = place.server()
+    with rlbuffer.connect(server.url, run="old") as buffer:
+        buffer.store.open_run()
+    with redis.Redis(port=server.port) as client:
+        client.hset(Keys("old").meta, "schema", SCHEMA - 1)
+    place.arguments += ["--run", "old"]
+
+
+def has_another_clock(place: Place) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("shifting a server's clock needs a C compiler and Linux")
+    library, shift = place.folder / "clock_shift.so", place.folder / "shift"
+    source = Path(own_server.__file__).with_name("clock_shift.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    shift.write_bytes(struct.pack("q", 120_000_000))
+    place.server(environment={"LD_PRELOAD": str(library), "CLOCK_SHIFT": str(shift)})
+
+
+def has_a_home_that_is_no_folder(place: Place) -> None:
+    (place.folder / "file").write_text("")
+    place.arguments += ["--home", str(place.folder / "file" / "home"), "--for", "run"]
+    place.config(GOOD)
+
+
+def has_a_misspelt_setting(place: Place) -> None:
+    place.config(f"[batcher]\nmax_agee = 1\n{GOOD}")
+
+
+def has_a_file_that_is_no_toml(place: Place) -> None:
+    place.config("[batcher\n")
+
+
+def has_groups_that_never_make_a_batch(place: Place) -> None:
+    place.config(f"[batcher]\nmin_group_size = 32\n{GOOD}group_size = 8\n")
+
+
+def has_a_port_that_is_taken(place: Place) -> None:
+    listener = place.open.enter_context(socket.create_server(("127.0.0.1", 0)))
+    listen = f'listen = "127.0.0.1:{listener.getsockname()[1]}"'
+    place.config(f'{GOOD}[weights]\n{listen}\nurl = "http://trainer:9465"\n')
+
+
+def has_a_folder_without_a_model(place: Place) -> None:
+    (place.folder / "qwen").mkdir()
+    place.config('[model]\npath = "qwen"\n[worker.a]\nenv = "vcopy"\n')
+
+
+def has_an_old_server_program(place: Place) -> None:
+    program = place.folder / "redis-server"
+    program.write_text("#!/bin/sh\necho 'Redis server v=6.2.14 sha=0:0'\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    place.monkeypatch.setenv("RLBUFFER_SERVER_BIN", str(program))
+
+
+def lacks_the_sampler(place: Place) -> None:
+    place.config(f'{GOOD}sampler = "vllm"\n')
+
+
+def asks_for_gpus_that_are_not_there(place: Place) -> None:
+    if gpus_here() != 0:
+        pytest.skip("this host has GPUs")
+    place.config(f'{GOOD}[trainer]\ndevice = "cuda"\n')
+
+
+def needs_more_memory_than_there_is(place: Place) -> None:
+    place.server(maxmemory="8mb")
+    place.config(f"[batcher]\nrow_tokens = 200000\n{GOOD}")
+
+
+TROUBLES = [
+    (evicts, "server", "failure", "may evict keys of a run (maxmemory-policy allkeys-lru)", "maxmemory-policy noevi"),
+    (writes_nothing_down, "persistence", "warning", "restart of the server loses the whole run", "appendonly yes"),
+    (is_full, "memory", "failure", "full: ", "raise it (server.maxmemory"),
+    (has_no_limit, "memory", "warning", "no limit (maxmemory 0)", "config set maxmemory"),
+    (takes_another_password, "server", "failure", "does not allow this: ", "RLBUFFER_REDIS_PASSWORD"),
+    (is_not_there, "server", "failure", "(connection refused)", "valkey-server --port "),
+    (follows_another, "server", "failure", "it is a replica", "an address that follows the primary"),
+    (holds_a_run_of_another_schema, "run", "failure", f"schema {SCHEMA - 1}, this version", "use another run name"),
+    (has_another_clock, "clock", "warning", "the server is 120 s ahead of this host", "timedatectl set-ntp true"),
+    (has_a_home_that_is_no_folder, "home", "failure", "file is no directory", "--home DIR"),
+    (has_a_misspelt_setting, "settings", "failure", "max_agee is not a setting.", "Did you mean batcher.max_age?"),
+    (has_a_file_that_is_no_toml, "settings", "failure", "rlbuffer.toml:1  not valid TOML", "correct the file"),
+    (
+        has_groups_that_never_make_a_batch,
+        "settings",
+        "failure",
+        "can never make a batch: min_group_size = 32",
+        "change",
+    ),
+    (has_a_port_that_is_taken, "ports", "failure", "address already in use", "choose another port (weights.listen)"),
+    (has_a_folder_without_a_model, "model", "failure", "qwen has no config.json", "hf download NAME --local-dir DIR"),
+    (has_an_old_server_program, "server", "failure", "is Redis 6.2.14, older than 7.0", "Unset RLBUFFER_SERVER_BIN"),
+    (lacks_the_sampler, "settings", "failure", "needs the module vllm", "pip install 'rlbuffer[vllm]'"),
+    (asks_for_gpus_that_are_not_there, "settings", "failure", "this host has no GPU", "change what is named"),
+    (needs_more_memory_than_there_is, "memory", "failure", "does not fit the server's memory", "Give it at least "),
+]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("plant", "subject", "verdict", "words", "fix"), TROUBLES, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_a_planted_trouble_is_found_and_its_fix_is_named(
+    place: Place, call: Call, plant: Callable[[Place], None], subject: str, verdict: str, words: str, fix: str
+) -> None:
+    plant(place)
+    code, out, err = call(*place.arguments, "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert {record["schema"] for record in records} == {"rlbuffer.diagnosis/1"}
+    troubles = [record for record in records if record["verdict"] != "ok"]
+    assert [(r["subject"], r["verdict"]) for r in troubles if words in r["text"] and fix in r["fix"]] == [
+        (subject, verdict)
+    ], troubles
+    assert (code, err) == (int(verdict == "failure" or any(r["verdict"] == "failure" for r in troubles)), "")
+    assert all(record["fix"] for record in troubles)
+
+
+@pytest.mark.server
+def test_a_sound_host_and_server_have_no_trouble(place: Place, call: Call) -> None:
+    server = place.server()
+    place.config(GOOD)
+    with rlbuffer.connect(server.url, run="math") as buffer:
+        buffer.store.open_run()
+    code, out, err = call(*place.arguments, "--run", "math")
+    lines = [line.split(maxsplit=2) for line in out.splitlines()]
+    assert (code, err) == (0, "")
+    assert {subject for verdict, subject, _ in lines[:-1] if verdict == "ok"} >= {
+        *("settings", "model", "python", "torch", "gpus", "server", "memory", "persistence", "clock", "run"),
+    }
+    assert any(text == f'"math" is at step 0, 0 trained; schema {SCHEMA}' for _, _, text in lines)
+    assert out.splitlines()[-1] in ("0 failures, 0 warnings", "0 failures, 1 warning")  # a small disk
+
+
+def test_looking_starts_no_server_and_makes_no_folder(place: Place, call: Call) -> None:
+    code, out, _ = call()
+    assert (code, list(place.folder.iterdir())) == (0, [])
+    assert "server       embedded, " in out
+
+
+def test_a_disk_that_fills_up_is_told(place: Place, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "LOW_DISK_BYTES", 2**62)
+    assert "\nwarning  disk " in call()[1]
+    monkeypatch.setattr(doctor, "FULL_DISK_BYTES", 2**62)
+    code, out, _ = call()
+    assert (code, "\nfailure  disk " in out) == (1, True)
+    assert "    fix: free some, keep fewer checkpoints" in out
+
+
+@pytest.mark.server
+def test_what_a_user_may_not_ask_is_said_to_be_unknown(place: Place, call: Call) -> None:
+    acl = place.folder / "users.acl"
+    acl.write_text("user default off\nuser w on >pw ~* &* +@all -info -config -time\n")
+    server = place.server(aclfile=f'"{acl}"')
+    place.monkeypatch.setenv("RLBUFFER_REDIS_PASSWORD", "pw")
+    code, out, _ = call("--redis", server.url.replace("//", "//w@"))
+    assert "warning  server       version, memory and persistence are not known: " in out
+    assert "    fix: let this user ask: ACL SETUSER NAME +info" in out
+    assert "warning  clock        the server's clock is not known: " in out
+    assert "    fix: let this user ask: ACL SETUSER NAME +time" in out
+    assert code == 0
+
+
+def test_the_run_s_own_weights_server_is_no_trouble(place: Place, call: Call) -> None:
+    with FileServer(make_app(place.folder), "127.0.0.1:0") as server:
+        listen = server.url.removeprefix("http://")
+        place.config(f'{GOOD}[weights]\nlisten = "{listen}"\nurl = "http://trainer:9465"\n')
+        code, out, _ = call()
+    assert (code, f"weights.listen = {listen}: a weights server is at work there" in out) == (0, True)
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_lines_fit_a_narrow_terminal(place: Place, call: Call, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setattr("rlbuffer_cli.render.text.terminal_width", lambda: width)
+    monkeypatch.setenv("NO_COLOR", "1")
+    has_a_folder_without_a_model(place)
+    out = call(*place.arguments)[1]
+    assert max(map(len, out.splitlines())) <= width
