@@ -154,16 +154,15 @@ class Archive:
         chain: list[ArchivedStep] = []
         newest = max(self.all_steps, key=lambda s: (s.epoch, s.step), default=None)
         digest = "" if newest is None else newest.digest
-        step: ArchivedStep | None
         for number in sorted((n for n in by_step if newest is not None and n <= newest.step), reverse=True):
             if not chain or chain[-1].step == number + 1:
-                step = by_step[number].get(digest)
+                counts = by_step[number].get(digest)
             else:  # behind a hole: nothing names its digest, so the newest epoch counts
                 epoch = chain[-1].epoch
-                step = next((s for s in reversed(by_step[number].values()) if s.epoch <= epoch), None)
-            if step is not None:
-                chain.append(step)
-                digest = step.previous_digest
+                counts = next((s for s in reversed(by_step[number].values()) if s.epoch <= epoch), None)
+            if counts is not None:
+                chain.append(counts)
+                digest = counts.previous_digest
         return tuple(reversed(chain))
 
     @cached_property

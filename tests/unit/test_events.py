@@ -289,7 +289,8 @@ def test_serve_tells_each_event_in_a_line() -> None:
         "a takes part again",
         "! s",
         "a is back",
-        *["! s"] * 5,
+        *["! s"] * 6,
+        "the archive is written again: 2 steps, up to step 5",
     ]
 
 

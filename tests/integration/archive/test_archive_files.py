@@ -161,11 +161,13 @@ def test_records_that_the_server_forgot_before_they_were_archived_are_named(run:
         drop(number)
     archived(run, folder)
     drop(3)
-    run.client.xtrim(run.store.keys.history, maxlen=2)  # the last one that is archived is still there
+    run.client.xtrim(
+        run.store.keys.history, maxlen=2, approximate=False
+    )  # the last one that is archived is still there
     assert check_archive(archived(run, folder)).findings == ()
     for number in range(4, 7):
         drop(number)
-    run.client.xtrim(run.store.keys.history, maxlen=1)
+    run.client.xtrim(run.store.keys.history, maxlen=1, approximate=False)
     archive = archived(run, folder)
     (finding,) = check_archive(archive).findings
     last = list(archive.dropped())[-1]

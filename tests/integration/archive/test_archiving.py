@@ -16,6 +16,7 @@ from store_runs import Run
 import rlbuffer
 from rlbuffer.archive.check import check_archive
 from rlbuffer.archive.library import Archive
+from rlbuffer.client.writer import Writer
 from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.server import embedded
@@ -50,15 +51,14 @@ class Training:
         self.attempt = self.run.store.attempt(uuid="trainer", world_size=1, resume_step=0)
         self.run.store.announce(self.attempt.number, PolicyVersion(version=0))
         served.serve(CONFIG, settings=self.settings)
+        self.writer = Writer(self.run.again(), "w", epoch=self.run.meta.epoch)
         self.step = 0
 
     def train(self, *, tokens: int = 8, kilobytes: int = 0) -> None:
         self.step += 1
         column = [{"x": np.zeros((tokens, 128 * kilobytes // tokens), np.float32)}] * 2 if kilobytes else None
         group = make_group(env="a", lengths=[tokens] * 2, columns=column, group_id=f"a.{self.step}")
-        self.run.sequence += 1
-        number = self.run.sequence
-        self.run.store.push(group, producer="w", incarnation="u", sequence=number, epoch=self.run.meta.epoch)
+        self.writer.push(group)  # waits while the server is full
         store = self.run.store
         header = self.served.wait_for(lambda: store.wait_step(self.step, block_seconds=0.1), seconds=30)
         self.report(header.digest)
