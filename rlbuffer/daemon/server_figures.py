@@ -4,6 +4,7 @@ that the leader's own connection, and what it makes of its losses, never depends
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ SCRAPE_FRESH_SECONDS = 1.0
 SCRAPE_LOOK_SECONDS = 2.0
 """Longest that an asker waits for the server; after it the answer is without its figures."""
 SCRAPE_PATIENCE_SECONDS = 1.0
+_log = logging.getLogger(__name__)
 RANK_DIGITS = 6
 """Heartbeats of ranks are named by numbers; anything else that stands there is nobody's."""
 
@@ -47,6 +49,7 @@ class ServeValues:
     ) -> None:
         self._figures, self._settings, self._errors, self._origin = figures, settings, errors, origin
         self._buffer: Buffer | None = None
+        self._is_closed = False
         self._looking = threading.Lock()
         self._looked = float("-inf")
         self._server: Values = {"server_up": 0}
@@ -58,10 +61,14 @@ class ServeValues:
         return values | (dict(server) if self._figures.leads else {"server_up": server["server_up"]})
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection. A look that is under way is not waited for: it closes what it opens."""
         self._figures.is_on = False
-        if self._buffer is not None:
-            self._buffer.close()
+        self._is_closed = True
+        if self._looking.acquire(timeout=SCRAPE_LOOK_SECONDS):
+            try:
+                self._hang_up()
+            finally:
+                self._looking.release()
 
     def _of_server(self) -> Values:
         """The server's figures; without a server that answers in time, only that it does not."""
@@ -71,23 +78,39 @@ class ServeValues:
         return {"server_up": 0} if looks.is_alive() else self._server
 
     def _look(self) -> None:
-        with self._looking:
-            if time.monotonic() - self._looked < SCRAPE_FRESH_SECONDS:
-                return
-            try:
-                if self._buffer is None:
-                    self._buffer = connect(
-                        self._settings.redis_url,
-                        run=self._settings.run,
-                        config=self._settings,
-                        name="serve-metrics",
-                        origin=self._origin,
-                    )
-                    self._buffer.store.patience_seconds = SCRAPE_PATIENCE_SECONDS
-                self._server = {"server_up": 1, **server_values(self._buffer.store, self._figures.labels)}
-            except RlbufferError:
-                self._server = {"server_up": 0}
-            self._looked = time.monotonic()
+        if not self._looking.acquire(timeout=SCRAPE_LOOK_SECONDS):
+            return  # another look is under way
+        try:
+            if not self._is_closed and time.monotonic() - self._looked >= SCRAPE_FRESH_SECONDS:
+                self._server = self._asked()
+                self._looked = time.monotonic()
+            if self._is_closed:
+                self._hang_up()
+        finally:
+            self._looking.release()
+
+    def _asked(self) -> Values:
+        try:
+            return {"server_up": 1, **server_values(self._store(), self._figures.labels)}
+        except RlbufferError as error:  # the leader meets the same, and says it
+            _log.debug("the metrics are without the server's: %s", error)
+            return {"server_up": 0}
+
+    def _store(self) -> Store:
+        if self._buffer is None:
+            self._buffer = connect(
+                self._settings.redis_url,
+                run=self._settings.run,
+                config=self._settings,
+                name="serve-metrics",
+                origin=self._origin,
+            )
+            self._buffer.store.patience_seconds = SCRAPE_PATIENCE_SECONDS
+        return self._buffer.store
+
+    def _hang_up(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
 
 
 @contextmanager

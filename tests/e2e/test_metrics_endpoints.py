@@ -158,7 +158,7 @@ def test_the_numbers_are_those_of_the_ledger(live: Live) -> None:
 
 def test_json_has_the_same_and_what_is_no_page_is_not_found(live: Live) -> None:
     status = live.status("vcopy")
-    assert (status["process"], status["run"], status["worker"]) == ("worker", "tiny", "vcopy-0")
+    assert (status["process"], status["run"], status["worker"]) == ("worker", "tiny", "vcopy")
     assert status["metrics"]["worker_group_seconds"]["vcopy"]["count"] > 0
     assert live.status("train")["metrics"]["train_step"] == live.home.metrics()[-1]["step"]
     with pytest.raises(urllib.error.HTTPError, match="404"):
@@ -277,3 +277,17 @@ def empty(url: str) -> list[str]:
         ]
     except OSError as error:
         return [str(error)]
+
+
+def test_a_server_that_hangs_keeps_nobody_waiting_for_the_metrics(live: Live) -> None:
+    with live.home.connect() as buffer:
+        buffer.store.connection.client.execute_command("CLIENT", "PAUSE", "12000", "ALL")
+        began = time.monotonic()
+        time.sleep(1.1)  # an answer of the server counts for a second
+        said = live.samples("serve")
+        assert said['rlbuffer_server_up{run="tiny"}'] == 0
+        assert 'rlbuffer_step{run="tiny"}' not in said
+        assert time.monotonic() - began < 11, "the answer did not wait for the server"
+    live.home.wait_until(
+        lambda: live.samples("serve").get('rlbuffer_step{run="tiny"}'), seconds=60, why="the server's figures again"
+    )

@@ -92,6 +92,7 @@ TABLE = [
         'redis_url = "redis://h:1"\nredis_password_file = "no"',
         ["redis_password_file = 'no': there is no such file"],
     ),
+    ("metrics", 'listen = "9464"', ["metrics.listen = '9464' must be HOST:PORT, e.g. 127.0.0.1:9464"]),
     ("weights", 'listen = "9465"', ["weights.listen = '9465' must be HOST:PORT"]),
     ("weights", 'url = "host:9465"', ["weights.url = 'host:9465' must begin with http:// or https://"]),
     ("weights", 'relays = ["ftp://host"]', ["weights.relays = 'ftp://host' must begin with http:// or https://"]),

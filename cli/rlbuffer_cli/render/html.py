@@ -7,7 +7,6 @@ nobody sampled carry no numbers and stay together in one piece of text.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
@@ -159,13 +158,10 @@ def rollout_section(detail: GroupDetail, member: RolloutView, sources: Sources, 
 
 def _legend(key: int, shown: Lens) -> str:
     """The legend of a lens; each mark in it looks like the tokens of its level."""
-    text = safe(shown.legend)
+    text = f"  {safe(shown.legend)}"
     for level, mark in enumerate(shown.marks if shown.levels is not None else ()):
-        sign = f'<b class="{LENSES[key]}{level}">{safe(mark)}</b> '
-        text = re.sub(
-            rf"(\A| {{2,}}){re.escape(safe(mark))} ", lambda match, sign=sign: f"{match[1]}{sign}", text, count=1
-        )
-    return text
+        text = text.replace(f"  {safe(mark)} ", f'  <b class="{LENSES[key]}{level}">{safe(mark)}</b> ', 1)
+    return text[2:]
 
 
 def _tokens(

@@ -237,7 +237,8 @@ def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit:
             right=ENV_NUMBERS,
             optional=["forming", "packed"],
         )
-        echo(ENV_LEGEND)
+        for row in wrapped(ENV_LEGEND, indent=""):
+            echo(row)
         echo("")
     if not groups:
         envs = ", ".join(env.env for env in summary.envs)
