@@ -117,5 +117,5 @@ def _member(archived: ArchivedRollout) -> RolloutView:
         text=row["text"],
         rollout=rollout,
         step=row["step"],
-        rank=row["rank"],
+        place=None,
     )

@@ -25,7 +25,7 @@ from rlbuffer_cli.render.html_files import sources_of
 
 HOST = "127.0.0.1"
 SECRET_BYTES = 24
-REQUEST_SECONDS = 30.0
+BROWSER_SECONDS = 30.0
 """Longest that a request may take to arrive."""
 PATIENCE_SECONDS_OF_A_PAGE = 2.0
 """A server that is away is said to be so after this time."""
@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
     """One request. Methods other than GET are none that it knows."""
 
     server: Pages
-    timeout: ClassVar[float] = REQUEST_SECONDS
+    timeout: ClassVar[float] = BROWSER_SECONDS
     server_version, sys_version = "rlbuffer", ""
 
     def do_GET(self) -> None:

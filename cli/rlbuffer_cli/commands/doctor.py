@@ -16,7 +16,7 @@ from rlbuffer_cli.starting import clear, starting
 if TYPE_CHECKING:
     from rlbuffer.run.diagnosis import Diagnosis
 
-COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
+GRADE_COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 
 
 @click.command("doctor")
@@ -82,7 +82,7 @@ def _show(diagnosis: Diagnosis) -> None:
     first, *rest = wrapped(printable(head + diagnosis.text), indent="    ")
     if "NO_COLOR" not in os.environ:
         word = str(diagnosis.verdict)
-        first = click.style(word, fg=COLOURS[word]) + first[len(word) :]
+        first = click.style(word, fg=GRADE_COLOURS[word]) + first[len(word) :]
     click.echo(first)
     for line in (*rest, *(wrapped(f"    fix: {printable(diagnosis.fix)}", indent="    ") if diagnosis.fix else ())):
         click.echo(line)

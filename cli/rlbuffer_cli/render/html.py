@@ -37,7 +37,7 @@ TOKENS_WITH_NUMBERS = 8000
 """Tokens of one rollout with their numbers: half of them the first ones, half the last ones."""
 MOST_CHARACTERS = 64_000
 """Characters of a text, an answer or metadata."""
-COLOURS = {
+MARK_COLOURS = {
     2: ["", "red", "magenta", "yellow", "cyan", "green"],
     3: ["", "red", "yellow", "green"],
     4: ["", "green"],
@@ -45,7 +45,7 @@ COLOURS = {
     6: ["", "green", "cyan", "yellow", "magenta", "red"],
     7: ["", *(("cyan", "yellow", "green", "magenta", "red")[i % 5] for i in range(10))],
 }
-CSS = style(COLOURS)
+CSS = style(MARK_COLOURS)
 POLICY = policy(CSS)
 
 
