@@ -50,6 +50,23 @@ def test_payloads_come_back_as_they_were_pushed(run):
     assert run.store.read_payloads([]) == []
 
 
+def test_a_step_is_received_into_one_block_of_memory_from_a_server(run):
+    group = run.push("a.0", size=3, answer="42")
+    (entry,) = run.pool()
+    refs = [
+        PartRollout(payload_key=entry.payload_key, index=i, info=r, group_id="a.0", env="a", adapter="", advantage=0.0)
+        for i, r in enumerate(entry.info.rollouts)
+    ]
+    values, answers = zip(*run.store.read_pushed(refs), strict=True)
+    assert [payload.decode_rollout(bytes(v), expected=r.info) for v, r in zip(values, refs, strict=True)] == [
+        *group.rollouts
+    ]
+    assert {payload.decode_group_payload(answer)[0] for answer in answers} == {"42"}
+    if not run.store.connection.is_memory:  # views of one block, and not what the parser made
+        assert len({id(value.obj) for value in values}) == 1
+    assert run.store.read_pushed([]) == []
+
+
 def test_same_sequence_again_is_a_duplicate_and_moves_the_ledger_once(run):
     stored = send(run, 1)
     before = run.control_keys()
