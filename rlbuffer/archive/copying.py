@@ -14,7 +14,7 @@ from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.payloads import FETCH_BYTES
 from rlbuffer.store.protocol import Store
-from rlbuffer.store.records import PartRollout, StepBytes
+from rlbuffer.store.records import PartRollout, PoolEntry, StepBytes
 
 HISTORY_PAGE = 1000
 """Records of the history per file."""
@@ -70,15 +70,21 @@ def _chunks(places: Sequence[tuple[PartRollout, int, int]]) -> Iterator[Sequence
     yield places[start:]
 
 
-def copy_history(store: Store, writer: ArchiveWriter) -> int:
-    """Adds all of the history that is new. -> records added. Raises OSError when the filesystem refuses."""
+def copy_history(store: Store, writer: ArchiveWriter, known: Mapping[str, PoolEntry] | None = None) -> int:
+    """Adds all of the history that is new. -> records added.
+
+    `known`: payload key -> what the pool held of a push that was dropped.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
     added = 0
     while True:
         page = store.read_history(writer.history_place, count=HISTORY_PAGE)
         if not page.records:
             return added
         drops = [row for entry_id, record in page.records for row in history_rows(entry_id, record) if _is_drop(row)]
-        writer.add_history(page.records, _of_drops(store, drops), is_cut=page.is_cut)
+        writer.add_history(page.records, _of_drops(store, drops, known or {}), is_cut=page.is_cut)
         added += len(page.records)
 
 
@@ -86,7 +92,9 @@ def _is_drop(row: Mapping[str, Any]) -> bool:
     return bool(row["kind"] == Dropped.event and row.get("group_id"))
 
 
-def _of_drops(store: Store, drops: Sequence[Mapping[str, Any]]) -> Iterator[list[Source]]:
+def _of_drops(
+    store: Store, drops: Sequence[Mapping[str, Any]], known: Mapping[str, PoolEntry]
+) -> Iterator[list[Source]]:
     """The rollouts of dropped groups that are still there, a push at a time; those that a step trains are its own."""
     of_group = {str(row["group_id"]): row for row in drops}  # of several drops of a group, its rollouts stand once
     keys = store.dropped_payloads(list(of_group)) if of_group else {}
@@ -94,7 +102,8 @@ def _of_drops(store: Store, drops: Sequence[Mapping[str, Any]]) -> Iterator[list
     for group_id, payload_keys in keys.items():
         for payload_key in payload_keys:
             if payload_key not in used:
-                yield _of_push(of_group[group_id], payload_key, store.read_push_payload(payload_key))
+                fields = store.read_push_payload(payload_key)
+                yield _of_push(of_group[group_id], payload_key, fields, known.get(payload_key))
 
 
 def _consumed(store: Store, groups: Mapping[str, Any]) -> set[str]:
@@ -109,7 +118,10 @@ def _consumed(store: Store, groups: Mapping[str, Any]) -> set[str]:
     return used
 
 
-def _of_push(drop: Mapping[str, Any], payload_key: str, fields: Mapping[str, bytes]) -> list[Source]:
+def _of_push(
+    drop: Mapping[str, Any], payload_key: str, fields: Mapping[str, bytes], entry: PoolEntry | None
+) -> list[Source]:
+    info = None if entry is None else entry.info
     names = sorted((name for name in fields if name.isdigit()), key=int)
     sources = []
     for name in names:
@@ -121,8 +133,12 @@ def _of_push(drop: Mapping[str, Any], payload_key: str, fields: Mapping[str, byt
             ),
             group_id=str(drop["group_id"]),
             env=str(drop.get("env") or ""),
-            adapter="",
+            adapter="" if info is None else info.adapter,
             advantage=0.0,
+            prompt_id="" if info is None else info.prompt_id,
+            planned_size=0 if info is None else info.planned_size,
+            worker="" if info is None else info.worker,
+            pushed_ms=0 if entry is None else entry.pushed_ms,
         )
         group = fields.get(_GROUP_FIELD) if name == names[0] else None
         sources.append(Source(ref=ref, data=fields[name], group=group, history_id=str(drop["history_id"])))
