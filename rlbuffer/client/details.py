@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, StepPlace, RolloutView, every_group
+from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, StepPlace, every_group
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import Rollout
