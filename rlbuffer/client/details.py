@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, RowPlace, every_group
+from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, StepPlace, every_group
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import Rollout
@@ -47,14 +47,14 @@ def detail_of(store: Store, view: GroupView, sources: GroupSource) -> GroupDetai
     return GroupDetail(view=view, members=members, answer=answer, metadata=metadata)
 
 
-def _places(store: Store, view: GroupView) -> dict[tuple[str, int], RowPlace]:
+def _places(store: Store, view: GroupView) -> dict[tuple[str, int], StepPlace]:
     """(payload key, index) -> place in the step, of the group's rollouts; none of a step that was retired just now."""
     try:
         parts = store.read_parts(view.step or 0)
     except StepRetired:
         return {}
     return {
-        (part.rollouts[i].payload_key, part.rollouts[i].index): RowPlace(part.rank, number)
+        (part.rollouts[i].payload_key, part.rollouts[i].index): StepPlace(part.rank, number)
         for part in parts
         for number, row in enumerate(row for rows in part.rows for row in rows)
         for i in row
@@ -88,7 +88,7 @@ def stand_ins(sources: GroupSource) -> list[PartRollout]:
     ]
 
 
-def rollout_view(ref: PartRollout, step: int | None, place: RowPlace | None, data: bytes | None) -> RolloutView:
+def rollout_view(ref: PartRollout, step: int | None, place: StepPlace | None, data: bytes | None) -> RolloutView:
     """A rollout at its place, with its encoded payload where there is one."""
     info, rollout = ref.info, None
     if data is not None:

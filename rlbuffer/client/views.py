@@ -62,7 +62,7 @@ class GroupView:
     """LoRA adapter that it trains; "" is all weights."""
 
 
-class RowPlace(NamedTuple):
+class StepPlace(NamedTuple):
     """The place of a rollout in a step."""
 
     rank: int
@@ -92,7 +92,7 @@ class RolloutView:
     text: str | None
     rollout: Any
     step: int | None
-    place: RowPlace | None
+    place: StepPlace | None
     """Its place in the step."""
 
 

@@ -31,7 +31,7 @@ from rlbuffer_cli.render.group import (
 )
 from rlbuffer_cli.render.html_style import LENSES, policy, style
 from rlbuffer_cli.render.lenses import NAMES, Lens, advantages_of, entropy_of, lens, mismatch_of
-from rlbuffer_cli.render.text import utc
+from rlbuffer_cli.render.text import BLOCKS, utc
 
 TOKENS_WITH_NUMBERS = 8000
 """Tokens of one rollout with their numbers: half of them the first ones, half the last ones."""
@@ -160,7 +160,8 @@ def _legend(key: int, shown: Lens) -> str:
     """The legend of a lens; each mark in it looks like the tokens of its level."""
     text = f"  {safe(shown.legend)}"
     for level, mark in enumerate(shown.marks if shown.levels is not None else ()):
-        text = text.replace(f"  {safe(mark)} ", f'  <b class="{LENSES[key]}{level}">{safe(mark)}</b> ', 1)
+        sample = "Aa" if mark in BLOCKS else safe(mark)  # a block would hide the colour behind it
+        text = text.replace(f"  {safe(mark)} ", f'  <b class="{LENSES[key]}{level}">{sample}</b> ', 1)
     return text[2:]
 
 
