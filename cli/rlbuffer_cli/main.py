@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "train": "Train on the batches, with one or more data-parallel ranks.",
         "push": "Push groups from a JSON Lines file.",
         "inspect": "Look at the pool, a group or a rollout. Changes nothing.",
+        "top": "See both sides of a run at a glance: who waits for whom, rates, lag, drops. Changes nothing.",
         "weights": "Serve policy versions to other hosts, or relay them.",
         "env": "Pause an env, say that nothing more comes of it, or let it take part again.",
         "drop": "Drop pending groups that match a filter.",
@@ -77,7 +78,7 @@ class Commands(click.Group):
 
 
 def _version(ctx: click.Context, option: click.Parameter, is_given: bool) -> None:
-    if is_given and not ctx.resilient_parsing:
+    if is_given:
         from rlbuffer import __version__
 
         click.echo(f"rlbuffer {__version__}")

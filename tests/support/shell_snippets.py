@@ -18,6 +18,7 @@ SHIPPED_ENDS = {
     "rlbuffer inspect vcopy.120": ((0, 1), "vcopy.120"),  # it may be retired, or not be sampled yet
     "rlbuffer verify": (0, "ok: everything adds up"),
     "rlbuffer doctor": (0, "server "),
+    "rlbuffer top --once": (0, "  rates "),
     "rlbuffer runs": (0, "default "),
     "rlbuffer inspect --alive batcher": (0, "batcher"),
     "rlbuffer config apply --config new.toml": (0, "batcher.max_age: 1 -> 2"),
