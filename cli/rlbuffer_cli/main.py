@@ -44,6 +44,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "rewind": "Take a run back to a step, and drop everything that is pending.",
         "reset": "Remove a run from the server, with everything in it.",
         "config": "Check the settings, show them with where each came from, or give them to a run at work.",
+        "completion": "Print what makes a shell complete commands, options, and settings of `config explain`.",
     }
 )
 
@@ -57,7 +58,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        if cmd_name in SLOW_COMMANDS and not {"--help", "-h"} & set(sys.argv):
+        if cmd_name in SLOW_COMMANDS and not ctx.resilient_parsing and not {"--help", "-h"} & set(sys.argv):
             starting(f"rlbuffer {cmd_name} starts")
         command = importlib.import_module(f"rlbuffer_cli.commands.{cmd_name}").command
         return command if isinstance(command, click.Command) else None
@@ -78,7 +79,7 @@ class Commands(click.Group):
 
 
 def _version(ctx: click.Context, option: click.Parameter, is_given: bool) -> None:
-    if is_given:
+    if is_given and not ctx.resilient_parsing:
         from rlbuffer import __version__
 
         click.echo(f"rlbuffer {__version__}")

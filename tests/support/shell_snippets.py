@@ -19,6 +19,8 @@ SHIPPED_ENDS = {
     "rlbuffer verify": (0, "ok: everything adds up"),
     "rlbuffer doctor": (0, "server "),
     "rlbuffer top --once": (0, "  rates "),
+    "rlbuffer config explain batcher.max_age": (0, "value     1   (rlbuffer.toml:"),
+    "rlbuffer config init mine.toml": (0, "wrote mine.toml"),
     "rlbuffer runs": (0, "default "),
     "rlbuffer inspect --alive batcher": (0, "batcher"),
     "rlbuffer config apply --config new.toml": (0, "batcher.max_age: 1 -> 2"),
