@@ -19,6 +19,9 @@ SHIPPED_ENDS = {
     "rlbuffer verify": (0, "ok: everything adds up"),
     "rlbuffer doctor": (0, "server "),
     "rlbuffer top --once": (0, "  rates "),
+    "rlbuffer plot reward": (0, "step 1"),
+    "rlbuffer plot rewards -o rewards.html": (0, "wrote rewards.html"),
+    "rlbuffer plot drops": ((0, 1), "drops"),  # a short run may have dropped nothing
     "rlbuffer config explain batcher.max_age": (0, "value     1   (rlbuffer.toml:"),
     "rlbuffer config init mine.toml": (0, "wrote mine.toml"),
     "rlbuffer runs": (0, "default "),

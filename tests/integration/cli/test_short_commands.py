@@ -26,7 +26,7 @@ print(*sorted({".".join(name.split(".")[:2]) for name in sys.modules}), file=sys
     "command",
     [
         *[("inspect",), ("inspect", "--json", "--totals"), ("inspect", "a.3/0"), ("runs",), ("verify",)],
-        *[("top", "--once")],
+        *[("top", "--once"), ("plot", "fill")],
     ],
     ids=" ".join,
 )
