@@ -21,12 +21,10 @@ def command(shell: str) -> int:
       eval "$(rlbuffer completion bash)"           (in ~/.bashrc; zsh likewise in ~/.zshrc)
       rlbuffer completion fish > ~/.config/fish/completions/rlbuffer.fish
     """
-    from click.shell_completion import get_completion_class
+    from click.shell_completion import BashComplete, FishComplete, ZshComplete
 
     from rlbuffer_cli.main import cli
 
-    kind = get_completion_class(shell)
-    if kind is None:
-        raise click.UsageError(f"click knows no completion for {shell}")
+    kind = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}[shell]
     click.echo(kind(cli, {}, "rlbuffer", VARIABLE).source())
     return 0
