@@ -31,6 +31,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "push": "Push groups from a JSON Lines or Parquet file.",
         "export": "Write groups into a file that `rlbuffer push` reads.",
         "inspect": "Look at the pool, a group or a rollout. Changes nothing.",
+        "top": "See both sides of a run at a glance: who waits for whom, rates, lag, drops. Changes nothing.",
+        "plot": "Draw reward, loss, age, fill, drops or any other figure over the steps. Changes nothing.",
         "weights": "Serve policy versions to other hosts, or relay them.",
         "env": "Pause an env, say that nothing more comes of it, or let it take part again.",
         "drop": "Drop pending groups that match a filter.",
@@ -44,6 +46,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "rewind": "Take a run back to a step, and drop everything that is pending.",
         "reset": "Remove a run from the server, with everything in it.",
         "config": "Check the settings, show them with where each came from, or give them to a run at work.",
+        "completion": "Print what makes a shell complete commands, options, and settings of `config explain`.",
     }
 )
 
@@ -61,7 +64,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        if cmd_name in SLOW_COMMANDS and not {"--help", "-h"} & set(sys.argv):
+        if cmd_name in SLOW_COMMANDS and not ctx.resilient_parsing and not {"--help", "-h"} & set(sys.argv):
             starting(f"rlbuffer {cmd_name} starts")
         command = importlib.import_module(f"rlbuffer_cli.commands.{cmd_name}").command
         return command if isinstance(command, click.Command) else None

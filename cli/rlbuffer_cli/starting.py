@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import sys
 
-SLOW_COMMANDS = ("demo", "run", "serve", "worker", "score", "train", "push", "inspect", "verify", "config", "doctor")
+SLOW_COMMANDS = (
+    *("demo", "run", "serve", "worker", "score", "train", "push"),
+    *("inspect", "top", "verify", "config", "doctor"),
+)
 """Commands that may take a second until they print something."""
 
 _is_shown = False

@@ -7,22 +7,18 @@ A test compares what stands here with what this makes, so a page cannot drift fr
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import inspect
 import re
-import textwrap
-import types
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import click
-from pydantic import BaseModel
 
 from rlbuffer import errors, records
+from rlbuffer.config.meanings import field_docs, prose, tables
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.metrics.registry import METRIC_PREFIX, METRICS
 from rlbuffer_cli.main import COMMANDS
@@ -125,120 +121,7 @@ COMMON = ("--config", "--redis", "--run", "--home", "--debug")
 """Options that nearly every command has."""
 
 
-class Setting(NamedTuple):
-    """One value of ``rlbuffer.toml``."""
-
-    name: str
-    default: str
-    values: str
-    meaning: str
-
-
-class Table(NamedTuple):
-    """One table of ``rlbuffer.toml``, with the settings that stand right in it."""
-
-    path: str
-    meaning: str
-    settings: list[Setting]
-
-
 # -- settings ------------------------------------------------------------------------------------------------------
-def tables(cls: type, path: str = "", given: Any = None) -> Iterator[Table]:
-    """A table and those inside it, in the order of the code; `given` is an instance that holds the defaults."""
-    own, inner = [], []
-    for name, annotation, default, meaning in _fields(cls):
-        below, is_named = _section(annotation)
-        default = default if given is None else getattr(given, name)
-        if below is None:
-            own.append(Setting(name, _value(default), _values(annotation), meaning))
-        else:
-            inner.append((below, f"{path}.{name}".lstrip(".") + ".NAME" * is_named, None if is_named else default))
-    yield Table(path, _summary(cls), own)
-    for below, place, held_by in inner:
-        yield from tables(below, place, held_by)
-
-
-def _fields(cls: type) -> Iterator[tuple[str, Any, Any, str]]:
-    """(name, annotation, default, meaning) of a section's fields."""
-    if issubclass(cls, BaseModel):
-        for name, field in cls.model_fields.items():
-            default = field.get_default(call_default_factory=True)
-            annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-            yield name, annotation, (... if field.is_required() else default), field.description or ""
-        return
-    hints, meanings = get_type_hints(cls, include_extras=True), field_docs(cls)
-    for item in dataclasses.fields(cls):  # type: ignore[arg-type]
-        default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-        yield item.name, hints[item.name], default, meanings.get(item.name, "")
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """Field, or member -> the docstring below it."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    out = {}
-    for before, after in zip(body.body, body.body[1:], strict=False):
-        targets = [before.target] if isinstance(before, ast.AnnAssign) else getattr(before, "targets", [])
-        if targets and isinstance(name := targets[0], ast.Name):
-            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-            out[name.id] = _prose(inspect.cleandoc(str(text)))
-    return out
-
-
-def _section(annotation: Any) -> tuple[type | None, bool]:
-    """The section that an annotation is, or holds under the user's names, and which of the two; None: a value."""
-    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
-        return annotation, False
-    if get_origin(annotation) is not None and _is(annotation, Mapping):
-        inner = _section(get_args(annotation)[1])[0]
-        return inner, inner is not None
-    return None, False
-
-
-def _is(annotation: Any, kind: type) -> bool:
-    origin = get_origin(annotation) or annotation
-    return isinstance(origin, type) and issubclass(origin, kind)
-
-
-def _values(annotation: Any) -> str:
-    """An annotation in words: ``integer, from 1``."""
-    bounds = []
-    if get_origin(annotation) is Annotated:
-        annotation, *metadata = get_args(annotation)
-        limits = {key: getattr(m, key) for m in metadata for key in ("ge", "gt", "le", "lt") if hasattr(m, key)}
-        words = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
-        bounds = [f"{words[key]} {_number(limit)}" for key, limit in limits.items() if abs(limit) < 2**62]
-        if _is(annotation, tuple) and not bounds:
-            return "list"
-    if get_origin(annotation) in (Union, types.UnionType):
-        arms = dict.fromkeys(_values(arm) for arm in get_args(annotation) if arm is not type(None))
-        return ", ".join([" or ".join(arms), *bounds])
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(annotation))
-    kinds = ((bool, "true or false"), (int, "integer"), (float, "number"), (str, "text"), (Path, "path"))
-    word = next((word for kind, word in kinds if _is(annotation, kind)), "")
-    return ", ".join([word or ("list" if _is(annotation, tuple) else "table"), *bounds])
-
-
-def _number(value: float) -> str:
-    return f"{value:g}"
-
-
-def _value(value: Any) -> str:
-    """A default as TOML has it."""
-    if value is ... or value is dataclasses.MISSING:
-        return "required"
-    if value is None:
-        return "not set"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, Mapping):
-        return "`{}`"
-    if isinstance(value, tuple):
-        return "`[" + ", ".join(_value(item).strip("`") for item in value) + "]`"
-    return f'`"{value}"`' if isinstance(value, str | Path) else f"`{value}`"
-
-
 def settings() -> str:
     """The page of all settings."""
     found = list(tables(RunSettings))
@@ -267,7 +150,7 @@ def error_page() -> str:
     for name, cls in vars(errors).items():
         if isinstance(cls, type) and issubclass(cls, errors.RlbufferError) and cls.__module__ == errors.__name__:
             bases = [f"`{base.__name__}`" for base in cls.__bases__ if base not in (errors.RlbufferError, Exception)]
-            meaning = _cell(_prose(inspect.getdoc(cls) or ""))
+            meaning = _cell(prose(inspect.getdoc(cls) or ""))
             page.append(f"| `{name}` | {meaning} | {', '.join(bases)} | {cls.exit_code} |")
     return "\n".join(page) + "\n"
 
@@ -317,12 +200,12 @@ def _paragraphs(doc: str) -> Iterator[str]:
     for part in re.split(r"\n\s*\n", doc):
         first = part.strip().splitlines()[0] if part.strip() else ""
         if first.startswith("Raises"):
-            yield "Raises " + _prose(" ".join(line.strip() for line in part.strip().splitlines()[1:])) + "\n"
+            yield "Raises " + prose(" ".join(line.strip() for line in part.strip().splitlines()[1:])) + "\n"
         elif first.endswith(":") and len(first.split()) == 1:
             continue
         elif ">>>" not in part and first:
             is_drawn = part.startswith("    ") or "->" in first
-            yield f"```text\n{part.rstrip()}\n```\n" if is_drawn else _prose(part) + "\n"
+            yield f"```text\n{part.rstrip()}\n```\n" if is_drawn else prose(part) + "\n"
 
 
 # -- the command line ----------------------------------------------------------------------------------------------
@@ -344,7 +227,7 @@ def _command(path: str, command: click.Command, level: str) -> Iterator[str]:
         yield f"```text\n{' '.join([path, *command.collect_usage_pieces(context)])}\n```\n"
     for part in re.split(r"\n\s*\n", inspect.cleandoc(command.help or "")):
         if not part.startswith("\b"):
-            yield _prose(part) + "\n"
+            yield prose(part) + "\n"
             continue
         title, *lines = part.strip("\b\n").splitlines()
         drawn = inspect.cleandoc("\n" + "\n".join(lines))
@@ -369,21 +252,8 @@ def _option(option: click.Parameter) -> str:
 
 
 # -- text ----------------------------------------------------------------------------------------------------------
-def _prose(text: str) -> str:
-    """A docstring's text in one line, with Markdown's marks."""
-    text = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", text).replace("``", "`")
-    return " ".join(text.split())
-
-
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def _summary(cls: type) -> str:
-    """The docstring of a section, without the name of the table before it."""
-    first = _prose((inspect.getdoc(cls) or "").split("\n\n")[0])
-    text = re.sub(r"^`\[[\w.]+\]`: ", "", first)
-    return text[:1].upper() + text[1:]
 
 
 # -- metrics -------------------------------------------------------------------------------------------------------

@@ -91,7 +91,8 @@ def _fix(setting: str) -> str:
     names = [name for name in SUBJECTS if setting == name or setting.startswith(f"{name}.")]
     if names:
         return SUBJECTS[max(names, key=len)]
-    return "change what is named: `rlbuffer config example` says what each setting means"
+    name = f" {setting}" if setting and "." in setting else " SETTING"
+    return f"change what is named: `rlbuffer config explain{name}` says what may stand there"
 
 
 def _disk(settings: RunSettings) -> Iterator[Diagnosis]:

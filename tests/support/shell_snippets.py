@@ -18,6 +18,12 @@ SHIPPED_ENDS = {
     "rlbuffer inspect vcopy.120": ((0, 1), "vcopy.120"),  # it may be retired, or not be sampled yet
     "rlbuffer verify": (0, "ok: everything adds up"),
     "rlbuffer doctor": (0, "server "),
+    "rlbuffer top --once": (0, "  rates "),
+    "rlbuffer plot reward": (0, "step 1"),
+    "rlbuffer plot rewards -o rewards.html": (0, "wrote rewards.html"),
+    "rlbuffer plot drops": ((0, 1), "drops"),  # a short run may have dropped nothing
+    "rlbuffer config explain batcher.max_age": (0, "value     1   (rlbuffer.toml:"),
+    "rlbuffer config init mine.toml": (0, "wrote mine.toml"),
     "rlbuffer runs": (0, "default "),
     "rlbuffer inspect --alive batcher": (0, "batcher"),
     "rlbuffer config apply --config new.toml": (0, "batcher.max_age: 1 -> 2"),

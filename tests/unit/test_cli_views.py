@@ -11,9 +11,10 @@ import pytest
 
 from rlbuffer_cli.render import text
 from rlbuffer_cli.render.pool import age_histogram
+from rlbuffer_cli.render.ranks import rank_line
 from rlbuffer_cli.render.run_view import plot
 from rlbuffer_cli.render.text import flow
-from rlbuffer_cli.render.train_view import rank_line, slow_side, train_lines
+from rlbuffer_cli.render.train_view import slow_side, train_lines
 
 
 def record(step: int, *, wait: float = 0.1, total: float = 1.0) -> dict[str, Any]:

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
+from rlbuffer_cli.render.settings import plain, shown
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.store.records import Meta
 
 CHANGE_POLL_SECONDS = 0.1
-_SECRET = re.compile(r"\.environment\.|(?:^|[._])(?:api_?key|password|secret|token|credentials?)$", re.IGNORECASE)
-"""Settings whose values nobody shall read over a shoulder: a worker's environment holds keys of services, and so may
-the options of envs and samplers."""
 
 
 @click.group("config")
 def command() -> None:
     """Check the settings, show them with where each came from, or give them to a run at work.
 
-    `rlbuffer config example > rlbuffer.toml` makes a file to begin with. Settings come from rlbuffer.toml,
+    `rlbuffer config init` makes a file to begin with. Settings come from rlbuffer.toml,
     then from RLBUFFER_* variables (RLBUFFER_BATCHER__MAX_AGE is batcher.max_age), then from flags; the last one wins.
     """
 
@@ -69,13 +67,80 @@ def example() -> None:
     Example:
       rlbuffer config example > rlbuffer.toml
     """
+    click.echo(_example(), nl=False)
+
+
+def _example() -> str:
     from importlib import resources
-    from pathlib import Path
 
     packaged = resources.files("rlbuffer_cli") / "example.toml"
     # Beside the packages in a checkout, inside of one in a wheel.
     text = packaged if packaged.is_file() else Path(__file__).parents[3] / "rlbuffer.toml"
-    click.echo(text.read_text(encoding="utf-8"), nl=False)
+    return text.read_text(encoding="utf-8")
+
+
+@command.command("init")
+@click.argument("file", type=click.Path(path_type=Path), default="rlbuffer.toml")
+@options.debug
+def init(file: Path) -> int:
+    """Write a file to begin with: every setting, its default and what it means. A file that is there stays as it is.
+
+    It is what `config example` prints: the demo's run, which `rlbuffer run` runs as it is.
+
+    \b
+    Example:
+      rlbuffer config init mine.toml
+    """
+    from rlbuffer.errors import ConfigError
+
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(_example())
+    except FileExistsError:
+        raise ConfigError(f"{file} is there already: name another file, or move it away") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+    flag = "" if str(file) == "rlbuffer.toml" else f" --config {file}"
+    echo(f"wrote {file}. Next: rlbuffer config check{flag}", err=True)
+    return 0
+
+
+def _complete_setting(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from rlbuffer_cli.render.explanation import known
+
+    return [name for name in known() if name.startswith(incomplete)]
+
+
+@command.command("explain")
+@click.argument("key", metavar="SETTING", shell_complete=_complete_setting)
+@options.common
+@click.option("--json", "as_json", is_flag=True, help="One object per setting.")
+def explain(key: str, given: options.Given, as_json: bool) -> int:
+    """Say what a setting means, may be and is, where its value comes from, and what it is checked against.
+
+    SETTING is a name such as batcher.max_age, its last part where that is unique, or a table: then all that is in it.
+    Works with a file that has mistakes, too.
+
+    \b
+    Example:
+      rlbuffer config explain batcher.max_age
+    """
+    from rlbuffer.config.loading import examine
+    from rlbuffer_cli.render import explanation
+    from rlbuffer_cli.render.text import wrapped
+
+    given.check()
+    loaded, _ = examine(given.config, flags=given.flags)
+    for number, explained in enumerate(explanation.explain(key, loaded)):
+        if as_json:
+            echo(json.dumps(explanation.explained_record(explained), default=plain))
+            continue
+        if number:
+            echo("")
+        for line in explanation.explained_lines(explained):
+            for row in wrapped(line, indent=" " * 12):
+                echo(row)
+    return 0
 
 
 @command.command("show")
@@ -94,7 +159,7 @@ def show(given: options.Given, sources: bool, as_json: bool) -> int:
     if as_json:
         for name, value, source in rows:
             record = {"schema": "rlbuffer.setting/1", "name": name, "value": value, "source": source}
-            echo(json.dumps(record, default=_plain))
+            echo(json.dumps(record, default=plain))
         return 0
     for line in _as_toml(rows, sources):
         echo(line)
@@ -106,7 +171,7 @@ def _as_toml(rows: Sequence[tuple[str, Any, str]], has_sources: bool) -> Iterato
     tables: dict[str, list[tuple[str, str]]] = {}
     for name, value, source in rows:
         table, _, key = name.rpartition(".")
-        line = f"{key} = {json.dumps(value, default=_plain)}" if value is not None else f"# {key} = (not set)"
+        line = f"{key} = {json.dumps(value, default=plain)}" if value is not None else f"# {key} = (not set)"
         tables.setdefault(table, []).append((line, source))
     for number, (table, lines) in enumerate(sorted(tables.items(), key=lambda item: bool(item[0]))):
         if number:
@@ -149,7 +214,7 @@ def apply(given: options.Given, timeout: float, as_json: bool) -> int:
             if as_json:
                 record = {"schema": "rlbuffer.change/1", "setting": change.setting, "old": change.old}
                 more = {"new": change.new, "consequence": change.consequence, "source": loaded.source(change.setting)}
-                echo(json.dumps(record | more, default=_plain))
+                echo(json.dumps(record | more, default=plain))
                 continue
             note = f"   ({change.consequence})" if change.consequence else ""
             echo(f"{change}   {loaded.source(change.setting)}{note}")
@@ -198,18 +263,3 @@ def _wait_until_taken(buffer: Buffer, digest: str, seen: Meta, timeout: float) -
                 f"for it (rlbuffer inspect shows when it has)"
             )
         time.sleep(CHANGE_POLL_SECONDS)
-
-
-def shown(name: str, value: Any) -> Any:
-    """The value of a setting as people may see it."""
-    from rlbuffer.store.server.address import HIDDEN, redacted
-
-    if value and _SECRET.search(name):
-        return HIDDEN
-    return redacted(value) if name == "redis_url" and value else value
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "items"):
-        return dict(value)
-    return str(value)

@@ -30,14 +30,15 @@ class MetricsTail:
         *lines, self._rest = (self._rest + data).split(b"\n")
         records = []
         for line in lines:
-            record = _parsed(line)
+            record = step_record(line)
             if record is not None and record["step"] > self.last_step:
                 self.last_step = record["step"]
                 records.append(record)
         return records
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def step_record(line: bytes) -> dict[str, Any] | None:
+    """The record of a trained step in a line; None where it is none."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -124,7 +124,11 @@ def terminal_width() -> int | None:
 
 def wrapped(line: str, *, indent: str = "      ") -> list[str]:
     """A line of prose, broken between words where the terminal is too narrow for it."""
-    width = terminal_width()
+    return broken(line, terminal_width(), indent=indent)
+
+
+def broken(line: str, width: int | None, *, indent: str) -> list[str]:
+    """A line of prose in at most `width` columns, broken between words; None: as it is."""
     if width is None or len(line) <= width:
         return [line]
     lead = line[: len(line) - len(line.lstrip())]

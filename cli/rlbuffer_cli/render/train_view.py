@@ -15,6 +15,7 @@ from rlbuffer.narration.trainer import RECENT_STEPS, example_lines, waited
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.foot import Foot
 from rlbuffer_cli.render.metrics_tail import ASK_SECONDS, TAIL_POLL_SECONDS, MetricsTail
+from rlbuffer_cli.render.ranks import rank_line
 from rlbuffer_cli.render.text import bar, flow, sparkline
 
 
@@ -75,10 +76,6 @@ def _ask(settings: RunSettings, done: threading.Event, tell: Callable[[str], Non
 
 
 PASSES = ("forward", "backward", "exchange")
-SLOW_SHARE = 1.25
-"""A rank is called slow when its passes take this many times as long as the middle rank's passes."""
-SLOW_PASS_SECONDS = 0.01
-"""Seconds by which they must also be longer: a smaller difference is chance."""
 QUIET_VIEW_SECONDS = 3.0
 """Without a step for longer, the trainer's view says what is waited for."""
 
@@ -170,17 +167,6 @@ def train_lines(records: Sequence[Mapping[str, Any]], planned: int, elapsed: flo
         slow_side(recent),
         *example_lines(examples),
     ]
-
-
-def rank_line(ranks: Sequence[Mapping[str, float]]) -> str:
-    """A bar for each rank's own seconds: its passes, without what it waits for others. Those far above are `slow`."""
-    own = [rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks]
-    most, usual = max(own) or 1.0, sorted(own)[len(own) // 2]
-    slow = [seconds > SLOW_SHARE * usual and seconds - usual > SLOW_PASS_SECONDS for seconds in own]
-    return "ranks " + " ".join(
-        f"{rank} {sparkline([seconds / most])}{' slow' if is_slow else ''}"
-        for rank, (seconds, is_slow) in enumerate(zip(own, slow, strict=True))
-    )
 
 
 def slow_side(records: Sequence[Mapping[str, Any]]) -> str:

@@ -24,7 +24,10 @@ print(*sorted({".".join(name.split(".")[:2]) for name in sys.modules}), file=sys
 @pytest.mark.server
 @pytest.mark.parametrize(
     "command",
-    [("inspect",), ("inspect", "--json", "--totals"), ("inspect", "a.3/0"), ("runs",), ("verify",)],
+    [
+        *[("inspect",), ("inspect", "--json", "--totals"), ("inspect", "a.3/0"), ("runs",), ("verify",)],
+        *[("top", "--once"), ("plot", "fill")],
+    ],
     ids=" ".join,
 )
 def test_a_command_that_looks_loads_nothing_that_decides_samples_or_trains(

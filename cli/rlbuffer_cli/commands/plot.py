@@ -1,0 +1,91 @@
+"""``rlbuffer plot``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rlbuffer_cli import options
+from rlbuffer_cli.options import echo
+from rlbuffer_cli.starting import clear
+
+if TYPE_CHECKING:
+    from rlbuffer.config.loading import Loaded
+
+
+@click.command("plot")
+@click.argument("field", metavar="WHAT")
+@click.argument("runs", metavar="[RUN|FILE]...", nargs=-1)
+@options.common
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write .html or .png instead of drawing."
+)
+@click.option("--json", "as_json", is_flag=True, help="One object per point.")
+def command(field: str, runs: tuple[str, ...], given: options.Given, output: Path | None, as_json: bool) -> int:
+    """Draw reward, loss, age, fill, drops or any other figure over the steps. Changes nothing.
+
+    WHAT is a field of metrics.jsonl (reward, loss, entropy, kl, age, wait, tokens_per_second), with a dot for one entry
+    of a table (rewards.math); a table is a line per entry: rewards, ages, tokens_by_env, seconds. `fill` and `drops`
+    come from the server's history, and so does the rest where metrics.jsonl cannot be read from here. Several runs, or
+    metrics files, are laid over each other.
+
+    \b
+    Examples:
+      rlbuffer plot reward
+      rlbuffer plot rewards math math-2 -o rewards.html
+    """
+    from rlbuffer_cli.render.curves import Curve, curves_of
+
+    if output is not None and output.suffix not in (".html", ".png"):
+        raise click.UsageError(f"-o {output}: write a name that ends in .html or .png")
+    loaded = given.load()
+    curves: list[Curve] = []
+    for name in runs or ("",):
+        curves += curves_of(_records(name, field, given, loaded), field, name if len(runs) > 1 else "")
+    clear()
+    if as_json:
+        for curve in curves:
+            for step, value in curve.points:
+                echo(json.dumps({"schema": "rlbuffer.point/1", "curve": curve.name, "step": step, "value": value}))
+    if output is not None:
+        from rlbuffer_cli.render.chart_files import write_chart
+
+        write_chart(curves, " ".join([field, *runs]), output)
+        echo(f"wrote {output}", err=True)
+    elif not as_json:
+        from rlbuffer_cli.render.chart import chart
+
+        is_ascii = "utf" not in (sys.stdout.encoding or "").lower()
+        for line in chart(curves, width=shutil.get_terminal_size().columns, is_ascii=is_ascii):
+            echo(line)
+    return 0
+
+
+def _records(name: str, field: str, given: options.Given, loaded: Loaded) -> Sequence[dict[str, Any]]:
+    """The steps of a run, or of a metrics file or the folder that it is in; "" for the run of the settings."""
+    from rlbuffer_cli.render.curves import FROM_HISTORY, HISTORY_RECORDS, history_of, metrics_of
+    from rlbuffer_cli.session import open_existing
+
+    settings = loaded.settings
+    is_of_history = field.partition(".")[0] in FROM_HISTORY
+    path = Path(name) if "/" in name or name.endswith(".jsonl") else None
+    if path is not None:
+        return metrics_of(path / "metrics.jsonl" if path.is_dir() else path)
+    if name:
+        settings = settings.model_copy(update={"run": name})
+        loaded = type(loaded)(settings=settings, sources={**loaded.sources, "run": "plot"}, file=loaded.file)
+    file = settings.output_dir / "metrics.jsonl"
+    is_known = bool(name or given.run) or loaded.source("run") != "default"
+    if is_known and not is_of_history and file.is_file():
+        return metrics_of(file)
+    with open_existing(loaded, run_given=bool(name or given.run)) as buffer:
+        file = settings.model_copy(update={"run": buffer.run}).output_dir / "metrics.jsonl"
+        if not is_of_history and file.is_file():
+            return metrics_of(file)
+        return history_of(buffer.store.history(HISTORY_RECORDS))

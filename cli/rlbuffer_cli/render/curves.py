@@ -1,0 +1,115 @@
+"""Curves over the steps of a run, from the trainer's metrics and from the history that the server keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlbuffer.errors import NotFound
+from rlbuffer.events.history import Committed, Dropped
+from rlbuffer.narration.nearest import did_you_mean
+from rlbuffer_cli.render.metrics_tail import step_record
+
+FROM_HISTORY = ("fill", "drops")
+"""Fields that only the server's history has: a share of the step's capacity, and rollouts by reason since the step
+before."""
+HISTORY_RECORDS = 100_000
+"""More than the server keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line of a plot."""
+
+    name: str
+    points: tuple[tuple[int, float], ...]
+    """(step, value), steps ascending; at least one."""
+
+
+def metrics_of(file: Path) -> list[dict[str, Any]]:
+    """The steps of a ``metrics.jsonl`` in their order. A step that was trained again counts as it was last.
+
+    Raises:
+        NotFound: the file cannot be read.
+    """
+    records: dict[int, dict[str, Any]] = {}
+    try:
+        with file.open("rb") as stream:
+            for line in stream:
+                record = step_record(line)
+                if record is not None:
+                    records[record["step"]] = record
+    except OSError as error:
+        raise NotFound(f"cannot read the metrics {file}: {error.strerror}") from None
+    return [records[step] for step in sorted(records)]
+
+
+def history_of(newest_first: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The committed steps of a run's history in their order, each with the ``drops`` since the one before."""
+    records: dict[int, dict[str, Any]] = {}
+    drops: dict[str, int] = {}
+    reasons = {r["reason"] for r in newest_first if r.get("event") == Dropped.event}
+    for record in reversed(newest_first):
+        if record.get("event") == Dropped.event:
+            drops[record["reason"]] = drops.get(record["reason"], 0) + record["rollouts"]
+        elif record.get("event") == Committed.event:
+            records[record["step"]] = {**record, "drops": dict.fromkeys(sorted(reasons), 0) | drops}
+            drops = {}
+    return [records[step] for step in sorted(records)]
+
+
+def curves_of(records: Sequence[Mapping[str, Any]], field: str, run: str = "") -> list[Curve]:
+    """The field of every step: one curve, or one for each entry where it is a table (``rewards``: one per env).
+
+    Args:
+        records: steps in their order.
+        field: name, with dots into tables: ``rewards.math``.
+        run: put before the curves' names, where several runs are laid over each other.
+
+    Raises:
+        NotFound: no step has a number of that name.
+    """
+    points: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for name, value in _numbers(_inside(record, field.split(".")), field):
+            points.setdefault(name, []).append((record["step"], value))
+    if not points:
+        known = sorted({name for record in records[-1:] for name in _names(record)})
+        hint = did_you_mean(field, known)
+        fields = ", ".join(name for name in known if "." not in name)
+        where = f" of run {run}" if run else ""
+        raise NotFound(f"no step{where} has a number called {field!r}.{hint} There are: {fields or 'no steps yet'}.")
+    return [Curve(f"{run} {name}".strip(), tuple(line)) for name, line in points.items()]
+
+
+def _inside(value: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    for inner, number in value.items() if isinstance(value, Mapping) else ((name, value),):
+        if isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number):
+            yield str(inner), float(number)
+
+
+def _names(record: Mapping[str, Any]) -> Iterator[str]:
+    """Fields that can be drawn."""
+    for name, value in record.items():
+        if any(True for _ in _numbers(value, name)) and name not in ("step", "time", "at", "epoch"):
+            yield name
+            yield from (f"{name}.{inner}" for inner in (value if isinstance(value, Mapping) else ()))
+
+
+def bounds(curves: Iterable[Curve]) -> tuple[int, int, float, float]:
+    """First and last step, least and largest value; apart from each other."""
+    steps = [step for curve in curves for step, _ in curve.points]
+    values = [value for curve in curves for _, value in curve.points]
+    low, high = min(values), max(values)
+    if low == high:
+        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    return min(steps), max(max(steps), min(steps) + 1), low, high

@@ -1,0 +1,148 @@
+"""`rlbuffer top`: both sides of a run on a real server, on wide and narrow terminals, in pipes and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_runs import Run
+
+from rlbuffer_cli.main import main
+from rlbuffer_cli.render import text
+
+TRAINED = {"event": "step", "step": 1, "seconds": {"wait": 0.5, "total": 1.0}}
+RANKS = {"ranks": [{"forward": 0.1, "backward": 0.1}, {"forward": 0.4, "backward": 0.1}]}
+
+
+@pytest.fixture
+def run(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Two envs, a step that is committed and not trained, a dropped group, two workers, a rank, and metrics."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path / "home"))
+    made = Run(redis_url, tmp_path)
+    made.step("a.0")
+    made.push("a.3", version=1)
+    made.push("b.0", version=0)
+    made.drop("stale", [entry for entry in made.pool() if entry.env == "b"])
+    store = made.store
+    store.heartbeat("worker", "inf-0", {"env": "a", "version": 1, "rollouts_per_second": 12.5})
+    store.heartbeat("worker", "inf-1", {"env": "b", "version": 0, "rollouts_per_second": 2.5, "error": "no\x1bne"})
+    store.heartbeat("rank", "0", {"step": 0, "world_size": 1})
+    store.set_waiting("batcher", "b is 6 groups short of its share (0 forming). Normal while workers generate.")
+    folder = tmp_path / "home" / "runs" / store.run
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(json.dumps(TRAINED | RANKS) + "\n")
+    yield made
+    made.close()
+
+
+def top(run: Run, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["top", "--once", "--redis", run.url, "--run", run.store.run, *arguments])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.server
+def test_one_look_says_who_waits_for_whom_and_how_fast_both_sides_are(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = top(run, capsys)
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[0].startswith(f'run "{run.store.run}" on ')
+    assert "· step 1 committed, 0 trained ·" in lines[1]
+    assert "  batcher: b is 6 groups short of its share (0 forming). Normal while workers generate." in lines
+    named = {line.split()[0]: line for line in lines if line.startswith("  ")}
+    assert "15 rollouts/s pushed" in named["rates"]
+    assert "batcher 1 step ahead of the trainer" in named["lag"]
+    assert named["trainer"].endswith("waited 50% of the last step for data: workers are slower than the trainer")
+    assert named["drops"].startswith("  drops    2 stale in ")
+    assert "2 rollouts in all (33% of all pushed)" in named["drops"]
+    assert " MiB" in named["memory"]
+    assert any(line.startswith("worker inf-1") and line.endswith("no\\x1bne") for line in lines)
+    assert any(line.startswith("rank 0") and "step 0" in line for line in lines)
+    assert lines[-1] == "ranks 0 ▃ 1 █ slow"
+
+
+@pytest.mark.server
+def test_json_has_the_same_figures_one_object_per_line(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = top(run, capsys, "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    kinds = [record["schema"].removeprefix("rlbuffer.").removesuffix("/1") for record in records]
+    assert (code, err) == (0, "")
+    assert kinds == ["top", "run", "env", "env", "worker", "worker", "rank"]
+    first: Mapping[str, Any] = records[0]
+    assert first["run"] == run.store.run
+    assert first["rollouts_per_second"] == 15.0
+    assert (first["steps_ahead"], first["sampled_versions"], first["trainer_wait"]) == (1, [0, 1], 0.5)
+    assert first["drops"] == {"stale": [2, first["drops"]["stale"][1]]}
+    assert records[1]["waiting"] == {
+        "batcher": "b is 6 groups short of its share (0 forming). Normal while workers generate."
+    }
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("width", [40, 80])
+def test_every_line_fits_a_narrow_terminal(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(text, "terminal_width", lambda: width)
+    code, out, _ = top(run, capsys)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= width
+    assert "\x1b" not in out
+
+
+@pytest.mark.server
+def test_on_a_terminal_the_view_stays_in_place_until_ctrl_c(run: Run, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [
+        sys.executable,
+        "-m",
+        "rlbuffer_cli",
+        "top",
+        "--every",
+        "0.1",
+        "--redis",
+        run.url,
+        "--run",
+        run.store.run,
+    ]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=tmp_path
+    ) as process:
+        os.close(theirs)
+        seen = _until(ours, lambda shown: "worker inf-0" in shown)
+        assert f'run "{run.store.run}"' in seen
+        run.store.set_waiting("batcher", "a new sentence")
+        again = _until(ours, lambda shown: "a new sentence" in shown)
+        assert "\x1b[1A" in again, "the lines before were not written over"
+        process.send_signal(signal.SIGINT)
+        _until(ours, lambda shown: False, is_end=True)
+        assert process.wait(timeout=60) == 0
+    os.close(ours)
+
+
+def _until(terminal: int, holds: Any, *, is_end: bool = False) -> str:
+    """Reads the terminal until `holds` of what it shows, or until nobody writes to it any more."""
+    shown, deadline = "", time.monotonic() + 60
+    while not holds(shown):
+        assert time.monotonic() < deadline, shown
+        if not select.select([terminal], [], [], 1)[0]:
+            continue
+        try:
+            shown += os.read(terminal, 65536).decode(errors="replace")
+        except OSError:  # Linux: the other side is closed
+            assert is_end, shown
+            break
+    return shown

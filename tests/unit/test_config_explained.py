@@ -1,0 +1,193 @@
+"""`config init`, `config explain` and `completion`: a file to begin with, a setting in words, what shells type."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlbuffer.config.rules import RULES, Rule
+from rlbuffer.errors import ConfigError
+from rlbuffer.run.loading import load
+from rlbuffer_cli.main import COMMANDS, main
+from rlbuffer_cli.render.explanation import known
+
+Run = Callable[..., tuple[int, str, str]]
+MODEL = '[model.config]\nmodel_type = "qwen3"\nvocab_size = 13\n'
+WORKER = '[worker.a]\nenv = "vcopy"\n'
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("RLBUFFER_")]:
+        monkeypatch.delenv(name)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = main(list(arguments))
+        return code, *capsys.readouterr()
+
+    return call
+
+
+# -- init --------------------------------------------------------------------------------------------------------------
+def test_init_writes_the_example_and_replaces_no_file(run: Run) -> None:
+    assert run("config", "init") == (0, "", "wrote rlbuffer.toml. Next: rlbuffer config check\n")
+    assert Path("rlbuffer.toml").read_text() == run("config", "example")[1]
+    Path("rlbuffer.toml").write_text("mine")
+    code, out, err = run("config", "init")
+    assert (code, out) == (3, "")
+    assert err == "Error: rlbuffer.toml is there already: name another file, or move it away\n"
+    assert Path("rlbuffer.toml").read_text() == "mine"
+    assert (
+        run("config", "init", "other.toml")[2] == "wrote other.toml. Next: rlbuffer config check --config other.toml\n"
+    )
+    assert run("config", "check", "--config", "other.toml")[0] == 0
+    assert "cannot write no/folder.toml: No such file or directory" in run("config", "init", "no/folder.toml")[2]
+
+
+# -- explain -----------------------------------------------------------------------------------------------------------
+def test_a_setting_is_explained_with_its_value_and_where_that_comes_from(run: Run) -> None:
+    Path("rlbuffer.toml").write_text(f"[batcher]\nmin_group_size = 4\n{WORKER}group_size = 8\n")
+    code, out, err = run("config", "explain", "batcher.min_group_size")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "batcher.min_group_size",
+        "  Rollouts with which a group may still be trained after the timeout.",
+        "  values    integer",
+        "  default   1",
+        "  value     4   (rlbuffer.toml:2)",
+        "  variable  RLBUFFER_BATCHER__MIN_GROUP_SIZE",
+        f"  checked   {RULES[0].text}   (with batcher.envs.NAME.min_group_size, worker.NAME.group_size)",
+    ]
+    for key in ("worker.a.group_size", "worker.NAME.group_size"):
+        assert "  value     worker.a.group_size = 8   (rlbuffer.toml:5)" in run("config", "explain", key)[1]
+    assert "value" not in run("config", "explain", "worker.b.group_size")[1].replace("  values ", "")
+
+
+def test_the_last_part_of_a_name_is_enough_where_it_is_unique(run: Run) -> None:
+    assert run("config", "explain", "lookahead")[1].startswith("batcher.lookahead\n")
+    code, out, err = run("config", "explain", "gpus")
+    assert (code, out) == (3, "")
+    assert err == (
+        "Error: 'gpus' is the last part of several settings: trainer.gpus, worker.NAME.gpus, score.NAME.gpus. "
+        "Write one of them.\n"
+    )
+    code, out, err = run("config", "explain", "batcher.max_agee")
+    assert (code, err) == (3, "Error: batcher.max_agee is not a setting. Did you mean batcher.max_age?\n")
+    assert "Did you mean " in run("config", "explain", "trainer.max_agee")[2]
+    assert "`rlbuffer config show` lists all settings." in run("config", "explain", "qqqqqq")[2]
+
+
+def test_a_table_is_explained_as_what_is_in_it(run: Run) -> None:
+    records = [json.loads(line) for line in run("config", "explain", "server", "--json")[1].splitlines()]
+    assert [record["name"] for record in records] == ["server.maxmemory", "server.appendfsync"]
+    assert records[1]["values"] == "everysec, always, no"
+    assert records[1]["given"] == [{"name": "server.appendfsync", "value": "everysec", "source": "default"}]
+    assert {record["schema"] for record in records} == {"rlbuffer.explanation/1"}
+
+
+def test_a_file_with_a_mistake_is_explained_all_the_same(run: Run) -> None:
+    Path("rlbuffer.toml").write_text("[batcher]\nmax_agee = 3\nmax_age = 2\n")
+    assert (
+        "  value     2   (rlbuffer.toml:3)"
+        in run("config", "explain", "max_age")[2] + run("config", "explain", "batcher.max_age")[1]
+    )
+
+
+def test_what_may_be_a_secret_is_not_explained(run: Run) -> None:
+    Path("rlbuffer.toml").write_text('redis_url = "redis://u:sk-1@h:1/0"\n')
+    for flag in ((), ("--json",)):
+        assert "sk-1" not in run("config", "explain", "redis_url", *flag)[1]
+
+
+def test_every_setting_can_be_explained(run: Run) -> None:
+    for name, meaning in known().items():
+        assert meaning.meaning, name
+        assert run("config", "explain", name)[0] == 0
+
+
+BREAKS = {
+    "a worker's group_size": f"[batcher]\nmin_group_size = 9\n{WORKER}group_size = 8\n",
+    "publish.every": "[trainer.publish]\nevery = 9\n",
+    "the env's shortest rollout": f"[batcher]\nrow_tokens = 3\n{WORKER}",
+    "lookahead + max_age + 3": '[server]\nmaxmemory = "1mb"\n[batcher]\nrow_tokens = 100000\n',
+    "at most one of the two": "[batcher]\nstep_groups = 1\nstep_rollouts = 1\n",
+    "exactly one of the two": f'{MODEL}[model]\npath = "x"\n',
+    "every replica": f"{WORKER}gpus = [0]\nreplicas = 2\n",
+    "every rank": "[trainer]\ngpus = [0]\nworld_size = 2\n",
+    "with vLLM a top_p": f'{WORKER}sampler = "vllm"\ntop_p = 0.9\ntemperature = 0.5\n',
+    "skip_failed": f"{WORKER}skip_visits = 1\nskip_failed = 2.0\n",
+    "min_learning_rate": '[trainer.optimizer]\nschedule = "cosine"\nmin_learning_rate = 1.0\n',
+    "mask_low": '[trainer.loss]\nname = "masked_ratio"\nmask_low = 9.0\n',
+    "above 0, groups": f"{WORKER}[trainer.loss]\nkl_beta = 0.1\n",
+    "deterministic": f"deterministic = true\n[batcher]\nmax_age = 1\nlookahead = 1\n{WORKER}"
+    'groups_per_batch = 3\n[worker.b]\nenv = "repeat"\ngroups_per_batch = 2\n',
+    "equal, or": f"{WORKER}temperature = 0.5\n",
+    "an env with a budget": f"[batcher]\nbudgets = {{ other = 1.0 }}\n{WORKER}",
+    "max_uses": "[batcher]\nmax_uses = 9\n",
+    "a completion fits": f"{WORKER}max_new_tokens = 100000\n",
+    "an update has": "[trainer.optimizer]\nupdates_per_pass = 4\n",
+    "a scorer adds it": f'{WORKER}needs = ["reward"]\n',
+    "both are set": '[weights]\nlisten = "0.0.0.0:9465"\n',
+}
+"""Beginning of a rule -> settings that break it."""
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.text[:30])
+def test_a_rule_that_is_broken_is_said_with_the_settings_that_it_names(
+    rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(rule.settings) <= known().keys()
+    monkeypatch.chdir(tmp_path)
+    (broken,) = [text for beginning, text in BREAKS.items() if rule.text.startswith(beginning)]
+    Path("rlbuffer.toml").write_text(broken)
+    parts = ("train",) if "model.path" in rule.settings else ()
+    if rule.is_strict:
+        with pytest.raises(ConfigError) as refused:
+            load(environ={}, parts=parts)
+        text = str(refused.value)
+    else:
+        text = "\n".join(load(environ={}).warnings)
+    named = [name for name in rule.settings if name.rpartition(".")[2] in text]
+    assert named, text
+
+
+def test_no_rule_is_tested_twice_and_none_is_left_out() -> None:
+    assert len(BREAKS) == len(RULES)
+
+
+# -- completion --------------------------------------------------------------------------------------------------------
+def completed(words: str, current: str) -> set[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RLBUFFER_")}
+    asked = {"_RLBUFFER_COMPLETE": "bash_complete", "COMP_WORDS": f"{words} {current}".strip()}
+    count = len(words.split())
+    result = subprocess.run(
+        [sys.executable, "-m", "rlbuffer_cli"],
+        env=environment | asked | {"COMP_CWORD": str(count)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stderr == ""
+    return {line.partition(",")[2] for line in result.stdout.splitlines()}
+
+
+def test_a_shell_completes_commands_options_and_settings() -> None:
+    assert completed("rlbuffer", "re") == {name for name in COMMANDS if name.startswith("re")}
+    assert "--once" in completed("rlbuffer top", "--o")
+    assert completed("rlbuffer config explain", "batcher.max_a") == {"batcher.max_age", "batcher.max_age_seconds"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_what_completion_prints_is_a_script_of_that_shell(run: Run, shell: str) -> None:
+    code, out, _ = run("completion", shell)
+    assert (code, "_RLBUFFER_COMPLETE" in out, "rlbuffer" in out) == (0, True, True)
+    program = shutil.which(shell)
+    if program is not None:
+        subprocess.run([program, "-n"], input=out, text=True, check=True)
