@@ -16,12 +16,20 @@ SHIPPED_ENDS = {
     "rlbuffer inspect": (0, "rollouts: "),
     "rlbuffer inspect --where 'env:vcopy state:ready'": (0, ""),
     "rlbuffer inspect vcopy.120": ((0, 1), "vcopy.120"),  # it may be retired, or not be sampled yet
+    "rlbuffer inspect --plain --where 'state:ready'": (0, ""),
+    "rlbuffer inspect --where 'env:math state:trained step:40 rollout.reward<0.1'": (0, ""),
+    "rlbuffer inspect --where 'stop:length text:/final answer/i'": (0, ""),
+    "rlbuffer inspect --where 'step:40 truncated:yes' --html cut.html": (0, "cut.html"),
+    "rlbuffer inspect --steps": (0, "closed by"),
+    "rlbuffer inspect --workers": (0, "worker vcopy"),
+    "rlbuffer inspect math.7": (1, "math.7"),
+    "rlbuffer export --where 'reward>=1' -o good.parquet": (0, "good.parquet"),
     "rlbuffer verify": (0, "ok: everything adds up"),
     "rlbuffer doctor": (0, "server "),
     "rlbuffer top --once": (0, "  rates "),
     "rlbuffer plot reward": (0, "step 1"),
     "rlbuffer plot rewards -o rewards.html": (0, "wrote rewards.html"),
-    "rlbuffer plot drops": ((0, 1), "drops"),  # a short run may have dropped nothing
+    "rlbuffer plot drops": ((0, 1), ""),  # a short run may have dropped nothing
     "rlbuffer config explain batcher.max_age": (0, "value     1   (rlbuffer.toml:"),
     "rlbuffer config init mine.toml": (0, "wrote mine.toml"),
     "rlbuffer runs": (0, "default "),
@@ -68,10 +76,21 @@ DOCS_ENDS = {
 """Beside `rlbuffer serve --run math` and a file with no more than a tiny model in it."""
 
 TWO_HOSTS = "several hosts and their names; the same processes on one: tests/e2e/test_two_hosts.py, test_roles.py"
+ARCHIVE = "a folder outside this one; the same with another: tests/e2e/test_archive.py"
+PAIR = "ids of a run that is not here; of one that is: tests/integration/cli/test_plain_twins.py, test_html.py"
 VLLM = "vLLM, on GPUs; on CPUs: tests/real_vllm"
 INSTALLS = "it installs packages"
 EXAMPLE = "run as it is, until the reward rises, by tests/e2e/test_own_trainers.py"
 NOT_HERE = {
+    "rlbuffer serve --archive /data/math": ARCHIVE,
+    "rlbuffer verify --archive /data/math": ARCHIVE,
+    "rlbuffer inspect math.120/3 --archive /data/math": ARCHIVE,
+    "rlbuffer export --archive /data/math --where 'env:math reward>=1' -o good.parquet": ARCHIVE,
+    "rlbuffer push good.parquet --run another": ARCHIVE,
+    "rlbuffer inspect math.7/3 --with math.7/5": PAIR,
+    "rlbuffer inspect math.7/3 --html worst.html": PAIR,
+    "rlbuffer inspect --web": "it serves until it is stopped: tests/integration/cli/test_web.py",
+    "ssh -L 9000:127.0.0.1:9000 host rlbuffer inspect --web --port 9000": TWO_HOSTS,
     "make demo": f"{INSTALLS}; `rlbuffer demo` is run by tests/e2e/test_deterministic_demo.py",
     "make test": f"{INSTALLS}, and would run itself",
     "rlbuffer train --world-size 2 --config rlbuffer.toml": "`rlbuffer train` of the first run reads the same",

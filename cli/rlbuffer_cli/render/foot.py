@@ -108,9 +108,10 @@ class Foot:
 def columns(stream: IO[str]) -> int:
     """Width of the terminal now, in columns; 80 where nobody knows."""
     try:
-        return max(20, os.get_terminal_size(stream.fileno()).columns)
+        known = os.get_terminal_size(stream.fileno()).columns  # 0: a terminal whose size nobody has set
     except (OSError, ValueError):
-        return 80
+        known = 0
+    return max(20, known) if known else 80
 
 
 def _rows(line: str, width: int) -> list[str]:

@@ -76,7 +76,8 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             2,
             (
                 "Error: 'evn' is not a field to filter by. Did you mean env? Fields: env, state, reason, worker, "
-                "adapter, id, age, reward, tokens."
+                "adapter, id, prompt, age, reward, tokens, step, waited, stop, text, truncated, rollout.reward, "
+                "rollout.tokens, rollout.trained, rollout.version, rollout.advantage, rollout.logprob."
             ),
         ),
         (

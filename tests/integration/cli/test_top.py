@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -70,7 +71,7 @@ def test_one_look_says_who_waits_for_whom_and_how_fast_both_sides_are(
     assert " MiB" in named["memory"]
     assert any(line.startswith("worker inf-1") and line.endswith("no\\x1bne") for line in lines)
     assert any(line.startswith("rank 0") and "step 0" in line for line in lines)
-    assert lines[-1] == "ranks 0 ▃ 1 █ slow"
+    assert lines[-1] == "ranks 0 ▄ 1 █"
 
 
 @pytest.mark.server
@@ -105,6 +106,7 @@ def test_every_line_fits_a_narrow_terminal(
 @pytest.mark.server
 def test_on_a_terminal_the_view_stays_in_place_until_ctrl_c(run: Run, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 100))
     command = [
         sys.executable,
         "-m",
@@ -122,14 +124,17 @@ def test_on_a_terminal_the_view_stays_in_place_until_ctrl_c(run: Run, tmp_path: 
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=tmp_path
     ) as process:
         os.close(theirs)
-        seen = _until(ours, lambda shown: "worker inf-0" in shown)
-        assert f'run "{run.store.run}"' in seen
-        run.store.set_waiting("batcher", "a new sentence")
-        again = _until(ours, lambda shown: "a new sentence" in shown)
-        assert "\x1b[1A" in again, "the lines before were not written over"
-        process.send_signal(signal.SIGINT)
-        _until(ours, lambda shown: False, is_end=True)
-        assert process.wait(timeout=60) == 0
+        try:
+            seen = _until(ours, lambda shown: "worker inf-0" in shown)
+            assert f'run "{run.store.run}"' in seen
+            run.store.set_waiting("batcher", "a new sentence")
+            again = _until(ours, lambda shown: "a new sentence" in shown)
+            assert "\x1b[1A" in again, "the lines before were not written over"
+            process.send_signal(signal.SIGINT)
+            _until(ours, lambda shown: False, is_end=True)
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
     os.close(ours)
 
 

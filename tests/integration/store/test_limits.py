@@ -95,7 +95,7 @@ class Lossy:
         self._lose = lose
         self._calls = 0
 
-    def __call__(self, fn, *, patience_seconds, repeat):
+    def __call__(self, fn, *, patience_seconds, repeat, **options):
         def once():
             self._calls += 1
             reply = fn()
@@ -105,7 +105,7 @@ class Lossy:
 
         while True:
             try:
-                return self._call(once, patience_seconds=patience_seconds, repeat=repeat)
+                return self._call(once, patience_seconds=patience_seconds, repeat=repeat, **options)
             except ConnectionResetError as error:
                 if not repeat:
                     raise ServerUnreachable("reply lost") from error
