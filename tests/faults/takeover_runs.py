@@ -31,8 +31,7 @@ def run_takeovers(home: Home, *, rounds: int, steps_between: int, say: Say) -> O
     # More steps than can be made meanwhile: the trainer is stopped when the rounds are over.
     config = write_config(home, steps=100_000, keep_checkpoints=100_000)
     serving = {name: home.start("serve", "--config", config, "--run", "tiny", log=name) for name in ("one", "two")}
-    for env in ("vcopy", "repeat"):
-        home.start("worker", env, "--config", config, log=f"worker-{env}")
+    workers = [home.start("worker", env, "--config", config, log=f"worker-{env}") for env in ("vcopy", "repeat")]
     trainer = home.start("train", "--config", config, log="train")
     seconds: list[float] = []
     with home.connect() as buffer:
@@ -43,8 +42,11 @@ def run_takeovers(home: Home, *, rounds: int, steps_between: int, say: Say) -> O
         outcome.facts["takeover seconds"] = [round(n, 2) for n in seconds]
         trainer.send_signal(signal.SIGTERM)
         trainer.wait(timeout=60)
-        for process in serving.values():
+        # Nobody pushes or commits any more while the account is taken.
+        for process in (*workers, *serving.values()):
             process.send_signal(signal.SIGTERM)
+        for process in (*workers, *serving.values()):
+            process.wait(timeout=60)
         trained = home_step(home)
         outcome.findings += check_metrics(home.metrics(), trained)
         verified = buffer.verify()
