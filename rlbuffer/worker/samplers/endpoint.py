@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ LOAD_SECONDS = 600.0
 """Longest that loading a version may take."""
 ENDPOINT_PROBE_SECONDS = 30.0
 """Longest that a server may take for one token before it counts as broken: `/health` says 200 for a dead engine."""
+
+KEEP_SECONDS = 2.0
+"""Longest that an idle connection is kept: vLLM's server closes one after 5 s."""
+BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+"""What a request ends with whose connection the server closes before it answers."""
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 NAME_ADAPTER = "/v1/load_lora_adapter"
@@ -87,7 +93,7 @@ class Endpoint:
         self._client = client or httpx.AsyncClient(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_SECONDS),
         )
 
     async def close(self) -> None:
@@ -248,8 +254,14 @@ class Endpoint:
 
     async def _respond(self, method: str, path: str, *, json: Any, seconds: float) -> httpx.Response:
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+        ask = partial(self._client.request, method, path, json=json, timeout=timeout)
         try:
-            return await self._client.request(method, path, json=json, timeout=timeout)
+            try:
+                return await ask()
+            except BROKEN:
+                # A kept connection can be closed just as it is used again. Everything asked here may be asked twice;
+                # a server that died refuses the second connection.
+                return await ask()
         except httpx.TimeoutException as error:
             raise SamplerUnavailable(f"{self.url}{path} did not answer within {seconds:g} s") from error
         except httpx.HTTPError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -142,14 +144,22 @@ def test_options_that_name_no_server_are_refused(options: dict[str, Any], text: 
 
 
 class Server:
-    """A server that answers every POST of a sampler with one token; notes what it was asked."""
+    """A server that answers every POST of a sampler with one token; notes what it was asked.
 
-    def __init__(self, versions: list[dict[str, Any]] | None) -> None:
+    With `answers_per_connection` it cuts a connection when one more request comes on it, as a server does that closes
+    an idle connection just as it is used again.
+    """
+
+    def __init__(self, versions: list[dict[str, Any]] | None, *, answers_per_connection: int | None = None) -> None:
         self.asked: list[str] = []
         asked = self.asked
         choice = {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.0" if answers_per_connection is None else "HTTP/1.1"
+            answered = 0
+            """Answers on this connection: a handler serves one."""
+
             def do_GET(self) -> None:
                 asked.append(self.path)
                 # A path that takes POST alone is there; one without versions is not.
@@ -161,6 +171,12 @@ class Server:
                 self.answer({"choices": [choice | ({} if versions is None else {"weight_versions": versions})]})
 
             def answer(self, content: dict[str, Any], status: int = 200) -> None:
+                if self.answered == answers_per_connection:
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    self.connection.close()  # with a reset
+                    self.close_connection = True
+                    return
+                self.answered += 1
                 data = json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
@@ -203,6 +219,37 @@ def test_a_server_that_was_restarted_is_left_out(tmp_path: Path) -> None:
     ):
         asyncio.run(ask(server.url))
     assert str(caught.value) == "no server can sample: it has lost the version that was loaded into it"
+
+
+def test_a_connection_that_is_closed_as_it_is_used_again_takes_no_server_down(tmp_path: Path) -> None:
+    async def ask(url: str) -> None:
+        sampler = OpenAISampler({"servers": url})
+        try:
+            await sampler.load(published(tmp_path, 0))
+            for _ in range(3):
+                assert len(await sampler.sample(PROMPT, n=1, sampling=ONE)) == 1
+        finally:
+            await sampler.close()
+
+    with Server([{"version": "0", "start": 0, "end": 1}], answers_per_connection=1) as server:
+        asyncio.run(ask(server.url))
+    assert server.asked.count(GENERATE) > 4, "some were asked twice"
+
+
+def test_a_server_that_closes_every_connection_is_named(tmp_path: Path) -> None:
+    async def ask(url: str) -> None:
+        sampler = OpenAISampler({"servers": url})
+        try:
+            await sampler.load(published(tmp_path, 0))
+        finally:
+            await sampler.close()
+
+    with (
+        Server(None, answers_per_connection=0) as server,
+        pytest.raises(SamplerUnavailable, match=f"^no server can sample: {server.url}/v1/models cannot be reached: "),
+    ):
+        asyncio.run(ask(server.url))
+    assert server.asked == ["/v1/models", "/v1/models"]
 
 
 def test_a_server_that_tells_no_versions_is_not_shared(tmp_path: Path) -> None:
