@@ -45,7 +45,7 @@ ENDPOINT_PROBE_SECONDS = 30.0
 KEEP_SECONDS = 2.0
 """Longest that an idle connection is kept: vLLM's server closes one after 5 s."""
 BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-"""What a request ends with whose connection the server closes before it answers."""
+"""Errors of a request whose connection the server closes before it answers."""
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 NAME_ADAPTER = "/v1/load_lora_adapter"
