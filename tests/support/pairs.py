@@ -55,6 +55,7 @@ class Pair:
     def fail_over(self) -> None:
         """A planned failover, which loses nothing: the servers exchange their roles, then the address is switched."""
         before, after = self.primary, self.replica
+        before.wait_for(lambda ask: ask("INFO", "replication")["slave0"]["state"] == "online")
         before.ask("FAILOVER", "TO", "127.0.0.1", after.port)
         before.wait_for(lambda ask: ask("ROLE")[0] == b"slave")
         after.wait_for(lambda ask: ask("ROLE")[0] == b"master")
