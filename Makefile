@@ -4,6 +4,7 @@
 #   make sim     simulate the protocol under faults: make sim SEEDS=2000
 #   make mutations  small defects, one at a time: make mutations MUTATIONS="--count 80 --seed 2"
 #   make faults  kill, halt and cut off the processes of real runs: make faults FAULTS="kills --seed 7"
+#   make servers  the integration tests on each server: .ci/servers DIR; make servers SERVERS="--more DIR"
 #   make check   ruff, mypy --strict, import arrows, file sizes, wheel contents
 #   make vllm-test  samplers and workers with real vLLM on the CPU, in an environment of its own (3.4 GB)
 #   make vllm-faults  kill the vLLM engine of a worker forty times, in that environment: make vllm-faults FAULTS="--seed 7"
@@ -20,10 +21,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sim mutations faults bench vllm-test vllm-faults adapters-test clean
+.PHONY: help demo test check sim mutations faults servers bench vllm-test vllm-faults adapters-test clean
 
 help:
-	@sed -n '2,13s/^# //p' Makefile
+	@sed -n '2,14s/^# //p' Makefile
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("rlbuffer needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
@@ -60,6 +61,9 @@ mutations: $(VENV)/.dev
 
 faults: $(VENV)/.dev
 	$(BIN)/python tests/faults $(FAULTS)
+
+servers: $(VENV)/.dev
+	$(BIN)/python tests/servers.py $(SERVERS)
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(BENCH)

@@ -8,15 +8,18 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import redis
 
 from rlbuffer.store.server.binary import find_binary
 
 START_SECONDS = 30.0
+Ask = Callable[..., Any]
+"""Sends a command to the server and gives its answer."""
 
 
 class OwnServer:
@@ -34,7 +37,7 @@ class OwnServer:
         self._program = program or find_binary().path
         self._options = {"appendonly": "yes", "appendfsync": "no", "save": '""'} | dict(options or {})
         self._environment = os.environ | dict(environment or {})
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.log = directory / "server.log"
         self.start()
@@ -72,6 +75,19 @@ class OwnServer:
                     raise RuntimeError(f"no server: {error}\n{self.log.read_text()}") from error
                 time.sleep(0.02)
 
+    def ask(self, *command: str | int) -> Any:
+        """Its answer to a command, by a connection that is closed again."""
+        with redis.Redis(port=self.port, socket_timeout=5) as client:
+            return client.execute_command(*command)  # type: ignore[no-untyped-call]
+
+    def wait_for(self, fact: Callable[[Ask], object]) -> None:
+        """Waits until `fact` of its :meth:`ask` is true."""
+        deadline = time.monotonic() + START_SECONDS
+        while not fact(self.ask):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the server at {self.url} never came to it\n{self.log.read_text()[-2000:]}")
+            time.sleep(0.02)
+
     def kill(self) -> None:
         """Sends SIGKILL."""
         self._process.send_signal(signal.SIGKILL)
@@ -108,6 +124,6 @@ class Disk:
                 time.sleep(0.05)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-import redis
 from faults import CuttingProxy
 from own_server import OwnServer
-
-PATIENCE_SECONDS = 30.0
-Ask = Callable[..., Any]
-"""Sends a command to a server itself, past the address."""
 
 
 class Node(OwnServer):
     """One server of a pair."""
-
-    def ask(self, *command: str | int) -> Any:
-        with redis.Redis(port=self.port, socket_timeout=5) as client:
-            return client.execute_command(*command)  # type: ignore[no-untyped-call]
-
-    def wait_for(self, fact: Callable[[Ask], object]) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not fact(self.ask):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the server at {self.url} never came to it\n{self.log.read_text()[-2000:]}")
-            time.sleep(0.02)
 
     def follow(self, primary: Node) -> None:
         """Becomes a replica of `primary`, and waits until it has all that is there."""
@@ -55,6 +37,7 @@ class Pair:
     def fail_over(self) -> None:
         """A planned failover, which loses nothing: the servers exchange their roles, then the address is switched."""
         before, after = self.primary, self.replica
+        before.wait_for(lambda ask: ask("INFO", "replication")["slave0"]["state"] == "online")
         before.ask("FAILOVER", "TO", "127.0.0.1", after.port)
         before.wait_for(lambda ask: ask("ROLE")[0] == b"slave")
         after.wait_for(lambda ask: ask("ROLE")[0] == b"master")

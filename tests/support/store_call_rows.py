@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,6 +143,14 @@ def _ended(run: Run) -> None:
     assert run.store.set_ended(run.token, 0, run.store.sources().written)
 
 
+def _whole(run: Run) -> None:
+    """A server that needs its file rewritten after a start has done it: the sentence is "" from then on."""
+    deadline = time.monotonic() + 30
+    while run.store.sentence_until_whole():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def _claims(run: Run) -> list[str]:
     ids = [entry.entry_id for entry in run.pool()]
     run.store.claim_scoring(ids, owner="s", ttl_seconds=60)
@@ -157,7 +166,7 @@ ROWS: dict[str, Row] = {
     "close": Row(call=lambda store, run: store.close()),
     "server": Row(call=lambda store, run: store.server()["name"]),
     "server_id": Row(call=lambda store, run: store.server_id() == run.store.server_id()),
-    "sentence_until_whole": Row(call=lambda store, run: store.sentence_until_whole()),
+    "sentence_until_whole": Row(call=lambda store, run: store.sentence_until_whole(), prepare=_whole),
     "errors": Row(call=lambda store, run: store.errors() == store.errors()),
     "losses": Row(call=lambda store, run: store.losses() - store.losses()),
     "now": Row(call=lambda store, run: store.now() > run.store.now() - 60),

@@ -152,7 +152,7 @@ def test_changed_group_of_fewer_rollouts_may_be_pushed_under_the_sequence_that_w
     # The refused one has left its payload under the same name.
     run.client.hset(run.store.keys.unnamed_payload("a.0", "u.1"), "7", b"of another")
     assert send(run, 1)[0] == "stored"
-    assert run.client.hkeys(run.pool()[0].payload_key) == [b"0", b"1"]
+    assert set(run.client.hkeys(run.pool()[0].payload_key)) == {b"0", b"1"}
 
 
 def test_commit_keeps_for_good_what_somebody_gave_a_time_to_live(run):

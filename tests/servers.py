@@ -1,0 +1,123 @@
+"""``python tests/servers.py``: the integration tests on every server that can be had. ``make servers`` calls it.
+
+    python tests/servers.py                     all tests, on the bundled server and those on PATH
+    python tests/servers.py --more DIR          and on Redis 8.0 and Valkey 8.1, which ``.ci/servers DIR`` unpacks
+    python tests/servers.py store client        two folders of tests/integration alone
+
+The last server is one shard of a cluster, for the folders whose tests share a server; the others start their own.
+Prints a line per server and folder; exit code 1 when a test failed, or a server could not be had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests" / "integration"
+SHARED = ("client", "store")
+"""Folders whose tests share the server that RLBUFFER_TEST_REDIS_URL names; the others start their own."""
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from own_server import OwnServer, free_port  # noqa: E402
+
+from rlbuffer.errors import ServerUnreachable  # noqa: E402
+from rlbuffer.store.server.binary import SERVER_BIN, ServerBinary, find_binary  # noqa: E402
+
+
+def programs(more: Path | None) -> Iterator[tuple[str, ServerBinary | str]]:
+    """Names of servers, each with its program or the reason why there is none."""
+    paths: dict[str, str | None] = {"bundled": None}
+    paths |= {name: shutil.which(name) or "" for name in ("redis-server", "valkey-server")}
+    if more is not None:
+        paths |= {path.name: str(path) for path in sorted(more.glob("*-server-*"))}
+    for name, path in paths.items():
+        if path == "":
+            yield name, "not on PATH"
+            continue
+        try:
+            yield name, find_binary({} if path is None else {SERVER_BIN: path})
+        except ServerUnreachable as error:
+            yield name, str(error).splitlines()[0]
+
+
+@contextmanager
+def one_shard(folder: Path) -> Iterator[str]:
+    """The address of a cluster of one node that has all slots."""
+    options = {"cluster-enabled": "yes", "cluster-port": str(free_port())}
+    with OwnServer(folder, options=options) as server:
+        server.ask("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        server.wait_for(lambda ask: ask("CLUSTER INFO")["cluster_state"] == "ok")
+        yield server.url
+
+
+def tried(environment: Mapping[str, str], chosen: list[str], jobs: int) -> dict[str, Counter[str]]:
+    """Folder of tests/integration -> outcome -> tests. Failures are printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), "--dist", "loadfile", f"--junitxml={report}"]
+        ran = subprocess.run(
+            [*command, "-p", "no:cacheprovider", *(TESTS / name for name in chosen)],
+            cwd=ROOT,
+            env=os.environ | {"CI": "true", "RLBUFFER_HOME": folder} | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if not report.exists():
+            raise SystemExit(ran.stdout + ran.stderr)
+        outcomes: dict[str, Counter[str]] = {}
+        for case in ElementTree.parse(report).iter("testcase"):
+            kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+            place = case.get("classname", "").split(".")[2]
+            outcomes.setdefault(place, Counter())[kinds[0] if kinds else "passed"] += 1
+            if kinds and kinds[0] != "skipped":
+                print(f"  {case.get('classname')}::{case.get('name')}", flush=True)
+        if ran.returncode not in (0, 1):
+            raise SystemExit(ran.stdout + ran.stderr)
+        return outcomes
+
+
+def printed(name: str, outcomes: Mapping[str, Counter[str]]) -> bool:
+    """Prints a server's lines. -> no test failed."""
+    for place, counts in sorted(outcomes.items()):
+        words = ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
+        print(f"{name:<28} {place:<10} {words}", flush=True)
+    return not any(counts["failure"] + counts["error"] for counts in outcomes.values())
+
+
+def main() -> int:
+    """See the module's docstring. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="the integration tests on every server that can be had")
+    parser.add_argument("folders", nargs="*", help="folders of tests/integration (default: all)")
+    parser.add_argument("--more", type=Path, help="folder of .ci/servers, with programs NAME-server-VERSION")
+    parser.add_argument("--jobs", type=int, default=2, help="tests that run at once (default: %(default)s)")
+    given = parser.parse_args()
+    places = sorted(path.name for path in TESTS.iterdir() if path.is_dir() and any(path.glob("test_*.py")))
+    chosen = given.folders or places
+    if unknown := set(chosen) - set(places):
+        parser.error(f"{', '.join(sorted(unknown))}: not among {', '.join(places)}")
+    good = True
+    for name, program in programs(given.more):
+        if isinstance(program, str):
+            print(f"{name:<28} skipped: {program}", flush=True)
+            continue
+        label = f"{program.name} {program.version} ({name})"
+        good &= printed(label, tried({SERVER_BIN: str(program.path)}, chosen, given.jobs))
+    if shared := [place for place in chosen if place in SHARED]:
+        with tempfile.TemporaryDirectory() as folder, one_shard(Path(folder)) as url:
+            good &= printed("cluster of one shard", tried({"RLBUFFER_TEST_REDIS_URL": url}, shared, given.jobs))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
