@@ -34,7 +34,7 @@ class OwnServer:
         self._program = program or find_binary().path
         self._options = {"appendonly": "yes", "appendfsync": "no", "save": '""'} | dict(options or {})
         self._environment = os.environ | dict(environment or {})
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.log = directory / "server.log"
         self.start()
@@ -108,6 +108,7 @@ class Disk:
                 time.sleep(0.05)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine at which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

@@ -19,15 +19,18 @@ SERVICE = "math"
 SENTINELS = 3
 
 
-def sentinel(directory: Path, primary: Node, *, quorum: int, down_seconds: float, lines: Mapping[str, str]) -> Node:
-    """A sentinel; `down_seconds`: silence after which a server is down, `lines` further ones of its file."""
+def sentinel(
+    directory: Path, port: int, *, quorum: int, down_seconds: float = 1.0, lines: Mapping[str, str] | None = None
+) -> Node:
+    """A sentinel of the primary at `port`; `down_seconds`: silence after which a server is down, `lines`: further ones
+    of its file."""
     of = f"{SERVICE} "
     watches = {
-        "sentinel monitor": f"{of}127.0.0.1 {primary.port} {quorum}",
+        "sentinel monitor": f"{of}127.0.0.1 {port} {quorum}",
         "sentinel down-after-milliseconds": f"{of}{1000 * down_seconds:.0f}",
         "sentinel failover-timeout": f"{of}10000",
     }
-    return Node(directory, program=shutil.which(PROGRAMS[1]), options=watches | dict(lines))
+    return Node(directory, program=shutil.which(PROGRAMS[1]), options=watches | dict(lines or {}))
 
 
 class Watched:
@@ -48,7 +51,7 @@ class Watched:
                 replica.follow(self.primary)
             self.sentinels = [
                 ends.enter_context(
-                    sentinel(directory / f"s{n}", self.primary, quorum=2, down_seconds=down_seconds, lines={})
+                    sentinel(directory / f"s{n}", self.primary.port, quorum=2, down_seconds=down_seconds)
                 )
                 for n in range(SENTINELS)
             ]

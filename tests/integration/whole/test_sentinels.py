@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import redis
+from authority import Authority
 from daemon_runs import Served
+from own_server import free_port
+from pairs import Node
 from store_runs import Run
-from watched import MISSING, SERVICE, Watched
+from watched import MISSING, SERVICE, Watched, sentinel
 
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
@@ -53,12 +57,12 @@ def test_a_connection_leads_to_the_primary_although_a_sentinel_is_away(watched: 
 
 
 def test_what_answers_and_names_no_primary_is_refused_at_once(watched: Watched, tmp_path: Path) -> None:
-    sentinel, server = watched.sentinels[0].port, watched.primary.port
+    asked, server = watched.sentinels[0].port, watched.primary.port
     source = "\n  The address comes from --redis."
     write = "it is a sentinel. Write redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB"
     for url, text in (
         (
-            f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel}/other/0",
+            f"redis+sentinel://127.0.0.1:1,127.0.0.1:{asked}/other/0",
             'leads to no server: the sentinel at {at} knows no service "other". Those that it knows: math.',
         ),
         (
@@ -69,19 +73,19 @@ def test_what_answers_and_names_no_primary_is_refused_at_once(watched: Watched, 
             ),
         ),
         (
-            f"redis+sentinel://127.0.0.1:{sentinel}/{SERVICE}?sentinel_password=secret",
+            f"redis+sentinel://127.0.0.1:{asked}/{SERVICE}?sentinel_password=secret",
             (
                 "leads to no server: the sentinel at {at} does not allow this: AUTH <password> called without any "
                 "password configured for the default user. Its own login stands in the address as "
                 "?sentinel_password=, and sentinel_username= where it has users."
             ),
         ),
-        (f"redis://127.0.0.1:{sentinel}/0", f"holds no data: {write}. Services that it knows: math."),
-        (f"redis://127.0.0.1:{sentinel}/1", f"has no databases: {write}."),
+        (f"redis://127.0.0.1:{asked}/0", f"holds no data: {write}. Services that it knows: math."),
+        (f"redis://127.0.0.1:{asked}/1", f"has no databases: {write}."),
     ):
         error = refusal(url, tmp_path, patience_seconds=60.0)
         assert type(error) is ServerUnsuitable
-        at = f"127.0.0.1:{server if str(server) in url else sentinel}"
+        at = f"127.0.0.1:{server if str(server) in url else asked}"
         assert str(error).endswith(text.format(at=at) + source)
         assert "secret" not in str(error)
         assert error.exit_code == 4
@@ -104,6 +108,45 @@ def test_tls_towards_sentinels_without_it_is_named(watched: Watched, tmp_path: P
     assert str(error).endswith(
         "  It speaks no TLS: write redis+sentinel:// in place of rediss+sentinel://, or the port that does."
     )
+
+
+def test_tls_and_the_logins_of_both_sides(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl program to make certificates")
+    authority = Authority(tmp_path / "ca")
+    certificate, key = authority.sign("both", names="IP:127.0.0.1", end="20990101000000Z")
+    tls = {
+        "tls-cert-file": f"{certificate}",
+        "tls-key-file": f"{key}",
+        "tls-ca-cert-file": f"{authority.certificate}",
+        "tls-auth-clients": "no",
+        "tls-replication": "yes",  # a sentinel asks its servers so, too
+    }
+    ports = free_port(), free_port()
+    server = {"tls-port": f"{ports[0]}", "requirepass": "data-secret"} | tls
+    lines = {"tls-port": f"{ports[1]}", "requirepass": "sentinel-secret"} | tls
+    lines["sentinel auth-pass"] = f"{SERVICE} data-secret"
+    place, trust = f"127.0.0.1:{ports[1]}/{SERVICE}", f"ssl_ca_certs={authority.certificate}"
+    with (
+        Node(tmp_path / "server", program=shutil.which("redis-server"), options=server),
+        sentinel(tmp_path / "sentinel", ports[0], quorum=1, lines=lines),
+    ):
+        url = f"rediss+sentinel://{place}?{trust}&sentinel_password=sentinel-secret"
+        with Connection(url, home=tmp_path, server=ServerSettings(), name="t", password="data-secret") as made:
+            assert made.client.client_info()["laddr"] == f"127.0.0.1:{ports[0]}"
+            assert made.address == url.replace("sentinel-secret", "***")
+        for wrong, text in (
+            (url, "does not allow this: "),
+            (f"rediss+sentinel://:data-secret@{place}?{trust}", "sentinel_username= where it has users"),
+            (
+                f"rediss+sentinel://:data-secret@{place}?sentinel_password=sentinel-secret",
+                "nobody who is trusted here has signed its certificate",
+            ),
+        ):
+            error = refusal(wrong, tmp_path)
+            assert type(error) is ServerUnsuitable, error
+            assert text in str(error)
+            assert "-secret" not in str(error)
 
 
 def test_the_commands_take_the_address(
