@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from rlbuffer.store.server.binary import find_binary
 
@@ -62,7 +64,7 @@ class OwnServer:
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
-                with redis.Redis(port=self.port, socket_timeout=5) as client:
+                with redis.Redis(port=self.port, socket_timeout=5, retry=Retry(NoBackoff(), 0)) as client:
                     client.ping()
                 return
             except redis.AuthenticationError:

@@ -130,13 +130,13 @@ def _split(url: str) -> tuple[str, tuple[tuple[str, int], ...], str]:
     named, _, path = after.partition("/")
     service, _, db = path.partition("/")
     if db and not db.isdecimal():
-        raise ValueError("no number of a database")
+        raise ValueError
     places = []
     for each in named.split(","):
         place = urlsplit(f"//{each}")
         port = SENTINEL_PORT if place.port is None else place.port
         if not place.hostname or not port:
-            raise ValueError("no host or no port")
+            raise ValueError
         places.append((place.hostname, port))
     return f"{scheme}://{user}{at}service/{db}{mark}{query}", tuple(places), unquote(service)
 

@@ -20,7 +20,7 @@ from rlbuffer.store.server.address import SENTINEL_LOGIN
 from rlbuffer.store.server.answers import LOGIN, NoPrimary, reason_of, words_of
 from rlbuffer.store.server.gathering import Tcp
 
-ANSWER_SECONDS = 2.0
+SENTINEL_SECONDS = 2.0
 """Longest that one sentinel is waited for, twice: for the connection and for its answer."""
 _RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
 Place = tuple[str, int]
@@ -102,8 +102,8 @@ class Sentinels:
             protocol=2,
             driver_info=None,
             retry=Retry(NoBackoff(), 0),
-            socket_timeout=ANSWER_SECONDS,
-            socket_connect_timeout=ANSWER_SECONDS,
+            socket_timeout=SENTINEL_SECONDS,
+            socket_connect_timeout=SENTINEL_SECONDS,
             **self.options,
         )
 

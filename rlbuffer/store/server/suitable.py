@@ -23,7 +23,7 @@ FIGURES = {
 
 
 def figures(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What :meth:`Connection.describe` says of INFO. Without any, as in memory, nothing is used and nothing limited."""
+    """The figures of INFO for :meth:`Connection.describe`. Without any, as in memory, nothing is used or limited."""
     name, version = identity(info) if info else ("memory", "")
     out = {"name": name, "version": version, "policy": info.get("maxmemory_policy", "noeviction")}
     out |= {figure: info.get(field, 0) for figure, field in FIGURES.items()}

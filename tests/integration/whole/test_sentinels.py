@@ -59,7 +59,6 @@ def test_a_connection_leads_to_the_primary_although_a_sentinel_is_away(watched: 
 def test_what_answers_and_names_no_primary_is_refused_at_once(watched: Watched, tmp_path: Path) -> None:
     asked, server = watched.sentinels[0].port, watched.primary.port
     source = "\n  The address comes from --redis."
-    write = "it is a sentinel. Write redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB"
     for url, text in (
         (
             f"redis+sentinel://127.0.0.1:1,127.0.0.1:{asked}/other/0",
@@ -80,8 +79,20 @@ def test_what_answers_and_names_no_primary_is_refused_at_once(watched: Watched, 
                 "?sentinel_password=, and sentinel_username= where it has users."
             ),
         ),
-        (f"redis://127.0.0.1:{asked}/0", f"holds no data: {write}. Services that it knows: math."),
-        (f"redis://127.0.0.1:{asked}/1", f"has no databases: {write}."),
+        (
+            f"redis://127.0.0.1:{asked}/0",
+            (
+                "what answers at redis://{at}/0 holds no data: it is a sentinel. Write "
+                "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB. Services that it knows: math."
+            ),
+        ),
+        (
+            f"redis://127.0.0.1:{asked}/1",
+            (
+                "what answers at redis://{at}/1 has no databases: it is a sentinel. Write "
+                "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB."
+            ),
+        ),
     ):
         error = refusal(url, tmp_path, patience_seconds=60.0)
         assert type(error) is ServerUnsuitable
