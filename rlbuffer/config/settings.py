@@ -216,7 +216,9 @@ class RunSettings(Table):
 
     run: str = Field("default", pattern=r"^[a-z0-9_-][a-z0-9_.-]{0,63}$", description="Name of the run on the server.")
     redis_url: str | None = Field(
-        None, repr=False, description="redis://, rediss:// or unix://; empty: the embedded server."
+        None,
+        repr=False,
+        description="redis://, rediss://, unix://, redis+sentinel:// or rediss+sentinel://; empty: the embedded one.",
     )
     redis_password_file: OptionalPath = Field(
         None, description="File with the password of redis_url, where that has none; RLBUFFER_REDIS_PASSWORD wins."

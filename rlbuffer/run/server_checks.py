@@ -6,8 +6,12 @@ Reads only, and starts nothing: an embedded server that does not run is looked a
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
+
+import redis
 
 from rlbuffer.client.buffer import password_of
 from rlbuffer.config.loading import Loaded
@@ -19,10 +23,11 @@ from rlbuffer.store.keys import EARLY_SHARE, SCHEMA
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.server import embedded
 from rlbuffer.store.server.address import is_memory
-from rlbuffer.store.server.answers import ELSEWHERE
+from rlbuffer.store.server.answers import ELSEWHERE, NoPrimary
 from rlbuffer.store.server.binary import find_binary
 from rlbuffer.store.server.connection import Connection
-from rlbuffer.store.server.suitable import check_suitable, identity
+from rlbuffer.store.server.sentinel import Sentinels
+from rlbuffer.store.server.suitable import check_no_sentinel, check_suitable, identity
 
 CLOCK_SECONDS = 2.0
 """Difference of two clocks, beyond what the round trip explains, from which it is worth a warning."""
@@ -36,6 +41,8 @@ class _Unchecked(Connection):
 
     def _check_server(self) -> None:
         self.client.ping()
+        with suppress(redis.exceptions.NoPermissionError):
+            check_no_sentinel(dict(self.client.info()), self.address, self._source())
 
 
 def on_server(loaded: Loaded) -> Iterator[Diagnosis]:
@@ -67,7 +74,48 @@ def on_server(loaded: Loaded) -> Iterator[Diagnosis]:
         yield failed("server", str(error), "start it, or change redis_url")
         return
     with connection:
+        if connection.sentinels is not None:
+            yield _sentinels(connection.sentinels)
+            yield _replicas(connection)
         yield from _of(connection, loaded)
+
+
+def _sentinels(sentinels: Sentinels) -> Diagnosis:
+    """Everybody's word on who the primary is."""
+    named: Counter[str] = Counter()
+    failures = []
+    for place in sentinels.places:
+        try:
+            host, port = sentinels.ask(place)
+        except NoPrimary as error:
+            failures.append(str(error))
+        else:
+            named[f"{host}:{port}"] += 1
+    text = f'primary of "{sentinels.service}": ' + ", ".join(
+        f"{place} (named by {count} of {len(sentinels.places)})" for place, count in named.most_common()
+    )
+    if failures:
+        fix = "start those that are away, or take them out of redis_url"
+        return doubtful("sentinels", "; ".join([text, *failures]), fix)
+    if len(named) > 1:
+        return doubtful("sentinels", f"they disagree. {text}", "look again when their failover is over")
+    return well("sentinels", text)
+
+
+def _replicas(connection: Connection) -> Diagnosis:
+    """Replicas, and whether a primary that has lost them goes on taking what is going to be lost."""
+    try:
+        info = connection.call(lambda: dict(connection.client.info("replication")), patience_seconds=0)
+    except RlbufferError as error:
+        return doubtful("replicas", f"not known: {str(error).splitlines()[0]}", "let this user ask: +info")
+    count, least = int(info.get("connected_slaves", 0)), _setting(connection, "min-replicas-to-write")
+    text = f"{count} of the primary, min-replicas-to-write {least}"
+    if not count:
+        return doubtful("replicas", text, "start one: without it nobody takes the primary's place")
+    if least == "0":
+        fix = "redis-cli config set min-replicas-to-write 1 on each server, and the same in its own file"
+        return doubtful("replicas", f"{text}: a primary that was replaced takes writes that are lost", fix)
+    return well("replicas", text)
 
 
 def _program() -> Diagnosis:

@@ -21,6 +21,7 @@ from homes import Home
 from kill_runs import TAIL_STEPS, WORLD_SIZE, Watch, finish, home_step, write_config
 from outcome import Outcome, Say
 from pairs import Pair
+from watched import Watched
 
 LOST_STEPS, LOST_SECONDS = 4, 5.0
 """Acknowledged steps that a kill takes at most: a trainer hands back the last eight steps, not more."""
@@ -33,15 +34,21 @@ Steps = dict[tuple[int, str], list[str]]
 """(step, digest) -> its rollouts."""
 
 
-def run_failovers(home: Home, *, seed: int, failovers: int, kills: int, steps: int, say: Say) -> Outcome:
-    """`failovers` planned ones and `kills` of the primary, in a drawn order, spread over a run of `steps` steps."""
-    outcome = Outcome(name=f"failovers (seed {seed})")
+def run_failovers(
+    home: Home, *, seed: int, failovers: int, kills: int, steps: int, say: Say, sentinels: bool = False
+) -> Outcome:
+    """`failovers` planned ones and `kills` of the primary, in a drawn order, spread over a run of `steps` steps.
+
+    With `sentinels` three servers are watched by three of them, as docs/guide/deploy.md has it. Nobody but them chooses
+    a primary, and one without a replica takes no writes: what a kill takes is what it had not sent on yet.
+    """
+    outcome = Outcome(name=f"failovers {'under sentinels ' * sentinels}(seed {seed})")
     draw = random.Random(f"failovers {seed}")
     began = time.monotonic()
     faults = [FAILOVER] * failovers + [KILL] * kills
     draw.shuffle(faults)
     committed: Steps = {}
-    with Pair(home.path / "pair", options=OPTIONS) as pair:
+    with (Watched if sentinels else Pair)(home.path / "pair", options=OPTIONS) as pair:
         home.url = pair.url
         home.environment["RLBUFFER_REDIS_URL"] = pair.url
         config = write_config(home, steps=steps, keep_checkpoints=3)
@@ -55,15 +62,14 @@ def run_failovers(home: Home, *, seed: int, failovers: int, kills: int, steps: i
             if not progress.reaches(due, outcome):
                 break
             time.sleep(draw.uniform(0, 0.3))
-            said = _fail_over(pair) if fault == FAILOVER else _kill(home, pair, committed, draw)
+            said = _fail_over(pair, committed) if fault == FAILOVER else _kill(home, pair, committed, draw)
             say(f"  {time.monotonic() - began:5.0f} s  step {progress.last}: {fault}{said}")
             outcome.faults[fault] += 1
             progress.last = home_step(home)
         progress.reaches(steps, outcome)
         _end(others, outcome)
         finish(home, outcome, trainer, steps)
-        for server in (pair.primary, pair.replica):
-            committed |= read_steps(server.directory, "tiny")
+        _note_steps(pair, committed)
         outcome.findings += check_metrics(home.metrics(), steps)
         outcome.findings += check_uses(committed, home.metrics())
         with home.connect() as buffer:
@@ -96,27 +102,37 @@ def check_uses(committed: Mapping[tuple[int, str], list[str]], metrics: Iterable
     return findings or ([] if uses else ["nothing was trained"])
 
 
-def _fail_over(pair: Pair) -> str:
+def _fail_over(pair: Pair | Watched, committed: Steps) -> str:
     pair.fail_over()
+    _note_steps(pair, committed)
+    pair.settle()
     return f", to port {pair.primary.port}"
 
 
-def _kill(home: Home, pair: Pair, committed: Steps, draw: random.Random) -> str:
+def _kill(home: Home, pair: Pair | Watched, committed: Steps, draw: random.Random) -> str:
     """Returns the sentence about it."""
-    before, lost = home_step(home), draw.choice((0, draw.randint(1, LOST_STEPS)))
+    before, lost = home_step(home), draw.choice((0, draw.randint(1, LOST_STEPS))) * isinstance(pair, Pair)
     if lost:
         pair.cut()
         deadline = time.monotonic() + LOST_SECONDS
         while home_step(home) < before + lost and time.monotonic() < deadline:
             time.sleep(0.02)
     pair.primary.kill()
-    away = draw.uniform(0, LONGEST_AWAY_SECONDS)
-    time.sleep(away)
+    began, away = time.monotonic(), draw.uniform(0, LONGEST_AWAY_SECONDS)
+    if isinstance(pair, Pair):
+        time.sleep(away)
     pair.promote()
-    committed |= read_steps(pair.replica.directory, "tiny")  # the dead one's, before it loads what the other has
+    away = time.monotonic() - began
+    _note_steps(pair, committed)
     pair.mend()
     taken = f"with what it did since step {before}, " if lost else ""
     return f", {taken}nobody there for {away:.1f} s"
+
+
+def _note_steps(pair: Pair | Watched, committed: Steps) -> None:
+    """The steps in every server's file, before one of them loads what another has."""
+    for server in pair.servers:
+        committed |= read_steps(server.directory, "tiny")
 
 
 def _end(others: Mapping[str, subprocess.Popen[str]], outcome: Outcome) -> None:

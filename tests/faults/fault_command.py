@@ -19,6 +19,7 @@ from network_runs import run_network
 from outcome import Outcome, Say
 from takeover_runs import ALLOWED_SECONDS, run_takeovers
 from torn_runs import SERVERS, programs, run_torn
+from watched import MISSING
 
 RUNS = ("kills", "network", "takeovers", "failovers", "disks", "torn", "hostile")
 """In the order in which they run."""
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--failovers", type=int, default=20, help="planned failovers (default 20)")
     parser.add_argument("--primary-kills", type=int, default=20, help="kills of the primary (default 20)")
     parser.add_argument("--failover-steps", type=int, default=200, help="steps of that run (default 200)")
+    parser.add_argument("--sentinels", action="store_true", help="let sentinels choose the primary of `failovers`")
     parser.add_argument("--disks", type=int, default=3, help="times that the disk is full (default 3)")
     parser.add_argument("--full-seconds", type=float, default=120.0, help="how long it stays so (default 120)")
     parser.add_argument("--moves", type=int, default=60, help="hostile moves on control keys (default 60)")
@@ -52,6 +54,8 @@ def main() -> int:
     unknown = sorted(set(args.runs) - set(RUNS))
     if unknown:
         parser.error(f"no such run: {', '.join(unknown)}. There are {', '.join(RUNS)}")
+    if args.sentinels and MISSING:
+        parser.error(f"--sentinels needs {' and '.join(MISSING)} on PATH")
     failed = False
     for name in args.runs or RUNS:
         print(f"{name}: again with  {again(name, args)}", flush=True)
@@ -72,6 +76,7 @@ def again(name: str, args: argparse.Namespace) -> str:
         "torn": f"--cuts {args.cuts}  (servers: those on PATH, and what {SERVERS} names)",
         "failovers": (
             f"--failovers {args.failovers} --primary-kills {args.primary_kills} --failover-steps {args.failover_steps}"
+            f"{' --sentinels' * args.sentinels}"
         ),
     }
     sizes["disks"] = f"--disks {args.disks} --full-seconds {args.full_seconds:g}"
@@ -104,6 +109,7 @@ def run_one(name: str, args: argparse.Namespace, say: Say) -> Iterator[Outcome]:
                 kills=args.primary_kills,
                 steps=args.failover_steps,
                 say=say,
+                sentinels=args.sentinels,
             )
             return
         if name == "disks":

@@ -19,11 +19,19 @@ FORMS = [
     (":{}@host", ":***@host"),
     ("redis://user:{}@[::1]:6379/0?ssl_ca_certs=/ca.crt", "redis://user:***@[::1]:6379/0?ssl_ca_certs=/ca.crt"),
     ("redis:user:{}@host", "redis:***@host"),
+    ("redis+sentinel://user:{}@h:1,[::1]:2,i/math/0", "redis+sentinel://user:***@h:1,[::1]:2,i/math/0"),
 ]
 OPTIONS = [
     ("unix:///run/s?db=1&password={}", "unix:///run/s?db=1&password=***"),
     ("unix:///run/s?password={}&db=1", "unix:///run/s?password=***&db=1"),
     ("unix:///run/s?ssl_keyfile=k&ssl_password={}&db=1", "unix:///run/s?ssl_keyfile=k&ssl_password=***&db=1"),
+]
+SENTINELS = [
+    (
+        "rediss+sentinel://h:1,h:2/math?sentinel_password={}&sentinel_username=u",
+        "rediss+sentinel://h:1,h:2/math?sentinel_password=***&sentinel_username=u",
+    ),
+    ("redis+sentinel://user:{}", "redis+sentinel://user:***"),
 ]
 
 
@@ -50,6 +58,13 @@ def test_the_password_among_the_options_is_hidden(form: str, shown: str, passwor
         assert redacted(form.format(written)) == shown
 
 
+@pytest.mark.parametrize(("form", "shown"), SENTINELS)
+@settings(deadline=None)
+@given(password=PASSWORDS.filter(may_stand))
+def test_the_passwords_of_sentinels_are_hidden_when_they_are_quoted(form: str, shown: str, password: str) -> None:
+    assert redacted(form.format(f"x{quote(password, safe='')}x")) == shown
+
+
 @settings(deadline=None)
 @given(password=st.text(st.characters(codec="utf-8"), min_size=1), host=st.sampled_from(["h", "h/0", "h:1/0?db=2"]))
 def test_a_password_that_looks_like_an_option_hides_the_rest(password: str, host: str) -> None:
@@ -72,6 +87,7 @@ def test_a_password_without_a_host_is_hidden(url: str, password: str) -> None:
         "rediss://host/0?ssl_ca_certs=/ca.crt",
         "redis://[::1]:6379",
         "unix:///run/a:b/s.sock?db=1",
+        "redis+sentinel://h:1,[::1]:2,i/math/0",
         "memory://name",
         "http://localhost",
         "localhost:6379",

@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from rlbuffer.store.server.binary import find_binary
 
@@ -65,7 +67,7 @@ class OwnServer:
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
-                with redis.Redis(port=self.port, socket_timeout=5) as client:
+                with redis.Redis(port=self.port, socket_timeout=5, retry=Retry(NoBackoff(), 0)) as client:
                     client.ping()
                 return
             except redis.AuthenticationError:
@@ -125,5 +127,6 @@ class Disk:
 
 
 def free_port() -> int:
+    """A port of this machine at which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

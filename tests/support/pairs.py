@@ -34,6 +34,10 @@ class Pair:
             raise
         self.url = self._address.url
 
+    @property
+    def servers(self) -> list[Node]:
+        return [self.primary, self.replica]
+
     def fail_over(self) -> None:
         """A planned failover, which loses nothing: the servers exchange their roles, then the address is switched."""
         before, after = self.primary, self.replica
@@ -42,7 +46,10 @@ class Pair:
         before.wait_for(lambda ask: ask("ROLE")[0] == b"slave")
         after.wait_for(lambda ask: ask("ROLE")[0] == b"master")
         self._lead_to(after, before)
-        before.wait_for(lambda ask: ask("INFO", "replication")["master_link_status"] == "up")
+
+    def settle(self) -> None:
+        """Waits until the old primary has all that the new one has."""
+        self.replica.wait_for(lambda ask: ask("INFO", "replication")["master_link_status"] == "up")
 
     def cut(self) -> None:
         """The replica hears nothing of the primary any more; what that acknowledges from now on dies with it."""

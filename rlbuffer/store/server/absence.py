@@ -10,6 +10,7 @@ from typing import Any
 import redis
 
 from rlbuffer.store.server import tls
+from rlbuffer.store.server.address import is_sentinel
 
 
 def remedy(error: redis.RedisError, *, url: str, options: Mapping[str, Any], origin: str, is_known: bool) -> str:
@@ -18,7 +19,7 @@ def remedy(error: redis.RedisError, *, url: str, options: Mapping[str, Any], ori
     `options` are those of the url, `origin` says where it comes from; `is_known`: the server has answered before.
     """
     if not is_known and _refused(error) is None:
-        suspicion = tls.suspicion(error, options, is_tls=url.startswith("rediss:"))
+        suspicion = _suspicion(error, url, options)
         if suspicion:
             return f"  {suspicion}"
     instead = "leave redis_url out"
@@ -29,8 +30,20 @@ def remedy(error: redis.RedisError, *, url: str, options: Mapping[str, Any], ori
     return f"  {_start_one(url, options)}\n  Or use the embedded one: {instead}."
 
 
+def _suspicion(error: redis.RedisError, url: str, options: Mapping[str, Any]) -> str:
+    """The likely mistake with TLS; "" for none."""
+    if not is_sentinel(url):
+        return tls.suspicion(error, options, is_tls=url.startswith("rediss:"))
+    host, port = options["sentinels"][0]
+    words = tls.suspicion(error, {"host": host, "port": port}, is_tls=url.startswith("rediss+"))
+    return words.replace("://", "+sentinel://")
+
+
 def _start_one(url: str, options: Mapping[str, Any]) -> str:
-    """The way to start the server that is not there."""
+    """The way to start the server that is not there, or to see what its sentinels think."""
+    if is_sentinel(url):
+        host, port = options["sentinels"][0]
+        return f"Ask them what they wait for:   redis-cli -h {host} -p {port} sentinel ckquorum {options['service']}"
     if url.startswith("unix:"):
         return f"Start one:   valkey-server --unixsocket {options.get('path', '')}   (or redis-server)"
     if url.startswith("rediss:"):

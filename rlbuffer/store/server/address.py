@@ -6,16 +6,23 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from rlbuffer.errors import ConfigError
 
 HIDDEN = "***"
 _OPTIONS = re.compile(r"connection_class|path|host|port|db|username|password|ssl_\w+")
-_SCHEME = re.compile(r"(?:(?:rediss?|unix|memory)://)?", re.IGNORECASE)
-_NAMES = "connection_class|path|host|port|db|username|password|ssl_[A-Za-z0-9_]*"
+_SCHEME = re.compile(r"(?:(?:rediss?(?:\+sentinel)?|unix|memory)://)?", re.IGNORECASE)
+_NAMES = "connection_class|path|host|port|db|(?:sentinel_)?(?:username|password)|ssl_[A-Za-z0-9_]*"
 _SECRET = re.compile(rf"([?&][^=&?]*pass[^=&?]*=)(?:(?!&(?:{_NAMES})=).)*", re.DOTALL | re.IGNORECASE)
 """A password among the options. It ends where an option follows of an address: any other ``&`` is its own."""
+SENTINEL_PORT = 26379
+SENTINEL_LOGIN = {"username": "sentinel_username", "password": "sentinel_password"}
+"""Part of a sentinel's own login -> the option of an address that has it."""
+FORMS = (
+    "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://.\n"
+    "  Where sentinels name the primary: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB."
+)
 
 
 def redacted(url: str) -> str:
@@ -40,10 +47,11 @@ def redacted(url: str) -> str:
     if at:
         name, colon, _ = user.partition(":")
         return f"{scheme}{name}:{HIDDEN}@{host}" if colon else scheme + rest
-    place = re.split(r"[/?]", rest, maxsplit=1)[0]
-    name, colon, port = place.rpartition(":") if place.startswith("[") else place.partition(":")
-    if colon and re.fullmatch(r"[0-9]{0,5}", port) is None:
-        return f"{scheme}{name}:{HIDDEN}"  # no port: a password whose host is missing
+    places = re.split(r"[/?]", rest, maxsplit=1)[0]
+    for place in places.split(",") if is_sentinel(scheme) else [places]:
+        name, colon, port = place.rpartition(":") if place.startswith("[") else place.partition(":")
+        if colon and re.fullmatch(r"[0-9]{0,5}", port) is None:
+            return f"{scheme}{name}:{HIDDEN}"  # no port: a password whose host is missing
     return scheme + rest
 
 
@@ -55,7 +63,11 @@ def has_password(url: str) -> bool:
 def check_quoted(url: str, source: str) -> None:
     """Raises ConfigError for a password that ends the address too early: the rest would be taken for something else."""
     scheme, _, rest = url.partition("://")
-    if scheme in ("redis", "rediss") and "@" in rest and "@" not in re.split(r"[/?#]", rest, maxsplit=1)[0]:
+    if (
+        scheme.removesuffix("+sentinel") in ("redis", "rediss")
+        and "@" in rest
+        and "@" not in re.split(r"[/?#]", rest, maxsplit=1)[0]
+    ):
         user = rest.rpartition("@")[0]
         if ":" in user and "?" not in user.partition("/")[2]:
             raise ConfigError(
@@ -68,6 +80,9 @@ def check_quoted(url: str, source: str) -> None:
 def options_of(url: str, source: str) -> dict[str, Any]:
     """Options that redis-py makes of a server's address, ``redis://``, ``rediss://`` or ``unix://``.
 
+    One of sentinels, ``redis+sentinel://`` or ``rediss+sentinel://``, has `sentinels`, a host and a port of each, and
+    `service` in place of a host and a port.
+
     Args:
         source: where it came from, as a sentence on a line of its own; "" when nobody knows.
 
@@ -78,20 +93,52 @@ def options_of(url: str, source: str) -> dict[str, Any]:
 
     check_quoted(url, source)
     try:
-        options: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
+        plain, places, service = _split(url) if is_sentinel(url) else (url, (), "")
+        options: dict[str, Any] = parse_url(plain)  # type: ignore[no-untyped-call]
     except ValueError:
-        raise ConfigError(
-            f"{redacted(url)} is not the address of a server.{source}\n"
-            "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://.",
-            setting="redis_url",
-        ) from None  # it may quote the password as a port
+        # It may quote the password as a port.
+        text = f"{redacted(url)} is not the address of a server.{source}\n{FORMS}"
+        raise ConfigError(text, setting="redis_url") from None
+    own = frozenset(SENTINEL_LOGIN.values()) if places else frozenset()
     for option in options:
-        if _OPTIONS.fullmatch(option) is None:
+        if option not in own and _OPTIONS.fullmatch(option) is None:
             raise ConfigError(
                 f"the address {redacted(url)} has an option that cannot be set there: {option}.{source}",
                 setting="redis_url",
             )
-    return options
+    if not places:
+        return options
+    if not service:
+        raise ConfigError(
+            f"{redacted(url)} names no service.{source}\n"
+            "  It stands behind the sentinels, /SERVICE/DB, as in their `sentinel monitor SERVICE HOST PORT QUORUM`.",
+            setting="redis_url",
+        )
+    del options["host"]
+    return options | {"sentinels": places, "service": service}
+
+
+def _split(url: str) -> tuple[str, tuple[tuple[str, int], ...], str]:
+    """The same address with one host in place of the sentinels and the service; the sentinels; the service.
+
+    Raises:
+        ValueError: no sentinels stand there, or no number of a database.
+    """
+    scheme, _, rest = url.partition("+sentinel://")
+    front, mark, query = rest.partition("?")
+    user, at, after = front.rpartition("@")
+    named, _, path = after.partition("/")
+    service, _, db = path.partition("/")
+    if db and not db.isdecimal():
+        raise ValueError
+    places = []
+    for each in named.split(","):
+        place = urlsplit(f"//{each}")
+        port = SENTINEL_PORT if place.port is None else place.port
+        if not place.hostname or not port:
+            raise ValueError
+        places.append((place.hostname, port))
+    return f"{scheme}://{user}{at}service/{db}{mark}{query}", tuple(places), unquote(service)
 
 
 def check_place(url: str, options: Mapping[str, Any], source: str) -> None:
@@ -105,6 +152,8 @@ def check_place(url: str, options: Mapping[str, Any], source: str) -> None:
             why = "names a file that is no socket"
         elif not Path(path).exists():
             why = "names a socket that is not there"
+    elif is_sentinel(url):
+        return  # read already
     elif urlsplit(url).port == 0:
         why = "has port 0, which no server listens at"
     named = urlsplit(url).path.strip("/")
@@ -112,6 +161,11 @@ def check_place(url: str, options: Mapping[str, Any], source: str) -> None:
         why = f"ends with {named!r}, which is no number of a database"
     if why:
         raise ConfigError(f"{redacted(url)} {why}.{source}", setting="redis_url")
+
+
+def is_sentinel(url: str) -> bool:
+    """``redis+sentinel://`` and ``rediss+sentinel://``: the primary that sentinels name."""
+    return url.lower().startswith(("redis+sentinel:", "rediss+sentinel:"))
 
 
 def is_memory(url: str) -> bool:

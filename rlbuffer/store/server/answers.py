@@ -52,7 +52,22 @@ ACT = frozenset({"OOM", "MISCONF", "NOREPLICAS"})
 WRONG = frozenset({"ERR", "CROSSSLOT", "BUSYGROUP", "NOGROUP", "NOPROTO", "INVALIDOBJ"})
 """Codes that say that the command does not fit the server or the key. A code that stands nowhere here is of a server or
 a proxy that this version does not know, and is taken for a refusal that passes."""
+IS_SENTINEL = "it is a sentinel. Write redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB"
 TOO_MANY_CLIENTS = "max number of clients"
+
+
+class NoPrimary(redis.ConnectionError):
+    """The sentinels of a service name no primary.
+
+    Args:
+        why: the reason, as part of a sentence.
+        is_mistake: they never will, asked like this.
+        is_down: they know it, and that it is down.
+    """
+
+    def __init__(self, why: str, *, is_mistake: bool = False, is_down: bool = False) -> None:
+        super().__init__(why)
+        self.is_mistake, self.is_down = is_mistake, is_down
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +81,16 @@ class Understood:
     """The server that answers next may be another one, or the same without its newest writes."""
 
 
-def understand(error: redis.RedisError, *, address: str, source: str, is_embedded: bool, is_known: bool) -> Understood:
+def understand(
+    error: redis.RedisError, *, address: str, source: str, is_embedded: bool, is_watched: bool, is_known: bool
+) -> Understood:
     """Translates an error of redis-py.
 
     Args:
         address: of the server, without its password.
         source: a sentence that says where the address comes from; may be empty.
+        is_watched: sentinels name the server. A primary that they have replaced loses its replicas first, and is told
+            of it some ten seconds later.
         is_known: the server has taken this process's login before.
     """
     code, words = code_of(error), words_of(error)
@@ -81,7 +100,11 @@ def understand(error: redis.RedisError, *, address: str, source: str, is_embedde
     if code in ELSEWHERE:
         return Understood(ServerRefused(f"{refusal}{ELSEWHERE[code]} ({words})"), may_pass=True, is_loss=True)
     if code in FOR_NOW:
-        return Understood(ServerRefused(f"{refusal}{FOR_NOW[code]} ({words})"), may_pass=code not in ACT)
+        return Understood(
+            ServerRefused(f"{refusal}{FOR_NOW[code]} ({words})"),
+            may_pass=code not in ACT,
+            is_loss=is_watched and code == "NOREPLICAS",
+        )
     if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError) and is_known:
         # Somebody changes users at this moment, or a new primary does not have them yet.
         return Understood(
@@ -95,7 +118,11 @@ def understand(error: redis.RedisError, *, address: str, source: str, is_embedde
                 f"{refusal}a key of the run holds another type than rlbuffer puts there. `rlbuffer verify` names it"
             )
         )
-    if isinstance(error, _LOGIN) or any(denial in words for denial in DENIED_INSIDE):
+    if isinstance(error, NoPrimary) and error.is_mistake and not is_known:
+        return Understood(ServerUnsuitable(f"{address} leads to no server: {error}.{source}"))
+    if words.startswith("unknown command 'SELECT'"):
+        return Understood(ServerUnsuitable(f"what answers at {address} has no databases: {IS_SENTINEL}.{source}"))
+    if isinstance(error, LOGIN) or any(denial in words for denial in DENIED_INSIDE):
         return Understood(
             ServerUnsuitable(
                 f"the server at {address} does not allow this: {words}.{source}\n"
@@ -108,7 +135,7 @@ def understand(error: redis.RedisError, *, address: str, source: str, is_embedde
         return Understood(ServerUnsuitable(f"no TLS connection to the server at {address}: {wrong}.{source}"))
     if isinstance(error, _LOST) or TOO_MANY_CLIENTS in words:
         what = "the embedded server" if is_embedded else "Redis"
-        failure = ServerUnreachable(f"cannot reach {what} at {address} ({_reason(error)}).")
+        failure = ServerUnreachable(f"cannot reach {what} at {address} ({reason_of(error)}).")
         # EAGAIN: a unix socket whose queue is full. A server listens there, and nothing was sent to it.
         return Understood(failure, may_pass=True, is_loss=not isinstance(_below(error), BlockingIOError))
     if isinstance(error, redis.DataError):
@@ -122,7 +149,7 @@ def understand(error: redis.RedisError, *, address: str, source: str, is_embedde
 
 DENIED_INSIDE = ("ACL failure in script", "The user executing the script")
 """A command that the user's ACL denies inside a script comes as an error of the script."""
-_LOGIN = (
+LOGIN = (
     redis.AuthenticationError,
     redis.exceptions.AuthorizationError,
     redis.exceptions.NoPermissionError,
@@ -153,7 +180,10 @@ def _below(error: redis.RedisError) -> BaseException | None:
     return error.__cause__ or error.__context__
 
 
-def _reason(error: redis.RedisError) -> str:
+def reason_of(error: redis.RedisError) -> str:
+    """The reason of a lost connection, as part of a sentence."""
+    if isinstance(error, NoPrimary):
+        return str(error)
     below = _below(error)
     if isinstance(below, OSError) and below.strerror:
         return below.strerror.lower()

@@ -38,13 +38,14 @@ from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ServerUnreachable
 from rlbuffer.store.limits import PushLimits, read_limits, timeout_seconds
 from rlbuffer.store.server import absence, tls
-from rlbuffer.store.server.address import options_of, redacted, source_of
+from rlbuffer.store.server.address import is_sentinel, options_of, redacted, source_of
 from rlbuffer.store.server.answers import understand
 from rlbuffer.store.server.embedded import EmbeddedServer, ensure
 from rlbuffer.store.server.gathering import GATHERING
 from rlbuffer.store.server.in_process import memory_client, memory_name
 from rlbuffer.store.server.script import Script
-from rlbuffer.store.server.suitable import check_suitable, identity
+from rlbuffer.store.server.sentinel import Sentinels, following, sentinels_of
+from rlbuffer.store.server.suitable import check_suitable, figures
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -66,16 +67,6 @@ FIRST_PAUSE_SECONDS = 0.02
 LONGEST_PAUSE_SECONDS = 1.0
 _RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
 
-FACTS = {
-    "used_memory": "used_memory",
-    "maxmemory": "maxmemory",
-    "machine": "total_system_memory",
-    "unfreed": "lazyfree_pending_objects",
-    "buffers": "mem_clients_normal",
-    "policy": "maxmemory_policy",
-}
-"""Fact of :meth:`Connection.describe` -> field of INFO."""
-
 
 class _BrokenUnused(redis.ConnectionError):
     """A connection of the pool was closed between two commands."""
@@ -96,7 +87,8 @@ class Connection:
     """The clients of one process for one server. Thread-safe; usable after a fork.
 
     Args:
-        url: ``redis://``, ``rediss://``, ``unix://`` or ``memory://NAME``; None for the embedded server.
+        url: ``redis://``, ``rediss://``, ``redis+sentinel://``, ``rediss+sentinel://``, ``unix://`` or
+            ``memory://NAME``; None for the embedded server.
         home: where the embedded server lives.
         server: settings of the embedded server.
         name: shown by CLIENT LIST.
@@ -240,6 +232,7 @@ class Connection:
                     address=self.address,
                     source=self._source(),
                     is_embedded=self.embedded is not None,
+                    is_watched=is_sentinel(self._url),
                     is_known=self._is_known,
                 )
                 cause = error
@@ -269,29 +262,15 @@ class Connection:
         """Facts: name, version, address, embedded, policy; in bytes: maxmemory (0: no limit), machine (memory of its
         machine; 0: not known), used_memory (what counts against it), unfreed (objects that are unlinked and not given
         back yet: a number, not bytes), buffers (of the clients)."""
-        facts: dict[str, Any] = {
-            "name": "memory",
-            "version": "",
-            "address": self.address,
-            "embedded": self.embedded is not None,
-            "used_memory": 0,
-            "maxmemory": 0,
-            "machine": 0,
-            "unfreed": 0,
-            "buffers": 0,
-            "policy": "noeviction",
-        }
-        if self.is_memory:
-            return facts
-        info: dict[str, Any] = self.call(
-            lambda: dict(self._client.info()), patience_seconds=PATIENCE_SECONDS, repeat=True
-        )
-        facts["name"], facts["version"] = identity(info)
-        for key, field in FACTS.items():
-            facts[key] = info.get(field, facts[key])
-        # The server leaves its own file's buffer out when it compares with the limit.
-        facts["used_memory"] -= int(info.get("mem_not_counted_for_evict", 0))
-        return facts
+        info: dict[str, Any] = {}
+        if not self.is_memory:
+            info = self.call(lambda: dict(self._client.info()), patience_seconds=PATIENCE_SECONDS, repeat=True)
+        return {"address": self.address, "embedded": self.embedded is not None} | figures(info)
+
+    @property
+    def sentinels(self) -> Sentinels | None:
+        """Those that name the server; None where the address does."""
+        return None if self.is_memory else sentinels_of(self._url_options())
 
     def close(self) -> None:
         """Closes the clients and leaves the embedded server, which the last user stops. Safe to repeat."""
@@ -315,7 +294,7 @@ class Connection:
 
     def _make_client(self, timeout_seconds: float) -> redis.Redis:
         pool = _Pool(
-            **self._url_options(),
+            **following(self._url_options()),
             client_name=self._name or None,
             protocol=3,
             driver_info=None,  # CLIENT SETINFO is of Redis 7.2, and no user of an ACL file for 7.0 may send it

@@ -40,8 +40,8 @@ class _Gathering:
                 at += 1
 
 
-class _Tcp(_Gathering, redis.connection.Connection):
-    pass
+class Tcp(_Gathering, redis.connection.Connection):
+    """A connection over TCP, which gathers."""
 
 
 class _Unix(_Gathering, redis.connection.UnixDomainSocketConnection):
@@ -49,7 +49,7 @@ class _Unix(_Gathering, redis.connection.UnixDomainSocketConnection):
 
 
 GATHERING: dict[type[Any], type[Any]] = {
-    redis.connection.Connection: _Tcp,
+    redis.connection.Connection: Tcp,
     redis.connection.UnixDomainSocketConnection: _Unix,
 }
 """Class of redis-py -> the same, which gathers."""

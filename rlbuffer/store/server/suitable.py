@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import redis
 
 from rlbuffer.errors import ServerUnsuitable
+from rlbuffer.store.server.answers import IS_SENTINEL
 from rlbuffer.store.server.binary import MINIMUM_VERSION, version_tuple
+
+FIGURES = {
+    "used_memory": "used_memory",
+    "maxmemory": "maxmemory",
+    "machine": "total_system_memory",
+    "unfreed": "lazyfree_pending_objects",
+    "buffers": "mem_clients_normal",
+}
+"""Figure of a server -> field of INFO."""
+
+
+def figures(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of INFO for :meth:`Connection.describe`. Without any, as in memory, nothing is used or limited."""
+    name, version = identity(info) if info else ("memory", "")
+    out = {"name": name, "version": version, "policy": info.get("maxmemory_policy", "noeviction")}
+    out |= {figure: info.get(field, 0) for figure, field in FIGURES.items()}
+    # The server leaves its own file's buffer out when it compares with the limit.
+    out["used_memory"] -= int(info.get("mem_not_counted_for_evict", 0))
+    return out
 
 
 def identity(info: Mapping[str, Any]) -> tuple[str, str]:
@@ -18,18 +39,29 @@ def identity(info: Mapping[str, Any]) -> tuple[str, str]:
     return "redis", str(info.get("redis_version", ""))
 
 
+def check_no_sentinel(info: Mapping[str, Any], address: str, source: str) -> None:
+    """Raises ServerUnsuitable for INFO of a sentinel: it holds no data."""
+    if "sentinel" in (info.get("redis_mode"), info.get("server_mode")):
+        services = [str(value["name"]) for name, value in info.items() if re.fullmatch(r"master\d+", name)]
+        raise ServerUnsuitable(
+            f"what answers at {address} holds no data: {IS_SENTINEL}. Services that it knows: "
+            f"{', '.join(services) or 'none'}.{source}"
+        )
+
+
 def check_suitable(client: redis.Redis, address: str, source: str) -> None:
     """Checks that a run can live on the server. A user who may not ask (ACL) is trusted.
 
     `source` ends every message: where the address comes from.
 
     Raises:
-        ServerUnsuitable: it is too old, evicts keys, or is a cluster of several shards.
+        ServerUnsuitable: it is a sentinel, too old, evicts keys, or is a cluster of several shards.
     """
     try:
         info: dict[str, Any] = dict(client.info())
     except redis.exceptions.NoPermissionError:
         return
+    check_no_sentinel(info, address, source)
     name, version = identity(info)
     place = f"{name.capitalize()} {version} at {address}"
     if version_tuple(version) < MINIMUM_VERSION:

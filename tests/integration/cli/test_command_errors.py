@@ -199,7 +199,8 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             3,
             (
                 "Error: http://x is not the address of a server.\n  The address comes from --redis.\n"
-                "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://."
+                "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://.\n"
+                "  Where sentinels name the primary: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB."
             ),
         ),
         (

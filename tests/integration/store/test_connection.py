@@ -224,7 +224,8 @@ def test_what_is_no_address_is_a_config_error(home: Path, url: str) -> None:
     assert str(caught.value) == (
         f"{url} is not the address of a server.\n"
         "  The address comes from rlbuffer.toml:2.\n"
-        "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://."
+        "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://.\n"
+        "  Where sentinels name the primary: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB."
     )
     assert caught.value.setting == "redis_url"
 

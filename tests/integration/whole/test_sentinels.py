@@ -1,0 +1,280 @@
+"""Real servers, and real sentinels that choose the primary among them: a run follows by itself."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from authority import Authority
+from daemon_runs import Served
+from own_server import free_port
+from pairs import Node
+from store_runs import Run
+from watched import MISSING, SERVICE, Watched, sentinel
+
+import rlbuffer
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.daemon import leadership
+from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnreachable, ServerUnsuitable
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.store.server.connection import Connection
+from rlbuffer.testing import make_group
+from rlbuffer_cli.main import main
+
+pytestmark = [pytest.mark.server, pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)} on PATH")]
+CONFIG = rlbuffer.BatcherConfig(64, step_groups=1, max_age=1000, lookahead=1)
+MORE_STEPS = 5
+"""Trained between two faults."""
+STEP_SECONDS = 0.4
+"""Between two pushes. A replaced primary keeps a replica for a second: a trainer hands back eight steps, not more."""
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    with Watched(tmp_path_factory.mktemp("watched")) as made:
+        yield made
+
+
+def refusal(url: str, home: Path, patience_seconds: float = 0.0) -> RlbufferError:
+    with pytest.raises(RlbufferError) as caught:
+        Connection(
+            url, home=home, server=ServerSettings(), name="t", origin="--redis", patience_seconds=patience_seconds
+        )
+    return caught.value
+
+
+def test_a_connection_leads_to_the_primary_although_a_sentinel_is_away(watched: Watched, tmp_path: Path) -> None:
+    url = watched.url.replace("://", "://127.0.0.1:1,127.0.0.1:2,")
+    for _ in range(8):  # in a drawn order
+        with Connection(url, home=tmp_path, server=ServerSettings(), name="t") as made:
+            assert made.client.client_info()["laddr"] == f"127.0.0.1:{watched.primary.port}"
+            assert made.address == url
+
+
+def test_what_answers_and_names_no_primary_is_refused_at_once(watched: Watched, tmp_path: Path) -> None:
+    asked, server = watched.sentinels[0].port, watched.primary.port
+    source = "\n  The address comes from --redis."
+    for url, text in (
+        (
+            f"redis+sentinel://127.0.0.1:1,127.0.0.1:{asked}/other/0",
+            'leads to no server: the sentinel at {at} knows no service "other". Those that it knows: math.',
+        ),
+        (
+            f"redis+sentinel://127.0.0.1:{server}/{SERVICE}",
+            (
+                "leads to no server: what answers at {at} is no sentinel (unknown command 'SENTINEL'). Name the port "
+                "of the sentinels, mostly 26379; the address of one server begins with redis:// or rediss://."
+            ),
+        ),
+        (
+            f"redis+sentinel://127.0.0.1:{asked}/{SERVICE}?sentinel_password=secret",
+            (
+                "leads to no server: the sentinel at {at} does not allow this: AUTH <password> called without any "
+                "password configured for the default user. Its own login stands in the address as "
+                "?sentinel_password=, and sentinel_username= where it has users."
+            ),
+        ),
+        (
+            f"redis://127.0.0.1:{asked}/0",
+            (
+                "what answers at redis://{at}/0 holds no data: it is a sentinel. Write "
+                "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB. Services that it knows: math."
+            ),
+        ),
+        (
+            f"redis://127.0.0.1:{asked}/1",
+            (
+                "what answers at redis://{at}/1 has no databases: it is a sentinel. Write "
+                "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB."
+            ),
+        ),
+    ):
+        error = refusal(url, tmp_path, patience_seconds=60.0)
+        assert type(error) is ServerUnsuitable
+        at = f"127.0.0.1:{server if str(server) in url else asked}"
+        assert str(error).endswith(text.format(at=at) + source)
+        assert "secret" not in str(error)
+        assert error.exit_code == 4
+
+
+def test_sentinels_that_are_away_are_waited_for_and_all_named(tmp_path: Path) -> None:
+    error = refusal("redis+sentinel://127.0.0.1:1,127.0.0.1:2/math/0", tmp_path)
+    assert type(error) is ServerUnreachable
+    assert str(error) == (
+        "cannot reach Redis at redis+sentinel://127.0.0.1:1,127.0.0.1:2/math/0 (none of its sentinels answers: "
+        "127.0.0.1:1 connection refused; 127.0.0.1:2 connection refused).\n"
+        "  Tried once. The address comes from --redis.\n"
+        "  Ask them what they wait for:   redis-cli -h 127.0.0.1 -p 1 sentinel ckquorum math\n"
+        "  Or use the embedded one: leave --redis out."
+    )
+
+
+def test_tls_towards_sentinels_without_it_is_named(watched: Watched, tmp_path: Path) -> None:
+    error = refusal(f"rediss+sentinel://127.0.0.1:{watched.sentinels[0].port}/math", tmp_path)
+    assert str(error).endswith(
+        "  It speaks no TLS: write redis+sentinel:// in place of rediss+sentinel://, or the port that does."
+    )
+
+
+def test_tls_and_the_logins_of_both_sides(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl program to make certificates")
+    authority = Authority(tmp_path / "ca")
+    certificate, key = authority.sign("both", names="IP:127.0.0.1", end="20990101000000Z")
+    tls = {
+        "tls-cert-file": f"{certificate}",
+        "tls-key-file": f"{key}",
+        "tls-ca-cert-file": f"{authority.certificate}",
+        "tls-auth-clients": "no",
+        "tls-replication": "yes",  # a sentinel asks its servers so, too
+    }
+    ports = free_port(), free_port()
+    server = {"tls-port": f"{ports[0]}", "requirepass": "data-secret"} | tls
+    lines = {"tls-port": f"{ports[1]}", "requirepass": "sentinel-secret"} | tls
+    lines["sentinel auth-pass"] = f"{SERVICE} data-secret"
+    place, trust = f"127.0.0.1:{ports[1]}/{SERVICE}", f"ssl_ca_certs={authority.certificate}"
+    with (
+        Node(tmp_path / "server", program=shutil.which("redis-server"), options=server),
+        sentinel(tmp_path / "sentinel", ports[0], quorum=1, lines=lines),
+    ):
+        url = f"rediss+sentinel://{place}?{trust}&sentinel_password=sentinel-secret"
+        with Connection(url, home=tmp_path, server=ServerSettings(), name="t", password="data-secret") as made:
+            assert made.client.client_info()["laddr"] == f"127.0.0.1:{ports[0]}"
+            assert made.address == url.replace("sentinel-secret", "***")
+        for wrong, text in (
+            (url, "does not allow this: "),
+            (f"rediss+sentinel://:data-secret@{place}?{trust}", "sentinel_username= where it has users"),
+            (
+                f"rediss+sentinel://:data-secret@{place}?sentinel_password=sentinel-secret",
+                "nobody who is trusted here has signed its certificate",
+            ),
+        ):
+            error = refusal(wrong, tmp_path)
+            assert type(error) is ServerUnsuitable, error
+            assert text in str(error)
+            assert "-secret" not in str(error)
+
+
+def test_the_commands_take_the_address(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLBUFFER_REDIS_URL", watched.url.replace("://", "://127.0.0.1:1,"))
+    monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    run = Run(watched.url, tmp_path)
+    served = Served(run)
+    served.serve(CONFIG)
+    served.wait_for(lambda: main(["inspect", "--alive", "batcher", "--run", run.store.run]) == 0)
+    served.close()
+    run.close()
+    capsys.readouterr()
+    assert main(["config", "check"]) in (0, 3)
+    assert "redis_url" not in capsys.readouterr().out
+    main(["doctor"])
+    said = capsys.readouterr().out
+    primary = f"127.0.0.1:{watched.primary.port}"
+    assert f'primary of "math": {primary} (named by 3 of 4); 127.0.0.1:1 connection refused' in said
+    assert "2 of the primary, min-replicas-to-write 1" in said
+    monkeypatch.setenv("RLBUFFER_REDIS_URL", f"redis://127.0.0.1:{watched.sentinels[0].port}/0")
+    assert main(["inspect"]) == 4
+    main(["doctor"])
+    assert "holds no data: it is a sentinel" in capsys.readouterr().out
+
+
+class Looping:
+    """A worker that pushes and a trainer that pulls, in threads, as their own processes would."""
+
+    def __init__(self, run: Run) -> None:
+        self._stop, self._trains = threading.Event(), threading.Event()
+        self._trains.set()
+        self.trained: list[int] = []
+        self.uses: Counter[str] = Counter()
+        """Rollout -> trained steps that it was in."""
+        self.errors: list[BaseException] = []
+        self._run = run
+        reader = run.closes(rlbuffer.Reader(run.again(), rank=0, world_size=1, timeout_seconds=60))
+        reader.start(0)
+        reader.announce(PolicyVersion(version=0))
+        self._threads = [threading.Thread(target=self._push), threading.Thread(target=self._train, args=(reader,))]
+        for thread in self._threads:
+            thread.start()
+
+    def _push(self) -> None:
+        with rlbuffer.connect(self._run.url, run=self._run.store.run) as buffer:
+            writer = buffer.writer("w")
+            number = 0
+            while not self._stop.wait(STEP_SECONDS):
+                try:
+                    writer.push(make_group(env="a", size=2, version=0, group_id=f"a.{number}", seed=number))
+                except (ServerUnreachable, ServerRefused):
+                    continue  # once more, as a worker does
+                except BaseException as error:
+                    self.errors.append(error)
+                    return
+                number += 1
+
+    def _train(self, reader: rlbuffer.Reader) -> None:
+        try:
+            for step in reader.steps():
+                self.uses.update({sample.rollout_id for batch in step for sample in batch.samples})
+                reader.announce(PolicyVersion(version=step.number))
+                reader.trained(step)
+                self.trained.append(step.number)
+                if not self._trains.is_set():
+                    return
+        except BaseException as error:
+            self.errors.append(error)
+
+    def close(self) -> None:
+        """Ends with the next step that is trained."""
+        self._trains.clear()
+        self._threads[1].join(60)
+        self._stop.set()
+        self._threads[0].join(60)
+        assert not any(thread.is_alive() for thread in self._threads)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Watched]:
+    with Watched(tmp_path / "own") as made:
+        yield made
+
+
+def test_a_run_goes_on_through_a_planned_failover_and_the_death_of_the_primary(own: Watched, tmp_path: Path) -> None:
+    run = Run(own.url, tmp_path)
+    served = Served(run, word_seconds=leadership.ATTEMPT_SECONDS)
+    served.serve(CONFIG)
+    loop = run.closes(Looping(run))
+
+    def goes_on() -> None:
+        enough = len(loop.trained) + MORE_STEPS
+        served.wait_for(lambda: loop.errors or len(loop.trained) >= enough, 20)
+        assert not loop.errors
+
+    goes_on()
+    first = own.primary
+    own.fail_over()
+    goes_on()
+    with redis.Redis(port=first.port) as old:
+        old_role = old.execute_command("ROLE")[0]
+    own.settle()
+    second, away = own.primary, own.sentinels.pop()
+    away.kill()
+    second.kill()
+    own.promote()
+    goes_on()
+    loop.close()
+    served.close()
+    assert old_role == b"master", "it went on as a primary, and nobody stayed with it"
+    assert own.primary is not second
+    assert set(loop.uses.values()) == {1}, loop.uses
+    assert served.errors == []
+    report = run.store.verify()
+    assert report.findings == ()
+    assert run.store.connection.call(lambda: run.client.client_info()["laddr"]).endswith(f":{own.primary.port}")
+    run.close()
