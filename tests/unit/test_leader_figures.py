@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from step_headers import header_of
 
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
@@ -15,8 +16,7 @@ from rlbuffer.daemon.figures import WINDOW, Figures
 from rlbuffer.events.batcher import GroupDropped, LeadLost
 from rlbuffer.metrics.labels import MOST_ENVS, MOST_REWARDS, OTHER_NAMES
 from rlbuffer.records.info import GroupInfo
-from rlbuffer.records.states import ClosedBy, Reason
-from rlbuffer.records.step_header import StepHeader
+from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.records import PoolEntry
 from rlbuffer.testing import make_group
@@ -106,29 +106,6 @@ def test_a_step_becomes_ages_lengths_waits_and_shares() -> None:
     assert values["dropped_rollout_tokens"]["math"].sum == 28
     assert values["wait_seconds"]["math"].as_object()["count"] == 2
     assert values["wait_seconds"]["math"].sum == pytest.approx(10, abs=0.01)
-
-
-def header_of(**fields: object) -> StepHeader:
-    empty = StepHeader(
-        step=1,
-        epoch=1,
-        digest="d",
-        previous_digest="",
-        world_size=1,
-        normalizers={},
-        rollouts=8,
-        tokens=1,
-        group_ids=("a", "b"),
-        closed_by=ClosedBy.GROUPS,
-        fill=1.0,
-        envs={},
-        reward=0.5,
-        age=0.0,
-        max_age=0,
-        committed_ms=1,
-        columns={},
-    )
-    return replace(empty, **fields)  # type: ignore[arg-type]
 
 
 def test_names_that_foreign_workers_make_up_stay_few() -> None:
