@@ -89,7 +89,8 @@ curl -s http://127.0.0.1:9464/status      # the same numbers as JSON
 
 The first process of a host takes that port, the next ones those after it, and each says which (`metrics: http://...`).
 An address without a host is this machine only; there is no password, so let others in through what you trust. A process
-that cannot listen says so and works on. Figures are made when somebody asks, beside the work.
+that cannot listen says so and works on. Figures are made when somebody asks, beside the work, and once a second for
+`metrics.jsonl`, which has those of `serve` too.
 
 Every sample has the label `run`; a worker's has `worker`, too. Ratios are 0-1. Ids of groups, rollouts and prompts are
 nowhere a label; the first 64 envs and 16 named rewards of each have a label of their own, what comes after them is

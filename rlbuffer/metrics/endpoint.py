@@ -20,6 +20,7 @@ from typing import Any
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.events.event import MetricsServed, MetricsUnavailable
+from rlbuffer.metrics.histogram import as_json
 from rlbuffer.metrics.registry import METRICS, Values
 
 PORTS = 32
@@ -119,8 +120,6 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         return as_text(METRICS[self._process], self._values(), self._common)
 
     def _status(self) -> bytes:
-        from rlbuffer.metrics.exposition import as_json
-
         record = {"process": self._process, **self._common, "metrics": as_json(self._values())}
         return json.dumps(record, indent=1).encode() + b"\n"
 
