@@ -71,7 +71,7 @@ class MetricsServer(socketserver.ThreadingTCPServer):
 
     Args:
         listen: ``HOST:PORT``; no host: this machine only; port 0: a free one.
-        process: ``serve``, ``worker`` or ``train``.
+        process: ``serve``, ``worker``, ``score`` or ``train``.
         values: what there is to say; called for every request.
         common: labels of every sample.
 
@@ -157,7 +157,7 @@ def serving(
 ) -> Iterator[None]:
     """Answers at ``metrics.listen`` while the block runs; nothing where that is empty.
 
-    An address that cannot be listened on is told, and the process works without.
+    Where the address cannot be listened on, an event says so, and the process works without.
     """
     listen = settings.metrics.listen
     if not listen:

@@ -238,6 +238,19 @@ WORKER = (
     *SERVER,
 )
 """Metrics of a worker."""
+SCORE = (
+    *_metrics(
+        "counter",
+        ("score_groups_total", "groups", "env", "Scored, and pushed in their own place."),
+        ("score_rollouts_total", "rollouts", "env", "Of the same."),
+        ("score_tokens_total", "tokens", "env", "Of the same."),
+        ("score_late_groups_total", "groups", "", "Another scorer was faster, or the group had been dropped."),
+        ("score_troubles_total", "troubles", "", "Groups that could not be scored at a try."),
+    ),
+    *_metrics("histogram", ("score_group_seconds", "seconds", "env", "From the claim of a group to its push.")),
+    *SERVER,
+)
+"""Metrics of a scorer."""
 TRAIN = (
     *_recorded(
         "gauge",
@@ -278,5 +291,7 @@ TRAIN = (
     ),
 )
 """Metrics of the trainer's rank 0."""
-METRICS: Mapping[str, tuple[Metric, ...]] = MappingProxyType({"serve": SERVE, "worker": WORKER, "train": TRAIN})
+METRICS: Mapping[str, tuple[Metric, ...]] = MappingProxyType(
+    {"serve": SERVE, "worker": WORKER, "score": SCORE, "train": TRAIN}
+)
 """Kind of a process -> what it answers."""

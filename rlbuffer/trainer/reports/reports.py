@@ -146,16 +146,16 @@ class Reports:
         self._decode = self._decode or text_decoder(self._session.settings)
         return examples_of(step, self._decode)
 
-    def _buffer_figures(self) -> Mapping[str, Any]:
-        """The leader's figures as it last said them, on rank 0; {} where it has said none, or the server is away."""
+    def _buffer_figures(self) -> Mapping[str, Any] | None:
+        """The leader's figures as it last said them, on rank 0; None where it has said none, or the server is away."""
         buffer = self._session.buffer
         if not self._session.is_first or isinstance(buffer, FakeBuffer):
-            return {}
+            return None
         try:
             figures = buffer.store.heartbeats("batcher").get("leader", {}).get("figures")
         except RlbufferError:  # the next step is waited for with a message
-            return {}
-        return figures if isinstance(figures, Mapping) else {}
+            return None
+        return figures if figures and isinstance(figures, Mapping) else None
 
     def _proofs(self, step: Step) -> dict[str, Any]:
         """Hashes that were asked for, of all ranks."""
