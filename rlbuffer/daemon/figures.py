@@ -31,7 +31,7 @@ WINDOW = 256
 """Pushes of an env that its means and shares are taken over."""
 MOST_NOTES = 4096
 """Notes that are kept for the next one who asks. Beyond, the leader sums them up itself."""
-UNITS = ("groups", "rollouts", "generated_tokens")
+NEW_UNITS = ("groups", "rollouts", "generated_tokens")
 """Units that pushes are counted in."""
 REWARD = "reward"
 """Name of the whole reward among the named ones."""
@@ -292,7 +292,7 @@ class Figures:
             return values
         header, ready = self._last
         its = {self.labels.of(name): figures for name, figures in header.envs.items()}
-        new = {f"new_{unit}": {name: env.new.get(unit, 0) for name, env in envs.items()} for unit in UNITS}
+        new = {f"new_{unit}": {name: env.new.get(unit, 0) for name, env in envs.items()} for unit in NEW_UNITS}
         return (
             values
             | new

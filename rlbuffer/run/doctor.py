@@ -162,7 +162,7 @@ def _ports(settings: RunSettings, parts: Parts, wrong: Collection[str]) -> Itera
 def _port(
     setting: str, listen: str, verdict: Callable[[str, str, str], Diagnosis], ours: tuple[str, str, str]
 ) -> Diagnosis:
-    """Whether `listen` is free. `ours`: path, what stands in its answer, and the words, when one of ours is there."""
+    """The line on `listen`: free or not. `ours`: path, field of its answer and words, when one of ours is there."""
     host, port = parse_listen(listen)
     path, field, words = ours
     try:
