@@ -100,6 +100,7 @@ TESTS = {
         "tests/integration/daemon/test_drain.py",
         "tests/integration/daemon/test_env_pause.py",
         "tests/integration/store/test_reuse.py",
+        "tests/integration/whole/test_recovery.py",
     ),
     "rlbuffer/client/writer.py": ("tests/integration/client/test_writer.py",),
     "rlbuffer/client/reader.py": (

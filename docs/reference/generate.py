@@ -80,7 +80,7 @@ Results are on stdout, what a command says while it works on stderr. [Errors](er
 METRICS_HEAD = f"""{NOTE}
 # Prometheus and JSON
 
-`[metrics] listen = "127.0.0.1:9464"` lets `serve`, every worker and the trainer's rank 0 answer over HTTP:
+`[metrics] listen = "127.0.0.1:9464"` lets `serve`, every worker and scorer, and the trainer's rank 0 answer over HTTP:
 
 ```text
 curl -s http://127.0.0.1:9464/metrics     # Prometheus's text format
@@ -89,16 +89,22 @@ curl -s http://127.0.0.1:9464/status      # the same numbers as JSON
 
 The first process of a host takes that port, the next ones those after it, and each says which (`metrics: http://...`).
 An address without a host is this machine only; there is no password, so let others in through what you trust. A process
-that cannot listen says so and works on. Figures are made when somebody asks, beside the work.
+that cannot listen says so and works on. Figures are made when somebody asks, beside the work, and once a second for
+`metrics.jsonl`, which has those of `serve` too.
 
-Every sample has the label `run`; a worker's has `worker`, too. Ratios are 0-1. Ids of groups, rollouts and prompts are
-nowhere a label; the first 64 envs and 16 named rewards of each have a label of their own, what comes after them is
-`_other`. Counters and histograms start with the process, those by the ledger with the run. A metric without a value yet
-is left out.
+Every sample has the label `run`; a worker's has `worker`, too, a scorer's `scorer`. Ratios are 0-1. Ids of groups,
+rollouts and prompts are nowhere a label; the first 64 envs and 16 named rewards of each have a label of their own, what
+comes after them is `_other`. Counters and histograms start with the process, those by the ledger with the run. A metric
+without a value yet is left out.
 
 [Operate](../guide/operate.md#prometheus-and-grafana) has a configuration of Prometheus with alert rules and a
 dashboard for Grafana. [Metrics](metrics.md) has what `metrics.jsonl`, TensorBoard and W&B get."""
-TITLES = {"serve": "`rlbuffer serve`", "worker": "`rlbuffer worker`", "train": "`rlbuffer train`"}
+TITLES = {
+    "serve": "`rlbuffer serve`",
+    "worker": "`rlbuffer worker`",
+    "score": "`rlbuffer score`",
+    "train": "`rlbuffer train`",
+}
 FIRST = (
     ("batcher", "row_tokens"),
     ("batcher", "micro_batches_per_rank"),
@@ -267,9 +273,9 @@ def metrics_page() -> str:
             for m in metrics
         ]
         heads = ["metric", "kind", "unit", "labels", "meaning"]
-        is_train = process == "train"
-        rows = [row[:5] + [f"`{row[5]}`" if row[5] else ""] * is_train for row in rows]
-        page += _table(heads + ["in metrics.jsonl"] * is_train, rows)
+        recorded = any(metric.record for metric in metrics)
+        rows = [row[:5] + [f"`{row[5]}`" if row[5] else ""] * recorded for row in rows]
+        page += _table(heads + ["in metrics.jsonl"] * recorded, rows)
     return "\n".join(page) + "\n"
 
 

@@ -66,9 +66,9 @@ class MetricsSettings(Table):
 
     listen: str = Field(
         "",
-        description="HOST:PORT where `serve`, every worker and the trainer's rank 0 answer `/metrics` and `/status`, "
-        "e.g. 127.0.0.1:9464. Who finds the port in use takes the next free one, of 32, and says which; port 0: any; "
-        "empty: none.",
+        description="HOST:PORT where `serve`, every worker and scorer, and the trainer's rank 0 answer `/metrics` and "
+        "`/status`, e.g. 127.0.0.1:9464. Who finds the port in use takes the next free one, of 32, and says which; "
+        "port 0: any; empty: none.",
     )
 
 

@@ -1,7 +1,7 @@
 """The leader's figures for whoever asks: counts of what it has read, dropped and committed, and what is in its memory.
 
-The leader only notes what happened, a reference each; sums are made when somebody asks, in that one's thread. While
-nobody can ask (`is_on` is False) nothing is noted.
+The leader only notes what happened, a reference each; sums are made when somebody asks, in that one's thread, and for
+the leader's heartbeat: from there the trainer puts them into `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.events.batcher import BatcherEvent, GroupDropped, LeadLost, StandingBy, StepCommitted
-from rlbuffer.metrics.histogram import AGES, LENGTHS, REWARDS, SECONDS, SHORT_SECONDS, Histogram
+from rlbuffer.metrics.histogram import AGES, LENGTHS, REWARDS, SECONDS, SHORT_SECONDS, Histogram, as_json
 from rlbuffer.metrics.labels import MOST_ENVS, MOST_REWARDS, Labels
 from rlbuffer.metrics.moments import Moments, merged, moments_of, spread
-from rlbuffer.metrics.registry import Values
+from rlbuffer.metrics.registry import FOLDER, SERVE, Values
 from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import StepPlan, version_trained
@@ -31,6 +31,8 @@ WINDOW = 256
 """Pushes of an env that its means and shares are taken over."""
 MOST_NOTES = 4096
 """Notes that are kept for the next one who asks. Beyond, the leader sums them up itself."""
+NEW_UNITS = ("groups", "rollouts", "generated_tokens")
+"""Units that pushes are counted in."""
 REWARD = "reward"
 """Name of the whole reward among the named ones."""
 
@@ -75,9 +77,12 @@ class _Env:
     """One env's figures."""
 
     window: deque[_Sums] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    pushes: int = 0
-    tokens: int = 0
-    """Trainable ones."""
+    came: Counter[str] = field(default_factory=Counter)
+    """Groups (pushes), rollouts and trainable tokens."""
+    before: Counter[str] = field(default_factory=Counter)
+    """The same at the last step."""
+    new: Mapping[str, int] = field(default_factory=dict)
+    """The same between the last two steps."""
     prompts: Histogram = field(default_factory=lambda: Histogram(REWARDS))
     ages: Histogram = field(default_factory=lambda: Histogram(AGES))
     waits: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -91,8 +96,6 @@ class Figures:
     """Takes notes from the leader's thread, and sums them up in any. Thread-safe."""
 
     def __init__(self) -> None:
-        self.is_on = False
-        """Somebody can ask."""
         self.labels = Labels(MOST_ENVS)
         """The envs that have a label of their own."""
         self.published: Mapping[str, int] = {}
@@ -106,7 +109,8 @@ class Figures:
         self._drops: Counter[tuple[str, str]] = Counter()
         self._closed: Counter[str] = Counter()
         self._builds = Histogram(SHORT_SECONDS)
-        self._last: _Step | None = None
+        self._last: tuple[StepHeader, Mapping[str, int]] | None = None
+        """Header of the last step; env -> groups that were ready and stayed."""
         self._responses: dict[str, float] = {}
         """env -> mean tokens behind the prompt, in the last step."""
 
@@ -122,20 +126,20 @@ class Figures:
 
     def arrived(self, entry: PoolEntry) -> None:
         """A push was read while this process leads. What a takeover reads was counted by the leader before."""
-        if self.is_on and self.leads and entry.info is not None:
+        if self.leads and entry.info is not None:
             newest = self.published.get(entry.info.adapter, -1)
             self._note(_Push(entry.info, newest, not entry.replaces))
 
     def dropped(self, entries: Iterable[PoolEntry]) -> None:
         """Pushes will not be trained."""
-        if self.is_on and self.leads:
+        if self.leads:
             for entry in entries:
                 if entry.info is not None:
                     self._note(entry.info)
 
     def committed(self, plan: StepPlan, entries: Mapping[str, PoolEntry], header: StepHeader, seconds: float) -> None:
         """A step was committed, `seconds` after the first look at the pool."""
-        if self.is_on and self._batcher is not None:
+        if self._batcher is not None:
             ready = {env: pool.ready_groups for env, pool in self._batcher.pools.items()}
             self._note(_Step(plan, entries, header, seconds, ready))
 
@@ -171,6 +175,19 @@ class Figures:
             self._sum_up()
             return values | self._pools(batcher) | self._pushed() | self._batches()
 
+    def record(self) -> dict[str, Any]:
+        """The figures that `metrics.jsonl` has, under their names there, as JSON may hold them; `step` is the last one
+        that they know of. {} while nobody leads."""
+        if not self.leads:
+            return {}
+        values = self.values()
+        record: dict[str, Any] = {"step": self._last[0].step if self._last else 0}
+        for metric in SERVE:
+            value = as_json(values.get(metric.name)) if metric.record else None
+            if value is not None:
+                record[metric.record.removeprefix(FOLDER)] = value
+        return record
+
     def _sum_up(self) -> None:
         while self._notes:
             note = self._notes.popleft()
@@ -188,15 +205,17 @@ class Figures:
     def _sum_push(self, push: _Push) -> None:
         env, info = self._env(push.info.env), push.info
         if push.is_new:
-            env.pushes += 1
-            env.tokens += sum(rollout.loss_tokens for rollout in info.rollouts)
+            tokens = sum(rollout.loss_tokens for rollout in info.rollouts)
+            env.came.update(groups=1, rollouts=len(info.rollouts), generated_tokens=tokens)
         if info.totals.is_scored and info.rollouts:
             env.window.append(_sums(push, env.rewards))
             env.prompts.add(fmean(rollout.reward or 0.0 for rollout in info.rollouts))
 
     def _sum_step(self, step: _Step) -> None:
         plan = step.plan
-        self._last = step
+        self._last = step.header, step.ready
+        for env in self._envs.values():
+            env.new, env.before = env.came - env.before, env.came.copy()
         self._builds.add(step.seconds)
         trained = {ref.adapter: version_trained(plan.adapters, ref.adapter, plan.step) for ref in plan.rollouts}
         lengths: dict[str, list[int]] = {}
@@ -247,8 +266,8 @@ class Figures:
             for env, its in windows.items()
         }
         return {
-            "groups_received_total": {name: env.pushes for name, env in envs.items()},
-            "tokens_generated_total": {name: env.tokens for name, env in envs.items()},
+            "groups_received_total": {name: env.came["groups"] for name, env in envs.items()},
+            "tokens_generated_total": {name: env.came["generated_tokens"] for name, env in envs.items()},
             "prompt_reward": {name: env.prompts for name, env in envs.items()},
             "reward_mean": {env: {name: its[1] for name, its in named.items()} for env, named in rewards.items()},
             "reward_std": {env: {name: spread(its) for name, its in named.items()} for env, named in rewards.items()},
@@ -271,29 +290,34 @@ class Figures:
         }
         if self._last is None:
             return values
-        header, ready = self._last.header, self._last.ready
+        header, ready = self._last
         its = {self.labels.of(name): figures for name, figures in header.envs.items()}
-        return values | {
-            "batch_tokens": header.tokens,
-            "batch_rollouts": header.rollouts,
-            "batch_groups": len(header.group_ids),
-            "batch_fill_ratio": header.fill,
-            "batch_padding_ratio": 1.0 - header.fill,
-            "batch_used_ratio": {name: env["tokens"] / max(1, header.tokens) for name, env in its.items()},
-            "batch_age_mean": {name: env["age"] for name, env in its.items()},
-            "batch_age_max": {name: env["max_age"] for name, env in its.items()},
-            "batch_reward_mean": {name: env["reward"] for name, env in its.items()},
-            "batch_response_tokens_mean": self._responses,
-            "last_step_time_seconds": header.committed_ms / 1000,
-            "used_in_batch_ratio": {
-                self.labels.of(name): env["groups"] / (env["groups"] + ready.get(name, 0))
-                for name, env in header.envs.items()
-            },
-            "budget_ratio": {
-                self.labels.of(name): share
-                for name, share in budgets_at(self._config.budgets if self._config else {}, header.step + 1).items()
-            },
-        }
+        new = {f"new_{unit}": {name: env.new.get(unit, 0) for name, env in envs.items()} for unit in NEW_UNITS}
+        return (
+            values
+            | new
+            | {
+                "batch_tokens": header.tokens,
+                "batch_rollouts": header.rollouts,
+                "batch_groups": len(header.group_ids),
+                "batch_fill_ratio": header.fill,
+                "batch_padding_ratio": 1.0 - header.fill,
+                "batch_used_ratio": {name: env["tokens"] / max(1, header.tokens) for name, env in its.items()},
+                "batch_age_mean": {name: env["age"] for name, env in its.items()},
+                "batch_age_max": {name: env["max_age"] for name, env in its.items()},
+                "batch_reward_mean": {name: env["reward"] for name, env in its.items()},
+                "batch_response_tokens_mean": self._responses,
+                "last_step_time_seconds": header.committed_ms / 1000,
+                "used_in_batch_ratio": {
+                    self.labels.of(name): env["groups"] / (env["groups"] + ready.get(name, 0))
+                    for name, env in header.envs.items()
+                },
+                "budget_ratio": {
+                    self.labels.of(name): share
+                    for name, share in budgets_at(self._config.budgets if self._config else {}, header.step + 1).items()
+                },
+            }
+        )
 
 
 def _sums(push: _Push, labels: Labels) -> _Sums:

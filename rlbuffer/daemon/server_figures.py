@@ -53,7 +53,6 @@ class ServeValues:
         self._looking = threading.Lock()
         self._looked = float("-inf")
         self._server: Values = {"server_up": 0}
-        figures.is_on = True
 
     def __call__(self) -> Values:
         values = {**self._figures.values(), "server_errors_total": self._errors()}
@@ -62,7 +61,6 @@ class ServeValues:
 
     def close(self) -> None:
         """Closes the connection. A look that is under way is not waited for: it closes what it opens."""
-        self._figures.is_on = False
         self._is_closed = True
         if self._looking.acquire(timeout=SCRAPE_LOOK_SECONDS):
             try:

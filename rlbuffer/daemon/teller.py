@@ -33,6 +33,11 @@ class Teller:
         """What metrics are made of."""
         self._told = ("", float("-inf"))
         self._trouble = ""
+        self._record: Mapping[str, Any] = {}
+        """The figures as the heartbeat has them."""
+        self._recorded = float("-inf")
+        self._has_stepped = False
+        """A step was committed since they were made."""
         self._drops: dict[str, list[int]] = {}
 
     def emit(self, event: BatcherEvent) -> None:
@@ -43,10 +48,11 @@ class Teller:
     def forget(self) -> None:
         """A new leadership: says the sentence again, and counts drops from 0."""
         self._told = ("", float("-inf"))
-        self._drops = {}
+        self._drops, self._record = {}, {}
 
     def say(self, sentence: str, beat: Mapping[str, Any], trouble: str = "") -> None:
-        """The waiting sentence, "" when nothing is waited for; with it the leader's heartbeat, which is `beat`.
+        """The waiting sentence, "" when nothing is waited for; with it the leader's heartbeat, which is `beat` and the
+        figures.
 
         `trouble` is what somebody must cure, in the sentence or beside it.
         """
@@ -60,7 +66,13 @@ class Teller:
         if sentence != before or now - at > TELEMETRY_SECONDS:
             self._told = (sentence, now)
             self._store.set_waiting("batcher", sentence)
-            self._store.heartbeat("batcher", "leader", beat)
+            self._store.heartbeat("batcher", "leader", {**beat, "figures": self._figures_at(now)})
+
+    def _figures_at(self, now: float) -> Mapping[str, Any]:
+        """The figures after the last step. They are made once a second at most: sums over 256 pushes of every env."""
+        if self._has_stepped and now - self._recorded > TELEMETRY_SECONDS:
+            self._record, self._recorded, self._has_stepped = self.figures.record(), now, False
+        return self._record
 
     def dropped(self, drops: Iterable[Drop]) -> None:
         """Groups were dropped: an event each, and counted for the next step's line."""
@@ -77,6 +89,7 @@ class Teller:
     def step(self, header: StepHeader, build_ms: float) -> None:
         """A step was committed: one event with all that was dropped since the last one."""
         self.emit(StepCommitted(header=header, build_ms=build_ms, drops=self._drops))
+        self._has_stepped = True
         self.settled()
 
     def settled(self) -> None:

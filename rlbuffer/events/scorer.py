@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlbuffer.events.event import Event, RunChanged, Trouble
+from rlbuffer.events.event import Event, MetricsServed, MetricsUnavailable, RunChanged, Trouble
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,7 @@ class GroupScored(Event):
 
     event = "scored"
     group_id: str
+    env: str
     rollouts: int
     tokens: int
     seconds: float
@@ -46,4 +47,6 @@ class ScorerStopped(Event):
     failed_groups: int
 
 
-ScorerEvent = ScorerReady | GroupScored | ScoredLate | Trouble | RunChanged | ScorerStopped
+ScorerEvent = (
+    ScorerReady | GroupScored | ScoredLate | Trouble | RunChanged | MetricsServed | MetricsUnavailable | ScorerStopped
+)

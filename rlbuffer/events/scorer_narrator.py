@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import assert_never
 
-from rlbuffer.events.event import RunChanged, Trouble
+from rlbuffer.events.event import MetricsServed, MetricsUnavailable, RunChanged, Trouble
 from rlbuffer.events.scorer import GroupScored, ScoredLate, ScorerEvent, ScorerReady, ScorerStopped
 from rlbuffer.narration.numbers import amount
 
@@ -34,6 +34,10 @@ class ScoreNarrator:
                 pass  # counted at the end
             case Trouble() | RunChanged():
                 self._say(f"! {event.error}")
+            case MetricsServed(url=url):
+                self._say(f"metrics: {url}")
+            case MetricsUnavailable():
+                self._say(f"! {event.sentence}")
             case ScorerStopped():
                 self._tell()
                 failed = f", {event.failed_groups} not scored" if event.failed_groups else ""

@@ -89,6 +89,9 @@ class StepTrained(Event):
     """Part of the step -> its seconds, and ``total``."""
     mfu: float | None = field(default=None, metadata=IF_ANY)
     """Share of the hardware's peak, where that is known."""
+    buffer: Mapping[str, Any] | None = field(default=None, metadata=IF_ANY)
+    """The leader's figures of the pool after the step that it calls `step`: those of the registry with ``buffer/``.
+    None before it has said any."""
     slow_side: str = ""
     """The sentence, when the trainer waits too long for data."""
     resumed_from: int = 0

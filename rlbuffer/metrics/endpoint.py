@@ -20,6 +20,7 @@ from typing import Any
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.events.event import MetricsServed, MetricsUnavailable
+from rlbuffer.metrics.histogram import as_json
 from rlbuffer.metrics.registry import METRICS, Values
 
 PORTS = 32
@@ -70,7 +71,7 @@ class MetricsServer(socketserver.ThreadingTCPServer):
 
     Args:
         listen: ``HOST:PORT``; no host: this machine only; port 0: a free one.
-        process: ``serve``, ``worker`` or ``train``.
+        process: ``serve``, ``worker``, ``score`` or ``train``.
         values: what there is to say; called for every request.
         common: labels of every sample.
 
@@ -119,8 +120,6 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         return as_text(METRICS[self._process], self._values(), self._common)
 
     def _status(self) -> bytes:
-        from rlbuffer.metrics.exposition import as_json
-
         record = {"process": self._process, **self._common, "metrics": as_json(self._values())}
         return json.dumps(record, indent=1).encode() + b"\n"
 
@@ -158,7 +157,7 @@ def serving(
 ) -> Iterator[None]:
     """Answers at ``metrics.listen`` while the block runs; nothing where that is empty.
 
-    An address that cannot be listened on is told, and the process works without.
+    Where the address cannot be listened on, an event says so, and the process works without.
     """
     listen = settings.metrics.listen
     if not listen:

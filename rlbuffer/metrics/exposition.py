@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -61,14 +60,3 @@ def as_text(metrics: Sequence[Metric], values: Values, common: Mapping[str, str]
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(metrics, values, common))
     return generate_latest(registry)
-
-
-def as_json(value: Any) -> Any:
-    """A value as JSON may hold it; a number that is not finite becomes None."""
-    if isinstance(value, Histogram):
-        return value.as_object()
-    if isinstance(value, Mapping):
-        return {str(name): as_json(inner) for name, inner in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -1,10 +1,12 @@
-"""Counts of values in fixed buckets, as Prometheus has them."""
+"""Counts of values in fixed buckets, as Prometheus has them, and values as JSON has them."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
@@ -49,3 +51,14 @@ class Histogram:
         """The same for JSON."""
         buckets = dict(self.buckets())
         return {"buckets": buckets, "sum": self._sum, "count": buckets["+Inf"]}
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON may hold it; a number that is not finite becomes None."""
+    if isinstance(value, Histogram):
+        return value.as_object()
+    if isinstance(value, Mapping):
+        return {str(name): as_json(inner) for name, inner in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

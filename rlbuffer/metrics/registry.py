@@ -2,7 +2,7 @@
 
 A value is a number, or, for a metric with labels, a mapping: label -> value, nested in the order of the labels. A
 histogram's value is a :class:`rlbuffer.metrics.histogram.Histogram`. A metric of the trainer that `metrics.jsonl` has,
-too, is read from its record, so both say the same.
+too, is read from its record, so both say the same; the leader's go there with its heartbeat, under ``buffer/``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ Values = Mapping[str, Any]
 """Name of a metric -> its value. One that is not there yet is left out."""
 Kind = Literal["gauge", "counter", "histogram"]
 METRIC_PREFIX = "rlbuffer_"
+FOLDER = "buffer/"
+"""Beginning of the paths in `metrics.jsonl` of what the leader knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class Metric:
     labels: tuple[str, ...] = ()
     meaning: str
     record: str = ""
-    """Path in the trainer's record (`metrics.jsonl`), where that has the number: ``seconds/total``."""
+    """Path in `metrics.jsonl`, where that has the number: ``seconds/total``."""
 
 
 def _metrics(kind: Kind, *rows: tuple[str, str, str, str]) -> tuple[Metric, ...]:
@@ -41,10 +43,10 @@ def _metrics(kind: Kind, *rows: tuple[str, str, str, str]) -> tuple[Metric, ...]
     )
 
 
-def _recorded(*rows: tuple[str, str, str, str, str]) -> tuple[Metric, ...]:
-    """Gauges of the last trained step. Rows are (name, unit, labels, path in the record, meaning)."""
+def _recorded(kind: Kind, *rows: tuple[str, str, str, str, str]) -> tuple[Metric, ...]:
+    """Metrics that `metrics.jsonl` has, too. Rows are (name, unit, labels, path in the record, meaning)."""
     return tuple(
-        Metric(name=name, kind="gauge", unit=unit, labels=tuple(labels.split()), meaning=meaning, record=path)
+        Metric(name=name, kind=kind, unit=unit, labels=tuple(labels.split()), meaning=meaning, record=path)
         for name, unit, labels, path, meaning in rows
     )
 
@@ -70,19 +72,82 @@ SERVE = (
         ("step", "step", "", "Last committed step."),
         ("trained_step", "step", "", "Last step that the trainer has trained."),
         ("trainer_step", "step", "rank", "Last step that each rank has trained, by its heartbeat."),
-        ("groups_ready", "groups", "env", "In the pool, whole."),
-        ("groups_forming", "groups", "env", "In the pool, waiting for more of their rollouts."),
-        ("rollouts_ready", "rollouts", "env", "Of the groups that are ready."),
-        ("tokens_ready", "tokens", "env", "Of the groups that are ready."),
-        ("tokens_forming", "tokens", "env", "Of the groups that are forming."),
-        ("budget_ratio", "ratio", "env", "Share of a step's tokens that the settings promise the env."),
-        ("reward_mean", "reward", "env name", "Of the rollouts in the last 256 pushes; name reward: the whole one."),
-        ("reward_std", "reward", "env name", "Standard deviation of the same, with n - 1."),
-        ("on_policy_ratio", "ratio", "env", "Rollouts of the last 256 pushes, all tokens by the newest version."),
-        ("truncated_ratio", "ratio", "env", "Rollouts of the last 256 pushes that ended at a length limit."),
-        ("flat_ratio", "ratio", "env", "Pushes among the last 256 whose rewards are all equal: they teach nothing."),
-        ("used_in_batch_ratio", "ratio", "env", "Groups that were ready at the last step, and went into it."),
-        ("batch_used_ratio", "ratio", "env", "Share of the last step's tokens."),
+    ),
+    *_recorded(
+        "gauge",
+        (
+            "new_groups",
+            "groups",
+            "env",
+            "buffer/new_groups",
+            "Groups, or parts of one, that came between the last two steps.",
+        ),
+        ("new_rollouts", "rollouts", "env", "buffer/new_rollouts", "Rollouts of the same."),
+        (
+            "new_generated_tokens",
+            "tokens",
+            "env",
+            "buffer/new_generated_tokens",
+            "Tokens of the same that can be trained.",
+        ),
+        ("groups_ready", "groups", "env", "buffer/groups_ready", "In the pool, whole."),
+        (
+            "groups_forming",
+            "groups",
+            "env",
+            "buffer/groups_forming",
+            "In the pool, waiting for more of their rollouts.",
+        ),
+        ("rollouts_ready", "rollouts", "env", "buffer/rollouts_ready", "Of the groups that are ready."),
+        ("tokens_ready", "tokens", "env", "buffer/tokens_ready", "Of the groups that are ready."),
+        ("tokens_forming", "tokens", "env", "buffer/tokens_forming", "Of the groups that are forming."),
+        (
+            "budget_ratio",
+            "ratio",
+            "env",
+            "buffer/budget",
+            "Share of a step's tokens that the settings promise the env.",
+        ),
+        (
+            "reward_mean",
+            "reward",
+            "env name",
+            "buffer/reward_mean",
+            "Of the rollouts in the last 256 pushes; name reward: the whole one.",
+        ),
+        ("reward_std", "reward", "env name", "buffer/reward_std", "Standard deviation of the same, with n - 1."),
+        (
+            "on_policy_ratio",
+            "ratio",
+            "env",
+            "buffer/frac_on_policy",
+            "Rollouts of the last 256 pushes, all tokens by the newest version.",
+        ),
+        (
+            "truncated_ratio",
+            "ratio",
+            "env",
+            "buffer/frac_truncated",
+            "Rollouts of the last 256 pushes that ended at a length limit.",
+        ),
+        (
+            "flat_ratio",
+            "ratio",
+            "env",
+            "buffer/frac_flat",
+            "Pushes among the last 256 whose rewards are all equal: they teach nothing.",
+        ),
+        (
+            "used_in_batch_ratio",
+            "ratio",
+            "env",
+            "buffer/frac_used_in_batch",
+            "Groups that were ready at the last step, and went into it.",
+        ),
+        ("batch_used_ratio", "ratio", "env", "buffer/frac_used", "Share of the last step's tokens."),
+    ),
+    *_metrics(
+        "gauge",
         ("batch_age_mean", "versions", "env", "Mean age of the last step's rollouts."),
         ("batch_age_max", "versions", "env", "Age of the oldest one."),
         ("batch_reward_mean", "reward", "env", "Mean reward of the last step's rollouts."),
@@ -109,24 +174,41 @@ SERVE = (
         ("tokens_generated_total", "tokens", "env", "Tokens of the same that can be trained."),
         ("batches_total", "steps", "closed_by", "Committed since this process leads, by the rule that closed them."),
     ),
-    *_metrics(
+    *_recorded(
         "histogram",
-        ("age_versions", "versions", "env", "Age of each trained rollout, in the step that trains it."),
-        ("wait_seconds", "seconds", "env", "From the push to the step, of each push that a step took."),
-        ("response_tokens", "tokens", "env", "Tokens behind the prompt, of each rollout that a step took."),
+        ("age_versions", "versions", "env", "buffer/age", "Age of each trained rollout, in the step that trains it."),
+        ("wait_seconds", "seconds", "env", "buffer/wait", "From the push to the step, of each push that a step took."),
+        (
+            "response_tokens",
+            "tokens",
+            "env",
+            "buffer/response_tokens",
+            "Tokens behind the prompt, of each rollout that a step took.",
+        ),
         (
             "packed_rollout_tokens",
             "tokens",
             "env",
+            "buffer/packed_tokens",
             "Length of each rollout that a step took.",
         ),
         (
             "dropped_rollout_tokens",
             "tokens",
             "env",
+            "buffer/dropped_tokens",
             "Length of each rollout of a push that was dropped whole.",
         ),
-        ("prompt_reward", "reward", "env", "Mean reward of each pushed group: how hard prompts are."),
+        (
+            "prompt_reward",
+            "reward",
+            "env",
+            "buffer/prompt_reward",
+            "Mean reward of each pushed group: how hard prompts are.",
+        ),
+    ),
+    *_metrics(
+        "histogram",
         ("batch_build_seconds", "seconds", "", "From the first look at the pool to the commit."),
     ),
     *SERVER,
@@ -156,8 +238,22 @@ WORKER = (
     *SERVER,
 )
 """Metrics of a worker."""
+SCORE = (
+    *_metrics(
+        "counter",
+        ("score_groups_total", "groups", "env", "Scored, and pushed in their own place."),
+        ("score_rollouts_total", "rollouts", "env", "Of the same."),
+        ("score_tokens_total", "tokens", "env", "Of the same."),
+        ("score_late_groups_total", "groups", "", "Another scorer was faster, or the group had been dropped."),
+        ("score_troubles_total", "troubles", "", "Groups that could not be scored at a try."),
+    ),
+    *_metrics("histogram", ("score_group_seconds", "seconds", "env", "From the claim of a group to its push.")),
+    *SERVER,
+)
+"""Metrics of a scorer."""
 TRAIN = (
     *_recorded(
+        "gauge",
         ("train_step", "step", "", "step", "Last trained step."),
         ("train_reward_mean", "reward", "env", "rewards", "Mean of the step's rollouts."),
         ("train_reward_part_mean", "reward", "env name", "reward_parts", "Mean of each named reward."),
@@ -195,5 +291,7 @@ TRAIN = (
     ),
 )
 """Metrics of the trainer's rank 0."""
-METRICS: Mapping[str, tuple[Metric, ...]] = MappingProxyType({"serve": SERVE, "worker": WORKER, "train": TRAIN})
+METRICS: Mapping[str, tuple[Metric, ...]] = MappingProxyType(
+    {"serve": SERVE, "worker": WORKER, "score": SCORE, "train": TRAIN}
+)
 """Kind of a process -> what it answers."""

@@ -10,7 +10,7 @@ import shutil
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
@@ -62,12 +62,7 @@ def diagnose(loaded: Loaded, mistakes: Iterable[tuple[str, str]], parts: Parts) 
         yield well("model", f"{settings.model.path or 'a fresh ' + str(settings.model.config.get('model_type'))}")
     yield from _packages(settings, parts)
     yield _gpus()
-    if (
-        {"run", "train"} & set(parts)
-        and settings.weights.listen
-        and all(setting != "weights.listen" for _, setting in wrong)
-    ):
-        yield _port("weights.listen", settings.weights.listen)
+    yield from _ports(settings, parts, {setting for _, setting in wrong})
     if "server" not in subjects:
         yield from on_server(loaded)
 
@@ -155,26 +150,41 @@ def _gpus() -> Diagnosis:
     return well("gpus", f"{there}" if there else "none: everything runs on the CPU")
 
 
-def _port(setting: str, listen: str) -> Diagnosis:
-    """Nobody else listens where this host is to serve."""
+def _ports(settings: RunSettings, parts: Parts, wrong: Collection[str]) -> Iterator[Diagnosis]:
+    """Nobody else listens where this host is to answer. Only weights are needed: who has no metrics works on."""
+    weights, metrics = settings.weights.listen, settings.metrics.listen
+    if {"run", "train"} & set(parts) and weights and "weights.listen" not in wrong:
+        yield _port("weights.listen", weights, failed, ("/", "versions", "a weights server is at work there"))
+    if metrics and "metrics.listen" not in wrong:
+        ours = ("/status", "metrics", "a process of rlbuffer answers there, the next one takes the port after it")
+        yield _port("metrics.listen", metrics, doubtful, ours)
+
+
+def _port(
+    setting: str, listen: str, verdict: Callable[[str, str, str], Diagnosis], ours: tuple[str, str, str]
+) -> Diagnosis:
+    """The line on `listen`: free or not. `ours`: path, field of its answer and words, when one of ours is there."""
     host, port = parse_listen(listen)
+    path, field, words = ours
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
-        if error.errno == errno.EADDRINUSE and _serves_weights(host, port):
-            return well("ports", f"{setting} = {listen}: a weights server is at work there")
+        if error.errno == errno.EADDRINUSE and _answers(host, port, path, field):
+            return well("ports", f"{setting} = {listen}: {words}")
         fix = f"choose another port ({setting}), or end what listens there: ss -ltnp 'sport = :{port}'"
-        return failed("ports", f"{setting} = {listen}: {(error.strerror or str(error)).lower()}", fix)
+        if error.errno != errno.EADDRINUSE:
+            fix = f"name an address of this host, or none ({setting}): ip addr shows them"
+        return verdict("ports", f"{setting} = {listen}: {(error.strerror or str(error)).lower()}", fix)
     return well("ports", f"{setting} = {listen} is free")
 
 
-def _serves_weights(host: str, port: int) -> bool:
+def _answers(host: str, port: int, path: str, field: str) -> bool:
     place = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     try:
-        with urllib.request.urlopen(f"http://{place}:{port}/", timeout=WEIGHTS_ANSWER_SECONDS) as answer:
-            return "versions" in json.loads(answer.read(2**20))
+        with urllib.request.urlopen(f"http://{place}:{port}{path}", timeout=WEIGHTS_ANSWER_SECONDS) as answer:
+            return field in json.loads(answer.read(2**20))
     except urllib.error.HTTPError as error:
         return error.headers.get("WWW-Authenticate") == "Bearer"
     except (OSError, ValueError, TypeError):

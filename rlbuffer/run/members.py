@@ -85,11 +85,15 @@ def score(
 ) -> int:
     """Runs one scorer until `stop` is set. -> exit code, or DONE when the run has ended."""
     from rlbuffer.client.buffer import connect
+    from rlbuffer.scorer.figures import scorer_figures
     from rlbuffer.scorer.loop import run_scorer
 
     os.environ.update(visible(gpus_of(settings.score[key], replica)))
-    with connect(settings.redis_url, run=settings.run, config=settings, name=f"score-{name}", origin=origin) as buffer:
-        has_ended = run_scorer(buffer, name, key, settings, stop=stop, on_event=on_event or ScoreNarrator(say))
+    with (
+        connect(settings.redis_url, run=settings.run, config=settings, name=f"score-{name}", origin=origin) as buffer,
+        scorer_figures(settings, name, buffer.store.errors, on_event or ScoreNarrator(say)) as figures,
+    ):
+        has_ended = run_scorer(buffer, name, key, settings, stop=stop, on_event=figures)
     return DONE if has_ended else 0
 
 

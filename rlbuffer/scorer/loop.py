@@ -326,7 +326,9 @@ class _Scorer:
         self._beat.tokens += tokens
         self._beat.error = ""
         self._on_event(
-            GroupScored(group_id=group.group_id, rollouts=len(group.rollouts), tokens=tokens, seconds=seconds)
+            GroupScored(
+                group_id=group.group_id, env=group.env, rollouts=len(group.rollouts), tokens=tokens, seconds=seconds
+            )
         )
 
     def _stored(self, writer: Writer, group: Group, entry_id: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.store.records import HistoryPage, Ledger, PartRollout, Report, StepBytes
+from rlbuffer.store.records import HistoryPage, Ledger, Report, StepBytes
 
 
 class Seeing(Protocol):
@@ -47,9 +47,6 @@ class Seeing(Protocol):
 
     def history(self, count: int = 1000) -> list[Mapping[str, Any]]:
         """Newest first: a record per dropped group (``event: drop``) and per committed step (``event: step``)."""
-
-    def find_in_steps(self, group_id: str, step: int | None = None) -> list[tuple[int, PartRollout, int]]:
-        """(step, rollout, planned rank) of a group's rollouts in the live steps, or in `step`."""
 
     def verify(self) -> Report:
         """Recomputes the ledger and every invariant that can be seen from outside."""

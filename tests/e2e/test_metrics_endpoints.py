@@ -130,6 +130,19 @@ def test_every_metric_of_the_page_is_answered_with_its_kind_and_a_sensible_value
     assert {re.sub(r"_(bucket|sum|count)$", "", key.partition("{")[0]) for key in samples} <= documented
 
 
+def test_metrics_jsonl_has_the_leaders_figures_under_the_names_of_the_page(live: Live) -> None:
+    """W&B and TensorBoard get the same record."""
+    record = live.home.metrics()[-1]
+    wanted = {metric.record for metric in METRICS["serve"] if metric.record}
+    assert wanted - {f"buffer/{name}" for name in record["buffer"]} == set()
+    assert 0 < record["buffer"]["step"] <= record["step"] + 2
+    for env in ("vcopy", "repeat"):
+        for share in ("frac_on_policy", "frac_truncated", "frac_used_in_batch", "frac_used", "frac_flat"):
+            assert 0 <= record["buffer"][share][env] <= 1
+        assert record["buffer"]["age"][env]["count"] > 0
+    assert sum(record["buffer"]["new_rollouts"].values()) >= 0
+
+
 def _is_of(key: str, metric: Metric) -> bool:
     name = key.partition("{")[0]
     endings = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)

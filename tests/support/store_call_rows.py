@@ -316,7 +316,6 @@ ROWS: dict[str, Row] = {
     "allowances": Row(call=lambda store, run: store.allowances(), prepare=_tickets),
     "headers": Row(call=lambda store, run: list(store.headers()), prepare=_steps),
     "history": Row(call=lambda store, run: [r["event"] for r in store.history()], prepare=_steps),
-    "find_in_steps": Row(call=lambda store, run: store.find_in_steps("a.1"), prepare=_steps),
     "read_step_bytes": Row(  # its bytes name the epoch, which is another one in every run
         call=lambda store, run: [r.group_id for part in store.read_step_bytes(2).decoded for r in part.rollouts],
         prepare=_steps,

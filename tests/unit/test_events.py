@@ -97,8 +97,8 @@ OBJECTS: list[tuple[Event, str]] = [
     ),
     (scorer.ScorerReady(gives=("ref_logprobs",)), '{"event": "ready", "gives": ["ref_logprobs"]}'),
     (
-        scorer.GroupScored(group_id="a.1", rollouts=2, tokens=3, seconds=0.5),
-        '{"event": "scored", "group_id": "a.1", "rollouts": 2, "tokens": 3, "seconds": 0.5}',
+        scorer.GroupScored(group_id="a.1", env="a", rollouts=2, tokens=3, seconds=0.5),
+        '{"event": "scored", "group_id": "a.1", "env": "a", "rollouts": 2, "tokens": 3, "seconds": 0.5}',
     ),
     (scorer.ScoredLate(group_id="a.1"), '{"event": "late", "group_id": "a.1"}'),
     (

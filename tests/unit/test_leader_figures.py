@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from step_headers import header_of
+from store_runs import plan_of
 
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
@@ -14,9 +16,9 @@ from rlbuffer.daemon import figures as module
 from rlbuffer.daemon.figures import WINDOW, Figures
 from rlbuffer.events.batcher import GroupDropped, LeadLost
 from rlbuffer.metrics.labels import MOST_ENVS, MOST_REWARDS, OTHER_NAMES
+from rlbuffer.metrics.registry import SERVE
 from rlbuffer.records.info import GroupInfo
-from rlbuffer.records.states import ClosedBy, Reason
-from rlbuffer.records.step_header import StepHeader
+from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.records import PoolEntry
 from rlbuffer.testing import make_group
@@ -39,7 +41,6 @@ def entry_of(info: GroupInfo, number: int = 1, replaces: str = "") -> PoolEntry:
 
 def leading(batcher: Batcher | None = None) -> Figures:
     figures = Figures()
-    figures.is_on = True
     figures.published = {"": 3}
     figures.lead(batcher or Batcher(CONFIG), CONFIG)
     return figures
@@ -106,29 +107,28 @@ def test_a_step_becomes_ages_lengths_waits_and_shares() -> None:
     assert values["dropped_rollout_tokens"]["math"].sum == 28
     assert values["wait_seconds"]["math"].as_object()["count"] == 2
     assert values["wait_seconds"]["math"].sum == pytest.approx(10, abs=0.01)
+    record = figures.record()
+    assert (record["step"], record["frac_used_in_batch"], record["frac_used"]) == (1, {"math": 2 / 3}, {"math": 1.0})
+    assert record["age"]["math"]["buckets"]["0.0"] == 8
+    assert {f"buffer/{name}" for name in record} - {"buffer/step"} <= {m.record for m in SERVE}
 
 
-def header_of(**fields: object) -> StepHeader:
-    empty = StepHeader(
-        step=1,
-        epoch=1,
-        digest="d",
-        previous_digest="",
-        world_size=1,
-        normalizers={},
-        rollouts=8,
-        tokens=1,
-        group_ids=("a", "b"),
-        closed_by=ClosedBy.GROUPS,
-        fill=1.0,
-        envs={},
-        reward=0.5,
-        age=0.0,
-        max_age=0,
-        committed_ms=1,
-        columns={},
-    )
-    return replace(empty, **fields)  # type: ignore[arg-type]
+def test_what_came_is_counted_from_step_to_step() -> None:
+    figures = leading()
+    groups = [make_group(env="math", size=4, seed=n).info() for n in range(5)]
+    tokens = [sum(rollout.loss_tokens for rollout in info.rollouts) for info in groups]
+    plan = replace(plan_of([entry_of(groups[0])], 1), rollouts=())
+    for step, (first, last) in enumerate([(0, 2), (2, 5), (5, 5)], 1):
+        for number, info in enumerate(groups[first:last]):
+            figures.arrived(entry_of(info, number))
+        figures.committed(plan, {}, header_of(step=step), 0.0)
+        record = figures.record()
+        assert record["step"] == step
+        assert record["new_groups"] == {"math": last - first}
+        assert record["new_rollouts"] == {"math": 4 * (last - first)}
+        assert record["new_generated_tokens"] == {"math": sum(tokens[first:last])}
+    figures.heard(LeadLost(reason="r"))
+    assert figures.record() == {}
 
 
 def test_names_that_foreign_workers_make_up_stay_few() -> None:
@@ -164,7 +164,3 @@ def test_notes_stay_bounded_while_nobody_asks(monkeypatch: pytest.MonkeyPatch) -
         figures.arrived(entry_of(make_group(env="math", seed=n).info(), n))
         assert len(figures._notes) <= 9
     assert figures.values()["groups_received_total"] == {"math": 2 * WINDOW}
-    off = Figures()
-    off.lead(Batcher(CONFIG), CONFIG)
-    off.arrived(entry_of(make_group(env="math").info()))
-    assert not off._notes

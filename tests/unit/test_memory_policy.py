@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from step_headers import header_of
 
 from rlbuffer.config import memory_needs
 from rlbuffer.config.batcher import BatcherConfig, EnvConfig
 from rlbuffer.config.memory_needs import Forecast
+from rlbuffer.config.settings import ArchiveSettings
 from rlbuffer.daemon import memory_rules
+from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.memory_rules import Pressure
 from rlbuffer.daemon.memory_watch import MemoryWatch
+from rlbuffer.events.batcher import CheckpointAsked
+from rlbuffer.store.records import Attempt, Meta
 
 LIMIT = 1000
 SIZES = dict.fromkeys(range(1, 100), 50)
@@ -216,16 +221,19 @@ def test_an_early_retirement_says_what_a_trainer_needs_now(first: int, steps: st
 
 
 # -- a server without a limit ------------------------------------------------------------------------------------------
-class Unlimited:
+class Machine:
     """A server whose machine has 2000 bytes, and no maxmemory."""
 
-    used = 0
+    used = maxmemory = 0
 
     def losses(self) -> int:
         return 0
 
-    def server(self) -> dict[str, int]:
-        return {"maxmemory": 0, "machine": 2 * LIMIT, "used_memory": self.used}
+    def server(self) -> dict[str, Any]:
+        return {"name": "valkey", "maxmemory": self.maxmemory, "machine": 2 * LIMIT, "used_memory": self.used}
+
+    def retire(self, *args: object, **said: object) -> int:
+        return 1
 
 
 @pytest.mark.parametrize(("maxmemory", "machine", "limit"), [(7, 2000, 7), (0, 2000, 1000), (0, 0, 0)])
@@ -239,8 +247,28 @@ def test_a_server_without_a_limit_refuses_nothing_and_is_said_to_have_none(
 ) -> None:
     for pause in ("HURRY_SECONDS", "TELEMETRY_SECONDS"):
         monkeypatch.setattr(f"rlbuffer.daemon.memory_watch.{pause}", 0.0)
-    store: Any = Unlimited()
+    store: Any = Machine()
     store.used = used
     watch = MemoryWatch(store, BatcherConfig(64), lambda event: None, world_size=1, checkpoint_every=1)
     said = [watch.sentence() for _ in range(memory_rules.MEMORY_LOOKS)]
     assert said[-1] == (memory_rules.above_assumed(used, LIMIT) if is_said else "")
+
+
+def test_an_early_retirement_and_the_checkpoint_that_it_asks_for_name_their_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlbuffer.daemon.memory_watch.HURRY_SECONDS", 0.0)
+    store: Any = Machine()
+    store.used = store.maxmemory = LIMIT
+    said: list[Any] = []
+    watch = MemoryWatch(store, BatcherConfig(64), said.append, world_size=1, checkpoint_every=1)
+    trainer = Attempt(number=1, trained=7, at=7, seen_seconds_ago=0.0)
+    meta = Meta(schema=1, epoch=1, step=7, digest="", retired=2, config={}, config_digest="", error="")
+    archive = Archiving(pytest.fail, ArchiveSettings(), said.append)
+    for _ in range(memory_rules.MEMORY_LOOKS):
+        watch.relieve(1, trainer, meta, archive)
+    (early,) = said
+    assert (early.first, early.last) == (3, 3)
+    assert watch.marked(meta, trainer).checkpoint_now
+    watch.committed(header_of(step=8, checkpoint_now=True), meta)
+    assert said[1:] == [CheckpointAsked(step=8, sentence=memory_rules.checkpoint_asked(8))]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rlbuffer.metrics.exposition import as_json, as_text
-from rlbuffer.metrics.histogram import Histogram
+from rlbuffer.metrics.exposition import as_text
+from rlbuffer.metrics.histogram import Histogram, as_json
 from rlbuffer.metrics.labels import LONGEST, OTHER_NAMES, Labels
 from rlbuffer.metrics.registry import METRIC_PREFIX, METRICS, SERVE, Metric
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 import sys
@@ -25,7 +26,7 @@ from rlbuffer.records.rollout import Rollout
 from rlbuffer.trainer.reports.debug_samples import tables
 from rlbuffer.trainer.reports.metrics import finite
 from rlbuffer.trainer.reports.mfu import PolicyWork, peak_of
-from rlbuffer.trainer.reports.sinks import scalars, sinks_of
+from rlbuffer.trainer.reports.sinks import histograms, scalars, sinks_of
 from rlbuffer.trainer.update.ratios import Ratios, ratios_of
 
 
@@ -77,8 +78,14 @@ def test_flops_are_six_per_parameter_and_token_and_attention_by_the_square() -> 
     assert peak_of(torch.device("cpu"), 1e12) == 1e12
 
 
+WAITS = {"buckets": {"1.0": 2, "5.0": 2, "+Inf": 3}, "sum": 9.0, "count": 3}
+"""A histogram, as the leader's figures have it."""
+
+
 def test_other_tools_get_the_numbers_by_their_path() -> None:
     record = {"step": 3, "rewards": {"math": 0.5, "code": None}, "ratio": {"p99": 1.2}, "digest": "ab", "list": [1]}
+    record |= {"buffer": {"wait": {"math": WAITS, "code": {"buckets": {"1.0": 0, "+Inf": 0}, "sum": 0, "count": 0}}}}
+    assert histograms(record) == {"buffer/wait/math": ([0.0, 1.0, 5.0, 10.0], [2, 0, 1], 9.0)}
     assert scalars(record) == {"step": 3.0, "rewards/math": 0.5, "ratio/p99": 1.2}
 
 
@@ -120,11 +127,15 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
     (sink,) = sinks_of(RunSettings(trainer=TrainerSettings(output=tmp_path, reports={"tensorboard": True})))
     for step in (1, 2):
-        sink.write({"step": step, "time": 1e9 + step, "rewards": {"math": 0.25 * step}})
+        sink.write({"step": step, "time": 1e9 + step, "rewards": {"math": 0.25 * step}, "buffer": {"wait": WAITS}})
     sink.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("rewards/math")] == [(1, 0.25), (2, 0.5)]
+    drawn = [
+        (e.step, e.histogram_value.bucket_limit, e.histogram_value.bucket) for e in events.Histograms("buffer/wait")
+    ]
+    assert drawn == [(2, [1.0, 5.0, 10.0], [2.0, 0.0, 1.0])]  # it keeps the last one
 
 
 def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
@@ -141,7 +152,8 @@ def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
     )
     (sink,) = sinks_of(told)
     for step in (1, 2):
-        sink.write({"step": step, "time": 1e9 + step, "rewards": {"math": 0.25 * step}, "examples": [{"text": "no"}]})
+        record = {"step": step, "time": 1e9 + step, "rewards": {"math": 0.25 * step}, "buffer": {"wait": WAITS}}
+        sink.write(record | {"examples": [{"text": "no"}]})
     run: Any = wandb.run
     assert (run.id, run.step) == ("learns", 2)
     config = run.config.as_dict()
@@ -150,14 +162,17 @@ def test_wandb_gets_every_number_and_the_settings_without_the_servers_address(
     sink.close()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-learns.wandb")
     deadline = time.monotonic() + 60
-    while (rows := history_of(path))[-1:] != [{"rewards/math": 0.5, "step": 2.0, "time": 1e9 + 2}]:  # written beside us
+    wait = {"_type": "histogram", "values": [2, 0, 1], "bins": [0.0, 1.0, 5.0, 10.0]}
+    drawn = {f"buffer/wait/{name}": value for name, value in wait.items()}
+    last = {"rewards/math": 0.5, "step": 2.0, "time": 1e9 + 2, **drawn}
+    while (rows := history_of(path))[-1:] != [last]:  # written beside us
         assert time.monotonic() < deadline, rows
         time.sleep(0.1)
-    assert rows[:-1] == [{"rewards/math": 0.25, "step": 1.0, "time": 1e9 + 1}]
+    assert rows[:-1] == [{"rewards/math": 0.25, "step": 1.0, "time": 1e9 + 1, **drawn}]
     wandb.teardown()  # its service is a process of its own
 
 
-def history_of(path: Path) -> list[dict[str, float]]:
+def history_of(path: Path) -> list[dict[str, Any]]:
     """W&B's rows in its own file, without its own fields: a LevelDB log behind seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -176,7 +191,7 @@ def history_of(path: Path) -> list[dict[str, float]]:
             whole = b""
             row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             if row:
-                rows.append({name: float(value) for name, value in row.items() if not name.startswith("_")})
+                rows.append({name: json.loads(value) for name, value in row.items() if not name.startswith("_")})
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Curves drawn with characters: one mark for each, so that they can be told apart without colours."""
+"""Curves drawn with characters: one mark for each, so that they differ without colours."""
 
 from __future__ import annotations
 

@@ -124,19 +124,6 @@ class StepReads(Session):
                         continue
                     yield header
 
-    def find_in_steps(self, group_id: str, step: int | None = None) -> list[tuple[int, PartRollout, int]]:
-        places = []
-        for header in self.headers(step, step):
-            if group_id not in header.group_ids:
-                continue
-            try:
-                parts = self.read_parts(header.step)
-            except StepRetired:
-                continue  # the leader retired it between the two reads
-            for part in parts:
-                places += [(header.step, member, part.rank) for member in part.rollouts if member.group_id == group_id]
-        return places
-
     @contextmanager
     def _reading(self, step: int) -> Iterator[None]:
         """Says of a step that cannot be read what to do: nobody can train it, now or later."""

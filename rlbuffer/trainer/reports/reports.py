@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from rlbuffer.narration.waiting import at_end
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.trainer.checkpoints.resuming import Place
+from rlbuffer.trainer.fake import FakeBuffer
 from rlbuffer.trainer.ranks.digests import digest_parameters
 from rlbuffer.trainer.reports.debug_samples import text_decoder
 from rlbuffer.trainer.reports.examples import examples_of
@@ -110,6 +111,7 @@ class Reports:
             slow_side=slow.text if slow.is_long else "",
             resumed_from=place.resumed_from,
             **self._proofs(step),
+            buffer=self._buffer_figures(),
             examples=self._examples(step),
         )
         if self._metrics is not None:
@@ -143,6 +145,17 @@ class Reports:
             return None
         self._decode = self._decode or text_decoder(self._session.settings)
         return examples_of(step, self._decode)
+
+    def _buffer_figures(self) -> Mapping[str, Any] | None:
+        """The leader's figures as it last said them, on rank 0; None where it has said none, or the server is away."""
+        buffer = self._session.buffer
+        if not self._session.is_first or isinstance(buffer, FakeBuffer):
+            return None
+        try:
+            figures = buffer.store.heartbeats("batcher").get("leader", {}).get("figures")
+        except RlbufferError:  # the next step is waited for with a message
+            return None
+        return figures if figures and isinstance(figures, Mapping) else None
 
     def _proofs(self, step: Step) -> dict[str, Any]:
         """Hashes that were asked for, of all ranks."""

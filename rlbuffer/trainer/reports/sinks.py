@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from rlbuffer.config.settings import RunSettings, to_json
 from rlbuffer.errors import ConfigError
@@ -56,6 +59,15 @@ class TensorBoard:
         """Numbers only; a step that is trained again after a restart is written again."""
         for name, value in scalars(record).items():
             self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
+        for name, (bounds, counts, total) in histograms(record).items():
+            self._writer.add_histogram_raw(
+                *(name, bounds[0], bounds[-1], sum(counts), total),
+                sum_squares=sum(count * bound**2 for count, bound in zip(counts, bounds[1:], strict=True)),
+                bucket_limits=bounds[1:],
+                bucket_counts=counts,
+                global_step=record["step"],
+                walltime=record["time"],
+            )
         self._writer.flush()
 
     def close(self) -> None:
@@ -77,6 +89,7 @@ class WeightsAndBiases:
             ) from error
         config = json.loads(to_json(settings))
         del config["redis_url"]  # it may hold a password
+        self._histogram: Any = wandb.Histogram
         self._run: Any = wandb.init(
             project=settings.trainer.reports.wandb_project,
             name=settings.run,
@@ -88,7 +101,11 @@ class WeightsAndBiases:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """W&B takes no step twice: those that are trained again after a restart stay as they were."""
-        self._run.log(scalars(record), step=record["step"])
+        drawn = {
+            name: self._histogram(np_histogram=(np.array(counts), np.array(bounds)))
+            for name, (bounds, counts, _) in histograms(record).items()
+        }
+        self._run.log(scalars(record) | drawn, step=record["step"])
 
     def close(self) -> None:
         """Ends the upload."""
@@ -96,11 +113,48 @@ class WeightsAndBiases:
 
 
 def scalars(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The record's numbers by path: ``rewards/math``, ``ratio/p99``. Lists and texts are left out."""
+    """The record's numbers by path: ``rewards/math``, ``ratio/p99``. Lists, texts and histograms are left out."""
     out: dict[str, float] = {}
     for name, value in record.items():
+        if is_histogram(value):
+            continue
         if isinstance(value, Mapping):
             out |= scalars(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             out[f"{prefix}{name}"] = float(value)
     return out
+
+
+def histograms(record: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[list[float], list[int], float]]:
+    """The record's histograms by path -> bounds (one more than counts), counts, sum of the values; empty ones are left
+    out.
+
+    The lowest bound is 0, or 1 below a first one of 0; what is above the last one is drawn up to twice that.
+
+    Example:
+        >>> histograms({"age": {"math": {"buckets": {"1.0": 2, "2.0": 3, "+Inf": 4}, "sum": 9.0, "count": 4}}})
+        {'age/math': ([0.0, 1.0, 2.0, 4.0], [2, 1, 1], 9.0)}
+    """
+    out: dict[str, tuple[list[float], list[int], float]] = {}
+    for name, value in record.items():
+        if is_histogram(value):
+            *bounds, _ = value["buckets"]
+            uppers = [float(bound) for bound in bounds]
+            ups = list(value["buckets"].values())
+            counts = [int(after - before) for before, after in pairwise([0, *ups])]
+            if ups[-1]:
+                lowest = 0.0 if uppers[0] > 0 else uppers[0] - 1.0
+                out[f"{prefix}{name}"] = [lowest, *uppers, 2 * uppers[-1]], counts, float(value["sum"])
+        elif isinstance(value, Mapping):
+            out |= histograms(value, f"{prefix}{name}/")
+    return out
+
+
+def is_histogram(value: Any) -> bool:
+    """True for a histogram, as a record has it."""
+    return (
+        isinstance(value, Mapping)
+        and set(value) == {"buckets", "sum", "count"}
+        and isinstance(value["buckets"], Mapping)
+        and len(value["buckets"]) > 1
+    )

@@ -20,6 +20,7 @@ import redis
 from own_server import OwnServer
 
 import rlbuffer
+from rlbuffer.metrics.endpoint import MetricsServer
 from rlbuffer.run import doctor
 from rlbuffer.run.pythons import gpus_here
 from rlbuffer.store.keys import SCHEMA, Keys
@@ -149,6 +150,16 @@ def has_a_port_that_is_taken(place: Place) -> None:
     place.config(f'{GOOD}[weights]\n{listen}\nurl = "http://trainer:9465"\n')
 
 
+def has_metrics_where_somebody_else_answers(place: Place) -> None:
+    listener = place.open.enter_context(socket.create_server(("127.0.0.1", 0)))
+    listener.settimeout(0)  # whoever connects hears nothing
+    place.config(f'{GOOD}[metrics]\nlisten = "127.0.0.1:{listener.getsockname()[1]}"\n')
+
+
+def has_metrics_at_another_host_s_address(place: Place) -> None:
+    place.config(f'{GOOD}[metrics]\nlisten = "203.0.113.7:9464"\n')  # nobody's (RFC 5737)
+
+
 def has_a_folder_without_a_model(place: Place) -> None:
     (place.folder / "qwen").mkdir()
     place.config('[model]\npath = "qwen"\n[worker.a]\nenv = "vcopy"\n')
@@ -197,6 +208,14 @@ TROUBLES = [
         "change",
     ),
     (has_a_port_that_is_taken, "ports", "failure", "address already in use", "choose another port (weights.listen)"),
+    (has_metrics_where_somebody_else_answers, "ports", "warning", "address already in use", "port (metrics.listen)"),
+    (
+        has_metrics_at_another_host_s_address,
+        "ports",
+        "warning",
+        "assign requested address",
+        "(metrics.listen): ip addr",
+    ),
     (has_a_folder_without_a_model, "model", "failure", "qwen has no config.json", "hf download NAME --local-dir DIR"),
     (has_an_old_server_program, "server", "failure", "is Redis 6.2.14, older than 7.0", "Unset RLBUFFER_SERVER_BIN"),
     (lacks_the_sampler, "settings", "failure", "needs the module vllm", "pip install 'rlbuffer[vllm]'"),
@@ -222,6 +241,10 @@ def test_a_planted_trouble_is_found_and_its_fix_is_named(
     ], troubles
     assert (code, err) == (int(verdict == "failure" or any(r["verdict"] == "failure" for r in troubles)), "")
     assert all(record["fix"] for record in troubles)
+
+
+def test_twelve_troubles_and_more_are_planted() -> None:
+    assert len({plant for plant, *_ in TROUBLES}) >= 12
 
 
 @pytest.mark.server
@@ -275,6 +298,14 @@ def test_the_run_s_own_weights_server_is_no_trouble(place: Place, call: Call) ->
         place.config(f'{GOOD}[weights]\nlisten = "{listen}"\nurl = "http://trainer:9465"\n')
         code, out, _ = call()
     assert (code, f"weights.listen = {listen}: a weights server is at work there" in out) == (0, True)
+
+
+def test_the_run_s_own_metrics_are_no_trouble(place: Place, call: Call) -> None:
+    with MetricsServer("127.0.0.1:0", "serve", dict) as server:
+        listen = server.url.removeprefix("http://")
+        place.config(f'{GOOD}[metrics]\nlisten = "{listen}"\n')
+        code, out, _ = call()
+    assert (code, f"metrics.listen = {listen}: a process of rlbuffer answers there" in out) == (0, True)
 
 
 @pytest.mark.parametrize("width", [40, 80])

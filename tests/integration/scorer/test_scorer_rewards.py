@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import threading
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from scorer_stage import OVER, Stage, eventually
 
 from rlbuffer.errors import ConfigError
-from rlbuffer.events.scorer import ScoredLate
+from rlbuffer.events.event import MetricsServed, Trouble
+from rlbuffer.events.scorer import GroupScored, ScoredLate
+from rlbuffer.metrics.registry import METRICS
 from rlbuffer.process import heartbeat
+from rlbuffer.run import members
 from rlbuffer.scorer import loop
 from rlbuffer.testing import make_group
 
@@ -205,3 +212,39 @@ def test_a_scorer_ends_with_its_run(stages: Any):
     stage.threads[0].join(60)
     assert not stage.threads[0].is_alive()
     assert stage.raised is None
+
+
+def test_a_scorer_answers_every_metric_of_its_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The way of `rlbuffer score`, over a server that this process shares with it."""
+    monkeypatch.setattr(loop, "RETRY_SECONDS", 0.02)
+    stage = Stage(
+        f"memory://{tmp_path.name}",
+        run="scored",
+        redis_url=f"memory://{tmp_path.name}",
+        score={"one": {"reward": "scorer_stage:broken"}},
+        metrics={"listen": "127.0.0.1:0"},
+    )
+    events: list[Any] = []
+    runs = threading.Thread(
+        target=members.score, args=(stage.settings, "one", 0, "one-0", stage.stop), kwargs={"on_event": events.append}
+    )
+    stage.threads.append(runs)
+    runs.start()
+    for seed, answer in enumerate(("raise", "good", "better")):
+        stage.writer.push(unscored(seed, answer=answer))
+    eventually(lambda: sum(isinstance(event, GroupScored) for event in events) == 2)
+    eventually(lambda: any(isinstance(event, Trouble) for event in events))
+    [url] = [event.url for event in events if isinstance(event, MetricsServed)]
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        text = answer.read().decode()
+    with urllib.request.urlopen(url.replace("/metrics", "/status"), timeout=20) as answer:
+        status = json.loads(answer.read())
+    stage.finish()
+    stage.buffer.close()
+    assert 'rlbuffer_score_rollouts_total{env="a",run="scored",scorer="one-0"} 4.0' in text
+    assert (status["process"], status["scorer"]) == ("score", "one-0")
+    said = status["metrics"]
+    assert set(said) == {metric.name for metric in METRICS["score"]}
+    assert (said["score_groups_total"], said["score_tokens_total"]) == ({"a": 2}, {"a": 34})
+    assert said["score_group_seconds"]["a"]["count"] == 2
+    assert (said["score_troubles_total"] > 0, said["score_late_groups_total"]) == (True, 0)

@@ -10,7 +10,7 @@ from store_runs import Run
 
 from rlbuffer.errors import ConfigChanged, LeaseLost
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.records import Claim
+from rlbuffer.store.records import Claim, TrainedStep
 
 pytest_plugins = ("store_fixtures",)
 
@@ -184,6 +184,21 @@ def test_a_recovery_goes_on_from_the_first_epoch_and_counts_what_was_committed_h
     assert (meta.since, meta.step, meta.retired) == (trained.meta.since, 4, 4)
     assert field(trained, "ledger", "a:packed:rollouts") == 0
     assert field(trained, "ledger", "a:trained:rollouts") == 6
+
+
+def test_a_recovery_counts_a_rollout_that_was_pushed_twice_once_and_the_repeat_as_dropped(run: Run) -> None:
+    run.lead()
+    run.push("a.0")
+    run.push("a.0")
+    first, second = run.pool()
+    step = TrainedStep(step=1, digest="d" * 64, group_ids=("a.0",), envs={"a": (2, first.tokens)})
+    claim = Claim(step=1, epoch=run.meta.epoch, digest=step.digest, steps=(step,))
+    run.store.attempt(uuid="trainer", world_size=2, resume_step=1, claim=claim)
+    assert run.store.recover(run.token, run.store.trainer(), [first, second]) is not None
+    total = run.store.ledger().total()
+    assert (total.pushed[0], total.trained) == (4, (first.rollouts, first.tokens))
+    assert total.dropped == {"duplicate": (second.rollouts, second.tokens)}
+    assert run.pool() == []
 
 
 def test_the_digest_of_the_last_retired_step_stays(trained: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from store_runs import Run
@@ -25,6 +26,18 @@ def test_renewal_keeps_the_token(run):
     first = run.store.lease("one", ttl_seconds=5)
     again = run.store.lease("one", ttl_seconds=5)
     assert (again.token, again.renewed) == (first.token, True)
+
+
+def test_in_its_last_millisecond_a_lease_is_still_its_owner_s(tmp_path, monkeypatch):
+    clock = SimpleNamespace(time=lambda: 1_700_000_000.0)
+    monkeypatch.setattr("fakeredis.commands_mixins.server_mixin.time", clock)  # of `memory://` alone
+    run = Run(f"memory://{tmp_path.name}", tmp_path)
+    first = run.store.lease("one", ttl_seconds=0)
+    assert not run.again().lease("two", ttl_seconds=5).held
+    run.store.set_error(first.token, "is heard")
+    again = run.store.lease("one", ttl_seconds=5)
+    assert (again.token, again.renewed, run.store.meta().error) == (first.token, True, "is heard")
+    run.close()
 
 
 def test_lapsed_lease_gives_a_new_token_even_to_the_same_owner(run):
