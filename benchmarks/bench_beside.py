@@ -51,7 +51,7 @@ from rlbuffer.store.redis_store import open_store
 ROUNDS = 5
 """Timed rounds, after one that grows heaps and connections."""
 RANKS = 8
-PEER_SECONDS = 120.0
+PEER_SECONDS = 300.0
 """Time that a peer has to start, and for each round."""
 PEERS = ("reverb", "transfer_queue")
 OURS, STREAM, HTTP = "rlbuffer", "lists pickled into a Redis stream", "JSON over HTTP"
@@ -266,7 +266,7 @@ class Peer:
 
     def __init__(self, environment: Path, groups: Path, key: str) -> None:
         script = Path(__file__).parent / "beside" / "peer.py"
-        self.name, self._key = "", key
+        self.name = ""
         self._process = subprocess.Popen(
             [environment / "bin" / "python", script, groups, key],
             stdin=subprocess.PIPE,
@@ -288,9 +288,10 @@ class Peer:
         pipe = self._process.stdout
         ready = pipe is not None and select.select([pipe], [], [], PEER_SECONDS)[0]
         line = pipe.readline() if pipe is not None and ready else ""
+        why = "it ended" if ready else f"no answer in {PEER_SECONDS:g} s"
         if not line and self.name:
-            raise RuntimeError(f"{self._key} has not answered in {PEER_SECONDS:g} s")
-        answer: dict[str, Any] = json.loads(line) if line else {"missing": f"no answer in {PEER_SECONDS:g} s"}
+            raise RuntimeError(f"{self.name}: {why}")
+        answer: dict[str, Any] = json.loads(line) if line else {"missing": why}
         return answer
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class Reverb:
 
     def pull(self, groups: list[Group]) -> int:
         samples = self._client.sample("q", num_samples=len(groups), emit_timesteps=False)
-        return sum(len(sample.data[0]) for sample in samples)
+        return sum(sample.data[0].size for sample in samples)  # [1, tokens]: an item of one timestep
 
     def close(self) -> None:
         self._server.kill()

@@ -127,14 +127,16 @@ def shared_self_test(model: PreTrainedModel, forward: PackedForward, *, compute:
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
     cu_seqlens = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(device)
     shared = forward(tokens, positions, cu_seqlens)
-    separate = torch.cat([separate_logprobs(model, piece, compute=compute) for piece in tokens.split(lengths)])
+    separate = torch.cat([separate_logprobs(model, piece, compute=compute) for piece in torch.split(tokens, lengths)])
     difference = float((shared - separate).abs().max())
     if not difference <= tolerance:
         raise PackedForwardError(
             f"with shared prompts logprobs differ from separate ones by {difference:.2g} nats (at most {tolerance:g})"
         )
-    changed, own = tokens.clone(), slice(SHARED_PROMPTS[0] + 1, lengths[0])
-    changed[own] = (changed[own] + 1) % vocabulary
+    changed = tokens.clone()
+    of_one = changed[SHARED_PROMPTS[0] + 1 : lengths[0]]
+    of_one += 1
+    of_one %= vocabulary
     leak = float((forward(changed, positions, cu_seqlens) - shared).abs()[lengths[0] :].max())
     if not leak <= tolerance / 100:
         raise PackedForwardError(
