@@ -85,8 +85,8 @@ def run(report: Report) -> None:
         show(report, [one.costs for one in rounds], tokens * rounds[0].bytes_per_token / 1e6)
         ends = [end_to_end(one.costs) for one in rounds]
         report.line(
-            f"push from arrays, batch and pull for 8 ranks: {tokens / 1e6 / statistics.median(ends):.1f} Mtok per CPU "
-            "second, client, server and leader counted"
+            f"push_many from arrays, batch and pull for 8 ranks: {tokens / 1e6 / statistics.median(ends):.1f} Mtok per "
+            "CPU second, client, server and leader counted"
         )
         held = statistics.median(one.held for one in rounds)
         target = f"server memory, {title}: {held:.3f} of the payloads' bytes, at most {MOST_HELD:g}"
@@ -215,9 +215,8 @@ def bare_of(name: str) -> str | None:
 
 def end_to_end(costs: Mapping[str, Cost]) -> float:
     """CPU seconds of all processes from a sampler's arrays to the tensors of all ranks."""
-    return sum(
-        costs[name].both for name in ("push from arrays", "leader: decide, pin, commit", "pull to tensors, 8 ranks")
-    )
+    parts = ("push_many from arrays", "leader: decide, pin, commit", "pull to tensors, 8 ranks")
+    return sum(costs[name].both for name in parts)
 
 
 # -- what a round does -------------------------------------------------------------------------------------------------
