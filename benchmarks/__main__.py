@@ -1,5 +1,6 @@
-"""``python -m benchmarks [--json FILE] [PART OF A NAME ...]``: runs the bench_*.py of this folder in the order of their
-names. ``--json`` writes what they print as data, too.
+"""``python -m benchmarks [--json FILE] [--beside VENV]... [PART OF A NAME ...]``: runs the bench_*.py of this folder in
+the order of their names. ``--json`` writes what they print as data, too; ``--beside`` names an environment that holds
+Reverb or TransferQueue, for bench_beside.
 
 Exit code 1 when a stated target is missed.
 """
@@ -15,15 +16,20 @@ from benchmarks.report import Report
 
 
 def main(chosen: list[str]) -> int:
-    """`chosen`: parts of names (``planning``), after an optional ``--json FILE``; none runs all."""
-    file = Path(chosen[1]) if chosen[:1] == ["--json"] and len(chosen) > 1 else None
-    chosen = chosen if file is None else chosen[2:]
+    """`chosen`: parts of names (``planning``), after options; none runs all."""
+    file, environments = None, []
+    while chosen[:1] in (["--json"], ["--beside"]) and len(chosen) > 1:
+        option, value, *chosen = chosen
+        if option == "--json":
+            file = Path(value)
+        else:
+            environments.append(Path(value).absolute())
     names = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
     wanted = [name for name in names if not chosen or any(part in name for part in chosen)]
     if not wanted:
         print(f"no benchmark is called {' or '.join(chosen)}: there are {', '.join(names)}", file=sys.stderr)
         return 2
-    report = Report()
+    report = Report(environments=environments)
     for name in wanted:
         importlib.import_module(f"benchmarks.{name}").run(report)
     if file is not None:

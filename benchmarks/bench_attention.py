@@ -17,7 +17,7 @@ ATTENTION_TIMES = 8.0
 LOGITS = 1e-5
 """Largest difference between the two, of logits."""
 HEAD_TOKENS, HEAD_VOCABULARY, HEAD_WIDTH = 4096, 32000, 64
-HEAD_SHARE = 0.15
+HEAD_SHARE = 0.10
 """The chunked head's peak may be this share of the plain one's."""
 
 

@@ -17,8 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 class Report:
     """Prints as it goes and remembers which targets were missed."""
 
-    def __init__(self, write: Callable[[str], None] = print) -> None:
+    def __init__(self, write: Callable[[str], None] = print, *, environments: Sequence[Path] = ()) -> None:
         self._write = write
+        self.environments = environments
+        """Virtual environments that hold peers to run beside."""
         self.missed: list[str] = []
         """One sentence per missed target."""
         self.record: list[dict[str, Any]] = []

@@ -264,3 +264,8 @@ def _trainer(settings: RunSettings, places: Places) -> Iterator[Mistake]:
 
     for mistake in (*losses.mistakes(settings.trainer.loss), *schedules.mistakes(settings.trainer)):
         yield placed(mistake, places)
+    if settings.trainer.share_prompts and settings.trainer.layout == "padded":
+        pair = "trainer.share_prompts", "trainer.layout"
+        yield Mistake(
+            f'{pair[0]} = true needs {pair[1]} = "packed": padded rows are computed whole ({places(*pair)}).', pair
+        )

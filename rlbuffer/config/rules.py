@@ -50,6 +50,7 @@ RULES = (
         "min_learning_rate is at most learning_rate",
     ),
     Rule(("trainer.loss.mask_low", "trainer.loss.mask_high"), "mask_low is below mask_high"),
+    Rule(("trainer.share_prompts", "trainer.layout"), "prompts are shared in packed rows only"),
     Rule(("trainer.loss.kl_beta", "worker.NAME.needs"), "above 0, groups need ref_logprobs, and a scorer adds them"),
     Rule(
         (

@@ -173,6 +173,11 @@ class TrainerSettings(Table):
     gradient_checkpointing: bool = Field(
         False, description="Compute activations again in the backward pass: less memory, about a third more time."
     )
+    share_prompts: bool = Field(
+        False,
+        description="Compute tokens with which rollouts of a micro-batch begin alike once; packed rows only, and not "
+        "every model.",
+    )
     seed: int = Field(
         0, ge=0, le=LARGEST_SEED, description="Of the fresh model's weights and everything random in training."
     )

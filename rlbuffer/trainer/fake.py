@@ -143,7 +143,8 @@ class FakeReader:
         row_tokens = self._settings.batcher.row_tokens
         rollouts, samples = [], []
         for g in range(GROUPS):
-            made = [_rollout(rng, row_tokens, self._vocabulary, number) for _ in range(GROUP_SIZE)]
+            prompt = rng.integers(0, self._vocabulary, rng.integers(1, max(2, row_tokens // 16)))
+            made = [_rollout(rng, prompt, row_tokens, self._vocabulary, number) for _ in range(GROUP_SIZE)]
             made = [replace(r, columns={n: _column(n, r, further) for n in self._columns}) for r in made]
             rewards = [float(r.reward or 0.0) for r in made]
             credits = advantage(self._settings.batcher.advantage, rewards, lengths=[r.loss_tokens for r in made])
@@ -225,11 +226,12 @@ class FakeReader:
         )
 
 
-def _rollout(rng: np.random.Generator, row_tokens: int, vocabulary: int, number: int) -> Rollout:
-    prompt = int(rng.integers(1, max(2, row_tokens // 16)))
-    sampled = int(rng.integers(1, max(2, row_tokens // 4 - prompt)))
+def _rollout(
+    rng: np.random.Generator, prompt: NDArray[np.int64], row_tokens: int, vocabulary: int, number: int
+) -> Rollout:
+    sampled = int(rng.integers(1, max(2, row_tokens // 4 - len(prompt))))
     return Rollout.from_completion(
-        prompt_ids=rng.integers(0, vocabulary, prompt),
+        prompt_ids=prompt,
         token_ids=rng.integers(0, vocabulary, sampled),
         logprobs=rng.normal(-np.log(vocabulary), 0.1, sampled).clip(max=0.0),
         reward=float(rng.random()),

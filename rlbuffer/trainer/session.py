@@ -113,6 +113,7 @@ def open_session(
             compute=narrow_dtype(settings.model),
             longest=settings.batcher.row_tokens,
             recompute=settings.trainer.gradient_checkpointing,
+            share_prompts=settings.trainer.share_prompts,
         )
         base = None
         if settings.trainer.lora.rank:

@@ -62,6 +62,46 @@ class Cursor:
         return np.frombuffer(self.data, dtype, count, start).reshape(shape)
 
 
+class PayloadContent(NamedTuple):
+    """The content of a rollout's payload; arrays are views of its bytes."""
+
+    details: Details
+    required: dict[str, NDArray[Any]]
+    """The columns tokens, loss_mask and logprobs, each [T]."""
+    columns: dict[str, NDArray[Any]]
+    """Further columns, [T, ...], in the order of the payload."""
+    attachments: dict[str, NDArray[Any]]
+    """Arrays of any shape, in the order of the payload."""
+    text: str | None
+    """Rendered transcript."""
+
+
+def content_of(data: bytes | memoryview, details: Any, *, count: int, tokens: int, at: int) -> PayloadContent:
+    """Takes a payload of `count` arrays apart, whose decoded `details` end at `at`.
+
+    Raises:
+        PayloadError: the details are not of this format, or do not fit the bytes behind them.
+    """
+    if not isinstance(details, list) or len(details) != len(Details._fields):
+        raise PayloadError("invalid rollout payload: details are not the list of this format")
+    d = Details(*details)
+    tables = further_tables(d.columns, d.attachments, count, tokens)
+    cursor = Cursor(data, at)
+    required = {name: cursor.array(dtype, (tokens,)) for name, dtype in REQUIRED_COLUMNS.items()}
+    columns, attachments = ({name: cursor.array(*layout) for name, layout in table.items()} for table in tables)
+    text = None
+    if d.text_bytes is not None:
+        size = as_count("text", d.text_bytes)
+        start = cursor.skip(size)
+        try:
+            text = str(data[start : start + size], "utf-8")
+        except UnicodeDecodeError:
+            raise PayloadError("invalid rollout payload: the text is not UTF-8") from None
+    if cursor.at != len(data):
+        raise PayloadError(f"payload has {len(data) - cursor.at} bytes too many")
+    return PayloadContent(d, required, columns, attachments, text)
+
+
 def further_tables(columns: Any, attachments: Any, count: int, tokens: int) -> tuple[_Table, _Table]:
     """Name -> dtype and shape of the columns, and of the attachments, of a payload with `count` arrays in all.
 

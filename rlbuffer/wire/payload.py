@@ -25,12 +25,11 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.checks import MAX_ITEMS
-from rlbuffer.records.columns import REQUIRED_COLUMNS
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn
-from rlbuffer.wire.arrays import ARRAY_ALIGNMENT, Cursor, Details, as_count, further_tables
+from rlbuffer.wire.arrays import ARRAY_ALIGNMENT, content_of
 from rlbuffer.wire.bounded_msgpack import check as check
 from rlbuffer.wire.bounded_msgpack import dumps as dumps
 from rlbuffer.wire.bounded_msgpack import loads as loads
@@ -236,20 +235,7 @@ def _details(data: bytes, end: int) -> Any:
 
 
 def _rollout(data: bytes, count: int, details: Any, tokens: int, at: int) -> Rollout:
-    if not isinstance(details, list) or len(details) != len(Details._fields):
-        raise PayloadError("invalid rollout payload: details are not the list of this format")
-    d = Details(*details)
-    tables = further_tables(d.columns, d.attachments, count, tokens)
-    cursor = Cursor(data, at)
-    required = {name: cursor.array(dtype, (tokens,)) for name, dtype in REQUIRED_COLUMNS.items()}
-    columns, attachments = ({k: cursor.array(*v) for k, v in table.items()} for table in tables)
-    text = None
-    if d.text_bytes is not None:
-        size = as_count("text", d.text_bytes)
-        start = cursor.skip(size)
-        text = data[start : start + size].decode()
-    if cursor.at != len(data):
-        raise PayloadError(f"payload has {len(data) - cursor.at} bytes too many")
+    d, required, columns, attachments, text = content_of(data, details, count=count, tokens=tokens, at=at)
     if not isinstance(d.spans, list) or len(d.spans) % 3:
         raise PayloadError("invalid rollout payload: version_spans")
     if not isinstance(d.turns, list) or not all(isinstance(t, list) and len(t) == len(Turn._fields) for t in d.turns):

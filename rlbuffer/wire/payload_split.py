@@ -12,27 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.records.columns import REQUIRED_COLUMNS
-from rlbuffer.wire.arrays import Cursor, Details, as_count, further_tables
+from rlbuffer.wire.arrays import Details, content_of
 from rlbuffer.wire.payload import joined, loads, unframed
 from rlbuffer.wire.payload_parts import HEADER_BYTES, MAX_DETAILS_BYTES
 
 
 class PayloadParts(NamedTuple):
-    """The parts of a rollout's payload; arrays are views of its bytes."""
+    """The parts of a rollout's payload: what :class:`~rlbuffer.wire.arrays.PayloadContent` holds, and two more."""
 
     packed: bytes
     """The details as they stand in the payload."""
     details: Details
     """The same, decoded, not checked further."""
     required: dict[str, NDArray[Any]]
-    """The columns tokens, loss_mask and logprobs, each [T]."""
     columns: dict[str, NDArray[Any]]
-    """Further columns, [T, ...], in the order of the payload."""
     attachments: dict[str, NDArray[Any]]
-    """Arrays of any shape, in the order of the payload."""
     text: str | None
-    """Rendered transcript."""
     checksum: int
     """CRC-32 that the payload carries."""
 
@@ -45,27 +40,10 @@ def split(data: bytes | memoryview) -> PayloadParts:
     """
     count, tokens, at, checksum = unframed(data)
     packed = bytes(memoryview(data)[HEADER_BYTES:at])
-    details = loads(packed, limit=MAX_DETAILS_BYTES)
-    if not isinstance(details, list) or len(details) != len(Details._fields):
-        raise PayloadError("invalid rollout payload: details are not the list of this format")
-    d = Details(*details)
-    tables = further_tables(d.columns, d.attachments, count, tokens)
-    cursor = Cursor(data, at)
-    required = {name: cursor.array(dtype, (tokens,)) for name, dtype in REQUIRED_COLUMNS.items()}
-    columns, attachments = ({name: cursor.array(*layout) for name, layout in table.items()} for table in tables)
-    text = None
-    if d.text_bytes is not None:
-        size = as_count("text", d.text_bytes)
-        start = cursor.skip(size)
-        try:
-            text = bytes(data[start : start + size]).decode()
-        except UnicodeDecodeError:
-            raise PayloadError("invalid rollout payload: the text is not UTF-8") from None
-    if cursor.at != len(data):
-        raise PayloadError(f"payload has {len(data) - cursor.at} bytes too many")
-    if tokens and required["loss_mask"].view(np.uint8).max() > 1:
+    content = content_of(data, loads(packed, limit=MAX_DETAILS_BYTES), count=count, tokens=tokens, at=at)
+    if tokens and content.required["loss_mask"].view(np.uint8).max() > 1:
         raise PayloadError("invalid rollout payload: a mark of the loss mask is neither 0 nor 1")
-    return PayloadParts(packed, d, required, columns, attachments, text, checksum)
+    return PayloadParts(packed, *content, checksum)
 
 
 def joined_again(parts: PayloadParts) -> bytes:

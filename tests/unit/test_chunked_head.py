@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -74,6 +76,18 @@ def test_the_whole_of_the_logits_is_never_held() -> None:
         token_logprobs(hidden, weight, targets, chunk=8)
     assert saved
     assert torch.Size([50, 11]) not in saved
+
+
+def test_three_chunks_of_logits_are_held_at_most() -> None:
+    """With the gradient of the weights, a sixteenth of a chunk, and what one product takes."""
+    made = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 2, generator=made).requires_grad_() for n in (64, 4096))
+    targets = torch.randint(0, 4096, (64,), generator=made)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        torch.autograd.backward(token_logprobs(hidden, weight, targets, chunk=32)[0].sum())
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    assert 2 <= max(accumulate(sizes)) / (32 * 4096 * 4) < 3.5
 
 
 @pytest.mark.parametrize(("vocabulary", "tokens"), [(13, 645_278), (32_000, 263), (2**23, 1), (2**24, 1)])

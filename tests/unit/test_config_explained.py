@@ -126,6 +126,7 @@ BREAKS = {
     "skip_failed": f"{WORKER}skip_visits = 1\nskip_failed = 2.0\n",
     "min_learning_rate": '[trainer.optimizer]\nschedule = "cosine"\nmin_learning_rate = 1.0\n',
     "mask_low": '[trainer.loss]\nname = "masked_ratio"\nmask_low = 9.0\n',
+    "prompts are shared": '[trainer]\nshare_prompts = true\nlayout = "padded"\n',
     "above 0, groups": f"{WORKER}[trainer.loss]\nkl_beta = 0.1\n",
     "deterministic": f"deterministic = true\n[batcher]\nmax_age = 1\nlookahead = 1\n{WORKER}"
     'groups_per_batch = 3\n[worker.b]\nenv = "repeat"\ngroups_per_batch = 2\n',

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rlbuffer.errors import PackedForwardError
+from rlbuffer.trainer.model.shared_prompts import SharedTokens
 
 ATTENTION = "rlbuffer_segments"
 """Name of this attention in transformers' registry: ``model.set_attn_implementation(NAME)``."""
@@ -65,10 +66,16 @@ class SegmentPlan:
 
     Args:
         in_one_batch: all segments in one batch, however unlike in length: every rank then makes the same calls.
+        shared: the model computes these tokens of the row only.
     """
 
     def __init__(
-        self, cu_seqlens: ArrayLike, device: torch.device | str = "cpu", *, in_one_batch: bool = False
+        self,
+        cu_seqlens: ArrayLike,
+        device: torch.device | str = "cpu",
+        *,
+        in_one_batch: bool = False,
+        shared: SharedTokens | None = None,
     ) -> None:
         bounds = np.asarray(cu_seqlens, dtype=np.int64)
         bounds = bounds[np.concatenate(([True], np.diff(bounds) > 0))]
@@ -76,6 +83,9 @@ class SegmentPlan:
         if bounds[0] != 0 or not len(lengths):
             raise ValueError(f"cu_seqlens must ascend from 0, got {bounds.tolist()[:8]}")
         self.tokens = int(bounds[-1])
+        self.shared = shared
+        self.computed = self.tokens if shared is None else len(shared.kept)
+        """Tokens that the model computes."""
         self.longest = int(lengths.max())
         self.cu_seqlens = torch.from_numpy(bounds.astype(np.int32)).to(device)
         """[S + 1] int32 on the device, without empty segments: what variable-length kernels take."""
@@ -242,16 +252,20 @@ def segment_attention(
             raise PackedForwardError(f"{name} wants {what}, which the segment attention does not do")
     if segments is None:
         raise PackedForwardError(f"the model does not pass its keyword arguments on to {name}")
-    if query.shape[0] != 1 or query.shape[2] != segments.tokens or key.shape[2] != segments.tokens:
+    if query.shape[0] != 1 or query.shape[2] != segments.computed or key.shape[2] != segments.computed:
         raise PackedForwardError(
-            f"segment attention over {segments.tokens} tokens was given queries {list(query.shape)} and keys "
+            f"segment attention over {segments.computed} tokens was given queries {list(query.shape)} and keys "
             f"{list(key.shape)}"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if segments.shared is not None:
+        q, k, v = (x[segments.shared.source] for x in (q, k, v))
     if softcap is None and can_use_varlen(q):
         attended = _varlen(q, k, v, segments, scaling, sliding_window)
     else:
         attended = segments.attend(q, k, v, scale=scaling, window=sliding_window, softcap=softcap)
+    if segments.shared is not None:
+        attended = attended[segments.shared.kept]
     return attended[None], None
 
 

@@ -36,9 +36,10 @@ class LogitShape:
             logits = logits * self.scale
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
-    def backward(self, shaped: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient before :meth:`apply`, from what it gave and the gradient after it."""
-        if self.cap:
+    def backward(self, shaped: Tensor | None, gradient: Tensor) -> Tensor:
+        """The gradient before :meth:`apply`, from what it gave (needed where there is a cap) and the gradient after
+        it."""
+        if self.cap and shaped is not None:
             gradient = gradient * (1 - (shaped / self.cap) ** 2)
         return gradient * self.scale if self.scale != 1.0 else gradient
 
@@ -102,14 +103,16 @@ class _ChunkedHead(torch.autograd.Function):
             shaped = _shaped(hidden[part], narrow, bias, ctx.shape)
             scale = _scale(temperature, part, shaped)
             log_p = _log_softmax(shaped, scale)
+            for_cap = shaped if ctx.shape.cap else None
+            del shaped  # else the fourth of four: they are the head's peak
             p = log_p.exp()
             entropy = -(p * log_p).sum(-1, keepdim=True)
             # d = -p * (of_logprobs + of_entropy * (log_p + entropy)), in place of log_p: memory is what this is for.
             d = log_p.add_(entropy).mul_(of_entropy[part, None]).add_(of_logprobs[part, None]).mul_(p).neg_()
             del log_p, p
             d.scatter_add_(1, targets[part, None], of_logprobs[part, None].to(d.dtype))
-            d = ctx.shape.backward(shaped, d.div_(scale))
-            del shaped
+            d = ctx.shape.backward(for_cap, d.div_(scale))
+            del for_cap
             if d_bias is not None:
                 d_bias += d.sum(0)
             product = d.to(hidden.dtype)

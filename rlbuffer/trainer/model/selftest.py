@@ -25,6 +25,11 @@ SELF_TEST_LENGTHS = (7, 1, 19, 5, 33, 12)
 BEYOND_WINDOW = 33
 """Tokens by which one more segment is longer than a sliding window."""
 
+SHARED_PROMPTS = (17, 3)
+"""Tokens of the prompts that the self-test's rollouts share."""
+SHARED_ROLLOUTS = ((0, 6), (1, 19), (0, 1), (0, 33), (1, 2), (0, 0))
+"""The rollouts that share them, in the order of their row: (prompt, tokens of its own)."""
+
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Nats that packed and separate logprobs may differ by at most. float64 is not tighter because the models' norms and
 rotary tables compute in float32 inside."""
@@ -96,6 +101,47 @@ def self_test(
                 f"the self-test cannot see the model's window of {window} tokens: without it logprobs of "
                 f"{last} tokens move by {seen:.2g} nats only, so nothing proves that packed rows honour it"
             )
+
+
+@torch.no_grad()
+def shared_self_test(model: PreTrainedModel, forward: PackedForward, *, compute: torch.dtype | None = None) -> None:
+    """Runs rollouts that begin alike packed by `forward`, which computes what they share once, and one by one.
+
+    Then changes what one of them has for itself, and looks whether another notices.
+
+    Raises:
+        PackedForwardError: with the largest difference and what it means.
+    """
+    parameter = next(model.parameters())
+    device, tolerance = parameter.device, TOLERANCES[compute or parameter.dtype]
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = len(embeddings.weight)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, vocabulary, n) for n in SHARED_PROMPTS]
+    pieces = []
+    for i, (prompt, own) in enumerate(SHARED_ROLLOUTS):
+        first = [i % vocabulary][:own]  # unlike the others', so that they share the prompt and no more
+        pieces.append(np.concatenate((prompts[prompt], first, rng.integers(0, vocabulary, own - len(first)))))
+    lengths = [len(piece) for piece in pieces]
+    tokens = torch.from_numpy(np.concatenate(pieces).astype(np.int64)).to(device)
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    cu_seqlens = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(device)
+    shared = forward(tokens, positions, cu_seqlens)
+    separate = torch.cat([separate_logprobs(model, piece, compute=compute) for piece in torch.split(tokens, lengths)])
+    difference = float((shared - separate).abs().max())
+    if not difference <= tolerance:
+        raise PackedForwardError(
+            f"with shared prompts logprobs differ from separate ones by {difference:.2g} nats (at most {tolerance:g})"
+        )
+    changed = tokens.clone()
+    of_one = changed[SHARED_PROMPTS[0] + 1 : lengths[0]]
+    of_one += 1
+    of_one %= vocabulary
+    leak = float((forward(changed, positions, cu_seqlens) - shared).abs()[lengths[0] :].max())
+    if not leak <= tolerance / 100:
+        raise PackedForwardError(
+            f"with shared prompts changing one rollout moves another's logprobs by {leak:.2g} nats"
+        )
 
 
 def separate_logprobs(model: PreTrainedModel, tokens: Tensor, *, compute: torch.dtype | None = None) -> Tensor:

@@ -102,6 +102,7 @@ class Tally:
     def _part(self, watch: Stopwatch) -> dict[str, Any]:
         """This rank's own, JSON types. Rewards are of the rollouts that it holds: no rollout is on two ranks."""
         envs: dict[str, dict[str, Any]] = {}
+        rewards: dict[str, list[float]] = {}
         squares = tokens = 0
         step, adapters = self._step.number, self._step.header.adapters
         for sample in (s for micro_batch in self._step for s in micro_batch.samples):
@@ -113,10 +114,12 @@ class Tally:
             env["on_policy"] += int(sample.policy_versions[0] >= version_trained(adapters, sample.adapter, step))
             env["response_tokens"] += sample.length - sample.prompt_tokens
             if sample.reward is not None:
-                env["scores"] = merged((env["scores"], moments_of([sample.reward])))
+                rewards.setdefault(sample.env, []).append(sample.reward)
             for name, value in sample.rewards.items():
                 total, n = env["rewards"].get(name, (0.0, 0))
                 env["rewards"][name] = (total + value, n + 1)
+        for name, values in rewards.items():
+            envs[name]["scores"] = moments_of(values)
         memory = memory_bytes(self._ranks.device)
         wait = watch.seconds.get("wait", 0.0)
         seconds = {part: round(value, 6) for part, value in {"wait": wait, **self.pass_times.seconds()}.items()}

@@ -1,0 +1,303 @@
+"""The buffer beside others: the same groups, from a sampler's arrays to arrays again, in one interleaved run.
+
+Lists pickled into a stream, and JSON over HTTP, run everywhere. Reverb and TransferQueue are no dependencies: each runs
+in an environment of its own, which ``--beside VENV`` names (``pip install dm-reverb "numpy<2" tensorflow-cpu==2.14.0``;
+``pip install TransferQueue``). Each round measures everybody once, so a busy moment of the machine hits all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import select
+import shutil
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import redis
+
+from benchmarks.bench_data_path import (
+    GROUP_SIZE,
+    Arrays,
+    Clock,
+    arrays,
+    commit,
+    lengths_of,
+    pull_step,
+    push_arrays_together,
+    sizes,
+)
+from benchmarks.report import Report
+from rlbuffer.client.step_pull import StepPull
+from rlbuffer.client.writer import Writer
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.store.payloads import Trainable
+from rlbuffer.store.redis_store import open_store
+
+ROUNDS = 5
+"""Timed rounds, after one that grows heaps and connections."""
+RANKS = 8
+PEER_SECONDS = 300.0
+"""Time that a peer has to start, and for each round."""
+PEERS = ("reverb", "transfer_queue")
+OURS, STREAM, HTTP = "rlbuffer", "lists pickled into a Redis stream", "JSON over HTTP"
+LACKS = {
+    OURS: "",
+    STREAM: "pack, balance, acknowledge, verify",
+    HTTP: "pack, balance, acknowledge, verify, outlive its process",
+    "reverb": "pack, balance over ranks, acknowledge, verify, outlive its process",
+    "transfer_queue": "pack, verify, outlive its process",
+}
+"""What each does not do of push, batch and pull."""
+TARGETS = {STREAM: 4.0, HTTP: 20.0, "reverb": 1.0}
+"""Times their tokens per CPU second that rlbuffer makes, at least."""
+Legs = dict[str, float]
+"""CPU seconds of client and server: ``push``, ``batch`` where there is one, ``pull``."""
+
+
+def run(report: Report) -> None:
+    """Measures rlbuffer, the two stand-ins, and the peers that there are environments for."""
+    lengths = sizes()["26 KB"]
+    rng = np.random.default_rng(0)
+    sampled = [arrays(rng, int(n)) for n in lengths]
+    tokens = int(lengths.sum())
+    report.begin(
+        "beside others",
+        measures=f"{len(sampled)} rollouts of workload a, {tokens:,} tokens in groups of {GROUP_SIZE}, from a "
+        "sampler's arrays to arrays again; million tokens per CPU second of client and server; medians of "
+        f"{ROUNDS} rounds in which everybody moves the same groups once; rlbuffer with push_many, its leader, and a "
+        f"pull for {RANKS} ranks",
+        not_measured="wall time, networks, several clients at once; what each does not do is beside it",
+    )
+    home = Path(tempfile.mkdtemp(prefix="rlb-bench-"))
+    contenders: dict[str, Callable[[], Legs]] = {}
+    closing: list[Callable[[], object]] = []
+    try:
+        names = _open(report, sampled, home, contenders, closing)
+        rounds = [{key: contender() for key, contender in contenders.items()} for _ in range(1 + ROUNDS)][1:]
+    finally:
+        for close in reversed(closing):
+            close()
+        shutil.rmtree(home, ignore_errors=True)
+    show(report, {key: [one[key] for one in rounds] for key in contenders}, names, tokens / 1e6)
+
+
+def show(report: Report, legs: dict[str, list[Legs]], names: dict[str, str], megatokens: float) -> None:
+    """Prints the table, and rlbuffer's rate against the others', round by round."""
+    rows = []
+    for key, rounds in legs.items():
+        rates = [_rate(megatokens, [one[leg] for one in rounds if leg in one]) for leg in ("push", "batch", "pull")]
+        rows.append([names[key], *rates, _rate(megatokens, [sum(one.values()) for one in rounds]), LACKS[key]])
+    report.table(["Mtok per CPU second", "push", "batch", "pull", "all", "what it does not do"], rows)
+    report.line()
+    for key, least in TARGETS.items():
+        if key in legs:
+            times = statistics.median(
+                sum(theirs.values()) / sum(ours.values()) for theirs, ours in zip(legs[key], legs[OURS], strict=True)
+            )
+            target = f"beside {names[key]}: {times:.2f} times, target {least:g}"
+            report.line(f"{target}: {report.target(target, times >= least)}")
+
+
+def _rate(megatokens: float, seconds: Sequence[float]) -> str:
+    return f"{megatokens / statistics.median(seconds):.2f}" if seconds else ""
+
+
+def _open(
+    report: Report,
+    sampled: Sequence[Arrays],
+    home: Path,
+    contenders: dict[str, Callable[[], Legs]],
+    closing: list[Callable[[], object]],
+) -> dict[str, str]:
+    """Adds everybody that can run here, and how to end them. -> their names."""
+    names = {OURS: OURS, STREAM: STREAM, HTTP: HTTP}
+    server = ServerSettings(appendfsync="everysec")
+    keeper = open_store(None, run="keeper", home=home, server=server)
+    closing.append(keeper.close)
+    contenders[OURS] = Ours(home, server, sampled)
+    lists = [_lists(sampled[i : i + GROUP_SIZE]) for i in range(0, len(sampled), GROUP_SIZE)]
+    clock = Clock(keeper)
+
+    def stream() -> Legs:
+        client = keeper.connection.client
+        push = clock(lambda: [client.xadd("pickled", {"group": pickle.dumps(group)}) for group in lists])
+        pull = clock(lambda: read_pickled(client))
+        client.flushall()
+        return {"push": push.both, "pull": pull.both}
+
+    contenders[STREAM] = stream
+    over_http = OverHttp(lists)
+    contenders[HTTP] = over_http
+    closing.append(over_http.close)
+    file = home / "groups.npz"
+    columns = zip(("tokens", "mask", "logprobs"), zip(*(rollout[:3] for rollout in sampled), strict=True), strict=True)
+    lengths = np.array([len(rollout[0]) for rollout in sampled])
+    np.savez(file, lengths=lengths, **{name: np.concatenate(values) for name, values in columns})  # type: ignore[arg-type]
+    for key in PEERS:
+        missing = ["--beside names no environment"]
+        for environment in report.environments:
+            peer = Peer(environment, file, key)
+            closing.append(peer.close)
+            missing.append(f"{environment.name}: {peer.missing}")
+            if peer.name:
+                contenders[key], names[key] = peer, peer.name
+                break
+        else:
+            report.line(f"not beside it: {key} ({'; '.join(missing[1:] or missing)})")
+    return names
+
+
+class Ours:
+    """A round of rlbuffer, each on a run of its own."""
+
+    def __init__(self, home: Path, server: ServerSettings, sampled: Sequence[Arrays]) -> None:
+        self._home, self._server, self._sampled = home, server, sampled
+        self._rounds = 0
+
+    def __call__(self) -> Legs:
+        self._rounds += 1
+        store = open_store(None, run=f"round{self._rounds}", home=self._home, server=self._server)
+        try:
+            clock, epoch = Clock(store), store.open_run().epoch
+            attempt = store.attempt(uuid="bench", world_size=RANKS, resume_step=0).number
+            store.announce(attempt, PolicyVersion(version=0))
+            writer = Writer(store, "bench", epoch=epoch)
+            groups, longest = len(self._sampled) // GROUP_SIZE, lengths_of(self._sampled)
+            push = clock(lambda: push_arrays_together(writer, self._sampled))
+            batch = clock(lambda: commit(store, groups, attempt, longest, env="arrays"))
+            pulls = [StepPull(store, r, RANKS, Trainable(), pad_token_id=0, pad_to_multiple_of=1) for r in range(RANKS)]
+            pull = clock(lambda: [pull_step(one, store) for one in pulls])
+            return {"push": push.both, "batch": batch.both, "pull": pull.both}
+        finally:
+            store.close()
+
+
+def _lists(rollouts: Sequence[Arrays]) -> list[dict[str, Any]]:
+    """A group as trainers that keep Python lists have it."""
+    return [
+        {"input_ids": tokens.tolist(), "mask": mask.tolist(), "logprobs": logprobs.tolist(), "reward": 1.0}
+        for tokens, mask, logprobs, _ in rollouts
+    ]
+
+
+def read_pickled(client: redis.Redis) -> list[Any]:
+    """Every group of the stream."""
+    pages: Any = client.xread({"pickled": "0"})
+    streams = pages.values() if isinstance(pages, dict) else (page for _, page in pages)
+    entries = [entry for stream in streams for page in stream for entry in (page if isinstance(page, list) else [page])]
+    return [pickle.loads(fields[b"group"]) for _, fields in entries]
+
+
+class OverHttp:
+    """A server that takes groups as JSON and gives all that it has, in a process of its own."""
+
+    def __init__(self, lists: list[Any]) -> None:
+        self._lists = lists
+        ours, theirs = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(target=serve_json, args=(theirs,), daemon=True)
+        self._process.start()
+        self._url = f"http://127.0.0.1:{ours.recv()}"
+
+    def __call__(self) -> Legs:
+        client, server = time.process_time(), self._ask("/cpu")
+        for group in self._lists:
+            self._ask("/groups", json.dumps(group).encode())
+        pushed, served = time.process_time(), self._ask("/cpu")
+        if len(self._ask("/groups")) != len(self._lists):
+            raise RuntimeError("the HTTP server lost a group")
+        pulled, ended = time.process_time(), self._ask("/cpu")
+        return {"push": pushed - client + served - server, "pull": pulled - pushed + ended - served}
+
+    def _ask(self, path: str, body: bytes | None = None) -> Any:
+        with urllib.request.urlopen(self._url + path, data=body) as answer:
+            return json.loads(answer.read())
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.join()
+
+
+def serve_json(pipe: Connection) -> None:
+    """POST adds a group, GET gives all and forgets them; ``/cpu`` gives this process's CPU seconds."""
+    groups: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            groups.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self._answer(len(groups))
+
+        def do_GET(self) -> None:
+            self._answer(time.process_time() if self.path == "/cpu" else groups)
+            if self.path != "/cpu":
+                groups.clear()
+
+        def _answer(self, value: Any) -> None:
+            body = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            """Says nothing."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    pipe.send(server.server_port)
+    server.serve_forever()
+
+
+class Peer:
+    """A process of :mod:`benchmarks.beside.peer` in its environment; `name` is empty where that lacks the peer."""
+
+    def __init__(self, environment: Path, groups: Path, key: str) -> None:
+        script = Path(__file__).parent / "beside" / "peer.py"
+        self.name = ""
+        self._process = subprocess.Popen(
+            [environment / "bin" / "python", script, groups, key],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": ""},
+        )
+        first = self._answer()
+        self.name, self.missing = str(first.get("name", "")), str(first.get("missing", ""))
+
+    def __call__(self) -> Legs:
+        print(file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        """The next line of the process, within :data:`PEER_SECONDS`."""
+        pipe = self._process.stdout
+        ready = pipe is not None and select.select([pipe], [], [], PEER_SECONDS)[0]
+        line = pipe.readline() if pipe is not None and ready else ""
+        why = "it ended" if ready else f"no answer in {PEER_SECONDS:g} s"
+        if not line and self.name:
+            raise RuntimeError(f"{self.name}: {why}")
+        answer: dict[str, Any] = json.loads(line) if line else {"missing": why}
+        return answer
+
+    def close(self) -> None:
+        """Its input ends, and so it ends what it has started; what is left is killed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
