@@ -6,6 +6,7 @@ count are on the chain of digests that ends in the newest step: each names the d
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,10 @@ from rlbuffer.errors import ArchiveError, NotFound, PayloadError
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.wire.payload import decode_group_payload, decode_rollout
 
-_LIGHT = ("step", "epoch", "digest", "previous_digest", "committed_ms", "revision", "rollouts", "tokens", "reward")
+_LIGHT = (
+    *("step", "epoch", "digest", "previous_digest", "committed_ms", "revision", "rollouts", "tokens", "reward"),
+    *("age", "max_age", "fill"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,11 @@ class ArchivedStep:
     tokens: int
     reward: float | None
     """Mean over rollouts."""
+    age: float
+    """Mean over rollouts, in policy versions."""
+    max_age: int
+    fill: float
+    """Tokens over the step's capacity."""
     file: str
     """The file that holds it."""
 
@@ -192,6 +201,18 @@ class Archive:
             for row in self.history_rows(name):
                 if row["kind"] == "drop":
                     yield _dropped(row)
+
+    @cached_property
+    def trained(self) -> tuple[Mapping[str, Any], ...]:
+        """The trainer's records of the steps that count, the oldest first: each a line of ``metrics.jsonl``.
+
+        Of a step that was trained again after a kill the last record counts. A step without one is left out.
+        """
+        records: dict[str, Mapping[str, Any]] = {}
+        for _, _, name in history_names(self.folder, "trained"):
+            for row in self.history_rows(name):
+                records[row["digest"] or ""] = json.loads(row["record"])
+        return tuple(records[step.digest] for step in self.steps if step.digest in records)
 
     def settings(self, revision: int) -> Mapping[str, Any]:
         """The batcher's settings of a revision, with ``config`` as JSON. Raises NotFound."""

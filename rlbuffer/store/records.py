@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 
@@ -226,9 +226,13 @@ class StepBytes:
     """The same, decoded."""
 
 
+HistoryOf = Literal["history", "records"]
+"""The stream of drops and steps, or that of the trainer's records."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryPage:
-    """Records of the history behind a place, the oldest first."""
+    """Records of a stream behind a place, the oldest first."""
 
     records: tuple[tuple[str, Mapping[str, Any]], ...]
     """(id in the stream, record); ids grow, and begin with the server's ms."""

@@ -10,7 +10,7 @@ from store_runs import Run
 from strange_groups import strange_group
 
 from rlbuffer.archive.check import check_archive
-from rlbuffer.archive.copying import copy_history, copy_steps, files_of, unwritten
+from rlbuffer.archive.copying import copy_history, copy_steps, copy_trained, files_of, unwritten
 from rlbuffer.archive.library import Archive
 from rlbuffer.archive.schema import steps_names
 from rlbuffer.archive.writer import ArchiveWriter
@@ -27,6 +27,7 @@ def archived(run: Run, folder: Path, *, steps: int = 2) -> Archive:
     for file in files_of(unwritten(run.store, writer), steps=steps, size=2**20):
         assert copy_steps(run.store, writer, file) == len(file)
     copy_history(run.store, writer)
+    copy_trained(run.store, writer)
     return Archive(folder)
 
 
