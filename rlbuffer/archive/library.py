@@ -28,6 +28,7 @@ from rlbuffer.archive.schema import (
 )
 from rlbuffer.errors import ArchiveError, NotFound, PayloadError
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.store.moves.step_format import decode_part
 from rlbuffer.wire.payload import decode_group_payload, decode_rollout
 
 _LIGHT = (
@@ -142,6 +143,8 @@ class Archive:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._names = steps_names(self.folder)
+        self._row_numbers: tuple[int, dict[tuple[int, int], int]] = (0, {})
+        """The step whose rows were asked for last, and these."""
         if not self._names and not history_names(self.folder):
             raise ArchiveError(f"{self.folder} holds no archive: it has no file steps-*.parquet")
 
@@ -194,6 +197,21 @@ class Archive:
         for row in self.rows(archived.file.replace("steps-", "rollouts-", 1)):
             if row["step"] == step:
                 yield ArchivedRollout(row=row)
+
+    def row_numbers(self, step: int) -> Mapping[tuple[int, int], int]:
+        """(rank, place) -> row of that rank, from 0, of each rollout of a step that counts; empty for another step."""
+        if self._row_numbers[0] != step:
+            archived = next((s for s in self.steps if s.step == step), None)
+            rows = () if archived is None else self._table(archived.file).to_pylist()
+            parts = [decode_part(part) for row in rows if row["step"] == step for part in row["parts"]]
+            numbers = {
+                (part.rank, place): number
+                for part in parts
+                for number, row in enumerate(row for rows in part.rows for row in rows)
+                for place in row
+            }
+            self._row_numbers = step, numbers
+        return self._row_numbers[1]
 
     def dropped(self) -> Iterator[DroppedGroup]:
         """Every drop, the oldest first."""

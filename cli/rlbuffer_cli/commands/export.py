@@ -101,9 +101,9 @@ def _chosen(folder: Path, where: str) -> Iterator[tuple[ArchivedGroup, GroupDeta
     from rlbuffer.client.filters import parse
     from rlbuffer_cli.archived import detail_of
 
-    chosen = parse(where)
-    for group in archived_groups(Archive(folder)):
-        detail = detail_of(group)
+    chosen, archive = parse(where), Archive(folder)
+    for group in archived_groups(archive):
+        detail = detail_of(archive, group)
         if chosen.matches(detail.view, detail.members):
             yield group, detail
 
