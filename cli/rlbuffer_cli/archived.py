@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlbuffer.archive.library import ArchivedGroup, ArchivedRollout
+    from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.views import GroupDetail, GroupView, RolloutView
 
@@ -47,14 +47,16 @@ def of_archive(folder: Path, identifier: str) -> GroupDetail:
     """A group of the archive. Raises NotFound; ArchiveError where there is none; ConfigError without pyarrow."""
     from rlbuffer.archive import Archive
 
-    return detail_of(Archive(folder).find(identifier))
+    archive = Archive(folder)
+    return detail_of(archive, archive.find(identifier))
 
 
-def detail_of(group: ArchivedGroup) -> GroupDetail:
+def detail_of(archive: Archive, group: ArchivedGroup) -> GroupDetail:
     """A group of the archive as `inspect` shows groups."""
     from rlbuffer.client.views import GroupDetail
 
-    members = tuple(_member(member) for member in group.members)
+    rows = {} if group.step is None else archive.row_numbers(group.step)
+    members = tuple(_member(member, rows) for member in group.members)
     return GroupDetail(view=_view(group, members), members=members, answer=group.answer, metadata=group.metadata)
 
 
@@ -91,11 +93,12 @@ def _view(group: ArchivedGroup, members: Sequence[RolloutView]) -> GroupView:
     )
 
 
-def _member(archived: ArchivedRollout) -> RolloutView:
-    from rlbuffer.client.views import RolloutView
+def _member(archived: ArchivedRollout, rows: Mapping[tuple[int, int], int]) -> RolloutView:
+    from rlbuffer.client.views import RolloutView, StepPlace
     from rlbuffer.errors import PayloadError
 
     row = archived.row
+    number = rows.get((row["rank"], row["place"]))
     try:
         rollout = archived.rollout
     except PayloadError:
@@ -117,5 +120,5 @@ def _member(archived: ArchivedRollout) -> RolloutView:
         text=row["text"],
         rollout=rollout,
         step=row["step"],
-        place=None,
+        place=None if number is None else StepPlace(row["rank"], number),
     )

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from rlbuffer.errors import ConfigError
 
 if find_spec("pyarrow") is None:
-    raise ConfigError("an archive needs pyarrow: pip install 'rlbuffer[archive]'", setting="archive.dir")
+    raise ConfigError("archives and Parquet files need pyarrow: pip install 'rlbuffer[archive]'", setting="archive.dir")
 
 from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout, ArchivedStep, DroppedGroup
 

@@ -6,6 +6,7 @@ A3  every digest is that of the header and the parts, chained on the one before
 A4  every rollout that a part names is there once, with the payload that it announced
 A5  every payload of a dropped group has the checksum that it carries
 A6  the settings of every step are there, and no record of the history is lost
+A7  from the first step that the trainer recorded to the last, every step has its record
 """
 
 from __future__ import annotations
@@ -48,7 +49,21 @@ def check_archive(archive: Archive) -> Report:
     for revision in sorted(revisions):
         if not (archive.folder / settings_file(revision)).exists():
             findings.append(Finding(invariant="A6", message=f"the settings of revision {revision} are missing"))
+    _check_trained(archive, findings, counts)
     return Report(findings=tuple(findings), checked=dict(counts))
+
+
+def _check_trained(archive: Archive, findings: list[Finding], counts: Counter[str]) -> None:
+    try:
+        numbers = [int(record["step"]) for record in archive.trained]
+    except (ArchiveError, KeyError, TypeError, ValueError) as error:
+        findings.append(Finding(invariant="A7", message=f"records of the trainer cannot be read: {error}"))
+        return
+    counts["trained"] = len(numbers)
+    there = {step.step for step in archive.steps if numbers and numbers[0] <= step.step <= numbers[-1]}
+    for first, last in list(_ranges(sorted(there - set(numbers))))[:NAMED_HOLES]:
+        which = f"step {first} has" if first == last else f"steps {first} to {last} have"
+        findings.append(Finding(invariant="A7", message=f"{which} no record of the trainer"))
 
 
 def _check_chain(archive: Archive, findings: list[Finding]) -> None:

@@ -88,6 +88,12 @@ def copy_history(store: Store, writer: ArchiveWriter, known: Mapping[str, PoolEn
         added += len(page.records)
 
 
+def copy_trained(store: Store, writer: ArchiveWriter) -> None:
+    """Adds all of the trainer's records that are new. Raises OSError."""
+    while (page := store.read_history(writer.trained_place, count=HISTORY_PAGE, of="records")).records:
+        writer.add_trained(page.records, is_cut=page.is_cut)
+
+
 def _is_drop(row: Mapping[str, Any]) -> bool:
     return bool(row["kind"] == Dropped.event and row.get("group_id"))
 

@@ -6,6 +6,7 @@ count are on the chain of digests that ends in the newest step: each names the d
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,9 +28,13 @@ from rlbuffer.archive.schema import (
 )
 from rlbuffer.errors import ArchiveError, NotFound, PayloadError
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.store.moves.step_format import decode_part
 from rlbuffer.wire.payload import decode_group_payload, decode_rollout
 
-_LIGHT = ("step", "epoch", "digest", "previous_digest", "committed_ms", "revision", "rollouts", "tokens", "reward")
+_LIGHT = (
+    *("step", "epoch", "digest", "previous_digest", "committed_ms", "revision", "rollouts", "tokens", "reward"),
+    *("age", "max_age", "fill"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +54,11 @@ class ArchivedStep:
     tokens: int
     reward: float | None
     """Mean over rollouts."""
+    age: float
+    """Mean over rollouts, in policy versions."""
+    max_age: int
+    fill: float
+    """Tokens over the step's capacity."""
     file: str
     """The file that holds it."""
 
@@ -133,6 +143,8 @@ class Archive:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._names = steps_names(self.folder)
+        self._row_numbers: tuple[int, dict[tuple[int, int], int]] = (0, {})
+        """The step whose rows were asked for last, and these."""
         if not self._names and not history_names(self.folder):
             raise ArchiveError(f"{self.folder} holds no archive: it has no file steps-*.parquet")
 
@@ -186,12 +198,39 @@ class Archive:
             if row["step"] == step:
                 yield ArchivedRollout(row=row)
 
+    def row_numbers(self, step: int) -> Mapping[tuple[int, int], int]:
+        """(rank, place) -> row of that rank, from 0, of each rollout of a step that counts; empty for another step."""
+        if self._row_numbers[0] != step:
+            archived = next((s for s in self.steps if s.step == step), None)
+            rows = () if archived is None else self._table(archived.file).to_pylist()
+            parts = [decode_part(part) for row in rows if row["step"] == step for part in row["parts"]]
+            numbers = {
+                (part.rank, place): number
+                for part in parts
+                for number, row in enumerate(row for rows in part.rows for row in rows)
+                for place in row
+            }
+            self._row_numbers = step, numbers
+        return self._row_numbers[1]
+
     def dropped(self) -> Iterator[DroppedGroup]:
         """Every drop, the oldest first."""
         for _, _, name in history_names(self.folder):
             for row in self.history_rows(name):
                 if row["kind"] == "drop":
                     yield _dropped(row)
+
+    @cached_property
+    def trained(self) -> tuple[Mapping[str, Any], ...]:
+        """The trainer's records of the steps that count, the oldest first: each a line of ``metrics.jsonl``.
+
+        Of a step that was trained again after a kill the last record counts. A step without one is left out.
+        """
+        records: dict[str, Mapping[str, Any]] = {}
+        for _, _, name in history_names(self.folder, "trained"):
+            for row in self.history_rows(name):
+                records[row["digest"] or ""] = json.loads(row["record"])
+        return tuple(records[step.digest] for step in self.steps if step.digest in records)
 
     def settings(self, revision: int) -> Mapping[str, Any]:
         """The batcher's settings of a revision, with ``config`` as JSON. Raises NotFound."""

@@ -7,6 +7,7 @@ A step is archived when a file of steps holds it; its rollouts lie in the file o
     rollouts-EPOCH-FIRST-LAST-DIGEST.parquet    one row per rollout of those steps
     history-FIRST-LAST.parquet                  one row per record: drops, steps taken back, recoveries
     dropped-FIRST-LAST.parquet                  one row per rollout of those drops that was still on the server
+    trained-FIRST-LAST.parquet                  one row per record of the trainer
     settings-REVISION.parquet                   one row: the batcher's settings
 """
 
@@ -110,12 +111,31 @@ HISTORY = pa.schema(
     ]
 )
 
+TRAINED = pa.schema(
+    [
+        ("record_id", pa.string()),
+        ("at_ms", pa.int64()),
+        ("step", pa.int64()),
+        ("epoch", pa.int64()),
+        ("digest", pa.string()),
+        ("loss", pa.float64()),
+        ("entropy", pa.float64()),
+        ("kl", pa.float64()),
+        ("clip_fraction", pa.float64()),
+        ("grad_norm", pa.float64()),
+        ("learning_rate", pa.float64()),
+        ("tokens_per_second", pa.float64()),
+        ("record", pa.string()),
+        ("is_cut", pa.bool_()),
+    ]
+)
+
 SETTINGS = pa.schema(
     [("revision", pa.int64()), ("epoch", pa.int64()), ("digest", pa.string()), ("config", pa.string())]
 )
 
 _STEPS_NAME = re.compile(r"(steps|rollouts)-(\d+)-(\d+)-(\d+)-([0-9a-f]{12})\.parquet\Z")
-_HISTORY_NAME = re.compile(r"(history|dropped)-(\d+)\.(\d+)-(\d+)\.(\d+)\.parquet\Z")
+_HISTORY_NAME = re.compile(r"(history|dropped|trained)-(\d+)\.(\d+)-(\d+)\.(\d+)\.parquet\Z")
 
 
 class StepsName(NamedTuple):
@@ -139,13 +159,13 @@ def steps_names(folder: Path) -> list[StepsName]:
 
 
 def history_file(kind: str, first: str, last: str) -> str:
-    """The name of a file of the history; `kind` is ``history`` or ``dropped``, ids are the stream's."""
+    """The name of a file of the history; `kind` is ``history``, ``dropped`` or ``trained``, ids are the stream's."""
     return f"{kind}-{first.replace('-', '.')}-{last.replace('-', '.')}.parquet"
 
 
-def history_names(folder: Path) -> list[tuple[tuple[int, int], tuple[int, int], str]]:
-    """(first id, last id, file name) of the files of the history, in their order."""
-    matches = (_HISTORY_NAME.match(path.name) for path in folder.glob("history-*.parquet"))
+def history_names(folder: Path, kind: str = "history") -> list[tuple[tuple[int, int], tuple[int, int], str]]:
+    """(first id, last id, file name) of the files of the history, or of the trainer's records, in their order."""
+    matches = (_HISTORY_NAME.match(path.name) for path in folder.glob(f"{kind}-*.parquet"))
     return sorted(((int(m[2]), int(m[3])), (int(m[4]), int(m[5])), m.string) for m in matches if m)
 
 

@@ -24,6 +24,7 @@ from rlbuffer.archive.schema import (
     RUN_KEY,
     SETTINGS,
     STEPS,
+    TRAINED,
     StepsName,
     described,
     history_file,
@@ -32,6 +33,7 @@ from rlbuffer.archive.schema import (
     steps_names,
 )
 from rlbuffer.errors import ArchiveError
+from rlbuffer.events.history import VOID_FIELDS
 from rlbuffer.process.files import rename_for_good
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.records import Meta, StepBytes
@@ -77,6 +79,9 @@ class ArchiveWriter:
         history = history_names(folder)
         self.history_place = "{}-{}".format(*history[-1][1]) if history else "0-0"
         """Id of the last record of the history that is archived."""
+        trained = history_names(folder, "trained")
+        self.trained_place = "{}-{}".format(*trained[-1][1]) if trained else "0-0"
+        """Id of the last record of the trainer that is archived."""
 
     def add_steps(self, steps: Sequence[tuple[StepHeader, StepBytes]], rollouts: Iterable[Sequence[Source]]) -> None:
         """Adds consecutive steps of one epoch.
@@ -109,6 +114,22 @@ class ArchiveWriter:
         rows[0]["is_cut"] = is_cut
         self._write(history_file("history", first, last), HISTORY, [pa.Table.from_pylist(rows, schema=HISTORY)])
         self.history_place = last
+
+    def add_trained(self, records: Sequence[tuple[str, Mapping[str, Any]]], *, is_cut: bool) -> None:
+        """Adds records of the trainer, at least one. `is_cut`: records before them are gone. Raises OSError."""
+        first, last = records[0][0], records[-1][0]
+        rows = [
+            {
+                **_fields(record, TRAINED_FIELDS),
+                "record_id": entry_id,
+                "at_ms": int(entry_id.partition("-")[0]),
+                "record": json.dumps(record, default=str),
+                "is_cut": is_cut and entry_id == first,
+            }
+            for entry_id, record in records
+        ]
+        self._write(history_file("trained", first, last), TRAINED, [pa.Table.from_pylist(rows, schema=TRAINED)])
+        self.trained_place = last
 
     def add_settings(self, meta: Meta) -> None:
         """Adds the batcher's settings of a revision, once. Raises OSError."""
@@ -188,8 +209,12 @@ def _step_row(header: StepHeader, stored: StepBytes) -> dict[str, Any]:
     }
 
 
-TAKEN_BACK_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")
-"""Values of each group in :class:`rlbuffer.events.history.StepsVoided` and ``RunRewound``."""
+TRAINED_FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("step", "epoch"), int),
+    "digest": str,
+    **dict.fromkeys(("loss", "entropy", "kl", "clip_fraction", "grad_norm", "learning_rate"), float),
+    "tokens_per_second": float,
+}
 DROP_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "group_id": str,
     "env": str,
@@ -211,19 +236,19 @@ def history_rows(entry_id: str, record: Mapping[str, Any]) -> Iterator[dict[str,
     yield {
         **base,
         "kind": str(record.get("event", "")),
-        **_drop_fields(record),
+        **_fields(record, DROP_FIELDS),
         "record": json.dumps(whole, default=str),
         "is_cut": False,
     }
     for group in voids:
-        row = dict(zip(TAKEN_BACK_FIELDS, group, strict=False))
-        yield {**base, "kind": "drop", **_drop_fields({**row, "reason": "void"}), "record": "", "is_cut": False}
+        row = {**dict(zip(VOID_FIELDS, group, strict=False)), "reason": "void"}
+        yield {**base, "kind": "drop", **_fields(row, DROP_FIELDS), "record": "", "is_cut": False}
 
 
-def _drop_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(record: Mapping[str, Any], fields: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
     """Anybody may have written it: a field of another type is left out."""
     out: dict[str, Any] = {}
-    for name, kind in DROP_FIELDS.items():
+    for name, kind in fields.items():
         value = record.get(name)
         with suppress(TypeError, ValueError):
             out[name] = None if value is None or value == "" else kind(value)

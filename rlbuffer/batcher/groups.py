@@ -18,6 +18,7 @@ from itertools import count, repeat
 from typing import NamedTuple
 
 from rlbuffer.records.info import GroupInfo, RolloutInfo, are_flat
+from rlbuffer.records.lengths import by_bucket
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, EntryUse
 
@@ -303,16 +304,14 @@ class GroupState:
         for entry_id, (rollouts, tokens) in packed.items():
             dropped: dict[Reason, list[int]] = {}
             for reason, rollout in self.rejected.get(entry_id, ()) if not self.used else ():
-                its = dropped.setdefault(reason, [0, 0])
-                its[0] += 1
-                its[1] += rollout.length
+                dropped.setdefault(reason, []).append(rollout.length)
             out.append(
                 EntryUse(
                     entry_id=entry_id,
                     env=self.env,
                     packed_rollouts=rollouts,
                     packed_tokens=tokens,
-                    dropped=tuple((r, dropped[r][0], dropped[r][1]) for r in _REASONS if r in dropped),
+                    dropped=tuple((r, *sums) for r in _REASONS for sums in by_bucket(dropped.get(r, ())).values()),
                     group_id=self.group_id,
                     uses=self.used,
                     is_kept=self.used + 1 < max_uses,

@@ -255,6 +255,13 @@ class Buffer:
         """Recomputes the ledger and every invariant that can be seen from outside."""
         return self.store.verify()
 
+    def add_record(self, record: Mapping[str, Any]) -> None:
+        """Keeps what a trainer measured in a step, for the archive: ``step``, ``digest`` and figures by name.
+
+        `rlbuffer train` sends each line of ``metrics.jsonl``. Of several records of a step the last one counts.
+        """
+        self.store.add_record(record)
+
     def heartbeat(self, kind: str, name: str, record: Mapping[str, Any]) -> None:
         """Telemetry of a ``worker`` | ``scorer`` | ``rank`` | ``batcher``: shown to people, decides nothing."""
         self.store.heartbeat(kind, name, record)

@@ -12,15 +12,13 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
-from rlbuffer.events.history import Dropped, RunRewound, StepsVoided
+from rlbuffer.events.history import VOID_FIELDS, Dropped, RunRewound, StepsVoided
 from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry
 
-VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")
-"""Fields of each group in the record of a void step or a rewind."""
 VIEW_PAGE = 1000
 """Pool entries per read."""
 

@@ -177,7 +177,7 @@ class Archiving:
             raise LeaseLost("another batcher leads this run, and writes its archive")
 
     def _write(self, step: int) -> None:
-        from rlbuffer.archive.copying import copy_history, copy_steps, files_of, unwritten
+        from rlbuffer.archive.copying import copy_history, copy_steps, copy_trained, files_of, unwritten
 
         if self._store is None or self._writer is None:
             return
@@ -187,6 +187,7 @@ class Archiving:
             steps += copy_steps(self._store, self._writer, file)
         dropped = dict(self._dropped)
         records = copy_history(self._store, self._writer, dropped)
+        copy_trained(self._store, self._writer)
         for payload_key in self._noted:  # the newest ones may not have been dropped when the history was read
             self._dropped.pop(payload_key, None)
         self._noted = tuple(dropped)

@@ -47,6 +47,10 @@ class Dropped(Event):
     reward: float | None
 
 
+VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")
+"""Values of each group in :class:`StepsVoided` and :class:`RunRewound`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered(Event):
     """The run went on after steps that the server had lost."""

@@ -49,6 +49,7 @@ class Keys:
         "payload_prefix",
         "policy",
         "pool",
+        "records",
         "reuse",
         "run",
         "state",
@@ -83,6 +84,7 @@ class Keys:
         self.holds = f"{self.tag}:holds"
         self.history = f"{self.tag}:history"
         self.summary = f"{self.tag}:summary"
+        self.records = f"{self.tag}:records"
         self.waiting = f"{self.tag}:waiting"
         self.eval = f"{self.tag}:eval"
         self.payload_prefix = f"rlb:{run}:g:"

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.store.records import HistoryPage, Ledger, Report, StepBytes
+from rlbuffer.store.records import HistoryOf, HistoryPage, Ledger, Report, StepBytes
 
 
 class Seeing(Protocol):
@@ -27,6 +27,12 @@ class Seeing(Protocol):
 
     def set_waiting(self, who: str, sentence: str) -> None:
         """Says what `who` waits for, in one sentence; "" when it does not wait."""
+
+    def add_record(self, record: Mapping[str, Any]) -> None:
+        """Keeps what the trainer measured in a step, until the archive has it: ``step``, ``digest``, and any figures.
+
+        Of several of a step the last one counts. A server that does not allow it is told of once, in the log.
+        """
 
     def waiting(self) -> Mapping[str, str]:
         """The sentence that each has last said, by name."""
@@ -55,8 +61,9 @@ class Seeing(Protocol):
     def read_step_bytes(self, step: int) -> StepBytes | None:
         """A live step as it stands; None when it was retired, taken back, or never committed. Raises PayloadError."""
 
-    def read_history(self, after: str, *, count: int = 1000) -> HistoryPage:
-        """Records of the history behind the id `after` ("0-0": from the first that is there), the oldest first."""
+    def read_history(self, after: str, *, count: int = 1000, of: HistoryOf = "history") -> HistoryPage:
+        """Records of the history, or of the trainer, behind the id `after` ("0-0": from the first that is there), the
+        oldest first."""
 
     def dropped_payloads(self, group_ids: Sequence[str]) -> dict[str, list[str]]:
         """Group id -> payload keys of its pushes that left the pool and were not swept yet."""

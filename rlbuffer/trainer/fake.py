@@ -55,6 +55,9 @@ class FakeBuffer:
         """A reader for one rank; its tokens are the model's own, and its rollouts have `columns`."""
         return FakeReader(self.settings, rank, world_size, self._vocabulary, pad_to_multiple_of, columns)
 
+    def add_record(self, record: Mapping[str, Any]) -> None:
+        """Nobody keeps it."""
+
     def policy(self) -> FakePolicy:
         """A policy that nobody samples from."""
         return FakePolicy()

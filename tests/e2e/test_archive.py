@@ -13,6 +13,7 @@ from homes import Home
 
 import rlbuffer
 from rlbuffer.archive.library import Archive
+from rlbuffer.archive.schema import history_names
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.testing import make_group
 
@@ -60,6 +61,7 @@ class Loop:
         )
         self.trained = header.step
         self.beat(header.digest)
+        self.store.add_record({"step": header.step, "digest": header.digest, "loss": 1.0 / header.step})
 
     def beat(self, digest: str) -> None:
         self.store.report(
@@ -108,6 +110,9 @@ def test_serve_killed_again_and_again_archives_every_step_once(home: Home) -> No
     assert done.stdout.endswith("ok: everything adds up\n")
     archive = Archive(folder)
     assert [step.step for step in archive.steps] == list(range(1, STEPS + 2))
+    assert [record["step"] for record in archive.trained] == list(range(1, STEPS + 2))
+    records = [row["step"] for _, _, name in history_names(folder, "trained") for row in archive.history_rows(name)]
+    assert records == list(range(1, STEPS + 2))
     assert not list(folder.glob(".*.part"))
     drops = [group for group in archive.dropped() if group.reason == "future"]
     assert len(drops) == len({group.group_id for group in drops}) == STEPS // 5 + 1

@@ -44,4 +44,8 @@ def test_a_killed_trainer_reads_the_same_micro_batches_again(home: Home) -> None
             reader = buffer.reader(rank, 2)
             for number in range(11, 21):
                 assert digest_step(reader.pull(number)) == recorded[number][rank]
+        # What it told the archive is what metrics.jsonl has, both lines of a step that was trained again among them.
+        sent = [record for _, record in buffer.store.read_history("0-0", of="records").records]
+        assert [(r["step"], r["loss"]) for r in sent] == [(r["step"], r["loss"]) for r in records]
+        assert {name for r in sent for name in r} == {name for r in records for name in r} - {"examples"}
     assert home.call("verify", "--run", "tiny").returncode == 0

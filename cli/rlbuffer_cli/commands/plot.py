@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.command("plot")
 @click.argument("field", metavar="WHAT")
-@click.argument("runs", metavar="[RUN|FILE]...", nargs=-1)
+@click.argument("runs", metavar="[RUN|FILE|DIR]...", nargs=-1)
 @options.common
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write .html or .png instead of drawing."
@@ -32,13 +32,14 @@ def command(field: str, runs: tuple[str, ...], given: options.Given, output: Pat
 
     WHAT is a field of metrics.jsonl (reward, loss, entropy, kl, age, wait, tokens_per_second), with a dot for one entry
     of a table (rewards.math); a table is a line per entry: rewards, ages, tokens_by_env, seconds. `fill` and `drops`
-    come from the server's history, and so does the rest where metrics.jsonl cannot be read from here. Several runs, or
-    metrics files, are laid over each other.
+    come from the server's history, and so does the rest where metrics.jsonl cannot be read from here. Several runs,
+    metrics files or archives, are laid over each other. A folder of an archive, named with a slash, needs no server.
 
     \b
     Examples:
       rlbuffer plot reward
       rlbuffer plot rewards math math-2 -o rewards.html
+      rlbuffer plot entropy /data/math
     """
     from rlbuffer_cli.render.curves import Curve, curves_of
 
@@ -68,14 +69,16 @@ def command(field: str, runs: tuple[str, ...], given: options.Given, output: Pat
 
 
 def _records(name: str, field: str, given: options.Given, loaded: Loaded) -> Sequence[dict[str, Any]]:
-    """The steps of a run, or of a metrics file or the folder that it is in; "" for the run of the settings."""
-    from rlbuffer_cli.render.curves import FROM_HISTORY, HISTORY_RECORDS, history_of, metrics_of
+    """The steps of a run, of a metrics file or the folder that it is in, or of an archive; "" for the settings' run."""
+    from rlbuffer_cli.render.curves import FROM_HISTORY, HISTORY_RECORDS, archive_of, history_of, metrics_of
     from rlbuffer_cli.session import open_existing
 
     settings = loaded.settings
     is_of_history = field.partition(".")[0] in FROM_HISTORY
     path = Path(name) if "/" in name or name.endswith(".jsonl") else None
     if path is not None:
+        if any(path.glob("steps-*.parquet")):
+            return archive_of(path)
         return metrics_of(path / "metrics.jsonl" if path.is_dir() else path)
     if name:
         settings = settings.model_copy(update={"run": name})

@@ -61,6 +61,29 @@ def history_of(newest_first: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return [records[step] for step in sorted(records)]
 
 
+def archive_of(folder: Path) -> list[dict[str, Any]]:
+    """The steps of an archive that count, in their order: the trainer's record, with ``drops`` since the step before.
+
+    Raises:
+        ArchiveError: there is no archive. ConfigError: pyarrow is missing.
+    """
+    from rlbuffer.archive import Archive
+
+    archive = Archive(folder)
+    trained = {record["step"]: record for record in archive.trained}
+    dropped = sorted(archive.dropped(), key=lambda group: group.at_ms, reverse=True)
+    reasons = sorted({group.reason for group in dropped})
+    records = []
+    for step in archive.steps:
+        drops = dict.fromkeys(reasons, 0)
+        while dropped and dropped[-1].at_ms <= step.committed_ms:
+            group = dropped.pop()
+            drops[group.reason] += group.rollouts
+        own = {name: getattr(step, name) for name in ("rollouts", "tokens", "reward", "age", "max_age", "fill")}
+        records.append({**own, **trained.get(step.step, {}), "step": step.step, "drops": drops})
+    return records
+
+
 def curves_of(records: Sequence[Mapping[str, Any]], field: str, run: str = "") -> list[Curve]:
     """The field of every step: one curve, or one for each entry where it is a table (``rewards``: one per env).
 

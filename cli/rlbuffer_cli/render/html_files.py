@@ -28,7 +28,11 @@ def write_page(buffer: Buffer, details: Iterable[GroupDetail], file: str, *, tit
     Raises:
         OSError: the file cannot be written.
     """
-    pieces = page(details, title=title, sources=sources_of(buffer), now=buffer.store.now())
+    write_pieces(page(details, title=title, sources=sources_of(buffer), now=buffer.store.now()), file)
+
+
+def write_pieces(pieces: Iterable[str], file: str) -> None:
+    """Writes a page in pieces to `file`, ``-`` for stdout. Raises OSError."""
     if file == STDOUT:
         sys.stdout.writelines(pieces)
         return

@@ -8,7 +8,7 @@ from typing import Any
 from rlbuffer.errors import PayloadError
 from rlbuffer.store.moves.run import MAX_HISTORY_BYTES
 from rlbuffer.store.moves.step_reading import part_of
-from rlbuffer.store.records import HistoryPage, StepBytes
+from rlbuffer.store.records import HistoryOf, HistoryPage, StepBytes
 from rlbuffer.store.session import LAST_IN_STEP, Session, answers, number, raise_first, ranged, text
 from rlbuffer.wire import payload
 
@@ -34,8 +34,8 @@ class ArchiveReads(Session):
             decoded=tuple(part_of(entry_id, part, self.keys) for entry_id, part in entries[1:]),
         )
 
-    def read_history(self, after: str, *, count: int = 1000) -> HistoryPage:
-        key = self.keys.history
+    def read_history(self, after: str, *, count: int = 1000, of: HistoryOf = "history") -> HistoryPage:
+        key = self.keys.history if of == "history" else self.keys.records
 
         def read(client: Any) -> list[Any]:
             with client.pipeline(transaction=True) as pipe:

@@ -18,6 +18,7 @@ from rlbuffer.errors import (
     ServerUnreachable,
 )
 from rlbuffer.records.group import Group
+from rlbuffer.records.lengths import in_words
 from rlbuffer.records.states import PushStatus
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.session import Session, number, raise_first, text
@@ -214,18 +215,20 @@ class _Push:
         self.suffix = f"{source.incarnation}.{sequence}"
         self.key = source.keys.unnamed_payload(group.group_id, self.suffix)
         self.rollouts = self.tokens = self.size = 0
+        lengths = ""
         self.fields: dict[Any, Any] = {}
         metadata = b""
         if not is_given_up:
             push = payload.encode_push(group)
             self.rollouts, self.tokens, metadata = len(push.info.rollouts), push.info.tokens, push.metadata
+            lengths = in_words(rollout.length for rollout in push.info.rollouts)
             self.fields.update((str(i), data) for i, data in enumerate(push.payloads))
             if push.group_payload is not None:
                 self.fields["group"] = push.group_payload
             self.sizes = _sizes(push)
             self.size = sum(self.sizes.values())
         self.args: list[Any] = [source.epoch, sequence, self.key, group.env, group.group_id, self.suffix]
-        self.args += [self.rollouts, self.tokens, metadata, replaces, source.keys.payload_prefix]
+        self.args += [self.rollouts, self.tokens, metadata, replaces, source.keys.payload_prefix, lengths]
 
 
 def _batches(pushes: Sequence[_Push]) -> Iterator[list[_Push]]:

@@ -16,6 +16,7 @@ from rlbuffer.errors import EpochChanged, NotFound, PayloadError, RlbufferError,
 from rlbuffer.events.event import as_object
 from rlbuffer.events.history import Recovered, RunRewound, StepsVoided
 from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.lengths import by_bucket, in_words
 from rlbuffer.records.states import Reason
 from rlbuffer.store.keys import RUNS
 from rlbuffer.store.moves.pool import HISTORY_ENTRIES, pool_entries
@@ -227,13 +228,15 @@ def _as_trained(entries: Iterable[PoolEntry]) -> Iterator[list[Any]]:
     """The pending pushes of a group that was trained: each rollout counts once, a repeated one is a duplicate."""
     seen: set[str] = set()
     for entry in entries:
-        repeated = [0, 0]
+        trained: list[int] = []
+        repeated: list[int] = []
         for info in entry.info.rollouts if entry.info else ():
-            if info.rollout_id in seen:
-                repeated = [repeated[0] + 1, repeated[1] + info.length]
+            (repeated if info.rollout_id in seen else trained).append(info.length)
             seen.add(info.rollout_id)
-        trained = [entry.rollouts - repeated[0], entry.tokens - repeated[1]]
-        yield [entry.entry_id, *trained, *([1, Reason.DUPLICATE, *repeated] if repeated[0] else [0])]
+        amounts = [entry.rollouts - len(repeated), entry.tokens - sum(repeated)]
+        dropped = by_bucket(repeated)
+        rows = [word for bucket in dropped for word in (Reason.DUPLICATE, bucket, *dropped[bucket])]
+        yield [entry.entry_id, *amounts, in_words(trained), len(dropped), *rows]
 
 
 def _names(client: Any, pattern: str) -> list[bytes]:

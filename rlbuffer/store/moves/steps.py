@@ -11,6 +11,7 @@ from rlbuffer.errors import LeaseLost, RlbufferError
 from rlbuffer.events.event import as_object
 from rlbuffer.events.history import Committed, RetiredEarly
 from rlbuffer.packing.further_columns import Columns
+from rlbuffer.records.lengths import bucket_of, by_bucket
 from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import RolloutRef, StepPlan
 from rlbuffer.store.moves.pool import HISTORY_ENTRIES
@@ -79,7 +80,7 @@ class StepMoves(StepReads):
             *(token, meta.epoch, plan.step, meta.digest, digest, self.keys.payload_prefix),
             *(f"{self.tombstone_ms} {remembered}", HISTORY_ENTRIES, SUMMARY_LINES),
             *(header, payload.dumps(dict(state)), *_lines(plan, record)),
-            *(_entry_lines(plan), _group_lines(plan), *parts),
+            *(_entry_lines(plan), _group_lines(plan), _lengths(plan), *parts),
         ]
         keys = self.keys
 
@@ -187,10 +188,24 @@ def _entry_lines(plan: StepPlan) -> str:
     """The fate of each entry, as COMMIT reads it."""
     lines = []
     for use in plan.entries:
-        dropped = "".join(f" {reason} {rollouts} {tokens}" for reason, rollouts, tokens in use.dropped)
+        dropped = "".join(
+            f" {reason} {bucket_of(-(-tokens // rollouts))} {rollouts} {tokens}"  # the mean is of the same bucket
+            for reason, rollouts, tokens in use.dropped
+        )
         owner = use.group_id if use.uses else ""
         lines.append(f"{use.entry_id} {owner} {use.packed_rollouts} {use.packed_tokens}{dropped}\n")
     return "".join(lines)
+
+
+def _lengths(plan: StepPlan) -> str:
+    """The lengths of what the step packs for the first time, as COMMIT reads them."""
+    again = {use.entry_id for use in plan.entries if use.uses}
+    lengths: dict[str, list[int]] = {}
+    for ref in plan.rollouts:
+        if ref.entry_id not in again:
+            lengths.setdefault(ref.env, []).append(ref.length)
+    rows = [(env, bucket, *sums) for env in lengths for bucket, sums in by_bucket(lengths[env]).items()]
+    return " ".join(f"{env} {bucket} {rollouts} {tokens}" for env, bucket, rollouts, tokens in rows)
 
 
 def _group_lines(plan: StepPlan) -> str:

@@ -15,6 +15,8 @@ FORGOTTEN_AFTER_MS = 3_600_000
 """Silence after which a process is no longer shown."""
 MAX_HEARTBEAT_BYTES = 2**20
 """Largest heartbeat that is decoded."""
+KEPT_RECORDS = 1000
+"""Records of trained steps that are kept, about: 2 KB each."""
 NAMED_DAMAGED = 10_000
 """Damaged rollouts of a step that are named."""
 _log = logging.getLogger(__name__)
@@ -56,6 +58,9 @@ class Telemetry(Session):
     def waiting(self) -> Mapping[str, str]:
         fields = self.look_at(lambda client: client.hgetall(self.keys.waiting), {})
         return {text(who): text(value.partition(b" ")[2]) for who, value in sorted(fields.items())}
+
+    def add_record(self, record: Mapping[str, Any]) -> None:
+        self._tell((self.keys.records,), ("record", payload.dumps(dict(record)), KEPT_RECORDS))
 
     def count_damaged(self, step: int, rollouts: Sequence[str]) -> None:
         if rollouts:

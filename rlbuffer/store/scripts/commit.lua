@@ -7,9 +7,10 @@
 --       6 payload key prefix   7 tombstones: how old, ms, and how many steps   8 history entries kept   9 summary lines kept
 --       10 header   11 the batcher's state   12 summary line   13 history record
 --       14 entries, a line each: id, group ('' while it is pending, else whose reuse record holds it), packed rollouts,
---         packed tokens, and for each reason to drop some of it reason, rollouts, tokens; a space between two of them
+--         packed tokens, and for what is dropped of it reason, bucket, rollouts, tokens; a space between two of them
 --       15 groups, a line each: group id, env, uses before this step, 1 when it is kept for another use, else 0
---       16... parts, in the order of ranks
+--       16 packed for the first time, by length: env, bucket, rollouts, tokens of each; a space between two of them
+--       17... parts, in the order of ranks
 -- Reply {'OK', committed at, server ms}
 --       {'DUP'}                this very step is committed already
 --       {'FENCED', owner}      the token is not the current one, or the lease has lapsed
@@ -17,6 +18,7 @@
 --       {'GONE', id...}        these entries are not pending any more, or their group was used another number of times
 --       {'TWICE', id}          an entry is named twice
 --       {'UNEQUAL', id, rollouts, tokens}  packed and dropped do not add up to what the entry holds, which is this
+-- A bucket is k for rollouts of more than 2^(k-1) and at most 2^k tokens.
 -- Of ARGV 7, "<ms> <steps>": a tombstone goes when it is that old and that many steps were committed since, this one
 -- included; with 0 steps none goes. Their scores never fall, also when the clock is set back, so that they tell the order.
 -- `reuse` has for a group that may be used again a field `<group>`: "<uses> <last step>", and a field `<group> <id>` for
@@ -25,7 +27,7 @@
 local lease_key, pool_key, steps_key, meta_key, ledger_key, closed_key, garbage_key, history_key, summary_key,
   state_key, reuse_key = unpack(KEYS)
 local token, epoch, number, previous, digest, prefix, tombstones, history_kept, summary_kept, new_header,
-  new_state, summary_line, history_line, new_entries, new_groups = unpack(ARGV, 1, 15)
+  new_state, summary_line, history_line, new_entries, new_groups, lengths = unpack(ARGV, 1, 16)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local clock = string.format('%.0f', now)
@@ -40,13 +42,13 @@ if meta[1] ~= epoch or step ~= last + 1 or (meta[3] or '') ~= previous then
 end
 
 local entries, seen, gone = {}, {}, {}
-local of_entry, of_reason = '(%S+) (%S*) (%d+) (%d+)([^\n]*)\n', '(%S+) (%d+) (%d+)'
+local of_entry, of_reason = '(%S+) (%S*) (%d+) (%d+)([^\n]*)\n', '(%S+) (%d+) (%d+) (%d+)'
 for id, held, packed_rollouts, packed_tokens, dropped in string.gmatch(new_entries, of_entry) do
   if seen[id] then return {'TWICE', id} end
   seen[id] = true
   local rollouts, tokens = tonumber(packed_rollouts), tonumber(packed_tokens)
   local use = {id = id, packed_rollouts = rollouts, packed_tokens = tokens, dropped = dropped}
-  for _, its_rollouts, its_tokens in string.gmatch(dropped, of_reason) do
+  for _, _, its_rollouts, its_tokens in string.gmatch(dropped, of_reason) do
     rollouts, tokens = rollouts + tonumber(its_rollouts), tokens + tonumber(its_tokens)
   end
   local record = held ~= '' and redis.call('HGET', reuse_key, held .. ' ' .. id)
@@ -121,10 +123,12 @@ for i = 1, #entries do
     local sums = account(use.env)
     sums[1], sums[2] = sums[1] + use.packed_rollouts, sums[2] + use.packed_tokens
   end
-  for reason, rollouts, tokens in string.gmatch(use.dropped, of_reason) do
+  for reason, bucket, rollouts, tokens in string.gmatch(use.dropped, of_reason) do
     local fate = use.fate .. 'dropped:' .. reason
     redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', rollouts)
     redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', tokens)
+    redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts:' .. bucket, rollouts)
+    redis.pcall('HINCRBY', ledger_key, fate .. ':tokens:' .. bucket, tokens)
   end
   local field = (use.group or '') .. ' ' .. use.id
   if kept[use.group] then
@@ -162,9 +166,13 @@ for i = 1, #order do
   redis.pcall('HINCRBY', ledger_key, env .. ':packed:groups', string.format('%.0f', sums[3]))
   totals[i] = string.format('%s %.0f %.0f %.0f', env, sums[1], sums[2], sums[3])
 end
+for env, bucket, rollouts, tokens in string.gmatch(lengths, '(%S+) (%d+) (%d+) (%d+)') do
+  redis.pcall('HINCRBY', ledger_key, env .. ':packed:rollouts:' .. bucket, rollouts)
+  redis.pcall('HINCRBY', ledger_key, env .. ':packed:tokens:' .. bucket, tokens)
+end
 redis.call('XADD', steps_key, number .. '-0', 'header', new_header, 'digest', digest, 'at', clock,
-  'packed', table.concat(totals, ' '))
-for r = 1, #ARGV - 15 do redis.call('XADD', steps_key, number .. '-' .. r, 'part', ARGV[15 + r]) end
+  'packed', table.concat(totals, ' '), 'lengths', lengths)
+for r = 1, #ARGV - 16 do redis.call('XADD', steps_key, number .. '-' .. r, 'part', ARGV[16 + r]) end
 redis.call('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', history_line)
 redis.call('XADD', summary_key, 'MAXLEN', '~', summary_kept, '*', 'record', summary_line)
 redis.call('SET', state_key, new_state)

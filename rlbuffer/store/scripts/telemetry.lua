@@ -3,13 +3,15 @@
 -- reasons: times come from the server's clock, and the sentence that says that the memory is full must not be refused
 -- for memory.
 --
--- KEYS  1 the hash: workers, scorers, ranks, batchers or waiting for `note`, the ledger for `count` and `damaged`
+-- KEYS  1 the hash: workers, scorers, ranks, batchers or waiting for `note`, the ledger for `count` and `damaged`,
+--         or the stream of the trainer's records
 --       2 (damaged) the damaged rollouts that are counted: `<step> <group> <rollout>` -> step   3 (damaged) meta
 -- ARGV  1 action, then
 --       note   2 name   3 record ('' removes it)   4 age at which others are forgotten, ms
 --              stored as "<server ms> <record>". A new name looks at eight others, whichever, and takes the old ones out:
 --              so they stay few, and no name costs more when there are many
 --       count  2 field   3 how many more
+--       record  2 record   3 how many are kept, about
 --       damaged  2 step   3... `<group> <rollout>` of it; each is counted once, and forgotten when its step is retired
 -- Reply {'OK'}
 local hash_key, damaged_key, meta_key = unpack(KEYS, 1, 3)
@@ -17,6 +19,10 @@ local action = ARGV[1]
 if action == 'count' then
   local field, more = ARGV[2], ARGV[3]
   redis.pcall('HINCRBY', hash_key, field, more)
+  return {'OK'}
+end
+if action == 'record' then
+  redis.call('XADD', hash_key, 'MAXLEN', '~', ARGV[3], '*', 'record', ARGV[2])
   return {'OK'}
 end
 if action == 'damaged' then

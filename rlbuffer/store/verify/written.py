@@ -25,7 +25,7 @@ TYPES: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(("policy", "trainer", "workers", "scorers", "ranks", "batchers", "waiting"), "hash"),
         **dict.fromkeys(("closed", "damaged", "tickets", "paused", "garbage", "holds"), "zset"),
-        **dict.fromkeys(("pool", "steps", "history", "summary", "eval"), "stream"),
+        **dict.fromkeys(("pool", "steps", "history", "summary", "records", "eval"), "stream"),
         **dict.fromkeys(("state", "scoring", "evaluating"), "string"),
     }
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rlbuffer.errors import RlbufferError
+from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnreachable
 from rlbuffer.events.event import as_object
 from rlbuffer.events.trainer import (
     CheckpointWritten,
@@ -28,11 +28,13 @@ from rlbuffer.trainer.fake import FakeBuffer
 from rlbuffer.trainer.ranks.digests import digest_parameters
 from rlbuffer.trainer.reports.debug_samples import text_decoder
 from rlbuffer.trainer.reports.examples import examples_of
-from rlbuffer.trainer.reports.metrics import MetricsFile, Stopwatch, Tally, step_record
+from rlbuffer.trainer.reports.metrics import MetricsFile, Stopwatch, Tally, finite, step_record
 from rlbuffer.trainer.reports.mfu import PolicyWork, peak_of
 from rlbuffer.trainer.reports.sinks import Sink, sinks_of
 from rlbuffer.trainer.session import TrainerSession
 
+UNSENT_RECORDS = 1000
+"""Records that wait for a server that is away; the server keeps about as many."""
 OnEvent = Callable[[TrainerEvent], None]
 
 
@@ -44,6 +46,7 @@ class Reports:
         self._on_event = on_event if session.is_first else None
         self._metrics = MetricsFile(session.settings.output_dir) if session.is_first else None
         self._sinks: list[Sink] = sinks_of(session.settings) if session.is_first else []
+        self._unsent: deque[dict[str, Any]] = deque(maxlen=UNSENT_RECORDS)
         self._decode: Callable[[Sequence[int]], str] | None = None
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._parameters = sum(p.numel() for p in session.policy.parameters())
@@ -56,6 +59,8 @@ class Reports:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            self._send()
         for sink in self._sinks:
             sink.close()
         if self._metrics is not None:
@@ -119,11 +124,25 @@ class Reports:
             self._metrics.write(line)
             for sink in self._sinks:
                 sink.write(line)
+            self._unsent.append({name: value for name, value in finite(line).items() if name != "examples"})
+            self._send()
         self._tell(record)
         if slow.is_long and step.number % RECENT_STEPS == 0:
             self._tell(WaitingNoticed(message=slow.text))
         if len(set(record.parameters_sha256 or ())) > 1:
             raise RlbufferError(f"step {step.number}: the ranks' parameters differ: {record.parameters_sha256}")
+
+    def _send(self) -> None:
+        """Hands the records to the archive's writer, by the server; those that it does not take now go with the next.
+
+        A step that no checkpoint holds is trained again after a kill, and its record sent again.
+        """
+        while self._unsent:
+            try:
+                self._session.buffer.add_record(self._unsent[0])
+            except (ServerUnreachable, ServerRefused):
+                return
+            self._unsent.popleft()
 
     def checkpoint(self, place: Place, path: Path) -> None:
         """A checkpoint was written."""

@@ -90,7 +90,7 @@ def test_an_archive_without_pyarrow_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as refusal:
         importlib.import_module("rlbuffer.archive")
-    assert str(refusal.value) == "an archive needs pyarrow: pip install 'rlbuffer[archive]'"
+    assert str(refusal.value) == "archives and Parquet files need pyarrow: pip install 'rlbuffer[archive]'"
 
 
 def payload() -> bytes:

@@ -9,13 +9,15 @@ import pytest
 from store_runs import Run
 from strange_groups import strange_group
 
+import rlbuffer
 from rlbuffer.archive.check import check_archive
-from rlbuffer.archive.copying import copy_history, copy_steps, files_of, unwritten
+from rlbuffer.archive.copying import copy_history, copy_steps, copy_trained, files_of, unwritten
 from rlbuffer.archive.library import Archive
 from rlbuffer.archive.schema import steps_names
 from rlbuffer.archive.writer import ArchiveWriter
 from rlbuffer.errors import ArchiveError, NotFound
 from rlbuffer.wire.payload import encode_push
+from rlbuffer_cli.archived import of_archive
 
 pytest_plugins = ["store_fixtures"]
 
@@ -27,6 +29,7 @@ def archived(run: Run, folder: Path, *, steps: int = 2) -> Archive:
     for file in files_of(unwritten(run.store, writer), steps=steps, size=2**20):
         assert copy_steps(run.store, writer, file) == len(file)
     copy_history(run.store, writer)
+    copy_trained(run.store, writer)
     return Archive(folder)
 
 
@@ -89,6 +92,18 @@ def test_a_step_that_retired_long_ago_opens_and_nothing_is_written_twice(run: Ru
     assert [step.step for step in archive.steps] == [1, 2, 3, 4, 5, 6]
     assert len(archive.find("a.0").members) == 2
     assert check_archive(archive).findings == ()
+
+
+def test_an_archived_rollout_has_the_place_in_its_step_that_it_had_on_the_server(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    run.step("a.0", "a.1", "b.2")
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+        expected = {m.rollout_id: m.place for g in ("a.0", "a.1", "b.2") for m in buffer.group(g).members}
+    archive = archived(run, tmp_path / "archive")
+    details = [of_archive(archive.folder, group_id) for group_id in ("a.0", "a.1", "b.2")]
+    assert {m.rollout_id: m.place for detail in details for m in detail.members} == expected
+    assert None not in expected.values()
+    assert archive.row_numbers(9) == {}
 
 
 def test_steps_that_were_taken_back_do_not_count(run: Run, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from test_archive_files import archived, push_strange, settled
 import rlbuffer
 from rlbuffer.archive.schema import ROLLOUTS
 from rlbuffer.errors import InvalidRollout
+from rlbuffer.testing import make_group
 from rlbuffer.wire.json_lines import line_of
 from rlbuffer.wire.jsonl import group_from_line
 from rlbuffer.wire.payload import encode_push
@@ -86,6 +88,37 @@ def test_an_archive_is_exported_without_a_server(run: Run, call: Call, tmp_path:
     run.close()
 
 
+@pytest.mark.parametrize("source", ["server", "archive"])
+def test_a_page_of_any_filter_is_harmless_and_fetches_nothing(
+    run: Run, call: Call, tmp_path: Path, source: str
+) -> None:
+    evil = "</pre><script>alert(1)</script><img src=http://x/> \x1b[31m\u202e"
+    rollouts = make_group(env="e", size=2, group_id="e.1").rollouts
+    group = make_group(env="e", size=2, group_id="e.1", answer=evil)
+    group = replace(group, rollouts=tuple(replace(r, text=evil, finish_reason="length") for r in rollouts))
+    run.sequence += 1
+    run.store.push(group, producer="w", incarnation="u", sequence=run.sequence, epoch=run.meta.epoch)
+    run.commit(entries=[entry for entry in run.pool() if entry.group_id == "e.1"])
+    archived(run, tmp_path / "archive")
+    where = ["--archive", "archive"] if source == "archive" else ["--run", run.store.run]
+    code, out, err = call("export", *where, "--where", "env:e stop:length", "-o", "out.html")
+    assert (code, err) == (0, ""), out
+    assert out == f'out.html: 1 group with 2 rollouts of run "{run.store.run}"\n'
+    html = (tmp_path / "out.html").read_text()
+    assert "e.1" in html
+    assert "&lt;script&gt;alert(1)" in html
+    assert not any(wrong in html for wrong in ("<script", "<img", "\x1b", "\u202e", "a.0"))
+    assert "default-src 'none'" in html
+    run.close()
+
+
+def test_rollouts_of_an_archive_are_filtered_too(run: Run, call: Call, tmp_path: Path) -> None:
+    archived(run, tmp_path / "archive")
+    code, out, _ = call("export", "--archive", "archive", "--where", "rollout.tokens>0", "-o", "out.jsonl")
+    assert (code, out.startswith("out.jsonl: 2 groups with 14 rollouts of run ")) == (0, True)
+    run.close()
+
+
 def test_a_group_is_the_same_after_its_line_was_read() -> None:
     group = strange_group("x.3")
     before, after = encode_push(group), encode_push(group_from_line(line_of(group)))
@@ -120,5 +153,5 @@ def test_a_file_that_is_no_parquet_of_rollouts_is_refused(run: Run, call: Call, 
         err == f"Error: archive/settings-00000001.parquet  it lacks the columns {lacking}: it is no file of rollouts\n"
     )
     code, _, err = call("export", "-o", "out.csv", "--run", run.store.run)
-    assert (code, err.splitlines()[-1]) == (2, "Error: -o takes FILE.jsonl or FILE.parquet, got 'out.csv'")
+    assert (code, err.splitlines()[-1]) == (2, "Error: -o takes FILE.jsonl, FILE.parquet or FILE.html, got 'out.csv'")
     run.close()
