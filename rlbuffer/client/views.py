@@ -264,11 +264,12 @@ def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHe
 
 # -- dropped -----------------------------------------------------------------------------------------------------------
 def _dropped(record: Mapping[str, Any]) -> GroupView:
-    reward = record.get("reward")
+    reward, pushed = record.get("reward"), record.get("pushed_ms")
+    created = pushed / 1000 if isinstance(pushed, int) else None
     return GroupView(
         group_id=str(record["group_id"]),
         env=str(record["env"]),
-        prompt_id="",
+        prompt_id=str(record.get("prompt_id") or ""),
         state=State.DROPPED,
         reason=str(record["reason"]),
         rollouts=int(record["rollouts"]),
@@ -277,9 +278,9 @@ def _dropped(record: Mapping[str, Any]) -> GroupView:
         rewards=(),
         age=None,
         tokens=int(record["tokens"]),
-        created=None,
-        waited_seconds=None,
-        worker="",
+        created=created,
+        waited_seconds=None if created is None or "at" not in record else max(0.0, float(record["at"]) - created),
+        worker=str(record.get("worker") or ""),
         step=None,
         detail=str(record.get("detail", "")),
         min_version=int(record.get("min_version", 0)),
