@@ -168,10 +168,44 @@ def pending_groups(store: Store) -> Iterator[tuple[GroupView, Sequence[PoolEntry
     if not parts:
         return
     now = store.now()
-    versions = {adapter: policy.version for adapter, policy in store.policies().items()}
-    versions[""] = max(versions.get("", 0), store.meta().step)
+    versions = _versions(store)
     for group_id in reversed(parts):
         yield _pending_view(group_id, parts[group_id], versions=versions, now=now), parts[group_id]
+
+
+class PendingGroup(NamedTuple):
+    """A group of the pool as far as a run's header shows it."""
+
+    env: str
+    state: State
+    age: int
+
+
+def count_pending(store: Store) -> Iterator[PendingGroup]:
+    """The groups of :func:`pending_groups` without their rollouts: those of a whole push are not unpacked."""
+    parts: dict[str, list[PoolEntry]] = {}
+    for entry in _pool(store):
+        parts.setdefault(entry.group_id, []).append(entry)
+    if not parts:
+        return
+    versions = _versions(store)
+    for group_id, entries in parts.items():
+        info = entries[0].info
+        if len(entries) > 1 or info is None or not info.totals.is_distinct:
+            view = _pending_view(group_id, entries, versions=versions, now=0.0)
+            yield PendingGroup(view.env, view.state, view.age or 0)
+            continue
+        totals = info.totals
+        is_ready = totals.is_scored and totals.rollouts >= info.planned_size > 0 and not info.needs
+        age = max(versions.get(info.adapter, 0) - totals.oldest, 0)
+        yield PendingGroup(entries[0].env, State.READY if is_ready else State.FORMING, age)
+
+
+def _versions(store: Store) -> dict[str, int]:
+    """Adapter -> its newest policy version; of all weights at least the last step."""
+    versions = {adapter: policy.version for adapter, policy in store.policies().items()}
+    versions[""] = max(versions.get("", 0), store.meta().step)
+    return versions
 
 
 def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mapping[str, int], now: float) -> GroupView:

@@ -46,7 +46,7 @@ class Dropped(Event):
     min_version: int
     reward: float | None
     prompt_id: str | None = field(default=None, metadata=IF_ANY)
-    """Of its push, as far as 200 characters; None where its metadata cannot be read."""
+    """Prompt id of its push; None where its metadata cannot be read."""
     worker: str | None = field(default=None, metadata=IF_ANY)
     """Name of the writer that pushed it."""
     pushed_ms: int | None = field(default=None, metadata=IF_ANY)

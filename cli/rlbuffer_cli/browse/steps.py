@@ -20,11 +20,11 @@ from rlbuffer_cli.render.curves import trend_lines
 from rlbuffer_cli.render.steps import (
     ENV_MARKS,
     ROLLOUT_HEADER,
-    ROLLOUT_NUMBERS,
     ROLLOUT_OPTIONAL,
     STEP_HEADER,
     STEP_NUMBERS,
     STEP_OPTIONAL,
+    STEP_ROLLOUT_NUMBERS,
     cost_of,
     facts_of,
     rank_lines,
@@ -35,7 +35,7 @@ from rlbuffer_cli.render.steps import (
 )
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
-"""Of the envs of a step, one after the other."""
+"""Colours of the envs of a step, one after the other."""
 STYLES = {mark: Style(color=COLOURS[i % len(COLOURS)]) for i, mark in enumerate(ENV_MARKS)}
 BAR = re.compile(r" +\d+ ")
 """The beginning of a line that is the bar of a row."""
@@ -112,7 +112,7 @@ class OneStep(Look):
         """Rollout id -> id of its group."""
 
     def body(self) -> list[Widget]:
-        table = Table(ROLLOUT_HEADER, right=ROLLOUT_NUMBERS, optional=ROLLOUT_OPTIONAL, id="worst")
+        table = Table(ROLLOUT_HEADER, right=STEP_ROLLOUT_NUMBERS, optional=ROLLOUT_OPTIONAL, id="worst")
         return [Bars(id="step"), table]
 
     def on_mount(self) -> None:

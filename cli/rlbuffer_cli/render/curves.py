@@ -90,7 +90,7 @@ def trend_lines(folder: Path, headers: Sequence[StepHeader]) -> list[str]:
 
 
 def fall_of(points: Sequence[tuple[int, float]]) -> str:
-    """How far a curve fell behind its highest place, and by which step half of that; means of neighbours count.
+    """The fall of a curve behind its highest place, and by which step half of that; means of neighbours count.
 
     Example:
         >>> fall_of([(1, 0.5), (2, 1.0), (3, 0.9), (4, 0.2)])

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rlbuffer.store.protocol import Store
     from rlbuffer.store.records import EnvLedger, Ledger
 
-EVERY_PENDING = 10**9
 MAX_AGES = 10
 """Blocks of an age histogram."""
 ENV_HEADER = ("env", "ready", "forming", "age", "share of tokens", "packed", "trained", "dropped")
@@ -110,18 +109,19 @@ class RunSummary:
 
 def summarize(buffer: Buffer) -> RunSummary:
     """Reads everything that the header shows; changes nothing."""
+    from rlbuffer.client.views import count_pending
     from rlbuffer.config.fractions import budgets_at
 
     store = buffer.store
     meta, trainer, ledger = store.meta(), store.trainer(), store.ledger()
-    pending = buffer.groups(where="state:forming,ready", limit=EVERY_PENDING)
+    pending = list(count_pending(store))
     budgets = budgets_at(meta.config.get("budgets", {}), meta.step + 1)
     consumed = {env: a.packed[1] + a.trained[1] for env, a in ledger.envs.items()}
     total = sum(consumed.values()) or 1
     envs = []
     for env in sorted({*ledger.envs, *budgets}):
         mine = [g for g in pending if g.env == env]
-        ages = Counter(g.age for g in mine if g.age is not None)
+        ages = Counter(g.age for g in mine)
         envs.append(
             EnvSummary(
                 env=env,
@@ -300,7 +300,7 @@ def header_lines(summary: RunSummary) -> list[str]:
 
 
 def waiting_lines(summary: RunSummary) -> list[str]:
-    """The sentence of each process that waits, and the envs without a worker: the last lines of the header."""
+    """The envs without a worker, and the sentence of each process that waits: the last lines of the header."""
     lines = []
     for who, sentence in sorted(summary.waiting.items()):
         if sentence:
@@ -308,7 +308,7 @@ def waiting_lines(summary: RunSummary) -> list[str]:
             said = f" ({duration(ago)} ago)" if ago > SHOWN_FRESH_SECONDS else ""
             lines.append(f"  {who}{said}: {printable(sentence)}")
     is_led = summary.seen.get("batcher", math.inf) <= SHOWN_FRESH_SECONDS
-    return lines + (silent_lines(summary.workers) if is_led else [])
+    return (silent_lines(summary.workers) if is_led else []) + lines
 
 
 def _memory(summary: RunSummary) -> list[str]:

@@ -23,7 +23,7 @@ SHOWN_PROMPTS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """What was dropped lately of one worker's groups."""
+    """The groups of one worker that were dropped lately."""
 
     reasons: Counter[str] = field(default_factory=Counter)
     """Reason -> groups."""
@@ -34,7 +34,7 @@ class Writer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """Who works for a run."""
+    """The processes of a run."""
 
     beats: Mapping[str, Mapping[str, Any]]
     """``worker NAME``, ``rank N`` ... -> its last heartbeat."""

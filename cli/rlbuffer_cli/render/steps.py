@@ -36,9 +36,9 @@ ENV_MARKS = "█▓▒ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """Marks of envs in a bar."""
 PADDING = "/"
 ROLLOUT_HEADER = ("rollout", "env", "reward", "advantage", "tokens", "rank", "worker", "prompt")
-ROLLOUT_NUMBERS = frozenset({"reward", "advantage", "tokens", "rank"})
+STEP_ROLLOUT_NUMBERS = frozenset({"reward", "advantage", "tokens", "rank"})
 ROLLOUT_OPTIONAL = ("worker", "rank", "prompt", "env", "advantage")
-SHOWN_PROMPT = 40
+STEP_SHOWN_PROMPT = 40
 """Characters of a prompt's id."""
 
 
@@ -101,9 +101,9 @@ def step_lines(step: StepView, *, trained: int) -> list[str]:
 
 
 def worst_first(step: StepView) -> list[PartRollout]:
-    """The scored rollouts of the step by their reward."""
+    """The scored rollouts of the step by their reward, then by their advantage."""
     scored = [member for _, member in step.rollouts if member.info.reward is not None]
-    return sorted(scored, key=lambda member: (member.info.reward or 0.0, member.info.rollout_id))
+    return sorted(scored, key=lambda m: (m.info.reward or 0.0, m.advantage, m.group_id, m.index))
 
 
 def rollout_rows(step: StepView) -> list[list[str]]:
@@ -118,7 +118,7 @@ def rollout_rows(step: StepView) -> list[list[str]]:
             str(member.info.length),
             str(ranks[id(member)]),
             member.worker,
-            member.prompt_id[:SHOWN_PROMPT],
+            member.prompt_id[:STEP_SHOWN_PROMPT],
         ]
         for member in worst_first(step)
     ]

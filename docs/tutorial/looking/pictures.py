@@ -34,6 +34,11 @@ COLOURS_OF_A_FILE = 48
 PATIENCE_SECONDS = 120.0
 STEPS_BEFORE = 45
 """Steps that the demo trains before anybody looks."""
+KEPT = (
+    *("pool-140", "pool-80", "group-140", "compare-80", "rollout-logprob-140", "rollout-advantage-80"),
+    *("steps-140", "step-140", "workers-80", "short-80", "stale-140"),
+)
+"""Pictures of the page; the tour passes further ones."""
 SOCKET = f"rlbuffer-pictures-{os.getpid()}"
 STALE = HERE / "stale_worker.py"
 
@@ -142,8 +147,7 @@ def tour(window: Terminal, keep: Keep) -> None:
 def planted(window: Terminal, keep: Keep) -> None:
     """What the screens say of two planted failures: a halted worker, and one that samples with old weights."""
     window.press("/")
-    window.press("C-u")
-    window.press("Enter")
+    window.press("C-u", "Enter", "l")
     window.until("repeat has no worker at work")
     keep("short", window)
     window.press("w")
@@ -227,7 +231,8 @@ def main(folder: Path) -> None:
 
     def keeper(size: tuple[int, int]) -> Keep:
         def keep(name: str, window: Terminal) -> None:
-            draw(window.shown(), size, folder / f"{name}-{size[0]}.png")
+            if f"{name}-{size[0]}" in KEPT:
+                draw(window.shown(), size, folder / f"{name}-{size[0]}.png")
 
         return keep
 

@@ -58,7 +58,7 @@ def hostile_group() -> rlbuffer.Group:
     values = {
         "tokens": np.array([ord(c) for c in text], np.int32),
         "loss_mask": mask,
-        "logprobs": np.where(mask, -np.arange(len(text)) % 5 / 2.0, 0.0).astype(np.float32),
+        "logprobs": np.where(mask, -(np.arange(len(text)) % 5) / 2.0, 0.0).astype(np.float32),
         "version_spans": (VersionSpan(3, len(PROMPT), len(text)),),
         "turns": (Turn("user", 0, len(PROMPT)), Turn(HOSTILE[:40], len(PROMPT), len(text))),
         "rewards": {HOSTILE[2:50]: 0.0},
@@ -67,7 +67,7 @@ def hostile_group() -> rlbuffer.Group:
     one = rlbuffer.Rollout(**values, rollout_id="talk.7/0", reward=0.0, text=text)
     long = rlbuffer.Rollout(**values, rollout_id="talk.7/1", reward=1.0, text=text + "<b>y" * (LONG_TEXT // 4))
     return rlbuffer.Group(
-        "talk.7", "talk", HOSTILE, (one, long), 2, answer=HOSTILE, metadata={HOSTILE: HOSTILE}, worker="w-0"
+        "talk.7", "talk", HOSTILE[:250], (one, long), 2, answer=HOSTILE, metadata={HOSTILE: HOSTILE}, worker="w-0"
     )
 
 
@@ -97,11 +97,11 @@ def visit(url: str, folder: Path, *, picture: Path | None = None) -> str:
 
 
 def requests_of(folder: Path) -> set[str]:
-    """Every address that was asked for, also by the browser for itself."""
+    """Every address that the page asked for; Chromium's own requests come from no page."""
     log = json.loads((folder / "net.json").read_text())
     number = log["constants"]["logEventTypes"]["URL_REQUEST_START_JOB"]
     params = [event.get("params", {}) for event in log["events"] if event["type"] == number]
-    return {str(each["url"]) for each in params if "url" in each}
+    return {str(each["url"]) for each in params if "url" in each and each.get("initiator") != "not an origin"}
 
 
 def main(folder: Path) -> None:

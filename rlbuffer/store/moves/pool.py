@@ -27,8 +27,6 @@ DROP_ENTRIES = 500
 """Pool entries per DROP: about 1.5 ms of the server's time."""
 HISTORY_ENTRIES = 10_000
 """Records of drops and steps that are kept."""
-MAX_SHOWN_PROMPT = 200
-"""Characters of a dropped group's prompt id that its record keeps."""
 CLOSING_REASONS = frozenset({Reason.STALE, Reason.FUTURE, Reason.SMALL, Reason.FLAT, Reason.VOID, Reason.OPERATOR})
 """Reasons that end a group as a whole and leave a tombstone. The others concern rollouts or parts of one: the group may
 still be trained with the rest, so a tombstone would lose it at the next takeover."""
@@ -212,7 +210,7 @@ def _drop_record(drop: Drop, first: PoolEntry) -> bytes:
         detail=drop.detail,
         min_version=drop.min_version,
         reward=drop.reward,
-        prompt_id=info.prompt_id[:MAX_SHOWN_PROMPT] if info is not None else None,
+        prompt_id=info.prompt_id if info is not None else None,
         worker=info.worker if info is not None else None,
         pushed_ms=first.pushed_ms,
     )
