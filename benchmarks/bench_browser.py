@@ -110,7 +110,7 @@ def _asked(buffer: rlbuffer.Buffer, before: dict[str, int]) -> tuple[float, str,
     """Milliseconds and name of the slowest command since :func:`_watch`, and the commands that wrote."""
     client: Any = buffer.store.client  # type: ignore[attr-defined]
     log = client.slowlog_get(10_000)
-    slowest = max(log, key=lambda entry: entry["duration"], default={"duration": 0, "command": b""})
+    slowest: Any = max(log, key=lambda entry: entry["duration"], default={"duration": 0, "command": b""})
     writes = [name for name, calls in _writes(client).items() if calls != before.get(name, 0)]
     return slowest["duration"] / 1000, slowest["command"].split(b" ")[0].decode(), writes
 

@@ -57,7 +57,7 @@ def test_the_tour_passes_every_screen_in_both_widths(tmp_path: Path) -> None:
     def tour(walk: object, home: str) -> None:
         for size in pictures.SIZES:
             with pictures.terminal("looker", size, rlbuffer, "inspect", "--home", home) as window:
-                window.until("newest first")
+                window.until("newest first", "policy v")
 
                 def keep(name: str, shown: object, size: tuple[int, int] = size) -> None:
                     seen[name, size[0]] = window.text()

@@ -109,9 +109,10 @@ Keep = Callable[[str, Terminal], None]
 
 def tour(window: Terminal, keep: Keep) -> None:
     """Every screen by the documented keys, from the pool and back to it."""
-    window.until("newest first", "trained")
+    window.until("newest first", "policy v")
     keep("pool", window)
     window.press("/")
+    window.until("age>=2")
     window.type("env:vcopy state:trained step:20")
     window.until("where env:vcopy state:trained step:20")
     window.press("s", "s", "s", "Enter")
@@ -244,7 +245,7 @@ def main(folder: Path) -> None:
         with failures(home):
             for size in SIZES:
                 with terminal("looker", size, rlbuffer, "inspect", "--home", home) as window:
-                    window.until("newest first")
+                    window.until("newest first", "policy v")
                     planted(window, keeper(size))
 
 

@@ -115,4 +115,4 @@ def test_tokens_behind_the_end_are_an_error_and_nothing_else(buffer: Buffer, cal
     assert (code, out) == (2, "")
     assert "Error: --tokens 5:6 lies behind its 3 tokens" in err
     code, out, _ = call("inspect", "g1/0")
-    assert re.search(r"^  sampled by v0 \[1, 3\) -> pushed [-0-9]+ [:0-9]+ UTC by w -> ready$", out, re.MULTILINE)
+    assert re.search(r"^  sampled by v0 \[1, 3\) -> pushed [-0-9]+ [:0-9]+ UTC -> ready$", out, re.MULTILINE)
