@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlbuffer_cli.starting import clear, starting
+from rlbuffer_cli.starting import clear, is_drawable, starting
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
@@ -124,11 +124,11 @@ def redis_origin(loaded: Loaded) -> str:
 
 
 def choose_display(display: str) -> str:
-    """`auto` resolved: rich on a terminal, plain elsewhere."""
+    """`auto` resolved: rich on a terminal that can be drawn on, plain elsewhere."""
     import sys
 
     if display == "auto":
-        return "rich" if sys.stdout.isatty() else "plain"
+        return "rich" if is_drawable(sys.stdout) else "plain"
     return display
 
 

@@ -1,11 +1,14 @@
 """The line of a command before it has anything to show: on a terminal nobody shall wonder whether it hangs.
 
-One line on stderr, taken away by whatever is printed first. Imports nothing: it stands there before anything is loaded.
+One line on stderr, taken away by whatever is printed first. Imports next to nothing: it stands there before anything is
+loaded.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import TextIO
 
 SLOW_COMMANDS = (
     *("demo", "run", "serve", "worker", "score", "train", "push"),
@@ -16,10 +19,15 @@ SLOW_COMMANDS = (
 _is_shown = False
 
 
+def is_drawable(stream: TextIO) -> bool:
+    """True for a terminal that obeys escapes: a dumb one prints them."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
 def starting(what: str) -> None:
     """Says what is done now."""
     global _is_shown
-    if sys.stderr.isatty():
+    if is_drawable(sys.stderr):
         _is_shown = True
         sys.stderr.write(f"\r\x1b[K{what} ...")
         sys.stderr.flush()

@@ -166,10 +166,44 @@ def pending_groups(store: Store) -> Iterator[tuple[GroupView, Sequence[PoolEntry
     if not parts:
         return
     now = store.now()
-    versions = {adapter: policy.version for adapter, policy in store.policies().items()}
-    versions[""] = max(versions.get("", 0), store.meta().step)
+    versions = _versions(store)
     for group_id in reversed(parts):
         yield _pending_view(group_id, parts[group_id], versions=versions, now=now), parts[group_id]
+
+
+class PendingGroup(NamedTuple):
+    """A group of the pool as far as a run's header shows it."""
+
+    env: str
+    state: State
+    age: int
+
+
+def count_pending(store: Store) -> Iterator[PendingGroup]:
+    """The groups of :func:`pending_groups` without their rollouts: those of a whole push are not unpacked."""
+    parts: dict[str, list[PoolEntry]] = {}
+    for entry in _pool(store):
+        parts.setdefault(entry.group_id, []).append(entry)
+    if not parts:
+        return
+    versions = _versions(store)
+    for group_id, entries in parts.items():
+        info = entries[0].info
+        if len(entries) > 1 or info is None or not info.totals.is_distinct:
+            view = _pending_view(group_id, entries, versions=versions, now=0.0)
+            yield PendingGroup(view.env, view.state, view.age or 0)
+            continue
+        totals = info.totals
+        is_ready = totals.is_scored and totals.rollouts >= info.planned_size > 0 and not info.needs
+        age = max(versions.get(info.adapter, 0) - totals.oldest, 0)
+        yield PendingGroup(entries[0].env, State.READY if is_ready else State.FORMING, age)
+
+
+def _versions(store: Store) -> dict[str, int]:
+    """Adapter -> its newest policy version; of all weights at least the last step."""
+    versions = {adapter: policy.version for adapter, policy in store.policies().items()}
+    versions[""] = max(versions.get("", 0), store.meta().step)
+    return versions
 
 
 def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mapping[str, int], now: float) -> GroupView:
@@ -262,11 +296,12 @@ def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHe
 
 # -- dropped -----------------------------------------------------------------------------------------------------------
 def _dropped(record: Mapping[str, Any]) -> GroupView:
-    reward = record.get("reward")
+    reward, pushed = record.get("reward"), record.get("pushed_ms")
+    created = pushed / 1000 if isinstance(pushed, int) else None
     return GroupView(
         group_id=str(record["group_id"]),
         env=str(record["env"]),
-        prompt_id="",
+        prompt_id=str(record.get("prompt_id") or ""),
         state=State.DROPPED,
         reason=str(record["reason"]),
         rollouts=int(record["rollouts"]),
@@ -275,9 +310,9 @@ def _dropped(record: Mapping[str, Any]) -> GroupView:
         rewards=(),
         age=None,
         tokens=int(record["tokens"]),
-        created=None,
-        waited_seconds=None,
-        worker="",
+        created=created,
+        waited_seconds=None if created is None or "at" not in record else max(0.0, float(record["at"]) - created),
+        worker=str(record.get("worker") or ""),
         step=None,
         detail=str(record.get("detail", "")),
         min_version=int(record.get("min_version", 0)),

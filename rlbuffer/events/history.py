@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlbuffer.events.event import SPREAD, Event
+from rlbuffer.events.event import IF_ANY, SPREAD, Event
 from rlbuffer.records.states import ClosedBy, Reason
 
 
@@ -45,6 +45,12 @@ class Dropped(Event):
     detail: str
     min_version: int
     reward: float | None
+    prompt_id: str | None = field(default=None, metadata=IF_ANY)
+    """Prompt id of its push; None where its metadata cannot be read."""
+    worker: str | None = field(default=None, metadata=IF_ANY)
+    """Name of the writer that pushed it."""
+    pushed_ms: int | None = field(default=None, metadata=IF_ANY)
+    """Server time of its first push."""
 
 
 VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")

@@ -35,6 +35,8 @@ MOST_KINDS = 16
 """Kinds of failures that are counted apart."""
 SHOWN_FRAMES = 6
 """Innermost frames of a traceback that are shown."""
+MOST_TRACEBACK = 4000
+"""Characters of a traceback that a heartbeat carries: the last ones."""
 OTHERS = "others"
 
 _OURS = str(Path(__file__).parents[1])
@@ -69,12 +71,14 @@ class Failures:
         self._counts: Counter[str] = Counter()
         self.last = ""
         """The last one in a sentence."""
+        self.traceback = ""
+        """Its innermost lines, at most :data:`MOST_TRACEBACK` characters."""
 
-    def note(self, kind: str, sentence: str) -> bool:
+    def note(self, kind: str, sentence: str, traceback: str = "") -> bool:
         """Counts one. -> whether it is the first of its kind."""
         kind = kind if kind in self._counts or len(self._counts) < MOST_KINDS else OTHERS
         self._counts[kind] += 1
-        self.last = sentence
+        self.last, self.traceback = sentence, traceback[-MOST_TRACEBACK:]
         return self._counts[kind] == 1
 
     def all_of(self, env: str) -> ConfigError:

@@ -300,10 +300,9 @@ class Flights:
             sentence += f" ({self._failures[ticket.number]} times; its ticket is left to lapse)"
         else:
             await self.release([ticket])
-        is_first = self._pulse.failures.note(kind, what)
-        self._messages.trouble(
-            GroupGivenUp(error=sentence, kind=kind, traceback=traceback_of(error) if is_first else "")
-        )
+        trace = traceback_of(error)
+        is_first = self._pulse.failures.note(kind, what, trace)
+        self._messages.trouble(GroupGivenUp(error=sentence, kind=kind, traceback=trace if is_first else ""))
         tries = self._settings.max_failures
         if tries and not self._pulse.groups and self._pulse.failed_groups >= tries:
             raise self._pulse.failures.all_of(self._env.name)

@@ -111,6 +111,8 @@ class Pulse(Heartbeats):
         """The content of a heartbeat; msgpack types."""
         own = {"env": self._env, "version": self.version, "skipped": self.skipped}
         failed = {"failures": self.failures.record(), "failure": self.failures.last, "busy": self._work.sentence()}
+        if self.failures.traceback:
+            failed["traceback"] = self.failures.traceback
         # This is all that is known of a process that ends without a word.
         doing = "" if self._closed.is_set() else self._work.now()
         return own | failed | {"doing": doing, "ended": self.ended} | super().record()

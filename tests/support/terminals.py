@@ -1,4 +1,4 @@
-"""Commands in a real terminal of 80 columns and 24 lines: what they draw there."""
+"""Commands in a real terminal of 80 columns, or others, and 24 lines: what they draw there."""
 
 from __future__ import annotations
 
@@ -18,14 +18,23 @@ ANSI = re.compile(rb"\x1b\[[0-9;?<>=]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
 TERMINAL_SECONDS = 120.0
 
 
-def typed(arguments: list[str], folder: Path, *, until: bytes, keys: bytes, **variables: str) -> bytes:
+def typed(
+    arguments: list[str], folder: Path, *, until: bytes, keys: bytes, columns: int = 80, **variables: str
+) -> bytes:
     """Runs `rlbuffer` in a terminal, types `keys` once `until` is on the screen. -> what was drawn; exit code 0."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     command = [sys.executable, "-m", "rlbuffer_cli", *arguments]
     environment = {**os.environ, "TERM": "xterm-256color", **variables}
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment, start_new_session=True
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=folder,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # ctrl-C is a signal on its own terminal alone
     )
     os.close(theirs)
     drawn, is_typed, deadline = b"", False, time.monotonic() + TERMINAL_SECONDS

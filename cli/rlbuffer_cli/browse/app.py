@@ -33,8 +33,8 @@ class Browser(App[None]):
     #notice { height: auto; max-height: 5; text-style: bold; }
     #keys { height: 1; background: $panel; }
     #legend { height: auto; max-height: 3; background: $panel; }
-    #header, #facts { height: 3; }
-    #groups, #members, #steps, #step, #beats, #page, #pairs { height: 1fr; }
+    #header, #step, #facts, #curves { height: 3; }
+    #groups, #members, #steps, #worst, #beats, #page, #pairs { height: 1fr; }
     #failure { height: 40%; }
     #filter { height: 3; }
     #halves { height: 1fr; }

@@ -125,7 +125,9 @@ class Group(Look):
 
     def action_extremes(self) -> None:
         """Shows the best rollout beside the worst."""
-        names = best_and_worst(self.detail) if self.detail is not None else None
+        if self.detail is None:
+            return
+        names = best_and_worst(self.detail)
         if names is None:
             self.say("no rollout is better than another")
         else:

@@ -22,6 +22,8 @@ CURSOR = Style(reverse=True)
 BOLD = Style(bold=True)
 NO_STYLE = Style()
 WHEEL_LINES = 3
+MOST_FLOWING = 2000
+"""A longer line is broken anywhere."""
 
 
 def wrapped_cells(line: str, width: int) -> list[str]:
@@ -29,11 +31,11 @@ def wrapped_cells(line: str, width: int) -> list[str]:
     text, width = printable(line), max(1, width)
     if cell_len(text) <= width:
         return [text]
-    if text.isascii() and len(text) < 2000:
+    if len(text) < MOST_FLOWING and all(cell_len(c) == 1 for c in set(text)):
         lead = " " * min(len(text) - len(text.lstrip()), width // 2)
         return textwrap.wrap(
             text.strip(), width, initial_indent=lead, subsequent_indent=f"{lead}  ", break_on_hyphens=False
-        )
+        ) or [""]
     return chop_cells(text, width)
 
 

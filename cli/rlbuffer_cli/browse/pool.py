@@ -76,7 +76,7 @@ class Pool(Look):
         where = f" where {self.looking.where}" if self.looking.where else ""
         order = f"by {self.sort}" if self.sort != "newest first" else self.sort
         clock = f" as of {str(utc(self.seconds))[11:19]} UTC" if self.seconds else ""
-        return f'run "{self.looking.buffer.run}"{clock}: {count}{where}, {order}{", reversed" * self.is_reversed}'
+        return f'{count}{where}, {order}{", reversed" * self.is_reversed} · run "{self.looking.buffer.run}"{clock}'
 
     async def fetch(self) -> None:
         buffer, where, limit = self.looking.buffer, self.looking.where, self.limit

@@ -19,7 +19,6 @@ from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens
 from rlbuffer_cli.render.group import life, member_of, rollout_record
 from rlbuffer_cli.render.lenses import NAMES, advantages_of, columns_of, entropy_of, lens, mismatch_of
-from rlbuffer_cli.render.text import utc
 
 COLUMN = len(NAMES)
 """The key of the lens that shows further columns."""
@@ -209,12 +208,9 @@ def fact_lines(detail: GroupDetail, member: RolloutView) -> list[str]:
         lines.append(f"  turns {len(member.rollout.turns):,}")
     if member.logprob_mean is not None:
         lines.append(f"  logprob mean {member.logprob_mean:.3f}")
-    sampled, *later = life(view, member)
-    pushed = f"pushed {str(utc(view.created))[:19].replace('T', ' ')} UTC" if view.created is not None else ""
-    by = f"by {view.worker}" if view.worker else ""
-    lines += ["", "LIFE", *(f"  {stage}" for stage in filter(None, [sampled, f"{pushed} {by}".strip(), *later]))]
+    lines += ["", "LIFE", *(f"  {stage}" for stage in life(view, member))]
     if view.age is not None:
         lines.append(f"  age {view.age + view.min_version - member.min_version}")
-    if view.detail:
+    if view.detail and not view.reason:
         lines.append(f"  ! {view.detail}")
     return lines

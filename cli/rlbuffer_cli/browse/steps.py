@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any, ClassVar
 
+from rich.segment import Segment
+from rich.style import Style
 from textual.binding import BindingType
 from textual.widget import Widget
 
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer_cli.browse.panes import Prose, Table
+from rlbuffer_cli.browse.panes import NO_STYLE, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
+from rlbuffer_cli.render.curves import trend_lines
 from rlbuffer_cli.render.steps import (
+    ENV_MARKS,
+    ROLLOUT_HEADER,
+    ROLLOUT_OPTIONAL,
     STEP_HEADER,
     STEP_NUMBERS,
     STEP_OPTIONAL,
+    STEP_ROLLOUT_NUMBERS,
     cost_of,
     facts_of,
     rank_lines,
+    rollout_rows,
     step_lines,
     step_row,
+    worst_first,
 )
+
+COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
+"""Colours of the envs of a step, one after the other."""
+STYLES = {mark: Style(color=COLOURS[i % len(COLOURS)]) for i, mark in enumerate(ENV_MARKS)}
+BAR = re.compile(r" +\d+ ")
+"""The beginning of a line that is the bar of a row."""
 
 
 class Steps(Look):
@@ -35,7 +52,7 @@ class Steps(Look):
         self.is_read = False
 
     def body(self) -> list[Widget]:
-        return [Table(STEP_HEADER, right=STEP_NUMBERS, optional=STEP_OPTIONAL, id="steps")]
+        return [Prose(id="curves"), Table(STEP_HEADER, right=STEP_NUMBERS, optional=STEP_OPTIONAL, id="steps")]
 
     def on_mount(self) -> None:
         """The steps have the keys."""
@@ -49,6 +66,10 @@ class Steps(Look):
         problems: list[RlbufferError] = []
         headers = await self.ask(lambda: list(store.headers(problems=problems)))
         trained = (await self.ask(store.trainer)).trained
+        lines = await self.ask(lambda: trend_lines(self.looking.buffer.settings.output_dir, headers))
+        curves = self.query_one("#curves", Prose)
+        curves.put(lines)
+        curves.styles.height = min(curves.height_at(self.size.width), 6)
         self.headers, self.is_read = headers[::-1], True
         rows = [step_row(header, trained=trained) for header in self.headers]
         self.query_one("#steps", Table).put(rows, [str(header.step) for header in self.headers])
@@ -66,42 +87,70 @@ class Steps(Look):
         self.post_message(Open("step", self.identifier()))
 
 
-class OneStep(Look):
-    """A step, known by its number."""
+class Bars(Prose):
+    """Lines of a step; the bars of its rows have a colour for each env, and differ without."""
 
-    keys = ("N/P step", "g/G ends", "o raw", "esc back")
+    def draw(self, line: int) -> list[Segment]:
+        segments = super().draw(line)
+        text = "".join(segment.text for segment in segments)
+        if not BAR.match(text):
+            return segments
+        return [Segment("".join(run), STYLES.get(mark, NO_STYLE)) for mark, run in groupby(text)]
+
+
+class OneStep(Look):
+    """A step, known by its number: its rows as bars, then its rollouts, the worst first."""
+
+    keys = ("enter open", "N/P step", "tab rollouts/bars", "o raw", "esc back")
     BINDINGS: ClassVar[list[BindingType]] = [("N", "other(1)"), ("P", "other(-1)")]
 
     def __init__(self, looking: Looking, step: int) -> None:
         super().__init__(looking)
         self.step = step
         self.header: StepHeader | None = None
+        self.groups: dict[str, str] = {}
+        """Rollout id -> id of its group."""
 
     def body(self) -> list[Widget]:
-        return [Prose(id="step")]
+        table = Table(ROLLOUT_HEADER, right=STEP_ROLLOUT_NUMBERS, optional=ROLLOUT_OPTIONAL, id="worst")
+        return [Bars(id="step"), table]
 
     def on_mount(self) -> None:
-        """The text has the keys."""
-        self.query_one("#step").focus()
+        """The rollouts have the keys."""
+        self.query_one("#worst").focus()
 
     def heading(self) -> str:
         return f"step {self.step}"
 
     async def fetch(self) -> None:
         buffer, number = self.looking.buffer, self.step
-        prose = self.query_one("#step", Prose)
+        prose, table = self.query_one("#step", Bars), self.query_one("#worst", Table)
         try:
             view, cost = await self.ask(lambda: (buffer.step(number), cost_of(buffer)))
         except RlbufferError:
             self.header = None
             prose.put([])
+            table.put([], [])
             raise
         trained = (await self.ask(buffer.store.trainer)).trained
         self.header = view.header
         prose.put([*step_lines(view, trained=trained), "", *rank_lines(view, self.size.width, cost)])
+        prose.styles.height = min(prose.height_at(self.size.width), max(4, (self.size.height - 4) * 2 // 3))
+        members = worst_first(view)
+        self.groups = {member.info.rollout_id: member.group_id for member in members}
+        table.put(rollout_rows(view), list(self.groups))
+
+    def on_pane_chosen(self) -> None:
+        """Opens the rollout under the cursor."""
+        name = self.query_one("#worst", Table).key
+        self.post_message(Open("rollout", name, {"group": self.groups[name]}))
 
     def identifier(self) -> str:
-        return str(self.step)
+        return self.query_one("#worst", Table).key or str(self.step)
+
+    def exported(self) -> str:
+        name = self.query_one("#worst", Table).key
+        return f"{self.groups[name]}/{name.rpartition('/')[2]}" if name else ""
 
     def record(self) -> Mapping[str, Any] | None:
         return None if self.header is None else facts_of(self.header)

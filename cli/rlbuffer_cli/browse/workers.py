@@ -7,10 +7,10 @@ from typing import Any
 
 from textual.widget import Widget
 
-from rlbuffer.narration.numbers import printable
 from rlbuffer_cli.browse.panes import Pane, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking
-from rlbuffer_cli.render.workers import BEAT_HEADER, BEAT_NUMBERS, PROCESS_KINDS, beat_row, failure_lines
+from rlbuffer_cli.render.processes import PROCESS_HEADER, PROCESS_OPTIONAL, Processes, processes_of
+from rlbuffer_cli.render.workers import BEAT_NUMBERS
 
 
 class Workers(Look):
@@ -20,46 +20,44 @@ class Workers(Look):
 
     def __init__(self, looking: Looking) -> None:
         super().__init__(looking)
-        self.beats: dict[str, Mapping[str, Any]] = {}
+        self.processes = Processes(beats={}, policy_version=-1, writers={})
         self.waiting: Mapping[str, str] = {}
 
     def body(self) -> list[Widget]:
-        return [Table(BEAT_HEADER, right=BEAT_NUMBERS, optional=("env", "rate"), id="beats"), Prose(id="failure")]
+        table = Table(PROCESS_HEADER, right=BEAT_NUMBERS, optional=PROCESS_OPTIONAL, id="beats")
+        return [table, Prose(id="failure")]
 
     def on_mount(self) -> None:
         """The table has the keys."""
         self.query_one("#beats").focus()
 
     def heading(self) -> str:
-        return f"{len(self.beats)} processes with signs of life"
+        version = self.processes.policy_version
+        newest = f", newest policy v{version}" if version >= 0 else ""
+        return f"{len(self.processes.beats)} processes with signs of life{newest}"
 
     async def fetch(self) -> None:
         store = self.looking.buffer.store
-        every = await self.ask(lambda: {kind: store.heartbeats(kind) for kind in PROCESS_KINDS})
+        self.processes = await self.ask(lambda: processes_of(store))
         self.waiting = await self.ask(store.waiting)
-        self.beats = {f"{kind} {name}": beat for kind in PROCESS_KINDS for name, beat in sorted(every[kind].items())}
-        rows = [beat_row(key, beat) for key, beat in self.beats.items()]
-        self.query_one("#beats", Table).put(rows, list(self.beats))
+        rows = self.processes.rows()
+        self.query_one("#beats", Table).put(list(rows.values()), list(rows))
         self.show_failure()
 
     def show_failure(self) -> None:
         """Shows all that the one under the cursor says."""
         key = self.identifier()
-        lines: list[str] = []
-        if beat := self.beats.get(key):
-            name = key.split(" ", 1)[1]
-            lines = [*failure_lines(name, beat)] or ["nothing has failed"]
-            if beat.get("error"):
-                lines.append(f"  ! {printable(str(beat['error']))}")
-            sentence = self.waiting.get("batcher" if key.startswith("batcher") else key) or beat.get("waiting")
-            lines += [f"  waits: {sentence}"] if sentence else []
+        beat = self.processes.beats.get(key, {})
+        lines = self.processes.lines(key) or (["nothing has failed"] if beat else [])
+        sentence = self.waiting.get("batcher" if key.startswith("batcher") else key) or beat.get("waiting")
+        lines += [f"  waits: {sentence}"] if sentence else []
         self.query_one("#failure", Prose).put(lines)
 
     def identifier(self) -> str:
         return self.query_one("#beats", Table).key
 
     def record(self) -> Mapping[str, Any] | None:
-        return self.beats.get(self.identifier())
+        return self.processes.beats.get(self.identifier())
 
     def on_pane_moved(self, event: Pane.Moved) -> None:
         """Another one is under the cursor."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ import click
 
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
-from rlbuffer_cli.starting import clear
+from rlbuffer_cli.starting import clear, is_drawable
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -198,7 +197,7 @@ def _texts(directory: str) -> Texts:
 
 def _may_browse() -> bool:
     """True where a person sits at a terminal that can be drawn on."""
-    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return sys.stdin.isatty() and is_drawable(sys.stdout)
 
 
 def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -> int:

@@ -60,6 +60,7 @@ def command(
     from rlbuffer.process.signals import set_on_hangup, stop_on_signals
     from rlbuffer.run import members
     from rlbuffer_cli.render.foot import Foot
+    from rlbuffer_cli.render.text import wrapped
 
     if resume and fresh:
         raise click.UsageError("--resume and --fresh exclude each other")
@@ -86,7 +87,8 @@ def command(
             elif shown != "none":
                 status.hear(event)
                 if isinstance(event, LeaderReady):
-                    say("\n".join(banner(loaded, event, time.monotonic() - started)))
+                    lines = banner(loaded, event, time.monotonic() - started)
+                    say("\n".join(row for line in lines for row in wrapped(line, indent=" " * 4)))
                 narrator(event)
 
         members.serve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,12 +34,16 @@ def summarize_adapters(store: Store) -> tuple[AdapterSummary, ...]:
     """Every adapter that was trained or announced, by name; all weights are the run's own line."""
     state = store.load_state() or {}
     published = {adapter: policy.version for adapter, policy in store.policies().items()}
-    if published.keys() <= {""} and not {*state.get("adapters", {})} - {""}:
+    named = state.get("adapters") if isinstance(state, Mapping) else None
+    if published.keys() <= {""} and not (isinstance(named, Mapping) and named.keys() - {""}):
         return ()
     from rlbuffer.batcher.adapters import AdapterAccount, AdapterAccounts
-    from rlbuffer.errors import PayloadError, StepRetired
+    from rlbuffer.errors import PayloadError, RlbufferError, StepRetired
 
-    accounts = AdapterAccounts.load(state).accounts
+    try:
+        accounts = AdapterAccounts.load(state).accounts
+    except RlbufferError:  # the batcher says it when it leads; whoever looks sees the rest
+        accounts = {}
     step = store.meta().step
     try:
         header = store.wait_step(step, block_seconds=0.0) if step else None

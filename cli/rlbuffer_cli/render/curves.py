@@ -11,13 +11,22 @@ from typing import Any
 from rlbuffer.errors import NotFound
 from rlbuffer.events.history import Committed, Dropped
 from rlbuffer.narration.nearest import did_you_mean
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer_cli.render.metrics_tail import step_record
+from rlbuffer_cli.render.text import sparkline, thinned
 
 FROM_HISTORY = ("fill", "drops")
 """Fields that only the server's history has: a share of the step's capacity, and rollouts by reason since the step
 before."""
 HISTORY_RECORDS = 100_000
 """More than the server keeps."""
+METRICS_FILE = "metrics.jsonl"
+RECENT_BYTES = 4 * 2**20
+"""The newest part of the metrics that is read for a screen."""
+TRENDS = ("reward", "entropy")
+TREND_COLUMNS = 40
+LEAST_FALL = 0.2
+"""A fall by a smaller share of a curve's whole range is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,58 @@ def metrics_of(file: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise NotFound(f"cannot read the metrics {file}: {error.strerror}") from None
     return [records[step] for step in sorted(records)]
+
+
+def recent_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The newest steps of the trainer's metrics in `folder`; nothing where they are on another host."""
+    try:
+        with (folder / METRICS_FILE).open("rb") as stream:
+            start = max(0, stream.seek(0, 2) - RECENT_BYTES)
+            stream.seek(start)
+            lines = stream.read().split(b"\n")[bool(start) :]
+    except OSError:
+        return []
+    records = {record["step"]: record for record in map(step_record, lines) if record is not None}
+    return [records[step] for step in sorted(records)]
+
+
+def trend_lines(folder: Path, headers: Sequence[StepHeader]) -> list[str]:
+    """Reward and entropy over the steps in a line each, with when they fell: which of them fell first?
+
+    `folder` has the trainer's metrics; where they are on another host, the rewards are those of `headers`.
+    """
+    known = recent_metrics(folder)
+    records = known or [{"step": header.step, "reward": header.reward} for header in headers]
+    lines = []
+    for field in TRENDS:
+        points = [(record["step"], value) for record in records for _, value in _numbers(record.get(field), field)]
+        if len(points) < 2:
+            continue
+        values = [value for _, value in points]
+        strip = sparkline(values, width=TREND_COLUMNS, low=min(values), high=max(values))
+        lines.append(f"{field:<7}  {strip}  steps {points[0][0]} to {points[-1][0]}: {fall_of(points)}")
+    if lines and not known:
+        lines.append("entropy  is in metrics.jsonl of the trainer's output folder, which is not on this machine")
+    return lines
+
+
+def fall_of(points: Sequence[tuple[int, float]]) -> str:
+    """The fall of a curve behind its highest place, and by which step half of that; means of neighbours count.
+
+    Example:
+        >>> fall_of([(1, 0.5), (2, 1.0), (3, 0.9), (4, 0.2)])
+        'fell from 1.000 at step 2 to 0.200 at step 4, half of it by step 4'
+    """
+    steps = [round(step) for step in thinned([float(step) for step, _ in points], TREND_COLUMNS)]
+    values = thinned([value for _, value in points], TREND_COLUMNS)
+    top = max(range(len(values)), key=lambda i: (values[i], -i))
+    low = min(range(top, len(values)), key=lambda i: (values[i], i))
+    fall = values[top] - values[low]
+    if fall < LEAST_FALL * (max(values) - min(values)) or not fall:
+        return f"last {values[-1]:.3f}, no fall"
+    half = next(i for i in range(top, len(values)) if values[i] <= values[top] - fall / 2)
+    ends = f"fell from {values[top]:.3f} at step {steps[top]} to {values[low]:.3f} at step {steps[low]}"
+    return f"{ends}, half of it by step {steps[half]}"
 
 
 def history_of(newest_first: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from rlbuffer.narration.numbers import amount, duration, printable
 from rlbuffer.records.states import State
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.pool import group_record
-from rlbuffer_cli.render.text import bar, show_table, sparkline, wrapped
+from rlbuffer_cli.render.text import bar, show_table, sparkline, utc, wrapped
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts
@@ -259,9 +259,15 @@ def life(view: GroupView, member: RolloutView) -> list[str]:
     sampled = ", ".join(f"v{s.policy_version} [{s.start}, {s.end})" for s in spans) or f"v{member.min_version}"
     stop = "" if rollout is None else _stop(rollout.finish_reason, rollout.is_truncated)
     stages = [f"sampled by {sampled}" + (f", stop: {stop}" if stop else "")]
+    if view.created is not None:
+        by = f" by {printable(view.worker)}" if view.worker else ""
+        stages.append(f"pushed {str(utc(view.created))[:19].replace('T', ' ')} UTC{by}")
+    waited = f", {duration(view.waited_seconds)} after the push" if view.waited_seconds is not None else ""
     if member.step is not None:
         where = f", rank {member.place.rank}, row {member.place.row}" if member.place else ""
-        stages.append(f"packed into step {member.step}{where}")
+        stages.append(f"packed into step {member.step}{where}{waited}")
+    if view.state == State.DROPPED:
+        return [*stages, f"dropped{waited} ({view.reason}{f': {printable(view.detail)}' if view.detail else ''})"]
     return stages + ([view.state] if view.state != State.PACKED else [])
 
 

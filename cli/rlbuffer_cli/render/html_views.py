@@ -8,6 +8,7 @@ from urllib.parse import urlencode
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.searching import list_groups
 from rlbuffer.errors import FilterError, NotFound, RlbufferError
+from rlbuffer_cli.render.curves import recent_metrics, trend_lines
 from rlbuffer_cli.render.group import MEMBER_HEADER, headline, largest_reward, member_of, member_row
 from rlbuffer_cli.render.html import Sources, group_facts, head, lens_choice, rollout_section, safe
 from rlbuffer_cli.render.pair import PAIR_HEADER, best_and_worst, pair_lines, pair_rows
@@ -20,11 +21,22 @@ from rlbuffer_cli.render.pool import (
     header_lines,
     summarize,
 )
-from rlbuffer_cli.render.steps import STEP_HEADER, cost_of, rank_lines, step_lines, step_row
-from rlbuffer_cli.render.workers import BEAT_HEADER, PROCESS_KINDS, beat_row, failure_lines
+from rlbuffer_cli.render.processes import PROCESS_HEADER, processes_of
+from rlbuffer_cli.render.steps import (
+    ROLLOUT_HEADER,
+    STEP_HEADER,
+    cost_of,
+    rank_lines,
+    rollout_rows,
+    step_lines,
+    step_row,
+    worst_first,
+)
 
 GROUPS_ON_A_PAGE = 200
 PAIR_TOKENS = 2000
+WORST_ROLLOUTS = 50
+"""Rollouts of a step that its page lists, the worst ones."""
 BAR_COLUMNS = 110
 PAGE_END = "</main></body></html>\n"
 
@@ -142,9 +154,16 @@ def steps(buffer: Buffer) -> Iterator[str]:
     }
     for name, values in curves.items():
         yield curve(name, numbers, values)
+    yield from _entropy(buffer)
+    yield lines(trend_lines(buffer.settings.output_dir, headers))
     rows = [step_row(header, trained=trained) for header in headers[::-1]]
     yield table(STEP_HEADER, rows, [link("step", str(n), n=str(n)) for n in numbers[::-1]])
     yield PAGE_END
+
+
+def _entropy(buffer: Buffer) -> Iterator[str]:
+    records = [r for r in recent_metrics(buffer.settings.output_dir) if isinstance(r.get("entropy"), float)]
+    yield curve("entropy", [r["step"] for r in records], [r["entropy"] for r in records])
 
 
 def step(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
@@ -156,16 +175,20 @@ def step(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
     yield from frame(buffer, f"step {number}")
     yield lines(step_lines(view, trained=buffer.store.trainer().trained))
     yield lines(list(rank_lines(view, BAR_COLUMNS, cost)))
+    worst = worst_first(view)
+    names = [link("rollout", m.info.rollout_id, id=m.group_id, rollout=m.info.rollout_id) for m in worst]
+    yield table(ROLLOUT_HEADER, rollout_rows(view)[:WORST_ROLLOUTS], names[:WORST_ROLLOUTS])
     yield f"<p>{' · '.join(link('group', name, id=name) for name in view.header.group_ids)}</p>\n"
     yield PAGE_END
 
 
 def workers(buffer: Buffer) -> Iterator[str]:
     """Processes: when each was heard, and what failed last."""
-    beats = [(kind, name, beat) for kind in PROCESS_KINDS for name, beat in buffer.store.heartbeats(kind).items()]
+    processes = processes_of(buffer.store)
+    rows = processes.rows()
     yield from frame(buffer, "workers")
-    yield table(BEAT_HEADER, [beat_row(f"{kind} {name}", beat) for kind, name, beat in beats])
-    yield lines([line for _, name, beat in beats for line in failure_lines(name, beat)])
+    yield table(PROCESS_HEADER, list(rows.values()))
+    yield lines([line for who in rows if (known := processes.lines(who)) for line in (who, *known)])
     yield PAGE_END
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.adapters import AdapterSummary, adapter_line, summarize_adapters
 from rlbuffer_cli.render.evaluations import evaluation_lines, summarize_evaluations
 from rlbuffer_cli.render.text import bar, show_table, sparkline, utc, wrapped
-from rlbuffer_cli.render.workers import SHOWN_FRESH_SECONDS, beat_line, failure_lines
+from rlbuffer_cli.render.workers import SHOWN_FRESH_SECONDS, beat_line, failure_lines, silent_lines
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -22,16 +23,17 @@ if TYPE_CHECKING:
     from rlbuffer.store.protocol import Store
     from rlbuffer.store.records import EnvLedger, Ledger
 
-EVERY_PENDING = 10**9
 MAX_AGES = 10
 """Blocks of an age histogram."""
 ENV_HEADER = ("env", "ready", "forming", "age", "share of tokens", "packed", "trained", "dropped")
 ENV_NUMBERS = frozenset({"ready", "forming", "packed", "trained"})
 ENV_LEGEND = "ready, forming, age (policy versions): groups   packed, trained, dropped: rollouts"
-GROUP_HEADER = ("id", "env", "rollouts", "reward", "spread", "age", "tokens", "state", "waited", "worker")
+GROUP_HEADER = ("id", "env", "rollouts", "reward", "spread", "age", "tokens", "state", "waited", "worker", "prompt")
 GROUP_NUMBERS = frozenset({"rollouts", "reward", "age", "tokens", "waited"})
-GROUP_OPTIONAL = ("worker", "env", "waited", "rollouts")
+GROUP_OPTIONAL = ("prompt", "worker", "env", "waited", "rollouts")
 """Columns that a narrow terminal does without, the first ones first."""
+SHOWN_PROMPT = 24
+"""Characters of a prompt's id in a row."""
 SORTS: Mapping[str, Callable[[GroupView], Any]] = MappingProxyType(
     {
         "newest first": lambda view: 0,
@@ -107,18 +109,19 @@ class RunSummary:
 
 def summarize(buffer: Buffer) -> RunSummary:
     """Reads everything that the header shows; changes nothing."""
+    from rlbuffer.client.views import count_pending
     from rlbuffer.config.fractions import budgets_at
 
     store = buffer.store
     meta, trainer, ledger = store.meta(), store.trainer(), store.ledger()
-    pending = buffer.groups(where="state:forming,ready", limit=EVERY_PENDING)
+    pending = list(count_pending(store))
     budgets = budgets_at(meta.config.get("budgets", {}), meta.step + 1)
     consumed = {env: a.packed[1] + a.trained[1] for env, a in ledger.envs.items()}
     total = sum(consumed.values()) or 1
     envs = []
     for env in sorted({*ledger.envs, *budgets}):
         mine = [g for g in pending if g.env == env]
-        ages = Counter(g.age for g in mine if g.age is not None)
+        ages = Counter(g.age for g in mine)
         envs.append(
             EnvSummary(
                 env=env,
@@ -297,14 +300,15 @@ def header_lines(summary: RunSummary) -> list[str]:
 
 
 def waiting_lines(summary: RunSummary) -> list[str]:
-    """The sentence of each process that waits: the last lines of the header."""
+    """The envs without a worker, and the sentence of each process that waits: the last lines of the header."""
     lines = []
     for who, sentence in sorted(summary.waiting.items()):
         if sentence:
             ago = summary.seen.get(who, 0.0)
             said = f" ({duration(ago)} ago)" if ago > SHOWN_FRESH_SECONDS else ""
             lines.append(f"  {who}{said}: {printable(sentence)}")
-    return lines
+    is_led = summary.seen.get("batcher", math.inf) <= SHOWN_FRESH_SECONDS
+    return (silent_lines(summary.workers) if is_led else []) + lines
 
 
 def _memory(summary: RunSummary) -> list[str]:
@@ -370,4 +374,5 @@ def group_row(view: GroupView) -> list[str]:
         f"{state} in {view.step}{f' (use {view.uses})' * (view.uses > 1)}" if view.step else state,
         duration(view.waited_seconds),
         view.worker,
+        view.prompt_id[:SHOWN_PROMPT],
     ]

@@ -7,7 +7,9 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer_cli.options import echo
+from rlbuffer_cli.render.curves import trend_lines
 from rlbuffer_cli.render.group import as_json as plain_types
+from rlbuffer_cli.render.processes import PROCESS_HEADER, PROCESS_OPTIONAL, processes_of
 from rlbuffer_cli.render.steps import (
     STEP_HEADER,
     STEP_NUMBERS,
@@ -20,7 +22,7 @@ from rlbuffer_cli.render.steps import (
     step_row,
 )
 from rlbuffer_cli.render.text import show_table, wrapped
-from rlbuffer_cli.render.workers import BEAT_HEADER, BEAT_NUMBERS, PROCESS_KINDS, beat_row, failure_lines
+from rlbuffer_cli.render.workers import BEAT_NUMBERS
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -38,6 +40,9 @@ def show_steps(buffer: Buffer, *, as_json: bool) -> int:
         trained = buffer.store.trainer().trained
         rows = [step_row(header, trained=trained) for header in headers]
         show_table(STEP_HEADER, rows, right=STEP_NUMBERS, optional=STEP_OPTIONAL)
+        for line in trend_lines(buffer.settings.output_dir, headers[::-1]):
+            for row in wrapped(line, indent="    "):
+                echo(row)
     else:
         echo("no committed step can still be read")
     for problem in problems:
@@ -60,20 +65,20 @@ def show_step(buffer: Buffer, number: int, *, as_json: bool) -> int:
 
 def show_processes(buffer: Buffer, *, as_json: bool) -> int:
     """Prints when each worker, scorer, rank and batcher was heard, and what failed last. -> exit code."""
-    beats = [
-        (kind, name, beat) for kind in PROCESS_KINDS for name, beat in sorted(buffer.store.heartbeats(kind).items())
-    ]
+    processes = processes_of(buffer.store)
     if as_json:
-        for kind, name, beat in beats:
+        for who, beat in processes.beats.items():
+            kind, _, name = who.partition(" ")
             echo(_dumped({"schema": "rlbuffer.process/1", "kind": kind, "name": name, **beat}))
         return 0
-    if not beats:
+    rows = processes.rows()
+    if not rows:
         echo("no process has been heard")
         return 0
-    rows = [beat_row(f"{kind} {name}", beat) for kind, name, beat in beats]
-    show_table(BEAT_HEADER, rows, right=BEAT_NUMBERS, optional=("env", "rate"))
-    for _, name, beat in beats:
-        for line in failure_lines(name, beat):
+    show_table(PROCESS_HEADER, list(rows.values()), right=BEAT_NUMBERS, optional=PROCESS_OPTIONAL)
+    for who in rows:
+        lines = processes.lines(who)
+        for line in [who, *lines] if lines else []:
             for row in wrapped(line, indent="    "):
                 echo(row)
     return 0

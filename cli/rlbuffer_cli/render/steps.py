@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.views import StepView
     from rlbuffer.records.step_header import StepHeader
+    from rlbuffer.store.records import PartRollout
 
 STEP_HEADER = ("step", "state", "committed (UTC)", "groups", "rollouts", "tokens", "fill", "closed by", "reward", "age")
 STEP_NUMBERS = frozenset({"step", "groups", "rollouts", "tokens", "fill", "reward"})
@@ -31,9 +32,14 @@ WHY_CLOSED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Rule -> why it ended the selection."""
-ENV_FILLS = "█▓▒"
-"""Marks of the first envs; letters follow."""
-PADDING = "·"
+ENV_MARKS = "█▓▒ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""Marks of envs in a bar."""
+PADDING = "/"
+ROLLOUT_HEADER = ("rollout", "env", "reward", "advantage", "tokens", "rank", "worker", "prompt")
+STEP_ROLLOUT_NUMBERS = frozenset({"reward", "advantage", "tokens", "rank"})
+ROLLOUT_OPTIONAL = ("worker", "rank", "prompt", "env", "advantage")
+STEP_SHOWN_PROMPT = 40
+"""Characters of a prompt's id."""
 
 
 def facts_of(header: StepHeader) -> dict[str, Any]:
@@ -87,14 +93,41 @@ def step_lines(step: StepView, *, trained: int) -> list[str]:
             f"  {marks.get(env, ' ')} {env}: {facts.get('groups', 0)} groups · {facts.get('rollouts', 0)} rollouts · "
             f"{amount(facts.get('tokens', 0))} tokens" + (f" · reward {mean:.3f}" if mean is not None else "")
         )
+    scored = worst_first(step)
+    if scored and scored[0].info.reward != scored[-1].info.reward:
+        worst, best = (f"{m.info.rollout_id} (reward {m.info.reward:.3f})" for m in (scored[0], scored[-1]))
+        lines.append(f"  worst rollout {worst} · best {best}")
     return lines
+
+
+def worst_first(step: StepView) -> list[PartRollout]:
+    """The scored rollouts of the step by their reward, then by their advantage."""
+    scored = [member for _, member in step.rollouts if member.info.reward is not None]
+    return sorted(scored, key=lambda m: (m.info.reward or 0.0, m.advantage, m.group_id, m.index))
+
+
+def rollout_rows(step: StepView) -> list[list[str]]:
+    """Cells under :data:`ROLLOUT_HEADER` for each scored rollout, the worst first."""
+    ranks = {id(member): rank for rank, member in step.rollouts}
+    return [
+        [
+            member.info.rollout_id,
+            member.env,
+            f"{member.info.reward:.3f}",
+            f"{member.advantage:+.3f}",
+            str(member.info.length),
+            str(ranks[id(member)]),
+            member.worker,
+            member.prompt_id[:STEP_SHOWN_PROMPT],
+        ]
+        for member in worst_first(step)
+    ]
 
 
 def env_marks(step: StepView) -> Mapping[str, str]:
     """Env -> the mark of its tokens in a bar."""
     envs = list(dict.fromkeys([*step.header.envs, *(member.env for _, member in step.rollouts)]))
-    marks = ENV_FILLS + "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    return {env: marks[i % len(marks)] for i, env in enumerate(envs)}
+    return {env: ENV_MARKS[i % len(ENV_MARKS)] for i, env in enumerate(envs)}
 
 
 def rank_figures(step: StepView, cost: tuple[int, int]) -> list[dict[str, Any]]:
@@ -123,7 +156,8 @@ def rank_lines(step: StepView, width: int, cost: tuple[int, int]) -> Iterator[st
         rows, tokens = rank["rows"], rank["tokens"]
         padding = 1 - tokens / (capacity * len(rows)) if rows else 0.0
         share = f"cost {percent(rank['cost'] / dearest)} of the dearest rank's"
-        yield f"rank {rank['rank']}: {tokens:,} tokens in {len(rows)} rows, {percent(padding)} padding, {share}"
+        count = f"{len(rows)} row{'s' * (len(rows) != 1)}"
+        yield f"rank {rank['rank']}: {tokens:,} tokens in {count}, {percent(padding)} padding, {share}"
         for number, row in enumerate(rows):
             used = sum(rollouts[name].info.length for name in row)
             bar, reached = "", 0

@@ -13,6 +13,7 @@ from itertools import pairwise
 import click
 
 from rlbuffer.narration.numbers import printable
+from rlbuffer_cli.starting import is_drawable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_STRIP = 16
@@ -35,13 +36,14 @@ def sparkline(values: Sequence[float], *, width: int = MAX_STRIP, low: float = 0
         >>> sparkline([0.0, 0.5, 1.0])
         '▁▅█'
     """
-    values = _thinned(values, width)
+    values = thinned(values, width)
     span = (high - low) or 1.0
     top = len(BLOCKS) - 1
     return "".join(BLOCKS[min(top, max(0, round((v - low) / span * top + 1e-9)))] for v in values)
 
 
-def _thinned(values: Sequence[float], width: int) -> Sequence[float]:
+def thinned(values: Sequence[float], width: int) -> Sequence[float]:
+    """At most `width` values: means of neighbours where there are more."""
     if len(values) <= width:
         return values
     edges = [round(i * len(values) / width) for i in range(width + 1)]
@@ -84,7 +86,7 @@ def show_table(
         line = _joined(cells)
         if width is not None and cell_len(line) > width:
             line = cut(line, width)
-        elif width is not None and "NO_COLOR" not in os.environ:
+        elif is_drawable(sys.stdout) and "NO_COLOR" not in os.environ:
             line = _joined([_coloured(cell) if i else click.style(cell, bold=True) for cell in cells])
         click.echo(line)
 

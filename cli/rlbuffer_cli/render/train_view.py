@@ -49,7 +49,8 @@ def follow_train(settings: RunSettings, shown: str, done: threading.Event, has_s
             if is_last:
                 return
 
-    with TrainView(settings.trainer.steps) as view:
+    first = "the first step comes once the batcher has committed it" if has_server else "the steps are made up"
+    with TrainView(settings.trainer.steps, f"starting the ranks; {first}") as view:
         asking = threading.Thread(target=_ask, args=(settings, done, view.wait_for), name="ask", daemon=True)
         if has_server:
             asking.start()
@@ -83,8 +84,8 @@ QUIET_VIEW_SECONDS = 3.0
 class TrainView:
     """The trainer alone: progress, reward, where the time goes."""
 
-    def __init__(self, planned: int) -> None:
-        self._planned = planned
+    def __init__(self, planned: int, opening: str) -> None:
+        self._planned, self._opening = planned, opening
         self._started = time.monotonic()
         self._records: list[dict[str, Any]] = []
         self._changed = self._started
@@ -112,7 +113,7 @@ class TrainView:
 
     def _body(self, width: int) -> list[str]:
         now = time.monotonic()
-        lines = ["starting the ranks; the first step comes once the batcher has committed it"]
+        lines = [self._opening]
         if self._records:
             lines = train_lines(self._records, self._planned, self._changed - self._started, width)
         if self._waiting and now - self._changed > QUIET_VIEW_SECONDS:

@@ -10,6 +10,8 @@ from rlbuffer.narration.waiting import counted
 
 SHOWN_FRESH_SECONDS = 6.0
 """A heartbeat comes at least every two seconds; whoever is silent for longer may be gone."""
+SHOWN_SILENT_SECONDS = 12.0
+"""An env whose workers are silent for so long has none: their tickets lapse."""
 PROCESS_KINDS = ("worker", "scorer", "rank", "batcher")
 """Kinds of processes that send signs of life."""
 BEAT_HEADER = ("who", "heard", "version", "rate", "env", "last failure")
@@ -29,6 +31,19 @@ def beat_line(name: str, beat: Mapping[str, Any]) -> str:
         f"! {printable(str(beat['error']))}" if beat.get("error") and not failures_of(beat).kinds else "",
     ]
     return " ".join([name, *filter(None, parts)])
+
+
+def silent_lines(workers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each env whose workers are all silent: nothing of it comes."""
+    envs: dict[str, dict[str, float]] = {}
+    for name, beat in workers.items():
+        envs.setdefault(str(beat.get("env") or ""), {})[name] = beat["seconds_ago"]
+    lines = []
+    for env, ages in sorted(envs.items()):
+        if env and min(ages.values()) > SHOWN_SILENT_SECONDS:
+            heard = ", ".join(f"{printable(name)} was heard {duration(ago)} ago" for name, ago in ages.items())
+            lines.append(f"  ! env {printable(env)} has no worker at work: {heard}")
+    return lines
 
 
 def failure_lines(name: str, beat: Mapping[str, Any]) -> list[str]:

@@ -62,9 +62,9 @@ class PoolMoves(Session):
         where = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
         for chunk in _chunks(drops):
             args: list[Any] = [token, keys.payload_prefix, HISTORY_ENTRIES, len(chunk)]
-            for drop, entry_ids, is_last in chunk:
-                closes = "1" if is_last and drop.reason in CLOSING_REASONS else "0"
-                record = _drop_record(drop) if is_last else b""
+            for drop, entry_ids, first in chunk:
+                closes = "1" if first is not None and drop.reason in CLOSING_REASONS else "0"
+                record = _drop_record(drop, first) if first is not None else b""
                 args += [drop.group_id, drop.env, drop.reason, closes, record, len(entry_ids), *entry_ids]
             reply = self.move("drop", where, args)
             if text(reply[0]) == "FENCED":
@@ -182,9 +182,9 @@ def _count(fields: Fields, name: bytes) -> int:
 
 def _chunks(
     drops: Sequence[tuple[Drop, Sequence[PoolEntry]]],
-) -> Iterator[list[tuple[Drop, list[str], bool]]]:
-    """Drops in calls of at most :data:`DROP_ENTRIES` entries; the flag marks the last piece of a drop."""
-    chunk: list[tuple[Drop, list[str], bool]] = []
+) -> Iterator[list[tuple[Drop, list[str], PoolEntry | None]]]:
+    """Drops in calls of at most :data:`DROP_ENTRIES` entries; the last piece of a drop comes with its first entry."""
+    chunk: list[tuple[Drop, list[str], PoolEntry | None]] = []
     chunk_entries = 0
     for drop, entries in drops:
         ids = [entry.entry_id for entry in entries]
@@ -193,13 +193,14 @@ def _chunks(
             if chunk_entries + len(piece) > DROP_ENTRIES:
                 yield chunk
                 chunk, chunk_entries = [], 0
-            chunk.append((drop, piece, start + DROP_ENTRIES >= len(ids)))
+            chunk.append((drop, piece, entries[0] if start + DROP_ENTRIES >= len(ids) else None))
             chunk_entries += len(piece)
     if chunk:
         yield chunk
 
 
-def _drop_record(drop: Drop) -> bytes:
+def _drop_record(drop: Drop, first: PoolEntry) -> bytes:
+    info = first.info  # nobody knows it any more once its entry is gone
     record = Dropped(
         group_id=drop.group_id,
         env=drop.env,
@@ -209,5 +210,8 @@ def _drop_record(drop: Drop) -> bytes:
         detail=drop.detail,
         min_version=drop.min_version,
         reward=drop.reward,
+        prompt_id=info.prompt_id if info is not None else None,
+        worker=info.worker if info is not None else None,
+        pushed_ms=first.pushed_ms,
     )
     return payload.dumps(as_object(record))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,4 +115,4 @@ def test_tokens_behind_the_end_are_an_error_and_nothing_else(buffer: Buffer, cal
     assert (code, out) == (2, "")
     assert "Error: --tokens 5:6 lies behind its 3 tokens" in err
     code, out, _ = call("inspect", "g1/0")
-    assert "  sampled by v0 [1, 3) -> ready\n" in out
+    assert re.search(r"^  sampled by v0 \[1, 3\) -> pushed [-0-9]+ [:0-9]+ UTC -> ready$", out, re.MULTILINE)

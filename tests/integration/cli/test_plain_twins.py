@@ -99,7 +99,7 @@ def test_two_rollouts_are_printed_from_where_they_part(call: Call) -> None:
 
 
 def test_a_rollouts_life_says_step_rank_and_row(call: Call) -> None:
-    assert re.search(r"-> packed into step 1, rank [01], row [01]\n", call("b.0/1")[1])
+    assert re.search(r"-> packed into step 1, rank [01], row [01], .* after the push$", call("b.0/1")[1], re.M)
     rollout = records(call("b.0/1", "--json")[1])[0]
     step = records(call("--step", "1", "--json")[1])[0]
     assert "b.0/1" in step["ranks"][rollout["rank"]]["rows"][rollout["row"]]

@@ -12,7 +12,7 @@ import pytest
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.client import searching
+from rlbuffer.client import searching, views
 from rlbuffer.client.operations import choose
 from rlbuffer.errors import FilterError, RlbufferError
 from rlbuffer.testing import make_group
@@ -70,9 +70,25 @@ def test_groups_are_chosen_by_their_rollouts(buffer: rlbuffer.Buffer, where: str
     assert [view.group_id for view in buffer.groups(where)] == ids
 
 
+def test_the_header_counts_the_groups_that_are_listed(run: Run, buffer: rlbuffer.Buffer) -> None:
+    push(run, "b.5", {"reward": None})  # forming: it is not scored
+    group = make_group(env="b", group_id="b.6", size=4)
+    for part in (group.rollouts[:1], group.rollouts[:1], group.rollouts[1:]):
+        run.sequence += 1
+        run.store.push(
+            replace(group, rollouts=part), producer="w", incarnation="u", sequence=run.sequence, epoch=run.meta.epoch
+        )
+    push(run, "b.7", {"rollout_id": "same"}, {"rollout_id": "other"})
+    listed = sorted((view.env, view.state, view.age) for view in buffer.groups("state:forming,ready"))
+    assert sorted(views.count_pending(buffer.store)) == listed
+    assert {state for _, state, _ in listed} == {"forming", "ready"}
+    run.client.flushall()
+    assert list(views.count_pending(buffer.store)) == []
+
+
 def test_a_text_that_was_not_pushed_is_asked_for(buffer: rlbuffer.Buffer) -> None:
-    views = searching.list_groups(buffer.store, where="text:made", text_of=lambda rollout: f"made {rollout.reward}")
-    assert [view.group_id for view in views] == ["b.4", "b.3", "a.0"], "a.1 was pushed with texts"
+    groups = searching.list_groups(buffer.store, where="text:made", text_of=lambda rollout: f"made {rollout.reward}")
+    assert [view.group_id for view in groups] == ["b.4", "b.3", "a.0"], "a.1 was pushed with texts"
 
 
 def test_pending_groups_are_dropped_by_what_their_rollouts_say(buffer: rlbuffer.Buffer) -> None:
@@ -86,8 +102,8 @@ def test_a_search_that_reads_too_much_says_so_after_what_it_has_seen(
     monkeypatch.setattr(searching, "PAGE_BYTES", 1)
     monkeypatch.setattr(searching, "MOST_BYTES_READ", 600)
     problems: list[RlbufferError] = []
-    views = searching.list_groups(buffer.store, where="stop:length", problems=problems)
-    assert [view.group_id for view in views] == ["b.3"]
+    matches = searching.list_groups(buffer.store, where="stop:length", problems=problems)
+    assert [view.group_id for view in matches] == ["b.3"]
     message = (
         "the filter reads payloads and has read 0.0 GiB of them, which is not all: narrow it, e.g. env:math "
         "state:trained step:40"

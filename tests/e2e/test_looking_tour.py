@@ -1,0 +1,77 @@
+"""The tour of docs/tutorial/looking.md in real terminals, beside a live demo: every screen by the documented keys."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "tutorial" / "looking.md"
+SCREENS = {
+    "pool": ("share of tokens", "pushed = "),
+    "group": ("16 of 16 rollouts", "prompt "),
+    "compare": ("they part at token", "≠"),
+    "rollout-logprob": ("2 logprob: ", "TOKEN ", "LIFE"),
+    "rollout-advantage": ("3 advantage: ",),
+    "steps": ("reward ", "entropy ", "closed by"),
+    "step": ("rank 0: ", "rank 1: ", "padding", "worst rollout"),
+    "workers": ("worker vcopy", "worker repeat", "rank 0", "batcher"),
+    "short": ("env repeat has no worker at work: repeat was heard",),
+    "stale": ("worker vcopy-old", "no heartbeat", "stale prompts: old prompt "),
+}
+"""Screen -> what it says."""
+
+
+def load() -> ModuleType:
+    """The script that makes the pictures."""
+    spec = importlib.util.spec_from_file_location("pictures", PAGE.parent / "looking" / "pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+pictures = load()
+
+
+def test_the_page_shows_the_pictures_that_the_scripts_make() -> None:
+    shown = re.findall(r"\]\(looking/([\w-]+)\.png\)", PAGE.read_text(encoding="utf-8"))
+    assert sorted(shown) == sorted([*pictures.KEPT, "web-rollout", "web-export"])
+    files = list((PAGE.parent / "looking").glob("*.png"))
+    assert sorted(file.stem for file in files) == sorted(shown)
+    assert max(file.stat().st_size for file in files) < 100_000
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_the_tour_passes_every_screen_in_both_widths(tmp_path: Path) -> None:
+    seen: dict[tuple[str, int], str] = {}
+    rlbuffer = str(Path(sys.executable).with_name("rlbuffer"))
+
+    def tour(walk: object, home: str) -> None:
+        for size in pictures.SIZES:
+            with pictures.terminal("looker", size, rlbuffer, "inspect", "--home", home) as window:
+                window.until("newest first", "policy v")
+
+                def keep(name: str, shown: object, size: tuple[int, int] = size) -> None:
+                    seen[name, size[0]] = window.text()
+
+                walk(window, keep)  # type: ignore[operator]
+
+    home = str(tmp_path / "home")
+    with pictures.demo(home):
+        tour(pictures.tour, home)
+        with pictures.failures(home):
+            tour(pictures.planted, home)
+    for (name, columns), text in seen.items():
+        flowing = " ".join(text.split())
+        assert [word for word in SCREENS[name] if word.strip() not in flowing] == [], f"{name} in {columns}:\n{text}"
+        assert max(map(len, text.splitlines())) <= columns
+    assert {name for name, _ in seen} == set(SCREENS)
+    assert len(seen) == 2 * len(SCREENS)

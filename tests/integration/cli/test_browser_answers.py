@@ -1,0 +1,191 @@
+"""Questions of somebody whose run goes wrong, answered by the screens of `inspect`, and by their printed twins."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browsing import Person, browse
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer_cli.main import main
+from rlbuffer_cli.render.curves import fall_of
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def buffer(run: Run, tmp_path: Path) -> Iterator[rlbuffer.Buffer]:
+    with rlbuffer.connect(run.url, run=run.store.run, config={"home": str(tmp_path)}) as opened:
+        yield opened
+
+
+def stale(run: Run) -> None:
+    """A worker whose weights are old: two of its prompts went stale, one of them twice."""
+    run.lead()
+    for i, prompt in enumerate(("3 + 5", "3 + 5", "7 - 2")):
+        run.push(f"math.{i}", prompt_id=prompt, worker="inf-3", rewards=[0.25, 0.75])
+        run.drop("stale", run.pool())
+    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
+    run.store.announce(number, PolicyVersion(version=9, location="x", size=1, checksum="c"))
+    run.store.heartbeat("worker", "inf-3", {"env": "math", "version": 4, "rollouts_per_second": 2.0})
+
+
+def test_which_prompts_go_stale_and_from_which_worker(
+    run: Run, buffer: rlbuffer.Buffer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stale(run)
+
+    async def tour(person: Person) -> None:
+        await person.sees("math.2")
+        await person.press("w")
+        await person.sees(
+            "newest policy v9", "worker inf-3", "v4, 5 behind", "3 stale", "stale prompts: 3 + 5 2, 7 - 2 1"
+        )
+        await person.press("escape")
+        await person.sees("newest first")
+        await person.press("slash", *"state:dropped", "enter")
+        await person.sees("where state:dropped", "math.1", "inf-3", "3 + 5")
+        await person.press("enter")
+        await person.sees("dropped (stale: because)", "from inf-3", "prompt 7 - 2", "waited ")
+
+    browse(buffer, tour, size=(140, 30))
+    assert main(["inspect", "--workers", "--redis", run.url, "--run", run.store.run]) == 0
+    assert "stale prompts: 3 + 5 2, 7 - 2 1" in capsys.readouterr().out
+
+
+def test_a_writer_without_heartbeats_is_named_by_what_was_dropped_of_it(run: Run, buffer: rlbuffer.Buffer) -> None:
+    run.lead()
+    run.push("a.0", worker="old-one")
+    run.drop("stale", run.pool())
+
+    async def tour(person: Person) -> None:
+        await person.sees("a.0")
+        await person.press("w")
+        await person.sees("worker old-one", "no heartbeat", "1 stale")
+
+    browse(buffer, tour, size=(100, 24))
+
+
+def test_why_an_env_is_short_when_its_only_worker_is_silent(run: Run, buffer: rlbuffer.Buffer) -> None:
+    run.push("math.0")
+    run.store.heartbeat("batcher", "leader", {})
+    for name, env in (("inf-1", "math"), ("inf-2", "code")):
+        run.store.heartbeat("worker", name, {"env": env, "version": 1})
+    beats = run.store.heartbeats
+    long_ago = {"env": "math", "version": 1, "seconds_ago": 44.0}
+
+    def heartbeats(kind: str) -> dict[str, object]:
+        return {**beats(kind), "inf-1": long_ago} if kind == "worker" else dict(beats(kind))
+
+    buffer.store.heartbeats = heartbeats  # type: ignore[method-assign,assignment]
+
+    async def tour(person: Person) -> None:
+        shown = await person.sees("! env math has no worker at work: inf-1 was heard 44 s ago")
+        assert "env code has no worker" not in shown
+
+    browse(buffer, tour)
+
+
+def test_which_rollout_of_a_step_was_worst_and_what_it_said(run: Run, buffer: rlbuffer.Buffer) -> None:
+    run.push("a.0", rewards=[0.5, 0.125])
+    run.push("b.0", rewards=[0.75, 1.0])
+    run.lead()
+    run.commit()
+
+    async def tour(person: Person) -> None:
+        await person.sees("a.0")
+        await person.press("t")
+        await person.sees("capacity")
+        await person.press("enter")
+        shown = await person.sees("worst rollout a.0/1 (reward 0.125) · best b.0/1 (reward 1.000)", "> a.0/1")
+        assert shown.index("> a.0/1") < shown.index("  a.0/0") < shown.index("  b.0/0")
+        await person.press("enter")
+        await person.sees("rollout a.0/1 (2 of 2)")
+
+    browse(buffer, tour, size=(100, 40))
+
+
+def test_whether_entropy_fell_before_reward_did(
+    run: Run, buffer: rlbuffer.Buffer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.step("a.0")
+    folder = buffer.settings.output_dir
+    folder.mkdir(parents=True)
+    rewards, entropies = [0.2, 0.8, 0.9, 0.9, 0.1], [2.0, 2.1, 0.3, 0.2, 0.2]
+    lines = [
+        json.dumps({"event": "step", "step": i, "reward": rewards[i - 1], "entropy": entropies[i - 1]})
+        for i in range(1, 6)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"half')
+
+    async def tour(person: Person) -> None:
+        await person.sees("a.0")
+        await person.press("t")
+        await person.sees(
+            "fell from 0.900 at step 3 to 0.100 at step 5, half of it by step 5",
+            "fell from 2.100 at step 2 to 0.200 at step 4, half of it by step 3",
+        )
+
+    browse(buffer, tour, size=(140, 30))
+    words = ["inspect", "--steps", "--redis", run.url, "--run", run.store.run, "--home", str(buffer.settings.home)]
+    assert main(words) == 0
+    assert "entropy  ██▁▁▁  steps 1 to 5: fell from 2.100" in capsys.readouterr().out
+
+
+def test_where_the_trainers_metrics_are_elsewhere_the_steps_say_so(run: Run, buffer: rlbuffer.Buffer) -> None:
+    run.step("a.0")
+    run.step("a.1")
+
+    async def tour(person: Person) -> None:
+        await person.sees("a.0")
+        await person.press("t")
+        await person.sees("entropy  is in metrics.jsonl of the trainer's output folder, which is not on this machine")
+
+    browse(buffer, tour, size=(140, 30))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([0.1, 0.2, 0.3], "last 0.300, no fall"),
+        ([0.5, 0.5], "last 0.500, no fall"),
+        ([0.0, 1.0, 0.95], "last 0.950, no fall"),
+        ([1.0, 0.0], "fell from 1.000 at step 1 to 0.000 at step 2, half of it by step 2"),
+    ],
+)
+def test_a_curve_falls_by_a_fifth_of_its_range_or_not_at_all(values: list[float], words: str) -> None:
+    assert fall_of(list(enumerate(values, 1))) == words
+
+
+def test_a_failure_has_its_traceback(run: Run, buffer: rlbuffer.Buffer) -> None:
+    trace = 'Traceback (most recent call last):\n  File "envs.py", line 3, in score\nKeyError: \x1b[2J'
+    beat = {"env": "a", "failures": {"KeyError": 2}, "failure": "KeyError: 'x' (envs.py:3)", "traceback": trace}
+    run.store.heartbeat("worker", "w-0", beat)
+
+    async def tour(person: Person) -> None:
+        await person.sees("no env has sent anything yet")
+        await person.press("w")
+        await person.sees('File "envs.py", line 3, in score', "KeyError: \\x1b[2J")
+
+    browse(buffer, tour, size=(100, 30))
+
+
+def test_a_narrow_terminal_breaks_lines_between_words(run: Run, buffer: rlbuffer.Buffer) -> None:
+    run.push("a.0", size=16, prompt_id="a prompt of some words", worker="inference-3")
+
+    async def tour(person: Person) -> None:
+        shown = await person.sees("group a.0   env a", "version 0", "from inference-3", "prompt a prompt of some words")
+        assert "versi\n" not in shown
+
+    browse(buffer, tour, identifier="a.0", size=(60, 24))

@@ -1,0 +1,78 @@
+"""Terminals that obey no escapes, or are narrow, and runs whose state is damaged: everything stays readable."""
+
+from __future__ import annotations
+
+import re
+import threading
+import uuid
+from pathlib import Path
+
+import msgpack
+import pytest
+from store_runs import Run
+from terminals import typed
+
+import rlbuffer
+from rlbuffer.config.settings import RunSettings
+from rlbuffer_cli.main import main
+from rlbuffer_cli.render.train_view import TrainView, follow_train
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("words", [[], ["a.0"], ["a.0/0"], ["--steps"], ["--step", "1"], ["--workers"]])
+def test_a_dumb_terminal_is_sent_no_escape(redis_url: str, tmp_path: Path, words: list[str]) -> None:
+    run = Run(redis_url, tmp_path)
+    try:
+        run.step("a.0", "b.0")
+        run.store.heartbeat("worker", "w", {"env": "a"})
+        given = ["inspect", *words, "--redis", redis_url, "--run", run.store.run]
+        drawn = typed(given, tmp_path, until=b"", keys=b"", TERM="dumb")
+    finally:
+        run.close()
+    assert b"\x1b" not in drawn
+    assert len(drawn) > 40
+    assert max(len(line.rstrip()) for line in drawn.decode().splitlines()) <= 80
+
+
+@pytest.mark.server
+def test_serve_on_a_dumb_terminal_prints_lines(redis_url: str, tmp_path: Path) -> None:
+    given = ["serve", "--redis", redis_url, "--run", f"dumb-{uuid.uuid4().hex[:8]}"]
+    drawn = typed(given, tmp_path, until=b"stop: ctrl-c", keys=b"\x03", TERM="dumb")
+    assert b"\x1b" not in drawn
+
+
+@pytest.mark.server
+def test_the_banner_of_serve_breaks_between_words(redis_url: str, tmp_path: Path) -> None:
+    given = ["serve", "--redis", redis_url, "--run", f"narrow-{uuid.uuid4().hex[:8]}"]
+    drawn = typed(given, tmp_path, until=b"ctrl-c", keys=b"\x03", columns=40)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.decode())
+    lines = text[text.index("rlbuffer ") : text.index("ctrl-c")].splitlines()
+    assert max(map(len, lines)) <= 40
+    assert "noeviction ok" in " ".join(text.split())
+
+
+def test_made_up_steps_wait_for_no_batcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    view = TrainView(5, "starting the ranks; the steps are made up")
+    assert view._body(80) == ["starting the ranks; the steps are made up"]
+    done = threading.Event()
+    done.set()
+    follow_train(RunSettings(home=tmp_path), "rich", done, has_server=False)
+    said = capsys.readouterr().out
+    assert "the steps are made up" in said
+    assert "batcher" not in said
+
+
+@pytest.mark.parametrize("state", [{"adapters": 7}, {"adapters": ["x"]}, {"adapters": {"a": 1}}, [1]])
+def test_a_run_whose_saved_state_is_damaged_is_shown(
+    state: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    try:
+        run.push("a.0")
+        run.client.set(run.store.keys.state, msgpack.packb(state))
+        assert main(["inspect", "--redis", run.url, "--run", run.store.run]) == 0
+        assert "a.0" in capsys.readouterr().out
+        with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+            assert buffer.groups() != []
+    finally:
+        run.close()

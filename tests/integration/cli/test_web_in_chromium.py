@@ -1,0 +1,103 @@
+"""Hostile rollouts in a real web browser: nothing that they say is obeyed, and no request leaves a page."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from browsing import Person, browse
+
+import rlbuffer
+from rlbuffer_cli.main import main
+
+SCRIPT = Path(__file__).parents[3] / "docs" / "tutorial" / "looking" / "web_pictures.py"
+RUN = "talks"
+PAGES = ("", "group?id=talk.7", "rollout?id=talk.7&rollout=talk.7/0", "rollout?id=talk.7&rollout=1")
+
+
+def load() -> ModuleType:
+    """The script that makes the pictures."""
+    spec = importlib.util.spec_from_file_location("web_pictures", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+pictures = load()
+needs_chromium = pytest.mark.skipif(pictures.chromium() is None, reason="Chromium is not installed")
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def buffer(url: str) -> Iterator[rlbuffer.Buffer]:
+    with rlbuffer.connect(url, run=RUN) as opened:
+        opened.writer("w-0").push(pictures.hostile_group())
+        yield opened
+
+
+def leaves(requests: set[str], own: str) -> set[str]:
+    """Requests for anything but the page's own address."""
+    return {request for request in requests if not request.startswith(own)}
+
+
+@needs_chromium
+def test_a_page_that_obeys_is_seen_to(tmp_path: Path) -> None:
+    page = tmp_path / "control.html"
+    page.write_text(f"<title>control</title>{pictures.HOSTILE}")
+    dom = pictures.visit(page.as_uri(), tmp_path / "a")
+    assert "<title>owned</title>" in dom
+    asked = leaves(pictures.requests_of(tmp_path / "a"), page.as_uri())
+    assert {f"http://evil.example/{name}" for name in "isflx"} <= asked
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    "path", ["", "group?id=talk.7", "rollout?id=talk.7&rollout=talk.7/0", "rollout?id=talk.7&rollout=1"]
+)
+def test_no_request_leaves_a_page_of_the_web(buffer: rlbuffer.Buffer, tmp_path: Path, path: str) -> None:
+    with pictures.served(buffer) as pages:
+        dom = pictures.visit(pages.url + path, tmp_path / "a")
+        requests = pictures.requests_of(tmp_path / "a")
+        assert leaves(requests, f"http://127.0.0.1:{pages.server_port}/") == set()
+    assert f"run {RUN}</title>" in dom
+    assert "talk.7" in dom
+    assert len(dom) < 3_000_000
+
+
+@needs_chromium
+def test_no_request_leaves_an_exported_page(url: str, buffer: rlbuffer.Buffer, tmp_path: Path) -> None:
+    page, picture = tmp_path / "page.html", tmp_path / "page.png"
+    assert main(["inspect", "talk.7", "--html", str(page), "--redis", url, "--run", RUN]) == 0
+    dom = pictures.visit(page.as_uri(), tmp_path / "a")
+    assert "<title>talk.7 of run talks</title>" in dom
+    assert leaves(pictures.requests_of(tmp_path / "a"), page.as_uri()) == set()
+    pictures.visit(page.as_uri(), tmp_path / "b", picture=picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_rollouts_are_harmless_in_a_terminal(
+    url: str, buffer: rlbuffer.Buffer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def tour(person: Person) -> None:
+        await person.sees("> talk.7")
+        for keys, words in (("enter", "group talk.7"), ("enter", "rollout talk.7/0"), ("n", "rollout talk.7/1")):
+            await person.press(keys)
+            await person.sees(words)
+            assert all(line.isprintable() for line in person.lines())
+
+    browse(buffer, tour)
+    for words in (["talk.7"], ["talk.7/0"], ["talk.7/1"], ["talk.7/1", "--json"]):
+        assert main(["inspect", *words, "--redis", url, "--run", RUN]) == 0
+        shown = capsys.readouterr().out
+        assert all(character.isprintable() or character == "\n" for character in shown)
