@@ -29,7 +29,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "score": "Add what groups need before they train: reference logprobs, slow rewards.",
         "train": "Train on the batches, with one or more data-parallel ranks.",
         "push": "Push groups from a JSON Lines or Parquet file.",
-        "export": "Write groups into a file that `rlbuffer push` reads.",
+        "export": "Write groups into a file that `rlbuffer push` reads, or into a page for people.",
         "inspect": "Look at the pool, a group or a rollout. Changes nothing.",
         "top": "See both sides of a run at a glance: who waits for whom, rates, lag, drops. Changes nothing.",
         "plot": "Draw reward, loss, age, fill, drops or any other figure over the steps. Changes nothing.",

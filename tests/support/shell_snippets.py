@@ -21,6 +21,7 @@ SHIPPED_ENDS = {
     "rlbuffer inspect --where 'stop:length text:/final answer/i'": (0, ""),
     "rlbuffer inspect --where 'step:40 truncated:yes' --html cut.html": (0, "cut.html"),
     "rlbuffer inspect --steps": (0, "closed by"),
+    "rlbuffer inspect --lengths": (0, "stale"),
     "rlbuffer inspect --workers": (0, "worker vcopy"),
     "rlbuffer inspect --where 'state:dropped reason:stale' --plain": (0, ""),
     "rlbuffer inspect --step 2": ((0, 1), "step 2"),  # it may not be made yet
@@ -89,6 +90,8 @@ NOT_HERE = {
     "rlbuffer inspect math.120/3 --archive /data/math": ARCHIVE,
     "rlbuffer export --archive /data/math --where 'env:math reward>=1' -o good.parquet": ARCHIVE,
     "rlbuffer push good.parquet --run another": ARCHIVE,
+    "rlbuffer export --archive /data/math --where 'step:40' -o step.html": ARCHIVE,
+    "rlbuffer plot entropy /data/math": ARCHIVE,
     "rlbuffer inspect math.7/3 --with math.7/5": PAIR,
     "rlbuffer inspect math.7/3 --html worst.html": PAIR,
     "rlbuffer inspect --web": "it serves until it is stopped: tests/integration/cli/test_web.py",
@@ -113,6 +116,7 @@ NOT_HERE = {
 NOT_HERE_BEGINNINGS = {
     "pip install ": INSTALLS,
     "python3 -m venv ": INSTALLS,
+    "python3.11 -m venv ": INSTALLS,
     "export ": "it sets variables; that rlbuffer knows them: the test of names below",
     "torchrun --nnodes 2 ": TWO_HOSTS,
     "valkey-server --bind ": "a server's own command; with these settings: tests/support/own_server.py",

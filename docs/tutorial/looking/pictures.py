@@ -154,7 +154,7 @@ def planted(window: Terminal, keep: Keep) -> None:
     window.press("w")
     window.until("worker vcopy-old", "stale")
     window.press("G")
-    window.until("stale prompts:")
+    window.until("stale prompts: old prompt")
     keep("stale", window)
 
 

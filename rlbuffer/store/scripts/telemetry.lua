@@ -22,7 +22,8 @@ if action == 'count' then
   return {'OK'}
 end
 if action == 'record' then
-  redis.call('XADD', hash_key, 'MAXLEN', '~', ARGV[3], '*', 'record', ARGV[2])
+  local record, most = ARGV[2], ARGV[3]
+  redis.call('XADD', hash_key, 'MAXLEN', '~', most, '*', 'record', record)
   return {'OK'}
 end
 if action == 'damaged' then

@@ -252,7 +252,13 @@ def test_the_command_prints_its_address_and_ends_by_ctrl_c(redis_url: str, tmp_p
     run.push("a.0")
     words = [sys.executable, "-m", "rlbuffer_cli", "inspect", "--web", "--redis", redis_url, "--run", run.store.run]
     process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path, env=dict(os.environ), text=True
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=tmp_path,
+        env=dict(os.environ),
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
     assert process.stdout is not None
     try:
