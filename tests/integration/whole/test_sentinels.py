@@ -140,7 +140,7 @@ def test_tls_and_the_logins_of_both_sides(tmp_path: Path) -> None:
     place, trust = f"127.0.0.1:{ports[1]}/{SERVICE}", f"ssl_ca_certs={authority.certificate}"
     with (
         Node(tmp_path / "server", program=shutil.which("redis-server"), options=server),
-        sentinel(tmp_path / "sentinel", ports[0], quorum=1, lines=lines),
+        sentinel(tmp_path / "sentinel", ports[0], quorum=1, down_seconds=60, lines=lines),
     ):
         url = f"rediss+sentinel://{place}?{trust}&sentinel_password=sentinel-secret"
         with Connection(url, home=tmp_path, server=ServerSettings(), name="t", password="data-secret") as made:
