@@ -4,7 +4,8 @@
     python tests/servers.py --more DIR          and on Redis 8.0 and Valkey 8.1, which ``.ci/servers DIR`` unpacks
     python tests/servers.py store client        two folders of tests/integration alone
 
-The last server is one shard of a cluster, for the folders whose tests share a server; the others start their own.
+The last servers are clusters of one and of three shards, for the folders whose tests share a server; the others start
+their own.
 Prints a line per server and folder; exit code 1 when a test failed, or a server could not be had.
 """
 
@@ -29,6 +30,7 @@ SHARED = ("client", "store")
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from own_server import OwnServer, free_port  # noqa: E402
+from shards import Cluster  # noqa: E402
 
 from rlbuffer.errors import ServerUnreachable  # noqa: E402
 from rlbuffer.store.server.binary import SERVER_BIN, ServerBinary, find_binary  # noqa: E402
@@ -58,6 +60,13 @@ def one_shard(folder: Path) -> Iterator[str]:
         server.ask("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         server.wait_for(lambda ask: ask("CLUSTER INFO")["cluster_state"] == "ok")
         yield server.url
+
+
+@contextmanager
+def three_shards(folder: Path) -> Iterator[str]:
+    """The address of a cluster of three primaries."""
+    with Cluster(folder) as cluster:
+        yield cluster.url
 
 
 def tried(environment: Mapping[str, str], chosen: list[str], jobs: int) -> dict[str, Counter[str]]:
@@ -114,8 +123,9 @@ def main() -> int:
         label = f"{program.name} {program.version} ({name})"
         good &= printed(label, tried({SERVER_BIN: str(program.path)}, chosen, given.jobs))
     if shared := [place for place in chosen if place in SHARED]:
-        with tempfile.TemporaryDirectory() as folder, one_shard(Path(folder)) as url:
-            good &= printed("cluster of one shard", tried({"RLBUFFER_TEST_REDIS_URL": url}, shared, given.jobs))
+        for number, begun in (("one shard", one_shard), ("three shards", three_shards)):
+            with tempfile.TemporaryDirectory() as folder, begun(Path(folder)) as url:
+                good &= printed(f"cluster of {number}", tried({"RLBUFFER_TEST_REDIS_URL": url}, shared, given.jobs))
     return 0 if good else 1
 
 

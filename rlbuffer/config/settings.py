@@ -218,7 +218,7 @@ class RunSettings(Table):
     redis_url: str | None = Field(
         None,
         repr=False,
-        description="redis://, rediss://, unix://, redis+sentinel:// or rediss+sentinel://; empty: the embedded one.",
+        description="redis://, unix://, redis+sentinel://, redis+cluster:// (rediss: TLS); empty: the embedded one.",
     )
     redis_password_file: OptionalPath = Field(
         None, description="File with the password of redis_url, where that has none; RLBUFFER_REDIS_PASSWORD wins."

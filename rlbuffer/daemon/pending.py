@@ -106,7 +106,7 @@ class Pending:
 
     def ingest(self, *, block_seconds: float) -> int:
         """Reads one page of the pool. -> entries read; 0 when there is nothing new."""
-        entries = self._store.read_pool(self._cursor, count=POOL_PAGE, block_seconds=block_seconds)
+        entries = self._store.read_pool(self._cursor, count=POOL_PAGE, block_seconds=block_seconds, keeps=True)
         if not entries:
             return 0
         now = self._since + time.monotonic() - self._began

@@ -36,8 +36,8 @@ SUBJECTS = {
     "weights.cache": "make it writable for this user, or name another folder, or leave it out",
     "model.path": "model.path names the directory of a Hugging Face model: hf download NAME --local-dir DIR makes one",
     "model": "`rlbuffer config example` prints a [model.config] that works",
-    "redis_url": "redis://HOST:PORT/DB, rediss://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB or "
-    "unix:///PATH; leave it out for the embedded server",
+    "redis_url": "redis://HOST:PORT/DB, rediss://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB, "
+    "redis+cluster://HOST:PORT,HOST:PORT or unix:///PATH; leave it out for the embedded server",
     "redis_password_file": "name a file that holds the password, or set RLBUFFER_REDIS_PASSWORD",
 }
 """Beginning of a setting's name -> what to do about a mistake in it that does not say so itself."""

@@ -27,7 +27,7 @@ from rlbuffer.store.server.answers import ELSEWHERE, NoPrimary
 from rlbuffer.store.server.binary import find_binary
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.sentinel import Sentinels
-from rlbuffer.store.server.suitable import check_no_sentinel, check_suitable, identity
+from rlbuffer.store.server.suitable import check_no_sentinel, check_suitable, fullest, identity
 
 CLOCK_SECONDS = 2.0
 """Difference of two clocks, beyond what the round trip explains, from which it is worth a warning."""
@@ -77,6 +77,8 @@ def on_server(loaded: Loaded) -> Iterator[Diagnosis]:
         if connection.sentinels is not None:
             yield _sentinels(connection.sentinels)
             yield _replicas(connection)
+        if connection.is_cluster:
+            yield _shards(connection)
         yield from _of(connection, loaded)
 
 
@@ -118,6 +120,22 @@ def _replicas(connection: Connection) -> Diagnosis:
     return well("replicas", text)
 
 
+def _shards(connection: Connection) -> Diagnosis:
+    """The shards of a cluster, and whether each has somebody to take its primary's place."""
+    try:
+        infos = connection.call(
+            lambda: [dict(server.info("replication")) for server in connection.servers()], patience_seconds=0
+        )
+    except RlbufferError as error:
+        return doubtful("shards", f"not known: {str(error).splitlines()[0]}", "let this user ask: +info +cluster|slots")
+    counts = [int(info.get("connected_slaves", 0)) for info in infos]
+    text = f"{len(counts)}, with replicas: {', '.join(map(str, counts))} (that of the control keys first)"
+    if 0 in counts:
+        fix = "give each primary one: while a shard without is away everybody waits, and what it loses drops"
+        return doubtful("shards", text, fix)
+    return well("shards", text)
+
+
 def _program() -> Diagnosis:
     try:
         program = find_binary()
@@ -132,7 +150,9 @@ def _program() -> Diagnosis:
 def _of(connection: Connection, loaded: Loaded) -> Iterator[Diagnosis]:
     yield _clock(connection)
     try:
-        info: Mapping[str, Any] = connection.call(lambda: dict(connection.client.info()), patience_seconds=0)
+        info: Mapping[str, Any] = connection.call(
+            lambda: fullest([dict(server.info()) for server in connection.servers()]), patience_seconds=0
+        )
     except ServerUnsuitable as error:
         fix = "let this user ask: ACL SETUSER NAME +info"
         yield doubtful("server", f"version, memory and persistence are not known: {str(error).splitlines()[0]}", fix)
@@ -148,7 +168,10 @@ def _of(connection: Connection, loaded: Loaded) -> Iterator[Diagnosis]:
 def _suitable(connection: Connection, info: Mapping[str, Any]) -> Iterator[Diagnosis]:
     name, version = identity(info)
     try:
-        connection.call(lambda: check_suitable(connection.client, connection.address, ""), patience_seconds=0)
+        connection.call(
+            lambda: check_suitable(connection.client, connection.address, "", is_cluster=connection.is_cluster),
+            patience_seconds=0,
+        )
     except ServerUnsuitable as error:
         yield failed("server", str(error), "use a newer server, or leave redis_url out: the embedded one fits")
     else:

@@ -169,11 +169,11 @@ class Store(Seeing, Protocol):
     def set_error(self, token: int, message: str) -> None:
         """The batcher's fatal error, shown to every waiting rank; "" clears it. Raises LeaseLost."""
 
-    def read_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
-        """INGEST: entries after the cursor, each once, in the order in which they were pushed.
-
-        Blocks at most `block_seconds` on a connection of its own.
-        """
+    def read_pool(
+        self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0, keeps: bool = False
+    ) -> list[PoolEntry]:
+        """INGEST: entries after the cursor, each once, in the order of their pushes. In a cluster `keeps` makes their
+        payloads permanent. Blocks at most `block_seconds` on a connection of its own."""
 
     def paused(self) -> frozenset[str]:
         """Envs that an operator has paused."""

@@ -48,6 +48,7 @@ class Session:
     def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
         self.connection = connection
         self.keys = Keys(run)
+        connection.live_at(self.keys.meta)
         self.run = run
         self.patience_seconds = patience_seconds
         self.tombstone_ms = MINIMUM_TOMBSTONE_MS

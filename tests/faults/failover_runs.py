@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from accounts import check_metrics
@@ -21,7 +22,10 @@ from homes import Home
 from kill_runs import TAIL_STEPS, WORLD_SIZE, Watch, finish, home_step, write_config
 from outcome import Outcome, Say
 from pairs import Pair
+from shards import InTurns
 from watched import Watched
+
+from rlbuffer.store.keys import Keys
 
 LOST_STEPS, LOST_SECONDS = 4, 5.0
 """Acknowledged steps that a kill takes at most: a trainer hands back the last eight steps, not more."""
@@ -30,25 +34,32 @@ LONGEST_AWAY_SECONDS = 2.0
 FAILOVER, KILL = "planned failover", "kill -9 of the primary"
 OPTIONS = {"appendfsync": "everysec", "auto-aof-rewrite-percentage": "0"}
 
+PLACES: Mapping[str, Any] = {
+    "pair": Pair,
+    "sentinels": Watched,
+    "cluster": partial(InTurns, key=Keys("tiny").meta),
+}
+"""Where a run is, and what makes it."""
 Steps = dict[tuple[int, str], list[str]]
 """(step, digest) -> its rollouts."""
 
 
 def run_failovers(
-    home: Home, *, seed: int, failovers: int, kills: int, steps: int, say: Say, sentinels: bool = False
+    home: Home, *, seed: int, failovers: int, kills: int, steps: int, say: Say, place: str = "pair"
 ) -> Outcome:
     """`failovers` planned ones and `kills` of the primary, in a drawn order, spread over a run of `steps` steps.
 
-    With `sentinels` three servers are watched by three of them, as docs/guide/deploy.md has it. Nobody but them chooses
-    a primary, and one without a replica takes no writes: what a kill takes is what it had not sent on yet.
+    At the `place` "sentinels" three servers are watched by three of them, as docs/guide/deploy.md has it. Nobody but
+    them chooses a primary, and one without a replica takes no writes: what a kill takes is what it had not sent on yet.
+    At "cluster" the shard of the control keys and another one of three are hit in turns.
     """
-    outcome = Outcome(name=f"failovers {'under sentinels ' * sentinels}(seed {seed})")
+    outcome = Outcome(name=f"failovers of a {place} (seed {seed})")
     draw = random.Random(f"failovers {seed}")
     began = time.monotonic()
     faults = [FAILOVER] * failovers + [KILL] * kills
     draw.shuffle(faults)
     committed: Steps = {}
-    with (Watched if sentinels else Pair)(home.path / "pair", options=OPTIONS) as pair:
+    with PLACES[place](home.path / "pair", options=OPTIONS) as pair:
         home.url = pair.url
         home.environment["RLBUFFER_REDIS_URL"] = pair.url
         config = write_config(home, steps=steps, keep_checkpoints=3)
@@ -102,14 +113,14 @@ def check_uses(committed: Mapping[tuple[int, str], list[str]], metrics: Iterable
     return findings or ([] if uses else ["nothing was trained"])
 
 
-def _fail_over(pair: Pair | Watched, committed: Steps) -> str:
+def _fail_over(pair: Pair | Watched | InTurns, committed: Steps) -> str:
     pair.fail_over()
     _note_steps(pair, committed)
     pair.settle()
     return f", to port {pair.primary.port}"
 
 
-def _kill(home: Home, pair: Pair | Watched, committed: Steps, draw: random.Random) -> str:
+def _kill(home: Home, pair: Pair | Watched | InTurns, committed: Steps, draw: random.Random) -> str:
     """Returns the sentence about it."""
     before, lost = home_step(home), draw.choice((0, draw.randint(1, LOST_STEPS))) * isinstance(pair, Pair)
     if lost:
@@ -129,7 +140,7 @@ def _kill(home: Home, pair: Pair | Watched, committed: Steps, draw: random.Rando
     return f", {taken}nobody there for {away:.1f} s"
 
 
-def _note_steps(pair: Pair | Watched, committed: Steps) -> None:
+def _note_steps(pair: Pair | Watched | InTurns, committed: Steps) -> None:
     """The steps in every server's file, before one of them loads what another has."""
     for server in pair.servers:
         committed |= read_steps(server.directory, "tiny")

@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--primary-kills", type=int, default=20, help="kills of the primary (default 20)")
     parser.add_argument("--failover-steps", type=int, default=200, help="steps of that run (default 200)")
     parser.add_argument("--sentinels", action="store_true", help="let sentinels choose the primary of `failovers`")
+    parser.add_argument("--cluster", action="store_true", help="fail over the shards of a cluster in `failovers`")
     parser.add_argument("--disks", type=int, default=3, help="times that the disk is full (default 3)")
     parser.add_argument("--full-seconds", type=float, default=120.0, help="how long it stays so (default 120)")
     parser.add_argument("--moves", type=int, default=60, help="hostile moves on control keys (default 60)")
@@ -76,7 +77,7 @@ def again(name: str, args: argparse.Namespace) -> str:
         "torn": f"--cuts {args.cuts}  (servers: those on PATH, and what {SERVERS} names)",
         "failovers": (
             f"--failovers {args.failovers} --primary-kills {args.primary_kills} --failover-steps {args.failover_steps}"
-            f"{' --sentinels' * args.sentinels}"
+            f"{' --sentinels' * args.sentinels}{' --cluster' * args.cluster}"
         ),
     }
     sizes["disks"] = f"--disks {args.disks} --full-seconds {args.full_seconds:g}"
@@ -109,7 +110,7 @@ def run_one(name: str, args: argparse.Namespace, say: Say) -> Iterator[Outcome]:
                 kills=args.primary_kills,
                 steps=args.failover_steps,
                 say=say,
-                sentinels=args.sentinels,
+                place="sentinels" if args.sentinels else "cluster" if args.cluster else "pair",
             )
             return
         if name == "disks":

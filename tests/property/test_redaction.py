@@ -20,6 +20,7 @@ FORMS = [
     ("redis://user:{}@[::1]:6379/0?ssl_ca_certs=/ca.crt", "redis://user:***@[::1]:6379/0?ssl_ca_certs=/ca.crt"),
     ("redis:user:{}@host", "redis:***@host"),
     ("redis+sentinel://user:{}@h:1,[::1]:2,i/math/0", "redis+sentinel://user:***@h:1,[::1]:2,i/math/0"),
+    ("rediss+cluster://user:{}@h:1,[::1]:2,i/0", "rediss+cluster://user:***@h:1,[::1]:2,i/0"),
 ]
 OPTIONS = [
     ("unix:///run/s?db=1&password={}", "unix:///run/s?db=1&password=***"),

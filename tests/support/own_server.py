@@ -48,6 +48,11 @@ class OwnServer:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_up(self) -> bool:
+        """The process runs."""
+        return self._process.poll() is None
+
     def start(self) -> None:
         """Starts it, again on the same port and data; waits until it answers."""
         self.directory.mkdir(parents=True, exist_ok=True)

@@ -45,6 +45,10 @@ class Run:
     def client(self) -> Any:
         return self.store.connection.client
 
+    @property
+    def is_cluster(self) -> bool:
+        return self.store.connection.is_cluster
+
     def again(self) -> RedisStore:
         """Another process's store of the same run."""
         store = open_store(self.url, run=self.store.run, home=self.home, server=ServerSettings())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from rlbuffer.errors import (
@@ -36,9 +37,13 @@ _UnfrozenEntry = unfrozen(PoolEntry)
 class PoolMoves(Session):
     """INGEST, RENUMBER and DROP."""
 
-    def read_pool(self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0) -> list[PoolEntry]:
-        entries = self.stream(self.keys.pool, after, count=count, block_seconds=block_seconds)
-        return pool_entries(self.keys, entries)
+    def read_pool(
+        self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0, keeps: bool = False
+    ) -> list[PoolEntry]:
+        entries = pool_entries(self.keys, self.stream(self.keys.pool, after, count=count, block_seconds=block_seconds))
+        if keeps and self.connection.is_cluster:
+            self.look(partial(_keep, entries=entries))
+        return entries
 
     def renumber(self, token: int) -> int | None:
         with suppress(WrongType):  # a key that only a user of wider rights can make, and nothing decides by
@@ -73,6 +78,13 @@ class PoolMoves(Session):
                 raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
             dropped += int(reply[1])
         return dropped
+
+
+def _keep(client: Any, entries: Sequence[PoolEntry]) -> None:
+    with client.pipeline(transaction=False) as pipe:
+        for entry in entries:
+            pipe.persist(entry.payload_key)
+        pipe.execute()
 
 
 def pool_entries(keys: Keys, entries: Sequence[Entry]) -> list[PoolEntry]:

@@ -27,7 +27,7 @@ from rlbuffer.wire import payload
 BATCH_PUSHES, BATCH_BYTES = 16, 8 << 20
 """Pushes of a round trip at most, and bytes of their payloads, unless a single one has more."""
 _TRANSACTION = 6
-"""Replies to the transaction of a payload, MULTI and EXEC among them."""
+"""Replies to the transaction of a payload, MULTI and EXEC among them; in a cluster two more."""
 WEEK_MS = 7 * 86_400_000
 """Milliseconds that a payload is kept that never became pending."""
 
@@ -57,7 +57,7 @@ class PushMoves(Session):
         self, pushes: Sequence[tuple[Group, str]], *, producer: str, incarnation: str, sequence: int, epoch: int
     ) -> tuple[list[tuple[PushStatus, str]], RlbufferError | None]:
         # Payloads first, each under its push's own key, then the script that makes them pending.
-        source = _Source(self.keys, producer, incarnation, epoch)
+        source = _Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
         sent = [_Push(source, n, group, replaces) for n, (group, replaces) in enumerate(pushes, sequence)]
         last = sequence - 1
         if self._fresh.get(incarnation) != sequence:
@@ -91,12 +91,29 @@ class PushMoves(Session):
             self.connection.call(send, patience_seconds=self.patience_seconds, repeat=False, op="push")
         except RlbufferError as error:
             stop = error
+        if source.is_spread:
+            self._settle(batch, replies)
         for push, reply in zip(batch, replies, strict=False):
             if isinstance(reply, Exception):
                 break
             yield self._outcome(source, push, reply)
         if stop is not None:
             raise stop
+
+    def _settle(self, batch: Sequence[_Push], replies: Sequence[Any]) -> None:
+        """Makes the payloads of what is pending permanent, in a cluster, where the script does not reach them.
+
+        The leader does it for a producer that dies before this.
+        """
+
+        def settle(client: Any) -> None:
+            with client.pipeline(transaction=False) as pipe:
+                for push, reply in zip(batch, replies, strict=False):
+                    if not isinstance(reply, Exception) and text(reply[0]) in ("OK", "DUP") and reply[1]:
+                        pipe.persist(push.name)
+                pipe.execute()
+
+        self.look(settle)
 
     def _outcome(self, source: _Source, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
         status, sequence = text(reply[0]), push.sequence
@@ -136,7 +153,7 @@ class PushMoves(Session):
     def give_up(
         self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int
     ) -> tuple[PushStatus, str]:
-        source = _Source(self.keys, producer, incarnation, epoch)
+        source = _Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
         ((status, entry_id),) = self._move_pushes(source, [_Push(source, sequence, group, is_given_up=True)])
         return (status if entry_id else PushStatus.LOST), entry_id  # a duplicate without an entry: given up before
 
@@ -171,6 +188,7 @@ class PushMoves(Session):
         """Stores payloads in one round trip, each in a transaction of its own: they may lie in several slots."""
         if not pushes:
             return
+        spread = self.connection.is_cluster
 
         def store() -> list[Any]:
             client: Any = self.connection.sender(sum(push.size for push in pushes))
@@ -181,10 +199,15 @@ class PushMoves(Session):
                     pipe.hset(push.key, mapping=push.fields)
                     pipe.hlen(push.key)
                     pipe.pexpire(push.key, WEEK_MS)
+                    if spread:
+                        # The script is on another shard. What stands under the name already is this very payload.
+                        pipe.renamenx(push.key, push.name)
+                        pipe.unlink(push.key)
                     pipe.execute_command("EXEC")
                 replies = pipe.execute(raise_on_error=False)
             raise_first(replies)
-            done = replies[_TRANSACTION - 1 :: _TRANSACTION]
+            size = _TRANSACTION + 2 * spread
+            done = replies[size - 1 :: size]
             for reply in done:
                 raise_first(reply)
             return list(done)
@@ -200,8 +223,9 @@ class PushMoves(Session):
 class _Source:
     """The producer of pushes."""
 
-    def __init__(self, keys: Keys, producer: str, incarnation: str, epoch: int) -> None:
+    def __init__(self, keys: Keys, producer: str, incarnation: str, epoch: int, *, is_spread: bool) -> None:
         self.keys, self.producer, self.incarnation, self.epoch = keys, producer, incarnation, epoch
+        self.is_spread = is_spread
         self.key = keys.producer(producer, incarnation)
 
 
@@ -214,6 +238,7 @@ class _Push:
         self.sequence, self.group, self.replaces = sequence, group, replaces
         self.suffix = f"{source.incarnation}.{sequence}"
         self.key = source.keys.unnamed_payload(group.group_id, self.suffix)
+        self.name = source.keys.payload(group.group_id, self.suffix)
         self.rollouts = self.tokens = self.size = 0
         lengths = ""
         self.fields: dict[Any, Any] = {}
@@ -227,7 +252,8 @@ class _Push:
                 self.fields["group"] = push.group_payload
             self.sizes = _sizes(push)
             self.size = sum(self.sizes.values())
-        self.args: list[Any] = [source.epoch, sequence, self.key, group.env, group.group_id, self.suffix]
+        stored = "" if source.is_spread else self.key
+        self.args: list[Any] = [source.epoch, sequence, stored, group.env, group.group_id, self.suffix]
         self.args += [self.rollouts, self.tokens, metadata, replaces, source.keys.payload_prefix, lengths]
 
 

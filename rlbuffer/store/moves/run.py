@@ -28,7 +28,11 @@ class RunViews(Session):
     def sentence_until_whole(self) -> str:
         if self.connection.is_memory:
             return ""
-        return self.look(lambda client: sentence_until_whole(client, self.connection.address))
+
+        def look(_: Any) -> list[str]:
+            return [sentence_until_whole(server, self.connection.address) for server in self.connection.servers()]
+
+        return next(filter(None, self.look(look)), "")
 
     def losses(self) -> int:
         return self.connection.losses

@@ -24,7 +24,7 @@ from rlbuffer.store.moves.step_format import (
 )
 from rlbuffer.store.moves.step_reading import StepReads
 from rlbuffer.store.records import Meta, PoolEntry
-from rlbuffer.store.session import text
+from rlbuffer.store.session import answers, text
 from rlbuffer.wire import payload
 
 SUMMARY_LINES = 20_000
@@ -46,8 +46,12 @@ class StepMoves(StepReads):
     ) -> list[str]:
         broken: list[str] = []
         for page in _pages(refs):
-            asked = [part for key, places in page.items() for part in (entries[key].payload_key, _words(places))]
-            sizes = self.move("pin", (), asked, since=since)
+            asked = [(entries[key].payload_key, places) for key, places in page.items()]
+            if self.connection.is_cluster:
+                sizes = self._pin_on_shards(asked, since)
+            else:
+                words = [word for key, places in asked for word in (key, _words(places))]
+                sizes = self.move("pin", (), words, since=since)
             if len(sizes) != sum(map(len, page.values())):
                 raise self.unexpected("pin", sizes)
             there = iter(sizes)
@@ -55,6 +59,21 @@ class StepMoves(StepReads):
                 if list(islice(there, len(places))) != _expected_sizes(entries[entry_id], places):
                     broken.append(entry_id)
         return broken
+
+    def _pin_on_shards(self, asked: Sequence[tuple[str, Sequence[int]]], since: int | None) -> list[Any]:
+        """The sizes of payloads on several shards, which are made permanent: COMMIT does not reach them there."""
+
+        def ask(client: Any) -> list[Any]:
+            self.stay(since)
+            with client.pipeline(transaction=False) as pipe:
+                for key, places in asked:
+                    pipe.persist(key)
+                    for place in places:
+                        pipe.hstrlen(key, str(place))
+                replies = iter(answers(pipe))
+            return [size for _, places in asked for size in list(islice(replies, 1 + len(places)))[1:]]
+
+        return self.look(ask)
 
     def commit(
         self,

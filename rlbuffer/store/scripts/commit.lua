@@ -101,7 +101,8 @@ local ids = {}
 for i = 1, #entries do ids[i] = entries[i].id end
 in_batches('XDEL', pool_key, ids)
 for i = 1, #entries do
-  redis.call('PERSIST', entries[i].key)  -- it has no time to live since PUSH, unless somebody gave it one
+  -- It has no time to live since PUSH, unless somebody gave it one. Where it lies on another shard, PIN has done this.
+  redis.pcall('PERSIST', entries[i].key)
 end
 
 local newest = redis.call('ZREVRANGE', closed_key, 0, 0, 'WITHSCORES')

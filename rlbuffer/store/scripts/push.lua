@@ -3,14 +3,16 @@
 -- Phase 1 (a plain transaction, `PushMoves` in moves/push.py) stored it under a name of its own, where it lapses.
 -- Here it gets the name that steps refer to, for good, in the same move that makes it pending: so nothing pending can
 -- lapse, and a phase 1 that is delivered late touches nothing in use. Payload keys are not declared, because they lie in
--- other slots of a (one-shard) cluster.
+-- other slots of a (one-shard) cluster. In a cluster of several shards this script touches none: phase 1 has given the
+-- payload its name where nothing stands under it, and the writer, or the leader, makes it permanent after this.
 -- A push may take the place of a pending one: the same rollouts, with what that one needed. The ledger does not move
 -- then, and the payload that is replaced becomes garbage. When that one is no longer pending (another scorer was first,
 -- or it was dropped), nothing becomes pending, and the new payload goes.
 -- Refused at the memory limit (no allow-oom): a worker can wait.
 --
 -- KEYS  1 meta  2 pool  3 producer  4 ledger  5 garbage
--- ARGV  1 epoch that the producer works in   2 its sequence, from 1   3 key under which phase 1 stored the payload
+-- ARGV  1 epoch that the producer works in   2 its sequence, from 1   3 key under which phase 1 stored the payload, ''
+--         where the payload lies on another shard
 --       4 env   5 group id   6 payload suffix   7 rollouts, 0 when its writer gives it up   8 tokens   9 metadata
 --       10 id of the entry whose place it takes, '' for none   11 payload key prefix
 --       12 its rollouts by length: bucket, rollouts, tokens of each; a space between two of them
@@ -38,7 +40,7 @@ local known = redis.call('HMGET', producer_key, 'sequence', 'id')
 local last = tonumber(known[1] or '0') or 0  -- a worker may have written anything there
 local sequence = tonumber(number)
 if sequence <= last then
-  redis.call('UNLINK', stored)
+  if stored ~= '' then redis.call('UNLINK', stored) end
   return {'DUP', sequence == last and known[2] or ''}
 end
 if sequence > last + 1 then return {'GAP', string.format('%.0f', last)} end
@@ -46,14 +48,14 @@ if sequence > last + 1 then return {'GAP', string.format('%.0f', last)} end
 -- The producer's next push follows it, though nothing becomes pending.
 local function use_up()
   redis.call('HSET', producer_key, 'sequence', number, 'id', '')
-  redis.call('UNLINK', stored)
+  if stored ~= '' then redis.call('UNLINK', stored) end
 end
 if rollouts == '0' then
   use_up()
   redis.pcall('HINCRBY', ledger_key, 'lost', 1)
   return {'LOST'}
 end
-if redis.call('EXISTS', stored) == 0 then return {'MISSING'} end
+if stored ~= '' and redis.call('EXISTS', stored) == 0 then return {'MISSING'} end
 
 local old = nil
 if replaced ~= '' then
@@ -79,9 +81,11 @@ end
 -- The account does not decide: what a worker has made unreadable there stops no push and no step, `verify` names it.
 local id = redis.pcall('XADD', pool_key, '*', unpack(entry))
 if type(id) == 'table' then return {'JAMMED', id.err} end
-local payload = prefix .. group .. ':' .. suffix
-redis.call('RENAME', stored, payload)
-redis.call('PERSIST', payload)
+if stored ~= '' then
+  local payload = prefix .. group .. ':' .. suffix
+  redis.call('RENAME', stored, payload)
+  redis.call('PERSIST', payload)
+end
 if old then redis.call('XDEL', pool_key, replaced) end
 redis.call('HSET', producer_key, 'sequence', number, 'id', id)
 if old then

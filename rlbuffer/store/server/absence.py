@@ -10,7 +10,7 @@ from typing import Any
 import redis
 
 from rlbuffer.store.server import tls
-from rlbuffer.store.server.address import is_sentinel
+from rlbuffer.store.server.address import is_cluster, is_sentinel
 
 
 def remedy(error: redis.RedisError, *, url: str, options: Mapping[str, Any], origin: str, is_known: bool) -> str:
@@ -32,11 +32,12 @@ def remedy(error: redis.RedisError, *, url: str, options: Mapping[str, Any], ori
 
 def _suspicion(error: redis.RedisError, url: str, options: Mapping[str, Any]) -> str:
     """The likely mistake with TLS; "" for none."""
-    if not is_sentinel(url):
+    kind = "sentinel" if is_sentinel(url) else "cluster" if is_cluster(url) else ""
+    if not kind:
         return tls.suspicion(error, options, is_tls=url.startswith("rediss:"))
-    host, port = options["sentinels"][0]
+    host, port = (options.get("sentinels") or options["nodes"])[0]
     words = tls.suspicion(error, {"host": host, "port": port}, is_tls=url.startswith("rediss+"))
-    return words.replace("://", "+sentinel://")
+    return words.replace("://", f"+{kind}://")
 
 
 def _start_one(url: str, options: Mapping[str, Any]) -> str:
@@ -44,6 +45,9 @@ def _start_one(url: str, options: Mapping[str, Any]) -> str:
     if is_sentinel(url):
         host, port = options["sentinels"][0]
         return f"Ask them what they wait for:   redis-cli -h {host} -p {port} sentinel ckquorum {options['service']}"
+    if is_cluster(url):
+        host, port = options["nodes"][0]
+        return f"Ask one how the others are:   redis-cli -h {host} -p {port} cluster nodes"
     if url.startswith("unix:"):
         return f"Start one:   valkey-server --unixsocket {options.get('path', '')}   (or redis-server)"
     if url.startswith("rediss:"):

@@ -12,16 +12,17 @@ from rlbuffer.errors import ConfigError
 
 HIDDEN = "***"
 _OPTIONS = re.compile(r"connection_class|path|host|port|db|username|password|ssl_\w+")
-_SCHEME = re.compile(r"(?:(?:rediss?(?:\+sentinel)?|unix|memory)://)?", re.IGNORECASE)
+_SCHEME = re.compile(r"(?:(?:rediss?(?:\+(?:sentinel|cluster))?|unix|memory)://)?", re.IGNORECASE)
 _NAMES = "connection_class|path|host|port|db|(?:sentinel_)?(?:username|password)|ssl_[A-Za-z0-9_]*"
 _SECRET = re.compile(rf"([?&][^=&?]*pass[^=&?]*=)(?:(?!&(?:{_NAMES})=).)*", re.DOTALL | re.IGNORECASE)
 """A password among the options. It ends where an option follows of an address: any other ``&`` is its own."""
-SENTINEL_PORT = 26379
+SENTINEL_PORT, SERVER_PORT = 26379, 6379
 SENTINEL_LOGIN = {"username": "sentinel_username", "password": "sentinel_password"}
 """Part of a sentinel's own login -> the option of an address that has it."""
 FORMS = (
     "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://.\n"
-    "  Where sentinels name the primary: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB."
+    "  Where sentinels name the primary: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB.\n"
+    "  A cluster of several shards, by some of its nodes: redis+cluster://HOST:PORT,HOST:PORT."
 )
 
 
@@ -48,7 +49,7 @@ def redacted(url: str) -> str:
         name, colon, _ = user.partition(":")
         return f"{scheme}{name}:{HIDDEN}@{host}" if colon else scheme + rest
     places = re.split(r"[/?]", rest, maxsplit=1)[0]
-    for place in places.split(",") if is_sentinel(scheme) else [places]:
+    for place in places.split(",") if _names_several(scheme) else [places]:
         name, colon, port = place.rpartition(":") if place.startswith("[") else place.partition(":")
         if colon and re.fullmatch(r"[0-9]{0,5}", port) is None:
             return f"{scheme}{name}:{HIDDEN}"  # no port: a password whose host is missing
@@ -64,7 +65,7 @@ def check_quoted(url: str, source: str) -> None:
     """Raises ConfigError for a password that ends the address too early: the rest would be taken for something else."""
     scheme, _, rest = url.partition("://")
     if (
-        scheme.removesuffix("+sentinel") in ("redis", "rediss")
+        scheme.partition("+")[0] in ("redis", "rediss")
         and "@" in rest
         and "@" not in re.split(r"[/?#]", rest, maxsplit=1)[0]
     ):
@@ -81,7 +82,8 @@ def options_of(url: str, source: str) -> dict[str, Any]:
     """Options that redis-py makes of a server's address, ``redis://``, ``rediss://`` or ``unix://``.
 
     One of sentinels, ``redis+sentinel://`` or ``rediss+sentinel://``, has `sentinels`, a host and a port of each, and
-    `service` in place of a host and a port.
+    `service` in place of a host and a port; one of a cluster, ``redis+cluster://`` or ``rediss+cluster://``, has
+    `nodes`.
 
     Args:
         source: where it came from, as a sentence on a line of its own; "" when nobody knows.
@@ -93,13 +95,13 @@ def options_of(url: str, source: str) -> dict[str, Any]:
 
     check_quoted(url, source)
     try:
-        plain, places, service = _split(url) if is_sentinel(url) else (url, (), "")
+        plain, places, service = _split(url) if _names_several(url) else (url, (), "")
         options: dict[str, Any] = parse_url(plain)  # type: ignore[no-untyped-call]
     except ValueError:
         # It may quote the password as a port.
         text = f"{redacted(url)} is not the address of a server.{source}\n{FORMS}"
         raise ConfigError(text, setting="redis_url") from None
-    own = frozenset(SENTINEL_LOGIN.values()) if places else frozenset()
+    own = frozenset(SENTINEL_LOGIN.values()) if is_sentinel(url) else frozenset()
     for option in options:
         if option not in own and _OPTIONS.fullmatch(option) is None:
             raise ConfigError(
@@ -108,6 +110,13 @@ def options_of(url: str, source: str) -> dict[str, Any]:
             )
     if not places:
         return options
+    if is_cluster(url):
+        if options.pop("db", 0):
+            raise ConfigError(
+                f"{redacted(url)} names a database, and a cluster has none but 0.{source}", setting="redis_url"
+            )
+        del options["host"]
+        return options | {"nodes": places}
     if not service:
         raise ConfigError(
             f"{redacted(url)} names no service.{source}\n"
@@ -119,22 +128,23 @@ def options_of(url: str, source: str) -> dict[str, Any]:
 
 
 def _split(url: str) -> tuple[str, tuple[tuple[str, int], ...], str]:
-    """The same address with one host in place of the sentinels and the service; the sentinels; the service.
+    """The same address with one host in place of all and of the service; the hosts; the service, "" of a cluster.
 
     Raises:
-        ValueError: no sentinels stand there, or no number of a database.
+        ValueError: no hosts stand there, or no number of a database.
     """
-    scheme, _, rest = url.partition("+sentinel://")
+    kind, usual = ("cluster", SERVER_PORT) if is_cluster(url) else ("sentinel", SENTINEL_PORT)
+    scheme, _, rest = url.partition(f"+{kind}://")
     front, mark, query = rest.partition("?")
     user, at, after = front.rpartition("@")
     named, _, path = after.partition("/")
-    service, _, db = path.partition("/")
+    service, _, db = ("", "", path) if kind == "cluster" else path.partition("/")
     if db and not db.isdecimal():
         raise ValueError
     places = []
     for each in named.split(","):
         place = urlsplit(f"//{each}")
-        port = SENTINEL_PORT if place.port is None else place.port
+        port = usual if place.port is None else place.port
         if not place.hostname or not port:
             raise ValueError
         places.append((place.hostname, port))
@@ -152,7 +162,7 @@ def check_place(url: str, options: Mapping[str, Any], source: str) -> None:
             why = "names a file that is no socket"
         elif not Path(path).exists():
             why = "names a socket that is not there"
-    elif is_sentinel(url):
+    elif _names_several(url):
         return  # read already
     elif urlsplit(url).port == 0:
         why = "has port 0, which no server listens at"
@@ -166,6 +176,15 @@ def check_place(url: str, options: Mapping[str, Any], source: str) -> None:
 def is_sentinel(url: str) -> bool:
     """``redis+sentinel://`` and ``rediss+sentinel://``: the primary that sentinels name."""
     return url.lower().startswith(("redis+sentinel:", "rediss+sentinel:"))
+
+
+def is_cluster(url: str) -> bool:
+    """``redis+cluster://`` and ``rediss+cluster://``: the shards of a cluster."""
+    return url.lower().startswith(("redis+cluster:", "rediss+cluster:"))
+
+
+def _names_several(url: str) -> bool:
+    return is_sentinel(url) or is_cluster(url)
 
 
 def is_memory(url: str) -> bool:

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -40,12 +40,13 @@ from rlbuffer.store.limits import PushLimits, read_limits, timeout_seconds
 from rlbuffer.store.server import absence, tls
 from rlbuffer.store.server.address import is_sentinel, options_of, redacted, source_of
 from rlbuffer.store.server.answers import understand
+from rlbuffer.store.server.cluster import Routed, shards_of, slot_of_key
 from rlbuffer.store.server.embedded import EmbeddedServer, ensure
-from rlbuffer.store.server.gathering import GATHERING
+from rlbuffer.store.server.gathering import GATHERING, FreshPool
 from rlbuffer.store.server.in_process import memory_client, memory_name
 from rlbuffer.store.server.script import Script
 from rlbuffer.store.server.sentinel import Sentinels, following, sentinels_of
-from rlbuffer.store.server.suitable import check_suitable, figures
+from rlbuffer.store.server.suitable import check_suitable, figures, fullest
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -72,32 +73,21 @@ class _BrokenUnused(redis.ConnectionError):
     """A connection of the pool was closed between two commands."""
 
 
-class _Pool(ConnectionPool):
-    """Keeps no connection that was made before a loss: it may lead to a server that is not the primary any more."""
-
-    is_stale: Callable[[Any], bool] = staticmethod(lambda connection: False)
-
-    def release(self, connection: Any) -> None:
-        if self.is_stale(connection):
-            connection.disconnect()
-        super().release(connection)
-
-
 class Connection:
     """The clients of one process for one server. Thread-safe; usable after a fork.
 
     Args:
-        url: ``redis://``, ``rediss://``, ``redis+sentinel://``, ``rediss+sentinel://``, ``unix://`` or
-            ``memory://NAME``; None for the embedded server.
+        url: ``redis://`` or ``rediss://``, also with ``+sentinel`` or ``+cluster``, ``unix://`` or ``memory://NAME``;
+            None for the embedded server.
         home: where the embedded server lives.
         server: settings of the embedded server.
         name: shown by CLIENT LIST.
         password: of the user in `url`, where that has none.
-        origin: where `url` comes from, like ``rlbuffer.toml:1`` or ``RLBUFFER_REDIS_URL``; error messages say it.
+        origin: where `url` comes from, like ``rlbuffer.toml:1``; error messages say it.
 
     Raises:
         ServerUnreachable: no server there within `patience_seconds`.
-        ServerUnsuitable: too old, evicts keys, refuses the login, or is a cluster of several shards.
+        ServerUnsuitable: :func:`~rlbuffer.store.server.suitable.check_suitable`, or it refuses the login.
         ConfigError: `url` is none of the above.
     """
 
@@ -140,6 +130,8 @@ class Connection:
         else:
             self._url = url
             self.is_memory = memory_name(url) is not None
+        self._shards = None if self.is_memory else shards_of(self._url_options())
+        """Of a cluster."""
         self._connect()
         try:
             if not self.is_memory:
@@ -160,6 +152,20 @@ class Connection:
     def client(self) -> redis.Redis:
         """The client for commands. Ask for it at every call: a reconnect may replace it."""
         return self._client
+
+    @property
+    def is_cluster(self) -> bool:
+        """Payloads lie on several shards, the control keys of a run on one."""
+        return self._shards is not None
+
+    def live_at(self, key: str) -> None:
+        """Sends what names no key to the shard that has `key`."""
+        if self._shards is not None:
+            self._shards.home = slot_of_key(key)
+
+    def servers(self) -> list[redis.Redis]:
+        """A client of each primary, that of the control keys first; of one server its client."""
+        return self._client.primaries() if isinstance(self._client, Routed) else [self._client]
 
     def sender(self, size: int) -> redis.Redis:
         """The client for a command of `size` bytes: its timeout grows with them."""
@@ -232,7 +238,7 @@ class Connection:
                     address=self.address,
                     source=self._source(),
                     is_embedded=self.embedded is not None,
-                    is_watched=is_sentinel(self._url),
+                    is_watched=is_sentinel(self._url) or self.is_cluster,
                     is_known=self._is_known,
                 )
                 cause = error
@@ -261,10 +267,14 @@ class Connection:
     def describe(self) -> dict[str, Any]:
         """Facts: name, version, address, embedded, policy; in bytes: maxmemory (0: no limit), machine (memory of its
         machine; 0: not known), used_memory (what counts against it), unfreed (objects that are unlinked and not given
-        back yet: a number, not bytes), buffers (of the clients)."""
-        info: dict[str, Any] = {}
+        back yet: a number, not bytes), buffers (of the clients). Of a cluster those of the fullest shard."""
+        info: Mapping[str, Any] = {}
         if not self.is_memory:
-            info = self.call(lambda: dict(self._client.info()), patience_seconds=PATIENCE_SECONDS, repeat=True)
+            info = self.call(
+                lambda: fullest([dict(each.info()) for each in self.servers()]),
+                patience_seconds=PATIENCE_SECONDS,
+                repeat=True,
+            )
         return {"address": self.address, "embedded": self.embedded is not None} | figures(info)
 
     @property
@@ -276,11 +286,10 @@ class Connection:
         """Closes the clients and leaves the embedded server, which the last user stops. Safe to repeat."""
         with self._lock:
             self._is_closed = True
-            for client in (self._client, self._blocking, *self._senders.values()):
+            for pool in self._pools():
                 # In memory a thread that is in the middle of a call keeps its connection busy; it goes with the thread.
                 with suppress(ValueError):
-                    client.close()
-                    client.connection_pool.disconnect()
+                    pool.disconnect()
             if self.embedded is not None:
                 self.embedded.release()
 
@@ -293,8 +302,13 @@ class Connection:
         self._blocking = self._make_client(BLOCKING_TIMEOUT_SECONDS)
 
     def _make_client(self, timeout_seconds: float) -> redis.Redis:
-        pool = _Pool(
-            **following(self._url_options()),
+        if self._shards is not None:
+            return Routed(self._shards, lambda **place: self._make_node(timeout_seconds, **place))
+        return self._make_node(timeout_seconds)
+
+    def _make_node(self, timeout_seconds: float, **place: Any) -> redis.Redis:
+        pool = FreshPool(
+            **(following(self._url_options()) | place),
             client_name=self._name or None,
             protocol=3,
             driver_info=None,  # CLIENT SETINFO is of Redis 7.2, and no user of an ACL file for 7.0 may send it
@@ -319,9 +333,15 @@ class Connection:
 
     def _hang_up(self) -> None:
         """Closes the connections that nobody uses at this moment; the others are closed when they come back."""
+        if self._shards is not None:
+            self._shards.forget()
         if not self.is_memory:
-            for client in (self._client, self._blocking, *tuple(self._senders.values())):
-                client.connection_pool.disconnect(inuse_connections=False)
+            for pool in self._pools():
+                pool.disconnect(inuse_connections=False)
+
+    def _pools(self) -> Iterator[ConnectionPool]:
+        for client in (self._client, self._blocking, *tuple(self._senders.values())):
+            yield from client.pools() if isinstance(client, Routed) else [client.connection_pool]
 
     def _made_anew(self, connection: Any) -> None:
         """The pool has made one of its connections, and sends nothing on it before this.
@@ -347,7 +367,8 @@ class Connection:
             _log.warning("Warning: %s", warning)
 
     def _check_server(self) -> None:
-        check_suitable(self._client, self.address, self._source())
+        for server in self.servers():
+            check_suitable(server, self.address, self._source(), is_cluster=self.is_cluster)
 
     def _recovered(self, failure: ServerUnreachable, seconds: float) -> ServerUnreachable:
         """Starts the embedded server again if it died. -> what is wrong now: the failure, or why it does not start."""

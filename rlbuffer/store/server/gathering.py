@@ -1,4 +1,4 @@
-"""Connections that send the pieces of a command together.
+"""Connections that send the pieces of a command together, and several of them at once.
 
 redis-py sends one piece after the other. A push has two for each payload, so most of its time went into system calls.
 A TLS socket encrypts piece by piece and keeps redis-py's way.
@@ -6,7 +6,8 @@ A TLS socket encrypts piece by piece and keeps redis-py's way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import redis.connection
@@ -53,3 +54,31 @@ GATHERING: dict[type[Any], type[Any]] = {
     redis.connection.UnixDomainSocketConnection: _Unix,
 }
 """Class of redis-py -> the same, which gathers."""
+
+
+class FreshPool(redis.connection.ConnectionPool):
+    """Keeps no connection that was made before a loss: it may lead to a server that is not the primary any more."""
+
+    is_stale: Callable[[Any], bool] = staticmethod(lambda connection: False)
+
+    def release(self, connection: Any) -> None:
+        if self.is_stale(connection):
+            connection.disconnect()
+        super().release(connection)
+
+
+@contextmanager
+def connections(pools: Sequence[Any]) -> Iterator[list[Any]]:
+    """A connection of each pool, all before anything is sent. An error closes them: replies may be on the way."""
+    taken: list[Any] = []
+    try:
+        for pool in pools:
+            taken.append(pool.get_connection())
+        yield taken
+    except BaseException:
+        for connection in taken:
+            connection.disconnect()
+        raise
+    finally:
+        for pool, connection in zip(pools, taken, strict=False):
+            pool.release(connection)

@@ -14,12 +14,16 @@ import numpy as np
 import redis
 
 from rlbuffer.packing.arena import Arena
+from rlbuffer.store.server.cluster import Routed
+from rlbuffer.store.server.gathering import connections
 
 
 def receive_fields(
     client: redis.Redis, sizes: Mapping[str, Mapping[str, int]], further: str, arena: Arena
 ) -> list[Any]:
     """Reads fields of several hashes, and one `further` field of each, in one round trip.
+
+    Of a cluster all shards are asked before the first answers.
 
     Args:
         sizes: key -> field -> bytes, as far as the caller knows.
@@ -32,26 +36,31 @@ def receive_fields(
     Raises:
         redis.RedisError: the connection broke, or nothing came for its timeout.
     """
+    parts = client.split(sizes) if isinstance(client, Routed) else [(client, sizes)]
+    with connections([node.connection_pool for node, _ in parts]) as opened:
+        try:
+            for connection, (_, its) in zip(opened, parts, strict=True):
+                connection.send_packed_command([_request(its, further)])
+            answers = [
+                (its, _received(connection, its, arena)) for connection, (_, its) in zip(opened, parts, strict=True)
+            ]
+        except OSError as error:
+            kind = redis.TimeoutError if isinstance(error, TimeoutError) else redis.ConnectionError
+            raise kind(f"while fields were received: {error}") from error
+    values = {key: reply for its, replies in answers for key, reply in zip(its, replies, strict=False)}
+    furthers = {key: reply for its, replies in answers for key, reply in zip(its, replies[len(its) :], strict=True)}
+    return [*map(values.__getitem__, sizes), *map(furthers.__getitem__, sizes)]
+
+
+def _received(connection: Any, sizes: Mapping[str, Mapping[str, int]], arena: Arena) -> list[Any]:
+    """The replies to :func:`_request`."""
     marks, places, total = _layout(sizes)
     block = arena.block(total)((total,), np.uint8).data
-    pool: Any = client.connection_pool
-    connection = pool.get_connection()
-    try:
-        connection.send_packed_command([_request(sizes, further)])
-        begun = _receive(connection._sock, block, marks)
-        if begun is not None:
-            connection._parser._reader.feed(begun)
-            return [_reply(connection) for _ in range(2 * len(sizes))]
-        furthers = [_reply(connection) for _ in sizes]
-    except OSError as error:
-        connection.disconnect()
-        kind = redis.TimeoutError if isinstance(error, TimeoutError) else redis.ConnectionError
-        raise kind(f"while fields were received: {error}") from error
-    except BaseException:
-        connection.disconnect()
-        raise
-    finally:
-        pool.release(connection)
+    begun = _receive(connection._sock, block, marks)
+    if begun is not None:
+        connection._parser._reader.feed(begun)
+        return [_reply(connection) for _ in range(2 * len(sizes))]
+    furthers = [_reply(connection) for _ in sizes]
     values = (block[start:end].toreadonly() for start, end in places)
     return [*([next(values) for _ in fields] for fields in sizes.values()), *furthers]
 

@@ -120,7 +120,7 @@ def sentinels_of(options: Mapping[str, Any]) -> Sentinels | None:
 def following(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a pool of connections to the primary. Those of one server's address are returned as they are."""
     sentinels = sentinels_of(options)
-    own = {"sentinels", "service", *SENTINEL_LOGIN.values()}
+    own = {"sentinels", "service", "nodes", *SENTINEL_LOGIN.values()}
     rest = {name: value for name, value in options.items() if name not in own}
     if sentinels is None:
         return rest

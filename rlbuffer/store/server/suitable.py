@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis
@@ -32,6 +32,11 @@ def figures(info: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def fullest(infos: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of the INFO of several servers that of the one nearest to its limit; without limits, of the largest."""
+    return max(infos, key=lambda info: info.get("used_memory", 0) / (info.get("maxmemory") or 2**60))
+
+
 def identity(info: Mapping[str, Any]) -> tuple[str, str]:
     """Name (``redis`` or ``valkey``) and version from INFO; Valkey reports the version of a compatible Redis, too."""
     if "valkey_version" in info:
@@ -49,13 +54,14 @@ def check_no_sentinel(info: Mapping[str, Any], address: str, source: str) -> Non
         )
 
 
-def check_suitable(client: redis.Redis, address: str, source: str) -> None:
+def check_suitable(client: redis.Redis, address: str, source: str, *, is_cluster: bool = False) -> None:
     """Checks that a run can live on the server. A user who may not ask (ACL) is trusted.
 
-    `source` ends every message: where the address comes from.
+    `source` ends every message: where the address comes from. `is_cluster`: the address says so.
 
     Raises:
-        ServerUnsuitable: it is a sentinel, too old, evicts keys, or is a cluster of several shards.
+        ServerUnsuitable: it is a sentinel, too old, evicts keys, or is a cluster of several shards, which the address
+            does not say.
     """
     try:
         info: dict[str, Any] = dict(client.info())
@@ -72,10 +78,10 @@ def check_suitable(client: redis.Redis, address: str, source: str) -> None:
             f"{place} may evict keys of a run (maxmemory-policy {policy}).{source}\n"
             "  Set it:   redis-cli config set maxmemory-policy noeviction"
         )
-    if info.get("cluster_enabled"):
+    if info.get("cluster_enabled") and not is_cluster:
         cluster = client.execute_command("CLUSTER INFO")  # type: ignore[no-untyped-call]
         shards = int(cluster.get("cluster_size", 0))
         if shards > 1:
             raise ServerUnsuitable(
-                f"{place} is a cluster of {shards} shards; this version works with one shard.{source}"
+                f"{place} is a cluster of {shards} shards. Write redis+cluster://HOST:PORT,HOST:PORT{source}"
             )

@@ -70,9 +70,13 @@ def _check_sizes(store: Verified, shot: Snapshot, findings: Findings) -> int:
 
 
 def _check_permanent(store: Verified, shot: Snapshot, findings: Findings) -> None:
-    """Nothing that the pool, a live step, another use or a producer refers to has a time to live."""
+    """Nothing that the pool, a live step, another use or a producer refers to has a time to live.
+
+    In a cluster what is pending has one until a leader has read it.
+    """
     keys = store.keys
-    names = {key: f"payload {key} is in use, but" for key in _in_use(shot)}
+    pending = {entry.payload_key for entry in shot.pool if store.connection.is_cluster}
+    names = {key: f"payload {key} is in use, but" for key in _in_use(shot) - pending}
     control = store.look(lambda client: list(client.scan_iter(match=f"{keys.tag}:*", count=1000)))
     lapsing = tuple(f"{keys.tag}:{kind}:" for kind in ("scoring", "evaluating", "restoring"))
     lapsing += (keys.holds,)  # of a backup at work

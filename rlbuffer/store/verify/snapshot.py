@@ -14,6 +14,7 @@ from rlbuffer.store.moves.pool import pool_entries, reused_groups
 from rlbuffer.store.moves.run import parse_meta
 from rlbuffer.store.moves.step_reading import header_of, part_of
 from rlbuffer.store.records import Finding, Ledger, Meta, PartRollout, PoolEntry, Reused, StepPart
+from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.session import Entry, answers, ranged, text
 
 T = TypeVar("T")
@@ -23,6 +24,7 @@ class Verified(Protocol):
     """A store, as far as `verify` needs it (:class:`rlbuffer.store.redis_store.RedisStore`)."""
 
     keys: Keys
+    connection: Connection
     tombstone_ms: int
     tombstone_steps: int
 

@@ -200,7 +200,8 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             (
                 "Error: http://x is not the address of a server.\n  The address comes from --redis.\n"
                 "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://.\n"
-                "  Where sentinels name the primary: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB."
+                "  Where sentinels name the primary: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB.\n"
+                "  A cluster of several shards, by some of its nodes: redis+cluster://HOST:PORT,HOST:PORT."
             ),
         ),
         (

@@ -225,7 +225,8 @@ def test_what_is_no_address_is_a_config_error(home: Path, url: str) -> None:
         f"{url} is not the address of a server.\n"
         "  The address comes from rlbuffer.toml:2.\n"
         "  Write redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH?db=DB or memory://.\n"
-        "  Where sentinels name the primary: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB."
+        "  Where sentinels name the primary: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB.\n"
+        "  A cluster of several shards, by some of its nodes: redis+cluster://HOST:PORT,HOST:PORT."
     )
     assert caught.value.setting == "redis_url"
 
@@ -275,7 +276,9 @@ def test_a_login_that_is_refused_is_not_tried_again(home: Path, connection: Conn
     assert time.monotonic() - begun < 5
 
 
-def test_a_cluster_of_several_shards_is_refused_and_one_shard_is_taken(home: Path, server_binary: ServerBinary) -> None:
+def test_a_cluster_of_several_shards_is_taken_where_the_address_says_so_and_one_shard_always(
+    home: Path, server_binary: ServerBinary
+) -> None:
     ports = [free_port(), free_port()]
     nodes = []
     try:
@@ -301,8 +304,11 @@ def test_a_cluster_of_several_shards_is_refused_and_one_shard_is_taken(home: Pat
             second.execute_command("CLUSTER", "ADDSLOTSRANGE", 8000, 16383)
             meet(first, second, ports[1])
             wait_for(lambda: int(first.execute_command("CLUSTER INFO")["cluster_size"]) == 2)
-            with pytest.raises(ServerUnsuitable, match="is a cluster of 2 shards; this version works with one shard"):
+            write = r"is a cluster of 2 shards\. Write redis\+cluster://HOST:PORT,HOST:PORT"
+            with pytest.raises(ServerUnsuitable, match=write):
                 connect(url, home)
+            with connect(url.replace("redis:", "redis+cluster:"), home) as c:
+                assert c.is_cluster
     finally:
         for node in nodes:
             node.kill()

@@ -115,7 +115,7 @@ def test_push_is_a_duplicate_however_long_its_producer_was_silent(run):
 
 def _phase_1(run: Run, sequence: int, group_id: str) -> None:
     """The first half of a push that comes when the second half was carried out long ago."""
-    source = _Source(run.store.keys, "w", "u", run.meta.epoch)
+    source = _Source(run.store.keys, "w", "u", run.meta.epoch, is_spread=run.is_cluster)
     run.store._store_payloads([_Push(source, sequence, make_group(env="a", size=2, group_id=group_id))])
 
 
@@ -126,7 +126,7 @@ def test_first_half_of_a_push_that_comes_late_gives_nothing_in_use_a_time_to_liv
     _phase_1(run, 1, "a.0")
     _phase_1(run, 2, "a.1")
     assert [run.client.pttl(key) for key in keys] == [-1, -1]
-    assert len(run.payload_keys()) == 4  # the late ones lapse
+    assert len(run.payload_keys()) == (2 if run.is_cluster else 4)  # the late ones lapse, or find their names taken
     assert run.store.verify().ok
 
 
@@ -138,6 +138,8 @@ def test_late_first_half_goes_with_the_next_repetition_of_its_push(run):
 
 
 def test_push_whose_payload_lapsed_between_its_halves_does_not_become_pending(run, monkeypatch):
+    if run.is_cluster:
+        pytest.skip("PUSH does not reach the payload's shard: PIN finds it, test_clusters.py")
     monkeypatch.setattr("rlbuffer.store.moves.push.WEEK_MS", 0)
     with pytest.raises(ServerRefused) as caught:
         send(run, 1)
@@ -217,7 +219,8 @@ def test_repeating_a_push_from_a_new_process_leaves_a_pinned_payload_permanent(r
 def test_push_whose_payload_was_lost_before_it_became_pending_is_sent_whole_again(run):
     # As after a power cut between the two phases: the writer repeats the same sequence.
     send(run, 1)
-    run.client.delete(*run.payload_keys(), run.store.keys.producer("w", "u"), run.store.keys.pool)
+    for key in (*run.payload_keys(), run.store.keys.producer("w", "u"), run.store.keys.pool):
+        run.client.delete(key)
     assert send(run, 1)[0] == "stored"
     assert run.client.hlen(run.payload_keys()[0]) >= 2
 
@@ -295,9 +298,10 @@ def test_a_worker_name_that_cannot_stand_in_a_key_is_refused(run, name):
 @pytest.mark.parametrize("suffix", ["first second.1", "u:1.1", "", "u.1 8 9", "u.x"])
 def test_an_entry_whose_payload_no_writer_can_have_stored_is_invalid(run, suffix):
     """A push by hand: COMMIT would keep it for another use as a record that a space divides."""
-    keys, source = run.store.keys, _Source(run.store.keys, "w", "u", run.meta.epoch)
+    keys, source = run.store.keys, _Source(run.store.keys, "w", "u", run.meta.epoch, is_spread=run.is_cluster)
     push = _Push(source, 1, make_group(env="a", size=2, group_id="a.0"))
-    push.args[2] = push.key = keys.unnamed_payload("a.0", suffix)
+    push.key, push.name = keys.unnamed_payload("a.0", suffix), keys.payload("a.0", suffix)
+    push.args[2] = push.args[2] and push.key
     push.args[5] = suffix
     run.store._store_payloads([push])
     run.store.move("push", (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage), push.args, repeat=False)

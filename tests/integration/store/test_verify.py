@@ -231,7 +231,9 @@ CORRUPTIONS: list[tuple[str, Callable[[Run], object], str, str]] = [
 @pytest.mark.parametrize(
     ("corrupt", "invariant", "message"), [c[1:] for c in CORRUPTIONS], ids=[c[0].replace(" ", "-") for c in CORRUPTIONS]
 )
-def test_damage_is_found(busy, corrupt, invariant, message):
+def test_damage_is_found(busy, corrupt, invariant, message, request):
+    if busy.is_cluster and "lapsing-pool" in request.node.name:
+        pytest.skip("what is pending has a time to live there until a leader has read it")
     corrupt(busy)
     found = busy.store.verify().findings
     assert any(f.invariant == invariant and message in f.message for f in found), [str(f) for f in found]

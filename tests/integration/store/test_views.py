@@ -84,7 +84,7 @@ def test_a_new_name_reads_a_few_of_the_others_however_many_there_are(redis_url, 
     key = run.store.keys.heartbeats("worker")
     beats(run, "live", 400, seconds_ago=1)
     seen: list[str] = []
-    with run.client.monitor() as monitor:
+    with run.store.connection.servers()[0].monitor() as monitor:
         run.store.heartbeat("worker", "new", {})
         run.client.echo(key)
         while "ECHO" not in seen:

@@ -1,4 +1,4 @@
-"""The page docs/guide/deploy.md with real runs: the users of deploy/users.acl, TLS, and a cluster of one shard."""
+"""The page docs/guide/deploy.md with real runs: users of deploy/users.acl, TLS, clusters of one and three shards."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from shards import Cluster
 
 import rlbuffer
 from rlbuffer.daemon import Daemon
@@ -241,6 +242,25 @@ def test_a_whole_run_lives_on_a_cluster_of_one_shard(home: Path, server_binary: 
             assert time.monotonic() < deadline
             time.sleep(0.05)
         do_everybodys_work(lambda role: f"redis://127.0.0.1:{port}/0", home)
+
+
+@pytest.mark.server
+def test_every_role_can_do_its_work_on_a_cluster_of_three_shards(
+    tmp_path: Path, server_binary: ServerBinary, users_file: Path
+) -> None:
+    with Cluster(tmp_path / "c", options={"aclfile": str(users_file)}) as cluster:
+        users_file.write_text((ROOT / "deploy" / "users.acl").read_text())
+        for node in cluster.nodes:
+            node.ask("ACL", "LOAD")
+        do_everybodys_work(lambda role: cluster.url.replace("://", f"://{role}:CHANGE-{role}@"), tmp_path)
+
+
+@pytest.fixture
+def users_file(tmp_path: Path) -> Path:
+    """A file of users, empty still: everybody may do everything."""
+    path = tmp_path / "users.acl"
+    path.touch()
+    return path
 
 
 # -- TLS: the bundled server is built without, so a TLS endpoint stands before it, as stunnel or a load balancer would -

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import redis
 from authority import Authority
 from daemon_runs import Served
+from looping import Looping
 from own_server import free_port
 from pairs import Node
 from store_runs import Run
@@ -20,10 +19,8 @@ from watched import MISSING, SERVICE, Watched, sentinel
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.daemon import leadership
-from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnreachable, ServerUnsuitable
-from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.errors import RlbufferError, ServerUnreachable, ServerUnsuitable
 from rlbuffer.store.server.connection import Connection
-from rlbuffer.testing import make_group
 from rlbuffer_cli.main import main
 
 pytestmark = [pytest.mark.server, pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)} on PATH")]
@@ -186,59 +183,6 @@ def test_the_commands_take_the_address(
     assert "holds no data: it is a sentinel" in capsys.readouterr().out
 
 
-class Looping:
-    """A worker that pushes and a trainer that pulls, in threads, as their own processes would."""
-
-    def __init__(self, run: Run) -> None:
-        self._stop, self._trains = threading.Event(), threading.Event()
-        self._trains.set()
-        self.trained: list[int] = []
-        self.uses: Counter[str] = Counter()
-        """Rollout -> trained steps that it was in."""
-        self.errors: list[BaseException] = []
-        self._run = run
-        reader = run.closes(rlbuffer.Reader(run.again(), rank=0, world_size=1, timeout_seconds=60))
-        reader.start(0)
-        reader.announce(PolicyVersion(version=0))
-        self._threads = [threading.Thread(target=self._push), threading.Thread(target=self._train, args=(reader,))]
-        for thread in self._threads:
-            thread.start()
-
-    def _push(self) -> None:
-        with rlbuffer.connect(self._run.url, run=self._run.store.run) as buffer:
-            writer = buffer.writer("w")
-            number = 0
-            while not self._stop.wait(STEP_SECONDS):
-                try:
-                    writer.push(make_group(env="a", size=2, version=0, group_id=f"a.{number}", seed=number))
-                except (ServerUnreachable, ServerRefused):
-                    continue  # once more, as a worker does
-                except BaseException as error:
-                    self.errors.append(error)
-                    return
-                number += 1
-
-    def _train(self, reader: rlbuffer.Reader) -> None:
-        try:
-            for step in reader.steps():
-                self.uses.update({sample.rollout_id for batch in step for sample in batch.samples})
-                reader.announce(PolicyVersion(version=step.number))
-                reader.trained(step)
-                self.trained.append(step.number)
-                if not self._trains.is_set():
-                    return
-        except BaseException as error:
-            self.errors.append(error)
-
-    def close(self) -> None:
-        """Ends with the next step that is trained."""
-        self._trains.clear()
-        self._threads[1].join(60)
-        self._stop.set()
-        self._threads[0].join(60)
-        assert not any(thread.is_alive() for thread in self._threads)
-
-
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[Watched]:
     with Watched(tmp_path / "own") as made:
@@ -249,7 +193,7 @@ def test_a_run_goes_on_through_a_planned_failover_and_the_death_of_the_primary(o
     run = Run(own.url, tmp_path)
     served = Served(run, word_seconds=leadership.ATTEMPT_SECONDS)
     served.serve(CONFIG)
-    loop = run.closes(Looping(run))
+    loop = run.closes(Looping(run, STEP_SECONDS))
 
     def goes_on() -> None:
         enough = len(loop.trained) + MORE_STEPS

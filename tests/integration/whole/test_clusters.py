@@ -1,0 +1,254 @@
+"""A cluster of three shards: payloads on all of them, and a run that goes on through what befalls one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from daemon_runs import Served
+from looping import Looping
+from own_server import OwnServer
+from shards import Cluster
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.config.settings import ServerSettings
+from rlbuffer.daemon import leadership
+from rlbuffer.errors import RlbufferError, ServerUnreachable, ServerUnsuitable
+from rlbuffer.store.server.binary import ServerBinary
+from rlbuffer.store.server.cluster import slot_of_key
+from rlbuffer.store.server.connection import Connection
+from rlbuffer_cli.main import main
+
+pytestmark = pytest.mark.server
+CONFIG = rlbuffer.BatcherConfig(64, step_groups=1, max_age=1000, lookahead=1)
+MORE_STEPS = 5
+"""Trained between two faults."""
+STEP_SECONDS = 0.3
+"""Between two pushes."""
+
+
+@pytest.fixture(scope="module")
+def cluster(server_binary: ServerBinary, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster")) as made:
+        yield made
+
+
+@pytest.fixture
+def run(cluster: Cluster, tmp_path: Path) -> Iterator[Run]:
+    made = Run(cluster.url, tmp_path)
+    yield made
+    made.close()
+
+
+def refusal(url: str, home: Path) -> RlbufferError:
+    with pytest.raises(RlbufferError) as caught:
+        Connection(url, home=home, server=ServerSettings(), name="t", origin="--redis", patience_seconds=0)
+    return caught.value
+
+
+# -- address -----------------------------------------------------------------------------------------------------------
+def test_any_node_of_the_address_leads_to_all_shards(cluster: Cluster, tmp_path: Path) -> None:
+    for _ in range(4):  # in a drawn order
+        url = f"redis+cluster://127.0.0.1:1,127.0.0.1:{cluster.nodes[2].port}"
+        with Connection(url, home=tmp_path, server=ServerSettings(), name="t") as made:
+            ports = {server.connection_pool.connection_kwargs["port"] for server in made.servers()}
+            assert ports == {node.port for node in cluster.nodes}
+            assert made.address == url
+
+
+def test_a_server_that_is_no_cluster_is_named(tmp_path: Path, server_binary: ServerBinary) -> None:
+    with OwnServer(tmp_path / "one") as server:
+        error = refusal(f"redis+cluster://127.0.0.1:{server.port}", tmp_path)
+    assert type(error) is ServerUnsuitable
+    assert "is no node of a cluster (" in str(error)
+    assert str(error).endswith(
+        "The address of one server begins with redis:// or rediss://.\n  The address comes from --redis."
+    )
+
+
+def test_nodes_that_are_away_are_all_named(tmp_path: Path) -> None:
+    error = refusal("redis+cluster://127.0.0.1:1,127.0.0.1:2", tmp_path)
+    assert type(error) is ServerUnreachable
+    assert str(error) == (
+        "cannot reach Redis at redis+cluster://127.0.0.1:1,127.0.0.1:2 (none of its nodes answers: "
+        "127.0.0.1:1 connection refused; 127.0.0.1:2 connection refused).\n"
+        "  Tried once. The address comes from --redis.\n"
+        "  Ask one how the others are:   redis-cli -h 127.0.0.1 -p 1 cluster nodes\n"
+        "  Or use the embedded one: leave --redis out."
+    )
+
+
+# -- where things lie --------------------------------------------------------------------------------------------------
+def test_payloads_lie_on_all_shards_and_control_keys_on_one(cluster: Cluster, run: Run) -> None:
+    for n in range(30):
+        run.push(f"a.{n}")
+    run.step()
+    names = [sorted(key.decode() for key in node.ask("KEYS", f"*rlb:{run.store.run}*")) for node in cluster.nodes]
+    assert all(any(":g:" in name for name in its) for its in names)
+    homes = [n for n, its in enumerate(names) if any(name.startswith("{") for name in its)]
+    assert homes == [cluster.nodes.index(cluster.owner(run.store.keys.meta))]
+    assert run.store.verify().findings == ()
+
+
+def test_the_commands_work_on_a_cluster(
+    cluster: Cluster, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLBUFFER_REDIS_URL", cluster.url)
+    monkeypatch.setenv("RLBUFFER_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    name = ["--run", run.store.run]
+    run.step("a.0", "a.1")
+    run.step("a.2")
+    run.train(1)
+    assert main(["config", "check"]) in (0, 3)
+    assert main(["inspect", *name]) == 0
+    assert main(["verify", *name]) == 0
+    assert main(["backup", *name, "run.backup"]) == 0
+    assert main(["step", "void", "2", *name, "--force", "--yes"]) == 0
+    assert main(["reset", run.store.run, "--yes"]) == 0
+    assert run.payload_keys() == []
+    assert main(["restore", "run.backup", *name]) == 0
+    assert main(["verify", *name]) == 0
+    assert main(["rewind", "1", *name, "--force", "--yes"]) == 0
+    assert main(["verify", *name]) == 0
+    capsys.readouterr()
+    main(["doctor"])
+    assert "3, with replicas: 0, 0, 0 (that of the control keys first)" in capsys.readouterr().out
+
+
+# -- a push in two halves on two shards --------------------------------------------------------------------------------
+def test_the_leader_keeps_the_payload_of_a_producer_that_died_between_its_halves(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run.store, "_settle", lambda batch, replies: None)
+    run.push("a.0")
+    (entry,) = run.pool()
+    assert run.client.pttl(entry.payload_key) > 0
+    assert run.store.verify().findings == ()
+    run.store.read_pool(keeps=True)
+    assert run.client.pttl(entry.payload_key) == -1
+
+
+def test_a_payload_that_was_lost_between_the_halves_is_found_before_the_commit(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = run.store._store_payloads
+
+    def lost(pushes: list[object]) -> None:
+        store(pushes)  # type: ignore[arg-type]
+        for key in run.payload_keys():
+            run.client.delete(key)
+
+    monkeypatch.setattr(run.store, "_store_payloads", lost)
+    run.push("a.0")
+    (entry,) = run.pool()
+    served = Served(run)
+    served.serve(CONFIG)
+    served.wait_for(lambda: run.pool() == [])
+    served.close()
+    dropped = run.store.ledger().envs["a"].dropped
+    assert {reason: amounts[0] for reason, amounts in dropped.items()} == {"invalid": entry.rollouts}
+    assert run.store.meta().step == 0
+
+
+# -- shards that fail --------------------------------------------------------------------------------------------------
+class Going:
+    """A run with its batcher, its worker and its trainer on a cluster."""
+
+    def __init__(self, cluster: Cluster, home: Path) -> None:
+        self.run = Run(cluster.url, home)
+        self.served = Served(self.run, word_seconds=leadership.ATTEMPT_SECONDS)
+        self.served.serve(CONFIG)
+        self.loop = self.run.closes(Looping(self.run, STEP_SECONDS))
+
+    def goes_on(self) -> None:
+        enough = len(self.loop.trained) + MORE_STEPS
+        self.served.wait_for(lambda: self.loop.errors or len(self.loop.trained) >= enough, 20)
+        assert not self.loop.errors
+
+    def ends(self) -> None:
+        self.loop.close()
+        self.served.close()
+        assert self.served.errors == []
+        assert max(self.loop.uses.values()) == 1, self.loop.uses
+
+
+def elsewhere(cluster: Cluster, run: Run) -> OwnServer:
+    """A primary that has payloads and not the control keys."""
+    home = cluster.owner(run.store.keys.meta)
+    return next(node for node in map(cluster.owner, "abcdefghijkl") if node is not home)
+
+
+def test_a_run_goes_on_through_failovers_of_payloads_and_of_control_keys(
+    server_binary: ServerBinary, tmp_path: Path
+) -> None:
+    with Cluster(tmp_path / "c", replicas=1) as cluster:
+        going = Going(cluster, tmp_path)
+        run = going.run
+        going.goes_on()
+        for chosen in (elsewhere(cluster, run), cluster.owner(run.store.keys.meta)):
+            cluster.fail_over(chosen)
+            cluster.wait_until_well()
+            going.goes_on()
+        for dead in (elsewhere(cluster, run), cluster.owner(run.store.keys.meta)):
+            dead.kill()
+            going.goes_on()
+            dead.start()
+            cluster.wait_until_well()
+        going.ends()
+        assert run.store.verify().findings == ()
+        run.close()
+
+
+def test_a_run_goes_on_while_a_slot_moves(server_binary: ServerBinary, tmp_path: Path) -> None:
+    with Cluster(tmp_path / "c") as cluster:
+        going = Going(cluster, tmp_path)
+        run = going.run
+        going.goes_on()
+        home, other = cluster.owner(run.store.keys.meta), elsewhere(cluster, run)
+        cluster.move_slot(slot_of_key(run.store.keys.meta), home, other)
+        going.goes_on()
+        assert cluster.owner(run.store.keys.meta) is other
+        for entry in run.payload_keys()[:5]:
+            source = cluster.owner(entry)
+            cluster.move_slot(slot_of_key(entry), source, next(node for node in cluster.nodes if node is not source))
+        going.goes_on()
+        going.ends()
+        assert going.loop.damaged == []
+        assert run.store.verify().findings == ()
+        run.close()
+
+
+def test_a_shard_of_payloads_that_comes_back_empty_loses_what_is_said_and_counted(
+    server_binary: ServerBinary, tmp_path: Path
+) -> None:
+    with Cluster(tmp_path / "c", options={"appendonly": "no"}) as cluster:
+        run = Run(cluster.url, tmp_path)
+        groups = [f"a.{n}" for n in range(12)]
+        run.step(*groups[:6])
+        for group_id in groups[6:]:
+            run.push(group_id)
+        shard = elsewhere(cluster, run)
+        lost = [entry for entry in run.pool() if cluster.owner(entry.payload_key) is shard]
+        used = [ref for part in run.store.read_parts(1) for ref in part.rollouts]
+        damaged = [ref for ref in used if cluster.owner(ref.payload_key) is shard]
+        shard.kill()
+        shard.start()
+        cluster.wait_until_well()
+        assert lost
+        assert damaged
+        reader = run.closes(rlbuffer.Reader(run.again(), rank=0, world_size=1, timeout_seconds=60))
+        reader.start(0)
+        step = next(iter(reader.steps()))
+        assert sorted(step.damaged) == sorted(ref.info.rollout_id for ref in damaged)
+        served = Served(run)
+        run.store.release(run.token)
+        served.serve(CONFIG)
+        served.wait_for(lambda: len(run.pool()) <= len(groups) - 6 - len(lost))
+        served.close()
+        account = run.store.ledger()
+        assert account.envs["a"].dropped["invalid"][0] == sum(entry.rollouts for entry in lost)
+        assert account.damaged == len(damaged)
+        run.close()
