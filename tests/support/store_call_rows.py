@@ -199,6 +199,7 @@ ROWS: dict[str, Row] = {
     "release_scoring": Row(call=lambda store, run: store.release_scoring(_claims(run), owner="s"), prepare=_pool),
     # -- batcher
     "lease": Row(call=lambda store, run: store.lease("leader", ttl_seconds=30).held),
+    "load_scripts": Row(call=lambda store, run: store.load_scripts()),
     "release_lease": Row(call=lambda store, run: store.release_lease("leader"), prepare=_pool),
     "set_config": Row(call=lambda store, run: store.set_config(run.token, {"max_age": 2}, "d"), prepare=_pool),
     "set_error": Row(call=lambda store, run: store.set_error(run.token, "a plain reason"), prepare=_pool),
