@@ -76,6 +76,9 @@ PACKED = (
     b"",
 )
 """Details that are no list of this format: sizes that no memory holds, an extension, three thousand levels."""
+NEEDS: tuple[tuple[str, ...], ...] = ((), (), (), ("ref_logprobs",), ("nobody",))
+GROUPS = 40
+"""Groups that pushes are made of under names of their own: to make one takes long."""
 HEADER = struct.Struct("<4sHHIIII")
 """Of a payload: magic, format, arrays, bytes of details, tokens, bytes in all, checksum."""
 LENGTH_WORDS = ("", "x", "5 1 99999999999999999999", "5 -1 8", "99 1 1", "5 1", "5 1 8 " * 30_000, "\x00", "nan 1 1", 7)
@@ -102,6 +105,8 @@ class Pushes:
         self._push_sha = sha1(script_text("push").encode(), usedforsecurity=False).hexdigest()
         """The leader has loaded the script: this login may load none."""
         self._count = 0
+        self._made: list[Group] = []
+        """The newest groups, which pushes are made of."""
 
     def look(self) -> Seen:
         seconds, micros = self.client.time()
@@ -183,24 +188,28 @@ class Pushes:
         """A group in order; of the run's envs or others, its name new or that of one that a ticket was given for."""
         dice = self.dice
         self._count += 1
-        size = dice.choice((1, 2, 2, 4, 4, 8, 64))
-        longest = dice.choice((16, 16, 32, 32, 200, 5000)) if size < 64 else 16
+        if len(self._made) < GROUPS or dice.random() < 0.1:
+            self._made = [*self._made[1 - GROUPS :], self._make(seen)]
+        made = dice.choice(self._made)
+        names = (f"evil.{self._count}", f"vcopy.{dice.randrange(50)}", f"repeat.{dice.randrange(50)}")
+        env = dice.choice(self.envs[:2]) if dice.random() < 0.5 else self._env()
+        return replace(made, env=env, group_id=dice.choice(names), needs=dice.choice(NEEDS))
+
+    def _make(self, seen: Seen) -> Group:
+        dice = self.dice
+        size = dice.choice((1, 1, 2, 2, 2, 4, 4, 4, 8, 8, 64))
+        longest = dice.choice((16, 16, 16, 32, 32, 32, 200, 5000)) if size < 8 else 16
         columns = None
         if dice.random() < 0.15:
             shape = dice.choice(((), (3,), (2, 2), (0,)))
             columns = [{dice.choice(("ref_logprobs", "weights", "c")): np.zeros((longest, *shape), "<f4")}] * size
         return make_group(
-            env=dice.choice(self.envs[:2]) if dice.random() < 0.5 else self._env(),
             seed=self._count,
             size=size,
             lengths=[longest] * size,
-            group_id=dice.choice(
-                (f"evil.{self._count}", f"vcopy.{dice.randrange(50)}", f"repeat.{dice.randrange(50)}")
-            ),
             planned_size=dice.choice((None, None, None, size + 1, 10_000)),
             version=dice.choice((seen.step, seen.step, max(0, seen.step - 1), seen.step + 1, 0, 10**6)),
             adapter=dice.choice(("", "", "", "", "", "evil")),
-            needs=dice.choice(((), (), (), ("ref_logprobs",), ("nobody",))),
             columns=columns,
             metadata=dice.choice((None, None, {"\x1b[2J": "‮"})),
         )
@@ -231,6 +240,7 @@ class Pushes:
         uuid = suffix.partition(".")[0] or "u"
         producer = f"{self.keys.tag}:producer:evil:{dice.choice((uuid, str(self._count)))}"
         keys = [self.keys.meta, self.keys.pool, producer, self.keys.ledger, self.keys.garbage]
+        keys += [self.keys.room, self.keys.taken]
         script: Command = ("EVALSHA", self._push_sha, len(keys), *keys, *args)
         if not stores:
             return [script]
