@@ -108,6 +108,8 @@ class Figures:
         self._envs: dict[str, _Env] = {}
         self._drops: Counter[tuple[str, str]] = Counter()
         self._closed: Counter[str] = Counter()
+        self._swept = 0, 0
+        """Payloads of nobody that were removed, and their bytes."""
         self._builds = Histogram(SHORT_SECONDS)
         self._last: tuple[StepHeader, Mapping[str, int]] | None = None
         """Header of the last step; env -> groups that were ready and stayed."""
@@ -161,6 +163,10 @@ class Figures:
             finally:
                 self._summing.release()
 
+    def swept(self, payloads: int, size: int) -> None:
+        """Payloads that no push had made pending were removed; `size` in bytes."""
+        self._swept = self._swept[0] + payloads, self._swept[1] + size
+
     # -- for whoever asks --------------------------------------------------------------------------------------------
     def values(self) -> Values:
         """Everything that is known here, without asking the server."""
@@ -168,6 +174,8 @@ class Figures:
         values: dict[str, Any] = {
             "leader": int(batcher is not None),
             "groups_dropped_total": self._drops_by_reason(),
+            "payloads_swept_total": self._swept[0],
+            "payload_bytes_swept_total": self._swept[1],
         }
         if batcher is None:
             return values

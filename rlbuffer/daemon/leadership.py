@@ -16,6 +16,7 @@ from rlbuffer.config.trainer import TrainerSettings, needed_columns
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.doubts import Doubts
 from rlbuffer.daemon.envs import EnvWatch
+from rlbuffer.daemon.guard import Guard
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch, without_garbage_collection
 from rlbuffer.daemon.pending import Pending
@@ -96,6 +97,7 @@ class Leadership:
         self._pending = Pending(
             store, config, teller, token=self._token, since=self._since, on_drop=self._archive.note_drop
         )
+        self._guard = Guard(store, config, self._pending, teller, token=self._token, since=self._losses)
         self._scorers = ScorerWatch(store, self._pending.batcher)
         self._workers = WorkerWatch(store)
         self._doubts = Doubts(store, teller.emit, self._meta.step)
@@ -141,6 +143,7 @@ class Leadership:
             while self._pending.ingest(block_seconds=0.0):
                 self._stay()
         self._pending.close_tickets()
+        self._pending.quotas.settle()
         taken_over = LeaderReady if self._is_first else ReadAgain
         self._teller.emit(
             taken_over(
@@ -173,6 +176,7 @@ class Leadership:
             self._stay()
             return False
         self._retire(trainer)
+        self._guard.turn(self._memory.share)
         with without_garbage_collection(stays=False):
             self._lead(trainer)
         self._pending.close_tickets()
@@ -217,7 +221,10 @@ class Leadership:
             self._is_idle = True
             said = decision.waiting + self._workers.sentence(decision.waiting) if decision.waiting else ""
             more = self._scorers.sentence() + self._doubts.sentence()
-            self._say(self._end_of(trainer) or self._archive.sentence() + self._memory.sentence() + said + more)
+            self._say(
+                self._end_of(trainer)
+                or self._archive.sentence() + self._memory.sentence() + self._guard.sentence() + said + more
+            )
             return
         self._commit(decision, decision.plan, trainer, started)
 
@@ -284,6 +291,7 @@ class Leadership:
         """Publishes the allowances also when nothing changed: an older one that was delayed on its way may have
         replaced them."""
         now = time.monotonic()
+        allowances = self._guard.allowed(allowances)
         if now - self._published > TELEMETRY_SECONDS:
             self._pending.renumber()
         if allowances != self._allowances or now - self._published > TELEMETRY_SECONDS:

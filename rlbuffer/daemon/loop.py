@@ -157,6 +157,7 @@ class Daemon:
             lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)
             if lease.held:
                 self._token = lease.token
+                self._store.load_scripts()
                 return lease
             if lease.owner != said:
                 said = lease.owner

@@ -224,6 +224,14 @@ def steps_retired_early(first: int, last: int, used: int, limit: int, *, checkpo
     )
 
 
+def payloads_swept(payloads: int, size: int) -> str:
+    """Payloads of `size` bytes that no push had made pending are removed."""
+    return (
+        f"{payloads} payloads ({size / 2**20:.1f} MiB) that no push had made pending are removed: of writers that "
+        "died, or of somebody who fills the server"
+    )
+
+
 def full(used: int, limit: int, *, steps: int) -> str:
     """The server takes no pushes; in bytes, `steps` what the run's steps take of it. Another sentence follows."""
     first = f"The server's memory is full ({used / 2**20:.1f} of {mib(limit)}): pushes wait until steps retire. "

@@ -10,6 +10,7 @@ from typing import Any
 from rlbuffer.batcher.adapters import at_step
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.daemon.quotas import Quotas
 from rlbuffer.daemon.teller import Teller
 from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.records.states import Reason
@@ -61,6 +62,7 @@ class Pending:
         """env -> numbers of tickets whose groups are read, which are still out."""
         self.replaced = 0
         """Entries read that took the place of another, whose payload is garbage since."""
+        self.quotas = Quotas(config)
         self.batcher = Batcher(config, state=_state(store))
         self.batcher.close(store.closed_groups())
 
@@ -119,6 +121,7 @@ class Pending:
                 undecodable.append((_invalid(entry, entry.error), [entry]))
                 continue
             self._entries[entry.entry_id] = entry
+            self.quotas.add(entry)
             self._teller.figures.arrived(entry)
             replaces = self._replaced(entry)
             pushed = entry.pushed_ms / 1000
@@ -140,6 +143,7 @@ class Pending:
             if _shape(old) != _shape(entry):
                 return ""
             del self._entries[entry.replaces]
+            self.quotas.remove(entry.replaces)
         self.replaced += bool(entry.replaces)
         return entry.replaces
 
@@ -206,6 +210,7 @@ class Pending:
         for entry_id in entry_ids:
             self._entries.pop(entry_id, None)
             self._used.discard(entry_id)
+            self.quotas.remove(entry_id)
 
 
 def _shape(entry: PoolEntry) -> tuple[str, str, int, int]:

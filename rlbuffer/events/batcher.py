@@ -268,6 +268,18 @@ class CheckpointAsked(Event):
     sentence: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StraysSwept(Event):
+    """Payloads that no push has made pending are removed."""
+
+    event = "memory"
+    state: str = field(default="swept", init=False)
+    payloads: int
+    bytes: int
+    """Of the server's memory."""
+    sentence: str
+
+
 # -- archive -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveStuck(Event):
@@ -293,7 +305,7 @@ class ArchiveWritten(Event):
 
 
 ArchiveEvent = ArchiveStuck | ArchiveWritten
-MemoryEvent = MemoryUnlimited | MemoryTight | CheckpointsNeeded | StepsRetiredEarly | CheckpointAsked
+MemoryEvent = MemoryUnlimited | MemoryTight | CheckpointsNeeded | StepsRetiredEarly | CheckpointAsked | StraysSwept
 EnvEvent = EnvPaused | EnvResumed | EnvSilent | EnvBack
 SettingsEvent = SettingsAsked | SettingsTaken | SettingsRefused
 BatcherEvent = (

@@ -35,6 +35,7 @@ from rlbuffer.events.batcher import (
     StepCommitted,
     StepsRetiredEarly,
     StepWaits,
+    StraysSwept,
 )
 from rlbuffer.events.event import MetricsServed, MetricsUnavailable
 from rlbuffer.narration.numbers import amount, percent
@@ -112,6 +113,7 @@ class ServeNarrator:
                 | MemoryTight()
                 | CheckpointsNeeded()
                 | StepsRetiredEarly()
+                | StraysSwept()
                 | CheckpointAsked()
                 | ArchiveStuck()
                 | MetricsUnavailable()

@@ -51,11 +51,13 @@ class Keys:
         "pool",
         "records",
         "reuse",
+        "room",
         "run",
         "state",
         "steps",
         "summary",
         "tag",
+        "taken",
         "trainer",
         "waiting",
     )
@@ -76,6 +78,8 @@ class Keys:
         self.damaged = f"{self.tag}:damaged"
         self.allowance = f"{self.tag}:allowance"
         self.numbers = f"{self.tag}:numbers"
+        self.room = f"{self.tag}:room"
+        self.taken = f"{self.tag}:taken"
         self.ends = f"{self.tag}:ends"
         self.paused = f"{self.tag}:paused"
         self.policy = f"{self.tag}:policy"

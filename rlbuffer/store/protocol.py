@@ -19,21 +19,12 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import CommitStatus, PushStatus, SettingsState
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, RolloutRef, StepPlan
-from rlbuffer.store.records import (
-    Attempt,
-    Claim,
-    Lease,
-    Meta,
-    PartRollout,
-    PoolEntry,
-    Reused,
-    Sources,
-    StepPart,
-)
+from rlbuffer.store.guarding import Guarding
+from rlbuffer.store.records import Attempt, Claim, Lease, Meta, PartRollout, PoolEntry, Reused, Sources, StepPart
 from rlbuffer.store.seeing import Seeing
 
 
-class Store(Seeing, Protocol):
+class Store(Seeing, Guarding, Protocol):
     """See the module's docstring; docs/explain/protocol.md has the reason of every move."""
 
     run: str

@@ -199,6 +199,12 @@ ROWS: dict[str, Row] = {
     "release_scoring": Row(call=lambda store, run: store.release_scoring(_claims(run), owner="s"), prepare=_pool),
     # -- batcher
     "lease": Row(call=lambda store, run: store.lease("leader", ttl_seconds=30).held),
+    "load_scripts": Row(call=lambda store, run: store.load_scripts()),
+    "set_room": Row(call=lambda store, run: store.set_room(run.token, {"env *": 100}), prepare=_pool),
+    "payload_page": Row(call=lambda store, run: store.payload_page(0)[0] >= 0, prepare=_pool),
+    "not_garbage": Row(call=lambda store, run: len(store.not_garbage(["rlb:none:g:x"])), prepare=_pool),
+    "weights": Row(call=lambda store, run: store.weights(["rlb:none:g:x"]), prepare=_pool),
+    "unlink_payloads": Row(call=lambda store, run: store.unlink_payloads([], since=store.losses()), prepare=_pool),
     "release_lease": Row(call=lambda store, run: store.release_lease("leader"), prepare=_pool),
     "set_config": Row(call=lambda store, run: store.set_config(run.token, {"max_age": 2}, "d"), prepare=_pool),
     "set_error": Row(call=lambda store, run: store.set_error(run.token, "a plain reason"), prepare=_pool),

@@ -195,6 +195,7 @@ def summary_records(summary: RunSummary) -> Iterator[dict[str, Any]]:
         "ledger": asdict(summary.ledger.total()),
         "damaged": summary.ledger.damaged,
         "lost": summary.ledger.lost,
+        "refused": summary.ledger.refused,
         "waiting": dict(summary.waiting),
         "seconds_ago": dict(summary.seen),
         "error": summary.error,
@@ -276,6 +277,8 @@ def header_lines(summary: RunSummary) -> list[str]:
     lines += _memory(summary)
     if summary.ledger.damaged or summary.ledger.lost:
         lines.append(f"  ! {summary.ledger.damaged} rollouts damaged, {summary.ledger.lost} pushes lost")
+    if summary.ledger.refused:
+        lines.append(f"  {summary.ledger.refused:,} times a push waited because a quota was used up")
     if summary.error:
         lines.append(f"  ! the batcher failed: {printable(summary.error)}")
     if summary.revision > 1 or summary.has_wanted:

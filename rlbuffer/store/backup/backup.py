@@ -37,7 +37,7 @@ BACKUP_PAGE = 200
 """Payload keys asked about in one round trip."""
 BACKUP_TRIES = 10
 """Times that the names of the control keys are read again when a process began in between."""
-LEFT_OUT = frozenset({"lease", "allowance", "waiting", "holds", *HEARTBEATS.values()})
+LEFT_OUT = frozenset({"lease", "allowance", "room", "taken", "waiting", "holds", *HEARTBEATS.values()})
 """Control keys that are claims of processes at work. The lease's token is kept: it never goes back."""
 
 Read = tuple[str, int, list[Any]]

@@ -62,6 +62,9 @@ class LeaseMoves(Session):
     def set_allowances(self, token: int, allowances: Mapping[str, int]) -> None:
         self._as_leader("allow", token, *(x for env, n in allowances.items() for x in (env, max(0, int(n)))))
 
+    def set_room(self, token: int, room: Mapping[str, int]) -> None:
+        self._as_leader("room", token, *(word for pair in room.items() for word in pair))
+
     def set_ended(self, token: int, step: int | None, written: Mapping[bytes, bytes] = MappingProxyType({})) -> bool:
         seen = (word for pair in written.items() for word in pair)
         return text(self._as_leader("end", token, "" if step is None else step, *seen)[0]) == "OK"
@@ -74,7 +77,8 @@ class LeaseMoves(Session):
 
     def _say(self, action: str, *args: Any) -> list[Any]:
         keys = self.keys
-        reply = self.move("lease", (keys.lease, keys.meta, keys.allowance, keys.pool, keys.ends), (action, *args))
+        where = (keys.lease, keys.meta, keys.allowance, keys.pool, keys.ends, keys.room, keys.taken)
+        reply = self.move("lease", where, (action, *args))
         if text(reply[0]) == "GONE":
             raise RunGone(f"run {self.run!r} is not on the server ({keys.meta})")
         return reply

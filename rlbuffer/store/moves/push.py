@@ -80,7 +80,7 @@ class PushMoves(Session):
         The script refuses those behind it as a gap, so nothing of them is pending.
         """
         keys, replies, stop = self.keys, list[Any](), None
-        names = (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage)
+        names = (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage, keys.room, keys.taken)
 
         def send() -> None:
             replies.extend(self.script("push").many(names, [push.args for push in batch]))
@@ -116,7 +116,7 @@ class PushMoves(Session):
         self.look(settle)
 
     def _outcome(self, source: _Source, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
-        status, sequence = text(reply[0]), push.sequence
+        status, sequence, producer = text(reply[0]), push.sequence, source.producer
         if status == "LATE" or status == "LOST":
             self._fresh[source.incarnation] = sequence + 1
             return (PushStatus.DUPLICATE if status == "LATE" else PushStatus.LOST), ""
@@ -134,6 +134,13 @@ class PushMoves(Session):
             raise InvalidRollout(
                 f"group {group.group_id} ({group.env}, {push.rollouts} rollouts, {push.tokens} tokens) cannot "
                 f"replace {push.replaces}, which holds {name} ({env}, {rollouts} rollouts, {tokens} tokens)"
+            )
+        if status == "FULL":
+            is_env = text(reply[1]).startswith("env ")
+            who, setting = (f"env {push.group.env}", "quota_bytes") if is_env else (producer, "worker_quota_bytes")
+            raise ServerRefused(
+                f"push {push.group.group_id} of {text(reply[2])} bytes waits: what is pending of {who} has used up its "
+                f"quota (batcher.{setting}). It is taken when steps have taken some of that"
             )
         if status == "JAMMED":
             raise ServerRefused(
@@ -254,7 +261,7 @@ class _Push:
             self.size = sum(self.sizes.values())
         stored = "" if source.is_spread else self.key
         self.args: list[Any] = [source.epoch, sequence, stored, group.env, group.group_id, self.suffix]
-        self.args += [self.rollouts, self.tokens, metadata, replaces, source.keys.payload_prefix, lengths]
+        self.args += [self.rollouts, self.tokens, metadata, replaces, source.keys.payload_prefix, lengths, self.size]
 
 
 def _batches(pushes: Sequence[_Push]) -> Iterator[list[_Push]]:

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- LEASE: one leader per run, by the server's clock alone; and what only the leader may say about the run.
 --
--- KEYS  1 lease   2 meta   3 allowance   4 pool   5 ends
+-- KEYS  1 lease   2 meta   3 allowance   4 pool   5 ends   6 room   7 taken
 -- ARGV  1 action, then
 --       acquire  2 owner (unique per process start)   3 time to live, ms
 --                -> {'ACQUIRED' | 'RENEWED' | 'HELD', token, owner, remaining ms}
@@ -17,11 +17,13 @@
 --                on or expects a worker since the leader looked | {'FENCED', owner}
 --       allow    2 token  3... env, tickets that may be out; replaces what was there, with nothing while the run
 --                drains -> {'OK'} | {'FENCED', owner}
+--       room     2 token  3... field, bytes that pushes may still take (see PUSH); replaces what was there, nothing is taken yet
+--                -> {'OK'} | {'FENCED', owner}
 --       every action but release -> {'GONE'} when the run does not exist: nothing may be left under its name
 -- A lease that runs longer from now than it was given for (`ttl`) was given by a clock that has been set back since: it
 -- counts as lapsed, or nobody could lead until the clock is there again.
 -- The token is max(server ms, last + 1): it grows with every new holder, over a loss of the newest writes too.
-local lease_key, meta_key, allowance_key, pool_key, ends_key = unpack(KEYS)
+local lease_key, meta_key, allowance_key, pool_key, ends_key, room_key, taken_key = unpack(KEYS)
 local action, who = unpack(ARGV, 1, 2)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -84,6 +86,9 @@ elseif action == 'end' then
   else
     redis.call('HSET', meta_key, 'ended', last_step)
   end
+elseif action == 'room' then
+  redis.call('DEL', room_key, taken_key)
+  for i = 3, #ARGV, 2 do redis.call('HSET', room_key, ARGV[i], ARGV[i + 1]) end
 else
   redis.call('DEL', allowance_key)
   if redis.call('HEXISTS', meta_key, 'draining') == 1 then return {'OK'} end

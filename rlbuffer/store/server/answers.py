@@ -45,7 +45,7 @@ FOR_NOW = {
     "MISCONF": "it cannot write to its disk. Free space where its data are, then look at its log",
     "NOREPLICAS": "it has too few replicas (min-replicas-to-write)",
     "BUSY": "a script has kept it busy for seconds. See SLOWLOG; SCRIPT KILL ends one that has written nothing",
-    "NOSCRIPT": "it forgets scripts as fast as they are loaded",
+    "NOSCRIPT": "it has not the script of this move. The leading batcher (`rlbuffer serve`) loads them all",
 }
 ACT = frozenset({"OOM", "MISCONF", "NOREPLICAS"})
 """Refusals on which the caller must act (spool, throttle, wait and say so): it hears them at once."""

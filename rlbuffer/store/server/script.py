@@ -1,4 +1,8 @@
-"""A Lua script on the server, called by its digest and loaded again after a restart."""
+"""A Lua script on the server, called by its digest and loaded again after a restart.
+
+A script that somebody loads himself may be one that never ends, or one that writes although the memory is full. So only
+an operator's user may load any (deploy/users.acl); the others wait until the leader has.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ Argument = bytes | str | int | float | memoryview
 
 
 class Script:
-    """Callable ``script(keys, args)``: EVALSHA, and SCRIPT LOAD when the server does not know it.
+    """Callable ``script(keys, args)``: EVALSHA, and SCRIPT LOAD when the server does not know it and this user may.
 
     A server forgets its scripts when it restarts. It answers NOSCRIPT before anything ran, so calling once more is safe
     for scripts that write, too. Errors are redis-py's: call it inside :meth:`Connection.call`.
@@ -34,8 +38,8 @@ class Script:
         for _ in range(LOADS):
             try:
                 return client.evalsha(self.sha, len(keys), *keys, *args)
-            except redis.exceptions.NoScriptError:
-                client.script_load(self.text)
+            except redis.exceptions.NoScriptError as unknown:
+                self._load(client, unknown)
         return client.evalsha(self.sha, len(keys), *keys, *args)
 
     def many(self, keys: Sequence[Argument], calls: Sequence[Sequence[Argument]]) -> list[Any]:
@@ -48,5 +52,12 @@ class Script:
                 replies = pipe.execute(raise_on_error=False)
             if not isinstance(replies[0], redis.exceptions.NoScriptError):
                 break
-            client.script_load(self.text)
+            self._load(client, replies[0])
         return replies
+
+    def _load(self, client: redis.Redis, unknown: redis.exceptions.NoScriptError) -> None:
+        """Raises `unknown` where this user may not: then the leader does."""
+        try:
+            client.script_load(self.text)
+        except redis.exceptions.NoPermissionError:
+            raise unknown from None

@@ -21,7 +21,8 @@ from rlbuffer.store.verify.snapshot import Findings, Verified
 TYPES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
-            ("meta", "lease", "ledger", "producer", "visits", "reuse", "allowance", "numbers", "ends"), "hash"
+            ("meta", "lease", "ledger", "producer", "visits", "reuse", "allowance", "numbers", "ends", "room", "taken"),
+            "hash",
         ),
         **dict.fromkeys(("policy", "trainer", "workers", "scorers", "ranks", "batchers", "waiting"), "hash"),
         **dict.fromkeys(("closed", "damaged", "tickets", "paused", "garbage", "holds"), "zset"),

@@ -304,7 +304,12 @@ def test_an_entry_whose_payload_no_writer_can_have_stored_is_invalid(run, suffix
     push.args[2] = push.args[2] and push.key
     push.args[5] = suffix
     run.store._store_payloads([push])
-    run.store.move("push", (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage), push.args, repeat=False)
+    run.store.move(
+        "push",
+        (keys.meta, keys.pool, source.key, keys.ledger, keys.garbage, keys.room, keys.taken),
+        push.args,
+        repeat=False,
+    )
     (entry,) = run.pool()
     assert entry.info is None
     assert "not with INCARNATION.SEQUENCE" in entry.error

@@ -1,0 +1,138 @@
+"""The leader's guard against those who may only push: quotas of what is pending, and payloads that are nobody's.
+
+The server's users (deploy/users.acl) bound commands and keys, and no bytes. A payload is written before its push is
+counted, so a worker may write payloads that it never announces. The leader finds them by their names and removes them:
+
+    waits under the name before PUSH        its writer stores it again where it was about to push it
+    has the name after PUSH, and no entry   nothing in the pool, in a step or in the list of garbage names it
+
+Both must have been seen for :data:`STRAY_SECONDS`, or :data:`PRESSED_STRAY_SECONDS` while memory is short. So whoever
+writes faster than that fills the server up to its `maxmemory` for so long, and no longer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.daemon.memory_rules import payloads_swept
+from rlbuffer.daemon.pending import Pending
+from rlbuffer.daemon.teller import TELEMETRY_SECONDS, Teller
+from rlbuffer.events.batcher import StraysSwept
+from rlbuffer.narration import waiting
+from rlbuffer.store.protocol import Store
+
+ROUND_SECONDS, STRAY_SECONDS = 60.0, 60.0
+"""Seconds between two rounds through the server's keys, and for which a payload must have been seen to be nobody's."""
+PRESSED_ROUND_SECONDS, PRESSED_STRAY_SECONDS = 1.0, 5.0
+"""The same while memory is short."""
+PRESSED_SHARE = 0.6
+"""Share of the server's memory from which it is short: below the mark from which steps retire early."""
+HEAVIER, ALLOWED_BYTES = 2, 1 << 16
+"""A pending payload may take so many times what its metadata says, and so much more: names and rounding."""
+
+
+class Guard:
+    """Keeps what workers may write within bounds, for one leadership.
+
+    Args:
+        store: the run.
+        config: the quotas.
+        pending: the pool.
+        teller: hears of what is removed.
+        token: of the lease.
+        since: the connection's losses when the leadership began.
+    """
+
+    def __init__(
+        self, store: Store, config: BatcherConfig, pending: Pending, teller: Teller, *, token: int, since: int
+    ) -> None:
+        self._store, self._pending, self._teller = store, pending, teller
+        self._token, self._since = token, since
+        self._quotas = pending.quotas
+        self._room: dict[str, int] | None = None
+        self._full: frozenset[str] = frozenset()
+        self._published = float("-inf")
+        self._cursor = 0
+        self._next_round = time.monotonic() + ROUND_SECONDS
+        self._in_use: set[str] = set()
+        """Payloads of the pool as this round began."""
+        self._seen: dict[str, float] = {}
+        """Payload of nobody -> when it was first seen so."""
+        self._again: dict[str, float] = {}
+        """Those of this round."""
+        self._weighed: set[str] = set()
+        """Entries whose payloads were found as heavy as their metadata says."""
+
+    def turn(self, memory_share: float) -> None:
+        """Drops what is beyond a quota, publishes what is left, and looks at some of the server's payloads."""
+        if self._quotas.are_any:
+            self._pending.drop_broken(self._quotas.beyond())
+        self._publish()
+        self._look(memory_share >= PRESSED_SHARE)
+
+    def allowed(self, allowances: Mapping[str, int]) -> dict[str, int]:
+        """`allowances`, with none for envs whose quota is used up."""
+        return {env: 0 if self._quotas.field_of(env) in self._full else n for env, n in allowances.items()}
+
+    def sentence(self) -> str:
+        """The sentence for envs and workers whose pushes wait, else ""."""
+        return "".join(f"{waiting.for_quota(field, *sizes)} " for field, sizes in sorted(self._quotas.full().items()))
+
+    def _publish(self) -> None:
+        room = self._quotas.room()
+        full = frozenset(self._quotas.full()) if room else frozenset()
+        is_due = time.monotonic() - self._published > TELEMETRY_SECONDS
+        if self._room is None or full != self._full or (is_due and room):
+            self._store.set_room(self._token, room)
+            self._room, self._full, self._published = room, full, time.monotonic()
+
+    def _look(self, is_pressed: bool) -> None:
+        """One page of a round, once a round is due."""
+        now = time.monotonic()
+        pause = PRESSED_ROUND_SECONDS if is_pressed else ROUND_SECONDS
+        if not self._cursor:
+            if now < min(self._next_round, self._next_round - ROUND_SECONDS + pause):
+                return
+            self._in_use = {entry.payload_key for entry in self._pending.entries()}
+        self._cursor, keys = self._store.payload_page(self._cursor)
+        prefix = len(f"rlb:{self._store.run}:g:")
+        named = [key for key in keys if not key.startswith("{", prefix)]
+        strays = [key for key in keys if key.startswith("{", prefix)]
+        strays += self._store.not_garbage([key for key in named if key not in self._in_use])
+        self._again.update((key, self._seen.get(key, now)) for key in strays)
+        if self._quotas.are_any:
+            self._weigh([key for key in named if key in self._in_use])
+        if not self._cursor:
+            self._seen, self._again = self._again, {}
+            self._next_round = now + ROUND_SECONDS
+            self._sweep(now - (PRESSED_STRAY_SECONDS if is_pressed else STRAY_SECONDS))
+
+    def _sweep(self, before: float) -> None:
+        """Removes what was first seen before then, and is still nobody's."""
+        old = [key for key, at in self._seen.items() if at <= before]
+        if not old:
+            return
+        in_use = {entry.payload_key for entry in self._pending.entries()}
+        old = self._store.not_garbage([key for key in old if key not in in_use])
+        size = sum(self._store.weights(old))
+        swept = self._store.unlink_payloads(old, since=self._since)
+        for key in old:
+            del self._seen[key]
+        self._teller.figures.swept(swept, size)
+        if swept:
+            self._teller.emit(StraysSwept(payloads=swept, bytes=size, sentence=payloads_swept(swept, size)))
+
+    def _weigh(self, keys: list[str]) -> None:
+        """Drops pushes whose payloads take far more than their metadata says."""
+        entries = {entry.payload_key: entry for entry in self._pending.entries() if entry.info is not None}
+        todo = [key for key in keys if key in entries and entries[key].entry_id not in self._weighed]
+        heavy = {}
+        for key, size in zip(todo, self._store.weights(todo), strict=True):
+            entry = entries[key]
+            said = sum(rollout.size for rollout in entry.info.rollouts) if entry.info is not None else 0
+            if size > HEAVIER * said + ALLOWED_BYTES:
+                heavy[entry.entry_id] = f"its payload takes {size} bytes of the server, its metadata says {said}"
+            self._weighed.add(entry.entry_id)
+        self._pending.drop_broken(heavy)

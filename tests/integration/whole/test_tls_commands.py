@@ -1,0 +1,120 @@
+"""The command `rlbuffer` at a TLS server and at its sentinel that do not fit: refused with the reason, exit code 4."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from authority import Authority
+from own_server import free_port
+from pairs import Node
+from watched import MISSING, SERVICE, sentinel
+
+pytestmark = [pytest.mark.server, pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)} on PATH")]
+DATA, WATCH = "data-s#cr@t", "watch-s#cr@t"
+VALID, PAST = "20990101000000Z", "20200201000000Z"
+KINDS = ("good", "expired", "asking")
+"""Servers, each with a sentinel: in order; with a certificate of the past; asking for one of the client."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl program to make certificates")
+    return tmp_path_factory.mktemp("tls")
+
+
+@pytest.fixture(scope="module")
+def ports(folder: Path) -> Iterator[Mapping[str, tuple[int, int]]]:
+    """Kind -> TLS ports of its server and of its sentinel."""
+    authority, _ = Authority(folder / "ca"), Authority(folder / "stranger")
+    made: dict[str, tuple[int, int]] = {}
+    with ExitStack() as ends:
+        for kind in KINDS:
+            end = PAST if kind == "expired" else VALID
+            certificate, key = authority.sign(kind, names="IP:127.0.0.1", end=end)
+            tls = {
+                "tls-cert-file": f"{certificate}",
+                "tls-key-file": f"{key}",
+                "tls-ca-cert-file": f"{authority.certificate}",
+                "tls-auth-clients": "yes" if kind == "asking" else "no",
+                "tls-replication": "yes",  # a sentinel asks its server so, too
+            }
+            made[kind] = free_port(), free_port()
+            server = {"tls-port": f"{made[kind][0]}", "requirepass": f'"{DATA}"'} | tls
+            ends.enter_context(Node(folder / kind, program=shutil.which("redis-server"), options=server))
+            lines = {"tls-port": f"{made[kind][1]}", "requirepass": f'"{WATCH}"'} | tls
+            lines["sentinel auth-pass"] = f'{SERVICE} "{DATA}"'
+            at = folder / f"{kind}-sentinel"
+            ends.enter_context(sentinel(at, made[kind][0], quorum=1, lines=lines))
+        yield made
+
+
+def call(folder: Path, url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command as a process, with the address and the password in its environment."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RLBUFFER_")}
+    environment |= {"RLBUFFER_REDIS_URL": url, "RLBUFFER_REDIS_PASSWORD": DATA, "RLBUFFER_HOME": str(folder)}
+    command = [sys.executable, "-m", "rlbuffer_cli", *arguments]
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def address(scheme: str, ports: tuple[int, int], host: str = "127.0.0.1", trusts: Path | None = None) -> str:
+    options = [] if trusts is None else [f"ssl_ca_certs={trusts}"]
+    if scheme == "rediss":
+        return f"rediss://{host}:{ports[0]}/0" + "".join(f"?{option}" for option in options)
+    options.append("sentinel_password=watch-s%23cr%40t")
+    return f"rediss+sentinel://{host}:{ports[1]}/{SERVICE}/0?{'&'.join(options)}"
+
+
+@pytest.mark.parametrize("scheme", ["rediss", "rediss+sentinel"])
+def test_a_server_over_tls_is_taken(folder: Path, ports: Mapping[str, tuple[int, int]], scheme: str) -> None:
+    called = call(folder, address(scheme, ports["good"], trusts=folder / "ca" / "ca.crt"), "runs")
+    assert (called.returncode, called.stderr) == (0, ""), called.stderr
+
+
+@pytest.mark.parametrize("scheme", ["rediss", "rediss+sentinel"])
+@pytest.mark.parametrize(
+    ("kind", "host", "trusted", "why"),
+    [
+        ("good", "127.0.0.1", "stranger", "nobody who is trusted here has signed its certificate"),
+        ("good", "127.0.0.1", "", "nobody who is trusted here has signed its certificate"),
+        ("good", "localhost", "ca", "its certificate is for another name"),
+        ("expired", "127.0.0.1", "ca", "its certificate has expired"),
+        ("asking", "127.0.0.1", "ca", "a certificate of yours (ssl_certfile=, ssl_keyfile=)"),
+    ],
+)
+def test_a_mistake_ends_the_command_with_the_reason_and_code_4(
+    folder: Path, ports: Mapping[str, tuple[int, int]], scheme: str, kind: str, host: str, trusted: str, why: str
+) -> None:
+    trusts = folder / trusted / "ca.crt" if trusted else None
+    began = time.monotonic()
+    called = call(folder, address(scheme, ports[kind], host, trusts), "runs")
+    assert called.returncode == 4, called.stderr
+    assert why in called.stderr
+    assert "RLBUFFER_REDIS_URL" in called.stderr
+    assert "Traceback" not in called.stderr
+    assert time.monotonic() - began < 100
+
+
+@pytest.mark.parametrize("debug", [(), ("--debug",)])
+def test_no_password_stands_in_what_a_refused_command_prints(
+    folder: Path, ports: Mapping[str, tuple[int, int]], debug: tuple[str, ...]
+) -> None:
+    """Tracebacks too: of a login that is refused, and of a certificate."""
+    good = address("rediss+sentinel", ports["good"], trusts=folder / "ca" / "ca.crt")
+    wrong = good.replace("watch-s", "other-s")
+    for url in (wrong, good.replace("://", "://:typed-s%23cr%40t@"), good.replace("127.0.0.1", "localhost")):
+        called = call(folder, url, *debug, "runs")
+        assert called.returncode != 0
+        said = called.stdout + called.stderr
+        assert ("Traceback" in said) == bool(debug)
+        assert [part for part in ("s#cr@t", "s%23cr%40t") if part in said] == []

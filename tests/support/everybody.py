@@ -1,0 +1,110 @@
+"""A short loop in which every role does all of its work, each under its own address."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import rlbuffer
+from rlbuffer.daemon import Daemon
+from rlbuffer.store.backup.backup import write_backup
+from rlbuffer.store.backup.restore import restore_backup
+
+ROLES = ("viewer", "worker", "scorer", "trainer", "operator")
+CONFIG = rlbuffer.BatcherConfig(256, step_groups=2, max_age=9, quota_bytes=10**9, worker_quota_bytes=10**9)
+UrlOf = Callable[[str], str]
+"""Role -> the address that it uses."""
+
+
+@contextlib.contextmanager
+def batcher(url: str) -> Iterator[rlbuffer.Buffer]:
+    """A leading batcher in a thread; what it raised is raised at the end."""
+    stop, errors = threading.Event(), []
+    with rlbuffer.connect(url, run="math") as buffer:
+
+        def lead() -> None:
+            try:
+                Daemon(buffer, CONFIG, lease_seconds=2.0).run(stop)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=lead)
+        thread.start()
+        try:
+            deadline = time.monotonic() + 30
+            while not (buffer.store.runs() and buffer.store.heartbeats("batcher")):
+                assert not errors, errors
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            yield buffer
+        finally:
+            stop.set()
+            thread.join(timeout=30)
+            assert errors == []
+
+
+def do_everybodys_work(url_of: UrlOf, folder: Path) -> None:
+    """Two steps with every role under its own address, and what an operator does afterwards."""
+    with batcher(url_of("operator")) as operator:
+        with (
+            rlbuffer.connect(url_of("trainer"), run="math") as trainer,
+            rlbuffer.connect(url_of("worker"), run="math") as worker,
+            rlbuffer.connect(url_of("scorer"), run="math") as scorer,
+        ):
+            reader = trainer.reader(timeout_seconds=60)
+            reader.start()
+            trainer.policy().announce(0, location="http://trainer/v0", size=1, checksum="c")
+            writer = worker.writer("w")
+            tickets = writer.take("a", 6, timeout_seconds=60)
+            assert tickets
+            writer.renew(tickets)
+            for seed, ticket in enumerate(tickets[:-1]):
+                writer.push(rlbuffer.make_group(env="a", seed=seed, group_id=ticket.group_id))
+            for seed in range(10, 16):
+                writer.push(rlbuffer.make_group(env="a", seed=seed))
+            writer.release(tickets[-1:])
+            worker.heartbeat("worker", "w", {"env": "a"})
+            worker.store.count_lost(1)
+            assert worker.store.claim_evaluation("e", 0, owner="w", ttl_seconds=60)
+            worker.store.add_evaluation("e", 0, {"reward": 1.0})
+            worker.store.release_evaluation("e", 0, owner="w")
+            worker.store.note_visits("a", "p", "s")
+            scorer.heartbeat("scorer", "s", {"gives": ["ref_logprobs"]})
+            waits = writer.push(rlbuffer.make_group(env="a", seed=90, needs=["ref_logprobs"])).entry_id
+            assert scorer.store.claim_scoring([waits], owner="s", ttl_seconds=60)[0] == {waits}
+            assert scorer.store.read_pool()
+            assert scorer.writer("s").replace(rlbuffer.make_group(env="a", seed=90), waits).entry_id
+            scorer.store.release_scoring([waits], owner="s")
+            for step in reader.steps():
+                assert step.rollouts == 8
+                trainer.policy().announce(step.number, location="http://trainer/v", size=1, checksum="c")
+                trainer.heartbeat("rank", "0", {"pid": 1})
+                trainer.store.count_damaged(step.number, [])
+                trainer.store.count_damaged(step.number, ["a.0/0"])
+                if step.number == 2:
+                    reader.trained(step)
+                    reader.checkpointed(2, oldest_kept=1)
+                    break
+            assert worker.policy().current().version == 2
+        with rlbuffer.connect(url_of("viewer"), run="math") as viewer:
+            assert viewer.verify().findings == ()
+            assert viewer.ledger().total().trained[0] == 16
+            assert viewer.step(2).header.step == 2
+            assert viewer.group(viewer.groups("state=trained")[0].group_id)
+            assert set(viewer.store.heartbeats("worker")) == {"w"}
+            assert list(viewer.store.runs()) == ["math"]
+        assert operator.store.pause("a")
+        assert operator.store.resume("a")
+    with rlbuffer.connect(url_of("operator"), run="math") as operator:
+        write_backup(operator.store, folder / "math.backup")
+        with rlbuffer.connect(url_of("operator"), run="copy") as copy:
+            restore_backup(copy.store, folder / "math.backup")
+            assert copy.verify().findings == ()
+            assert copy.store.delete_run() > 0
+        operator.store.rewind(2, force=True)
+        assert operator.verify().findings == ()
+        assert operator.store.delete_run() > 0
+        assert operator.store.runs() == {}
