@@ -189,13 +189,16 @@ class Archive:
         rows: list[dict[str, Any]] = self._table(name.file()).to_pylist()
         return rows
 
-    def rollouts(self, step: int) -> Iterator[ArchivedRollout]:
-        """The rollouts of a step, by group. Raises NotFound when the archive does not have it."""
+    def rollouts(self, step: int, *, left_out: bool = False) -> Iterator[ArchivedRollout]:
+        """The rollouts of a step, by group, or those that its groups hold besides, with why they were left out.
+
+        Raises NotFound when the archive does not have it.
+        """
         archived = next((s for s in self.steps if s.step == step), None)
         if archived is None:
             raise NotFound(f"the archive {self.folder} has no step {step}")
         for row in self.rows(archived.file.replace("steps-", "rollouts-", 1)):
-            if row["step"] == step:
+            if row["step"] == step and (row.get("left_out") is not None) == left_out:
                 yield ArchivedRollout(row=row)
 
     def row_numbers(self, step: int) -> Mapping[tuple[int, int], int]:
@@ -261,8 +264,9 @@ class Archive:
         if isinstance(place, DroppedGroup):
             rows = [row for row in self.dropped_rows(place) if row["group_id"] == group_id]
             return group_of(rows, group_id, place.env, None, place)
-        trained = [member.row for member in self.rollouts(place) if member.row["group_id"] == group_id]
-        return group_of(trained, group_id, str(trained[0]["env"]) if trained else "", place, None)
+        members = [*self.rollouts(place), *self.rollouts(place, left_out=True)]
+        rows = [member.row for member in members if member.row["group_id"] == group_id]
+        return group_of(rows, group_id, str(rows[0]["env"]) if rows else "", place, None)
 
     def _places(self, prefix: str) -> dict[str, int | DroppedGroup]:
         """Group id that begins so -> the last step that trained it, else its drop."""
