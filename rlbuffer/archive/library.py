@@ -194,12 +194,16 @@ class Archive:
 
         Raises NotFound when the archive does not have it.
         """
+        rows = self._rows_of(step)
+        return (ArchivedRollout(row=row) for row in rows if (row.get("left_out") is not None) == left_out)
+
+    def _rows_of(self, step: int) -> Iterator[dict[str, Any]]:
+        """The rows of a step's rollouts: those that are trained, then those that its groups hold besides."""
         archived = next((s for s in self.steps if s.step == step), None)
         if archived is None:
             raise NotFound(f"the archive {self.folder} has no step {step}")
-        for row in self.rows(archived.file.replace("steps-", "rollouts-", 1)):
-            if row["step"] == step and (row.get("left_out") is not None) == left_out:
-                yield ArchivedRollout(row=row)
+        rows = self.rows(archived.file.replace("steps-", "rollouts-", 1))
+        return (row for row in rows if row["step"] == step)
 
     def row_numbers(self, step: int) -> Mapping[tuple[int, int], int]:
         """(rank, place) -> row of that rank, from 0, of each rollout of a step that counts; empty for another step."""
@@ -264,8 +268,7 @@ class Archive:
         if isinstance(place, DroppedGroup):
             rows = [row for row in self.dropped_rows(place) if row["group_id"] == group_id]
             return group_of(rows, group_id, place.env, None, place)
-        members = [*self.rollouts(place), *self.rollouts(place, left_out=True)]
-        rows = [member.row for member in members if member.row["group_id"] == group_id]
+        rows = [row for row in self._rows_of(place) if row["group_id"] == group_id]
         return group_of(rows, group_id, str(rows[0]["env"]) if rows else "", place, None)
 
     def _places(self, prefix: str) -> dict[str, int | DroppedGroup]:

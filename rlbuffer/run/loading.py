@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlbuffer.config import loading
+from rlbuffer.config.cross_checks import Checks
 from rlbuffer.config.loading import Loaded, folders_of
 from rlbuffer.config.mistakes import Mistake, Places
 from rlbuffer.config.settings import RunSettings
@@ -35,7 +36,7 @@ def load(
     return loading.load(config, environ=environ, flags=flags, checks=checks_of(parts))
 
 
-def checks_of(parts: Parts = ()) -> loading.Checks:
+def checks_of(parts: Parts = ()) -> Checks:
     """The checks of the envs, and of what `parts` need of this host, for :mod:`rlbuffer.config.loading`."""
 
     def checks(settings: RunSettings, places: Places, file: Path | None) -> Iterator[Mistake]:
