@@ -140,7 +140,9 @@ def _of_push(
 ) -> list[Source]:
     pushes = record.get("pushes")
     pushed = pushes.get(payload_key.rpartition(":")[2]) if isinstance(pushes, dict) else None
-    worker, pushed_ms = pushed or (record.get("worker"), record.get("pushed_ms"))
+    if not (isinstance(pushed, list) and len(pushed) == 2):  # anybody may have written it
+        pushed = [record.get("worker"), record.get("pushed_ms")]
+    worker, pushed_ms = pushed
     names = sorted((name for name in fields if name.isdigit()), key=int)
     sources = []
     for name in names:

@@ -1,7 +1,7 @@
 """A payload taken apart so that the same bytes can be made of its parts again: what an archive keeps in columns.
 
-The details stay packed as they came, beside their decoded form: maps and numbers have several encodings, and the
-checksum is of the one that the writer chose.
+The details stay packed as they came: maps and numbers have several encodings, and the checksum is of the one that the
+writer chose.
 """
 
 from __future__ import annotations
@@ -52,16 +52,20 @@ def split(data: bytes | memoryview) -> PayloadParts:
     count, tokens, at, checksum = unframed(data)
     packed = bytes(memoryview(data)[HEADER_BYTES:at])
     details = unchecked(packed, limit=MAX_DETAILS_BYTES)
-    required = _required(data, tokens, at) if count == len(REQUIRED_COLUMNS) else None
-    is_plain = type(details) is list and len(details) == len(Details._fields) and details[_TABLES] == [[], [], None]
-    if required is not None and is_plain:
-        finish_reason, columns, attachments, text = details[_FINISH_REASON], {}, {}, None
+    plain = _required(data, tokens, at) if count == len(REQUIRED_COLUMNS) and _has_no_more(details) else None
+    if plain is not None:
+        parts = PayloadParts(packed, details[_FINISH_REASON], plain, {}, {}, None, checksum)
     else:
-        d, required, columns, attachments, text = content_of(data, details, count=count, tokens=tokens, at=at)
-        finish_reason = d.finish_reason
-    if tokens and required["loss_mask"].view(np.uint8).max() > 1:
+        c = content_of(data, details, count=count, tokens=tokens, at=at)
+        parts = PayloadParts(packed, c.details.finish_reason, c.required, c.columns, c.attachments, c.text, checksum)
+    if tokens and parts.required["loss_mask"].view(np.uint8).max() > 1:
         raise PayloadError("invalid rollout payload: a mark of the loss mask is neither 0 nor 1")
-    return PayloadParts(packed, finish_reason, required, columns, attachments, text, checksum)
+    return parts
+
+
+def _has_no_more(details: Any) -> bool:
+    """True of the details of a payload without further arrays and text."""
+    return type(details) is list and len(details) == len(Details._fields) and details[_TABLES] == [[], [], None]
 
 
 def _required(data: bytes | memoryview, tokens: int, at: int) -> dict[str, NDArray[Any]] | None:

@@ -17,7 +17,8 @@ pytest_plugins = ["store_fixtures"]
 @pytest.fixture
 def cursors(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Where each read of the pool began."""
-    read, seen = run.store.read_pool, []
+    read = run.store.read_pool
+    seen: list[str] = []
 
     def noted(after: str = "0-0", **fields: object) -> object:
         seen.append(after)
