@@ -49,6 +49,7 @@ def run(report: Report) -> None:
             before = _watch(buffer)
             times = [asyncio.run(_opened(buffer)) for _ in range(REPEATS)]
             searches = {where: _searched(buffer, where) for where in SEARCHES}
+            looks = _looks(buffer)
             one_shot = [_one_shot(home) for _ in range(REPEATS)]
             slowest, command, writes = _asked(buffer, before)
     finally:
@@ -69,6 +70,7 @@ def run(report: Report) -> None:
         [
             ["CPU s of `rlbuffer inspect --plain`", f"{cpu:.2f}", light],
             ["its wall time, s", f"{wall:.2f}", ""],
+            ["`rlbuffer top`: first look, later looks, ms", "{:.0f}, {:.0f}".format(*looks), ""],
             ["slowest command, ms", f"{slowest:.1f} {command}", gentle],
             ["commands that write", ", ".join(writes) or "none", silent],
         ],
@@ -80,6 +82,19 @@ def run(report: Report) -> None:
         ["median of 5", "seconds", f"below {MOST_SECONDS}"],
         [["rows", f"{rows:.3f}", met], ["header", f"{header:.3f}", ""], ["imports", f"{imports:.3f}", ""]],
     )
+
+
+def _looks(buffer: rlbuffer.Buffer) -> tuple[float, float]:
+    """Milliseconds of the first look of `rlbuffer top`, and the median of those after it."""
+    from rlbuffer.client.pool_look import PoolLook
+    from rlbuffer_cli.render.top import look
+
+    pool, times = PoolLook(buffer.store), []
+    for _ in range(1 + REPEATS):
+        begun = time.perf_counter()
+        look(buffer, [], pool)
+        times.append(1000 * (time.perf_counter() - begun))
+    return times[0], sorted(times[1:])[REPEATS // 2]
 
 
 def _one_shot(home: Path) -> tuple[float, float]:

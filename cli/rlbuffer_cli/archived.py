@@ -61,11 +61,15 @@ def detail_of(archive: Archive, group: ArchivedGroup) -> GroupDetail:
 
 
 def _view(group: ArchivedGroup, members: Sequence[RolloutView]) -> GroupView:
+    from collections import Counter
     from statistics import fmean
 
     from rlbuffer.client.views import GroupView
     from rlbuffer.records.states import State
 
+    reasons = [member.row.get("left_out") for member in group.members]
+    members = [member for member, reason in zip(members, reasons, strict=True) if reason is None]
+    left = ", ".join(f"{count} {reason}" for reason, count in Counter(filter(None, reasons)).items())
     row = group.members[0].row if group.members else {}
     dropped = group.dropped
     scored = tuple(member.reward for member in members if member.reward is not None)
@@ -86,7 +90,7 @@ def _view(group: ArchivedGroup, members: Sequence[RolloutView]) -> GroupView:
         waited_seconds=None,
         worker=row.get("worker") or "",
         step=group.step,
-        detail="" if dropped is None else dropped.detail,
+        detail=(f"left out: {left}" if left else "") if dropped is None else dropped.detail,
         min_version=min((member.min_version for member in members), default=0),
         max_version=max((member.max_version for member in members), default=0),
         adapter=row.get("adapter") or "",

@@ -113,6 +113,12 @@ def _check_rollouts(
 ) -> list[Finding]:
     findings = []
     for row in rows:
+        if row.get("left_out") is not None:
+            counts["left_out"] += 1
+            if row["details"] is not None and (wrong := _wrong(row, row["size"], row["checksum"])):
+                message = f"step {row['step']}: rollout {row['rollout_id']} of {row['group_id']}, left out: {wrong}"
+                findings.append(Finding(invariant="A4", message=message))
+            continue
         place = (row["step"], row["rank"], row["place"])
         ref = expected.pop(place, None)
         if ref is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from rlbuffer.archive.rows import Source
@@ -14,11 +15,15 @@ from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.payloads import FETCH_BYTES
 from rlbuffer.store.protocol import Store
-from rlbuffer.store.records import PartRollout, PoolEntry, StepBytes
+from rlbuffer.store.records import PartRollout, StepBytes
 
 HISTORY_PAGE = 1000
 """Records of the history per file."""
 _GROUP_FIELD = "group"
+_UNKNOWN = RolloutInfo(
+    rollout_id="", length=0, prompt_tokens=0, loss_tokens=0, reward=None, min_version=0, max_version=0
+)
+"""Stands for a rollout that only its payload describes."""
 
 
 def copy_steps(store: Store, writer: ArchiveWriter, headers: Sequence[StepHeader]) -> int:
@@ -38,12 +43,12 @@ def copy_steps(store: Store, writer: ArchiveWriter, headers: Sequence[StepHeader
             break
         whole.append((header, stored))
     if whole:
-        writer.add_steps(whole, (group for _, stored in whole for group in _of_step(store, stored)))
+        writer.add_steps(whole, (group for header, stored in whole for group in _of_step(store, header, stored)))
     return len(whole)
 
 
-def _of_step(store: Store, stored: StepBytes) -> Iterator[list[Source]]:
-    """The rollouts of a step, push by push, about 64 MiB at a time."""
+def _of_step(store: Store, header: StepHeader, stored: StepBytes) -> Iterator[list[Source]]:
+    """The rollouts of a step, push by push, about 64 MiB at a time; then what its groups hold besides."""
     places: list[tuple[PartRollout, int, int]] = []
     for part in stored.decoded:
         places += [(ref, part.rank, place) for place, ref in enumerate(part.rollouts)]
@@ -58,6 +63,14 @@ def _of_step(store: Store, stored: StepBytes) -> Iterator[list[Source]]:
             seen = ref.payload_key
             sources.append(Source(ref=ref, data=data, group=its_group, step=stored.step, rank=rank, place=place))
         yield sources
+    for key, ref in {ref.payload_key: ref for ref, _, _ in places if header.left_out}.items():
+        if rejected := header.left_out.get(f"{ref.group_id}:{key.rpartition(':')[2]}", ()):
+            fields = store.read_push_payload(key)
+            refs = [replace(ref, index=index, info=_UNKNOWN, advantage=0.0) for index, _ in rejected]
+            yield [
+                Source(ref=its, data=fields.get(str(its.index)), step=stored.step, left_out=reason)
+                for its, (_, reason) in zip(refs, rejected, strict=True)
+            ]
 
 
 def _chunks(places: Sequence[tuple[PartRollout, int, int]]) -> Iterator[Sequence[tuple[PartRollout, int, int]]]:
@@ -70,21 +83,20 @@ def _chunks(places: Sequence[tuple[PartRollout, int, int]]) -> Iterator[Sequence
     yield places[start:]
 
 
-def copy_history(store: Store, writer: ArchiveWriter, known: Mapping[str, PoolEntry] | None = None) -> int:
-    """Adds all of the history that is new. -> records added.
-
-    `known`: payload key -> what the pool held of a push that was dropped.
-
-    Raises:
-        OSError: the filesystem refused.
-    """
+def copy_history(store: Store, writer: ArchiveWriter) -> int:
+    """Adds all of the history that is new. -> records added. Raises OSError."""
     added = 0
     while True:
         page = store.read_history(writer.history_place, count=HISTORY_PAGE)
         if not page.records:
             return added
-        drops = [row for entry_id, record in page.records for row in history_rows(entry_id, record) if _is_drop(row)]
-        writer.add_history(page.records, _of_drops(store, drops, known or {}), is_cut=page.is_cut)
+        drops = {
+            str(row["group_id"]): (row, record)  # of several drops of a group, its rollouts stand once
+            for entry_id, record in page.records
+            for row in history_rows(entry_id, record)
+            if _is_drop(row)
+        }
+        writer.add_history(page.records, _of_drops(store, drops), is_cut=page.is_cut)
         added += len(page.records)
 
 
@@ -98,18 +110,17 @@ def _is_drop(row: Mapping[str, Any]) -> bool:
     return bool(row["kind"] == Dropped.event and row.get("group_id"))
 
 
-def _of_drops(
-    store: Store, drops: Sequence[Mapping[str, Any]], known: Mapping[str, PoolEntry]
-) -> Iterator[list[Source]]:
-    """The rollouts of dropped groups that are still there, a push at a time; those that a step trains are its own."""
-    of_group = {str(row["group_id"]): row for row in drops}  # of several drops of a group, its rollouts stand once
-    keys = store.dropped_payloads(list(of_group)) if of_group else {}
+def _of_drops(store: Store, drops: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Iterator[list[Source]]:
+    """The rollouts of dropped groups that are still there, a push at a time; those that a step trains are its own.
+
+    `drops`: group id -> row, and record, of its drop.
+    """
+    keys = store.dropped_payloads(list(drops)) if drops else {}
     used = _consumed(store, keys)
     for group_id, payload_keys in keys.items():
         for payload_key in payload_keys:
             if payload_key not in used:
-                fields = store.read_push_payload(payload_key)
-                yield _of_push(of_group[group_id], payload_key, fields, known.get(payload_key))
+                yield _of_push(*drops[group_id], payload_key, store.read_push_payload(payload_key))
 
 
 def _consumed(store: Store, groups: Mapping[str, Any]) -> set[str]:
@@ -125,30 +136,37 @@ def _consumed(store: Store, groups: Mapping[str, Any]) -> set[str]:
 
 
 def _of_push(
-    drop: Mapping[str, Any], payload_key: str, fields: Mapping[str, bytes], entry: PoolEntry | None
+    drop: Mapping[str, Any], record: Mapping[str, Any], payload_key: str, fields: Mapping[str, bytes]
 ) -> list[Source]:
-    info = None if entry is None else entry.info
+    pushes = record.get("pushes")
+    pushed = pushes.get(payload_key.rpartition(":")[2]) if isinstance(pushes, dict) else None
+    if not (isinstance(pushed, list) and len(pushed) == 2):  # anybody may have written it
+        pushed = [record.get("worker"), record.get("pushed_ms")]
+    worker, pushed_ms = pushed
     names = sorted((name for name in fields if name.isdigit()), key=int)
     sources = []
     for name in names:
         ref = PartRollout(
             payload_key=payload_key,
             index=int(name),
-            info=RolloutInfo(
-                rollout_id="", length=0, prompt_tokens=0, loss_tokens=0, reward=None, min_version=0, max_version=0
-            ),
+            info=_UNKNOWN,
             group_id=str(drop["group_id"]),
             env=str(drop.get("env") or ""),
-            adapter="" if info is None else info.adapter,
+            adapter=str(record.get("adapter") or ""),
             advantage=0.0,
-            prompt_id="" if info is None else info.prompt_id,
-            planned_size=0 if info is None else info.planned_size,
-            worker="" if info is None else info.worker,
-            pushed_ms=0 if entry is None else entry.pushed_ms,
+            prompt_id=str(record.get("prompt_id") or ""),
+            planned_size=_count(record.get("planned_size")),
+            worker=str(worker or ""),
+            pushed_ms=_count(pushed_ms),
         )
         group = fields.get(_GROUP_FIELD) if name == names[0] else None
         sources.append(Source(ref=ref, data=fields[name], group=group, history_id=str(drop["history_id"])))
     return sources
+
+
+def _count(value: Any) -> int:
+    """Anybody may have written it."""
+    return value if isinstance(value, int) and value >= 0 else 0
 
 
 def files_of(headers: Sequence[StepHeader], *, steps: int, size: int) -> Iterator[list[StepHeader]]:

@@ -106,9 +106,10 @@ def read_group_file(path: Path) -> Iterator[Group]:
     """
     try:
         parquet = pq.ParquetFile(path)
-        if missing := [name for name in ROLLOUTS.names if name not in parquet.schema_arrow.names]:
+        if missing := [name for name in ROLLOUTS.names if name not in {*parquet.schema_arrow.names, "left_out"}]:
             raise InvalidRollout(f"it lacks the columns {', '.join(missing)}: it is no file of rollouts")
-        rows = (row for batch in parquet.iter_batches(batch_size=256) for row in rows_of(batch))
+        batches = (rows_of(batch) for batch in parquet.iter_batches(batch_size=256))
+        rows = (row for batch in batches for row in batch if row.get("left_out") is None)
         for (group_id, _), push in groupby(rows, key=lambda row: (row["group_id"], row["payload_key"])):
             try:
                 yield _group(list(push))

@@ -189,14 +189,21 @@ class Archive:
         rows: list[dict[str, Any]] = self._table(name.file()).to_pylist()
         return rows
 
-    def rollouts(self, step: int) -> Iterator[ArchivedRollout]:
-        """The rollouts of a step, by group. Raises NotFound when the archive does not have it."""
+    def rollouts(self, step: int, *, left_out: bool = False) -> Iterator[ArchivedRollout]:
+        """The rollouts of a step, by group, or those that its groups hold besides, with why they were left out.
+
+        Raises NotFound when the archive does not have it.
+        """
+        rows = self._rows_of(step)
+        return (ArchivedRollout(row=row) for row in rows if (row.get("left_out") is not None) == left_out)
+
+    def _rows_of(self, step: int) -> Iterator[dict[str, Any]]:
+        """The rows of a step's rollouts: those that are trained, then those that its groups hold besides."""
         archived = next((s for s in self.steps if s.step == step), None)
         if archived is None:
             raise NotFound(f"the archive {self.folder} has no step {step}")
-        for row in self.rows(archived.file.replace("steps-", "rollouts-", 1)):
-            if row["step"] == step:
-                yield ArchivedRollout(row=row)
+        rows = self.rows(archived.file.replace("steps-", "rollouts-", 1))
+        return (row for row in rows if row["step"] == step)
 
     def row_numbers(self, step: int) -> Mapping[tuple[int, int], int]:
         """(rank, place) -> row of that rank, from 0, of each rollout of a step that counts; empty for another step."""
@@ -261,8 +268,8 @@ class Archive:
         if isinstance(place, DroppedGroup):
             rows = [row for row in self.dropped_rows(place) if row["group_id"] == group_id]
             return group_of(rows, group_id, place.env, None, place)
-        trained = [member.row for member in self.rollouts(place) if member.row["group_id"] == group_id]
-        return group_of(trained, group_id, str(trained[0]["env"]) if trained else "", place, None)
+        rows = [row for row in self._rows_of(place) if row["group_id"] == group_id]
+        return group_of(rows, group_id, str(rows[0]["env"]) if rows else "", place, None)
 
     def _places(self, prefix: str) -> dict[str, int | DroppedGroup]:
         """Group id that begins so -> the last step that trained it, else its drop."""

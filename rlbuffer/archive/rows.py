@@ -6,7 +6,7 @@ a Python object per token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,8 @@ class Source:
     rank: int | None = None
     place: int | None = None
     """Index in the part of its rank."""
+    left_out: str | None = None
+    """Why its group was trained without it; None for all others."""
     history_id: str | None = None
     """The drop's record in the history."""
     needs: Sequence[str] = ()
@@ -49,43 +51,84 @@ class Source:
     """Unix seconds at the worker, where they are known."""
 
 
+ROW_GROUP_BYTES = 64 * 2**20
+"""Payload bytes of a row group: each row group costs as much as a few hundred rollouts, and a reader holds one."""
+
+
 def rollout_table(sources: Sequence[Source]) -> Any:
     """[N] rows of :data:`~rlbuffer.archive.schema.ROLLOUTS`, a pyarrow table; payloads are copied."""
-    pieces = [_split(source) for source in sources]
-    table: dict[str, Any] = {}
-    rows = [_scalars(source, parts, problem) for source, (parts, problem) in zip(sources, pieces, strict=True)]
-    for name in rows[0] if rows else ():
-        table[name] = [row[name] for row in rows]
+    return next(rollout_tables([sources]), ROLLOUTS.empty_table())
+
+
+def rollout_tables(groups: Iterable[Sequence[Source]]) -> Iterator[Any]:
+    """Tables of whole groups, of about :data:`ROW_GROUP_BYTES` each; none is empty.
+
+    The payloads of a group are copied before the next one is asked for.
+    """
+    rows: list[dict[str, Any]] = []
+    tokens: dict[str, list[NDArray[Any]]] = {name: [] for name in REQUIRED_COLUMNS}
+    size = 0
+    for sources in groups:
+        pieces = [_split(source) for source in sources]
+        rows += [_scalars(source, *piece) for source, piece in zip(sources, pieces, strict=True)]
+        for name, arrays in tokens.items():
+            arrays += _copied([parts.required[name] for parts, _, _ in pieces if parts is not None])
+        size += sum([len(source.data) for source in sources if source.data is not None])
+        if size >= ROW_GROUP_BYTES:
+            yield _table(rows, tokens)
+            rows, tokens, size = [], {name: [] for name in REQUIRED_COLUMNS}, 0
+    if rows:
+        yield _table(rows, tokens)
+
+
+def _copied(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    return [np.concatenate(arrays)] if arrays else []
+
+
+def _table(rows: Sequence[Mapping[str, Any]], tokens: Mapping[str, Sequence[NDArray[Any]]]) -> Any:
+    """The rows, and their tokens, marks and logprobs one after the other."""
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([row["tokens"] for row in rows], out=offsets[1:])
+    ends = pa.array(offsets)
     arrays = [
-        _token_column(field, [parts.required[field.name] if parts else None for parts, _ in pieces])
-        if field.name in REQUIRED_COLUMNS
-        else pa.array(table.get(field.name, []), field.type)
+        pa.ListArray.from_arrays(ends, _values(field, tokens[field.name]), type=field.type)
+        if field.name in tokens
+        else pa.array([row[field.name] for row in rows], field.type)
         for field in ROLLOUTS
     ]
     return pa.Table.from_arrays(arrays, schema=ROLLOUTS)
 
 
-def _split(source: Source) -> tuple[PayloadParts | None, str]:
-    """The parts of a payload that is what was announced, else what is wrong with it."""
+def _values(field: Any, arrays: Sequence[NDArray[Any]]) -> Any:
+    whole = np.concatenate(arrays) if arrays else np.empty(0, REQUIRED_COLUMNS[field.name])
+    return pa.array(whole, field.type.value_type)
+
+
+def _split(source: Source) -> tuple[PayloadParts | None, RolloutInfo, str]:
+    """The parts of a payload that is what was announced, what it is, and what is wrong with it.
+
+    What nobody has announced is described by its own details.
+    """
+    info = source.ref.info
     if source.data is None:
-        return None, MISSING
+        return None, info, MISSING
     try:
         parts = split(source.data)
-        info = source.ref.info
-        if info.checksum and (len(source.data), parts.checksum) != (info.size, info.checksum):
+        if not info.checksum:
+            info = _info_of(parts)  # what is not of the types of a rollout is kept as it came
+        elif (len(source.data), parts.checksum) != (info.size, info.checksum):
             raise PayloadError(
                 f"{len(source.data)} bytes with checksum {parts.checksum:08x} do not agree with the metadata: "
                 f"{info.size} bytes with checksum {info.checksum:08x}"
             )
-        _info_of(parts)  # what is not of the types of a rollout is kept as it came
     except (PayloadError, TypeError, ValueError, AttributeError) as error:
-        return None, str(error)
-    return parts, ""
+        return None, info, str(error)
+    return parts, info, ""
 
 
 def _info_of(parts: PayloadParts) -> RolloutInfo:
     """The rollout as its payload describes it."""
-    d, mask = parts.details, parts.required["loss_mask"]
+    d, mask = Details(*loads(parts.packed, limit=MAX_DETAILS_BYTES)), parts.required["loss_mask"]
     versions = [int(version) for version in d.spans[::3]]
     trained = np.flatnonzero(mask)
     return RolloutInfo(
@@ -104,11 +147,9 @@ def _info_of(parts: PayloadParts) -> RolloutInfo:
     )
 
 
-def _scalars(source: Source, parts: PayloadParts | None, problem: str) -> dict[str, Any]:
+def _scalars(source: Source, parts: PayloadParts | None, info: RolloutInfo, problem: str) -> dict[str, Any]:
     """Everything of a row but its columns of tokens."""
-    ref, info = source.ref, source.ref.info
-    if parts is not None and not info.checksum:
-        info = _info_of(parts)
+    ref = source.ref
     return {
         "step": source.step,
         "rank": source.rank,
@@ -123,7 +164,7 @@ def _scalars(source: Source, parts: PayloadParts | None, problem: str) -> dict[s
         "payload_key": ref.payload_key,
         "index": ref.index,
         "pushed_ms": ref.pushed_ms,
-        "advantage": None if source.step is None else ref.advantage,
+        "advantage": None if source.rank is None else ref.advantage,
         "rollout_id": info.rollout_id,
         "length": info.length,
         "prompt_tokens": info.prompt_tokens,
@@ -132,12 +173,14 @@ def _scalars(source: Source, parts: PayloadParts | None, problem: str) -> dict[s
         "rewards": list(info.rewards.items()),
         "min_version": info.min_version,
         "max_version": info.max_version,
-        "finish_reason": "" if parts is None else str(parts.details.finish_reason),
+        "finish_reason": "" if parts is None else str(parts.finish_reason),
         "is_truncated": info.is_truncated,
         "size": len(source.data) if source.data is not None else info.size,
         "checksum": info.checksum,
         "problem": problem,
+        "left_out": source.left_out,
         "text": None if parts is None else parts.text,
+        "tokens": 0 if parts is None else len(parts.required["tokens"]),  # of each of the three columns
         "columns": [] if parts is None else _packed(parts.columns),
         "attachments": [] if parts is None else _packed(parts.attachments),
         "details": None if parts is None else parts.packed,
@@ -155,32 +198,19 @@ def _packed(arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _token_column(field: Any, arrays: Sequence[NDArray[Any] | None]) -> Any:
-    """A column of lists out of one array each; an empty list where there is none."""
-    offsets = np.zeros(len(arrays) + 1, np.int32)
-    np.cumsum([0 if array is None else len(array) for array in arrays], out=offsets[1:])
-    there = [array for array in arrays if array is not None]
-    values = np.concatenate(there) if there else np.empty(0, REQUIRED_COLUMNS[field.name])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, field.type.value_type), type=field.type)
-
-
 # -- and back ----------------------------------------------------------------------------------------------------------
 def payload_of(row: Mapping[str, Any]) -> bytes | None:
     """The payload that a row was made of; None where it was missing.
 
     `row`: as pyarrow's ``RecordBatch.to_pylist`` gives it, its columns of tokens as arrays (:func:`rows_of`).
-
-    Raises:
-        PayloadError: the row's details cannot be read.
     """
     if row["details"] is None:
         raw: bytes | None = row["raw"]
         return raw
-    details = loads(row["details"], limit=MAX_DETAILS_BYTES)
     return joined_again(
         PayloadParts(
             packed=row["details"],
-            details=Details(*details),
+            finish_reason=row["finish_reason"],
             required={name: np.asarray(row[name], dtype) for name, dtype in REQUIRED_COLUMNS.items()},
             columns={array["name"]: _unpacked(array) for array in row["columns"]},
             attachments={array["name"]: _unpacked(array) for array in row["attachments"]},

@@ -79,6 +79,7 @@ ROLLOUTS = pa.schema(
         ("size", pa.int64()),
         ("checksum", pa.int64()),
         ("problem", pa.string()),
+        ("left_out", pa.string()),
         ("text", pa.string()),
         ("tokens", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.bool_())),

@@ -11,13 +11,14 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlbuffer.archive.rows import Source, rollout_table
+from rlbuffer.archive.rows import Source, rollout_tables
 from rlbuffer.archive.schema import (
     HISTORY,
     ROLLOUTS,
@@ -88,13 +89,13 @@ class ArchiveWriter:
 
         Args:
             steps: at least one.
-            rollouts: theirs, a row group at a time.
+            rollouts: theirs; each sequence is done with before the next one is asked for.
 
         Raises:
             OSError: the filesystem refused; nothing was added.
         """
         name = StepsName(steps[0][0].epoch, steps[0][0].step, steps[-1][0].step, steps[-1][0].digest[:12])
-        self._write(name.file("rollouts"), ROLLOUTS, (rollout_table(group) for group in rollouts if group))
+        self._write(name.file("rollouts"), ROLLOUTS, rollout_tables(rollouts))
         rows = [_step_row(header, stored) for header, stored in steps]
         self._write(name.file(), STEPS, [pa.Table.from_pylist(rows, schema=STEPS)])
         self.digests |= {header.digest for header, _ in steps}
@@ -107,9 +108,9 @@ class ArchiveWriter:
         `is_cut`: records before them are gone. Raises OSError; then nothing was added.
         """
         first, last = records[0][0], records[-1][0]
-        sources = _with_first(iter(rollouts))
-        if sources is not None:
-            self._write(history_file("dropped", first, last), ROLLOUTS, (rollout_table(group) for group in sources))
+        tables = rollout_tables(rollouts)
+        if (table := next(tables, None)) is not None:
+            self._write(history_file("dropped", first, last), ROLLOUTS, chain([table], tables))
         rows = [row for entry_id, record in records for row in history_rows(entry_id, record)]
         rows[0]["is_cut"] = is_cut
         self._write(history_file("history", first, last), HISTORY, [pa.Table.from_pylist(rows, schema=HISTORY)])
@@ -179,20 +180,6 @@ def write_file(
 def _encodings(schema: Any) -> dict[str, str] | None:
     """Bytes of floats apart compress better: logprobs have nearly equal exponents."""
     return {"logprobs.list.element": "BYTE_STREAM_SPLIT"} if "logprobs" in schema.names else None
-
-
-def _with_first(groups: Iterator[Sequence[Source]]) -> Iterator[Sequence[Source]] | None:
-    """The groups that are not empty; None when there is none."""
-    whole = (group for group in groups if group)
-    first = next(whole, None)
-    if first is None:
-        return None
-
-    def all_of(first: Sequence[Source] = first) -> Iterator[Sequence[Source]]:
-        yield first
-        yield from whole
-
-    return all_of()
 
 
 def _step_row(header: StepHeader, stored: StepBytes) -> dict[str, Any]:

@@ -84,8 +84,8 @@ class GroupState:
         """Steps that trained it before."""
         self.parts: dict[str, GroupInfo] = {}
         """entry id -> push, of the parts that hold a valid rollout."""
-        self.rejected: dict[str, list[tuple[Reason, RolloutInfo]]] = {}
-        """entry id -> (reason, rollout) of what those parts hold besides."""
+        self.rejected: dict[str, list[tuple[Reason, int, RolloutInfo]]] = {}
+        """entry id -> (reason, index in the push, rollout) of what those parts hold besides."""
         self.rollouts = 0
         """Number of valid rollouts."""
         self.arrived = 0
@@ -165,7 +165,7 @@ class GroupState:
             return None
         members, ids = self.members, self.ids
         joined: list[Member] = []
-        rejected: list[tuple[Reason, RolloutInfo]] = []
+        rejected: list[tuple[Reason, int, RolloutInfo]] = []
         details: dict[Reason, str] = {}
         for index, rollout in enumerate(info.rollouts):
             rejection = self._judge(rollout, info, row_tokens, len(members) + len(joined))
@@ -175,10 +175,10 @@ class GroupState:
             if rejection is None:
                 joined.append(Member(entry_id, index, rollout))
             else:
-                rejected.append((rejection.reason, rollout))
+                rejected.append((rejection.reason, index, rollout))
                 details.setdefault(rejection.reason, rejection.detail)
         if not joined:
-            reason = most_common(reason for reason, _ in rejected)
+            reason = most_common(reason for reason, _, _ in rejected)
             return Rejected(reason, details[reason])
         self.parts[entry_id] = info
         self.needs |= set(info.needs)
@@ -303,7 +303,8 @@ class GroupState:
         out = []
         for entry_id, (rollouts, tokens) in packed.items():
             dropped: dict[Reason, list[int]] = {}
-            for reason, rollout in self.rejected.get(entry_id, ()) if not self.used else ():
+            rejected = self.rejected.get(entry_id, ()) if not self.used else ()
+            for reason, _, rollout in rejected:
                 dropped.setdefault(reason, []).append(rollout.length)
             out.append(
                 EntryUse(
@@ -315,6 +316,7 @@ class GroupState:
                     group_id=self.group_id,
                     uses=self.used,
                     is_kept=self.used + 1 < max_uses,
+                    left_out=tuple((index, reason) for reason, index, _ in rejected),
                 )
             )
         return out

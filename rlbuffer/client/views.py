@@ -151,18 +151,24 @@ def every_group(
 
 
 # -- pending -----------------------------------------------------------------------------------------------------------
-def _pool(store: Store) -> Iterator[PoolEntry]:
-    cursor = "0-0"
+def pool_pages(store: Store, cursor: str = "0-0") -> Iterator[list[PoolEntry]]:
+    """The pool behind the id `cursor`, the oldest first, :data:`VIEW_PAGE` entries at a time."""
     while entries := store.read_pool(cursor, count=VIEW_PAGE):
-        yield from entries
+        yield entries
         cursor = entries[-1].entry_id
+
+
+def _by_group(store: Store) -> dict[str, list[PoolEntry]]:
+    parts: dict[str, list[PoolEntry]] = {}
+    for page in pool_pages(store):
+        for entry in page:
+            parts.setdefault(entry.group_id, []).append(entry)
+    return parts
 
 
 def pending_groups(store: Store) -> Iterator[tuple[GroupView, Sequence[PoolEntry]]]:
     """The groups in the pool, newest first, each with the pushes that make it up."""
-    parts: dict[str, list[PoolEntry]] = {}
-    for entry in _pool(store):
-        parts.setdefault(entry.group_id, []).append(entry)
+    parts = _by_group(store)
     if not parts:
         return
     now = store.now()
@@ -181,13 +187,15 @@ class PendingGroup(NamedTuple):
 
 def count_pending(store: Store) -> Iterator[PendingGroup]:
     """The groups of :func:`pending_groups` without their rollouts: those of a whole push are not unpacked."""
-    parts: dict[str, list[PoolEntry]] = {}
-    for entry in _pool(store):
-        parts.setdefault(entry.group_id, []).append(entry)
-    if not parts:
-        return
-    versions = _versions(store)
+    return counted(store, _by_group(store))
+
+
+def counted(store: Store, parts: Mapping[str, Sequence[PoolEntry]]) -> Iterator[PendingGroup]:
+    """The groups of these pushes, by their ids."""
+    versions = _versions(store) if parts else {}
     for group_id, entries in parts.items():
+        if not entries:
+            continue  # what replaced them is of another group
         info = entries[0].info
         if len(entries) > 1 or info is None or not info.totals.is_distinct:
             view = _pending_view(group_id, entries, versions=versions, now=0.0)

@@ -25,15 +25,13 @@ from rlbuffer.events.batcher import ArchiveStuck, ArchiveWritten
 from rlbuffer.narration import waiting
 from rlbuffer.store.keys import EARLY_SHARE
 from rlbuffer.store.protocol import Store
-from rlbuffer.store.records import Meta, PoolEntry
+from rlbuffer.store.records import Meta
 
 if TYPE_CHECKING:
     from rlbuffer.archive.writer import ArchiveWriter
 
 ARCHIVE_POLL_SECONDS = 1.0
 """Seconds between looks at whether there is a file's worth of steps."""
-MOST_DROPPED = 10_000
-"""Dropped pushes that are remembered until they are written: more are archived without prompt and worker."""
 LONGEST_RETRY_SECONDS = 30.0
 """A folder that cannot be written is tried again after a second, later after twice the time, and so long at most."""
 ARCHIVE_PATIENCE_SECONDS = 2.0
@@ -69,10 +67,6 @@ class Archiving:
         self._epoch = 0
         self._revisions: deque[Meta] = deque()
         """Settings that are not written yet."""
-        self._dropped: dict[str, PoolEntry] = {}
-        """Payload key -> push that was dropped and is not written yet."""
-        self._noted: tuple[str, ...] = ()
-        """Those of them that were there when the history was last read."""
         self._thread: threading.Thread | None = None
 
     # -- the leader ------------------------------------------------------------------------------------------------
@@ -97,11 +91,6 @@ class Archiving:
         if self._thread is not None and meta.revision:
             self._revisions.append(meta)
             self._wake.set()
-
-    def note_drop(self, entry: PoolEntry) -> None:
-        """A push is about to be dropped: its prompt and worker are known here, and on the server not any more."""
-        if self._thread is not None and len(self._dropped) < MOST_DROPPED:
-            self._dropped[entry.payload_key] = entry
 
     def may_retire(self, up_to: int, *, share: float) -> int:
         """The last step up to `up_to` that may leave the server.
@@ -185,12 +174,8 @@ class Archiving:
         steps, records = 0, 0
         for file in files_of(unwritten(self._store, self._writer), steps=self._settings.steps, size=size):
             steps += copy_steps(self._store, self._writer, file)
-        dropped = dict(self._dropped)
-        records = copy_history(self._store, self._writer, dropped)
+        records = copy_history(self._store, self._writer)
         copy_trained(self._store, self._writer)
-        for payload_key in self._noted:  # the newest ones may not have been dropped when the history was read
-            self._dropped.pop(payload_key, None)
-        self._noted = tuple(dropped)
         self._through, self._written_at = step, time.monotonic()
         self._retry_at, self._pause = float("-inf"), ARCHIVE_POLL_SECONDS
         if self._trouble:

@@ -94,9 +94,7 @@ class Leadership:
         self._since = store.now() if tenure.since is None else tenure.since
         self._meta = store.meta()
         self._wishes = WishWatch(store, asked, self._meta)
-        self._pending = Pending(
-            store, config, teller, token=self._token, since=self._since, on_drop=self._archive.note_drop
-        )
+        self._pending = Pending(store, config, teller, token=self._token, since=self._since)
         self._guard = Guard(store, config, self._pending, teller, token=self._token, since=self._losses)
         self._scorers = ScorerWatch(store, self._pending.batcher)
         self._workers = WorkerWatch(store)

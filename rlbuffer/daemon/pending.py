@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlbuffer.batcher.adapters import at_step
@@ -34,7 +34,6 @@ class Pending:
         teller: hears of every drop.
         token: the leader's fencing token.
         since: server time of the takeover, Unix seconds.
-        on_drop: hears of every push that is about to be dropped.
     """
 
     def __init__(
@@ -45,14 +44,12 @@ class Pending:
         *,
         token: int,
         since: float,
-        on_drop: Callable[[PoolEntry], None] = lambda entry: None,
     ) -> None:
         self._store = store
         self._config = config
         self._teller = teller
         self._token = token
         self._since = since
-        self._on_drop = on_drop
         self._began = time.monotonic()
         self._entries: dict[str, PoolEntry] = {}
         self._used: set[str] = set()
@@ -158,8 +155,6 @@ class Pending:
         drops = tuple(drops)
         if not drops:
             return
-        for entry_id in (entry_id for drop in drops for entry_id in drop.entry_ids):
-            self._on_drop(self._entries[entry_id])
         self._store.drop(self._token, [(d, [self._entries[e] for e in d.entry_ids]) for d in drops])
         self.batcher.dropped(drops)
         # A group that was trained before is only released: its place in the account stays.
@@ -185,7 +180,6 @@ class Pending:
                 self._teller.figures.dropped([entry])
                 self._teller.dropped([drop])
             for part in whole:
-                self._on_drop(part)
                 self.batcher.remove(part.entry_id)
             self._store.drop(self._token, [(drop, whole)])
             self._forget([part.entry_id for part in whole])

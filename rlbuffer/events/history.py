@@ -51,6 +51,12 @@ class Dropped(Event):
     """Name of the writer that pushed it."""
     pushed_ms: int | None = field(default=None, metadata=IF_ANY)
     """Server time of its first push."""
+    adapter: str | None = field(default=None, metadata=IF_ANY)
+    """Adapter that would have trained it; None for all weights."""
+    planned_size: int | None = field(default=None, metadata=IF_ANY)
+    """Rollouts that it should have had."""
+    pushes: Mapping[str, Sequence[Any]] | None = field(default=None, metadata=IF_ANY)
+    """Suffix of the payload key -> worker and server time of each push, where it came in several."""
 
 
 VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,9 @@ class StepHeader:
     """Adapter ("" is all weights) -> how far it is with this step, of all that were trained so far."""
     masks_truncated: bool = False
     """No token of a truncated rollout is trained, whatever its payload says."""
+    left_out: Mapping[str, Sequence[tuple[int, str]]] = field(default_factory=dict)
+    """Payload key without the run's prefix -> (index, reason) of the rollouts of that push that its group's step leaves
+    out."""
 
     def masks(self, info: RolloutInfo) -> bool:
         """True when this rollout of the step is there, and not trained."""

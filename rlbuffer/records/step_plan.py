@@ -112,6 +112,8 @@ class EntryUse:
     """Steps that trained its group before."""
     is_kept: bool = False
     """Its group may be used again after this step."""
+    left_out: tuple[tuple[int, Reason], ...] = ()
+    """(index in the push, reason) of each rollout that `dropped` counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from rlbuffer.config import loading
+from rlbuffer.config.cross_checks import Checks
 from rlbuffer.config.loading import Loaded, folders_of
-from rlbuffer.config.mistakes import Mistake, Mistakes, Places
+from rlbuffer.config.mistakes import Mistake, Places
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.run.env_checks import with_envs
 from rlbuffer.run.host_checks import Parts, on_host
@@ -32,26 +33,14 @@ def load(
     Raises:
         ConfigError: every mistake, in one message.
     """
-    loaded, mistakes = examine(config, environ=environ, flags=flags, parts=parts)
-    mistakes.refuse()
-    return loaded
+    return loading.load(config, environ=environ, flags=flags, checks=checks_of(parts))
 
 
-def examine(
-    config: str | Path | None = None,
-    *,
-    environ: Mapping[str, str] | None = None,
-    flags: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
-    parts: Parts = (),
-) -> tuple[Loaded, Mistakes]:
-    """Loads as :func:`load` does; what is wrong is left out, and named beside it.
-
-    Raises:
-        ConfigError: a file that cannot be read.
-    """
+def checks_of(parts: Parts = ()) -> Checks:
+    """The checks of the envs, and of what `parts` need of this host, for :mod:`rlbuffer.config.loading`."""
 
     def checks(settings: RunSettings, places: Places, file: Path | None) -> Iterator[Mistake]:
         yield from with_envs(settings, places)
         yield from on_host(settings, places, parts, folders_of(file))
 
-    return loading.examine(config, environ=environ, flags=flags, checks=checks)
+    return checks

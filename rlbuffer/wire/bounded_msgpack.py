@@ -65,6 +65,20 @@ def loads(data: bytes | memoryview, *, limit: int, max_items: int = MAX_MESSAGE_
     return value
 
 
+def unchecked(data: bytes, *, limit: int) -> Any:
+    """The value of at most `limit` bytes of msgpack, of which the caller checks what it uses.
+
+    Raises:
+        PayloadError: too long, malformed, trailing bytes.
+    """
+    if len(data) > limit:
+        raise PayloadError(f"msgpack of {len(data)} bytes is above the limit of {limit}")
+    try:
+        return msgpack.unpackb(data, strict_map_key=False)
+    except _FAULTS as error:
+        raise PayloadError(f"malformed msgpack: {str(error) or type(error).__name__}") from None
+
+
 def picked(data: bytes | memoryview, places: Sequence[int], *, items: int) -> list[Any]:
     """The items at `places` of a packed list of `items`; the others become no objects.
 

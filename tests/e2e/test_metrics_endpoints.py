@@ -29,6 +29,11 @@ SELDOM = {
     "train_reward_part_mean": "these envs name no parts of a reward",
 }
 """Metric -> why a healthy run may have no value of it."""
+SCORER = """
+[score.ref]
+model = "initial"
+device = "cpu"
+"""
 SAMPLE = re.compile(r"^(\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
@@ -43,14 +48,18 @@ class Live:
         self.home.environment["RLBUFFER_METRICS__LISTEN"] = "127.0.0.1:0"
         self.home.environment["RLBUFFER_TRAINER__REPORTS__PEAK_FLOPS"] = "1e12"  # so that a CPU has an mfu, too
         path = self.home.config(steps=100_000, world_size=1, checkpoint_every=3)
+        text = path.read_text().replace("vocab_size = 16", "vocab_size = 13")
+        text = text.replace("group_size = 8\n", 'group_size = 8\nneeds = ["ref_logprobs"]\n')
+        path.write_text(text.replace("[trainer]\n", "[trainer]\nloss = { kl_beta = 0.1 }\n") + SCORER)
         for name, *arguments in (
             ("serve", "serve", "--display", "plain"),
             ("vcopy", "worker", "vcopy", "--display", "plain"),
             ("repeat", "worker", "repeat", "--display", "plain"),
+            ("score", "score", "ref"),
             ("train", "train", "--display", "plain"),
         ):
             self.home.start(*arguments, "--config", path, log=name)
-        for name in ("serve", "vcopy", "repeat", "train"):
+        for name in PROCESSES:
             self.home.wait_until(lambda name=name: self._find(name), seconds=180, why=f"the metrics of {name}")
         with self.home.connect() as buffer:
             buffer.writer("a-test").push(make_group(env="vcopy", seed=10**9, version=10**6))
@@ -104,7 +113,7 @@ def live(parent: Parent) -> Iterator[Live]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-PROCESSES = {"serve": "serve", "vcopy": "worker", "repeat": "worker", "train": "train"}
+PROCESSES = {"serve": "serve", "vcopy": "worker", "repeat": "worker", "score": "score", "train": "train"}
 
 
 @pytest.mark.parametrize("name", PROCESSES)

@@ -106,6 +106,7 @@ def test_entries_are_accounted_for_exactly():
             packed_tokens=10,
             dropped=(("oversized", 1, 101), ("invalid", 1, 10)),
             group_id="g",
+            left_out=((1, "oversized"), (2, "invalid")),
         ),
         EntryUse(
             entry_id="1-0",
@@ -114,6 +115,7 @@ def test_entries_are_accounted_for_exactly():
             packed_tokens=36,
             dropped=(("duplicate", 1, 11),),
             group_id="g",
+            left_out=((0, "duplicate"),),
         ),
     ]
 

@@ -38,12 +38,12 @@ def command(given: options.Given, purpose: str | None, as_json: bool) -> int:
     Example:
       rlbuffer doctor --redis redis://host:6379
     """
-    from rlbuffer.config.loading import DEFAULT_FILE
+    from rlbuffer.config.loading import DEFAULT_FILE, examine
     from rlbuffer.errors import ConfigError
     from rlbuffer.run.diagnosis import Health, failed
     from rlbuffer.run.doctor import diagnose, is_failed
     from rlbuffer.run.host_checks import EVERYTHING
-    from rlbuffer.run.loading import examine
+    from rlbuffer.run.loading import checks_of
 
     starting("looking at settings, host and server")
     given.check()
@@ -52,7 +52,7 @@ def command(given: options.Given, purpose: str | None, as_json: bool) -> int:
     parts = EVERYTHING if chosen == "run" else (chosen,) if chosen else ()
     diagnoses: list[Diagnosis] = []
     try:
-        loaded, mistakes = examine(given.config, flags=given.flags, parts=parts)
+        loaded, mistakes = examine(given.config, flags=given.flags, checks=checks_of(parts))
     except ConfigError as error:
         diagnoses.append(failed("settings", str(error), "correct the file: nothing else was looked at"))
     else:

@@ -93,7 +93,9 @@ class _View:
     """The last look, for a terminal."""
 
     def __init__(self, buffer: Buffer, tail: MetricsTail) -> None:
-        self._buffer, self._tail = buffer, tail
+        from rlbuffer.client.pool_look import PoolLook
+
+        self._buffer, self._tail, self._pool = buffer, tail, PoolLook(buffer.store)
         self._trained: list[dict[str, object]] = []
         self._sight: Sight | None = None
         self.trouble = ""
@@ -103,7 +105,7 @@ class _View:
         from rlbuffer_cli.render.top import look
 
         self._trained += self._tail.new()
-        self._sight, self.trouble = look(self._buffer, self._trained), ""
+        self._sight, self.trouble = look(self._buffer, self._trained, self._pool), ""
         return self._sight
 
     def lines(self, width: int) -> list[str]:

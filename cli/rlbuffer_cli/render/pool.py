@@ -19,6 +19,7 @@ from rlbuffer_cli.render.workers import SHOWN_FRESH_SECONDS, beat_line, failure_
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
+    from rlbuffer.client.pool_look import PoolLook
     from rlbuffer.client.views import GroupView
     from rlbuffer.store.protocol import Store
     from rlbuffer.store.records import EnvLedger, Ledger
@@ -107,14 +108,14 @@ class RunSummary:
     evaluations: tuple[Mapping[str, Any], ...] = field(default=())
 
 
-def summarize(buffer: Buffer) -> RunSummary:
-    """Reads everything that the header shows; changes nothing."""
-    from rlbuffer.client.views import count_pending
+def summarize(buffer: Buffer, pool: PoolLook | None = None) -> RunSummary:
+    """Reads everything that the header shows; changes nothing. `pool`: of who looks again and again."""
+    from rlbuffer.client.pool_look import PoolLook
     from rlbuffer.config.fractions import budgets_at
 
     store = buffer.store
     meta, trainer, ledger = store.meta(), store.trainer(), store.ledger()
-    pending = list(count_pending(store))
+    pending = list((pool or PoolLook(store)).groups())
     budgets = budgets_at(meta.config.get("budgets", {}), meta.step + 1)
     consumed = {env: a.packed[1] + a.trained[1] for env, a in ledger.envs.items()}
     total = sum(consumed.values()) or 1

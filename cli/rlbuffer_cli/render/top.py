@@ -30,6 +30,7 @@ from rlbuffer_cli.render.workers import BEAT_HEADER, BEAT_NUMBERS, SHOWN_FRESH_S
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
+    from rlbuffer.client.pool_look import PoolLook
 
 WINDOW_SECONDS = 300.0
 """Rates and drops are of so long, or of the run's whole life where that is shorter."""
@@ -87,7 +88,7 @@ class Sight:
         return waited([s.get("wait", 0.0) for s in seconds], [s.get("total", 0.0) for s in seconds])
 
 
-def look(buffer: Buffer, trained: Sequence[Mapping[str, Any]]) -> Sight:
+def look(buffer: Buffer, trained: Sequence[Mapping[str, Any]], pool: PoolLook) -> Sight:
     """Looks at a run. `trained`: the trainer's step records, as far as they can be read here; the last ones count."""
     from rlbuffer.events.history import Committed, Dropped
 
@@ -103,7 +104,7 @@ def look(buffer: Buffer, trained: Sequence[Mapping[str, Any]]) -> Sight:
             rollouts, tokens = drops[record["reason"]]
             drops[record["reason"]] = rollouts + record["rollouts"], tokens + record["tokens"]
     return Sight(
-        summary=summarize(buffer),
+        summary=summarize(buffer, pool),
         at=now,
         ranks=store.heartbeats("rank"),
         window_seconds=window,

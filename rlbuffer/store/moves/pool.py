@@ -26,6 +26,8 @@ AHEAD_MS = 3_600_000
 """An id of the pool this far ahead of the server's clock was not given by it, or the clock was set back since."""
 DROP_ENTRIES = 500
 """Pool entries per DROP: about 1.5 ms of the server's time."""
+NAMED_PUSHES = 64
+"""Pushes of a dropped group that its record names one by one: the server keeps :data:`HISTORY_ENTRIES` of them."""
 HISTORY_ENTRIES = 10_000
 """Records of drops and steps that are kept."""
 CLOSING_REASONS = frozenset({Reason.STALE, Reason.FUTURE, Reason.SMALL, Reason.FLAT, Reason.VOID, Reason.OPERATOR})
@@ -67,9 +69,9 @@ class PoolMoves(Session):
         where = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
         for chunk in _chunks(drops):
             args: list[Any] = [token, keys.payload_prefix, HISTORY_ENTRIES, len(chunk)]
-            for drop, entry_ids, first in chunk:
-                closes = "1" if first is not None and drop.reason in CLOSING_REASONS else "0"
-                record = _drop_record(drop, first) if first is not None else b""
+            for drop, entry_ids, pushes in chunk:
+                closes = "1" if pushes and drop.reason in CLOSING_REASONS else "0"
+                record = _drop_record(drop, pushes) if pushes else b""
                 args += [drop.group_id, drop.env, drop.reason, closes, record, len(entry_ids), *entry_ids]
             reply = self.move("drop", where, args)
             if text(reply[0]) == "FENCED":
@@ -194,9 +196,9 @@ def _count(fields: Fields, name: bytes) -> int:
 
 def _chunks(
     drops: Sequence[tuple[Drop, Sequence[PoolEntry]]],
-) -> Iterator[list[tuple[Drop, list[str], PoolEntry | None]]]:
-    """Drops in calls of at most :data:`DROP_ENTRIES` entries; the last piece of a drop comes with its first entry."""
-    chunk: list[tuple[Drop, list[str], PoolEntry | None]] = []
+) -> Iterator[list[tuple[Drop, list[str], Sequence[PoolEntry]]]]:
+    """Drops in calls of at most :data:`DROP_ENTRIES` entries; the last piece of a drop comes with its entries."""
+    chunk: list[tuple[Drop, list[str], Sequence[PoolEntry]]] = []
     chunk_entries = 0
     for drop, entries in drops:
         ids = [entry.entry_id for entry in entries]
@@ -205,14 +207,16 @@ def _chunks(
             if chunk_entries + len(piece) > DROP_ENTRIES:
                 yield chunk
                 chunk, chunk_entries = [], 0
-            chunk.append((drop, piece, entries[0] if start + DROP_ENTRIES >= len(ids) else None))
+            chunk.append((drop, piece, entries if start + DROP_ENTRIES >= len(ids) else ()))
             chunk_entries += len(piece)
     if chunk:
         yield chunk
 
 
-def _drop_record(drop: Drop, first: PoolEntry) -> bytes:
+def _drop_record(drop: Drop, entries: Sequence[PoolEntry]) -> bytes:
+    first = entries[0]
     info = first.info  # nobody knows it any more once its entry is gone
+    pushes = {e.payload_key.rpartition(":")[2]: [e.info.worker if e.info else "", e.pushed_ms] for e in entries}
     record = Dropped(
         group_id=drop.group_id,
         env=drop.env,
@@ -225,5 +229,8 @@ def _drop_record(drop: Drop, first: PoolEntry) -> bytes:
         prompt_id=info.prompt_id if info is not None else None,
         worker=info.worker if info is not None else None,
         pushed_ms=first.pushed_ms,
+        adapter=(info.adapter or None) if info is not None else None,
+        planned_size=info.planned_size if info is not None else None,
+        pushes=pushes if 1 < len(entries) <= NAMED_PUSHES else None,
     )
     return payload.dumps(as_object(record))

@@ -88,7 +88,7 @@ class StepMoves(StepReads):
         since: int | None = None,
     ) -> tuple[CommitStatus, Any]:
         # A lost reply is followed by the same bytes again, which the script knows; with `since` it is not.
-        record = header_record(plan, entries, meta, waiting_for_version, columns)
+        record = header_record(plan, entries, meta, waiting_for_version, columns, self.keys.payload_prefix)
         check_numbers(record, plan)
         header = encode(record)
         parts = [encode(part) for part in part_records(plan, entries, self.keys.payload_prefix)]

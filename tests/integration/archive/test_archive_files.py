@@ -16,6 +16,7 @@ from rlbuffer.archive.library import Archive
 from rlbuffer.archive.schema import steps_names
 from rlbuffer.archive.writer import ArchiveWriter
 from rlbuffer.errors import ArchiveError, NotFound
+from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import encode_push
 from rlbuffer_cli.archived import of_archive
 
@@ -213,3 +214,17 @@ def test_a_column_of_tokens_takes_at_most_ten_bytes_a_token(run: Run, tmp_path: 
     metadata = pq.read_metadata(archive.folder / name.file("rollouts"))
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     assert size / (2 * 8 * 2000) < 10
+
+
+def test_a_drop_by_anybody_keeps_the_prompt_and_the_worker_of_each_push(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    for worker in ("w-7", "w-8"):
+        part = make_group(
+            env="a", size=1, planned_size=2, group_id="a.0", prompt_id="a prompt", worker=worker, adapter="ad"
+        )
+        run.store.push(part, producer=worker, incarnation=worker, sequence=1, epoch=run.meta.epoch)
+    run.drop("stale", run.pool())
+    rows = [member.row for member in archived(run, tmp_path / "archive").find("a.0").members]
+    assert [row["worker"] for row in rows] == ["w-7", "w-8"]
+    assert {(row["prompt_id"], row["planned_size"], row["adapter"]) for row in rows} == {("a prompt", 2, "ad")}
+    assert all(row["pushed_ms"] > 0 for row in rows)

@@ -21,6 +21,7 @@ from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group
+from rlbuffer_cli.archived import of_archive
 
 pytestmark = pytest.mark.server
 
@@ -103,6 +104,26 @@ def test_a_dropped_group_keeps_its_prompt_and_worker(served: Served) -> None:
     assert dropped.dropped.reason == "future"
     assert [(m.row["prompt_id"], m.row["worker"]) for m in dropped.members] == [("a prompt", "w-7")] * 2
     assert [m.rollout for m in dropped.members] == list(group.rollouts)
+
+
+def test_a_rollout_that_its_group_is_trained_without_is_archived_with_the_reason(served: Served) -> None:
+    training = Training(served, seconds=0.2)
+    group = make_group(env="a", lengths=[8, 100, 8], group_id="a.long", prompt_id="a prompt", worker="w-7")
+    training.writer.push(group)
+    training.step = 1
+    training.report(served.wait_for(lambda: served.run.store.wait_step(1, block_seconds=0.1), seconds=30).digest)
+    training.train()
+    served.stop()
+    archive = Archive(training.folder)
+    (left,) = archive.rollouts(1, left_out=True)
+    row = left.row
+    assert (row["left_out"], row["rollout_id"], row["worker"], row["rank"]) == ("oversized", "a.long/1", "w-7", None)
+    assert left.rollout == group.rollouts[1]
+    assert [member.rollout_id for member in archive.rollouts(1)] == ["a.long/0", "a.long/2"]
+    detail = of_archive(training.folder, "a.long")
+    assert (detail.view.rollouts, detail.view.detail, len(detail.members)) == (2, "left out: 1 oversized", 3)
+    report = check_archive(archive)
+    assert (report.findings, report.checked["left_out"], report.checked["rollouts"]) == ((), 1, 4)
 
 
 def blocked(folder: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from daemon_runs import Served
 from store_runs import Run, plan_of
 
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import Reason
 from rlbuffer.store.records import Claim, TrainedStep
 
@@ -50,6 +53,30 @@ def test_what_a_step_leaves_out_and_what_drops_whole_is_counted_by_length(begun:
         "packed": {8: (1, 5)},
         "oversized": {8: (1, 8), 16: (1, 9)},
         "stale": {4: (1, 3), 64: (1, 64), 128: (1, 65)},
+    }
+
+
+def test_a_leader_that_takes_over_counts_by_length_what_the_first_one_left(run: Run) -> None:
+    attempt = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
+    run.store.announce(attempt, PolicyVersion(version=0))
+    config = BatcherConfig(64, step_groups=1, max_age=8, lookahead=8)
+    served = Served(run)
+    try:
+        run.push("a.0", lengths=[5, 100, 9])
+        run.push("a.1", lengths=[7], rollout_ids=["a.1/0"], planned_size=3)
+        served.serve(config)
+        served.wait_for(lambda: run.store.meta().step == 1)
+        served.stop()
+        run.push("a.1", lengths=[64, 65], rollout_ids=["a.1/1", "a.1/2"], planned_size=3)
+        run.push("a.2", lengths=[3, 2], version=10**6)
+        served.serve(config)
+        served.wait_for(lambda: run.store.meta().step == 2 and run.store.ledger().envs["a"].dropped.get("future"))
+    finally:
+        served.close()
+    assert by_length(run) == {
+        "packed": {8: (2, 12), 16: (1, 9), 64: (1, 64)},
+        "oversized": {128: (2, 165)},
+        "future": {2: (1, 2), 4: (1, 3)},
     }
 
 
