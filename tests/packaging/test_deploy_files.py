@@ -13,13 +13,16 @@ import re
 import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from rlbuffer.config.loading import load
+from rlbuffer.store.server.binary import find_binary
 from rlbuffer_cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +95,7 @@ def test_the_container_file_is_as_hadolint_wants_it() -> None:
     subprocess.run([program("hadolint"), DEPLOY / "Dockerfile"], check=True, timeout=60)
 
 
-# -- Kubernetes --------------------------------------------------------------------------------------------------------
+# -- Kubernetes ------------------------------------------------------------------------------------------------------
 def test_every_manifest_is_of_its_schema() -> None:
     validate = needed("kubernetes_validate").validate
     kinds = []
@@ -155,8 +158,6 @@ def test_kustomize_puts_the_manifests_together(tmp_path: Path) -> None:
 
 def test_the_server_of_the_cluster_asks_for_the_password(tmp_path: Path) -> None:
     """The container's own command, with the embedded server's program by the name of the image's."""
-    from rlbuffer.store.server.binary import find_binary
-
     command = next(pod["containers"][0] for pod in pods() if pod["containers"][0]["name"] == "redis")
     (tmp_path / "valkey-server").symlink_to(find_binary().path)
     (tmp_path / "redis-password").write_text("s3cret")
@@ -167,10 +168,6 @@ def test_the_server_of_the_cluster_asks_for_the_password(tmp_path: Path) -> None
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     server = subprocess.Popen([*command["command"], script], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
     try:
-        import time
-
-        import redis
-
         deadline = time.monotonic() + 30
         while not (tmp_path / "s.sock").exists():
             assert server.poll() is None
@@ -186,7 +183,7 @@ def test_the_server_of_the_cluster_asks_for_the_password(tmp_path: Path) -> None
         assert server.wait(30) == 0
 
 
-# -- systemd -------------------------------------------------------------------------------------------------------------
+# -- systemd ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
 def test_a_unit_starts_what_there_is_with_settings_that_there_are(unit: Path) -> None:
     lines = [line.partition("=") for line in unit.read_text().splitlines() if "=" in line and not line.startswith("#")]
@@ -211,6 +208,6 @@ def test_systemd_knows_every_line_of_the_units(tmp_path: Path) -> None:
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-# -- Slurm -----------------------------------------------------------------------------------------------------------------
+# -- Slurm -----------------------------------------------------------------------------------------------------------
 def test_the_batch_file_is_as_shellcheck_wants_it() -> None:
     subprocess.run([program("shellcheck"), DEPLOY / "slurm" / "run.sbatch"], check=True, timeout=60)

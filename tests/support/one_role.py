@@ -1,7 +1,7 @@
 """A worker or a rank that uses public names only, so that any version of rlbuffer runs it: ``python one_role.py ...``.
 
-    python one_role.py worker URL RUN        URL: "" for the embedded server
-    python one_role.py rank URL RUN LAST
+python one_role.py worker URL RUN        URL: "" for the embedded server
+python one_role.py rank URL RUN LAST
 """
 
 from __future__ import annotations

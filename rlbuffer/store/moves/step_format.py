@@ -227,8 +227,7 @@ def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepH
         adapters = {name: AdapterProgress(**progress) for name, progress in record.pop("adapters", {}).items()}
         if unknown := sorted(record.keys() - _HEADER_FIELDS):
             raise PayloadError(
-                f"{', '.join(unknown)} is not known to this version of rlbuffer: a newer batcher made the step. Update "
-                "rlbuffer here, or lead the run with the older one"
+                f"this rlbuffer does not know {', '.join(unknown)}: a newer one made the step, update this one"
             )
         header = StepHeader(
             digest=digest,
