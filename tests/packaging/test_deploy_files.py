@@ -13,6 +13,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ def needed(name: str) -> Any:
 
 def program(name: str) -> str:
     """A program that a package of the development set brings along."""
-    path = shutil.which(name) or shutil.which(name, path=os.environ.get("RLBUFFER_TEST_PROGRAMS", ""))
+    path = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if path is None and os.environ.get("CI") != "true":
         pytest.skip(f"needs {name}")
     assert path is not None
@@ -209,5 +210,6 @@ def test_systemd_knows_every_line_of_the_units(tmp_path: Path) -> None:
 
 
 # -- Slurm -----------------------------------------------------------------------------------------------------------
-def test_the_batch_file_is_as_shellcheck_wants_it() -> None:
-    subprocess.run([program("shellcheck"), DEPLOY / "slurm" / "run.sbatch"], check=True, timeout=60)
+def test_the_batch_file_and_the_image_s_steps_are_as_shellcheck_wants_them() -> None:
+    files = [DEPLOY / "slurm" / "run.sbatch", ROOT / ".ci" / "image"]
+    subprocess.run([program("shellcheck"), *files], check=True, timeout=60)
