@@ -17,8 +17,16 @@ ROOT = Path(__file__).resolve().parent.parent
 class Report:
     """Prints as it goes and remembers which targets were missed."""
 
-    def __init__(self, write: Callable[[str], None] = print, *, environments: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        write: Callable[[str], None] = print,
+        *,
+        environments: Sequence[Path] = (),
+        seconds: float | None = None,
+    ) -> None:
         self._write = write
+        self.seconds = seconds
+        """Length of the benchmarks that can be longer; None: their own."""
         self.environments = environments
         """Virtual environments that hold peers to run beside."""
         self.missed: list[str] = []

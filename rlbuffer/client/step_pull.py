@@ -16,12 +16,12 @@ from rlbuffer.errors import PayloadError
 from rlbuffer.packing.arena import Arena
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.further_columns import ColumnSpec, column_spec
-from rlbuffer.packing.planner import redeal
+from rlbuffer.packing.planner import dealt_to
 from rlbuffer.records.info import unfrozen
 from rlbuffer.records.micro_batch import MicroBatch, Sample, Step
 from rlbuffer.records.rollout import Rollout, RolloutArrays
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import Normalizers, Plan
+from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.store.payloads import Trainable, decoded, read_views
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout
@@ -63,33 +63,51 @@ class StepPull:
         self._arena = Arena()
 
     def part(self, header: StepHeader) -> Part:
-        """This rank's rows of a step: its own part, or at another world size all parts, dealt again.
+        """This rank's rows of a step: its own part, or at another world size its rows of the parts that hold them.
 
         Raises:
             NotFound: the server has no such part (any more).
         """
-        same = header.world_size == self._world_size
-        parts = self._store.read_parts(header.step, [self._rank] if same else None)
+        if header.world_size != self._world_size:
+            return self._dealt_again(header)
+        (own,) = self._store.read_parts(header.step, [self._rank])
+        return Part(own.rows, own.rollouts, own.row_tokens)
+
+    def _dealt_again(self, header: StepHeader) -> Part:
+        """The rows that `redeal` gives to this rank. Of many ranks none reads what all of them hold.
+
+        A planner splits rows before it leaves any empty, so a step of fewer rollouts than rows has dummies: whose
+        they are stands in all the parts, which are small then. Any other step's rows are counted without them.
+        """
+        planned = header.world_size
+        any_rank = self._rank % planned
+        parts = {any_rank: self._store.read_parts(header.step, [any_rank])[0]}
+        first = parts[any_rank]
+        deep = first.rows_per_micro_batch
+        has_dummies = header.rollouts < len(first.rows) * deep * planned
+        if has_dummies:
+            parts = {part.rank: part for part in self._store.read_parts(header.step)}
+        order = [
+            (step, layer, rank)
+            for step in range(len(first.rows))
+            for layer in range(deep)
+            for rank in range(planned)
+            if not has_dummies or parts[rank].rows[step][layer]
+        ]
+        dealt = dealt_to(self._rank, len(order), self._world_size, rows_per_micro_batch=deep)
+        needed = sorted({order[k][2] for its in dealt for k in its if k is not None} - parts.keys())
+        if needed:
+            parts |= {part.rank: part for part in self._store.read_parts(header.step, needed)}
         rollouts: list[PartRollout] = []
-        per_rank = []
-        for part in parts:
-            base = len(rollouts)
-            rollouts.extend(part.rollouts)
-            per_rank.append([tuple(tuple(base + i for i in row) for row in rows) for rows in part.rows])
-        plan = Plan(
-            rows=tuple(zip(*per_rank, strict=True)),
-            world_size=len(parts),
-            row_tokens=parts[0].row_tokens,
-            rows_per_micro_batch=parts[0].rows_per_micro_batch,
-        )
-        if same:
-            return Part([step[0] for step in plan.rows], rollouts, plan.row_tokens)
-        plan = redeal(plan, self._world_size)
-        rows = [step[self._rank] for step in plan.rows]
-        used = sorted({i for step in rows for row in step for i in row})
-        place = {index: k for k, index in enumerate(used)}
-        dealt = [tuple(tuple(place[i] for i in row) for row in step) for step in rows]
-        return Part(dealt, [rollouts[i] for i in used], plan.row_tokens)
+
+        def row(step: int, layer: int, rank: int) -> tuple[int, ...]:
+            base, part = len(rollouts), parts[rank]
+            its = part.rows[step][layer]
+            rollouts.extend(part.rollouts[i] for i in its)
+            return tuple(range(base, base + len(its)))
+
+        rows = [tuple(() if k is None else row(*order[k]) for k in micro_batch) for micro_batch in dealt]
+        return Part(rows, rollouts, first.row_tokens)
 
     def step(self, header: StepHeader, part: Part) -> tuple[Step, list[tuple[PartRollout, str]]]:
         """The step, and the rollouts in it that are masked padding because they cannot be trained, each with the

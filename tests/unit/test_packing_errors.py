@@ -191,6 +191,13 @@ ONE = msgpack.packb(["answer"])
             msgpack.packb({}),
             "step header: unexpected content (KeyError: 'age_limits')",
         ),
+        (
+            lambda data: decode_header(data, digest="", committed_ms=0),
+            msgpack.packb(
+                {"age_limits": {}, "group_ids": [], "closed_by": "capacity", "columns": {}, "sees_tomorrow": True}
+            ),
+            "step header: this rlbuffer does not know sees_tomorrow: a newer one made the step, update this one",
+        ),
         (decode_part, msgpack.packb({}), "step part: unexpected content (KeyError: 'sources')"),
         (
             decode_part,

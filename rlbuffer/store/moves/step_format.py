@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -32,6 +32,7 @@ _INFO_FIELDS = (
     *("turns", "is_truncated", "size", "checksum"),
 )
 """A rollout's values in a part, in order."""
+_HEADER_FIELDS = frozenset(field.name for field in fields(StepHeader))
 _info_values = attrgetter(*_INFO_FIELDS)
 _UnfrozenInfo, _UnfrozenRollout = unfrozen(RolloutInfo), unfrozen(PartRollout)
 Built = TypeVar("Built")
@@ -236,6 +237,10 @@ def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepH
         closed_by = ClosedBy(record.pop("closed_by"))
         columns = {name: (dtype, tuple(shape)) for name, (dtype, *shape) in record.pop("columns").items()}
         adapters = {name: AdapterProgress(**progress) for name, progress in record.pop("adapters", {}).items()}
+        if unknown := sorted(record.keys() - _HEADER_FIELDS):
+            raise PayloadError(
+                f"this rlbuffer does not know {', '.join(unknown)}: a newer one made the step, update this one"
+            )
         header = StepHeader(
             digest=digest,
             committed_ms=committed_ms,

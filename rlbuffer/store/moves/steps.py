@@ -117,6 +117,7 @@ class StepMoves(StepReads):
                 keys.summary,
                 keys.state,
                 keys.reuse,
+                keys.trainer,
             ),
             args,
             since=since,

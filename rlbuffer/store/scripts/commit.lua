@@ -2,7 +2,7 @@
 -- COMMIT: a planned step becomes immutable, and everything that it consumes leaves the pool, in one move.
 --
 -- KEYS  1 lease   2 pool   3 steps   4 meta   5 ledger   6 closed   7 garbage   8 history   9 summary   10 state
---       11 reuse
+--       11 reuse   12 trainer
 -- ARGV  1 token   2 epoch   3 step   4 digest of the step before ('' for step 1)   5 digest of this step
 --       6 payload key prefix   7 tombstones: how old, ms, and how many steps   8 history entries kept   9 summary lines kept
 --       10 header   11 the batcher's state   12 summary line   13 history record
@@ -18,6 +18,7 @@
 --       {'GONE', id...}        these entries are not pending any more, or their group was used another number of times
 --       {'TWICE', id}          an entry is named twice
 --       {'UNEQUAL', id, rollouts, tokens}  packed and dropped do not add up to what the entry holds, which is this
+-- Lengths of what is packed are left out while the trainer is of an older version, whose REPORT moves the totals alone.
 -- A bucket is k for rollouts of more than 2^(k-1) and at most 2^k tokens.
 -- Of ARGV 7, "<ms> <steps>": a tombstone goes when it is that old and that many steps were committed since, this one
 -- included; with 0 steps none goes. Their scores never fall, also when the clock is set back, so that they tell the order.
@@ -25,7 +26,7 @@
 -- each of its entries: "<env> <payload suffix> <rollouts> <tokens> <metadata>". The first use of a group moves the ledger,
 -- later ones are counted beside it as `reused`.
 local lease_key, pool_key, steps_key, meta_key, ledger_key, closed_key, garbage_key, history_key, summary_key,
-  state_key, reuse_key = unpack(KEYS)
+  state_key, reuse_key, trainer_key = unpack(KEYS)
 local token, epoch, number, previous, digest, prefix, tombstones, history_kept, summary_kept, new_header,
   new_state, summary_line, history_line, new_entries, new_groups, lengths = unpack(ARGV, 1, 16)
 local time = redis.call('TIME')
@@ -167,6 +168,8 @@ for i = 1, #order do
   redis.pcall('HINCRBY', ledger_key, env .. ':packed:groups', string.format('%.0f', sums[3]))
   totals[i] = string.format('%s %.0f %.0f %.0f', env, sums[1], sums[2], sums[3])
 end
+local trainer = redis.call('HMGET', trainer_key, 'number', 'lengths')
+if trainer[1] and trainer[1] ~= trainer[2] then lengths = '' end
 for env, bucket, rollouts, tokens in string.gmatch(lengths, '(%S+) (%d+) (%d+) (%d+)') do
   redis.pcall('HINCRBY', ledger_key, env .. ':packed:rollouts:' .. bucket, rollouts)
   redis.pcall('HINCRBY', ledger_key, env .. ':packed:tokens:' .. bucket, tokens)

@@ -132,3 +132,16 @@ def test_the_whole_ledger_has_the_lengths_of_all_envs(begun: Run) -> None:
     assert begun.store.ledger().total().lengths == {
         "packed": {4: (1, 3), 8: (3, 20), 16: (1, 9), 32: (1, 30), 64: (1, 64), 128: (1, 65)}
     }
+
+
+def test_a_trainer_of_an_older_version_moves_totals_alone_so_nothing_packed_for_it_has_a_length(begun: Run) -> None:
+    number = begun.train(0)
+    begun.client.hset(begun.store.keys.trainer, "lengths", number - 1)  # an older ATTEMPT leaves it as it is
+    first, second = begun.pool()
+    begun.commit(entries=[first])
+    assert begun.client.xrange(begun.store.keys.steps, "1-0", "1-0")[0][1][b"lengths"] == b""
+    begun.train(1)
+    assert by_length(begun) == {"trained": {0: (3, 22)}}
+    begun.store.attempt(uuid="newer", world_size=2, resume_step=1)
+    begun.commit(entries=[second])
+    assert by_length(begun) == {"trained": {0: (3, 22)}, "packed": {4: (1, 3), 64: (1, 64), 128: (1, 65)}}
