@@ -34,7 +34,7 @@ class GuardMoves(Session):
 
         def scan(_: Any) -> tuple[int, list[Any]]:
             servers = self.connection.servers()
-            after, keys = servers[min(shard, len(servers) - 1)].scan(at, match=pattern, count=SCAN_KEYS)  # type: ignore[misc]
+            after, keys = servers[min(shard, len(servers) - 1)].scan(at, match=pattern, count=SCAN_KEYS)
             if int(after):
                 return int(after) * SLOTS + shard, keys
             return (shard + 1) % len(servers) if shard < len(servers) else 0, keys
