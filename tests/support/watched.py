@@ -10,7 +10,8 @@ from pathlib import Path
 from types import TracebackType
 
 import redis
-from pairs import PATIENCE_SECONDS, Node
+from own_server import START_SECONDS
+from pairs import Node
 
 PROGRAMS = ("redis-server", "redis-sentinel")
 MISSING = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -107,7 +108,7 @@ class Watched:
 
 
 def _until(fact: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + START_SECONDS
     while not fact():
         if time.monotonic() > deadline:
             raise TimeoutError("the sentinels do not fail over")
