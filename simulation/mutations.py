@@ -100,9 +100,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "push-without-payload",
         "push",
-        "if redis.call('EXISTS', stored) == 0 then return {'MISSING'} end",
+        "if stored ~= '' and redis.call('EXISTS', stored) == 0 then return {'MISSING'} end",
         "",
-        also=(("redis.call('RENAME', stored, payload)\nredis.call('PERSIST', payload)\n", ""),),
+        also=(("  redis.call('RENAME', stored, payload)\n  redis.call('PERSIST', payload)\n", ""),),
     ),
     _of("drop-without-tombstone", "drop", "if closes == '1' then", "if closes == '2' then"),
     _of(

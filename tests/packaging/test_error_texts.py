@@ -43,7 +43,6 @@ EXCEPTIONS = MappingProxyType(
         "the worker ends": _ABORTED,
         "sampling was stopped": _ABORTED,
         "the episode has {} traces to train, a rollout is one": "needs verifiers: tests/adapters",
-        "{} is a cluster of {} shards; this version works with one shard.{}": "needs a cluster of several servers",
     }
 )
 """Text, with {} for a value -> why no test has it."""

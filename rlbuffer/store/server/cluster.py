@@ -23,9 +23,9 @@ from redis.retry import Retry
 from rlbuffer.store.server.answers import LOGIN, NoPrimary, reason_of, words_of
 from rlbuffer.store.server.gathering import connections
 
-ASK_SECONDS = 2.0
+NODE_SECONDS = 2.0
 """Longest that one node is waited for, twice: for the connection and for its answer."""
-SLOTS = 16384
+CLUSTER_SLOTS = 16384
 KEYLESS = frozenset(
     {"ACL", "BGREWRITEAOF", "CLIENT", "CLUSTER", "COMMAND", "CONFIG", "DBSIZE", "EXEC", "INFO", "MULTI", "PING", "ROLE"}
     | {"SCAN", "SCRIPT", "SLOWLOG", "TIME"}
@@ -109,7 +109,7 @@ class Shards:
             ) from error
         except redis.RedisError as error:
             raise NoPrimary(f"{at} {reason_of(error)}") from error
-        owners: list[Place | None] = [None] * SLOTS
+        owners: list[Place | None] = [None] * CLUSTER_SLOTS
         nodes = set(self._given)
         for first, last, *servers in ranges:
             its = [(server[0].decode() if server[0] else place[0], int(server[1])) for server in servers]
@@ -125,8 +125,8 @@ class Shards:
             protocol=2,
             driver_info=None,
             retry=Retry(NoBackoff(), 0),
-            socket_timeout=ASK_SECONDS,
-            socket_connect_timeout=ASK_SECONDS,
+            socket_timeout=NODE_SECONDS,
+            socket_connect_timeout=NODE_SECONDS,
             **self._options,
         )
 

@@ -33,7 +33,7 @@ def figures(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fullest(infos: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of the INFO of several servers that of the one nearest to its limit; without limits, of the largest."""
+    """The INFO of the server that is nearest to its limit; where none has one, of the largest."""
     return max(infos, key=lambda info: info.get("used_memory", 0) / (info.get("maxmemory") or 2**60))
 
 

@@ -10,12 +10,13 @@ from daemon_runs import Served
 from looping import Looping
 from own_server import OwnServer
 from shards import Cluster
-from store_runs import Run
+from store_runs import Run, plan_of
 
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.daemon import leadership
 from rlbuffer.errors import RlbufferError, ServerUnreachable, ServerUnsuitable
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.server.binary import ServerBinary
 from rlbuffer.store.server.cluster import slot_of_key
 from rlbuffer.store.server.connection import Connection
@@ -106,12 +107,12 @@ def test_the_commands_work_on_a_cluster(
     assert main(["inspect", *name]) == 0
     assert main(["verify", *name]) == 0
     assert main(["backup", *name, "run.backup"]) == 0
-    assert main(["step", "void", "2", *name, "--force", "--yes"]) == 0
+    assert main(["step", "void", "2", *name, "--force"]) == 0
     assert main(["reset", run.store.run, "--yes"]) == 0
     assert run.payload_keys() == []
     assert main(["restore", "run.backup", *name]) == 0
     assert main(["verify", *name]) == 0
-    assert main(["rewind", "1", *name, "--force", "--yes"]) == 0
+    assert main(["rewind", "1", *name, "--force"]) == 0
     assert main(["verify", *name]) == 0
     capsys.readouterr()
     main(["doctor"])
@@ -144,6 +145,9 @@ def test_a_payload_that_was_lost_between_the_halves_is_found_before_the_commit(
     monkeypatch.setattr(run.store, "_store_payloads", lost)
     run.push("a.0")
     (entry,) = run.pool()
+    reader = run.closes(rlbuffer.Reader(run.again(), rank=0, world_size=1, timeout_seconds=60))
+    reader.start(0)
+    reader.announce(PolicyVersion(version=0))
     served = Served(run)
     served.serve(CONFIG)
     served.wait_for(lambda: run.pool() == [])
@@ -243,12 +247,8 @@ def test_a_shard_of_payloads_that_comes_back_empty_loses_what_is_said_and_counte
         reader.start(0)
         step = next(iter(reader.steps()))
         assert sorted(step.damaged) == sorted(ref.info.rollout_id for ref in damaged)
-        served = Served(run)
-        run.store.release(run.token)
-        served.serve(CONFIG)
-        served.wait_for(lambda: len(run.pool()) <= len(groups) - 6 - len(lost))
-        served.close()
-        account = run.store.ledger()
-        assert account.envs["a"].dropped["invalid"][0] == sum(entry.rollouts for entry in lost)
-        assert account.damaged == len(damaged)
+        assert run.store.ledger().damaged == len(damaged)
+        pending = run.pool()
+        broken = run.store.pin(plan_of(pending, 2).rollouts, {entry.entry_id: entry for entry in pending})
+        assert broken == [entry.entry_id for entry in lost]
         run.close()
