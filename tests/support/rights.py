@@ -99,7 +99,7 @@ class Recorder:
 
 def keys_of(client: Any, words: Sequence[str]) -> tuple[str, ...]:
     try:
-        return tuple(client.execute_command("COMMAND", "GETKEYS", *words))
+        return tuple(client.execute_command("COMMAND GETKEYS", *words))
     except redis.ResponseError:  # it has none
         return ()
 
@@ -179,11 +179,9 @@ def _unused(client: Any, role: str, used: Sequence[Used]) -> Iterator[str]:
     """Writes on each kind of key that anybody has used."""
     done = {(u.name, kind_of(key)) for u in used if u.role == role for key in u.keys}
     samples = {kind_of(key): key for u in used for key in u.keys}
-    names = client.execute_command("COMMAND", "LIST", "FILTERBY", "ACLCAT", "write")
+    names = client.execute_command("COMMAND LIST", "FILTERBY", "ACLCAT", "write")
     for name in sorted(names):
-        info = client.execute_command("COMMAND", "INFO", name)
-        found = next(iter(info.values())) if isinstance(info, dict) else info[0]
-        arity = abs(found["arity"] if isinstance(found, dict) else found[1])
+        arity = abs(client.execute_command("COMMAND INFO", name)[0][1])
         for kind, key in samples.items():
             words = [name, key, *(["1"] * max(0, arity - 2))]
             if (name.upper(), kind) not in done and not _is_denied(client, role, words):
