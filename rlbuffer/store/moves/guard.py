@@ -1,4 +1,4 @@
-"""What the leader does against those who may only push: scripts for users that load none, and payloads of nobody."""
+"""The leader's guard against those who may only push: scripts for users that load none, and payloads of nobody."""
 
 from __future__ import annotations
 
