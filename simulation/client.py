@@ -130,7 +130,7 @@ def shaped(command: Sequence[bytes], reply: Any, options: dict[str, Any]) -> Any
     elif name == b"XREAD" and reply is not None:
         reply = dict(reply)
     elif name == b"SCRIPT":
-        return reply.decode()
+        return reply if isinstance(reply, list) else reply.decode()
     elif type(reply) is str:
         reply = reply.encode()
     callback = CALLBACKS.get(name)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.batcher import BatcherConfig, EnvConfig
 from simulation.mutations import Mutation
 from simulation.plan import Plan
 
@@ -99,6 +99,9 @@ PROCESSES: Mapping[str, tuple[Any, ...]] = {
     "world_sizes": ((1,), (1, 2), (2,), (2, 1)),
 }
 CHANCES = {"tickets": 0.6, "operator": 0.3, "reset": 0.1, "full": 0.15}
+QUOTAS = 0.1
+"""Share of the seeds with quotas."""
+QUOTA_BYTES = (2000, 8000)
 SLOW = (0.0, 0.02, 0.1)
 PACES: Mapping[str, tuple[Any, ...]] = {
     "lease_seconds": (0.6, 1.0),
@@ -127,6 +130,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
         rollback = True
     config = _with_reuse(config, seed, is_asked=asks.pop("reuse", False), rollback=rollback)
     config, ends = _with_end(config, seed)
+    config = config if mutation is not None else _with_quotas(config, seed)
     values = _people(seed, config, rollback=rollback, is_lossy=rollback or bool(asks.get("rollback")))
     values |= {"clock_steps": _clock_steps(seed), "scorers": _scorers(seed)}
     is_odd, odd, later = _what_is_odd(seed)
@@ -194,6 +198,18 @@ def _with_end(config: BatcherConfig, seed: int) -> tuple[BatcherConfig, int]:
     if dice.random() < 0.3:
         config = replace(config, fill_timeout_seconds=dice.choice((0.3, 1.5)))
     return config, ends
+
+
+def _with_quotas(config: BatcherConfig, seed: int) -> BatcherConfig:
+    """Bounds for what an env, or a writer, may have pending: more than a step, and less than what writers push."""
+    dice = random.Random(f"quotas {seed}")
+    if dice.random() >= QUOTAS:
+        return config
+    envs = {"a": EnvConfig(quota_bytes=dice.choice(QUOTA_BYTES))} if dice.random() < 0.5 else {}
+    worker = dice.choice((None, *QUOTA_BYTES))
+    return replace(
+        config, quota_bytes=dice.choice(QUOTA_BYTES), worker_quota_bytes=worker, envs={**config.envs, **envs}
+    )
 
 
 def _people(seed: int, config: BatcherConfig, *, rollback: bool, is_lossy: bool) -> dict[str, Any]:

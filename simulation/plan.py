@@ -30,6 +30,9 @@ SHOWN_DRAWS = (
 """Draws that a plan names when they are on."""
 
 CONSTANTS: dict[tuple[str, str], float] = {
+    ("rlbuffer.daemon.guard", "ROUND_SECONDS"): 2.0,
+    ("rlbuffer.daemon.guard", "STRAY_SECONDS"): 2.0,
+    ("rlbuffer.store.moves.guard", "SCAN_KEYS"): 20,
     ("rlbuffer.daemon.leadership", "LEADER_POLL_SECONDS"): 0.15,
     ("rlbuffer.daemon.leadership", "TELEMETRY_SECONDS"): 3.0,
     ("rlbuffer.daemon.memory_watch", "TELEMETRY_SECONDS"): 3.0,

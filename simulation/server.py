@@ -76,6 +76,8 @@ class Server(Keyspace):
         if name == b"EVALSHA":
             return self._evaluate(command)
         if name == b"SCRIPT":
+            if command[1].upper() == b"EXISTS":
+                return [int(sha in self.scripts) for sha in command[2:]]
             return self.load(command[2].decode())
         if self.is_full and name in GROWING:
             raise error(OOM)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from rights import record, shown, table
+from role_rights import record, shown, table
 
 
 def main() -> int:

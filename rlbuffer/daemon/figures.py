@@ -174,11 +174,10 @@ class Figures:
         values: dict[str, Any] = {
             "leader": int(batcher is not None),
             "groups_dropped_total": self._drops_by_reason(),
-            "payloads_swept_total": self._swept[0],
-            "payload_bytes_swept_total": self._swept[1],
         }
         if batcher is None:
             return values
+        values |= {"payloads_swept_total": self._swept[0], "payload_bytes_swept_total": self._swept[1]}
         with self._summing:
             self._sum_up()
             return values | self._pools(batcher) | self._pushed() | self._batches()

@@ -15,7 +15,7 @@ from rlbuffer.store.records import PoolEntry
 OVER_SHARE = 1.25
 """Share of its quota from which further pushes of an env or a worker are dropped. Honest ones stop at the quota, except
 those that come while the leader publishes."""
-OTHERS = "*"
+OTHER_ENVS = "*"
 """Stands for the envs that no setting names, which share a quota."""
 
 
@@ -24,7 +24,7 @@ class Quotas:
 
     def __init__(self, config: BatcherConfig) -> None:
         self._config = config
-        self._env_quotas = {OTHERS: config.quota_bytes}
+        self._env_quotas = {OTHER_ENVS: config.quota_bytes}
         self._env_quotas |= {env: config.for_env(env).quota_bytes for env in (*config.budgets, *config.envs)}
         self._sizes: dict[str, tuple[int, tuple[str, ...]]] = {}
         """Entry -> its bytes, and the fields of `room` that they count under."""
@@ -59,13 +59,13 @@ class Quotas:
 
     def field_of(self, env: str) -> str:
         """The field of `room` that pushes of `env` take from."""
-        return f"env {env if env in self._env_quotas else OTHERS}"
+        return f"env {env if env in self._env_quotas else OTHER_ENVS}"
 
     def room(self) -> dict[str, int]:
-        """What is left, by the fields of `room`."""
+        """The bytes that are left, by the fields of `room`."""
         room = {f"env {env}": quota for env, quota in self._env_quotas.items() if quota is not None}
         if self._config.worker_quota_bytes is not None:
-            room[f"worker {OTHERS}"] = self._config.worker_quota_bytes
+            room[f"worker {OTHER_ENVS}"] = self._config.worker_quota_bytes
         for field in self.pending:
             room[field] = (self.quota(field) or 0) - self.pending[field]
         return room
@@ -76,7 +76,7 @@ class Quotas:
         return {field: (size, quota) for field, (size, quota) in sizes.items() if size >= quota}
 
     def settle(self) -> None:
-        """What was pending when a leadership began stays, however much it is: quotas may be smaller than they were."""
+        """Lets all that is pending stay, however much it is, as a leadership begins: quotas may be smaller than before."""
         self._fresh.clear()
 
     def beyond(self) -> dict[str, str]:

@@ -276,7 +276,7 @@ class StraysSwept(Event):
     state: str = field(default="swept", init=False)
     payloads: int
     bytes: int
-    """Of the server's memory."""
+    """Memory of the server that they took."""
     sentence: str
 
 

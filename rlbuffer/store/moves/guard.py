@@ -1,4 +1,4 @@
-"""What the leader does against those who may only push: scripts for users that load none, and payloads of nobody."""
+"""The leader's guard against those who may only push: scripts for users that load none, and payloads of nobody."""
 
 from __future__ import annotations
 
@@ -45,7 +45,14 @@ class GuardMoves(Session):
     def not_garbage(self, keys: Sequence[str]) -> list[str]:
         if not keys:
             return []
-        scores = self.look(lambda client: client.zmscore(self.keys.garbage, list(keys)))
+
+        def ask(client: Any) -> list[Any]:
+            with client.pipeline(transaction=False) as pipe:
+                for key in keys:
+                    pipe.zscore(self.keys.garbage, key)
+                return answers(pipe)
+
+        scores = self.look(ask)
         return [key for key, score in zip(keys, scores, strict=True) if score is None]
 
     def weights(self, keys: Sequence[str]) -> list[int]:

@@ -66,6 +66,36 @@ def test_every_role_can_do_its_work_with_the_users_of_the_deploy_folder(secured:
     do_everybodys_work(secured, home)
 
 
+@pytest.mark.server
+def test_who_may_load_no_script_goes_on_when_the_leader_has_loaded_them(secured: UrlOf) -> None:
+    """A server that starts again has none of them."""
+    with rlbuffer.connect(secured("operator"), run="math") as operator:
+        operator.store.open_run()
+        with rlbuffer.connect(secured("worker"), run="math") as worker:
+            client = worker.store.connection.client
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.script_load("while true do end")
+            said: list[str] = []
+            writer = worker.writer("w", on_retry=lambda error: said.append(str(error)))
+            threading.Timer(1.0, operator.store.load_scripts).start()
+            assert writer.push(rlbuffer.make_group(env="a")).entry_id
+    assert (
+        "refused: it has not the script of this move. The leading batcher (`rlbuffer serve`) loads them all" in said[0]
+    )
+
+
+@pytest.mark.server
+def test_no_right_of_a_role_is_refused_needless_or_unused(server_binary: ServerBinary, tmp_path: Path) -> None:
+    """On the server's own word: its MONITOR, its ACL LOG, and ACL DRYRUN."""
+    from role_rights import record, table
+
+    used, refused, findings = record(tmp_path)
+    assert refused == []
+    assert findings.needless == []
+    assert findings.unused == []
+    assert any(line.startswith("| HINCRBY |") for line in table(used))
+
+
 FORBIDDEN = [
     ("viewer", lambda b: b.writer("w").push(rlbuffer.make_group())),
     ("viewer", lambda b: b.store.pause("a")),

@@ -113,7 +113,7 @@ def test_no_password_stands_in_what_a_refused_command_prints(
     good = address("rediss+sentinel", ports["good"], trusts=folder / "ca" / "ca.crt")
     wrong = good.replace("watch-s", "other-s")
     for url in (wrong, good.replace("://", "://:typed-s%23cr%40t@"), good.replace("127.0.0.1", "localhost")):
-        called = call(folder, url, *debug, "runs")
+        called = call(folder, url, "runs", *debug)
         assert called.returncode != 0
         said = called.stdout + called.stderr
         assert ("Traceback" in said) == bool(debug)
