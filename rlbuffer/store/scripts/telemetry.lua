@@ -22,7 +22,8 @@ if action == 'count' then
   return {'OK'}
 end
 if action == 'record' then
-  redis.call('XADD', hash_key, 'MAXLEN', '~', ARGV[3], '*', 'record', ARGV[2])
+  local line, kept = ARGV[2], ARGV[3]
+  redis.call('XADD', hash_key, 'MAXLEN', '~', kept, '*', 'record', line)
   return {'OK'}
 end
 if action == 'damaged' then
