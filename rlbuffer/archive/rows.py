@@ -42,7 +42,7 @@ class Source:
     place: int | None = None
     """Index in the part of its rank."""
     left_out: str | None = None
-    """Why its group was trained without it; None for all others."""
+    """Reason for which its group was trained without it; None for all others."""
     history_id: str | None = None
     """The drop's record in the history."""
     needs: Sequence[str] = ()

@@ -28,7 +28,7 @@ class PayloadParts(NamedTuple):
     packed: bytes
     """The details as they stand in the payload."""
     finish_reason: Any
-    """Of the details, not checked further."""
+    """The value in the details, not checked further."""
     required: dict[str, NDArray[Any]]
     """The columns tokens, loss_mask and logprobs, each [T]."""
     columns: dict[str, NDArray[Any]]

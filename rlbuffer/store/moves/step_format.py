@@ -73,10 +73,9 @@ def header_record(
     meta: Meta,
     waiting_for: int | None,
     columns: Columns | None = None,
-    prefix: str = "",
 ) -> dict[str, Any]:
     """The header of a planned step; means over rollouts, rewards over the scored ones only. `columns` are those that
-    its pushes agree on, if the caller knows them; `prefix` is that of the run's payload keys."""
+    its pushes agree on, if the caller knows them."""
     columns = _columns_of(plan, entries) if columns is None else columns
     infos = infos_of(plan, entries)
     members: dict[str, list[tuple[RolloutRef, RolloutInfo]]] = {}
@@ -129,12 +128,14 @@ def header_record(
         "age_limits": {env: age_limit(meta.config, env) for env in envs},
         "masks_truncated": plan.masks_truncated,
         "adapters": {adapter: asdict(progress) for adapter, progress in sorted(plan.adapters.items())},
-        **_left_out(plan, entries, prefix),
     }
 
 
-def _left_out(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str) -> dict[str, Any]:
-    """The field of what groups of the step hold besides; nothing where they hold nothing."""
+def left_out(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str) -> dict[str, Any]:
+    """The header's field of what groups of the step hold besides; nothing where they hold nothing.
+
+    `prefix`: that of the run's payload keys, which does not stand in it.
+    """
     left = {
         entries[use.entry_id].payload_key.removeprefix(prefix): [[index, str(reason)] for index, reason in use.left_out]
         for use in plan.entries

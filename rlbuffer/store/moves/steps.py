@@ -19,6 +19,7 @@ from rlbuffer.store.moves.step_format import (
     check_numbers,
     encode,
     header_record,
+    left_out,
     part_records,
     step_digest,
 )
@@ -88,7 +89,8 @@ class StepMoves(StepReads):
         since: int | None = None,
     ) -> tuple[CommitStatus, Any]:
         # A lost reply is followed by the same bytes again, which the script knows; with `since` it is not.
-        record = header_record(plan, entries, meta, waiting_for_version, columns, self.keys.payload_prefix)
+        record = header_record(plan, entries, meta, waiting_for_version, columns)
+        record |= left_out(plan, entries, self.keys.payload_prefix)
         check_numbers(record, plan)
         header = encode(record)
         parts = [encode(part) for part in part_records(plan, entries, self.keys.payload_prefix)]
