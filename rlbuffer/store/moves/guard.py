@@ -7,7 +7,7 @@ from functools import partial
 from importlib import resources
 from typing import Any
 
-from rlbuffer.store.server.cluster import SLOTS
+from rlbuffer.store.server.cluster import CLUSTER_SLOTS
 from rlbuffer.store.server.script import Script
 from rlbuffer.store.session import Session, answers, text
 
@@ -30,13 +30,13 @@ class GuardMoves(Session):
     def payload_page(self, cursor: int) -> tuple[int, list[str]]:
         # A run's name may hold no character that a pattern gives a meaning, so the prefix matches itself only.
         pattern = f"{self.keys.payload_prefix}*"
-        at, shard = divmod(cursor, SLOTS)
+        at, shard = divmod(cursor, CLUSTER_SLOTS)
 
         def scan(_: Any) -> tuple[int, list[Any]]:
             servers = self.connection.servers()
             after, keys = servers[min(shard, len(servers) - 1)].scan(at, match=pattern, count=SCAN_KEYS)
             if int(after):
-                return int(after) * SLOTS + shard, keys
+                return int(after) * CLUSTER_SLOTS + shard, keys
             return (shard + 1) % len(servers) if shard < len(servers) else 0, keys
 
         after, keys = self.look(scan)
