@@ -24,10 +24,9 @@ from watched import MISSING
 RUNS = ("kills", "network", "takeovers", "failovers", "disks", "torn", "hostile")
 """In the order in which they run."""
 NOT_COVERED = """What this does not cover: power loss (tests/e2e/test_rolled_back_server.py puts an old append-only file
-back), a shifted clock (tests/integration), flipped bytes (tests/e2e/test_damaged_payloads.py), kills of a
-run's processes on a cluster, more than one machine, faults of the ranks' own exchanges (gloo), `max_uses` above 1, a
-worker's login that fills the server's memory or keeps it busy with a script that never ends, a scorer's login in
-hostile hands."""
+back), a shifted clock (tests/integration), flipped bytes (tests/e2e/test_damaged_payloads.py), a server in cluster
+mode, more than one machine, faults of the ranks' own exchanges (gloo), `max_uses` above 1, a worker's login that fills
+the server's memory or keeps it busy with a script that never ends, a scorer's login in hostile hands."""
 
 
 def main() -> int:
