@@ -76,7 +76,7 @@ class Quotas:
         return {field: (size, quota) for field, (size, quota) in sizes.items() if size >= quota}
 
     def settle(self) -> None:
-        """Lets all that is pending stay, as a leadership begins: quotas may be smaller than before."""
+        """Lets all that is pending stay, however much it is, as a leadership begins: quotas may be smaller now."""
         self._fresh.clear()
 
     def beyond(self) -> dict[str, str]:

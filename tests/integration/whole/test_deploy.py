@@ -124,6 +124,7 @@ FORBIDDEN = [
 def test_nobody_can_do_what_is_not_its_work(secured: UrlOf) -> None:
     with rlbuffer.connect(secured("operator"), run="math") as operator:
         operator.store.open_run()
+        operator.store.load_scripts()
         before = operator.store.meta()
         for role, act in FORBIDDEN:
             with (
