@@ -176,8 +176,10 @@ def test_a_leader_whose_lease_another_holds_names_it(served: Served) -> None:
     run = served.run
     run.client.delete(run.store.keys.lease)
     assert run.store.lease("somebody", ttl_seconds=60.0).held
-    assert lost(served) == (
-        f"the lease of run {run.store.run!r} lapsed after 20 s without a renewal; somebody holds it now"
+    lease = f"the lease of run {run.store.run!r}"
+    assert lost(served) in (  # of whoever meets it first: the one that renews it, or the leader's first turn
+        f"{lease} lapsed after 20 s without a renewal; somebody holds it now",
+        f"{lease} is not this batcher's any more: somebody holds it ({run.store.keys.lease})",
     )
 
 
