@@ -15,11 +15,12 @@ from store_runs import Run, plan_of
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.daemon import leadership
-from rlbuffer.errors import RlbufferError, ServerUnreachable, ServerUnsuitable
+from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnreachable, ServerUnsuitable
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.server.binary import ServerBinary
 from rlbuffer.store.server.cluster import slot_of_key
 from rlbuffer.store.server.connection import Connection
+from rlbuffer.wire.payload import encode_push
 from rlbuffer_cli.main import main
 
 pytestmark = pytest.mark.server
@@ -91,6 +92,33 @@ def test_payloads_lie_on_all_shards_and_control_keys_on_one(cluster: Cluster, ru
     homes = [n for n, its in enumerate(names) if any(name.startswith("{") for name in its)]
     assert homes == [cluster.nodes.index(cluster.owner(run.store.keys.meta))]
     assert run.store.verify().findings == ()
+
+
+def test_a_round_through_the_payloads_passes_every_shard(run: Run) -> None:
+    for n in range(10):
+        run.push(f"a.{n}")
+    strays = [f"rlb:{run.store.run}:g:b.{n}:u.1" for n in range(20)]
+    for key in strays:
+        run.client.hset(key, "0", "nobody's")
+    cursor, seen = run.store.payload_page(0)
+    while cursor:
+        cursor, more = run.store.payload_page(cursor)
+        seen += more
+    assert set(seen) == set(run.payload_keys()) >= set(strays)
+    assert run.store.unlink_payloads(strays, since=run.store.losses()) == len(strays)
+
+
+def test_quotas_count_payloads_of_other_shards(run: Run) -> None:
+    token = run.store.lease("leader", ttl_seconds=60).token
+    run.store.set_room(token, {"env a": 1})
+    group = run.push("a.0")
+    with pytest.raises(ServerRefused, match=r"push a\.1 of [0-9]{3} bytes waits: what is pending of env a has used up"):
+        run.push("a.1")
+    payload = run.client.hvals(run.pool()[0].payload_key)
+    assert (
+        run.client.hget(run.store.keys.taken, "env a")
+        == str(sum(map(len, payload)) + len(encode_push(group).metadata)).encode()
+    )
 
 
 def test_the_commands_work_on_a_cluster(
