@@ -143,7 +143,7 @@ def server_values(store: Store, labels: Labels) -> Values:
     for beat in store.heartbeats("worker").values():
         alive[labels.of(str(beat.get("env", "")))] += beat["seconds_ago"] <= WORKER_FRESH_SECONDS
     policy = store.policies().get("")
-    out: Counter[str] = Counter()
+    out = Counter({labels.of(env): 0 for env in ledger.envs})
     for env, tickets in store.tickets_out().items():
         out[labels.of(env)] += tickets
     return {

@@ -83,6 +83,7 @@ ARCHIVE = "a folder outside this one; the same with another: tests/e2e/test_arch
 PAIR = "ids of a run that is not here; of one that is: tests/integration/cli/test_plain_twins.py, test_html.py"
 VLLM = "vLLM, on GPUs; on CPUs: tests/real_vllm"
 INSTALLS = "it installs packages"
+DEPLOYS = "a cluster, or files of a host: tests/packaging/test_deploy_files.py, tests/e2e/test_slurm.py"
 EXAMPLE = "run as it is, until the reward rises, by tests/e2e/test_own_trainers.py"
 NOT_HERE = {
     "rlbuffer serve --archive /data/math": ARCHIVE,
@@ -124,6 +125,14 @@ NOT_HERE_BEGINNINGS = {
     "VLLM_": VLLM,
     "make bench": f"{INSTALLS}, and takes minutes; docs/log.md has the figures",
     "python -m benchmarks ": "minutes on a quiet machine; docs/log.md has the figures",
+    "cp -r deploy/kubernetes ": DEPLOYS,
+    "rlbuffer config init mine/": DEPLOYS,
+    "openssl rand ": DEPLOYS,
+    "kubectl ": DEPLOYS,
+    "TRAINERS=": DEPLOYS,
+    "install -m ": DEPLOYS,
+    "echo RLBUFFER_REDIS_URL=": DEPLOYS,
+    "systemctl ": DEPLOYS,
     "docker compose ": "Docker; what the files say: tests/packaging/test_compose.py",
     'echo "RLBUFFER_REDIS_PASSWORD=': "Docker; what the files say: tests/packaging/test_compose.py",
 }

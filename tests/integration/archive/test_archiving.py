@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -145,14 +146,16 @@ def test_an_archive_that_cannot_be_written_gives_way_when_memory_is_short(served
     assert retired > 0
     training.folder.unlink()
     served.wait_for(lambda: served.said("archive", state="written"), seconds=30)
+    gone = served.run.store.meta().retired  # until then a step may leave while one beside it is written
     training.train()
     served.stop()
     archive = Archive(training.folder)
-    first = archive.steps[0].step
-    assert first > 1
+    kept = {step.step for step in archive.steps}
+    assert 1 not in kept
+    assert kept >= set(range(gone + 1, training.step + 1))
     findings = [f"{f.invariant} {f.message}" for f in check_archive(archive).findings]
-    assert findings == [f"A1 steps 1 to {first - 1} are missing"]
-    assert [step.step for step in archive.steps] == list(range(first, training.step + 1))
+    assert findings
+    assert [text for text in findings if not re.fullmatch(r"A1 step.* missing", text)] == []
 
 
 def test_with_wait_nothing_retires_and_the_batcher_says_why(served: Served) -> None:
