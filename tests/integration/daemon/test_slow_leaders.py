@@ -94,7 +94,8 @@ def test_a_lease_that_lapsed_in_between_is_lost_although_nobody_else_took_it(run
                 return str(error)
             return ""
 
-        assert until(lost).endswith("lapsed after 0.3 s without a renewal; nobody else took it")
+        whole = f"the lease of run {run.store.run!r} lapsed after 0.3 s without a renewal; nobody else took it"
+        assert until(lost) == whole
 
 
 def test_nothing_renews_the_lease_after_the_end(run: Run) -> None:
