@@ -20,8 +20,9 @@ from rlbuffer.store.moves.recovery import pack_step, unpack_step
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import Claim, Meta, TrainedStep
 
-HANDED_BACK_STEPS = 8
-"""Steps that are handed back at most: with AOF every second a server loses one or two seconds of them."""
+HANDED_BACK_STEPS, HANDED_BACK_GROUPS, MOST_HANDED_BACK_STEPS = 8, 4096, 256
+"""Steps that are handed back at least; further ones while all have so many groups at most; steps at most. A failover
+loses a second or two of steps: few large ones, or dozens of small ones."""
 REPORT_TRIES = 4
 """Reports in a row that find the run in another epoch than the one before."""
 
@@ -37,8 +38,13 @@ class TrainedSteps:
 
     def after(self, step: TrainedStep) -> TrainedSteps:
         """One step further, or back at a step that is trained again."""
-        before = tuple(s for s in self.steps if s.step < step.step)
-        return TrainedSteps(step=step.step, digest=step.digest, steps=(*before, step)[-HANDED_BACK_STEPS:])
+        steps = [*(s for s in self.steps if s.step < step.step), step][-MOST_HANDED_BACK_STEPS:]
+        groups = sum(len(s.group_ids) for s in steps)
+        first = 0
+        while groups > HANDED_BACK_GROUPS and len(steps) - first > HANDED_BACK_STEPS:
+            groups -= len(steps[first].group_ids)
+            first += 1
+        return TrainedSteps(step=step.step, digest=step.digest, steps=tuple(steps[first:]))
 
 
 class Progress:

@@ -28,7 +28,7 @@ from watched import Watched
 from rlbuffer.store.keys import Keys
 
 LOST_STEPS, LOST_SECONDS = 4, 5.0
-"""Acknowledged steps that a kill takes at most: a trainer hands back the last eight steps, not more."""
+"""Acknowledged steps that a kill takes at most."""
 LONGEST_AWAY_SECONDS = 2.0
 """From the death of a primary until the replica takes its place."""
 FAILOVER, KILL = "planned failover", "kill -9 of the primary"

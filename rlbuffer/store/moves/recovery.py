@@ -31,7 +31,7 @@ ATTEMPT_SECONDS = 6.0
 LISTED = 5000
 """Groups that the record of a void step or a rewind names: about half a MiB."""
 MAX_CLAIM_BYTES = 16 * 2**20
-"""Largest claim that is decoded: eight steps of thousands of groups."""
+"""Largest claim that is decoded: eight steps of tens of thousands of groups."""
 
 
 def encode_claim(claim: Claim) -> bytes:

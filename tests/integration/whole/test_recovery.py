@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -49,8 +50,8 @@ class Saved:
 class Loop:
     """A daemon and whatever it says, until closed."""
 
-    def __init__(self, store: RedisStore) -> None:
-        self.store = store
+    def __init__(self, store: RedisStore, config: rlbuffer.BatcherConfig = CONFIG) -> None:
+        self.store, self._config = store, config
         self.events: list[BatcherEvent] = []
         self.errors: list[BaseException] = []
         self._stop = threading.Event()
@@ -60,7 +61,7 @@ class Loop:
     def _lead(self) -> None:
         buffer = Buffer(self.store, settings=RunSettings())
         try:
-            Daemon(buffer, CONFIG, on_event=self.events.append, lease_seconds=1.0).run(self._stop)
+            Daemon(buffer, self._config, on_event=self.events.append, lease_seconds=1.0).run(self._stop)
         except BaseException as error:
             self.errors.append(error)
 
@@ -150,6 +151,48 @@ def test_the_run_goes_on_after_the_trainers_step_in_a_new_epoch(url_run: Run) ->
     assert total.trained[0] == 24
     assert not loop.errors
     assert run.store.verify().findings == ()
+    reader.close()
+    loop.close()
+
+
+def test_none_of_forty_small_steps_that_the_server_forgot_trains_again(url_run: Run) -> None:
+    run, old_is_fine = url_run, dataclasses.replace(CONFIG, max_age=1000)
+    writer = Writer(run.again(), "w", epoch=run.meta.epoch)
+    reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
+    reader.start(0)
+    reader.announce(PolicyVersion(version=0))
+    made = (make_group(env="a", size=2, version=0, group_id=f"a.{i}", seed=i) for i in range(200))
+    loop = Loop(run.again(), old_is_fine)
+    steps = reader.steps()
+    for _ in range(2):
+        writer.push(next(made))
+    train_to(reader, steps, 1)
+    loop.close()
+    saved = Saved(run)
+    loop = Loop(run.again(), old_is_fine)
+    pushed = [next(made) for _ in range(80)]
+    for group in pushed:
+        writer.push(group)
+    train_to(reader, steps, 41)
+    trained = [ids_of(run.store, step) for step in range(1, 42)]
+    loop.close()
+
+    saved.put_back()
+    run.client.delete(*run.client.keys(f"{run.store.keys.payload_prefix}*"))
+    # A worker whose spool is longer than ours sends all of it again.
+    other = Writer(run.again(), "other", epoch=run.meta.epoch)
+    for group in pushed:
+        other.push(group)
+    loop = Loop(run.again(), old_is_fine)
+    assert loop.wait_for("recovery").forgotten == 40
+    for _ in range(2):
+        other.push(next(made))
+    last = next(steps)
+    assert last.number == 42
+    assert ids_of(run.store, 42) & set().union(*trained) == set()
+    reader.trained(last)
+    assert run.store.verify().findings == ()
+    assert not loop.errors
     reader.close()
     loop.close()
 

@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.server, pytest.mark.skipif(bool(MISSING), reason=f"nee
 CONFIG = rlbuffer.BatcherConfig(64, step_groups=1, max_age=1000, lookahead=1)
 MORE_STEPS = 5
 """Trained between two faults."""
-STEP_SECONDS = 0.4
-"""Between two pushes. A replaced primary keeps a replica for a second: a trainer hands back eight steps, not more."""
+STEP_SECONDS = 0.05
+"""Between two pushes. A replaced primary keeps a replica for a second, in which it acknowledges twenty steps."""
 
 
 @pytest.fixture(scope="module")
