@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from aof import Written
+from aof import Steps, Written
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.records.step_digest import digest_step
@@ -54,6 +54,20 @@ def check_trained(written: Written, metrics: Iterable[Mapping[str, Any]], *, max
     if not uses:
         findings.append("nothing was trained")
     return findings
+
+
+def check_uses(committed: Steps, metrics: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Every trained step had been committed, and no rollout was in two trained steps; for servers that lose steps."""
+    findings = []
+    uses: Counter[str] = Counter()
+    for number, digest in sorted({(record["step"], record["digest"]) for record in metrics}):
+        rollouts = committed.get((number, digest))
+        if rollouts is None:
+            findings.append(f"step {number} was trained with digest {digest[:12]}, which was never committed")
+            continue
+        uses.update(rollouts)
+    findings += [f"rollout {rollout} was trained {n} times" for rollout, n in uses.items() if n > 1]
+    return findings or ([] if uses else ["nothing was trained"])
 
 
 def check_ledger(buffer: Buffer, written: Written, trained_to: int) -> list[str]:

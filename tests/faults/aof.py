@@ -14,6 +14,8 @@ from rlbuffer.store.keys import Keys
 from rlbuffer.store.moves.step_format import decode_part
 from rlbuffer.store.records import StepPart
 
+Steps = dict[tuple[int, str], list[str]]
+"""(step, digest) -> its rollouts."""
 EMPTY_BASE_BYTES = 512
 """An append-only file begins with a snapshot of an empty server, about 90 bytes; a larger one means a rewrite."""
 
@@ -71,13 +73,13 @@ def read_written(server_directory: Path, run: str) -> Written:
     return written
 
 
-def read_steps(server_directory: Path, run: str) -> dict[tuple[int, str], list[str]]:
+def read_steps(server_directory: Path, run: str) -> Steps:
     """(step, digest) -> its rollouts, for every step that was committed since the file was last begun again.
 
     For servers that load what another one has, which begins the file again: ask before that.
     """
     steps_key, prefix = Keys(run).steps.encode(), Keys(run).payload_prefix
-    found: dict[tuple[int, str], list[str]] = {}
+    found: Steps = {}
     digests: dict[int, str] = {}
     for path in sorted(
         (server_directory / "appendonlydir").glob("*.incr.aof"), key=lambda p: int(p.name.split(".")[-3])

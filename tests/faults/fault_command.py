@@ -17,16 +17,19 @@ from hostile_runs import run_hostile
 from kill_runs import run_kills
 from network_runs import run_network
 from outcome import Outcome, Say
+from places import EMBEDDED
 from takeover_runs import ALLOWED_SECONDS, run_takeovers
 from torn_runs import SERVERS, programs, run_torn
 from watched import MISSING
 
 RUNS = ("kills", "network", "takeovers", "failovers", "disks", "torn", "hostile")
 """In the order in which they run."""
+PLACED = RUNS[:4]
+"""Those that run on other servers, too."""
 NOT_COVERED = """What this does not cover: power loss (tests/e2e/test_rolled_back_server.py puts an old append-only file
-back), a shifted clock (tests/integration), flipped bytes (tests/e2e/test_damaged_payloads.py), a server in cluster
-mode, more than one machine, faults of the ranks' own exchanges (gloo), `max_uses` above 1, a worker's login that fills
-the server's memory (tests/integration/daemon/test_quotas.py), a scorer's login in hostile hands."""
+back), a shifted clock (tests/integration), flipped bytes (tests/e2e/test_damaged_payloads.py), more than one machine,
+faults of the ranks' own exchanges (gloo), `max_uses` above 1, a worker's login that fills the server's memory
+(tests/integration/daemon/test_quotas.py), a scorer's login in hostile hands, a cluster that grows or shrinks."""
 
 
 def main() -> int:
@@ -44,8 +47,9 @@ def main() -> int:
     parser.add_argument("--failovers", type=int, default=20, help="planned failovers (default 20)")
     parser.add_argument("--primary-kills", type=int, default=20, help="kills of the primary (default 20)")
     parser.add_argument("--failover-steps", type=int, default=200, help="steps of that run (default 200)")
-    parser.add_argument("--sentinels", action="store_true", help="let sentinels choose the primary of `failovers`")
-    parser.add_argument("--cluster", action="store_true", help="fail over the shards of a cluster in `failovers`")
+    parser.add_argument("--sentinels", action="store_true", help=f"{', '.join(PLACED)}: under sentinels")
+    parser.add_argument("--cluster", action="store_true", help="the same on a cluster of three shards with replicas")
+    parser.add_argument("--slot-moves", type=int, default=2, help="moves of slots in its `failovers` (default 2)")
     parser.add_argument("--disks", type=int, default=3, help="times that the disk is full (default 3)")
     parser.add_argument("--full-seconds", type=float, default=120.0, help="how long it stays so (default 120)")
     parser.add_argument("--moves", type=int, default=60, help="hostile moves on control keys (default 60)")
@@ -57,8 +61,13 @@ def main() -> int:
         parser.error(f"no such run: {', '.join(unknown)}. There are {', '.join(RUNS)}")
     if args.sentinels and MISSING:
         parser.error(f"--sentinels needs {' and '.join(MISSING)} on PATH")
+    if args.sentinels and args.cluster:
+        parser.error("--sentinels and --cluster: one of them at a time")
+    elsewhere = args.sentinels or args.cluster
+    if elsewhere and (others := sorted(set(args.runs) - set(PLACED))):
+        parser.error(f"{', '.join(others)}: on the embedded server alone")
     failed = False
-    for name in args.runs or RUNS:
+    for name in args.runs or (PLACED if elsewhere else RUNS):
         print(f"{name}: again with  {again(name, args)}", flush=True)
         for outcome in run_one(name, args, lambda line: print(line, flush=True)):
             print("\n".join(outcome.lines()), flush=True)
@@ -77,25 +86,33 @@ def again(name: str, args: argparse.Namespace) -> str:
         "torn": f"--cuts {args.cuts}  (servers: those on PATH, and what {SERVERS} names)",
         "failovers": (
             f"--failovers {args.failovers} --primary-kills {args.primary_kills} --failover-steps {args.failover_steps}"
-            f"{' --sentinels' * args.sentinels}{' --cluster' * args.cluster}"
+            f"{f' --slot-moves {args.slot_moves}' * args.cluster}"
         ),
     }
     sizes["disks"] = f"--disks {args.disks} --full-seconds {args.full_seconds:g}"
     sizes["hostile"] = f"--moves {args.moves} --pushes {args.pushes}"
-    return f"python tests/faults {name} --seed {args.seed} {sizes[name]}"
+    where = f"{' --sentinels' * args.sentinels}{' --cluster' * args.cluster}"
+    return f"python tests/faults {name}{where} --seed {args.seed} {sizes[name]}"
 
 
 def run_one(name: str, args: argparse.Namespace, say: Say) -> Iterator[Outcome]:
     """One run in a home of its own; of the append-only file one on each server program."""
     path = Path(tempfile.mkdtemp(prefix="rlb-"))
     home = Home(path)
+    place = "sentinels" if args.sentinels else "cluster" if args.cluster else EMBEDDED
     try:
         if name == "kills":
-            yield run_kills(home, seed=args.seed, kills=args.kills, steps=args.kill_steps, say=say)
+            yield run_kills(home, seed=args.seed, kills=args.kills, steps=args.kill_steps, say=say, place=place)
             return
         if name == "network":
             yield run_network(
-                home, seed=args.seed, faults=args.faults, pauses=args.pauses, steps=args.network_steps, say=say
+                home,
+                seed=args.seed,
+                faults=args.faults,
+                pauses=args.pauses,
+                steps=args.network_steps,
+                say=say,
+                place=place,
             )
             return
         if name == "torn":
@@ -110,7 +127,8 @@ def run_one(name: str, args: argparse.Namespace, say: Say) -> Iterator[Outcome]:
                 kills=args.primary_kills,
                 steps=args.failover_steps,
                 say=say,
-                place="sentinels" if args.sentinels else "cluster" if args.cluster else "pair",
+                place="pair" if place == EMBEDDED else place,
+                slot_moves=args.slot_moves * args.cluster,
             )
             return
         if name == "disks":
@@ -119,7 +137,7 @@ def run_one(name: str, args: argparse.Namespace, say: Say) -> Iterator[Outcome]:
         if name == "hostile":
             yield run_hostile(home, moves=args.moves, pushes=args.pushes, seed=args.seed, say=say)
             return
-        outcome = run_takeovers(home, rounds=args.takeovers, steps_between=3, say=say)
+        outcome = run_takeovers(home, rounds=args.takeovers, steps_between=3, say=say, place=place)
         late = [n for n in outcome.facts["takeover seconds"] if n > ALLOWED_SECONDS]
         if late:
             outcome.findings.append(f"allowed are {ALLOWED_SECONDS:g} s from halt to commit, it took {late}")

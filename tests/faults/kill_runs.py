@@ -1,4 +1,4 @@
-"""A run on the embedded server while its processes are killed with SIGKILL, one after the other."""
+"""A run whose processes and server are killed with SIGKILL, one after the other."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import subprocess
 import time
 from pathlib import Path
 
-from accounts import check_ledger, check_metrics, check_recorded, check_trained
-from aof import read_written
+from accounts import check_ledger, check_metrics, check_recorded, check_trained, check_uses
+from aof import Steps, read_written
 from homes import Home
 from outcome import Outcome, Say
+from places import EMBEDDED, lose_primary, note_steps, servers_at
 from processes_under_test import KINDS, Processes
 
 WORLD_SIZE = 2
@@ -34,30 +35,49 @@ def draw_victims(seed: int, kills: int) -> list[str]:
     return victims
 
 
-def run_kills(home: Home, *, seed: int, kills: int, steps: int, say: Say) -> Outcome:
-    """Kills `kills` processes of a run of `steps` steps; the next one only when a step was trained since the last."""
-    outcome = Outcome(name=f"kill -9 (seed {seed})")
+def run_kills(home: Home, *, seed: int, kills: int, steps: int, say: Say, place: str = EMBEDDED) -> Outcome:
+    """Kills `kills` processes of a run of `steps` steps; the next one only when a step was trained since the last.
+
+    Elsewhere than on the embedded server the "server" is a primary, whose replica takes its place; what it had
+    acknowledged and not sent on is lost, so the account is that of the uses alone.
+    """
+    outcome = Outcome(name=f"kill -9 on the {place} (seed {seed})")
     draw = random.Random(f"moments {seed}")
     began = time.monotonic()
-    config = write_config(home, steps=steps, keep_checkpoints=1000)
-    supervisor = home.start("run", config, "--display", "plain", log="run")
-    processes = Processes(home, supervisor.pid)
-    progress = Watch(home, supervisor)
-    for i, kind in enumerate(draw_victims(seed, kills)):
-        # A kill per so many steps, so that the last one comes before the end.
-        due = max(progress.last + 1, 2 + i * (steps - TAIL_STEPS) // kills)
-        if not progress.reaches(due, outcome) or not (found := progress.await_any(processes, kind, outcome)):
-            break
-        time.sleep(draw.uniform(0, 0.3))
-        name = draw.choice(sorted(found))
-        say(f"  {time.monotonic() - began:5.0f} s  step {progress.last}: kill -9 {name} ({found[name]})")
-        processes.kill(name, found[name])
-        outcome.faults[kind] += 1
-        progress.last = home_step(home)
-    finish(home, outcome, supervisor, steps)
-    outcome.seconds = time.monotonic() - began
-    if not outcome.findings:
-        inspect_end(home, outcome, steps, home.path / "server")
+    committed: Steps = {}
+    with servers_at(home, place) as servers:
+        config = write_config(home, steps=steps, keep_checkpoints=1000)
+        supervisor = home.start("run", config, "--display", "plain", log="run")
+        processes = Processes(home, supervisor.pid)
+        progress = Watch(home, supervisor)
+        for i, kind in enumerate(draw_victims(seed, kills)):
+            # A kill per so many steps, so that the last one comes before the end.
+            due = max(progress.last + 1, 2 + i * (steps - TAIL_STEPS) // kills)
+            if not progress.reaches(due, outcome):
+                break
+            if kind == "server" and servers is not None:
+                time.sleep(draw.uniform(0, 0.3))
+                port = servers.primary.port
+                away = lose_primary(servers, committed)
+                struck = f"the primary at port {port}, nobody there for {away:.1f} s"
+            elif found := progress.await_any(processes, kind, outcome):
+                time.sleep(draw.uniform(0, 0.3))
+                name = draw.choice(sorted(found))
+                struck = f"{name} ({found[name]})"
+                processes.kill(name, found[name])
+            else:
+                break
+            say(f"  {time.monotonic() - began:5.0f} s  step {progress.last}: kill -9 {struck}")
+            outcome.faults[kind] += 1
+            progress.last = home_step(home)
+        finish(home, outcome, supervisor, steps)
+        outcome.seconds = time.monotonic() - began
+        if servers is not None:
+            note_steps(servers, committed)
+            outcome.findings += check_metrics(home.metrics(), steps)
+            outcome.findings += check_uses(committed, home.metrics())
+        elif not outcome.findings:
+            inspect_end(home, outcome, steps, home.path / "server")
     if sum(outcome.faults.values()) < kills:
         outcome.findings.append(f"only {sum(outcome.faults.values())} of {kills} processes were killed")
     return outcome

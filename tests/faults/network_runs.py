@@ -6,11 +6,15 @@ import random
 import threading
 import time
 from collections import Counter
+from contextlib import ExitStack
 
+from accounts import check_metrics, check_uses
+from aof import Steps
 from homes import Home
 from kill_runs import TAIL_STEPS, Watch, finish, inspect_end, write_config
 from outcome import Outcome, Say
 from own_server import OwnServer
+from places import EMBEDDED, lead, note_steps, servers_at
 from processes_under_test import KINDS, Processes
 from wire_faults import FaultProxy, draw_faults
 
@@ -20,18 +24,33 @@ SETTLE_SECONDS = 60.0
 """Seconds that an armed fault may wait at the end for a request that it fits."""
 
 
-def run_network(home: Home, *, seed: int, faults: int, pauses: int, steps: int, say: Say) -> Outcome:
-    """`faults` network faults and `pauses` halts (SIGSTOP, SIGCONT), spread over a run of `steps` steps."""
-    outcome = Outcome(name=f"network (seed {seed})")
+def run_network(
+    home: Home, *, seed: int, faults: int, pauses: int, steps: int, say: Say, place: str = EMBEDDED
+) -> Outcome:
+    """`faults` network faults and `pauses` halts (SIGSTOP, SIGCONT), spread over a run of `steps` steps.
+
+    At another `place` every server is announced as the proxy before it, and none is halted: that would be a failover.
+    On the embedded one it is a server of its own, on TCP.
+    """
+    outcome = Outcome(name=f"network on the {place} (seed {seed})")
     began = time.monotonic()
     draw = random.Random(f"pauses {seed}")
-    halts = {draw.randrange(faults): draw.choice(KINDS) for _ in range(pauses)}
-    with OwnServer(home.path / "tcp") as server, FaultProxy(server.port) as proxy:
-        home.url = server.url
-        home.environment["RLBUFFER_REDIS_URL"] = proxy.url
+    committed: Steps = {}
+    with ExitStack() as ends:
+        servers = ends.enter_context(servers_at(home, place))
+        if servers is None:
+            alone = ends.enter_context(OwnServer(home.path / "tcp"))
+            proxy = ends.enter_context(FaultProxy([alone.port]))
+            lead(home, proxy.url, looking=alone.url)
+            kinds, server_pid = KINDS, alone.pid
+        else:
+            proxy = ends.enter_context(FaultProxy([server.port for server in servers.servers]))
+            lead(home, servers.announce(proxy.ports))
+            kinds, server_pid = KINDS[:-1], 0
+        halts = {draw.randrange(faults): draw.choice(kinds) for _ in range(pauses)}
         config = write_config(home, steps=steps, keep_checkpoints=3)
         supervisor = home.start("run", config, "--display", "plain", log="run")
-        processes = Processes(home, supervisor.pid, server_pid=server.pid)
+        processes = Processes(home, supervisor.pid, server_pid=server_pid)
         progress = Watch(home, supervisor)
         threads: list[threading.Thread] = []
         drawn = draw_faults(seed, faults)
@@ -57,6 +76,10 @@ def run_network(home: Home, *, seed: int, faults: int, pauses: int, steps: int, 
             outcome.findings.append(f"only {len(proxy.struck)} of {faults} faults struck")
         finish(home, outcome, supervisor, steps)
         outcome.seconds = time.monotonic() - began
-        if not outcome.findings:
-            inspect_end(home, outcome, steps, server.directory)
+        if servers is not None:
+            note_steps(servers, committed)
+            outcome.findings += check_metrics(home.metrics(), steps)
+            outcome.findings += check_uses(committed, home.metrics())
+        elif not outcome.findings:
+            inspect_end(home, outcome, steps, alone.directory)
     return outcome

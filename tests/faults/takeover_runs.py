@@ -8,11 +8,12 @@ import signal
 import subprocess
 import time
 
-from accounts import check_ledger, check_metrics, check_trained
-from aof import read_written
+from accounts import check_ledger, check_metrics, check_trained, check_uses
+from aof import Steps, read_written
 from homes import Home
 from kill_runs import WORLD_SIZE, home_step, write_config
 from outcome import Outcome, Say
+from places import EMBEDDED, note_steps, servers_at
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.daemon import LEASE_SECONDS
@@ -24,37 +25,43 @@ STATES = LEADS, LOST, STANDS_BY = ("serving run", "lost the lead", "standing by"
 """Status lines of `rlbuffer serve`."""
 
 
-def run_takeovers(home: Home, *, rounds: int, steps_between: int, say: Say) -> Outcome:
+def run_takeovers(home: Home, *, rounds: int, steps_between: int, say: Say, place: str = EMBEDDED) -> Outcome:
     """Halts the leader `rounds` times. `facts["takeover seconds"]` are not judged here: machines differ."""
-    outcome = Outcome(name="takeovers")
+    outcome = Outcome(name=f"takeovers on the {place}")
     began = time.monotonic()
-    # More steps than can be made meanwhile: the trainer is stopped when the rounds are over.
-    config = write_config(home, steps=100_000, keep_checkpoints=100_000)
-    serving = {name: home.start("serve", "--config", config, "--run", "tiny", log=name) for name in ("one", "two")}
-    workers = [home.start("worker", env, "--config", config, log=f"worker-{env}") for env in ("vcopy", "repeat")]
-    trainer = home.start("train", "--config", config, log="train")
-    seconds: list[float] = []
-    with home.connect() as buffer:
-        for _ in range(rounds):
-            wanted = home_step(home) + steps_between
-            home.wait_until(lambda n=wanted: home_step(home) >= n, seconds=PATIENCE_SECONDS, why=f"step {wanted}")
-            seconds.append(_round(home, buffer, serving, outcome, say))
-        outcome.facts["takeover seconds"] = [round(n, 2) for n in seconds]
-        trainer.send_signal(signal.SIGTERM)
-        trainer.wait(timeout=60)
-        # Nobody pushes or commits any more while the account is taken.
-        for process in (*workers, *serving.values()):
-            process.send_signal(signal.SIGTERM)
-        for process in (*workers, *serving.values()):
-            process.wait(timeout=60)
-        trained = home_step(home)
-        outcome.findings += check_metrics(home.metrics(), trained)
-        verified = buffer.verify()
-        outcome.findings += [f"{finding.invariant}: {finding.message}" for finding in verified.findings]
-        _check_chain(buffer, outcome)
-        written = read_written(home.path / "server", "tiny")
-        outcome.findings += check_trained(written, home.metrics(), max_uses=1)
-        outcome.findings += check_ledger(buffer, written, trained)
+    with servers_at(home, place) as servers:
+        # More steps than can be made meanwhile: the trainer is stopped when the rounds are over.
+        config = write_config(home, steps=100_000, keep_checkpoints=100_000)
+        serving = {name: home.start("serve", "--config", config, "--run", "tiny", log=name) for name in ("one", "two")}
+        workers = [home.start("worker", env, "--config", config, log=f"worker-{env}") for env in ("vcopy", "repeat")]
+        trainer = home.start("train", "--config", config, log="train")
+        seconds: list[float] = []
+        with home.connect() as buffer:
+            for _ in range(rounds):
+                wanted = home_step(home) + steps_between
+                home.wait_until(lambda n=wanted: home_step(home) >= n, seconds=PATIENCE_SECONDS, why=f"step {wanted}")
+                seconds.append(_round(home, buffer, serving, outcome, say))
+            outcome.facts["takeover seconds"] = [round(n, 2) for n in seconds]
+            trainer.send_signal(signal.SIGTERM)
+            trainer.wait(timeout=60)
+            # Nobody pushes or commits any more while the account is taken.
+            for process in (*workers, *serving.values()):
+                process.send_signal(signal.SIGTERM)
+            for process in (*workers, *serving.values()):
+                process.wait(timeout=60)
+            trained = home_step(home)
+            outcome.findings += check_metrics(home.metrics(), trained)
+            verified = buffer.verify()
+            outcome.findings += [f"{finding.invariant}: {finding.message}" for finding in verified.findings]
+            _check_chain(buffer, outcome)
+            if servers is None:
+                written = read_written(home.path / "server", "tiny")
+                outcome.findings += check_trained(written, home.metrics(), max_uses=1)
+                outcome.findings += check_ledger(buffer, written, trained)
+            else:
+                committed: Steps = {}
+                note_steps(servers, committed)
+                outcome.findings += check_uses(committed, home.metrics())
     outcome.facts["steps"] = f"{trained} trained on {WORLD_SIZE} ranks"
     outcome.seconds = time.monotonic() - began
     return outcome

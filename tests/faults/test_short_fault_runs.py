@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from accounts import check_ledger, check_metrics, check_trained
+from accounts import check_ledger, check_metrics, check_trained, check_uses
 from aof import commands, read_written
 from disk_runs import run_full_disks
-from failover_runs import FAILOVER, KILL, check_uses, run_failovers
+from failover_runs import FAILOVER, KILL, MOVE, run_failovers
 from homes import Home
 from hostile_runs import run_hostile
 from kill_runs import draw_victims, run_kills
@@ -16,6 +16,7 @@ from network_runs import run_network
 from processes_under_test import KINDS
 from takeover_runs import run_takeovers
 from torn_runs import programs, run_torn
+from watched import MISSING
 from wire_faults import draw_faults
 
 pytestmark = pytest.mark.timeout(900)
@@ -64,6 +65,20 @@ def test_a_run_survives_failovers_and_the_death_of_the_primary(home: Home) -> No
     outcome = run_failovers(home, seed=3, failovers=2, kills=2, steps=20, say=say)
     assert outcome.findings == []
     assert dict(outcome.faults) == {FAILOVER: 2, KILL: 2}
+
+
+def test_a_run_survives_failovers_of_shards_and_slots_that_move(home: Home) -> None:
+    outcome = run_failovers(home, seed=3, failovers=2, kills=2, steps=20, say=say, place="cluster", slot_moves=2)
+    assert outcome.findings == []
+    assert dict(outcome.faults) == {FAILOVER: 2, KILL: 2, MOVE: 2}
+
+
+@pytest.mark.parametrize("place", ["sentinels", "cluster"])
+def test_what_a_run_survives_on_one_server_it_survives_on_several(home: Home, place: str) -> None:
+    if place == "sentinels" and MISSING:
+        pytest.skip(f"needs {' and '.join(MISSING)} on PATH")
+    outcome = run_network(home, seed=6, faults=8, pauses=1, steps=20, say=say, place=place)
+    assert outcome.findings == []
 
 
 def test_no_process_of_a_run_ends_while_the_disk_is_full(home: Home) -> None:

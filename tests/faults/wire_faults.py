@@ -1,4 +1,4 @@
-"""A TCP proxy in a process of its own that stands between every client and the server, and spoils what it is asked to.
+"""TCP proxies in a process of their own, between every client and its servers, which spoil what they are asked to.
 
 One JSON object per line on stdin arms a fault; it strikes the next request that fits, and one line on stdout tells so::
 
@@ -23,6 +23,8 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,6 +33,8 @@ KINDS = {"lost_reply": 34, "unsent": 20, "mid_value": 24, "delay": 18, "half_ope
 """Kind -> its share of the faults, in percent."""
 CLIENTS = ("worker", "rank", "serve", "")
 """Name of the connection that a fault strikes, its beginning; "" any."""
+WATCHERS = "sentinel-"
+"""Name of the connection of a sentinel, its beginning: they are left alone."""
 NAME = re.compile(rb"SETNAME\r\n\$\d+\r\n([^\r\n]+)\r\n")
 
 
@@ -53,13 +57,18 @@ def draw_faults(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 class FaultProxy:
-    """The proxy's process, as the run that uses it sees it."""
+    """The proxies' process, as the run that uses it sees it."""
 
-    def __init__(self, server_port: int) -> None:
+    def __init__(self, server_ports: Sequence[int]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, Path(__file__), str(server_port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, Path(__file__), *map(str, server_ports)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        self.url = f"redis://127.0.0.1:{json.loads(self._line())['port']}/0"
+        self.ports: list[int] = json.loads(self._line())["ports"]
+        """One before each server."""
+        self.url = f"redis://127.0.0.1:{self.ports[0]}/0"
         self.struck: dict[int, str] = {}
         """Fault -> the client that it struck."""
         threading.Thread(target=self._listen, daemon=True).start()
@@ -92,23 +101,24 @@ class FaultProxy:
 
 # -- the process -------------------------------------------------------------------------------------------------------
 class _Proxy:
-    def __init__(self, server_port: int) -> None:
-        self.server_port = server_port
+    def __init__(self, server_ports: Sequence[int]) -> None:
+        self.server_ports = server_ports
         self.armed: list[dict[str, Any]] = []
 
     async def serve(self) -> None:
-        listener = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        _tell({"port": listener.sockets[0].getsockname()[1]})
+        listeners = [
+            await asyncio.start_server(partial(self._connected, port), "127.0.0.1", 0) for port in self.server_ports
+        ]
+        _tell({"ports": [listener.sockets[0].getsockname()[1] for listener in listeners]})
         commands = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
-        async with listener:
-            while line := await commands.readline():
-                self.armed.append(json.loads(line))
+        while line := await commands.readline():
+            self.armed.append(json.loads(line))
 
-    async def _connected(self, near_in: asyncio.StreamReader, near_out: asyncio.StreamWriter) -> None:
+    async def _connected(self, port: int, near_in: asyncio.StreamReader, near_out: asyncio.StreamWriter) -> None:
         try:
-            far_in, far_out = await asyncio.open_connection("127.0.0.1", self.server_port)
+            far_in, far_out = await asyncio.open_connection("127.0.0.1", port)
         except OSError:
             _reset(near_out)  # the server is away
             return
@@ -143,7 +153,7 @@ class _Line:
             if not self._client:
                 found = NAME.search(data)
                 self._client = found[1].decode() if found else ""
-            elif self._fault is None:
+            elif self._fault is None and not self._client.startswith(WATCHERS):
                 self._fault = self._proxy.take(self._client, data)
                 if self._fault is not None and self._fault["kind"] == "unsent":
                     break
@@ -189,4 +199,4 @@ def _tell(record: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_Proxy(int(sys.argv[1])).serve())
+        asyncio.run(_Proxy(list(map(int, sys.argv[1:]))).serve())

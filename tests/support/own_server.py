@@ -85,7 +85,7 @@ class OwnServer:
     def ask(self, *command: str | int) -> Any:
         """Its answer to a command, by a connection that is closed again."""
         with redis.Redis(port=self.port, socket_timeout=5) as client:
-            return client.execute_command(*command)  # type: ignore[no-untyped-call]
+            return client.execute_command(*command)
 
     def wait_for(self, fact: Callable[[Ask], object]) -> None:
         """Waits until `fact` of its :meth:`ask` is true."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +16,8 @@ from own_server import OwnServer, free_port
 
 SLOTS = 16384
 START_SECONDS = 60.0
+PAYLOAD_SLOTS = 20
+"""Moved at once under a run."""
 
 
 class Cluster:
@@ -72,15 +76,38 @@ class Cluster:
         self.wait_until(lambda: chosen.ask("ROLE")[0] == b"master")
         return chosen
 
-    def move_slot(self, slot: int, source: OwnServer, target: OwnServer, *, pause_seconds: float = 0.0) -> None:
-        """Moves a slot with what is in it, key by key, as redis-cli does."""
+    def slots_of(self, primary: OwnServer) -> list[int]:
+        """Those that a primary has."""
+        return [
+            slot
+            for first, last, at, *_ in primary.ask("CLUSTER", "SLOTS")
+            if at[1] == primary.port
+            for slot in range(first, last + 1)
+        ]
+
+    def move_slot(self, slot: int, source: OwnServer, target: OwnServer, *, pause_seconds: float = 0.0) -> int:
+        """Moves a slot with what is in it, ten keys at a time, as redis-cli does. -> keys moved."""
         target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", _id(source).decode())
         source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", _id(target).decode())
+        moved = 0
         while keys := source.ask("CLUSTER", "GETKEYSINSLOT", slot, 10):
+            moved += len(keys)
             source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *(key.decode() for key in keys))
             time.sleep(pause_seconds)
         for node in (target, source):
             node.ask("CLUSTER", "SETSLOT", slot, "NODE", _id(target).decode())
+        return moved
+
+    def announce(self, ports: Sequence[int]) -> str:
+        """Each node is known by another port from now on, that of what stands before it. -> the address by those."""
+        for node, port in zip(self.nodes, ports, strict=True):
+            node.ask("CONFIG", "SET", "cluster-announce-port", port)
+
+        def named(node: OwnServer) -> set[int]:
+            return {server[1] for _, _, *servers in node.ask("CLUSTER", "SLOTS") for server in servers}
+
+        self.wait_until(lambda: all(named(node) == set(ports) for node in self.nodes))
+        return f"redis+cluster://{','.join(f'127.0.0.1:{port}' for port in ports[:2])}"
 
     def wait_until(self, fact: Callable[[], object]) -> None:
         """Waits until a fact of the cluster is true."""
@@ -115,7 +142,7 @@ class Cluster:
         )
         for n, node in enumerate(self.nodes[shards:]):
             its = _id(self.nodes[n % shards]).decode()
-            self.wait_until(lambda node=node, its=its: node.ask("CLUSTER", "REPLICATE", its))
+            self.wait_until(partial(node.ask, "CLUSTER", "REPLICATE", its))
         self.wait_until_well()
 
     def __enter__(self) -> Cluster:
@@ -144,7 +171,8 @@ class InTurns:
     def __init__(self, directory: Path, *, key: str, options: Mapping[str, str] | None = None) -> None:
         self._cluster = Cluster(directory, replicas=1, options=options)
         self.url, self.servers = self._cluster.url, self._cluster.nodes
-        self._key, self._turn = key, 0
+        self.announce = self._cluster.announce
+        self._key, self._turn, self._moves = key, 0, 0
         self._choose()
 
     def fail_over(self) -> None:
@@ -154,6 +182,21 @@ class InTurns:
     def promote(self) -> None:
         """Waits until the replica has taken the place of the primary, which is down."""
         self._cluster.wait_until(lambda: self._replica.ask("ROLE")[0] == b"master")
+
+    def move(self) -> str:
+        """Moves the slot of the key to another shard; in the next turn twenty slots that are in use. -> a sentence."""
+        self._moves += 1
+        home = self._cluster.owner(self._key)
+        target = next(node for node in map(self._cluster.owner, "abcdefghijkl") if node is not home)
+        slots = [int(home.ask("CLUSTER", "KEYSLOT", self._key))]
+        if self._moves % 2 == 0:
+            used = (
+                n for n in self._cluster.slots_of(home) if n not in slots and home.ask("CLUSTER", "COUNTKEYSINSLOT", n)
+            )
+            slots = list(islice(used, PAYLOAD_SLOTS))
+        keys = sum(self._cluster.move_slot(slot, home, target) for slot in slots)
+        self.settle()
+        return f", {len(slots)} with {keys} keys from port {home.port} to {target.port}"
 
     def settle(self) -> None:
         """Waits until the cluster is whole again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -75,6 +75,23 @@ class Watched:
         _until(lambda: len(named()) == 1 and self.primary.port not in named())
         (port,) = named()
         self._old, (self.primary,) = self.primary, [server for server in self.servers if server.port == port]
+
+    def announce(self, ports: Sequence[int]) -> str:
+        """Each server is known by another port from now on, that of what stands before it. -> the address.
+
+        For runs without failovers: `promote` looks for the servers' own ports.
+        """
+        places = dict(zip(self.servers, ports, strict=True))
+        for server, port in places.items():
+            server.ask("CONFIG", "SET", "replica-announce-port", port)
+        for replica in self.servers[1:]:
+            replica.ask("REPLICAOF", "127.0.0.1", places[self.primary])
+            replica.wait_for(lambda ask: ask("INFO", "replication")["master_link_status"] == "up")
+        for each in self.sentinels:
+            each.ask("SENTINEL", "REMOVE", SERVICE)
+            each.ask("SENTINEL", "MONITOR", SERVICE, "127.0.0.1", places[self.primary], 2)
+        self._wait_for_replicas()
+        return self.url
 
     def settle(self) -> None:
         """The old primary becomes a replica, at once; its sentinels make it one after about ten seconds."""
