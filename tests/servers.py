@@ -3,6 +3,8 @@
     python tests/servers.py                     all tests, on the bundled server and those on PATH
     python tests/servers.py --more DIR          and on Redis 8.0 and Valkey 8.1, which ``.ci/servers DIR`` unpacks
     python tests/servers.py store client        two folders of tests/integration alone
+    python tests/servers.py --sample            a server other than the bundled one, drawn (.ci/run)
+    python tests/servers.py --on "one shard"    that server alone
 
 The last servers are clusters of one and of three shards, for the folders whose tests share a server; the others start
 their own.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -24,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+BUNDLED = "bundled"
 TESTS = ROOT / "tests" / "integration"
 SHARED = ("client", "store")
 """Folders whose tests share the server that RLBUFFER_TEST_REDIS_URL names; the others start their own."""
@@ -38,7 +42,7 @@ from rlbuffer.store.server.binary import SERVER_BIN, ServerBinary, find_binary  
 
 def programs(more: Path | None) -> Iterator[tuple[str, ServerBinary | str]]:
     """Names of servers, each with its program or the reason why there is none."""
-    paths: dict[str, str | None] = {"bundled": None}
+    paths: dict[str, str | None] = {BUNDLED: None}
     paths |= {name: shutil.which(name) or "" for name in ("redis-server", "valkey-server")}
     if more is not None:
         paths |= {path.name: str(path) for path in sorted(more.glob("*-server-*"))}
@@ -69,6 +73,16 @@ def three_shards(folder: Path) -> Iterator[str]:
         yield cluster.url
 
 
+CLUSTERS = {"one shard": one_shard, "three shards": three_shards}
+
+
+def chosen_of(names: list[str], *, only: str | None, sample: bool) -> list[str]:
+    """The servers to try, of those that there are."""
+    if only is not None:
+        return [only]
+    return [random.choice([name for name in names if name != BUNDLED])] if sample else names
+
+
 def tried(environment: Mapping[str, str], chosen: list[str], jobs: int) -> dict[str, Counter[str]]:
     """Folder of tests/integration -> outcome -> tests. Failures are printed."""
     with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +104,7 @@ def tried(environment: Mapping[str, str], chosen: list[str], jobs: int) -> dict[
             place = case.get("classname", "").split(".")[2]
             outcomes.setdefault(place, Counter())[kinds[0] if kinds else "passed"] += 1
             if kinds and kinds[0] != "skipped":
-                print(f"  {case.get('classname')}::{case.get('name')}", flush=True)
+                print(f"  {case.get('classname')}::{case.get('name')}\n{case[0].text}", flush=True)
         if ran.returncode not in (0, 1):
             raise SystemExit(ran.stdout + ran.stderr)
         return outcomes
@@ -110,22 +124,31 @@ def main() -> int:
     parser.add_argument("folders", nargs="*", help="folders of tests/integration (default: all)")
     parser.add_argument("--more", type=Path, help="folder of .ci/servers, with programs NAME-server-VERSION")
     parser.add_argument("--jobs", type=int, default=2, help="tests that run at once (default: %(default)s)")
+    parser.add_argument("--sample", action="store_true", help="one of the servers, drawn")
+    parser.add_argument("--on", metavar="SERVER", help="one alone: its name as in the table")
     given = parser.parse_args()
     places = sorted(path.name for path in TESTS.iterdir() if path.is_dir() and any(path.glob("test_*.py")))
-    chosen = given.folders or places
-    if unknown := set(chosen) - set(places):
-        parser.error(f"{', '.join(sorted(unknown))}: not among {', '.join(places)}")
+    folders = given.folders or places
+    if unknown := set(folders) - set(places):
+        parser.error(f"{', '.join(unknown)}: not among {', '.join(places)}")
+    shared = [place for place in folders if place in SHARED]
+    found = dict(programs(given.more))
+    there = [name for name, program in found.items() if not isinstance(program, str)]
+    servers = chosen_of([*there, *CLUSTERS], only=given.on, sample=given.sample)
+    if given.on is not None and given.on not in (*found, *CLUSTERS):
+        parser.error(f"--on {given.on}: not among {', '.join((*found, *CLUSTERS))}")
     good = True
-    for name, program in programs(given.more):
+    for name, program in found.items():
         if isinstance(program, str):
-            print(f"{name:<28} skipped: {program}", flush=True)
-            continue
-        label = f"{program.name} {program.version} ({name})"
-        good &= printed(label, tried({SERVER_BIN: str(program.path)}, chosen, given.jobs))
-    if shared := [place for place in chosen if place in SHARED]:
-        for number, begun in (("one shard", one_shard), ("three shards", three_shards)):
+            if name == given.on or not (given.on or given.sample):
+                print(f"{name:<28} skipped: {program}", flush=True)
+        elif name in servers:
+            label = f"{program.name} {program.version} ({name})"
+            good &= printed(label, tried({SERVER_BIN: str(program.path)}, folders, given.jobs))
+    for name, begun in CLUSTERS.items():
+        if shared and name in servers:
             with tempfile.TemporaryDirectory() as folder, begun(Path(folder)) as url:
-                good &= printed(f"cluster of {number}", tried({"RLBUFFER_TEST_REDIS_URL": url}, shared, given.jobs))
+                good &= printed(f"cluster of {name}", tried({"RLBUFFER_TEST_REDIS_URL": url}, shared, given.jobs))
     return 0 if good else 1
 
 
