@@ -16,7 +16,7 @@ from typing import Any
 
 import redis
 from everybody import ROLES, do_everybodys_work
-from own_server import OwnServer
+from own_server import OwnServer, free_port
 
 USERS = Path(__file__).parents[2] / "deploy" / "users.acl"
 ADMIN = "user root on >root ~* &* +@all"
@@ -30,8 +30,8 @@ MAY_READ = ("viewer", "worker", "scorer", "trainer")
 
 TRIED = {"config|get", "rlb:runs"}
 """What roles try and do without: the server's limits for pushes, and the list of runs for people."""
-BEGINS = {"+hello", "+auth", "+ping", "+client|setname", "+cluster|info"}
-"""A connection begins with them, and no MONITOR shows them; the last is of clusters."""
+BEGINS = {"+hello", "+auth", "+ping", "+client|setname", "+cluster|info", "+cluster|slots"}
+"""A connection begins with them, and no MONITOR shows them, or not whose they were; the last two are of clusters."""
 ELSEWHERE = {
     "viewer": set[str](),
     "worker": {"%R~{rlb:*}:pool", "%R~{rlb:*}:eval", "+zrem", "+hdel", "+del", "+pexpire"},
@@ -137,19 +137,28 @@ def kind_of(key: str) -> str:
 
 
 def record(folder: Path, program: str | None = None) -> tuple[list[Used], list[str], Findings]:
-    """Lets every role do its work on a server with the shipped users. -> what they used, refusals that the server
-    logged, and what is wrong with the rights."""
+    """Lets every role do its work on a server with the shipped users, and in a cluster of one shard. -> what they used,
+    refusals that the server logged, and what is wrong with the rights."""
     folder.mkdir(parents=True, exist_ok=True)
     users = folder / "users.acl"
     users.write_text(f"{USERS.read_text().rstrip()}\n{ADMIN}\n")
-    with OwnServer(folder / "server", options={"aclfile": str(users)}, program=program) as server:
-        address = server.url.replace("/0", "/1")  # a database of its own has to be selected
-        with Recorder(server.port) as recorder:
-            do_everybodys_work(lambda role: address.replace("//", f"//{role}:CHANGE-{role}@"), folder)
-        used = recorder.used()
-        with redis.Redis(port=server.port, username="root", password="root", decode_responses=True) as client:
-            refused = [f"{e['username']}: {e['object']}" for e in client.acl_log() if e["object"] not in TRIED]
-            return used, refused, Findings(client, used)
+    used, refused = list[Used](), list[str]()
+    shard = {"cluster-enabled": "yes", "cluster-port": str(free_port())}
+    for name, options in (("shard", shard), ("server", {})):
+        with (
+            OwnServer(folder / name, options={"aclfile": str(users)} | options, program=program) as server,
+            redis.Redis(port=server.port, username="root", password="root", decode_responses=True) as client,
+        ):
+            address = server.url.replace("/0", "/1")  # a database of its own has to be selected
+            if options:
+                client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+                address = f"redis+cluster://127.0.0.1:{server.port}"
+            with Recorder(server.port) as recorder:
+                do_everybodys_work(lambda role, at=address: at.replace("//", f"//{role}:CHANGE-{role}@"), folder)
+            used += recorder.used()
+            refused += [f"{e['username']}: {e['object']}" for e in client.acl_log() if e["object"] not in TRIED]
+            found = Findings(client, used)  # a server that is no cluster has all of the commands, too
+    return used, refused, found
 
 
 class Findings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,9 +60,10 @@ def command(field: str, runs: tuple[str, ...], given: options.Given, output: Pat
         echo(f"wrote {output}", err=True)
     elif not as_json:
         from rlbuffer_cli.render.chart import chart
+        from rlbuffer_cli.render.text import columns_of
 
         is_ascii = "utf" not in (sys.stdout.encoding or "").lower()
-        for line in chart(curves, width=shutil.get_terminal_size().columns, is_ascii=is_ascii):
+        for line in chart(curves, width=columns_of(sys.stdout), is_ascii=is_ascii):
             echo(line)
     return 0
 

@@ -6,7 +6,6 @@ what is erased is counted in rows of the width that the terminal has now, and no
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 import threading
@@ -17,7 +16,7 @@ from typing import IO
 from rich.cells import cell_len
 
 from rlbuffer.narration.numbers import printable
-from rlbuffer_cli.render.text import cut
+from rlbuffer_cli.render.text import columns_of, cut
 from rlbuffer_cli.starting import clear
 
 MOST_FOOT_ROWS = 8
@@ -80,7 +79,7 @@ class Foot:
                 self._draw()
 
     def _draw(self) -> None:
-        width = columns(self._stream)
+        width = columns_of(self._stream)
         # One column stays free: a line that fills the last one would move what follows.
         lines = [row for line in self._lines(width - 1) for row in _rows(line, width - 1)]
         if (lines, width) == (self._drawn, self._width):
@@ -94,7 +93,7 @@ class Foot:
         keeps a screen that is cleared as a whole among the lines that were scrolled away."""
         if not self._drawn:
             return ""
-        width = columns(self._stream)
+        width = columns_of(self._stream)
         rows = sum(max(1, -(-cell_len(line) // width)) for line in self._drawn)
         self._drawn = []
         return "\r\x1b[2K" + "\x1b[1A\x1b[2K" * (rows - 1)
@@ -103,15 +102,6 @@ class Foot:
         if text:
             self._stream.write(text)
             self._stream.flush()
-
-
-def columns(stream: IO[str]) -> int:
-    """Width of the terminal now, in columns; 80 where nobody knows."""
-    try:
-        known = os.get_terminal_size(stream.fileno()).columns  # 0: a terminal whose size nobody has set
-    except (OSError, ValueError):
-        known = 0
-    return max(20, known) if known else 80
 
 
 def _rows(line: str, width: int) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer_cli.options import echo
@@ -21,7 +21,7 @@ from rlbuffer_cli.render.steps import (
     step_lines,
     step_row,
 )
-from rlbuffer_cli.render.text import show_table, wrapped
+from rlbuffer_cli.render.text import columns_of, show_table, wrapped
 from rlbuffer_cli.render.workers import BEAT_NUMBERS
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def show_step(buffer: Buffer, number: int, *, as_json: bool) -> int:
     if as_json:
         echo(_dumped({**facts_of(step.header), "row_tokens": step.row_tokens, "ranks": rank_figures(step, cost)}))
         return 0
-    width = shutil.get_terminal_size().columns
+    width = columns_of(sys.stdout)
     for line in [*step_lines(step, trained=buffer.store.trainer().trained), "", *rank_lines(step, width, cost)]:
         for row in wrapped(line, indent="    "):
             echo(row)

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
+from typing import IO
 
 import click
 
@@ -121,7 +122,19 @@ def cut(line: str, width: int) -> str:
 
 def terminal_width() -> int | None:
     """Columns of the terminal that stdout is; None when it is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return columns_of(sys.stdout) if sys.stdout.isatty() else None
+
+
+def columns_of(stream: IO[str]) -> int:
+    """Width of a terminal by its own word; where it has none, what COLUMNS says, or 80.
+
+    The other way round a program that was started from within another one would have that one's width.
+    """
+    try:
+        known = os.get_terminal_size(stream.fileno()).columns  # 0: a terminal whose size nobody has set
+    except (OSError, ValueError):
+        known = 0
+    return max(20, known) if known else shutil.get_terminal_size().columns
 
 
 def wrapped(line: str, *, indent: str = "      ") -> list[str]:

@@ -7,6 +7,7 @@ pushes of one producer share the round trips of both.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from rlbuffer.errors import (
@@ -46,7 +47,8 @@ class PushMoves(Session):
         )
         if error is None:
             return outcomes[0]
-        if not (isinstance(error, ServerUnreachable) and self._answers()):
+        source = _Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
+        if not (isinstance(error, ServerUnreachable) and self._answers(source.unnamed(group, sequence))):
             raise error
         raise PushBroken(
             f"the connection to {self.connection.address} broke in the push of group {group.group_id} "
@@ -164,10 +166,11 @@ class PushMoves(Session):
         ((status, entry_id),) = self._move_pushes(source, [_Push(source, sequence, group, is_given_up=True)])
         return (status if entry_id else PushStatus.LOST), entry_id  # a duplicate without an entry: given up before
 
-    def _answers(self) -> bool:
-        """True when the server answers something small now."""
+    def _answers(self, payload_key: str) -> bool:
+        """True when the server answers something small now; in a cluster both shards of a push do."""
         try:
-            self.connection.call(lambda: self.client.exists(self.keys.meta), patience_seconds=0.0, repeat=False)
+            for key in (self.keys.meta, payload_key)[: 1 + self.connection.is_cluster]:
+                self.connection.call(partial(self.client.exists, key), patience_seconds=0.0, repeat=False)
         except RlbufferError:
             return False
         return True
@@ -235,6 +238,14 @@ class _Source:
         self.is_spread = is_spread
         self.key = keys.producer(producer, incarnation)
 
+    def suffix(self, sequence: int) -> str:
+        """What tells the payload of a push from every other one."""
+        return f"{self.incarnation}.{sequence}"
+
+    def unnamed(self, group: Group, sequence: int) -> str:
+        """The key of a payload until its push is pending."""
+        return self.keys.unnamed_payload(group.group_id, self.suffix(sequence))
+
 
 class _Push:
     """A push as it is sent. Raises InvalidRollout when it is too large for the wire."""
@@ -243,8 +254,7 @@ class _Push:
         self, source: _Source, sequence: int, group: Group, replaces: str = "", *, is_given_up: bool = False
     ) -> None:
         self.sequence, self.group, self.replaces = sequence, group, replaces
-        self.suffix = f"{source.incarnation}.{sequence}"
-        self.key = source.keys.unnamed_payload(group.group_id, self.suffix)
+        self.suffix, self.key = source.suffix(sequence), source.unnamed(group, sequence)
         self.name = source.keys.payload(group.group_id, self.suffix)
         self.rollouts = self.tokens = self.size = 0
         lengths = ""

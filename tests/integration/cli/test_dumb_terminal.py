@@ -44,7 +44,7 @@ def test_serve_on_a_dumb_terminal_prints_lines(redis_url: str, tmp_path: Path) -
 @pytest.mark.server
 def test_the_banner_of_serve_breaks_between_words(redis_url: str, tmp_path: Path) -> None:
     given = ["serve", "--redis", redis_url, "--run", f"narrow-{uuid.uuid4().hex[:8]}"]
-    drawn = typed(given, tmp_path, until=b"ctrl-c", keys=b"\x03", columns=40)
+    drawn = typed(given, tmp_path, until=b"ctrl-c", keys=b"\x03", columns=40, COLUMNS="80", LINES="24")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.decode())
     lines = text[text.index("rlbuffer ") : text.index("ctrl-c")].splitlines()
     assert max(map(len, lines)) <= 40

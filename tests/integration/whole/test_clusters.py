@@ -13,6 +13,7 @@ from shards import Cluster
 from store_runs import Run, plan_of
 
 import rlbuffer
+from rlbuffer.client.producer import MOST_BREAKS
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.daemon import leadership
 from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnreachable, ServerUnsuitable
@@ -230,6 +231,35 @@ def test_a_run_goes_on_through_failovers_of_payloads_and_of_control_keys(
             dead.start()
             cluster.wait_until_well()
         going.ends()
+        assert run.store.verify().findings == ()
+        run.close()
+
+
+def test_a_push_whose_shard_is_away_waits_for_it_however_often_it_has_to_ask(
+    server_binary: ServerBinary, tmp_path: Path
+) -> None:
+    with Cluster(tmp_path / "c", options={"cluster-require-full-coverage": "no"}) as cluster:
+        run = Run(cluster.url, tmp_path)
+        home = cluster.owner(run.store.keys.meta)
+        others = [node for node in cluster.nodes if node is not home]
+        tries: list[RlbufferError] = []
+
+        def retried(error: RlbufferError) -> None:
+            tries.append(error)
+            if len(tries) == MOST_BREAKS + 2:
+                for node in others:
+                    node.start()
+
+        with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+            writer = buffer.writer("w", on_retry=retried)
+            for node in others:  # the shard of the control keys answers all the while
+                node.kill()
+            groups = 0
+            while not tries:  # a third of them lie with the control keys
+                assert writer.push(rlbuffer.make_group(env="a", group_id=f"a.{groups}")).status == "stored"
+                groups += 1
+        assert len(tries) >= MOST_BREAKS + 2
+        assert len(run.pool()) == groups
         assert run.store.verify().findings == ()
         run.close()
 
