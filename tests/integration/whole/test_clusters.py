@@ -288,9 +288,9 @@ def test_a_shard_of_payloads_that_comes_back_empty_loses_what_is_said_and_counte
 ) -> None:
     with Cluster(tmp_path / "c", options={"appendonly": "no"}) as cluster:
         run = Run(cluster.url, tmp_path)
-        groups = [f"a.{n}" for n in range(12)]
-        run.step(*groups[:6])
-        for group_id in groups[6:]:
+        groups = [f"a.{n}" for n in range(60)]  # a third of them on each shard, about
+        run.step(*groups[:30])
+        for group_id in groups[30:]:
             run.push(group_id)
         shard = elsewhere(cluster, run)
         lost = [entry for entry in run.pool() if cluster.owner(entry.payload_key) is shard]
