@@ -7,6 +7,7 @@ all of its own CPU. The server says itself which commands took how long (SLOWLOG
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import shutil
 import subprocess
@@ -101,7 +102,8 @@ def _one_shot(home: Path) -> tuple[float, float]:
     """CPU seconds and seconds of a call that prints the pool."""
     words = [sys.executable, "-m", "rlbuffer_cli", "inspect", "--plain", "--home", str(home), "--run", "bench"]
     before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    installed = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env=installed)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, time.perf_counter() - begun
 

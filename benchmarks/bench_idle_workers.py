@@ -6,6 +6,7 @@ started for everybody.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import shutil
 import tempfile
@@ -77,6 +78,7 @@ def open_(home: Path) -> RedisStore:
 
 def crowd(home: Path, number: int, heard: Any) -> None:
     """A process with its share of the workers and readers."""
+    logging.disable(logging.WARNING)  # a thousand workers say that they wait
     threading.stack_size(256 * 1024)
     roles = [(idle_worker, i) for i in range(number, WORKERS, PROCESSES)]
     roles += [(waiting_reader, i) for i in range(number, READERS, PROCESSES)]

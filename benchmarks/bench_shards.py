@@ -84,7 +84,7 @@ def run(report: Report) -> None:
             for number in range(1 + ROUNDS):
                 its = {}
                 for place, (url, servers) in places.items():
-                    its[place] = one_round(url, servers, sampled, run=f"{title[:2]}-{number}", home=Path(folder))
+                    its[place] = one_round(url, servers, sampled, run=f"{title.split()[0]}-{number}", home=Path(folder))
                 rounds.append(its)
             show(report, title, rounds[1:], int(lengths.sum()) * 9.03 / 1e6)
 
@@ -93,7 +93,7 @@ def one_round(
     url: str, servers: Sequence[OwnServer], sampled: Sequence[Arrays], *, run: str, home: Path
 ) -> Mapping[str, Cost]:
     """Pushes, commits and pulls a step; -> the cost of push and pull. What it wrote is deleted."""
-    store = open_store(url, run=run.strip(), home=home, server=ServerSettings())
+    store = open_store(url, run=run, home=home, server=ServerSettings())
     try:
         epoch = store.open_run().epoch
         attempt = store.attempt(uuid="bench", world_size=RANKS, resume_step=0).number

@@ -19,7 +19,9 @@ def find_group(store: Store, group_id: str) -> GroupDetail:
     id_or_prefix = group_id.rsplit("/", 1)[0]
     candidates: dict[str, tuple[GroupView, GroupSource]] = {}
     problems: list[RlbufferError] = []
-    for view, sources in every_group(store, problems=problems):
+    for view, sources in every_group(
+        store, takes_push=lambda entry: entry.group_id.startswith(id_or_prefix), problems=problems
+    ):
         if view.group_id == id_or_prefix:
             return detail_of(store, view, sources)
         if view.group_id.startswith(id_or_prefix):

@@ -6,7 +6,8 @@ moves the pool (steps taken back, a part of a group dropped, a server that lost 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 
 from rlbuffer.client.views import PendingGroup, counted, pool_pages
 from rlbuffer.events.history import Committed, Dropped, RetiredEarly
@@ -19,7 +20,7 @@ MOST_RECORDS = 1000
 
 
 class PoolLook:
-    """The pending groups of a run. Changes nothing.
+    """The pending groups of a run. Changes nothing; safe from several threads.
 
     Args:
         store: the run.
@@ -27,6 +28,7 @@ class PoolLook:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._lock = threading.Lock()
         self._entries: dict[str, dict[str, PoolEntry]] = {}
         """Group -> entry id -> push."""
         self._cursor = self._place = "0-0"
@@ -35,13 +37,18 @@ class PoolLook:
 
     def groups(self) -> Iterator[PendingGroup]:
         """The groups that are pending now, in the order in which they came."""
-        meta = self._store.meta()
-        if self._meta is None or not self._follow(self._meta, meta):
-            # The time first: what goes while the pool is read is named by the next look's records.
-            self._place, self._cursor, self._entries = f"{int(self._store.now() * 1000)}-0", "0-0", {}
-            self._read_new()
-        self._meta = meta
-        return counted(self._store, {group_id: list(its.values()) for group_id, its in self._entries.items()})
+        return counted(self._store, self.pushes())
+
+    def pushes(self) -> Mapping[str, Sequence[PoolEntry]]:
+        """Group -> its pushes that are pending now, in the order in which they came."""
+        with self._lock:
+            meta = self._store.meta()
+            if self._meta is None or not self._follow(self._meta, meta):
+                # The time first: what goes while the pool is read is named by the next look's records.
+                self._place, self._cursor, self._entries = f"{int(self._store.now() * 1000)}-0", "0-0", {}
+                self._read_new()
+            self._meta = meta
+            return {group_id: list(its.values()) for group_id, its in self._entries.items() if its}
 
     def _read_new(self) -> None:
         for page in pool_pages(self._store, self._cursor):

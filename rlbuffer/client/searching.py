@@ -13,12 +13,13 @@ from typing import TypeVar
 
 from rlbuffer.client.details import detail_of, rollout_view, stand_in
 from rlbuffer.client.filters import PAYLOAD_FIELDS, Filter, Term, parse
+from rlbuffer.client.pool_look import PoolLook
 from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, every_group
 from rlbuffer.errors import FilterError, RlbufferError
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
 from rlbuffer.store.protocol import Store
-from rlbuffer.store.records import PartRollout
+from rlbuffer.store.records import PartRollout, PoolEntry
 
 TextOf = Callable[[Rollout], str | None]
 PAGE_BYTES = 4 * 2**20
@@ -26,6 +27,8 @@ PAGE_BYTES = 4 * 2**20
 MOST_BYTES_READ = 2 * 2**30
 """Payloads that one search reads."""
 IN_STEPS = (State.PACKED, State.TRAINED)
+OF_PUSH, OF_INFO = ("env", "id"), ("prompt", "worker", "adapter")
+"""Fields that a group has from its first push, and from the metadata of that."""
 
 _Source = TypeVar("_Source", bound=GroupSource)
 _Group = TypeVar("_Group")
@@ -38,17 +41,19 @@ def list_groups(
     limit: int = 100,
     problems: list[RlbufferError] | None = None,
     text_of: TextOf | None = None,
+    pool: PoolLook | None = None,
 ) -> list[GroupView]:
     """Groups that match `where`: pending ones first, then by step and time, newest first.
 
     Steps that cannot be read are left out and added to `problems`, and so is a search that ends before it has seen
-    everything. `text_of` gives the text of a rollout that was pushed without any.
+    everything. `text_of` gives the text of a rollout that was pushed without any. `pool` is of who looks again and
+    again.
 
     Raises:
         FilterError: `where` cannot be read; or, without `problems`, the search would read too many payloads.
         PayloadError: a step cannot be read, without `problems`.
     """
-    chosen = _chosen(store, where, limit, problems, text_of)
+    chosen = _chosen(store, where, limit, problems, text_of, pool)
     return [view for view, _ in chosen]
 
 
@@ -66,7 +71,12 @@ def list_details(
 
 
 def _chosen(
-    store: Store, where: str, limit: int, problems: list[RlbufferError] | None, text_of: TextOf | None
+    store: Store,
+    where: str,
+    limit: int,
+    problems: list[RlbufferError] | None,
+    text_of: TextOf | None,
+    pool: PoolLook | None = None,
 ) -> list[tuple[GroupView, GroupSource]]:
     chosen = parse(where)
     is_of_step = any(term.field == "step" for term in chosen.terms)
@@ -74,7 +84,9 @@ def _chosen(
         store,
         takes=lambda state: chosen.allows("state", state) and (state in IN_STEPS or not is_of_step),
         takes_step=lambda step: chosen.allows("step", step),
+        takes_push=_taker(chosen),
         problems=problems,
+        pushes=None if pool is None else pool.pushes,
     )
     out: list[tuple[GroupView, GroupSource]] = []
     try:
@@ -84,6 +96,19 @@ def _chosen(
             raise
         problems.append(error)
     return out
+
+
+def _taker(chosen: Filter) -> Callable[[PoolEntry], bool]:
+    """Tells by a group's first push whether it can match at all."""
+    terms = [term for term in chosen.terms if term.field in OF_PUSH]
+    of_info = [term for term in chosen.terms if term.field in OF_INFO]
+
+    def takes(entry: PoolEntry) -> bool:
+        return all(term.holds(getattr(entry, term.attribute)) for term in terms) and (
+            entry.info is None or all(term.holds(getattr(entry.info, term.attribute)) for term in of_info)
+        )
+
+    return takes
 
 
 def matching(

@@ -18,9 +18,10 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.store.protocol import Store
 from rlbuffer.store.records import PartRollout, PoolEntry
+from rlbuffer.wire.metadata_pages import scored_rewards
 
-VIEW_PAGE = 1000
-"""Pool entries per read."""
+VIEW_PAGE = 250
+"""Pool entries per read: about a millisecond of the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,14 +132,17 @@ def every_group(
     *,
     takes: Callable[[State], bool] = lambda state: True,
     takes_step: Callable[[int], bool] = lambda step: True,
+    takes_push: Callable[[PoolEntry], bool] = lambda entry: True,
     problems: list[RlbufferError] | None = None,
+    pushes: Callable[[], Mapping[str, Sequence[PoolEntry]]] | None = None,
 ) -> Iterator[tuple[GroupView, GroupSource]]:
-    """Every group in a state, or a step, that is taken; others are not read.
+    """Every group in a state, of a first push, or a step, that is taken; others are not read.
 
-    Steps that cannot be read are left out and added to `problems`; None: PayloadError.
+    Steps that cannot be read are left out and added to `problems`; None: PayloadError. `pushes` gives the pool's, by
+    group; None: they are read.
     """
     if takes(State.FORMING) or takes(State.READY):
-        yield from pending_groups(store)
+        yield from pending_groups(store, takes_push=takes_push, pushes=pushes)
     if takes(State.PACKED) or takes(State.TRAINED):
         yield from _in_steps(store, takes_step, problems)
     if takes(State.DROPPED):
@@ -166,15 +170,22 @@ def _by_group(store: Store) -> dict[str, list[PoolEntry]]:
     return parts
 
 
-def pending_groups(store: Store) -> Iterator[tuple[GroupView, Sequence[PoolEntry]]]:
-    """The groups in the pool, newest first, each with the pushes that make it up."""
-    parts = _by_group(store)
+def pending_groups(
+    store: Store,
+    *,
+    takes_push: Callable[[PoolEntry], bool] = lambda entry: True,
+    pushes: Callable[[], Mapping[str, Sequence[PoolEntry]]] | None = None,
+) -> Iterator[tuple[GroupView, Sequence[PoolEntry]]]:
+    """The groups in the pool, newest first, each with the pushes that make it up; as :func:`every_group`."""
+    parts = _by_group(store) if pushes is None else pushes()
     if not parts:
         return
     now = store.now()
     versions = _versions(store)
-    for group_id in reversed(parts):
-        yield _pending_view(group_id, parts[group_id], versions=versions, now=now), parts[group_id]
+    for group_id in reversed(list(parts)):
+        its = parts[group_id]
+        if takes_push(its[0]):
+            yield _pending_view(group_id, its, versions=versions, now=now), its
 
 
 class PendingGroup(NamedTuple):
@@ -194,8 +205,6 @@ def counted(store: Store, parts: Mapping[str, Sequence[PoolEntry]]) -> Iterator[
     """The groups of these pushes, by their ids."""
     versions = _versions(store) if parts else {}
     for group_id, entries in parts.items():
-        if not entries:
-            continue  # what replaced them is of another group
         info = entries[0].info
         if len(entries) > 1 or info is None or not info.totals.is_distinct:
             view = _pending_view(group_id, entries, versions=versions, now=0.0)
@@ -217,13 +226,19 @@ def _versions(store: Store) -> dict[str, int]:
 def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mapping[str, int], now: float) -> GroupView:
     infos = [entry.info for entry in parts if entry.info is not None]
     adapter = infos[0].adapter if infos else ""
-    members = {r.rollout_id: r for info in infos for r in info.rollouts}
     planned = infos[0].planned_size if infos else 0
-    scored = [r.reward for r in members.values() if r.reward is not None]
+    if len(infos) == 1 and infos[0].totals.is_distinct:  # nearly every one: nothing of it is unpacked
+        totals, scored = infos[0].totals, scored_rewards(infos[0])
+        count, oldest, newest = totals.rollouts, totals.oldest, totals.newest
+    else:
+        members = {r.rollout_id: r for info in infos for r in info.rollouts}
+        scored = tuple(r.reward for r in members.values() if r.reward is not None)
+        count = len(members) or sum(entry.rollouts for entry in parts)
+        oldest = min((r.min_version for r in members.values()), default=0)
+        newest = max((r.max_version for r in members.values()), default=0)
     complete = len(scored) >= planned > 0 and not any(info.needs for info in infos)
     needs = sorted({need for info in infos for need in info.needs})
     needed = [f"needs {', '.join(needs)}"] if needs else []
-    oldest = min((r.min_version for r in members.values()), default=0)
     created = parts[0].pushed_ms / 1000
     return GroupView(
         group_id=group_id,
@@ -231,10 +246,10 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mappin
         prompt_id=infos[0].prompt_id if infos else "",
         state=State.READY if complete else State.FORMING,
         reason="",
-        rollouts=len(members) or sum(entry.rollouts for entry in parts),
+        rollouts=count,
         planned_size=planned,
         reward=fmean(scored) if scored else None,
-        rewards=tuple(scored),
+        rewards=scored,
         age=max(versions.get(adapter, 0) - oldest, 0),
         tokens=sum(entry.tokens for entry in parts),
         created=created,
@@ -243,7 +258,7 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mappin
         step=None,
         detail="; ".join([*(entry.error for entry in parts if entry.error), *needed]),
         min_version=oldest,
-        max_version=max((r.max_version for r in members.values()), default=0),
+        max_version=newest,
         adapter=adapter,
     )
 

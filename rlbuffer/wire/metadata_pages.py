@@ -81,6 +81,15 @@ def decode_infos(pushes: Sequence[bytes]) -> list[GroupInfo | PayloadError]:
     ]
 
 
+def scored_rewards(info: GroupInfo) -> tuple[float, ...]:
+    """The rewards of a push's scored rollouts, in order; its rollouts stay packed."""
+    unpack = getattr(info, "_unpack", None)
+    if unpack is None:
+        return tuple(rollout.reward for rollout in info.rollouts if rollout.reward is not None)
+    rows: bytes = unpack.args[2]
+    return tuple(row[4] for row in ROW.iter_unpack(rows) if row[7] & HAS_REWARD)
+
+
 def _frozen(info: Any) -> GroupInfo:
     info.__class__ = GroupInfo
     made: GroupInfo = info

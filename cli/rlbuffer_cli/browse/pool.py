@@ -10,6 +10,7 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from rlbuffer.client.filters import parse
+from rlbuffer.client.pool_look import PoolLook
 from rlbuffer.client.searching import list_groups
 from rlbuffer.client.views import GroupView
 from rlbuffer.errors import FilterError, RlbufferError
@@ -53,6 +54,7 @@ class Pool(Look):
         super().__init__(looking)
         self.views: list[GroupView] = []
         self.limit = GROUPS_PER_READ
+        self._look = PoolLook(self.looking.buffer.store)
         self.sort, self.is_reversed = "newest first", False
         self.summary: RunSummary | None = None
         self.problems: list[RlbufferError] = []
@@ -81,14 +83,14 @@ class Pool(Look):
     async def fetch(self) -> None:
         buffer, where, limit = self.looking.buffer, self.looking.where, self.limit
         problems: list[RlbufferError] = []
-        store, text_of = buffer.store, buffer.texts.decoded
+        store, text_of, look = buffer.store, buffer.texts.decoded, self._look
         self.views = await self.ask(
-            lambda: list_groups(store, where=where, limit=limit, problems=problems, text_of=text_of)
+            lambda: list_groups(store, where=where, limit=limit, problems=problems, text_of=text_of, pool=look)
         )
         self.problems, self.is_read = problems, True
         self.put_groups()
         self.frame()
-        summary, self.seconds = await self.ask(lambda: (summarize(buffer), store.now()))
+        summary, self.seconds = await self.ask(lambda: (summarize(buffer, look), store.now()))
         self.summary = summary
         self.put_header(summary)
 

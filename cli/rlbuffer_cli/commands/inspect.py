@@ -201,6 +201,7 @@ def _may_browse() -> bool:
 
 
 def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -> int:
+    from rlbuffer.client.pool_look import PoolLook
     from rlbuffer.client.searching import list_groups
     from rlbuffer_cli.render import pool
 
@@ -209,12 +210,13 @@ def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -
         for record in pool.summary_records(pool.summarize(buffer)):
             echo(json.dumps(record))
         return 0
-    views = list_groups(buffer.store, where=where, limit=limit, problems=problems, text_of=buffer.texts.decoded)
+    look, text_of = PoolLook(buffer.store), buffer.texts.decoded
+    views = list_groups(buffer.store, where=where, limit=limit, problems=problems, text_of=text_of, pool=look)
     if as_json:
         for view in views:
             echo(json.dumps(pool.group_record(view)))
     else:
-        pool.show(pool.summarize(buffer), views, where=where, limit=limit)
+        pool.show(pool.summarize(buffer, look), views, where=where, limit=limit)
     for problem in problems:
         echo(f"Error: {problem}", err=True)
     return 1 if problems else 0

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import urlencode
 
 from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.pool_look import PoolLook
 from rlbuffer.client.searching import list_groups
 from rlbuffer.errors import FilterError, NotFound, RlbufferError
 from rlbuffer_cli.render.curves import recent_metrics, trend_lines
@@ -72,13 +73,16 @@ def pool(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
     """The run, its envs, and its groups by a filter, in an order."""
     where, sort = query.get("where", ""), query.get("sort", "newest first")
     problems: list[RlbufferError] = []
+    look = PoolLook(buffer.store)
     try:
         read = buffer.texts.decoded
-        views = list_groups(buffer.store, where=where, limit=GROUPS_ON_A_PAGE, problems=problems, text_of=read)
+        views = list_groups(
+            buffer.store, where=where, limit=GROUPS_ON_A_PAGE, problems=problems, text_of=read, pool=look
+        )
     except FilterError as error:
         views, problems = [], [error]
     views = sorted(views, key=SORTS.get(sort, SORTS["newest first"]))
-    summary = summarize(buffer)
+    summary = summarize(buffer, look)
     yield from frame(buffer, "pool")
     yield lines(header_lines(summary))
     yield table(ENV_HEADER, [env_row(env) for env in summary.envs])

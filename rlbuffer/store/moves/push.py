@@ -239,7 +239,7 @@ class _Source:
         self.key = keys.producer(producer, incarnation)
 
     def suffix(self, sequence: int) -> str:
-        """What tells the payload of a push from every other one."""
+        """The end of a payload's key, another one for each push."""
         return f"{self.incarnation}.{sequence}"
 
     def unnamed(self, group: Group, sequence: int) -> str:
