@@ -312,7 +312,9 @@ class GroupState:
                     env=self.env,
                     packed_rollouts=rollouts,
                     packed_tokens=tokens,
-                    dropped=tuple((r, *sums) for r in _REASONS for sums in by_bucket(dropped.get(r, ())).values()),
+                    dropped=tuple(
+                        (r, *sums) for r in _REASONS if r in dropped for sums in by_bucket(dropped[r]).values()
+                    ),
                     group_id=self.group_id,
                     uses=self.used,
                     is_kept=self.used + 1 < max_uses,

@@ -207,7 +207,10 @@ class Figures:
                     self._env(note.env).dropped.add(rollout.length)
 
     def _env(self, name: str) -> _Env:
-        return self._envs.setdefault(self.labels.of(name), _Env())
+        label = self.labels.of(name)
+        if label not in self._envs:
+            self._envs[label] = _Env()
+        return self._envs[label]
 
     def _sum_push(self, push: _Push) -> None:
         env, info = self._env(push.info.env), push.info
@@ -225,13 +228,16 @@ class Figures:
             env.new, env.before = env.came - env.before, env.came.copy()
         self._builds.add(step.seconds)
         trained = {ref.adapter: version_trained(plan.adapters, ref.adapter, plan.step) for ref in plan.rollouts}
-        lengths: dict[str, list[int]] = {}
+        by_env: dict[str, list[tuple[int, int, int]]] = {}
         for ref, info in zip(plan.rollouts, infos_of(plan, step.entries), strict=True):
-            env = self._env(ref.env)
-            env.ages.add(trained[ref.adapter] - ref.min_version)
-            env.packed.add(info.length)
-            env.responses.add(info.length - info.prompt_tokens)
-            lengths.setdefault(self.labels.of(ref.env), []).append(info.length - info.prompt_tokens)
+            age = trained[ref.adapter] - ref.min_version
+            by_env.setdefault(ref.env, []).append((age, info.length, info.length - info.prompt_tokens))
+        lengths: dict[str, list[int]] = {}
+        for name, rows in by_env.items():
+            env, (ages, packed, responses) = self._env(name), zip(*rows, strict=True)
+            for histogram, values in ((env.ages, ages), (env.packed, packed), (env.responses, responses)):
+                histogram.add_all(values)
+            lengths.setdefault(self.labels.of(name), []).extend(responses)
         self._responses = {name: fmean(values) for name, values in lengths.items()}
         for entry in step.entries.values():
             self._env(entry.env).waits.add(max(0.0, (step.header.committed_ms - entry.pushed_ms) / 1000))

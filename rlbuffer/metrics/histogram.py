@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -37,6 +38,11 @@ class Histogram:
         """Counts a value into the first bucket whose bound is not below it."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
+
+    def add_all(self, values: Iterable[float]) -> None:
+        """Counts several values, each distinct one once."""
+        for value, times in Counter(values).items():
+            self.add(value, times)
 
     @property
     def sum(self) -> float:
