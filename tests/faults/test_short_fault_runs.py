@@ -68,7 +68,7 @@ def test_a_run_survives_failovers_and_the_death_of_the_primary(home: Home) -> No
 
 
 def test_a_run_survives_failovers_of_shards_and_slots_that_move(home: Home) -> None:
-    outcome = run_failovers(home, seed=3, failovers=2, kills=2, steps=60, say=say, place="cluster", slot_moves=2)
+    outcome = run_failovers(home, seed=3, failovers=2, kills=2, steps=150, say=say, place="cluster", slot_moves=2)
     assert outcome.findings == []
     assert dict(outcome.faults) == {FAILOVER: 2, KILL: 2, MOVE: 2}
 

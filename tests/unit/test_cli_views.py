@@ -130,6 +130,7 @@ def test_colours_come_on_a_terminal_and_go_with_no_color(monkeypatch: pytest.Mon
         out = Terminal()
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setenv("TERM", "xterm")
         monkeypatch.delenv("NO_COLOR", raising=False)
         if value:
             monkeypatch.setenv("NO_COLOR", value)
