@@ -3,7 +3,7 @@
     python tests/servers.py                     all tests, on the bundled server and those on PATH
     python tests/servers.py --more DIR          and on Redis 8.0 and Valkey 8.1, which ``.ci/servers DIR`` unpacks
     python tests/servers.py store client        two folders of tests/integration alone
-    python tests/servers.py --sample            a server other than the bundled one, drawn (.ci/run)
+    python tests/servers.py --sample            a server other than the bundled one, drawn
     python tests/servers.py --on "one shard"    that server alone
 
 The last servers are clusters of one and of three shards, for the folders whose tests share a server; the others start
