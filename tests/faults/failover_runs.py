@@ -15,10 +15,9 @@ import subprocess
 import time
 from collections.abc import Mapping
 
-from accounts import check_metrics, check_uses
 from aof import Steps
 from homes import Home
-from kill_runs import TAIL_STEPS, WORLD_SIZE, Watch, finish, home_step, write_config
+from kill_runs import TAIL_STEPS, WORLD_SIZE, Watch, finish, home_step, inspect_uses, write_config
 from outcome import Outcome, Say
 from pairs import Pair
 from places import Servers, lose_primary, note_steps, servers_at
@@ -77,9 +76,7 @@ def run_failovers(
         progress.reaches(steps, outcome)
         _end(others, outcome)
         finish(home, outcome, trainer, steps)
-        note_steps(pair, committed)
-        outcome.findings += check_metrics(home.metrics(), steps)
-        outcome.findings += check_uses(committed, home.metrics())
+        inspect_uses(home, outcome, steps, pair, committed)
         with home.connect() as buffer:
             total, ledger = buffer.ledger().total(), buffer.ledger()
         outcome.facts["rollouts, tokens"] = (

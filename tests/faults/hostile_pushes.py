@@ -170,7 +170,7 @@ class Pushes:
         return self._sent(suffix, args, payloads, stores=sound or dice.random() < 0.9)
 
     def _sealed_push(self, seen: Seen) -> list[Command]:
-        """A push in order, but for one thing or two in its payloads: they carry the checksums of what they hold now."""
+        """A right push except for one thing or two in its payloads: they carry the checksums of what they hold now."""
         dice = self.dice
         group = self._group(seen)
         if dice.random() < 0.1:

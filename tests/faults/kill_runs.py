@@ -11,7 +11,7 @@ from accounts import check_ledger, check_metrics, check_recorded, check_trained,
 from aof import Steps, read_written
 from homes import Home
 from outcome import Outcome, Say
-from places import EMBEDDED, lose_primary, note_steps, servers_at
+from places import EMBEDDED, Servers, lose_primary, note_steps, servers_at
 from processes_under_test import KINDS, Processes
 
 WORLD_SIZE = 2
@@ -73,9 +73,7 @@ def run_kills(home: Home, *, seed: int, kills: int, steps: int, say: Say, place:
         finish(home, outcome, supervisor, steps)
         outcome.seconds = time.monotonic() - began
         if servers is not None:
-            note_steps(servers, committed)
-            outcome.findings += check_metrics(home.metrics(), steps)
-            outcome.findings += check_uses(committed, home.metrics())
+            inspect_uses(home, outcome, steps, servers, committed)
         elif not outcome.findings:
             inspect_end(home, outcome, steps, home.path / "server")
     if sum(outcome.faults.values()) < kills:
@@ -139,6 +137,13 @@ def finish(home: Home, outcome: Outcome, supervisor: subprocess.Popen[str], step
     outcome.facts["verify"] = f"exit {verified.returncode}, {verified.stdout.strip().splitlines()[-1:]}"
     if verified.returncode != 0:
         outcome.findings.append(f"`rlbuffer verify`: {verified.stdout}{verified.stderr}")
+
+
+def inspect_uses(home: Home, outcome: Outcome, steps: int, servers: Servers, committed: Steps) -> None:
+    """Computes the uses of rollouts again, where servers may have lost steps; `committed` are those noted so far."""
+    note_steps(servers, committed)
+    outcome.findings += check_metrics(home.metrics(), steps)
+    outcome.findings += check_uses(committed, home.metrics())
 
 
 def inspect_end(home: Home, outcome: Outcome, steps: int, server_directory: Path) -> None:

@@ -8,13 +8,11 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 
-from accounts import check_metrics, check_uses
-from aof import Steps
 from homes import Home
-from kill_runs import TAIL_STEPS, Watch, finish, inspect_end, write_config
+from kill_runs import TAIL_STEPS, Watch, finish, inspect_end, inspect_uses, write_config
 from outcome import Outcome, Say
 from own_server import OwnServer
-from places import EMBEDDED, lead, note_steps, servers_at
+from places import EMBEDDED, lead, servers_at
 from processes_under_test import KINDS, Processes
 from wire_faults import FaultProxy, draw_faults
 
@@ -35,7 +33,6 @@ def run_network(
     outcome = Outcome(name=f"network on the {place} (seed {seed})")
     began = time.monotonic()
     draw = random.Random(f"pauses {seed}")
-    committed: Steps = {}
     with ExitStack() as ends:
         servers = ends.enter_context(servers_at(home, place))
         if servers is None:
@@ -77,9 +74,7 @@ def run_network(
         finish(home, outcome, supervisor, steps)
         outcome.seconds = time.monotonic() - began
         if servers is not None:
-            note_steps(servers, committed)
-            outcome.findings += check_metrics(home.metrics(), steps)
-            outcome.findings += check_uses(committed, home.metrics())
+            inspect_uses(home, outcome, steps, servers, {})
         elif not outcome.findings:
             inspect_end(home, outcome, steps, alone.directory)
     return outcome

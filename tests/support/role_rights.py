@@ -1,4 +1,4 @@
-"""The rights of the users of deploy/users.acl, held against what a server saw each of them use.
+"""The rights of the users of deploy/users.acl, compared with what a server saw each of them use.
 
 The commands come from MONITOR, a script's own among them; whether a user may send one says ACL DRYRUN.
 """
