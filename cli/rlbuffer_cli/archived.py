@@ -8,39 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout
-    from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.views import GroupDetail, GroupView, RolloutView
-
-
-def folder_of(buffer: Buffer, given: str | None) -> Path | None:
-    """The archive that was `given`, else the one that the run's batcher writes, where this machine has it."""
-    if given is not None:
-        return Path(given)
-    beats = buffer.store.heartbeats("batcher").values()
-    named = next((beat["archive"] for beat in beats if isinstance(beat.get("archive"), str) and beat["archive"]), "")
-    return Path(named) if named and Path(named).is_dir() else None
-
-
-def find(buffer: Buffer, folder: Path | None, identifier: str) -> GroupDetail:
-    """A group of the server, else of the archive.
-
-    Raises:
-        NotFound: neither has it.
-    """
-    from rlbuffer.errors import NotFound
-
-    try:
-        detail = buffer.group(identifier)
-    except NotFound:
-        if folder is None:
-            raise
-        return of_archive(folder, identifier)
-    if detail.members or folder is None:
-        return detail
-    try:
-        return of_archive(folder, identifier)
-    except NotFound:
-        return detail
 
 
 def of_archive(folder: Path, identifier: str) -> GroupDetail:

@@ -24,6 +24,11 @@ def is_drawable(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
+def has_colours(stream: TextIO) -> bool:
+    """True where colours are obeyed and wanted: NO_COLOR, unless it is empty, takes them away."""
+    return is_drawable(stream) and not os.environ.get("NO_COLOR")
+
+
 def starting(what: str) -> None:
     """Says what is done now."""
     global _is_shown

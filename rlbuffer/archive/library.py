@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ from rlbuffer.archive.schema import (
 )
 from rlbuffer.errors import ArchiveError, NotFound, PayloadError
 from rlbuffer.records.rollout import Rollout
-from rlbuffer.store.moves.step_format import decode_part
+from rlbuffer.records.step_header import StepHeader
+from rlbuffer.store.keys import Keys
+from rlbuffer.store.moves.step_format import decode_header, decode_part
+from rlbuffer.store.records import StepPart
 from rlbuffer.wire.payload import decode_group_payload, decode_rollout
 
 _LIGHT = (
@@ -189,6 +193,22 @@ class Archive:
         rows: list[dict[str, Any]] = self._table(name.file()).to_pylist()
         return rows
 
+    def headers(self, steps: Sequence[ArchivedStep]) -> list[StepHeader]:
+        """The headers of archived steps, in their order."""
+        headers: dict[str, StepHeader | None] = dict.fromkeys(step.digest for step in steps)
+        for file in dict.fromkeys(step.file for step in steps):
+            for row in self._table(file, ("digest", "committed_ms", "header")).to_pylist():
+                if row["digest"] in headers:
+                    headers[row["digest"]] = _header(row)
+        return [header for header in headers.values() if header is not None]
+
+    def step(self, number: int) -> tuple[StepHeader, tuple[StepPart, ...]]:
+        """The header and the parts of a step that counts. Raises NotFound."""
+        archived = self._archived(number)
+        rows = self._table(archived.file, ("digest", "committed_ms", "header", "parts")).to_pylist()
+        row = next(row for row in rows if row["digest"] == archived.digest)
+        return _header(row), tuple(decode_part(part, Keys(self.run).payload_prefix) for part in row["parts"])
+
     def rollouts(self, step: int, *, left_out: bool = False) -> Iterator[ArchivedRollout]:
         """The rollouts of a step, by group, or those that its groups hold besides, with why they were left out.
 
@@ -197,13 +217,26 @@ class Archive:
         rows = self._rows_of(step)
         return (ArchivedRollout(row=row) for row in rows if (row.get("left_out") is not None) == left_out)
 
+    def groups(self, step: int) -> Iterator[ArchivedGroup]:
+        """The groups of a step, each with its rollouts that were left out. Raises NotFound."""
+        left_out: dict[str, list[Mapping[str, Any]]] = {}
+        for member in self.rollouts(step, left_out=True):
+            left_out.setdefault(member.row["group_id"], []).append(member.row)
+        for group_id, members in groupby(self.rollouts(step), key=lambda member: str(member.row["group_id"])):
+            rows = [*(member.row for member in members), *left_out.get(group_id, ())]
+            yield group_of(rows, group_id, rows[0]["env"], step, None)
+
     def _rows_of(self, step: int) -> Iterator[dict[str, Any]]:
         """The rows of a step's rollouts: those that are trained, then those that its groups hold besides."""
-        archived = next((s for s in self.steps if s.step == step), None)
-        if archived is None:
-            raise NotFound(f"the archive {self.folder} has no step {step}")
-        rows = self.rows(archived.file.replace("steps-", "rollouts-", 1))
+        rows = self.rows(self._archived(step).file.replace("steps-", "rollouts-", 1))
         return (row for row in rows if row["step"] == step)
+
+    def _archived(self, number: int) -> ArchivedStep:
+        """The step of this number that counts. Raises NotFound."""
+        archived = next((step for step in self.steps if step.step == number), None)
+        if archived is None:
+            raise NotFound(f"the archive {self.folder} has no step {number}")
+        return archived
 
     def row_numbers(self, step: int) -> Mapping[tuple[int, int], int]:
         """(rank, place) -> row of that rank, from 0, of each rollout of a step that counts; empty for another step."""
@@ -318,6 +351,11 @@ class Archive:
                 f"{self.folder / name} is of format {stored}, and this version reads format {ARCHIVE_FORMAT}"
             )
         return parquet
+
+
+def _header(row: Mapping[str, Any]) -> StepHeader:
+    header, _ = decode_header(row["header"], digest=row["digest"], committed_ms=row["committed_ms"])
+    return header
 
 
 def _dropped(row: Mapping[str, Any]) -> DroppedGroup:

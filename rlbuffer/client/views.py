@@ -17,7 +17,7 @@ from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.store.protocol import Store
-from rlbuffer.store.records import PartRollout, PoolEntry
+from rlbuffer.store.records import PartRollout, PoolEntry, StepPart
 from rlbuffer.wire.metadata_pages import scored_rewards
 
 VIEW_PAGE = 250
@@ -349,7 +349,11 @@ def view_step(store: Store, n: int) -> StepView:
     header = store.wait_step(n, block_seconds=0.0)
     if header is None:
         raise NotFound(f"run {store.run!r} has no step {n}: the last committed one is {store.meta().step}.")
-    parts = store.read_parts(n)
+    return step_view(header, store.read_parts(n))
+
+
+def step_view(header: StepHeader, parts: Sequence[StepPart]) -> StepView:
+    """A step put together from its header and its parts."""
     return StepView(
         header=header,
         rollouts=tuple((part.rank, member) for part in parts for member in part.rollouts),

@@ -15,6 +15,7 @@ from rlbuffer_cli.browse.rollout import OneRollout
 from rlbuffer_cli.browse.screen import Looking, Open
 from rlbuffer_cli.browse.steps import OneStep, Steps
 from rlbuffer_cli.browse.workers import Workers
+from rlbuffer_cli.whole_run import WholeRun
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -42,10 +43,13 @@ class Browser(App[None]):
     #halves #facts { width: 32; height: 1fr; margin-left: 1; }
     """
 
-    def __init__(self, buffer: Buffer, *, identifier: str | None = None, where: str = "") -> None:
+    def __init__(
+        self, buffer: Buffer, *, identifier: str | None = None, where: str = "", archive: str | None = None
+    ) -> None:
         super().__init__()
         buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_SCREEN
-        self.looking = Looking(buffer=buffer, kept=KeptValues(buffer.settings.output_dir), where=where)
+        kept = KeptValues(buffer.settings.output_dir)
+        self.looking = Looking(buffer=buffer, run=WholeRun(buffer, archive), kept=kept, where=where)
         self.identifier = identifier
 
     def get_default_screen(self) -> Screen[None]:
@@ -89,7 +93,7 @@ class Browser(App[None]):
             self.push_screen(Help(self.looking))
 
 
-def browse(buffer: Buffer, *, identifier: str | None, where: str) -> int:
+def browse(buffer: Buffer, *, identifier: str | None, where: str, archive: str | None) -> int:
     """Runs the browser until `q`. -> exit code."""
-    Browser(buffer, identifier=identifier, where=where).run()
+    Browser(buffer, identifier=identifier, where=where, archive=archive).run()
     return 0

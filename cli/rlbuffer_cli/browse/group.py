@@ -93,7 +93,7 @@ class Group(Look):
     def read(self) -> tuple[GroupDetail, list[bool]]:
         """The group, and for each of its rollouts True where the filter's terms about one hold."""
         buffer = self.looking.buffer
-        detail, decoded = buffer.group(self.group_id), buffer.texts.decoded
+        detail, decoded = self.looking.run.group(self.group_id), buffer.texts.decoded
         return detail, [self.chosen.matches_rollout(with_text(m, decoded)) for m in detail.members]
 
     def identifier(self) -> str:

@@ -23,14 +23,14 @@ What each screen answers
   workers   Who lives, at which version, and what failed last?
 
 Keys
-  arrows j k      move            enter       open              esc     back
-  g G             ends            page keys   by a screen       tab     the other half
-  n p             rollout         N P         step              1 - 8   lens of a rollout
-  /               filter          s S         sort, reverse     m       more groups
-  c               compare         b           best and worst    l       live, every 2 s
-  t               steps           w           workers           r       read again
-  o               raw JSON        e           write it as HTML  y       copy the id
-  ?               this page       q           quit
+  arrows j k  move            enter      open               esc    back, no filter
+  g G         ends            page keys  by a screen        tab    the other pane
+  n p         rollout         N P        step               1 - 8  lens
+  /           filter          s S        sort, reverse      m      more groups
+  c           compare         b          best and worst     l      live, every 2 s
+  t           steps           w          workers            r      read again
+  o           raw JSON        e          write as HTML      y      copy the id
+  ?           this page       q          quit
 
 Lenses: 1 plain, 2 logprob, 3 advantage, 4 mask, 5 entropy, 6 trainer against sampler, 7 version, 8 a further column.
 The line above the tokens has each lens' legend in numbers, or says why nobody keeps what it would show.
@@ -142,7 +142,7 @@ class Pair(Look):
 
     async def fetch(self) -> None:
         buffer = self.looking.buffer
-        detail, _ = await self.ask(lambda: (buffer.group(self.group_id), buffer.texts.lacks))
+        detail, _ = await self.ask(lambda: (self.looking.run.group(self.group_id), buffer.texts.lacks))
         one, other = (member_of(detail, name) for name in self.names)
         rows = list(pair_rows(one, other, buffer.texts, TOKENS_PER_WINDOW))
         prose = self.query_one("#facts", Prose)

@@ -11,7 +11,6 @@ from textual.widgets import Input
 
 from rlbuffer.client.filters import parse
 from rlbuffer.client.pool_look import PoolLook
-from rlbuffer.client.searching import list_groups
 from rlbuffer.client.views import GroupView
 from rlbuffer.errors import FilterError, RlbufferError
 from rlbuffer_cli.browse.panes import Prose, Table
@@ -42,7 +41,7 @@ MOST_HEADER_ROWS = 10
 class Pool(Look):
     """The first screen."""
 
-    keys = ("enter open", "/ filter", "s sort", "S reverse", "l live", "t steps", "w workers", "m more", "tab header")
+    keys = ("enter open", "/ filter", "w workers", "t steps", "s sort", "l live", "tab run", "S reverse", "m more")
     BINDINGS: ClassVar[list[BindingType]] = [
         ("slash", "filter"),
         ("s", "sort(1)"),
@@ -81,12 +80,10 @@ class Pool(Look):
         return f'{count}{where}, {order}{", reversed" * self.is_reversed} · run "{self.looking.buffer.run}"{clock}'
 
     async def fetch(self) -> None:
-        buffer, where, limit = self.looking.buffer, self.looking.where, self.limit
+        buffer, run, where, limit = self.looking.buffer, self.looking.run, self.looking.where, self.limit
         problems: list[RlbufferError] = []
-        store, text_of, look = buffer.store, buffer.texts.decoded, self._look
-        self.views = await self.ask(
-            lambda: list_groups(store, where=where, limit=limit, problems=problems, text_of=text_of, pool=look)
-        )
+        store, look = buffer.store, self._look
+        self.views = await self.ask(lambda: run.groups(where, limit, problems, look))
         self.problems, self.is_read = problems, True
         self.put_groups()
         self.frame()
@@ -115,7 +112,7 @@ class Pool(Look):
         problems = [f"! {problem}" for problem in self.problems]
         header = self.query_one("#header", Prose)
         header.put([*lines[:FIRST_LINES], *problems, *waiting, *envs, *others])
-        room = max(4, min(MOST_HEADER_ROWS + len(envs), (self.size.height - 4) // 2))
+        room = max(4, min(MOST_HEADER_ROWS + len(envs), (self.size.height - 4) * 3 // 5))
         header.styles.height = min(header.height_at(self.size.width), room)
 
     def on_resize(self) -> None:
@@ -148,8 +145,12 @@ class Pool(Look):
         line.focus()
 
     def action_back(self) -> None:
-        """Closes the line of the filter; there is no screen before this one."""
-        self.query_one("#filter").display = False
+        """Closes the line of the filter, then takes the filter away; there is no screen before this one."""
+        line = self.query_one("#filter")
+        if self.looking.where and not line.display:
+            self.looking.where = ""
+            self.reload()
+        line.display = False
         self.say("")
         self.query_one("#groups").focus()
 

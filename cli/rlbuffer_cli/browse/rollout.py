@@ -68,7 +68,7 @@ class OneRollout(Look):
     def read(self) -> GroupDetail:
         """The group, with the tokenizer and the trainer's file read beside it."""
         buffer = self.looking.buffer
-        detail, _ = buffer.group(self.group_id), buffer.texts.lacks
+        detail, _ = self.looking.run.group(self.group_id), buffer.texts.lacks
         rollouts = [m.rollout for m in detail.members if m.rollout is not None]
         self.kept = {r.rollout_id: self.looking.kept.of(detail.view.group_id, r) for r in rollouts}
         return detail

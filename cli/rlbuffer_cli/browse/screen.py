@@ -29,6 +29,7 @@ from rlbuffer_cli.render.text import cut
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.trainer_values import KeptValues
+    from rlbuffer_cli.whole_run import WholeRun
 
 T = TypeVar("T")
 AWAY_EXIT_CODE = 4
@@ -41,6 +42,8 @@ class Looking:
     """The run that is looked at, for all screens."""
 
     buffer: Buffer
+    run: WholeRun
+    """The same with its archive."""
     kept: KeptValues
     """Values per token that the trainer keeps on this host."""
     where: str = ""
@@ -226,7 +229,8 @@ class Look(Screen[None]):
 
         def write() -> str:
             buffer, file = self.looking.buffer, file_name(name)
-            write_page(buffer, [one_of(buffer.group(name), name)], file, title=f"{name} of run {buffer.run}")
+            detail = self.looking.run.group(name)
+            write_page(buffer, [one_of(detail, name)], file, title=f"{name} of run {buffer.run}")
             return str(Path(file).resolve())
 
         try:

@@ -42,7 +42,7 @@ BAR = re.compile(r" +\d+ ")
 
 
 class Steps(Look):
-    """Every committed step on the server, the newest first."""
+    """Every committed step on the server and, before those, of the archive; the newest first."""
 
     keys = ("enter open", "l live", "r refresh", "o raw", "esc back")
 
@@ -64,7 +64,7 @@ class Steps(Look):
     async def fetch(self) -> None:
         store = self.looking.buffer.store
         problems: list[RlbufferError] = []
-        headers = await self.ask(lambda: list(store.headers(problems=problems)))
+        headers = await self.ask(lambda: self.looking.run.headers(problems))
         trained = (await self.ask(store.trainer)).trained
         lines = await self.ask(lambda: trend_lines(self.looking.buffer.settings.output_dir, headers))
         curves = self.query_one("#curves", Prose)
@@ -126,7 +126,7 @@ class OneStep(Look):
         buffer, number = self.looking.buffer, self.step
         prose, table = self.query_one("#step", Bars), self.query_one("#worst", Table)
         try:
-            view, cost = await self.ask(lambda: (buffer.step(number), cost_of(buffer)))
+            view, cost = await self.ask(lambda: (self.looking.run.step(number), cost_of(buffer)))
         except RlbufferError:
             self.header = None
             prose.put([])

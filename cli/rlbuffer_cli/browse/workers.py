@@ -10,13 +10,13 @@ from textual.widget import Widget
 from rlbuffer_cli.browse.panes import Pane, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.render.processes import PROCESS_HEADER, PROCESS_OPTIONAL, Processes, processes_of
-from rlbuffer_cli.render.workers import BEAT_NUMBERS
+from rlbuffer_cli.render.workers import BEAT_NUMBERS, SHOWN_FRESH_SECONDS
 
 
 class Workers(Look):
     """Every process that sends signs of life."""
 
-    keys = ("up/down whose failure", "l live", "r refresh", "o raw", "esc back")
+    keys = ("up/down what failed", "l live", "r refresh", "o raw", "esc back")
 
     def __init__(self, looking: Looking) -> None:
         super().__init__(looking)
@@ -34,7 +34,9 @@ class Workers(Look):
     def heading(self) -> str:
         version = self.processes.policy_version
         newest = f", newest policy v{version}" if version >= 0 else ""
-        return f"{len(self.processes.beats)} processes with signs of life{newest}"
+        beats = self.processes.beats
+        heard = sum(beat["seconds_ago"] <= SHOWN_FRESH_SECONDS for beat in beats.values())
+        return f"{len(self.processes.rows())} processes, {heard} heard just now{newest}"
 
     async def fetch(self) -> None:
         store = self.looking.buffer.store

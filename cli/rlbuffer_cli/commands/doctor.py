@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import click
 
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
-from rlbuffer_cli.starting import clear, starting
+from rlbuffer_cli.starting import clear, has_colours, starting
 
 if TYPE_CHECKING:
     from rlbuffer.run.diagnosis import Diagnosis
@@ -80,7 +81,7 @@ def _show(diagnosis: Diagnosis) -> None:
     clear()
     head = f"{diagnosis.verdict:<8} {diagnosis.subject:<12} "
     first, *rest = wrapped(printable(head + diagnosis.text), indent="    ")
-    if "NO_COLOR" not in os.environ:
+    if has_colours(sys.stdout):
         word = str(diagnosis.verdict)
         first = click.style(word, fg=GRADE_COLOURS[word]) + first[len(word) :]
     click.echo(first)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.texts import Texts
     from rlbuffer.errors import RlbufferError
+    from rlbuffer_cli.whole_run import WholeRun
 
 LISTED_GROUPS = 30
 """Groups that are printed unless `--limit` says otherwise."""
@@ -95,43 +96,40 @@ def command(
       rlbuffer inspect --alive 'worker vcopy' --within 60      (exit code 1 when it was not heard)
     """
     if alive is not None:
-        from rlbuffer_cli.alive import heard
-
-        seconds = heard(alive, run=given.run, redis=given.redis, config=given.config)
-        if seconds is not None and seconds <= within:
-            _tell_alive(alive, seconds, within)
-            return 0
+        return _alive(given, alive, within, as_json)
+    if totals and not as_json:
+        raise click.UsageError("--totals is for --json: what is printed begins with them")
 
     from rlbuffer.client.filters import parse
     from rlbuffer_cli.session import open_existing
+    from rlbuffer_cli.whole_run import WholeRun
 
     parse(where)  # a typing mistake needs no server
     bounds = _window(window)
     with open_existing(given.load(), run_given=given.run is not None) as buffer:
-        if alive is not None:
-            return _alive(buffer, alive, within)
+        run = WholeRun(buffer, archive)
         if tokenizer is not None:
             buffer.texts = _texts(tokenizer)
         if html is not None:
-            return _page(buffer, identifier, where, limit or LISTED_GROUPS, html)
+            return _page(run, identifier, where, limit or LISTED_GROUPS, html)
         if web:
             return _web(buffer, port)
         if steps or workers or number is not None:
-            return _printed(buffer, number, workers, as_json)
+            return _printed(run, number, workers, as_json)
         if lengths:
             from rlbuffer_cli.render.lengths import show_lengths
 
             return show_lengths(buffer, as_json=as_json)
         if other is not None:
-            return _pair(buffer, identifier or other, other, as_json)
-        if not (plain or as_json or totals or limit or window or archive) and _may_browse():
+            return _pair(run, identifier or other, other, as_json)
+        if not (plain or as_json or totals or limit or window) and _may_browse():
             from rlbuffer_cli.browse.app import browse
 
             clear()
-            return browse(buffer, identifier=identifier, where=where)
+            return browse(buffer, identifier=identifier, where=where, archive=archive)
         if identifier is not None:
-            return _one(buffer, identifier, bounds, as_json, archive)
-        return _pool(buffer, where, limit or LISTED_GROUPS, as_json, totals)
+            return _one(run, identifier, bounds, as_json)
+        return _pool(run, where, limit or LISTED_GROUPS, as_json, totals)
 
 
 def _web(buffer: Buffer, port: int) -> int:
@@ -143,40 +141,41 @@ def _web(buffer: Buffer, port: int) -> int:
         raise click.UsageError(f"--port {port}: {error.strerror}") from None
 
 
-def _printed(buffer: Buffer, number: int | None, workers: bool, as_json: bool) -> int:
+def _printed(run: WholeRun, number: int | None, workers: bool, as_json: bool) -> int:
     from rlbuffer_cli.render.printed import show_processes, show_step, show_steps
 
     if number is not None:
-        return show_step(buffer, number, as_json=as_json)
-    return show_processes(buffer, as_json=as_json) if workers else show_steps(buffer, as_json=as_json)
+        return show_step(run, number, as_json=as_json)
+    return show_processes(run.buffer, as_json=as_json) if workers else show_steps(run, as_json=as_json)
 
 
-def _pair(buffer: Buffer, identifier: str, other: str, as_json: bool) -> int:
+def _pair(run: WholeRun, identifier: str, other: str, as_json: bool) -> int:
     from rlbuffer_cli.render.group import member_of
     from rlbuffer_cli.render.pair import pair_record, show_pair
 
-    detail = buffer.group(identifier)
+    detail = run.group(identifier)
     one, second = member_of(detail, identifier), member_of(detail, other)
     if as_json:
         echo(json.dumps(pair_record(one, second)))
     else:
-        show_pair(one, second, buffer.texts)
+        show_pair(one, second, run.buffer.texts)
     return 0
 
 
-def _page(buffer: Buffer, identifier: str | None, where: str, limit: int, file: str) -> int:
-    from rlbuffer.client.searching import list_details
+def _page(run: WholeRun, identifier: str | None, where: str, limit: int, file: str) -> int:
     from rlbuffer_cli.render.html_files import STDOUT, one_of, write_page
 
     problems: list[RlbufferError] = []
+    buffer = run.buffer
     title = f"{identifier} of run {buffer.run}" if identifier else f"run {buffer.run}: groups {where}".rstrip()
     if identifier is not None:
-        details = iter([one_of(buffer.group(identifier), identifier)])
+        details = iter([one_of(run.group(identifier), identifier)])
     else:
-        read = buffer.texts.decoded
-        details = list_details(buffer.store, where=where, limit=limit, problems=problems, text_of=read)
+        details = run.details(where, limit, problems)
     try:
         write_page(buffer, details, file, title=title)
+    except BrokenPipeError:
+        raise  # the reader has what it wanted
     except OSError as error:
         raise click.UsageError(f"--html {file}: {error.strerror}") from None
     for problem in problems:
@@ -200,18 +199,18 @@ def _may_browse() -> bool:
     return sys.stdin.isatty() and is_drawable(sys.stdout)
 
 
-def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -> int:
+def _pool(run: WholeRun, where: str, limit: int, as_json: bool, totals: bool) -> int:
     from rlbuffer.client.pool_look import PoolLook
-    from rlbuffer.client.searching import list_groups
     from rlbuffer_cli.render import pool
 
     problems: list[RlbufferError] = []
+    buffer = run.buffer
     if as_json and totals:
         for record in pool.summary_records(pool.summarize(buffer)):
             echo(json.dumps(record))
         return 0
-    look, text_of = PoolLook(buffer.store), buffer.texts.decoded
-    views = list_groups(buffer.store, where=where, limit=limit, problems=problems, text_of=text_of, pool=look)
+    look = PoolLook(buffer.store)
+    views = run.groups(where, limit, problems, look)
     if as_json:
         for view in views:
             echo(json.dumps(pool.group_record(view)))
@@ -222,40 +221,49 @@ def _pool(buffer: Buffer, where: str, limit: int, as_json: bool, totals: bool) -
     return 1 if problems else 0
 
 
-def _alive(buffer: Buffer, who: str, within: float) -> int:
+def _alive(given: options.Given, who: str, within: float, as_json: bool) -> int:
+    from rlbuffer.narration.numbers import duration
+    from rlbuffer_cli.alive import heard
+
+    seconds = heard(who, run=given.run, redis=given.redis, config=given.config)
+    if seconds is None or seconds > within:  # the careful way says what is wrong
+        seconds = _last_heard(given, who)
+    is_alive = seconds <= within
+    if as_json:
+        echo(json.dumps({"schema": "rlbuffer.alive/1", "process": who, "seconds_ago": seconds, "alive": is_alive}))
+    else:
+        echo(f"{who} was heard {duration(seconds)} ago" + ("" if is_alive else f", more than {within:g} s"))
+    return 0 if is_alive else 1
+
+
+def _last_heard(given: options.Given, who: str) -> float:
     from rlbuffer.errors import NotFound
     from rlbuffer_cli.render.pool import last_seen
+    from rlbuffer_cli.session import open_existing
 
-    seen = last_seen(buffer.store)
-    if who not in seen:
-        known = ", ".join(seen) or "nobody"
-        raise NotFound(f"{who!r} has never been heard in run {buffer.run!r}. Heard were: {known}.")
-    _tell_alive(who, seen[who], within)
-    return 0 if seen[who] <= within else 1
-
-
-def _tell_alive(who: str, seconds: float, within: float) -> None:
-    from rlbuffer.narration.numbers import duration
-
-    echo(f"{who} was heard {duration(seconds)} ago" + ("" if seconds <= within else f", more than {within:g} s"))
+    with open_existing(given.load(), run_given=given.run is not None) as buffer:
+        seen = last_seen(buffer.store)
+        if who not in seen:
+            known = ", ".join(seen) or "nobody"
+            raise NotFound(f"{who!r} has never been heard in run {buffer.run!r}. Heard were: {known}.")
+        return seen[who]
 
 
-def _one(buffer: Buffer, identifier: str, bounds: tuple[int, int], as_json: bool, archive: str | None) -> int:
-    from rlbuffer_cli import archived
+def _one(run: WholeRun, identifier: str, bounds: tuple[int, int], as_json: bool) -> int:
     from rlbuffer_cli.render import group
 
-    detail = archived.find(buffer, archived.folder_of(buffer, archive), identifier)
+    detail, texts = run.group(identifier), run.buffer.texts
     if "/" not in identifier:
         if as_json:
             echo(json.dumps(group.detail_record(detail)))
         else:
-            group.show_group(detail, buffer.texts)
+            group.show_group(detail, texts)
         return 0
     member = group.member_of(detail, identifier)
     if as_json:
         echo(json.dumps(group.rollout_record(member, detail.view)))
     else:
-        group.show_rollout(detail, member, bounds, buffer.texts)
+        group.show_rollout(detail, member, bounds, texts)
     return 0
 
 

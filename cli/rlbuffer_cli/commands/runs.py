@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING
 
 import click
 
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
-if TYPE_CHECKING:
-    from rlbuffer.errors import SchemaMismatch
+RUN_HEADER = ("run", "step", "trained", "pending rollouts", "opened")
+RUN_NUMBERS = frozenset({"step", "trained", "pending rollouts"})
 
 
 @click.command("runs")
@@ -27,6 +26,7 @@ def command(given: options.Given, as_json: bool) -> int:
     """
     from rlbuffer.client.buffer import connect
     from rlbuffer.errors import RunGone, SchemaMismatch
+    from rlbuffer_cli.render.text import show_table
     from rlbuffer_cli.session import check_home
 
     loaded = given.load()
@@ -38,12 +38,17 @@ def command(given: options.Given, as_json: bool) -> int:
         address = buffer.store.server()["address"]
     if not opened_at_of and not as_json:
         echo(f"no runs on {address}")
+    rows: list[list[str]] = []
+    unreadable: list[str] = []
     for name, opened in opened_at_of.items():
         with connect(url, run=name, config=loaded.settings, name="runs", origin=origin) as other:
             try:
                 meta, trainer, total = other.store.meta(), other.store.trainer(), other.ledger().total()
             except SchemaMismatch as error:
-                _tell_unreadable(name, error, as_json)
+                if as_json:
+                    echo(json.dumps({"schema": "rlbuffer.run/1", "run": name, "schema_of_run": error.schema}))
+                else:  # named, and keeps nobody from seeing the others
+                    unreadable.append(f"{name} ! {str(error).partition(' was ')[2]}")
                 continue
             except RunGone:
                 continue  # deleted between the two looks
@@ -61,16 +66,9 @@ def command(given: options.Given, as_json: bool) -> int:
             echo(json.dumps(record))
             continue
         opened_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(opened))
-        echo(
-            f"{name:<24} step {meta.step:>6}  trained {trainer.trained:>6}  "
-            f"{total.pending[0]:>8,} rollouts pending  opened {opened_at}"
-        )
+        rows.append([name, str(meta.step), str(trainer.trained), f"{total.pending[0]:,}", opened_at])
+    if rows:
+        show_table(RUN_HEADER, rows, right=RUN_NUMBERS, optional=("opened", "pending rollouts"))
+    for line in unreadable:
+        echo(line)
     return 0
-
-
-def _tell_unreadable(name: str, error: SchemaMismatch, as_json: bool) -> None:
-    """A run that another version wrote is named, and keeps nobody from seeing the others."""
-    if as_json:
-        echo(json.dumps({"schema": "rlbuffer.run/1", "run": name, "schema_of_run": error.schema}))
-        return
-    echo(f"{name:<24} ! {str(error).partition(' was ')[2]}")

@@ -7,7 +7,6 @@ from urllib.parse import urlencode
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.pool_look import PoolLook
-from rlbuffer.client.searching import list_groups
 from rlbuffer.errors import FilterError, NotFound, RlbufferError
 from rlbuffer_cli.render.curves import recent_metrics, trend_lines
 from rlbuffer_cli.render.group import MEMBER_HEADER, headline, largest_reward, member_of, member_row
@@ -33,6 +32,7 @@ from rlbuffer_cli.render.steps import (
     step_row,
     worst_first,
 )
+from rlbuffer_cli.whole_run import WholeRun
 
 GROUPS_ON_A_PAGE = 200
 PAIR_TOKENS = 2000
@@ -75,10 +75,7 @@ def pool(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
     problems: list[RlbufferError] = []
     look = PoolLook(buffer.store)
     try:
-        read = buffer.texts.decoded
-        views = list_groups(
-            buffer.store, where=where, limit=GROUPS_ON_A_PAGE, problems=problems, text_of=read, pool=look
-        )
+        views = WholeRun(buffer).groups(where, GROUPS_ON_A_PAGE, problems, look)
     except FilterError as error:
         views, problems = [], [error]
     views = sorted(views, key=SORTS.get(sort, SORTS["newest first"]))
@@ -100,7 +97,7 @@ def pool(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
 
 def group(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Iterator[str]:
     """A group: what its rollouts share, and a row for each."""
-    detail = buffer.group(query.get("id", ""))
+    detail = WholeRun(buffer).group(query.get("id", ""))
     yield from frame(buffer, f"group {detail.view.group_id}")
     yield f"<h4>{safe(headline(detail.view)[0])}</h4>\n"
     yield from group_facts(detail, sources)
@@ -118,7 +115,7 @@ def group(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Iterato
 
 def rollout(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Iterator[str]:
     """A rollout through the lenses."""
-    detail = buffer.group(query.get("id", ""))
+    detail = WholeRun(buffer).group(query.get("id", ""))
     member = member_of(detail, query.get("rollout", ""))
     yield from frame(buffer, f"rollout {member.rollout_id}")
     at = detail.members.index(member)
@@ -133,7 +130,7 @@ def rollout(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Itera
 
 def pair(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
     """Two rollouts of a group, from where they part."""
-    detail = buffer.group(query.get("id", ""))
+    detail = WholeRun(buffer).group(query.get("id", ""))
     one, other = (member_of(detail, query.get(name, "")) for name in ("one", "other"))
     yield from frame(buffer, f"{one.rollout_id} and {other.rollout_id}")
     yield f'<p class="n">{link("group", f"group {detail.view.group_id}", id=detail.view.group_id)}</p>\n'
@@ -143,9 +140,9 @@ def pair(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
 
 
 def steps(buffer: Buffer) -> Iterator[str]:
-    """Curves over the committed steps that can still be read, and a row for each."""
+    """Curves over the committed steps of server and archive, and a row for each."""
     problems: list[RlbufferError] = []
-    headers = list(buffer.store.headers(problems=problems))
+    headers = WholeRun(buffer).headers(problems)
     trained = buffer.store.trainer().trained
     yield from frame(buffer, "steps")
     yield "".join(f"<p>! {safe(str(problem))}</p>\n" for problem in problems)
@@ -175,7 +172,7 @@ def step(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
     number = int(query["n"]) if query.get("n", "").isdecimal() else 0
     if number < 1:
         raise NotFound("a step has a number from 1: step?n=40")
-    view, cost = buffer.step(number), cost_of(buffer)
+    view, cost = WholeRun(buffer).step(number), cost_of(buffer)
     yield from frame(buffer, f"step {number}")
     yield lines(step_lines(view, trained=buffer.store.trainer().trained))
     yield lines(list(rank_lines(view, BAR_COLUMNS, cost)))

@@ -252,8 +252,8 @@ def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit:
     rows = [group_row(view) for view in groups]
     show_table(GROUP_HEADER, rows, right=GROUP_NUMBERS, optional=GROUP_OPTIONAL)
     if len(groups) == limit:
-        echo(f"the first {limit}: --limit shows more, --where chooses")
-    echo(f"one group: rlbuffer inspect {groups[0].group_id}")
+        echo(f"the first {limit}: --limit shows more, --where chooses", err=True)
+    echo(f"one group: rlbuffer inspect {groups[0].group_id}", err=True)
 
 
 def header_lines(summary: RunSummary) -> list[str]:

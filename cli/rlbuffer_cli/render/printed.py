@@ -27,12 +27,13 @@ from rlbuffer_cli.render.workers import BEAT_NUMBERS
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.errors import RlbufferError
+    from rlbuffer_cli.whole_run import WholeRun
 
 
-def show_steps(buffer: Buffer, *, as_json: bool) -> int:
+def show_steps(run: WholeRun, *, as_json: bool) -> int:
     """Prints a line per committed step that can still be read, the newest first. -> exit code."""
     problems: list[RlbufferError] = []
-    headers = list(buffer.store.headers(problems=problems))[::-1]
+    buffer, headers = run.buffer, run.headers(problems)[::-1]
     if as_json:
         for header in headers:
             echo(_dumped(facts_of(header)))
@@ -50,9 +51,10 @@ def show_steps(buffer: Buffer, *, as_json: bool) -> int:
     return 1 if problems else 0
 
 
-def show_step(buffer: Buffer, number: int, *, as_json: bool) -> int:
+def show_step(run: WholeRun, number: int, *, as_json: bool) -> int:
     """Prints a step: what it holds, why it was closed, and its rows by rank. -> exit code."""
-    step, cost = buffer.step(number), cost_of(buffer)
+    buffer, step = run.buffer, run.step(number)
+    cost = cost_of(buffer)
     if as_json:
         echo(_dumped({**facts_of(step.header), "row_tokens": step.row_tokens, "ranks": rank_figures(step, cost)}))
         return 0

@@ -14,7 +14,7 @@ from typing import IO
 import click
 
 from rlbuffer.narration.numbers import printable
-from rlbuffer_cli.starting import is_drawable
+from rlbuffer_cli.starting import has_colours
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_STRIP = 16
@@ -87,7 +87,7 @@ def show_table(
         line = _joined(cells)
         if width is not None and cell_len(line) > width:
             line = cut(line, width)
-        elif is_drawable(sys.stdout) and "NO_COLOR" not in os.environ:
+        elif has_colours(sys.stdout):
             line = _joined([_coloured(cell) if i else click.style(cell, bold=True) for cell in cells])
         click.echo(line)
 

@@ -150,7 +150,7 @@ def sight_lines(sight: Sight, width: int | None) -> list[str]:
         *(waiting_lines(summary) or ["  nobody waits"]),
         f"  rates    {_rates(sight)}",
         f"  lag      {_lag(sight)}",
-        *([f"  trainer  {sight.wait.text}"] if sight.wait else []),
+        *([f"  trainer  {_trainer(sight, sight.wait)}"] if sight.wait else []),
         f"  drops    {_drops(sight)}",
         f"  memory   {_memory(summary)}",
     ]
@@ -168,13 +168,23 @@ def sight_lines(sight: Sight, width: int | None) -> list[str]:
 
 def _troubles(summary: RunSummary) -> list[str]:
     """The lines of the header that somebody must act on."""
-    return [line for line in header_lines(summary)[FIRST_HEADER_LINES:] if line.startswith("  ! ")]
+    said = waiting_lines(summary)  # these have their own place
+    return [line for line in header_lines(summary)[FIRST_HEADER_LINES:] if line.startswith("  ! ") and line not in said]
+
+
+def _trainer(sight: Sight, wait: Waited) -> str:
+    """Says how long it waited for data; while it waits, the share of the last steps is not what it does now."""
+    summary = sight.summary
+    waits = any(sentence and who.startswith("rank ") for who, sentence in summary.waiting.items())
+    if waits and summary.step == summary.trained:
+        return f"waits for a step now; of the last steps it waited {percent(wait.share)} of the time for data"
+    return wait.text
 
 
 def _rates(sight: Sight) -> str:
     per_minute = 60 * sight.steps / sight.window_seconds
     return (
-        f"{amount(sight.rollouts_per_second)} rollouts/s pushed · {per_minute:.1f} steps/min · "
+        f"{amount(sight.rollouts_per_second)} rollouts/s by the workers' heartbeats · {per_minute:.1f} steps/min · "
         f"{amount(sight.tokens / sight.window_seconds)} tok/s committed, in {duration(sight.window_seconds)}"
     )
 

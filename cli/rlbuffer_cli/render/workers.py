@@ -70,13 +70,13 @@ def failure_lines(name: str, beat: Mapping[str, Any]) -> list[str]:
 
 def beat_row(who: str, beat: Mapping[str, Any]) -> list[str]:
     """Cells under :data:`BEAT_HEADER` for ``worker NAME``, ``rank N`` ...; a mark for whoever was silent for long."""
-    silent = " !" if beat["seconds_ago"] > SHOWN_FRESH_SECONDS else ""
+    is_silent = beat["seconds_ago"] > SHOWN_FRESH_SECONDS
     rate, version = beat.get("rollouts_per_second"), beat.get("version")
     return [
         who,
-        f"{duration(beat['seconds_ago'])} ago{silent}",
+        f"{duration(beat['seconds_ago'])} ago{' !' * is_silent}",
         f"v{version}" if isinstance(version, int) and version >= 0 else "",
-        f"{amount(rate)} rollouts/s" if isinstance(rate, float) else "",
+        f"{amount(rate)} rollouts/s" if isinstance(rate, float) and not is_silent else "",
         str(beat.get("env") or ""),
         " ".join(_troubles(beat)),
     ]
