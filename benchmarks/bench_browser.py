@@ -146,9 +146,10 @@ async def _opened(buffer: rlbuffer.Buffer) -> tuple[float, float]:
     """Seconds until the rows, and until the header."""
     from rlbuffer_cli.browse.app import Browser
     from rlbuffer_cli.browse.pool import Pool
+    from rlbuffer_cli.whole_run import WholeRun
 
     begun = time.perf_counter()
-    app = Browser(buffer)
+    app = Browser(WholeRun(buffer))
     async with app.run_test(size=(140, 40)) as pilot:
         pool = app.screen
         assert isinstance(pool, Pool)

@@ -16,12 +16,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 from urllib.parse import parse_qsl, urlsplit
 
-from rlbuffer.client.buffer import Buffer
 from rlbuffer.errors import NotFound, RlbufferError, StepRetired
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render import html_views as views
 from rlbuffer_cli.render.html import POLICY, Sources, head, safe
 from rlbuffer_cli.render.html_files import sources_of
+from rlbuffer_cli.whole_run import WholeRun
 
 HOST = "127.0.0.1"
 SECRET_BYTES = 24
@@ -48,11 +48,11 @@ class Pages(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, buffer: Buffer, port: int) -> None:
+    def __init__(self, run: WholeRun, port: int) -> None:
         super().__init__((HOST, port), Handler)
-        buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_PAGE
-        self.buffer = buffer
-        self.sources: Sources = sources_of(buffer)
+        run.buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_PAGE
+        self.run = run
+        self.sources: Sources = sources_of(run.buffer)
         self.token = secrets.token_urlsafe(SECRET_BYTES)
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -67,20 +67,20 @@ class Pages(ThreadingHTTPServer):
 
     def page(self, name: str, query: dict[str, str]) -> Iterator[str] | None:
         """The pieces of a page; None where there is none of that name."""
-        buffer, sources = self.buffer, self.sources
+        run, sources = self.run, self.sources
         if name == "":
-            return views.pool(buffer, query)
+            return views.pool(run, query)
         if name == "group":
-            return views.group(buffer, query, sources)
+            return views.group(run, query, sources)
         if name == "rollout":
-            return views.rollout(buffer, query, sources)
+            return views.rollout(run, query, sources)
         if name == "pair":
-            return views.pair(buffer, query)
+            return views.pair(run, query)
         if name == "steps":
-            return views.steps(buffer)
+            return views.steps(run)
         if name == "step":
-            return views.step(buffer, query)
-        return views.workers(buffer) if name == "workers" else None
+            return views.step(run, query)
+        return views.workers(run.buffer) if name == "workers" else None
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -139,9 +139,9 @@ class Handler(BaseHTTPRequestHandler):
         """Says nothing: a line of the log would hold the token."""
 
 
-def serve_pages(buffer: Buffer, port: int) -> int:
+def serve_pages(run: WholeRun, port: int) -> int:
     """Serves until ctrl-C. -> exit code."""
-    with Pages(buffer, port) as pages:
+    with Pages(run, port) as pages:
         echo(pages.url)
         echo("open it in a browser on this machine; ctrl-C ends it", err=True)
         try:

@@ -30,6 +30,8 @@ class WholeRun:
     def __init__(self, buffer: Buffer, archive: str | None = None) -> None:
         self.buffer = buffer
         self._given = archive
+        self._read: tuple[tuple[str, ...], Archive] | None = None
+        """The archive as it was read last, with its files; what is read stays while there are no others."""
 
     def archive(self) -> Archive | None:
         """The archive as it is now; None where there is none.
@@ -43,12 +45,15 @@ class WholeRun:
         from rlbuffer.archive import Archive
         from rlbuffer.errors import ArchiveError
 
-        try:
-            return Archive(folder)
-        except ArchiveError:
-            if self._given is not None:
-                raise
-            return None  # its first file is not written yet
+        files = tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ()
+        if self._read is None or self._read[0] != files:
+            try:
+                self._read = files, Archive(folder)
+            except ArchiveError:
+                if self._given is not None:
+                    raise
+                return None  # its first file is not written yet
+        return self._read[1]
 
     def group(self, identifier: str) -> GroupDetail:
         """A group whole, by its id, a rollout's id, or a unique prefix. Raises NotFound."""

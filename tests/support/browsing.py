@@ -10,6 +10,7 @@ from textual.pilot import Pilot
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer_cli.browse.app import Browser
+from rlbuffer_cli.whole_run import WholeRun
 
 PATIENCE_SECONDS = 60.0
 LIVE_SECONDS = 0.2
@@ -55,11 +56,12 @@ def browse(
     size: tuple[int, int] = (80, 24),
     identifier: str | None = None,
     where: str = "",
+    archive: str | None = None,
 ) -> None:
     """Opens the browser on a screen of this size for the time of `tour`."""
 
     async def run() -> None:
-        app = Browser(buffer, identifier=identifier, where=where)
+        app = Browser(WholeRun(buffer, archive), identifier=identifier, where=where)
         app.looking.live_seconds = LIVE_SECONDS
         async with app.run_test(size=size) as pilot:
             await tour(Person(app, pilot))

@@ -18,7 +18,7 @@ from rlbuffer_cli.browse.workers import Workers
 from rlbuffer_cli.whole_run import WholeRun
 
 if TYPE_CHECKING:
-    from rlbuffer.client.buffer import Buffer
+    pass
 
 PATIENCE_SECONDS_OF_A_SCREEN = 1.0
 """A server that is away is said to be so after this time, and asked again."""
@@ -43,13 +43,11 @@ class Browser(App[None]):
     #halves #facts { width: 32; height: 1fr; margin-left: 1; }
     """
 
-    def __init__(
-        self, buffer: Buffer, *, identifier: str | None = None, where: str = "", archive: str | None = None
-    ) -> None:
+    def __init__(self, run: WholeRun, *, identifier: str | None = None, where: str = "") -> None:
         super().__init__()
+        buffer = run.buffer
         buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_SCREEN
-        kept = KeptValues(buffer.settings.output_dir)
-        self.looking = Looking(buffer=buffer, run=WholeRun(buffer, archive), kept=kept, where=where)
+        self.looking = Looking(run=run, kept=KeptValues(buffer.settings.output_dir), where=where)
         self.identifier = identifier
 
     def get_default_screen(self) -> Screen[None]:
@@ -93,7 +91,7 @@ class Browser(App[None]):
             self.push_screen(Help(self.looking))
 
 
-def browse(buffer: Buffer, *, identifier: str | None, where: str, archive: str | None) -> int:
+def browse(run: WholeRun, *, identifier: str | None, where: str) -> int:
     """Runs the browser until `q`. -> exit code."""
-    Browser(buffer, identifier=identifier, where=where, archive=archive).run()
+    Browser(run, identifier=identifier, where=where).run()
     return 0

@@ -41,15 +41,18 @@ ALWAYS = ("? help", "q quit")
 class Looking:
     """The run that is looked at, for all screens."""
 
-    buffer: Buffer
     run: WholeRun
-    """The same with its archive."""
     kept: KeptValues
     """Values per token that the trainer keeps on this host."""
     where: str = ""
     """The filter of the pool."""
     is_live: bool = False
     live_seconds: float = 2.0
+
+    @property
+    def buffer(self) -> Buffer:
+        """The run on its server."""
+        return self.run.buffer
 
 
 class Open(Message):

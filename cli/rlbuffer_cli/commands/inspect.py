@@ -13,7 +13,6 @@ from rlbuffer_cli.options import echo
 from rlbuffer_cli.starting import clear, is_drawable
 
 if TYPE_CHECKING:
-    from rlbuffer.client.buffer import Buffer
     from rlbuffer.client.texts import Texts
     from rlbuffer.errors import RlbufferError
     from rlbuffer_cli.whole_run import WholeRun
@@ -113,7 +112,7 @@ def command(
         if html is not None:
             return _page(run, identifier, where, limit or LISTED_GROUPS, html)
         if web:
-            return _web(buffer, port)
+            return _web(run, port)
         if steps or workers or number is not None:
             return _printed(run, number, workers, as_json)
         if lengths:
@@ -126,17 +125,17 @@ def command(
             from rlbuffer_cli.browse.app import browse
 
             clear()
-            return browse(buffer, identifier=identifier, where=where, archive=archive)
+            return browse(run, identifier=identifier, where=where)
         if identifier is not None:
             return _one(run, identifier, bounds, as_json)
         return _pool(run, where, limit or LISTED_GROUPS, as_json, totals)
 
 
-def _web(buffer: Buffer, port: int) -> int:
+def _web(run: WholeRun, port: int) -> int:
     from rlbuffer_cli.web import serve_pages
 
     try:
-        return serve_pages(buffer, port)
+        return serve_pages(run, port)
     except OSError as error:
         raise click.UsageError(f"--port {port}: {error.strerror}") from None
 

@@ -69,18 +69,18 @@ def frame(buffer: Buffer, title: str) -> Iterator[str]:
     yield f'<p class="n">{ways}</p>\n'
 
 
-def pool(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
+def pool(run: WholeRun, query: Mapping[str, str]) -> Iterator[str]:
     """The run, its envs, and its groups by a filter, in an order."""
     where, sort = query.get("where", ""), query.get("sort", "newest first")
     problems: list[RlbufferError] = []
-    look = PoolLook(buffer.store)
+    look = PoolLook(run.buffer.store)
     try:
-        views = WholeRun(buffer).groups(where, GROUPS_ON_A_PAGE, problems, look)
+        views = run.groups(where, GROUPS_ON_A_PAGE, problems, look)
     except FilterError as error:
         views, problems = [], [error]
     views = sorted(views, key=SORTS.get(sort, SORTS["newest first"]))
-    summary = summarize(buffer, look)
-    yield from frame(buffer, "pool")
+    summary = summarize(run.buffer, look)
+    yield from frame(run.buffer, "pool")
     yield lines(header_lines(summary))
     yield table(ENV_HEADER, [env_row(env) for env in summary.envs])
     yield (
@@ -95,10 +95,10 @@ def pool(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
     yield PAGE_END
 
 
-def group(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Iterator[str]:
+def group(run: WholeRun, query: Mapping[str, str], sources: Sources) -> Iterator[str]:
     """A group: what its rollouts share, and a row for each."""
-    detail = WholeRun(buffer).group(query.get("id", ""))
-    yield from frame(buffer, f"group {detail.view.group_id}")
+    detail = run.group(query.get("id", ""))
+    yield from frame(run.buffer, f"group {detail.view.group_id}")
     yield f"<h4>{safe(headline(detail.view)[0])}</h4>\n"
     yield from group_facts(detail, sources)
     if detail.view.step is not None:
@@ -113,11 +113,11 @@ def group(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Iterato
     yield PAGE_END
 
 
-def rollout(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Iterator[str]:
+def rollout(run: WholeRun, query: Mapping[str, str], sources: Sources) -> Iterator[str]:
     """A rollout through the lenses."""
-    detail = WholeRun(buffer).group(query.get("id", ""))
+    detail = run.group(query.get("id", ""))
     member = member_of(detail, query.get("rollout", ""))
-    yield from frame(buffer, f"rollout {member.rollout_id}")
+    yield from frame(run.buffer, f"rollout {member.rollout_id}")
     at = detail.members.index(member)
     near = [(word, at + by) for word, by in (("previous", -1), ("next", 1)) if 0 <= at + by < len(detail.members)]
     group_id = detail.view.group_id
@@ -128,23 +128,23 @@ def rollout(buffer: Buffer, query: Mapping[str, str], sources: Sources) -> Itera
     yield PAGE_END
 
 
-def pair(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
+def pair(run: WholeRun, query: Mapping[str, str]) -> Iterator[str]:
     """Two rollouts of a group, from where they part."""
-    detail = WholeRun(buffer).group(query.get("id", ""))
+    detail = run.group(query.get("id", ""))
     one, other = (member_of(detail, query.get(name, "")) for name in ("one", "other"))
-    yield from frame(buffer, f"{one.rollout_id} and {other.rollout_id}")
+    yield from frame(run.buffer, f"{one.rollout_id} and {other.rollout_id}")
     yield f'<p class="n">{link("group", f"group {detail.view.group_id}", id=detail.view.group_id)}</p>\n'
     yield lines(pair_lines(one, other))
-    yield table(PAIR_HEADER, list(pair_rows(one, other, buffer.texts, PAIR_TOKENS)))
+    yield table(PAIR_HEADER, list(pair_rows(one, other, run.buffer.texts, PAIR_TOKENS)))
     yield PAGE_END
 
 
-def steps(buffer: Buffer) -> Iterator[str]:
+def steps(run: WholeRun) -> Iterator[str]:
     """Curves over the committed steps of server and archive, and a row for each."""
     problems: list[RlbufferError] = []
-    headers = WholeRun(buffer).headers(problems)
-    trained = buffer.store.trainer().trained
-    yield from frame(buffer, "steps")
+    headers = run.headers(problems)
+    trained = run.buffer.store.trainer().trained
+    yield from frame(run.buffer, "steps")
     yield "".join(f"<p>! {safe(str(problem))}</p>\n" for problem in problems)
     numbers = [header.step for header in headers]
     curves: dict[str, list[float | None]] = {
@@ -155,8 +155,8 @@ def steps(buffer: Buffer) -> Iterator[str]:
     }
     for name, values in curves.items():
         yield curve(name, numbers, values)
-    yield from _entropy(buffer)
-    yield lines(trend_lines(buffer.settings.output_dir, headers))
+    yield from _entropy(run.buffer)
+    yield lines(trend_lines(run.buffer.settings.output_dir, headers))
     rows = [step_row(header, trained=trained) for header in headers[::-1]]
     yield table(STEP_HEADER, rows, [link("step", str(n), n=str(n)) for n in numbers[::-1]])
     yield PAGE_END
@@ -167,14 +167,14 @@ def _entropy(buffer: Buffer) -> Iterator[str]:
     yield curve("entropy", [r["step"] for r in records], [r["entropy"] for r in records])
 
 
-def step(buffer: Buffer, query: Mapping[str, str]) -> Iterator[str]:
+def step(run: WholeRun, query: Mapping[str, str]) -> Iterator[str]:
     """A step: what it holds, why it was closed, its rows by rank, and its groups."""
     number = int(query["n"]) if query.get("n", "").isdecimal() else 0
     if number < 1:
         raise NotFound("a step has a number from 1: step?n=40")
-    view, cost = WholeRun(buffer).step(number), cost_of(buffer)
-    yield from frame(buffer, f"step {number}")
-    yield lines(step_lines(view, trained=buffer.store.trainer().trained))
+    view, cost = run.step(number), cost_of(run.buffer)
+    yield from frame(run.buffer, f"step {number}")
+    yield lines(step_lines(view, trained=run.buffer.store.trainer().trained))
     yield lines(list(rank_lines(view, BAR_COLUMNS, cost)))
     worst = worst_first(view)
     names = [link("rollout", m.info.rollout_id, id=m.group_id, rollout=m.info.rollout_id) for m in worst]

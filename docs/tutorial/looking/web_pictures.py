@@ -26,6 +26,7 @@ import rlbuffer
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer_cli.main import main as command
 from rlbuffer_cli.web import Pages
+from rlbuffer_cli.whole_run import WholeRun
 
 HERE = Path(__file__).parent
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -74,7 +75,7 @@ def hostile_group() -> rlbuffer.Group:
 @contextlib.contextmanager
 def served(buffer: rlbuffer.Buffer) -> Iterator[Pages]:
     """The pages of `inspect --web`, while they are needed."""
-    with Pages(buffer, 0) as pages:
+    with Pages(WholeRun(buffer), 0) as pages:
         thread = threading.Thread(target=pages.serve_forever)
         thread.start()
         try:

@@ -369,7 +369,7 @@ def test_a_screen_that_is_left_while_it_is_read_ends_nothing(
     async def tour(person: Person) -> None:
         await person.sees("> a.0", "as of")
         await person.press("w")
-        await person.sees("0 processes with signs of life")
+        await person.sees("0 processes, 0 heard just now")
         screen = person.app.screen
         assert isinstance(screen, Workers)
         await person.press("escape")

@@ -116,3 +116,18 @@ def test_tokens_behind_the_end_are_an_error_and_nothing_else(buffer: Buffer, cal
     assert "Error: --tokens 5:6 lies behind its 3 tokens" in err
     code, out, _ = call("inspect", "g1/0")
     assert re.search(r"^  sampled by v0 \[1, 3\) -> pushed [-0-9]+ [:0-9]+ UTC -> ready$", out, re.MULTILINE)
+
+
+def test_totals_are_for_programs(buffer: Buffer, call: Call) -> None:
+    code, out, err = call("inspect", "--totals")
+    assert (code, out) == (2, "")
+    assert "--totals is for --json: what is printed begins with them" in err
+
+
+def test_alive_is_one_object_for_a_program(buffer: Buffer, call: Call) -> None:
+    buffer.heartbeat("worker", "vcopy", {"version": 3})
+    code, out, _ = call("inspect", "--alive", "worker vcopy", "--json")
+    record = json.loads(out)
+    assert (code, record["schema"], record["process"], record["alive"]) == (0, "rlbuffer.alive/1", "worker vcopy", True)
+    code, out, _ = call("inspect", "--alive", "worker vcopy", "--within", "0", "--json")
+    assert (code, json.loads(out)["alive"]) == (1, False)

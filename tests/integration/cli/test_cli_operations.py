@@ -431,7 +431,7 @@ def test_reset_refuses_it_too_and_the_list_of_runs_goes_on(made: Run, call: Call
     assert "was written with schema 99" in err
     code, out, err = call("runs")
     assert (code, err) == (0, "")
-    assert out.startswith(f"{made.store.run:<24} ! written with schema 99, this version of rlbuffer reads schema 2")
+    assert out.startswith(f"{made.store.run} ! written with schema 99, this version of rlbuffer reads schema 2")
     assert json.loads(call("runs", "--json")[1])["schema_of_run"] == 99
 
 

@@ -63,7 +63,7 @@ def test_one_look_says_who_waits_for_whom_and_how_fast_both_sides_are(
     assert "· step 1 committed, 0 trained ·" in lines[1]
     assert "  batcher: b is 6 groups short of its share (0 forming). Normal while workers generate." in lines
     named = {line.split()[0]: line for line in lines if line.startswith("  ")}
-    assert "15 rollouts/s pushed" in named["rates"]
+    assert "15 rollouts/s by the workers' heartbeats" in named["rates"]
     assert "batcher 1 step ahead of the trainer" in named["lag"]
     assert named["trainer"].endswith("waited 50% of the last step for data: workers are slower than the trainer")
     assert named["drops"].startswith("  drops    2 stale in ")

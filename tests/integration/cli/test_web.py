@@ -26,6 +26,7 @@ from rlbuffer.errors import ServerUnreachable
 from rlbuffer.records.spans import Turn
 from rlbuffer.testing import make_group
 from rlbuffer_cli.web import HEADERS, Pages
+from rlbuffer_cli.whole_run import WholeRun
 
 EVIL = "\"'><script>alert(1)</script><img src=//evil onerror=x>\x1b[2J\u202e"
 
@@ -115,7 +116,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def served(buffer: rlbuffer.Buffer) -> Iterator[Visitor]:
-    with Pages(buffer, 0) as pages:
+    with Pages(WholeRun(buffer), 0) as pages:
         thread = threading.Thread(target=pages.serve_forever)
         thread.start()
         try:
@@ -218,7 +219,7 @@ def test_a_server_that_is_away_is_a_sentence(visitor: Visitor, monkeypatch: pyte
     def away() -> None:
         raise ServerUnreachable("cannot reach Redis")
 
-    monkeypatch.setattr(visitor.pages.buffer.store, "meta", away)
+    monkeypatch.setattr(visitor.pages.run.buffer.store, "meta", away)
     status, _, body = visitor.get()
     assert status == 503
     assert "! cannot reach Redis" in body
