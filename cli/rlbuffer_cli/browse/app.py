@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual.app import App
 from textual.screen import Screen
@@ -16,9 +16,6 @@ from rlbuffer_cli.browse.screen import Looking, Open
 from rlbuffer_cli.browse.steps import OneStep, Steps
 from rlbuffer_cli.browse.workers import Workers
 from rlbuffer_cli.whole_run import WholeRun
-
-if TYPE_CHECKING:
-    pass
 
 PATIENCE_SECONDS_OF_A_SCREEN = 1.0
 """A server that is away is said to be so after this time, and asked again."""
@@ -72,8 +69,12 @@ class Browser(App[None]):
             self.push_screen(Pair(looking, str(record["group"]), (what, str(record["other"]))))
         elif message.kind == "step":
             self.push_screen(OneStep(looking, int(what)))
-        else:
+        elif message.kind == "raw":
             self.push_screen(Raw(looking, what, record))
+        else:
+            while not isinstance(self.screen, Pool):
+                self.pop_screen()
+            self.screen.choose(what)
 
     def action_workers(self) -> None:
         """Shows who works."""

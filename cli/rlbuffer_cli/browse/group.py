@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from textual.binding import BindingType
@@ -23,14 +23,13 @@ from rlbuffer_cli.render.group import (
     headline,
     largest_reward,
     member_row,
+    shared_lines,
     shared_prompt,
-    short,
 )
 from rlbuffer_cli.render.pair import best_and_worst
 
 SHOWN_CHARACTERS = 4000
 """Length of a prompt, an answer or metadata that is shown; `o` shows all."""
-SHOWN_PROMPT_TOKENS = 40
 AGE_AT = MEMBER_HEADER.index("version")
 
 
@@ -80,7 +79,7 @@ class Group(Look):
         texts = self.looking.buffer.texts
         best, prompt = largest_reward(detail), shared_prompt(detail, texts)
         header = self.query_one("#header", Prose)
-        header.put(facts(detail, prompt))
+        header.put([*headline(detail.view), *shared_lines(detail, prompt, SHOWN_CHARACTERS)])
         header.styles.height = min(header.height_at(self.size.width), max(4, (self.size.height - 4) // 2))
         rows = [
             with_age(member_row(member, best, answer(member, texts, bool(prompt))), detail, member)
@@ -132,32 +131,6 @@ class Group(Look):
             self.say("no rollout is better than another")
         else:
             self.post_message(Open("pair", names[0], {"group": self.group_id, "other": names[1]}))
-
-
-def facts(detail: GroupDetail, prompt: str) -> list[str]:
-    """The group in lines: where it stands, its prompt, answer and metadata."""
-    lines = headline(detail.view)
-    if prompt:
-        lines.append(f"  prompt    {prompt[:SHOWN_CHARACTERS]}")
-    elif ids := _prompt_ids(detail.members):
-        lines.append(f"  prompt    {ids}")
-    if detail.answer is not None:
-        lines.append(f"  answer    {short(detail.answer, SHOWN_CHARACTERS)}")
-    if detail.metadata:
-        lines.append(f"  metadata  {short(dict(detail.metadata), SHOWN_CHARACTERS)}")
-    if not detail.members:
-        lines.append("  its rollouts are no longer kept")
-    return lines
-
-
-def _prompt_ids(members: Sequence[RolloutView]) -> str:
-    """The token ids that all rollouts begin with; "" where they differ or no payload is there."""
-    prompts = {tuple(m.rollout.tokens[: m.prompt_tokens].tolist()) for m in members if m.rollout is not None}
-    if len(prompts) != 1:
-        return ""
-    ids = prompts.pop()
-    more = f" ... ({len(ids):,} tokens)" if len(ids) > SHOWN_PROMPT_TOKENS else ""
-    return f"token ids {' '.join(map(str, ids[:SHOWN_PROMPT_TOKENS]))}{more}"
 
 
 def with_age(row: list[str], detail: GroupDetail, member: RolloutView) -> list[str]:

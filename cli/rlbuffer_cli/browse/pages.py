@@ -33,6 +33,7 @@ Keys
   ?           this page       q          quit
 
 Lenses: 1 plain, 2 logprob, 3 advantage, 4 mask, 5 entropy, 6 trainer against sampler, 7 version, 8 a further column.
+» in the line above a table: a wider terminal has further columns. Enter on a worker shows its groups.
 The line above the tokens has each lens' legend in numbers, or says why nobody keeps what it would show.
 
 Filter, as in `rlbuffer inspect --where`: env state reason worker adapter id prompt (field:value, commas for
@@ -146,6 +147,6 @@ class Pair(Look):
         one, other = (member_of(detail, name) for name in self.names)
         rows = list(pair_rows(one, other, buffer.texts, TOKENS_PER_WINDOW))
         prose = self.query_one("#facts", Prose)
-        prose.put(pair_lines(one, other))
+        prose.put(pair_lines(detail, one, other, buffer.texts))
         prose.styles.height = min(prose.height_at(self.size.width), 8)
         self.query_one("#pairs", Table).put(rows, [row[0] for row in rows])

@@ -206,7 +206,9 @@ class Table(Pane):
 
     def render_line(self, y: int) -> Strip:
         if y == 0:
-            segments = [Segment("  "), Segment(self._joined(0), BOLD)]
+            hides = bool(self._cells) and len(self._cells[0]) < len(self.header)
+            line = cut(self._joined(0), max(1, self.size.width - 4)) + "  »" * hides
+            segments = [Segment("  "), Segment(line, BOLD)]
             return Strip(segments).adjust_cell_length(self.size.width, NO_STYLE).apply_style(self.rich_style)
         return super().render_line(y - 1)
 

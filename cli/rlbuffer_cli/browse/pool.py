@@ -41,7 +41,17 @@ MOST_HEADER_ROWS = 10
 class Pool(Look):
     """The first screen."""
 
-    keys = ("enter open", "/ filter", "w workers", "t steps", "s sort", "l live", "tab run", "S reverse", "m more")
+    keys: tuple[str, ...] = (
+        "enter open",
+        "/ filter",
+        "w workers",
+        "t steps",
+        "s sort",
+        "l live",
+        "tab run",
+        "S reverse",
+        "m more",
+    )
     BINDINGS: ClassVar[list[BindingType]] = [
         ("slash", "filter"),
         ("s", "sort(1)"),
@@ -120,6 +130,11 @@ class Pool(Look):
         if self.summary is not None:
             self.put_header(self.summary)
 
+    def frame(self) -> None:
+        """Writes the title and the keys, with the way out of a filter."""
+        self.keys = ("esc all groups",) * bool(self.looking.where) + Pool.keys
+        super().frame()
+
     # -- what is under the cursor ----------------------------------------------------------------------------------
     def identifier(self) -> str:
         return self.query_one("#groups", Table).key
@@ -147,12 +162,12 @@ class Pool(Look):
     def action_back(self) -> None:
         """Closes the line of the filter, then takes the filter away; there is no screen before this one."""
         line = self.query_one("#filter")
-        if self.looking.where and not line.display:
-            self.looking.where = ""
-            self.reload()
-        line.display = False
-        self.say("")
-        self.query_one("#groups").focus()
+        if line.display or not self.looking.where:
+            line.display = False
+            self.say("")
+            self.query_one("#groups").focus()
+        else:
+            self.choose("")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Reads with the filter, or says what is wrong with it."""
@@ -161,9 +176,16 @@ class Pool(Look):
         except FilterError as error:
             self.say(f"! {error}")
             return
-        self.looking.where, self.limit = event.value.strip(), GROUPS_PER_READ
-        self.action_back()
-        self.query_one("#groups", Table).action_first()
+        self.query_one("#filter").display = False
+        self.choose(event.value.strip())
+
+    def choose(self, where: str) -> None:
+        """Shows the groups that match a filter."""
+        self.looking.where, self.limit = where, GROUPS_PER_READ
+        self.say("")
+        groups = self.query_one("#groups", Table)
+        groups.focus()
+        groups.action_first()
         self.reload()
 
     def action_sort(self, by: int) -> None:

@@ -17,7 +17,7 @@ from rlbuffer.errors import NotFound
 from rlbuffer_cli.browse.panes import Pane, Prose
 from rlbuffer_cli.browse.screen import Look, Looking
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens
-from rlbuffer_cli.render.group import life, member_of, rollout_record
+from rlbuffer_cli.render.group import life, member_of, rollout_record, short
 from rlbuffer_cli.render.lenses import NAMES, advantages_of, columns_of, entropy_of, lens, mismatch_of
 
 COLUMN = len(NAMES)
@@ -51,7 +51,8 @@ class OneRollout(Look):
     def heading(self) -> str:
         place = ""
         if self.detail is not None and self.member is not None:
-            place = f" ({self.detail.members.index(self.member) + 1} of {len(self.detail.members)})"
+            number, count = self.detail.members.index(self.member) + 1, len(self.detail.members)
+            place = f" ({number} of {count} of its group)"
         return f"rollout {self.rollout_id}{place}"
 
     async def fetch(self) -> None:
@@ -175,7 +176,7 @@ def token_lines(member: RolloutView, tokens: Tokens, kept: TrainerValues) -> lis
     lines = [
         f"TOKEN {at:,} of {rollout.length:,}",
         f"  id {token}{text}",
-        f"  role {tokens.role(at) or 'not said'}",
+        f"  role {tokens.role(at)}" if tokens.role(at) else "",
         f"  {'trained' if trained else 'not trained'}",
         f"  logprob {float(rollout.logprobs[at]):.4f}" if trained else "  no logprob",
         f"  advantage {float(values[at]):+.4f}" if trained and values is not None else "",
@@ -198,6 +199,8 @@ def fact_lines(detail: GroupDetail, member: RolloutView) -> list[str]:
         lines += [f"  {name}: {'yes' if verdict else 'no'}" for name, verdict in member.rollout.successes.items()]
     if member.advantage is not None:
         lines.append(f"  advantage {member.advantage:+.4f}")
+    if detail.answer is not None:
+        lines.append(f"  answer {short(detail.answer)}")
     lines += [
         "",
         f"TOKENS {member.length:,}",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rich.cells import cell_len
 from rich.text import Text
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.message import Message
@@ -59,7 +60,7 @@ class Open(Message):
     """Asks the application for another screen."""
 
     def __init__(self, kind: str, what: str = "", record: Mapping[str, Any] | None = None) -> None:
-        """`kind` is ``group``, ``rollout``, ``pair``, ``step`` or ``raw``; `what` an id."""
+        """`kind` is ``group``, ``rollout``, ``pair``, ``step`` or ``raw``, and `what` an id; or ``pool``, a filter."""
         super().__init__()
         self.kind, self.what, self.record = kind, what, record
 
@@ -241,7 +242,16 @@ class Look(Screen[None]):
         except (RlbufferError, OSError) as error:
             self.say(f"! {str(error).splitlines()[0]}")
 
+    def record_name(self) -> str:
+        """Name of the record that `o` shows."""
+        return self.identifier()
+
     def action_raw(self) -> None:
         """Shows the record as JSON."""
         if (record := self.record()) is not None:
-            self.post_message(Open("raw", self.identifier(), record))
+            self.post_message(Open("raw", self.record_name(), record))
+
+    def on_key(self, event: events.Key) -> None:
+        """Says of a key of another screen that it does nothing here: a key without an effect looks like a hang."""
+        if event.is_printable:
+            self.say(f"{event.character} does nothing on this screen; ? shows the keys")

@@ -148,6 +148,9 @@ class OneStep(Look):
     def identifier(self) -> str:
         return self.query_one("#worst", Table).key or str(self.step)
 
+    def record_name(self) -> str:
+        return f"step {self.step}"
+
     def exported(self) -> str:
         name = self.query_one("#worst", Table).key
         return f"{self.groups[name]}/{name.rpartition('/')[2]}" if name else ""

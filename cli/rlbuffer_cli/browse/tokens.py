@@ -93,18 +93,16 @@ class Tokens(Pane):
             return
         if first:
             self._lines.append(_Line(f"... {first:,} tokens before"))
-        edges = {turn.start: turn for turn in rollout.turns}
+        edges = headings(rollout)
         start, room = first, max(1, self.size.width)
         used = 0
         pieces = self._texts.pieces(rollout, first, end)
         for position in range(first, end):
-            turn = edges.get(position)
-            if turn is not None:
+            if (heading := edges.get(position)) is not None:
                 if position > start:
                     self._lines.append(_Line("", start, position))
                 start, used = position, 0
-                reward = f" · reward {turn.reward:g}" if turn.reward is not None else ""
-                self._lines.append(_Line(f"── {turn.role} · {turn.end - turn.start:,} tokens{reward} ──"))
+                self._lines.append(_Line(f"── {heading} ──"))
             piece = pieces[position - first]
             self._labels[position] = label = self._cell(position, cut(printable(piece), min(room, MAX_LABEL)))
             if used + cell_len(label) > room and position > start:
@@ -174,3 +172,15 @@ class Tokens(Pane):
 
     def wheel(self, by: int) -> None:
         self.action_line(by)
+
+
+def headings(rollout: Rollout) -> dict[int, str]:
+    """Position -> what begins there: a turn, or without turns the prompt and what was sampled after it."""
+    headings = {}
+    for turn in rollout.turns:
+        reward = f" · reward {turn.reward:g}" if turn.reward is not None else ""
+        headings[turn.start] = f"{turn.role} · {turn.end - turn.start:,} tokens{reward}"
+    first = rollout.prompt_tokens
+    if not headings and 0 < first < rollout.length:
+        headings = {0: f"prompt · {first:,} tokens", first: f"sampled · {rollout.length - first:,} tokens"}
+    return headings

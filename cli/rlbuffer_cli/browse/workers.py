@@ -8,7 +8,7 @@ from typing import Any
 from textual.widget import Widget
 
 from rlbuffer_cli.browse.panes import Pane, Prose, Table
-from rlbuffer_cli.browse.screen import Look, Looking
+from rlbuffer_cli.browse.screen import Look, Looking, Open
 from rlbuffer_cli.render.processes import PROCESS_HEADER, PROCESS_OPTIONAL, Processes, processes_of
 from rlbuffer_cli.render.workers import BEAT_NUMBERS, SHOWN_FRESH_SECONDS
 
@@ -16,7 +16,7 @@ from rlbuffer_cli.render.workers import BEAT_NUMBERS, SHOWN_FRESH_SECONDS
 class Workers(Look):
     """Every process that sends signs of life."""
 
-    keys = ("up/down what failed", "l live", "r refresh", "o raw", "esc back")
+    keys = ("up/down what failed", "enter its groups", "l live", "r refresh", "o raw", "esc back")
 
     def __init__(self, looking: Looking) -> None:
         super().__init__(looking)
@@ -60,6 +60,14 @@ class Workers(Look):
 
     def record(self) -> Mapping[str, Any] | None:
         return self.processes.beats.get(self.identifier())
+
+    def on_pane_chosen(self) -> None:
+        """Shows the groups of the worker under the cursor."""
+        kind, _, name = self.identifier().partition(" ")
+        if kind == "worker":
+            self.post_message(Open("pool", f"worker:{name}"))
+        else:
+            self.say(f"{self.identifier()} writes no groups")
 
     def on_pane_moved(self, event: Pane.Moved) -> None:
         """Another one is under the cursor."""

@@ -157,7 +157,7 @@ def _pair(run: WholeRun, identifier: str, other: str, as_json: bool) -> int:
     if as_json:
         echo(json.dumps(pair_record(one, second)))
     else:
-        show_pair(one, second, run.buffer.texts)
+        show_pair(detail, one, second, run.buffer.texts)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,7 +13,7 @@ from rlbuffer.narration.numbers import amount, duration, printable
 from rlbuffer.records.states import State
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.pool import group_record
-from rlbuffer_cli.render.text import bar, show_table, sparkline, utc, wrapped
+from rlbuffer_cli.render.text import bar, cut, show_table, sparkline, utc, wrapped
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rlbuffer.records.rollout import Rollout
 
 MAX_TEXT = 60
+SHOWN_PROMPT_TOKENS = 40
 MEMBER_HEADER = ("rollout", "reward", "", "advantage", "tokens", "trained", "version", "stop", "logprob", "text")
 MEMBER_NUMBERS = frozenset({"reward", "advantage", "tokens", "trained", "version", "logprob"})
 MEMBER_OPTIONAL = ("trained", "version", "logprob")
@@ -97,14 +99,9 @@ def show_group(detail: GroupDetail, texts: Texts) -> None:
     for line in headline(detail.view):
         for row in wrapped(line, indent="  "):
             echo(row)
-    if prompt:
-        echo(f"  prompt    {printable(prompt)[: 2 * MAX_TEXT]}")
-    if detail.answer is not None:
-        echo(f"  answer    {short(detail.answer)}")
-    if detail.metadata:
-        echo(f"  metadata  {short(dict(detail.metadata))}")
+    for line in shared_lines(detail, prompt, 2 * MAX_TEXT):
+        echo(line)
     if not detail.members:
-        echo("  its rollouts are no longer kept")
         return
     best = largest_reward(detail)
     echo("")
@@ -147,6 +144,32 @@ def shared_prompt(detail: GroupDetail, texts: Texts) -> str:
     members = [m for m in detail.members if m.rollout is not None]
     prompts = {texts.part(m.rollout, 0, m.prompt_tokens) for m in members}
     return (prompts.pop() or "") if len(prompts) == 1 and len(members) == len(detail.members) else ""
+
+
+def shared_lines(detail: GroupDetail, prompt: str, most: int) -> list[str]:
+    """Lines of what all rollouts share, `most` characters each: `prompt` or its token ids, answer and metadata."""
+    lines = []
+    if prompt:
+        lines.append(f"  prompt    {cut(printable(prompt), most)}")
+    elif ids := _prompt_ids(detail.members):
+        lines.append(f"  prompt    {ids}")
+    if detail.answer is not None:
+        lines.append(f"  answer    {short(detail.answer, most)}")
+    if detail.metadata:
+        lines.append(f"  metadata  {short(dict(detail.metadata), most)}")
+    if not detail.members:
+        lines.append("  its rollouts are no longer kept")
+    return lines
+
+
+def _prompt_ids(members: Sequence[RolloutView]) -> str:
+    """The token ids that all rollouts begin with; "" where they differ or no payload is there."""
+    prompts = {tuple(m.rollout.tokens[: m.prompt_tokens].tolist()) for m in members if m.rollout is not None}
+    if len(prompts) != 1 or prompts == {()}:
+        return ""
+    ids = prompts.pop()
+    more = f" ... ({len(ids):,} tokens)" if len(ids) > SHOWN_PROMPT_TOKENS else ""
+    return f"token ids {' '.join(map(str, ids[:SHOWN_PROMPT_TOKENS]))}{more}"
 
 
 def answer(member: RolloutView, texts: Texts, is_prompt_shown: bool) -> str:

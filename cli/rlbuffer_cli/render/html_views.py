@@ -134,7 +134,7 @@ def pair(run: WholeRun, query: Mapping[str, str]) -> Iterator[str]:
     one, other = (member_of(detail, query.get(name, "")) for name in ("one", "other"))
     yield from frame(run.buffer, f"{one.rollout_id} and {other.rollout_id}")
     yield f'<p class="n">{link("group", f"group {detail.view.group_id}", id=detail.view.group_id)}</p>\n'
-    yield lines(pair_lines(one, other))
+    yield lines(pair_lines(detail, one, other, run.buffer.texts))
     yield table(PAIR_HEADER, list(pair_rows(one, other, run.buffer.texts, PAIR_TOKENS)))
     yield PAGE_END
 

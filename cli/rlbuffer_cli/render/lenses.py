@@ -173,7 +173,7 @@ def _version(rollout: Rollout) -> Lens:
     levels = np.zeros(rollout.length, np.int8)
     spans = rollout.version_spans
     versions = sorted({span.policy_version for span in spans})
-    digits = "0123456789"
+    digits = "⁰¹²³⁴⁵⁶⁷⁸⁹"
     for span in spans:
         levels[span.start : span.end] = versions.index(span.policy_version) % len(digits) + 1
     colours = ("", *(("cyan", "yellow", "green", "magenta", "red")[i % 5] for i in range(len(digits))))

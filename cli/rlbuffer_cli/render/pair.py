@@ -51,9 +51,12 @@ def first_difference(one: RolloutView, other: RolloutView) -> int | None:
     return both if len(a) != len(b) else None
 
 
-def pair_lines(one: RolloutView, other: RolloutView) -> list[str]:
-    """Both in a line each, and where they part."""
-    lines = [figures(one), figures(other)]
+def pair_lines(detail: GroupDetail, one: RolloutView, other: RolloutView, texts: Texts) -> list[str]:
+    """Shows what both were asked, each in a line, and where they part."""
+    from rlbuffer_cli.render.group import MAX_TEXT, shared_lines, shared_prompt
+
+    shared = shared_lines(detail, shared_prompt(detail, texts), 2 * MAX_TEXT)
+    lines = [*(line.strip() for line in shared), figures(one), figures(other)]
     if one.rollout is None or other.rollout is None:
         return [*lines, "! the payload of one of them is no longer kept"]
     parts = first_difference(one, other)
@@ -87,9 +90,9 @@ def _cells(member: RolloutView, texts: Texts, first: int, end: int) -> Iterator[
         yield [str(int(rollout.tokens[at])), text, logprob, "trained" if trained else ""]
 
 
-def show_pair(one: RolloutView, other: RolloutView, texts: Texts) -> None:
+def show_pair(detail: GroupDetail, one: RolloutView, other: RolloutView, texts: Texts) -> None:
     """Prints the pair."""
-    for line in pair_lines(one, other):
+    for line in pair_lines(detail, one, other, texts):
         for row in wrapped(line, indent="    "):
             echo(row)
     rows = list(pair_rows(one, other, texts, PRINTED_TOKENS))

@@ -151,7 +151,7 @@ def test_a_group_has_its_prompt_once_and_a_row_for_each_rollout(run: Run, buffer
         shown = await person.sees("talk.7/1 and talk.7/2", "they part at token 5")
         assert "≠ first" in shown
         await person.press("escape", "enter")
-        await person.sees("rollout talk.7/2 (3 of 3)")
+        await person.sees("rollout talk.7/2 (3 of 3 of its group)")
 
     browse(buffer, tour, identifier="talk.7", size=(140, 40))
 
@@ -161,7 +161,7 @@ def test_a_rollout_is_seen_through_its_lenses(run: Run, buffer: rlbuffer.Buffer)
 
     async def tour(person: Person) -> None:
         shown = await person.sees(
-            "rollout talk.7/1 (2 of 3)", "── user · 5 tokens ──", "── assistant ·", "digits 0.750"
+            "rollout talk.7/1 (2 of 3 of its group)", "── user · 5 tokens ──", "── assistant ·", "digits 0.750"
         )
         assert "1 plain: text as it was pushed" in shown
         legends = {
@@ -170,7 +170,7 @@ def test_a_rollout_is_seen_through_its_lenses(run: Run, buffer: rlbuffer.Buffer)
             "4": "■ trained (3)",
             "5": "nats, pushed as column `entropy`: mean 1.714, most 2.000",
             "6": "6 mismatch: trainer's logprobs are not kept per token: a worker pushes it as a column",
-            "7": "0 v0  1 v1",
+            "7": "⁰ v0  ¹ v1",
             "8": "8 column entropy",
         }
         for key, legend in legends.items():
@@ -181,9 +181,9 @@ def test_a_rollout_is_seen_through_its_lenses(run: Run, buffer: rlbuffer.Buffer)
         await person.press("g")
         await person.sees("TOKEN 0 of 8", "not trained", "sampled by no version", "role user")
         await person.press("p")
-        await person.sees("rollout talk.7/0 (1 of 3)", "8 column entropy")
+        await person.sees("rollout talk.7/0 (1 of 3 of its group)", "8 column entropy")
         await person.press("p", "n", "n")
-        await person.sees("rollout talk.7/2 (3 of 3)")
+        await person.sees("rollout talk.7/2 (3 of 3 of its group)")
 
     browse(buffer, tour, identifier="talk.7/1")
 

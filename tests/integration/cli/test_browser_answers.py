@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.testing import make_group
+from rlbuffer_cli.browse.tokens import headings
 from rlbuffer_cli.main import main
 from rlbuffer_cli.render.curves import fall_of
 
@@ -111,7 +114,7 @@ def test_which_rollout_of_a_step_was_worst_and_what_it_said(run: Run, buffer: rl
         shown = await person.sees("worst rollout a.0/1 (reward 0.125) · best b.0/1 (reward 1.000)", "> a.0/1")
         assert shown.index("> a.0/1") < shown.index("  a.0/0") < shown.index("  b.0/0")
         await person.press("enter")
-        await person.sees("rollout a.0/1 (2 of 2)")
+        await person.sees("rollout a.0/1 (2 of 2 of its group)")
 
     browse(buffer, tour, size=(100, 40))
 
@@ -189,3 +192,88 @@ def test_a_narrow_terminal_breaks_lines_between_words(run: Run, buffer: rlbuffer
         assert "versi\n" not in shown
 
     browse(buffer, tour, identifier="a.0", size=(60, 24))
+
+
+def test_enter_on_a_worker_shows_its_groups_and_esc_shows_all_again(run: Run, buffer: rlbuffer.Buffer) -> None:
+    run.push("a.0", worker="w-1")
+    run.push("a.1", worker="w-2")
+    run.store.heartbeat("worker", "w-1", {"version": 0})
+    run.store.heartbeat("rank", "0", {"step": 1})
+
+    async def tour(person: Person) -> None:
+        await person.sees("a.0", "a.1")
+        assert "esc all groups" not in person.text()
+        await person.press("w")
+        await person.sees("worker w-1", "rank 0")
+        await person.press("G", "enter")
+        await person.sees("rank 0 writes no groups")
+        await person.press("g", "enter")
+        shown = await person.sees("1 group where worker:w-1", "esc all groups")
+        assert "a.1" not in shown
+        await person.press("escape")
+        shown = await person.sees("2 groups", "a.1")
+        assert "where" not in shown
+
+    browse(buffer, tour, size=(110, 30))
+
+
+def test_a_key_without_a_meaning_here_says_so(run: Run, buffer: rlbuffer.Buffer) -> None:
+    run.push("a.0")
+
+    async def tour(person: Person) -> None:
+        await person.sees("a.0")
+        for key in ("c", "N", "7", "Z"):
+            await person.press(key)
+            await person.sees(f"{key} does nothing on this screen; ? shows the keys")
+        await person.press("r")
+        await person.until(lambda shown: "does nothing" not in shown, "no notice")
+        await person.press("slash", *"env:zz", "escape")
+        assert "does nothing" not in person.text()
+
+    browse(buffer, tour, size=(100, 30))
+
+
+def test_a_rollout_is_seen_beside_what_was_asked(run: Run, buffer: rlbuffer.Buffer) -> None:
+    run.push("a.0", answer={"number": 42}, rewards=[0.0, 1.0])
+
+    async def tour(person: Person) -> None:
+        await person.sees("a.0/0", '"number": 42')
+        await person.press("enter")
+        await person.sees("rollout a.0/0 (1 of 2 of its group)", 'answer {"number": 42}', "── user · ")
+        await person.press("escape", "b")
+        await person.sees("a.0/1: reward 1.000", '"number": 42')
+
+    browse(buffer, tour, size=(140, 40), identifier="a.0")
+
+
+@pytest.mark.parametrize(("columns", "ends"), [(70, "text  »"), (200, "text")])
+def test_a_table_that_leaves_columns_out_has_a_sign(run: Run, buffer: rlbuffer.Buffer, columns: int, ends: str) -> None:
+    run.push("a.0", worker="w-1")
+
+    async def tour(person: Person) -> None:
+        shown = await person.sees("a.0/0")
+        assert next(line for line in shown.splitlines() if line.startswith("  rollout ")).endswith(ends)
+
+    browse(buffer, tour, size=(columns, 24), identifier="a.0")
+
+
+def test_a_rollout_without_turns_shows_where_its_prompt_ends() -> None:
+    rollout = make_group(env="a", lengths=[20]).rollouts[0]
+    prompt = rollout.prompt_tokens
+    assert headings(replace(rollout, turns=())) == {
+        0: f"prompt · {prompt} tokens",
+        prompt: f"sampled · {20 - prompt} tokens",
+    }
+    assert headings(rollout)[0] == f"user · {prompt} tokens"
+
+
+def test_raw_says_whose_record_it_is(run: Run, buffer: rlbuffer.Buffer) -> None:
+    run.step("a.0")
+
+    async def tour(person: Person) -> None:
+        await person.press("t", "enter")
+        await person.sees("worst rollout")
+        await person.press("o")
+        await person.sees("step 1: raw", '"step": 1')
+
+    browse(buffer, tour, size=(140, 40))

@@ -213,7 +213,7 @@ def test_e_writes_what_is_on_the_screen_into_the_current_folder(
         await person.press("enter")
         await person.sees("group talk.7")
         await person.press("j", "enter")
-        await person.sees("(2 of 2)")
+        await person.sees("(2 of 2 of its group)")
         await person.press("e")
         await person.sees("rlbuffer-talk.7-.html")
 
