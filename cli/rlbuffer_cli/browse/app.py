@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar
 
 from textual.app import App
@@ -41,7 +42,9 @@ class Browser(App[None]):
     """
 
     def __init__(self, run: WholeRun, *, identifier: str | None = None, where: str = "") -> None:
-        super().__init__()
+        if not (without_colours := bool(os.environ.get("NO_COLOR"))):
+            os.environ.pop("NO_COLOR", None)  # an empty one says nothing, and Textual would draw in greys
+        super().__init__(ansi_color=True if without_colours else None)
         buffer = run.buffer
         buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_SCREEN
         self.looking = Looking(run=run, kept=KeptValues(buffer.settings.output_dir), where=where)

@@ -35,6 +35,22 @@ def test_a_dumb_terminal_is_sent_no_escape(redis_url: str, tmp_path: Path, words
 
 
 @pytest.mark.server
+@pytest.mark.parametrize(("value", "is_coloured"), [("1", False), ("", True)])
+def test_no_color_leaves_the_browser_the_terminals_own_colours(
+    redis_url: str, tmp_path: Path, value: str, is_coloured: bool
+) -> None:
+    run = Run(redis_url, tmp_path)
+    try:
+        run.push("a.0")
+        given = ["inspect", "--redis", redis_url, "--run", run.store.run]
+        drawn = typed(given, tmp_path, until=b"a.0", keys=b"q", NO_COLOR=value)
+    finally:
+        run.close()
+    styles = {code for codes in re.findall(rb"\x1b\[([0-9;]*)m", drawn) for code in codes.split(b";")}
+    assert (styles - {b"", b"0", b"1", b"2", b"7", b"39", b"49"} != set()) == is_coloured
+
+
+@pytest.mark.server
 def test_serve_on_a_dumb_terminal_prints_lines(redis_url: str, tmp_path: Path) -> None:
     given = ["serve", "--redis", redis_url, "--run", f"dumb-{uuid.uuid4().hex[:8]}"]
     drawn = typed(given, tmp_path, until=b"stop: ctrl-c", keys=b"\x03", TERM="dumb")
