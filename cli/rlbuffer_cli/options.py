@@ -97,25 +97,35 @@ class Given:
             )
 
 
-def common(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --config, --redis, --run, --home and --debug; the command gets the first four as `given`."""
+def common_with(*, config: str, run: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds --config, --redis, --run, --home and --debug; the command gets the first four as `given`.
 
-    @functools.wraps(command)
-    def with_given(
-        *args: Any, config: str | None, redis: str | None, run: str | None, home: str | None, **others: Any
-    ) -> Any:
-        return command(*args, given=Given(config=config, redis=redis, run=run, home=home), **others)
+    `config` and `run` say in the help what counts without these options.
+    """
 
-    decorated: Callable[..., Any] = with_given
-    for option in (
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def with_given(
+            *args: Any, config: str | None, redis: str | None, run: str | None, home: str | None, **others: Any
+        ) -> Any:
+            return command(*args, given=Given(config=config, redis=redis, run=run, home=home), **others)
+
+        decorated: Callable[..., Any] = with_given
+        for option in options:
+            decorated = option(decorated)
+        return decorated
+
+    options = (
         debug,
         click.option("--home", metavar="DIR", help="Embedded server, weights, metrics. [default: ~/.rlbuffer]"),
-        click.option("--run", metavar="NAME", help="Which run on the server. [default: default]"),
+        click.option("--run", metavar="NAME", help=f"Which run on the server. [default: {run}]"),
         click.option("--redis", metavar="URL", help="redis://HOST:PORT or unix://PATH. [default: embedded server]"),
-        click.option("--config", metavar="FILE", help="Settings. [default: ./rlbuffer.toml where there is one]"),
-    ):
-        decorated = option(decorated)
-    return decorated
+        click.option("--config", metavar="FILE", help=f"Settings. [default: {config}]"),
+    )
+    return decorate
+
+
+common = common_with(config="./rlbuffer.toml where there is one", run="default")
 
 
 def redis_origin(loaded: Loaded) -> str:

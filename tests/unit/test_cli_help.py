@@ -222,6 +222,11 @@ def test_a_line_that_is_too_long_is_refused_by_the_field_that_makes_it_so(
     assert err.startswith(f"Error: g.jsonl:1  {named}: the line is longer than ")
 
 
+def test_the_demo_says_which_settings_it_takes(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = run("demo", "--help")
+    assert (code, "[default: the demo's own]" in out, "./rlbuffer.toml" in out) == (0, True, False)
+
+
 def test_the_deterministic_demo_takes_no_config_of_ones_own(run: Callable[..., tuple[int, str, str]]) -> None:
     code, _, errors = run("demo", "--deterministic", "--config", "mine.toml")
     assert code == 2

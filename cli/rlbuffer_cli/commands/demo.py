@@ -27,7 +27,7 @@ EDGE_STEPS = 10
 
 
 @click.command("demo")
-@options.common
+@options.common_with(config="the demo's own", run="demo- and the time")
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Trained steps. [default: 150]")
 @click.option("--seconds", type=click.FloatRange(1), metavar="S", help="Stop after this long, wherever it is.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Of everything.")
@@ -52,6 +52,7 @@ def command(
       rlbuffer demo --steps 300 --seed 1
       rlbuffer demo --deterministic    (twice: the same digest of the parameters)
       rlbuffer inspect            (in another terminal, meanwhile)
+      RLBUFFER_METRICS__LISTEN=127.0.0.1:9464 rlbuffer demo    (for curl)
     """
     from rlbuffer.process.signals import stop_on_signals
 
