@@ -7,6 +7,7 @@ the pool, a step is an XADD per part, whatever was counted beside them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from rlbuffer.store.records import StepPart
 
 Steps = dict[tuple[int, str], list[str]]
 """(step, digest) -> its rollouts."""
+KEPT = "kept"
+"""Folder of a server in which its append-only files stay."""
 EMPTY_BASE_BYTES = 512
 """An append-only file begins with a snapshot of an empty server, about 90 bytes; a larger one means a rewrite."""
 
@@ -73,17 +76,22 @@ def read_written(server_directory: Path, run: str) -> Written:
     return written
 
 
-def read_steps(server_directory: Path, run: str) -> Steps:
-    """(step, digest) -> its rollouts, for every step that was committed since the file was last begun again.
+def keep_files(server_directory: Path) -> None:
+    """Links the append-only files: a server that loads what another one has begins its own anew and removes them."""
+    kept = server_directory / KEPT
+    kept.mkdir(parents=True, exist_ok=True)
+    for path in (server_directory / "appendonlydir").glob("*.incr.aof"):
+        with suppress(FileExistsError, FileNotFoundError):
+            (kept / f"{path.stat().st_ino}-{path.name}").hardlink_to(path)
 
-    For servers that load what another one has, which begins the file again: ask before that.
-    """
+
+def read_steps(server_directory: Path, run: str) -> Steps:
+    """(step, digest) -> its rollouts, for every step in a server's files, as far as :func:`keep_files` was in time."""
     steps_key, prefix = Keys(run).steps.encode(), Keys(run).payload_prefix
     found: Steps = {}
     digests: dict[int, str] = {}
-    for path in sorted(
-        (server_directory / "appendonlydir").glob("*.incr.aof"), key=lambda p: int(p.name.split(".")[-3])
-    ):
+    keep_files(server_directory)
+    for path in sorted((server_directory / KEPT).glob("*.incr.aof"), key=lambda p: int(p.name.split(".")[-3])):
         for command in commands(path.read_bytes()):
             if command[0].upper() != b"XADD" or command[1] != steps_key:
                 continue

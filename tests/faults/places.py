@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from aof import Steps, read_steps
+from aof import Steps, keep_files, read_steps
 from homes import Home
 from own_server import OwnServer
 from pairs import Pair
@@ -19,6 +20,7 @@ from rlbuffer.store.keys import Keys
 
 OPTIONS = {"appendfsync": "everysec", "auto-aof-rewrite-percentage": "0"}
 EMBEDDED = "embedded server"
+KEEP_SECONDS = 0.1
 
 
 class Servers(Protocol):
@@ -52,7 +54,21 @@ def servers_at(home: Home, place: str) -> Iterator[Servers | None]:
         return
     with PLACES[place](home.path / "servers", options=OPTIONS) as servers:
         lead(home, servers.url)
-        yield servers
+        ended = threading.Event()
+        keeper = threading.Thread(target=_keep_files, args=(servers, ended))
+        keeper.start()
+        try:
+            yield servers
+        finally:
+            ended.set()
+            keeper.join()
+
+
+def _keep_files(servers: Servers, ended: threading.Event) -> None:
+    """Those who watch may choose another primary by themselves, and nobody is asked before its file is gone."""
+    while not ended.wait(KEEP_SECONDS):
+        for server in servers.servers:
+            keep_files(server.directory)
 
 
 def lead(home: Home, url: str, *, looking: str | None = None) -> None:

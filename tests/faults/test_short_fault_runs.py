@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from accounts import check_ledger, check_metrics, check_trained, check_uses
-from aof import commands, read_written
+from aof import commands, keep_files, read_steps, read_written
 from disk_runs import run_full_disks
 from failover_runs import FAILOVER, KILL, MOVE, run_failovers
 from homes import Home
@@ -18,6 +18,8 @@ from takeover_runs import run_takeovers
 from torn_runs import programs, run_torn
 from watched import MISSING
 from wire_faults import draw_faults
+
+from rlbuffer.store.keys import Keys
 
 pytestmark = pytest.mark.timeout(900)
 """A machine may be four times as slow as this one."""
@@ -101,6 +103,18 @@ def test_a_rollout_in_two_trained_steps_is_found() -> None:
     assert check_uses({(1, "d1"): ["a.0/0"], (2, "x"): []}, metrics) == [
         "step 2 was trained with digest d2, which was never committed"
     ]
+
+
+def test_a_step_stays_known_when_its_server_begins_its_file_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "appendonlydir"
+    folder.mkdir()
+    for sequence, step in ((2, 45), (10, 46)):
+        fields = [b"XADD", Keys("tiny").steps.encode(), f"{step}-0".encode(), b"digest", f"d{step}".encode()]
+        with (folder / f"appendonly.aof.{sequence}.incr.aof").open("wb") as file:
+            keep_files(tmp_path)
+            file.write(b"*%d\r\n" % len(fields) + b"".join(b"$%d\r\n%s\r\n" % (len(f), f) for f in fields))
+        (folder / file.name).unlink()
+    assert read_steps(tmp_path, "tiny") == {(45, "d45"): [], (46, "d46"): []}
 
 
 def test_thirty_kills_strike_each_kind_at_least_five_times() -> None:
