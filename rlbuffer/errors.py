@@ -218,6 +218,10 @@ class NotFound(RlbufferError, LookupError):
     """Nothing in the run has this id."""
 
 
+class AmbiguousId(RlbufferError, LookupError):
+    """Several ids begin so: more of the one that is meant is needed."""
+
+
 class Skip(RlbufferError):
     """Raised by an env's ``prompt``: there is nothing to sample for this ticket."""
 

@@ -3,13 +3,16 @@
 ``rlbuffer --help`` must stay instant, so this module imports click and nothing else: the table below repeats the
 first line of every command's help, and a test compares the two.
 
-Exit codes: 0 ok, 1 failure, 2 usage, 3 config, 4 server unreachable, 5 timed out, 130 interrupted.
+Exit codes: 0 ok, 1 failure, 2 usage, 3 config, 4 server unreachable, 5 timed out, 130 interrupted, 141 the reader of a
+pipe left before the output was at its end.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import os
+import select
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -17,7 +20,7 @@ from typing import Any
 
 import click
 
-from rlbuffer_cli.options import EXIT_INTERRUPTED, echo
+from rlbuffer_cli.options import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, say
 from rlbuffer_cli.starting import SLOW_COMMANDS, clear, starting
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -110,7 +113,41 @@ def cli() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command. -> exit code; errors are one line on stderr, with a traceback only under ``--debug``."""
+    """Runs a command. -> exit code; errors are one line on stderr, with a traceback only under ``--debug``.
+
+    A command whose reader leaves (``rlbuffer inspect | head -1``) ends there, quietly and with one exit code, as the
+    shell has it for every program.
+    """
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except (BrokenPipeError, SystemExit):  # click makes the one into the other
+        if not _hush():
+            raise
+        return EXIT_CLOSED_PIPE
+
+
+def _hush() -> bool:
+    """Points the streams whose reader has left at nothing: Python would complain once more while flushing them.
+
+    -> False: none has left, and some other pipe was broken.
+    """
+    has_left = False
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            descriptor = stream.fileno()
+        except io.UnsupportedOperation:
+            continue
+        look = select.poll()
+        look.register(descriptor, 0)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in look.poll(0)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            has_left = True
+    return has_left
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     state: dict[str, Any] = {"debug": bool(os.environ.get("RLBUFFER_DEBUG"))}
     try:
         try:
@@ -129,21 +166,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except click.ClickException as error:
         if isinstance(error, click.UsageError) and error.ctx is not None:
-            click.echo(error.ctx.get_usage(), err=True)
-            click.echo(f"Try `{error.ctx.command_path} --help`.", err=True)
-        echo(f"Error: {error.format_message()}", err=True)
+            say(f"{error.ctx.get_usage()}\nTry `{error.ctx.command_path} --help`.", err=True)
+        say(f"Error: {error.format_message()}", err=True)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         if state["debug"]:
             raise
         click.echo("Interrupted.", err=True)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # `rlbuffer inspect | head`: the reader has what it wanted. Python would complain once more while flushing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:
-        if state["debug"]:
+        if state["debug"] or isinstance(error, BrokenPipeError):
             raise
         return _failure(error)
     return result if isinstance(result, int) else 0
@@ -153,7 +185,7 @@ def _failure(error: Exception) -> int:
     from rlbuffer.errors import RlbufferError
 
     if isinstance(error, RlbufferError):
-        echo(f"Error: {error}", err=True)
+        say(f"Error: {error}", err=True)
         return error.exit_code
-    echo(f"Error: {type(error).__name__}: {error}\n  This is a defect: --debug shows where.", err=True)
+    say(f"Error: {type(error).__name__}: {error}\n  This is a defect: --debug shows where.", err=True)
     return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,14 +16,29 @@ if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
 
 EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141
 
 
-def echo(text: str = "", *, err: bool = False) -> None:
-    """Prints lines for people; what a server or a file put into them does not control the terminal."""
+def echo(text: str = "") -> None:
+    """Prints lines as they are; what a server or a file put into them does not control the terminal."""
     from rlbuffer.narration.numbers import printable
 
     clear()
-    click.echo(printable(text, lines=True), err=err)
+    click.echo(printable(text, lines=True))
+
+
+def say(text: str, *, err: bool = False, indent: str | None = None) -> None:
+    """Prints prose, broken between words where the terminal is too narrow for a line; elsewhere as :func:`echo`.
+
+    `indent` begins the rows after the first of a line; None: two blanks more than the line has.
+    """
+    from rlbuffer.narration.numbers import printable
+    from rlbuffer_cli.render.text import wrapped
+
+    clear()
+    for line in printable(text, lines=True).split("\n"):
+        for row in wrapped(line, indent=indent, stream=sys.stderr if err else sys.stdout):
+            click.echo(row, err=err)
 
 
 def _debug(ctx: click.Context, option: click.Parameter, is_given: bool) -> None:
@@ -80,7 +96,7 @@ class Given:
             added = dotted.make_importable(folders_of(loaded.file))
             context.call_on_close(lambda: dotted.forget(added))
         for warning in loaded.warnings:
-            echo(f"Warning: {warning}", err=True)
+            say(f"Warning: {warning}", err=True)
         clear()
         return loaded
 
@@ -135,8 +151,6 @@ def redis_origin(loaded: Loaded) -> str:
 
 def choose_display(display: str) -> str:
     """`auto` resolved: rich on a terminal that can be drawn on, plain elsewhere."""
-    import sys
-
     if display == "auto":
         return "rich" if is_drawable(sys.stdout) else "plain"
     return display
@@ -145,6 +159,5 @@ def choose_display(display: str) -> str:
 def program() -> str:
     """The words with which this command can be typed again: its name where it is on the PATH, else as it was called."""
     import shutil
-    import sys
 
     return "rlbuffer" if shutil.which("rlbuffer") or not sys.argv[0].endswith("rlbuffer") else sys.argv[0]

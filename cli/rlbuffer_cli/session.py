@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlbuffer_cli.options import EXIT_INTERRUPTED, echo
+from rlbuffer_cli.options import EXIT_INTERRUPTED, say
 from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def open_existing(loaded: Loaded, *, run_given: bool, even_damaged: bool = False
     """
     from rlbuffer.client.buffer import connect
     from rlbuffer.errors import NotFound
+    from rlbuffer.run.loading import meant_run
     from rlbuffer_cli.options import redis_origin
 
     settings = loaded.settings
@@ -47,11 +48,12 @@ def open_existing(loaded: Loaded, *, run_given: bool, even_damaged: bool = False
         source = loaded.source("run")
         is_named = run_given or source == "RLBUFFER_RUN"
         latest = max(runs, key=lambda name: runs[name], default="")
-        if settings.run in runs and (is_named or source != "default" or settings.run == latest):
-            if not is_named and settings.run != latest:
-                echo(f'showing run "{settings.run}" ({source}); "{latest}" was opened later (--run chooses)', err=True)
+        run = meant_run(loaded, runs, is_named=is_named)
+        if run in runs and run == settings.run:
+            if not is_named and run != latest:
+                say(f'showing run "{run}" ({source}); "{latest}" was opened later (--run chooses)', err=True)
             return _readable(buffer, even_damaged)
-        if is_named or not runs:
+        if run not in runs:
             address = buffer.store.server()["address"]
             there = f" Runs there: {', '.join(sorted(runs, key=lambda r: -runs[r])[:8])}." if runs else ""
             raise NotFound(f"there is no run {settings.run!r} on {address}.{there}")
@@ -59,7 +61,7 @@ def open_existing(loaded: Loaded, *, run_given: bool, even_damaged: bool = False
         buffer.close()
         raise
     buffer.close()
-    echo(f'showing run "{latest}", the one opened last (--run chooses another)', err=True)
+    say(f'showing run "{latest}", the one opened last (--run chooses another)', err=True)
     return _readable(
         connect(settings.redis_url, run=latest, config=settings, name="inspect", origin=redis_origin(loaded))
     )
@@ -83,8 +85,8 @@ def _readable(buffer: Buffer, even_damaged: bool = False) -> Buffer:
 
 def at_work(buffer: Buffer) -> list[str]:
     """Processes of the run that live, or ended a few seconds ago: a goodbye is a heartbeat, too."""
+    from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS
     from rlbuffer_cli.render.pool import last_seen
-    from rlbuffer_cli.render.workers import SHOWN_FRESH_SECONDS
 
     seen = {who: ago for who, ago in last_seen(buffer.store).items() if who != "batcher"}
     leader = ["batcher"] if buffer.store.is_led() else []
@@ -119,4 +121,4 @@ def say_ended(buffer: Buffer, settings: RunSettings, code: int) -> None:
             sentence = waiting.failed(trained, code, str(settings.run_dir / "run.log"))
         buffer.store.set_waiting("batcher", sentence)
     except RlbufferError as error:
-        echo(f"Warning: could not note that the run ended: {error}", err=True)
+        say(f"Warning: could not note that the run ended: {error}", err=True)

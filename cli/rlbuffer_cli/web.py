@@ -16,8 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 from urllib.parse import parse_qsl, urlsplit
 
-from rlbuffer.errors import NotFound, RlbufferError, StepRetired
-from rlbuffer_cli.options import echo
+from rlbuffer.errors import AmbiguousId, NotFound, RlbufferError, StepRetired
+from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render import html_views as views
 from rlbuffer_cli.render.html import POLICY, Sources, head, safe
 from rlbuffer_cli.render.html_files import sources_of
@@ -119,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
             self._write(f"<p>! {safe(str(error))}</p>\n{views.PAGE_END}")
 
     def _refuse(self, error: Exception) -> None:
-        missing = isinstance(error, NotFound | StepRetired)
+        missing = isinstance(error, AmbiguousId | NotFound | StepRetired)
         other = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, RlbufferError) else HTTPStatus.BAD_REQUEST
         self._begin(HTTPStatus.NOT_FOUND if missing else other)
         for piece in head("rlbuffer inspect"):
@@ -143,9 +143,9 @@ def serve_pages(run: WholeRun, port: int) -> int:
     """Serves until ctrl-C. -> exit code."""
     with Pages(run, port) as pages:
         echo(pages.url)
-        echo("open it in a browser on this machine; ctrl-C ends it", err=True)
+        say("open it in a browser on this machine; ctrl-C ends it", err=True)
         try:
             pages.serve_forever()
         except KeyboardInterrupt:
-            echo(err=True)
+            say("", err=True)
     return 0

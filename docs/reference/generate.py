@@ -60,6 +60,7 @@ in one line, the traceback with `--debug`, and has its exit code.
 | 4 | the server cannot be reached, or refuses |
 | 5 | timed out |
 | 130 | interrupted by ctrl-C |
+| 141 | the reader left, as `head -1` does behind a pipe: the command ended there, quietly |
 
 | exception | means | is also | exit code |
 |---|---|---|---|"""

@@ -27,7 +27,8 @@ from rlbuffer.archive.schema import (
     settings_file,
     steps_names,
 )
-from rlbuffer.errors import ArchiveError, NotFound, PayloadError
+from rlbuffer.errors import AmbiguousId, ArchiveError, NotFound, PayloadError
+from rlbuffer.narration.nearest import several_ids
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.keys import Keys
@@ -286,7 +287,7 @@ class Archive:
         Where it was trained several times, or dropped in part, the last step that trained it counts.
 
         Raises:
-            NotFound: it is not there, or the prefix fits several.
+            NotFound: it is not there. AmbiguousId: the prefix fits several.
         """
         prefix = identifier.rsplit("/", 1)[0]
         places = self._places(prefix)
@@ -294,8 +295,7 @@ class Archive:
         if not group_ids:
             raise NotFound(f"the archive {self.folder} has no group {identifier!r}")
         if len(group_ids) > 1:
-            some = ", ".join(sorted(group_ids)[:5])
-            raise NotFound(f"{identifier!r} fits {len(group_ids)} groups of the archive: {some}. Give more of the id.")
+            raise AmbiguousId(several_ids(prefix, group_ids, "the archive"))
         group_id = group_ids.pop()
         place = places[group_id]
         if isinstance(place, DroppedGroup):

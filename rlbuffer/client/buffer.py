@@ -240,11 +240,12 @@ class Buffer:
         return self.store.ledger()
 
     def groups(self, where: str = "", limit: int = 100) -> list[GroupView]:
-        """Groups of the run, newest first, that match the filter `where` (see ``rlbuffer inspect --help``)."""
+        """Groups of the run that match the filter `where` (see ``rlbuffer inspect --help``): pending ones, then those
+        in steps, then dropped ones, the newest of each first."""
         return list_groups(self.store, where=where, limit=limit, text_of=self.texts.decoded)
 
     def group(self, group_id: str) -> GroupDetail:
-        """One group whole, by its id, a rollout's id, or a unique prefix. Raises NotFound."""
+        """One group whole, by its id, a rollout's id, or a unique prefix. Raises NotFound, AmbiguousId."""
         return find_group(self.store, group_id)
 
     def step(self, n: int) -> StepView:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, StepPlace, every_group
-from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
+from rlbuffer.errors import AmbiguousId, NotFound, PayloadError, RlbufferError, StepRetired
+from rlbuffer.narration.nearest import several_ids
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.store.protocol import Store
@@ -15,7 +16,11 @@ from rlbuffer.wire import payload
 
 
 def find_group(store: Store, group_id: str) -> GroupDetail:
-    """Finds a group by its id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id."""
+    """Finds a group by its id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id.
+
+    Raises:
+        NotFound: it is not there. AmbiguousId: the prefix fits several.
+    """
     id_or_prefix = group_id.rsplit("/", 1)[0]
     candidates: dict[str, tuple[GroupView, GroupSource]] = {}
     problems: list[RlbufferError] = []
@@ -29,8 +34,7 @@ def find_group(store: Store, group_id: str) -> GroupDetail:
     if len(candidates) == 1:
         return detail_of(store, *next(iter(candidates.values())))
     if candidates:
-        some = ", ".join(sorted(candidates)[:5])
-        raise NotFound(f"{group_id!r} fits {len(candidates)} groups of run {store.run!r}: {some}. Give more of the id.")
+        raise AmbiguousId(several_ids(id_or_prefix, candidates, f"run {store.run!r}"))
     if problems:
         raise problems[0]  # it may be in there
     raise NotFound(f"run {store.run!r} has no group {group_id!r}: it was retired with its step, or never pushed.")

@@ -43,7 +43,7 @@ def list_groups(
     text_of: TextOf | None = None,
     pool: PoolLook | None = None,
 ) -> list[GroupView]:
-    """Groups that match `where`: pending ones first, then by step and time, newest first.
+    """Groups that match `where`: pending ones, then those in steps, then dropped ones, the newest of each first.
 
     Steps that cannot be read are left out and added to `problems`, and so is a search that ends before it has seen
     everything. `text_of` gives the text of a rollout that was pushed without any. `pool` is of who looks again and

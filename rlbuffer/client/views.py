@@ -6,13 +6,13 @@ and the history (dropped). Looking changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlbuffer.errors import NotFound, PayloadError, RlbufferError, StepRetired
-from rlbuffer.events.history import VOID_FIELDS, Dropped, RunRewound, StepsVoided
+from rlbuffer.events.history import VOID_FIELDS, Committed, Dropped, RunRewound, StepsVoided
 from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
@@ -42,7 +42,7 @@ class GroupView:
     rewards: tuple[float, ...]
     """Every scored rollout's, in the order of the rollouts."""
     age: int | None
-    """Policy versions, at the step that consumed it, or now while it is pending."""
+    """Policy versions, at the step that consumed it or was open when it was dropped, or now while it is pending."""
     tokens: int
     created: float | None
     """Unix seconds of its first push."""
@@ -146,12 +146,7 @@ def every_group(
     if takes(State.PACKED) or takes(State.TRAINED):
         yield from _in_steps(store, takes_step, problems)
     if takes(State.DROPPED):
-        for record in store.history():
-            if record.get("event") == Dropped.event:
-                yield _dropped(record), ()
-            elif record.get("event") in (StepsVoided.event, RunRewound.event):
-                for row in reversed(record.get("groups", ())):
-                    yield _dropped({**dict(zip(VOID_FIELDS, row, strict=True)), "reason": Reason.VOID}), ()
+        yield from ((view, ()) for view in dropped_groups(store.history()))
 
 
 # -- pending -----------------------------------------------------------------------------------------------------------
@@ -318,7 +313,29 @@ def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHe
 
 
 # -- dropped -----------------------------------------------------------------------------------------------------------
-def _dropped(record: Mapping[str, Any]) -> GroupView:
+def dropped_groups(newest_first: Iterable[Mapping[str, Any]]) -> Iterator[GroupView]:
+    """The groups that these records of a history say were dropped, the newest first."""
+    since: list[Mapping[str, Any]] = []  # since the step that is met next, which was the last one then
+    for record in newest_first:
+        event = record.get("event")
+        if event == Dropped.event:
+            since.append(record)
+        elif event == Committed.event:
+            yield from (_dropped(one, committed=int(record["step"])) for one in since)
+            since = []
+        elif event in (StepsVoided.event, RunRewound.event):
+            yield from map(_dropped, since)
+            since = []
+            for row in reversed(record.get("groups", ())):
+                yield _dropped({**dict(zip(VOID_FIELDS, row, strict=True)), "reason": Reason.VOID})
+    yield from map(_dropped, since)
+
+
+def _dropped(record: Mapping[str, Any], committed: int | None = None) -> GroupView:
+    """A dropped group; `committed` was the last step then, None where that is not known."""
+    # Of metadata that cannot be read no version is known, and the versions of an adapter are not those of the steps.
+    has_version = committed is not None and record.get("prompt_id") is not None and not record.get("adapter")
+    age = max(0, committed - int(record.get("min_version", 0))) if committed is not None and has_version else None
     reward, pushed = record.get("reward"), record.get("pushed_ms")
     created = pushed / 1000 if isinstance(pushed, int) else None
     return GroupView(
@@ -328,10 +345,10 @@ def _dropped(record: Mapping[str, Any]) -> GroupView:
         state=State.DROPPED,
         reason=str(record["reason"]),
         rollouts=int(record["rollouts"]),
-        planned_size=0,
+        planned_size=int(record.get("planned_size") or 0),
         reward=None if reward in (None, "") else float(str(reward)),
         rewards=(),
-        age=None,
+        age=age,
         tokens=int(record["tokens"]),
         created=created,
         waited_seconds=None if created is None or "at" not in record else max(0.0, float(record["at"]) - created),

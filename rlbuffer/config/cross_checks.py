@@ -187,7 +187,7 @@ def _gpus(settings: RunSettings, places: Places) -> Iterator[Mistake]:
     if trainer.gpus and len(trainer.gpus) < trainer.world_size and trainer.device != "cpu":
         pair = "trainer.gpus", "trainer.world_size"
         yield Mistake(
-            f"trainer.gpus = {list(trainer.gpus)}: trainer.world_size = {trainer.world_size} ranks need one each "
+            f"trainer.gpus = {list(trainer.gpus)}: trainer.world_size = {trainer.world_size}, and each rank needs one "
             f"({places(*pair)}).",
             pair,
         )

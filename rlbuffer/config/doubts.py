@@ -8,6 +8,7 @@ from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.gpus import shared_gpus
 from rlbuffer.config.mistakes import Places
 from rlbuffer.config.settings import RunSettings, WorkerSettings
+from rlbuffer.narration.numbers import plural
 
 LATE = 2**53
 """A step after every schedule of budgets has ended."""
@@ -30,7 +31,7 @@ def _uses(settings: RunSettings, places: Places) -> Iterator[str]:
     if batcher.max_uses > oldest + 1:
         yield (
             f"batcher.max_uses = {batcher.max_uses} is never reached: with max_age = {oldest} a group is young enough "
-            f"for {oldest + 1} step{'s' * (oldest > 0)} ({places('batcher.max_uses', 'batcher.max_age')})."
+            f"for {plural(oldest + 1, 'step')} ({places('batcher.max_uses', 'batcher.max_age')})."
         )
 
 

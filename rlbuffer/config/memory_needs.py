@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError
+from rlbuffer.narration.numbers import plural
 
 _SIZE = re.compile(r"[0-9]+(b|k|kb|m|mb|g|gb)?", re.IGNORECASE)
 FORECAST_SHARE = 0.60
@@ -85,10 +86,10 @@ def capacity_bytes(config: BatcherConfig, world_size: int) -> int | None:
 def does_not_fit(forecast: Forecast, config: BatcherConfig, *, world_size: int) -> str:
     """The reason why a run is refused, with the numbers and what to change."""
     if forecast.measured:
-        source = f"the mean of the last {forecast.measured} steps"
+        source = f"the mean of the last {plural(forecast.measured, 'step')}"
     else:
         rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
-        source = f"{rows} row{'s' * (rows != 1)} of {config.row_tokens} tokens, world size {world_size}"
+        source = f"{plural(rows, 'row')} of {config.row_tokens} tokens, world size {world_size}"
     least = math.ceil(forecast.needed / FORECAST_SHARE / 2**20)
     smaller = (
         "batcher.row_tokens, micro_batches_per_rank or rows_per_micro_batch, trainer.world_size"

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.memory_needs import ASK_SHARE, Forecast, is_by_capacity, mib
+from rlbuffer.narration.numbers import plural
 from rlbuffer.store.keys import EARLY_SHARE
 
 ENOUGH_SHARE = 0.75
@@ -196,9 +197,9 @@ def above_assumed(used: int, limit: int) -> str:
 def checkpoints_often(forecast: Forecast, checkpoint_every: int) -> str:
     """The trainer's own checkpoints come too seldom for this server."""
     return (
-        f"{checkpoint_every} steps between checkpoints (trainer.checkpoint.every) do not fit the server's memory "
-        f"({mib(forecast.step_bytes)} a step, {mib(forecast.limit)} in all): the trainer will be asked for one about "
-        f"every {forecast.kept_steps} step{'s' * (forecast.kept_steps != 1)}."
+        f"Checkpoints every {plural(checkpoint_every, 'step')} (trainer.checkpoint.every) do not fit the server's "
+        f"memory ({mib(forecast.step_bytes)} a step, {mib(forecast.limit)} in all): the trainer will be asked for one "
+        f"about every {plural(forecast.kept_steps, 'step')}."
     )
 
 
@@ -227,8 +228,8 @@ def steps_retired_early(first: int, last: int, used: int, limit: int, *, checkpo
 def payloads_swept(payloads: int, size: int) -> str:
     """Payloads of `size` bytes that no push had made pending are removed."""
     return (
-        f"{payloads} payloads ({size / 2**20:.1f} MiB) that no push had made pending are removed: of writers that "
-        "died, or of somebody who fills the server"
+        f"removed {plural(payloads, 'payload')} ({size / 2**20:.1f} MiB) that no push had made pending: of writers "
+        "that died, or of somebody who fills the server"
     )
 
 

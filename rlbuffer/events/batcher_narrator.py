@@ -38,7 +38,7 @@ from rlbuffer.events.batcher import (
     StraysSwept,
 )
 from rlbuffer.events.event import MetricsServed, MetricsUnavailable
-from rlbuffer.narration.numbers import amount, percent
+from rlbuffer.narration.numbers import amount, percent, plural
 from rlbuffer.records.states import SettingsState
 
 WAITING_SECONDS = 5.0
@@ -126,7 +126,7 @@ class ServeNarrator:
             case SettingsAsked() | SettingsTaken() | SettingsRefused():
                 self._say(_settings(event))
             case ArchiveWritten():
-                self._say(f"the archive is written again: {event.steps} steps, up to step {event.step}")
+                self._say(f"the archive is written again: {plural(event.steps, 'step')}, up to step {event.step}")
             case StepCommitted():
                 self._waiting("")
                 self._say(step_line(event))
@@ -175,8 +175,8 @@ class ServeNarrator:
 
 def _recovery(event: RunRecovered) -> str:
     return (
-        f"! the server had lost {event.forgotten} steps that the trainer has trained: the run goes on after step "
-        f"{event.step} in epoch {event.epoch}; {event.groups} groups will not be trained again"
+        f"! the server had lost {plural(event.forgotten, 'step')} that the trainer has trained: the run goes on after "
+        f"step {event.step} in epoch {event.epoch}; {plural(event.groups, 'group')} will not be trained again"
     )
 
 

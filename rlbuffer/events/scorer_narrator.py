@@ -8,7 +8,7 @@ from typing import assert_never
 
 from rlbuffer.events.event import MetricsServed, MetricsUnavailable, RunChanged, Trouble
 from rlbuffer.events.scorer import GroupScored, ScoredLate, ScorerEvent, ScorerReady, ScorerStopped
-from rlbuffer.narration.numbers import amount
+from rlbuffer.narration.numbers import amount, plural
 
 
 class ScoreNarrator:
@@ -42,7 +42,9 @@ class ScoreNarrator:
                 self._tell()
                 failed = f", {event.failed_groups} not scored" if event.failed_groups else ""
                 late = f", {event.late} late" if event.late else ""
-                self._say(f"stopped after {event.groups} groups, {event.rollouts} rollouts{late}{failed}")
+                self._say(
+                    f"stopped after {plural(event.groups, 'group')}, {plural(event.rollouts, 'rollout')}{late}{failed}"
+                )
             case _:
                 assert_never(event)
 
@@ -51,7 +53,7 @@ class ScoreNarrator:
         if groups:
             rate = tokens / max(time.monotonic() - self._since, 1e-3)
             self._say(
-                f"scored {groups} groups, {rollouts} rollouts, {amount(tokens)} tokens"
+                f"scored {plural(groups, 'group')}, {plural(rollouts, 'rollout')}, {amount(tokens)} tokens"
                 + (f"  {amount(rate)} tokens/s" if self._has_scored else "")
             )
         self._since, self._sums, self._has_scored = time.monotonic(), [0, 0, 0], True

@@ -14,6 +14,7 @@ from rlbuffer.events.trainer import (
     TrainingStarted,
     WaitingNoticed,
 )
+from rlbuffer.narration.numbers import plural
 from rlbuffer.narration.trainer import example_lines
 
 
@@ -24,7 +25,7 @@ def line_of(event: TrainerEvent) -> str:
             return _step(event)
         case TrainingStarted():
             origin = f"from the checkpoint of step {event.step}" if event.step else "from step 0"
-            ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
+            ranks = plural(event.world_size, "rank")
             return (
                 f"training {event.parameters:,} parameters on {ranks} ({event.device}, "
                 f"{event.attention}), {origin} to {event.steps}; output in {event.output}"

@@ -20,7 +20,7 @@ from rlbuffer.events.worker import (
     WorkerStopped,
     WorkerWaits,
 )
-from rlbuffer.narration.numbers import amount
+from rlbuffer.narration.numbers import amount, plural
 from rlbuffer.narration.waiting import AGAIN_SECONDS, Lasting, counted
 
 
@@ -52,7 +52,7 @@ class WorkerNarrator:
             case VersionEvaluated(env=env, version=version, result=result):
                 self._tell(
                     f"eval/{env}/reward/mean {result['reward/mean']:.3f} +- {result['reward/error']:.3f}"
-                    f"  version {version}  {result['rollouts']} rollouts in {result['seconds']:.1f} s"
+                    f"  version {version}  {plural(int(result['rollouts']), 'rollout')} in {result['seconds']:.1f} s"
                 )
             case GroupPushed():
                 self._count(event)
@@ -77,7 +77,9 @@ class WorkerNarrator:
                 self._tell_groups()
                 self._tell_failures()
                 failed = f", {event.failed_groups} given up" if event.failed_groups else ""
-                self._tell(f"stopped after {event.groups} groups, {event.rollouts} rollouts{failed}")
+                self._tell(
+                    f"stopped after {plural(event.groups, 'group')}, {plural(event.rollouts, 'rollout')}{failed}"
+                )
             case _:
                 assert_never(event)
 
@@ -104,7 +106,7 @@ class WorkerNarrator:
     def _tell_failures(self) -> None:
         if self._failed:
             self._tell(
-                f"! {sum(self._failed.values())} more groups given up ({counted(self._failed)}), the last: "
+                f"! {plural(sum(self._failed.values()), 'more group')} given up ({counted(self._failed)}), the last: "
                 f"{self._last_failure}"
             )
         self._failed.clear()
@@ -115,8 +117,8 @@ class WorkerNarrator:
         if rollouts:
             rate = rollouts / max(time.monotonic() - self._since, 1e-3)
             self._tell(
-                f"pushed {self._sums['groups']} groups, {rollouts} rollouts, {amount(self._sums['tokens'])} tokens"
-                f"  reward {self._rewards / rollouts:.2f}  version {self._version}"
+                f"pushed {plural(self._sums['groups'], 'group')}, {plural(rollouts, 'rollout')}, "
+                f"{amount(self._sums['tokens'])} tokens  reward {self._rewards / rollouts:.2f}  version {self._version}"
                 + (f"  {rate:.0f} rollouts/s" if self._has_pushed else "")
             )
         self._since, self._rewards, self._has_pushed = time.monotonic(), 0.0, True

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+SHOWN_IDS = 5
+"""Ids of several that are named."""
+
 
 def nearest(name: str, names: Iterable[str], *, cutoff: float = 0.6) -> str:
     """The one of `names` that is most like `name`; "" when none is as much like it as `cutoff` (0 to 1) says."""
@@ -22,6 +25,21 @@ def did_you_mean(name: str, names: Iterable[str], *, cutoff: float = 0.6, otherw
     """
     name = nearest(name, names, cutoff=cutoff)
     return f" Did you mean {name}?" if name else otherwise
+
+
+def several_ids(prefix: str, ids: Iterable[str], place: str) -> str:
+    """The sentence about a beginning that several ids have: some of them, and what to type.
+
+    Example:
+        >>> several_ids("a.1", ["a.11", "a.10"], "run 'math'")
+        "2 groups of run 'math' begin with 'a.1': a.10, a.11. Type one of them whole: rlbuffer inspect a.10"
+    """
+    names = sorted(ids)
+    more = f" and {len(names) - SHOWN_IDS:,} more" if len(names) > SHOWN_IDS else ""
+    return (
+        f"{len(names):,} groups of {place} begin with {prefix!r}: {', '.join(names[:SHOWN_IDS])}{more}. Type one of "
+        f"them whole: rlbuffer inspect {names[0]}"
+    )
 
 
 def no_such_option(what: str, given: Iterable[str], known: Iterable[str]) -> str:

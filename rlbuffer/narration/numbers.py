@@ -35,6 +35,16 @@ def amount(n: float) -> str:
     return f"{n / 1e9:.1f}G"
 
 
+def plural(count: int, noun: str, many: str = "") -> str:
+    """A count with its noun; `many` of a noun that takes no s.
+
+    Example:
+        >>> plural(1, "rank"), plural(2000, "rank")
+        ('1 rank', '2,000 ranks')
+    """
+    return f"{count:,} {noun if count == 1 else many or noun + 's'}"
+
+
 def duration(seconds: float | None) -> str:
     """Seconds as people say them: 0.3 s, 12 s, 6 min, 2.5 h; "" for None."""
     if seconds is None:

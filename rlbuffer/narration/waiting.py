@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rlbuffer.narration.numbers import plural
+
 NO_TRAINER = "No trainer has joined yet: start one with `rlbuffer train`."
 UNHEARD = "The batcher has not heard of this trainer yet."
 NO_VERSION = "The trainer has not announced a policy version yet; it does when its model is loaded."
@@ -74,7 +76,7 @@ def for_version(step: int, *, needed: int, published: int, max_age: int, env: st
 def for_share(need: EnvNeed, published: int | None) -> str:
     """An env with a budget has nothing ready while it is owed more than a group."""
     count = max(1, math.ceil(need.missing - 1e-9))
-    first = f"{need.env} is {_groups(count)} short of its share ({_forming(need)})."
+    first = f"{need.env} is {_groups(count)} short of its share of the next step ({_forming(need)})."
     if need.dead_seconds is not None:
         return f"{first} {for_dead(need.env, need.dead_seconds)}"
     if need.is_silent:
@@ -182,7 +184,7 @@ def for_file(*, failed: int) -> str:
         "The server was started anew: its append-only file is rewritten first, because half a transaction in it would "
         "come to life at the next start."
     )
-    return first if not failed else f"{first} It has failed {failed} times so far: the server's log says why."
+    return first if not failed else f"{first} It has failed {plural(failed, 'time')} so far: the server's log says why."
 
 
 def for_step(step: int) -> str:
@@ -232,7 +234,7 @@ def draining() -> str:
 
 def ended(steps: int) -> str:
     """The trainer has made the steps that it was to make."""
-    return f"The run has ended: the trainer has made its {steps} steps."
+    return f"The run has ended: the trainer has made its {plural(steps, 'step')}."
 
 
 def interrupted(step: int) -> str:
@@ -251,7 +253,7 @@ def _forming(need: EnvNeed) -> str:
 
 
 def _groups(count: int) -> str:
-    return f"{count} group" if count == 1 else f"{count} groups"
+    return plural(count, "group")
 
 
 def _trainer(published: int | None, need: EnvNeed) -> str:

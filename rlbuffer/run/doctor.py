@@ -20,6 +20,7 @@ import rlbuffer
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.loading import Loaded
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.narration.numbers import plural
 from rlbuffer.run.diagnosis import Diagnosis, Health, doubtful, failed, well
 from rlbuffer.run.host_checks import Parts
 from rlbuffer.run.pythons import gpus_here
@@ -71,7 +72,7 @@ def _settings(loaded: Loaded, wrong: list[tuple[str, str]]) -> Iterator[Diagnosi
     where = str(loaded.file) if loaded.file else "no config file (all defaults)"
     count = len(loaded.sources)
     if not wrong:
-        yield well("settings", f"{where}, {count} setting{'s' * (count != 1)} given")
+        yield well("settings", f"{where}, {plural(count, 'setting')} given")
     for text in loaded.warnings:
         yield doubtful("settings", text, "change one of them, or leave it: the run works")
 
@@ -132,7 +133,9 @@ def _torch() -> Diagnosis:
     builds = re.findall(r"^(cuda|hip|xpu)\b[^=\n]*= '([^']+)'", text, re.MULTILINE)
     if not builds and gpus_here():
         fix = "install a build for this host's driver: https://pytorch.org/get-started/locally"
-        return doubtful("torch", f"{version} is built without CUDA, and this host has {gpus_here()} GPUs", fix)
+        return doubtful(
+            "torch", f"{version} is built without CUDA, and this host has {plural(gpus_here() or 0, 'GPU')}", fix
+        )
     shown = " ".join(f"{kind} {number}" for kind, number in builds) or "CPU only"
     return well("torch", f"{version} ({shown})")
 

@@ -33,6 +33,7 @@ from rlbuffer.config.settings import (
     WorkerSettings,
 )
 from rlbuffer.errors import ConfigError, ServerUnreachable
+from rlbuffer.narration.numbers import plural
 from rlbuffer.narration.scorer import gives_nothing
 from rlbuffer.run.pythons import gpus_here, python_of, wrong_pythons
 
@@ -125,7 +126,7 @@ class _Look:
             return
         beyond = [gpu for gpu in gpus if isinstance(gpu, int) and gpu >= there]
         if beyond:
-            text = f"{setting}.gpus = {list(gpus)}: this host has {there} GPU{'s' * (there != 1)}, numbered from 0"
+            text = f"{setting}.gpus = {list(gpus)}: this host has {plural(there, 'GPU')}, numbered from 0"
             yield self._say(f"{setting}.gpus", text)
         elif there < ranks and not gpus:
             text = f"{setting}.world_size = {ranks}: ranks need a GPU each, and this host has {there}"

@@ -36,6 +36,20 @@ def load(
     return loading.load(config, environ=environ, flags=flags, checks=checks_of(parts))
 
 
+def meant_run(loaded: Loaded, runs: Mapping[str, float], *, is_named: bool = False) -> str:
+    """The run to look at where nothing shall be begun: the one that a flag or a variable names, or the file where the
+    server has it, else the one that was opened last.
+
+    Args:
+        runs: those of the server -> when each was opened.
+        is_named: the settings' run counts, wherever it comes from.
+    """
+    run, source = loaded.settings.run, loaded.source("run")
+    if is_named or source in ("--run", "RLBUFFER_RUN") or not runs or (run in runs and source != "default"):
+        return run
+    return max(runs, key=lambda name: runs[name])
+
+
 def checks_of(parts: Parts = ()) -> Checks:
     """The checks of the envs, and of what `parts` need of this host, for :mod:`rlbuffer.config.loading`."""
 

@@ -18,7 +18,10 @@ from rlbuffer.config.loading import Loaded
 from rlbuffer.config.memory_needs import Forecast, capacity_bytes, does_not_fit, mib, steps_at_once
 from rlbuffer.daemon.memory_rules import FULL_SHARE
 from rlbuffer.errors import RlbufferError, RunDamaged, RunGone, SchemaMismatch, ServerUnsuitable
+from rlbuffer.narration.numbers import plural
 from rlbuffer.run.diagnosis import Diagnosis, doubtful, failed, well
+from rlbuffer.run.loading import meant_run
+from rlbuffer.run.run_checks import on_run
 from rlbuffer.store.keys import EARLY_SHARE, SCHEMA
 from rlbuffer.store.redis_store import RedisStore
 from rlbuffer.store.server import embedded
@@ -253,7 +256,7 @@ def _clock(connection: Connection) -> Diagnosis:
 
 
 def _runs(connection: Connection, loaded: Loaded) -> Iterator[Diagnosis]:
-    """The schema of the run that is meant, and of the others on the server."""
+    """The schema of the run that is meant, what keeps it from going on, and the schema of the others on the server."""
     run = loaded.settings.run
     others: list[str] = []
     try:
@@ -261,6 +264,7 @@ def _runs(connection: Connection, loaded: Loaded) -> Iterator[Diagnosis]:
     except RlbufferError as error:
         yield failed("run", str(error), "let this user read the server's keys: ACL SETUSER NAME ~* +@read")
         return
+    run = meant_run(loaded, names)
     for name in {run: 0.0, **names}:
         store = RedisStore(connection, name, patience_seconds=0)
         try:
@@ -282,6 +286,11 @@ def _runs(connection: Connection, loaded: Loaded) -> Iterator[Diagnosis]:
         else:
             trained = store.trainer().trained
             yield well("run", f'"{run}" is at step {meta.step}, {trained} trained; schema {meta.schema}')
+            yield from on_run(store, opened=names.get(run, 0.0))
     if others:
         named = ", ".join(sorted(others)[:NAMED_RUNS])
-        yield doubtful("run", f"{len(others)} others cannot be read by this version: {named}", "rlbuffer runs says why")
+        yield doubtful(
+            "run",
+            f"{plural(len(others), 'other run')} cannot be read by this version: {named}",
+            "rlbuffer runs says why",
+        )

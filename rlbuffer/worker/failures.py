@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlbuffer.errors import ConfigError
+from rlbuffer.narration.numbers import plural
 from rlbuffer.narration.waiting import counted
 from rlbuffer.process.threads import Place, places_of_thread
 
@@ -85,7 +86,7 @@ class Failures:
         """The error with which a worker ends that has made no group."""
         counts = self.record()
         return ConfigError(
-            f"env {env}: none of {sum(counts.values())} groups could be made ({counted(counts)}), the last: "
+            f"env {env}: none of {plural(sum(counts.values()), 'group')} could be made ({counted(counts)}), the last: "
             f"{self.last}. Mend the env, or let it try more often (worker.*.max_failures; 0: for ever)",
             setting="env",
         )

@@ -29,6 +29,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.events.event import Trouble
 from rlbuffer.events.worker import GroupGivenUp
+from rlbuffer.narration.numbers import plural
 from rlbuffer.process.stop_request import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group, Pushed, Ticket
@@ -293,7 +294,7 @@ class Flights:
             # One prompt that can never be sampled must not keep the run from its end.
             self._pulse.remove([ticket])
             await asyncio.to_thread(self._settled, self._writer.skip, [ticket])
-            sentence += f" ({self._failures[ticket.number]} times; its prompt is left out)"
+            sentence += f" ({plural(self._failures[ticket.number], 'time')}; its prompt is left out)"
         elif self._failures[ticket.number] > 1:
             # Given back, it would be the next one taken, again and again. Not given back, it lapses by its own time.
             self._pulse.remove([ticket])

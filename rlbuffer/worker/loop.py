@@ -172,7 +172,7 @@ class _Worker:
         if self._is_draining:
             return draining()
         lapsing = " (tickets of groups that failed lapse first)" if self._flights.have_failed else ""
-        return f"no ticket for {self._env.name}: what may be sampled now is out or in the pool{lapsing}"
+        return f"no ticket for {self._env.name}: enough groups are being sampled or in the pool{lapsing}"
 
     async def _serve_run(self, writer: Writer) -> None:
         """Serves one epoch of the run. Returns when told to stop; whatever is in flight then is given up."""

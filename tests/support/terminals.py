@@ -19,9 +19,12 @@ TERMINAL_SECONDS = 120.0
 
 
 def typed(
-    arguments: list[str], folder: Path, *, until: bytes, keys: bytes, columns: int = 80, **variables: str
+    arguments: list[str], folder: Path, *, until: bytes, keys: bytes, columns: int = 80, code: int = 0, **variables: str
 ) -> bytes:
-    """Runs `rlbuffer` in a terminal, types `keys` once `until` is on the screen. -> what was drawn; exit code 0."""
+    """Runs `rlbuffer` in a terminal, types `keys` once `until` is on the screen. -> what was drawn.
+
+    It must end with the exit code `code`.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     command = [sys.executable, "-m", "rlbuffer_cli", *arguments]
@@ -49,7 +52,7 @@ def typed(
                 is_typed = True
                 os.write(ours, keys)
         assert is_typed, drawn
-        assert process.wait(timeout=TERMINAL_SECONDS) == 0, drawn
+        assert process.wait(timeout=TERMINAL_SECONDS) == code, drawn
     finally:
         os.close(ours)
         process.kill()

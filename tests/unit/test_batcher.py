@@ -304,7 +304,7 @@ def test_a_step_waits_for_an_env_that_is_short_and_names_it():
     decision = ask(made, now=10.0)
     assert decision.plan is None
     assert decision.waiting == (
-        "math is 3 groups short of its share (1 forming, oldest 9 s). "
+        "math is 3 groups short of its share of the next step (1 forming, oldest 9 s). "
         "Policy version 0 is published. Normal while workers generate."
     )
     assert decision.allowances["math"] >= 1
@@ -315,7 +315,8 @@ def test_an_env_that_never_sent_anything_is_named_too():
     for n in range(4):
         put(made, f"c{n}", env="code")
     assert ask(made).waiting == (
-        "math is 2 groups short of its share (0 forming). It has not sent a group yet: is a worker for math running?"
+        "math is 2 groups short of its share of the next step (0 forming). It has not sent a group yet: is a "
+        "worker for math running?"
     )
 
 

@@ -102,8 +102,8 @@ def test_an_env_is_dead_when_a_step_waited_for_it_and_nothing_came():
     decision = ask(made, now=220.0)
     assert (decision.dead, decision.plan) == ({"math": 120.0}, None)
     assert decision.waiting == (
-        "math is 2 groups short of its share (0 forming). math has sent nothing for 2 minutes: start a worker for it, "
-        "or go on without it (`rlbuffer env pause math`)."
+        "math is 2 groups short of its share of the next step (0 forming). math has sent nothing for 2 minutes: start "
+        "a worker for it, or go on without it (`rlbuffer env pause math`)."
     )
     put(made, "m0", env="math", lengths=(5,), planned=4, now=221.0)  # not even a whole group
     assert ask(made, now=221.0).dead == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,23 @@ def test_every_command_shows_an_example_and_explains_every_option(name: str) -> 
     found = command(name)
     assert f"rlbuffer {name}" in (found.help or "")
     assert [o.name for o in found.params if isinstance(o, click.Option) and not o.help] == []
+
+
+def every_command() -> Iterator[tuple[str, ...]]:
+    for name in COMMANDS:
+        yield (name,)
+        found = command(name)
+        yield from ((name, part) for part in (found.commands if isinstance(found, click.Group) else ()))
+
+
+@pytest.mark.parametrize("words", [(), *every_command()], ids=" ".join)
+def test_help_fits_a_terminal_of_80_columns(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(*words, "--help")
+    assert code == 0
+    assert [line for line in out.splitlines() if len(line) > 80] == []
 
 
 def test_help_and_version(run: Callable[..., tuple[int, str, str]]) -> None:

@@ -304,8 +304,8 @@ def test_score_tells_troubles_at_once_and_scored_groups_together() -> None:
         "! e",
         "! e",
         "gives ref_logprobs",
-        "scored 1 groups, 2 rollouts, 3 tokens",
-        "stopped after 1 groups, 2 rollouts, 3 late, 4 not scored",
+        "scored 1 group, 2 rollouts, 3 tokens",
+        "stopped after 1 group, 2 rollouts, 3 late, 4 not scored",
     ]
 
 

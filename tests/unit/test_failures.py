@@ -249,10 +249,10 @@ def test_what_a_worker_waits_for_is_told_once_a_minute_though_its_numbers_change
     said: list[str] = []
     tell = WorkerNarrator(said.append)
     for seconds in (5, 10, 5):  # failed groups take a ticket now and then: the count begins again
-        for wait in ("no ticket for m: what may be sampled now is out", "the first policy version"):
+        for wait in ("no ticket for m: enough groups are being sampled or in the pool", "the first policy version"):
             tell(WorkerWaits(waiting=f"waiting for {seconds} s: {wait}"))
     assert said == [
-        "waiting for 5 s: no ticket for m: what may be sampled now is out",
+        "waiting for 5 s: no ticket for m: enough groups are being sampled or in the pool",
         "waiting for 5 s: the first policy version",
     ]
 

@@ -86,7 +86,7 @@ def test_between_two_checkpoints_fits_what_seventy_percent_leave_beside_the_step
     forecast = Forecast(step_bytes=2**20, steps=5, limit=64 * 2**20)
     assert forecast.kept_steps == 44 - 4
     assert memory_rules.checkpoints_often(forecast, 1000) == (
-        "1000 steps between checkpoints (trainer.checkpoint.every) do not fit the server's memory (1.0 MiB a step, "
+        "Checkpoints every 1,000 steps (trainer.checkpoint.every) do not fit the server's memory (1.0 MiB a step, "
         "64.0 MiB in all): the trainer will be asked for one about every 40 steps."
     )
     assert Forecast(step_bytes=300, steps=5, limit=LIMIT).kept_steps == 1

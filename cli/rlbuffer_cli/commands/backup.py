@@ -8,8 +8,9 @@ from pathlib import Path
 
 import click
 
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
 
 
 @click.command("backup")
@@ -38,13 +39,14 @@ def command(file: Path, force: bool, as_json: bool, given: options.Given) -> int
     with open_existing(given.load(), run_given=given.run is not None) as buffer:
         if not isinstance(buffer.store, RedisStore):
             raise BackupError("only a run on a server can be backed up")
-        report = write_backup(buffer.store, file, lambda line: echo(line, err=True))
+        report = write_backup(buffer.store, file, lambda line: say(line, err=True))
     if as_json:
         echo(json.dumps({"schema": "rlbuffer.backup/1", "file": str(file), **asdict(report)}))
         return 0
-    missing = f"; {report.missing} payloads were missing already" if report.missing else ""
-    echo(
+    missing = f"; {plural(report.missing, 'payload')} missing already" if report.missing else ""
+    say(
         f'run "{report.run}" at step {report.step} is in {file}: {report.bytes / 2**20:.1f} MiB, '
-        f"{report.payload_keys} payload keys{missing}"
+        f"{plural(report.payload_keys, 'payload key')}{missing}",
+        err=True,
     )
     return 0

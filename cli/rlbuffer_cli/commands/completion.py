@@ -18,7 +18,7 @@ def command(shell: str) -> int:
 
     \b
     Example:
-      eval "$(rlbuffer completion bash)"           (in ~/.bashrc; zsh likewise in ~/.zshrc)
+      eval "$(rlbuffer completion bash)"      (in ~/.bashrc; zsh in ~/.zshrc)
       rlbuffer completion fish > ~/.config/fish/completions/rlbuffer.fish
     """
     from click.shell_completion import BashComplete, FishComplete, ZshComplete

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render.settings import plain, shown
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def check(given: options.Given, purpose: str) -> int:
     loaded = given.load(parts=EVERYTHING if purpose == "run" else (purpose,))
     where = str(loaded.file) if loaded.file else "no config file (all defaults)"
     count, warnings = len(loaded.sources), len(loaded.warnings)
-    echo(f"ok: {where}, {count} setting{'s' * (count != 1)} given, {warnings} warning{'s' * (warnings != 1)}")
+    say(f"ok: {where}, {plural(count, 'setting')} given, {plural(warnings, 'warning')}")
     return 0
 
 
@@ -101,7 +102,7 @@ def init(file: Path) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror}") from None
     flag = "" if str(file) == "rlbuffer.toml" else f" --config {file}"
-    echo(f"wrote {file}. Next: rlbuffer config check{flag}", err=True)
+    say(f"wrote {file}. Next: rlbuffer config check{flag}", err=True)
     return 0
 
 
@@ -127,7 +128,6 @@ def explain(key: str, given: options.Given, as_json: bool) -> int:
     """
     from rlbuffer.config.loading import examine
     from rlbuffer_cli.render import explanation
-    from rlbuffer_cli.render.text import wrapped
 
     given.check()
     loaded, _ = examine(given.config, flags=given.flags)
@@ -138,8 +138,7 @@ def explain(key: str, given: options.Given, as_json: bool) -> int:
         if number:
             echo("")
         for line in explanation.explained_lines(explained):
-            for row in wrapped(line, indent=" " * 12):
-                echo(row)
+            say(line, indent=" " * 12)
     return 0
 
 
@@ -217,7 +216,7 @@ def apply(given: options.Given, timeout: float, as_json: bool) -> int:
                 echo(json.dumps(record | more, default=plain))
                 continue
             note = f"   ({change.consequence})" if change.consequence else ""
-            echo(f"{change}   {loaded.source(change.setting)}{note}")
+            say(f"{change}   {loaded.source(change.setting)}{note}")
         state = buffer.store.ask_config(batcher.as_dict(), config_digest(batcher), seen=seen)
         revision = seen.revision
         if state == SettingsState.ASKED and not buffer.store.is_led():
@@ -227,7 +226,7 @@ def apply(given: options.Given, timeout: float, as_json: bool) -> int:
     if as_json:
         echo(json.dumps({"schema": "rlbuffer.config.batcher/1", "run": name, "state": state, "revision": revision}))
         return 0
-    echo(
+    say(
         {
             SettingsState.SAME: f'run "{name}" has these settings already (revision {revision})',
             SettingsState.STORED: (

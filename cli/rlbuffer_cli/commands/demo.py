@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class _Demo:
             if self._is_time_up and watch.records:
                 code = 0
             elif self._is_time_up:
-                echo(f"Error: no step was trained within {self._seconds:g} s. See {supervisor.log.path}", err=True)
+                say(f"Error: no step was trained within {self._seconds:g} s. See {supervisor.log.path}", err=True)
                 code = 5
             self._summarize(watch, buffer.ledger(), code, supervisor.restarts, str(supervisor.log.path))
         return code
@@ -134,14 +134,14 @@ class _Demo:
 
     # -- telling -----------------------------------------------------------------------------------------------------
     def _say(self, watch: Watch) -> Any:
-        def say(name: str, line: str) -> None:
+        def relay(name: str, line: str) -> None:
             if self._shown == "rich":
                 watch.log(name, line)
             elif self._shown in ("plain", "json") and name not in ("serve", "train"):
                 # Their step lines would only repeat the steps; everything is in the log.
-                echo(f"{name:<14} {line}", err=True)
+                say(f"{name:<14} {line}", err=True)
 
-        return say
+        return relay
 
     def _on_step(self, record: Mapping[str, Any]) -> None:
         if self._shown == "json":
@@ -231,7 +231,7 @@ def summary_event(
 
 def summary_lines(summary: RunSummary, budgets: Mapping[str, float], log: str, home: str) -> list[str]:
     """The summary for people, with what to type next."""
-    from rlbuffer.narration.numbers import amount, duration
+    from rlbuffer.narration.numbers import amount, duration, plural
     from rlbuffer_cli.render.text import wrapped
 
     ledger = summary.ledger
@@ -248,14 +248,16 @@ def summary_lines(summary: RunSummary, budgets: Mapping[str, float], log: str, h
     if summary.reward_from is None or summary.reward_to is None:
         reward = "no step was trained"
     else:
-        reward = f"{summary.reward_from:.3f} -> {summary.reward_to:.3f}  (means of {summary.edge_steps} steps)"
+        reward = (
+            f"{summary.reward_from:.3f} -> {summary.reward_to:.3f}  (means of {plural(summary.edge_steps, 'step')})"
+        )
     account = (
-        f"{ledger['pushed']:,} rollouts pushed = {ledger['pending']:,} pending + {ledger['packed']:,} packed "
+        f"{plural(ledger['pushed'], 'rollout')} pushed = {ledger['pending']:,} pending + {ledger['packed']:,} packed "
         f"+ {ledger['trained']:,} trained + dropped {drops}"
     )
     return [
         "",
-        f"{head}: {summary.steps} steps in {duration(summary.seconds)}{when}",
+        f"{head}: {plural(summary.steps, 'step')} in {duration(summary.seconds)}{when}",
         f"  reward   {reward}",
         f"  tokens   {amount(summary.tokens)} trained   {shares}",
         *wrapped(f"  ledger   {'balances' if ledger['balances'] else 'DOES NOT BALANCE'}: {account}", indent=" " * 11),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.starting import clear, has_colours, starting
@@ -65,7 +66,7 @@ def command(given: options.Given, purpose: str | None, as_json: bool) -> int:
             _show(diagnosis)
     if not as_json:
         counts = [sum(d.verdict == verdict for d in diagnoses) for verdict in (Health.FAILURE, Health.WARNING)]
-        named = [f"{n} {word}{'s' * (n != 1)}" for n, word in zip(counts, ("failure", "warning"), strict=True)]
+        named = [plural(n, word) for n, word in zip(counts, ("failure", "warning"), strict=True)]
         echo(", ".join(named))
     return 1 if is_failed(diagnoses) else 0
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -47,9 +47,9 @@ def command(
             if as_json:
                 echo(json.dumps({"schema": "rlbuffer.undrain/1", "run": buffer.run, "drained": was_draining}))
             elif was_draining:
-                echo(f'run "{buffer.run}" gives tickets again')
+                say(f'run "{buffer.run}" gives tickets again')
             else:
-                echo(f'run "{buffer.run}" was not draining')
+                say(f'run "{buffer.run}" was not draining')
             return 0
         buffer.store.ask_drain()
         return _wait(buffer, timeout, as_json)
@@ -74,7 +74,7 @@ def _wait(buffer: Buffer, timeout: float | None, as_json: bool) -> int:
             )
         if str(state) != said:
             said = str(state)
-            echo(f"draining: {said}", err=True)
+            say(f"draining: {said}", err=True)
         time.sleep(DRAIN_POLL_SECONDS)
     step, trained = store.meta().step, store.trainer().trained
     groups, rollouts, tokens = pending_amounts(store)
@@ -83,5 +83,5 @@ def _wait(buffer: Buffer, timeout: float | None, as_json: bool) -> int:
         echo(json.dumps(record | {"rollouts": rollouts, "tokens": tokens}))
         return 0
     left = f"{amounts(groups, rollouts, tokens)} stay in the pool" if groups else "the pool is empty"
-    echo(f'run "{name}" is drained after step {step} ({trained} trained): {left}. Back: rlbuffer drain --undo')
+    say(f'run "{name}" is drained after step {step} ({trained} trained): {left}. Back: rlbuffer drain --undo')
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
 
 if TYPE_CHECKING:
     from rlbuffer.client.operations import Chosen
@@ -46,31 +46,31 @@ def command(where: str, yes: bool, as_json: bool, given: options.Given) -> int:
             echo(json.dumps(_record(name, where, chosen, pushes=0)))
             return 0
         if not chosen.drops:
-            echo(f'no pending group of run "{name}" matches {where!r}')
+            say(f'no pending group of run "{name}" matches {where!r}')
             return 0
         question = f'this drops {what} of run "{name}" for good ({_envs(chosen)})'
         if not yes:
             if not sys.stdin.isatty():
                 raise click.UsageError(f"{question}: say so with --yes")
             if not click.confirm(f"{question}: do it?"):
-                echo("nothing was dropped")
+                say("nothing was dropped")
                 return 1
         pushes = store.drop_pending(chosen.drops)
     if as_json:
         echo(json.dumps(_record(name, where, chosen, pushes=pushes)))
         return 0
-    echo(f'dropped {what} of run "{name}" ({_envs(chosen)})')
+    say(f'dropped {what} of run "{name}" ({_envs(chosen)})')
     gone = sum(len(entries) for _, entries in chosen.drops) - pushes
     if gone:
-        echo(f"{gone} of their pushes had left the pool meanwhile: into a step, or dropped otherwise", err=True)
+        say(f"{gone} of their pushes had left the pool meanwhile: into a step, or dropped otherwise", err=True)
     return 0
 
 
 def amounts(groups: int, rollouts: int, tokens: int) -> str:
     """``12 groups (96 rollouts, 31k tokens)``."""
-    from rlbuffer.narration.numbers import amount
+    from rlbuffer.narration.numbers import amount, plural
 
-    return f"{groups} group{'s' * (groups != 1)} ({rollouts} rollouts, {amount(tokens)} tokens)"
+    return f"{plural(groups, 'group')} ({plural(rollouts, 'rollout')}, {amount(tokens)} tokens)"
 
 
 def _envs(chosen: Chosen) -> str:

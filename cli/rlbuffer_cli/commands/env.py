@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import say
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -44,7 +44,7 @@ def pause(env: str, given: options.Given) -> int:
         _check_known(buffer, env)
         is_new = buffer.store.pause(env)
         name = buffer.run
-    echo(
+    say(
         f'{env} is paused in run "{name}": steps go on without it. Back: rlbuffer env resume {env}'
         if is_new
         else f'{env} was paused already in run "{name}"'
@@ -72,7 +72,7 @@ def done(env: str, given: options.Given) -> int:
         _check_known(buffer, env)
         buffer.store.say_done(env, epoch=buffer.store.meta().epoch)
         name = buffer.run
-    echo(f'{env} is done in run "{name}": no further ticket is given. Back: rlbuffer env resume {env}')
+    say(f'{env} is done in run "{name}": no further ticket is given. Back: rlbuffer env resume {env}')
     return 0
 
 
@@ -97,7 +97,7 @@ def resume(env: str, given: options.Given) -> int:
         was_paused, was_done = buffer.store.resume(env), buffer.store.forget_end(env)
         name = buffer.run
     is_back = was_paused or was_done
-    echo(f'{env} takes part again in run "{name}"' if is_back else f'{env} was not paused in run "{name}"')
+    say(f'{env} takes part again in run "{name}"' if is_back else f'{env} was not paused in run "{name}"')
     return 0
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.starting import clear
+
+STDOUT = "-"
 
 if TYPE_CHECKING:
     from rlbuffer.archive.library import ArchivedGroup
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 @options.common
 @click.option("--where", default="", metavar="FILTER", help="Only groups that match, e.g. 'env:math reward<0.1'.")
 @click.option(
-    "-o", "--output", required=True, metavar="FILE", help="FILE.jsonl, FILE.parquet or FILE.html; replaces FILE."
+    "-o", "--output", required=True, metavar="FILE", help="FILE.jsonl, FILE.parquet or FILE.html; - is JSONL on stdout."
 )
 @click.option("--archive", metavar="DIR", help="Groups of an archive instead of the server: no server is needed.")
 @click.option("--json", "as_json", is_flag=True, help="The counts as one object.")
@@ -39,46 +44,62 @@ def command(given: options.Given, where: str, output: str, archive: str | None, 
     Examples:
       rlbuffer export --where 'env:math reward>=1' -o good.parquet
       rlbuffer export --archive /data/math -o math.jsonl
-      rlbuffer export --archive /data/math --where 'step:40 rollout.reward<0.1' -o worst.html
+      rlbuffer export --archive /data/math --where 'step:40 rollout.reward<0.1' \\
+        -o worst.html
+      rlbuffer export --where state:ready -o - | head -1
       rlbuffer push good.parquet --run another
     """
     from rlbuffer.client.filters import parse
+    from rlbuffer.errors import RlbufferError
 
     path = Path(output)
-    if path.suffix not in (".jsonl", ".parquet", ".html"):
-        raise click.UsageError(f"-o takes FILE.jsonl, FILE.parquet or FILE.html, got {output!r}")
+    if output != STDOUT and path.suffix not in (".jsonl", ".parquet", ".html"):
+        raise click.UsageError(f"-o takes FILE.jsonl, FILE.parquet, FILE.html or -, got {output!r}")
+    if output == STDOUT and as_json:
+        raise click.UsageError("-o - and --json are both for stdout: name a file, or leave --json out")
     parse(where)  # a typing mistake needs no server
     gone: list[str] = []
     counts = [0, 0]
     is_page = path.suffix == ".html"
-    if archive is not None and is_page:
-        run = _run_of(Path(archive))
-        _write_page(path, _details_of(Path(archive), where), gone, counts, f"run {run}: groups {where}".rstrip())
-    elif archive is not None:
-        run = _write(path, _of_archive(Path(archive), where, gone), counts, _run_of(Path(archive)))
-    else:
-        from rlbuffer.client.exporting import export_groups
-        from rlbuffer.client.searching import list_details
-        from rlbuffer_cli.render.html_files import sources_of
-        from rlbuffer_cli.session import open_existing
-
-        with open_existing(given.load(), run_given=given.run is not None) as buffer:
-            if is_page:
-                run = buffer.run
-                details = list_details(buffer.store, where=where, limit=2**31, text_of=buffer.texts.decoded)
-                title = f"run {run}: groups {where}".rstrip()
-                _write_page(path, details, gone, counts, title, sources_of(buffer), buffer.store.now())
-            else:
-                run = _write(path, export_groups(buffer, where, gone), counts, buffer.run)
+    try:
+        if archive is not None and is_page:
+            run = _run_of(Path(archive))
+            _write_page(path, _details_of(Path(archive), where), gone, counts, f"run {run}: groups {where}".rstrip())
+        elif archive is not None:
+            run = _write(path, _of_archive(Path(archive), where, gone), counts, _run_of(Path(archive)))
+        else:
+            run = _of_server(given, path, where, gone, counts)
+    except BrokenPipeError:
+        raise  # the reader has left
+    except OSError as error:
+        raise RlbufferError(f"cannot write {output}: {error.strerror or error}") from None
     groups, rollouts = counts
     missing = len(set(gone))
     if as_json:
         record = {"schema": "rlbuffer.export/1", "run": run, "groups": groups, "rollouts": rollouts, "gone": missing}
         echo(json.dumps(record))
     else:
-        what = f"{groups} group{'s' * (groups != 1)} with {rollouts} rollouts"
-        echo(f'{output}: {what} of run "{run}"' + f"; {missing} groups are no longer kept whole" * (missing > 0))
+        what = f"{plural(groups, 'group')} with {plural(rollouts, 'rollout')}"
+        verb = "is" if missing == 1 else "are"
+        whole = f"; {plural(missing, 'group')} {verb} no longer kept whole" if missing else ""
+        say(f'{"stdout" if output == STDOUT else output}: {what} of run "{run}"{whole}', err=True)
     return 0
+
+
+def _of_server(given: options.Given, path: Path, where: str, gone: list[str], counts: list[int]) -> str:
+    """Writes the groups of the server. -> the run."""
+    from rlbuffer.client.exporting import export_groups
+    from rlbuffer.client.searching import list_details
+    from rlbuffer_cli.render.html_files import sources_of
+    from rlbuffer_cli.session import open_existing
+
+    with open_existing(given.load(), run_given=given.run is not None) as buffer:
+        if path.suffix != ".html":
+            return _write(path, export_groups(buffer, where, gone), counts, buffer.run)
+        details = list_details(buffer.store, where=where, limit=2**31, text_of=buffer.texts.decoded)
+        title = f"run {buffer.run}: groups {where}".rstrip()
+        _write_page(path, details, gone, counts, title, sources_of(buffer), buffer.store.now())
+        return buffer.run
 
 
 def _of_archive(folder: Path, where: str, gone: list[str]) -> Iterator[Group]:
@@ -140,7 +161,7 @@ def _write_page(
 
 
 def _write(path: Path, groups: Iterable[Group], counts: list[int], run: str) -> str:
-    """Writes the file, whole or not at all, and counts groups and rollouts. -> the run."""
+    """Writes the file, whole or not at all, or lines on stdout, and counts groups and rollouts. -> the run."""
 
     def counted() -> Iterator[Group]:
         for group in groups:
@@ -156,5 +177,10 @@ def _write(path: Path, groups: Iterable[Group], counts: list[int], run: str) -> 
     from rlbuffer.process.files import write_lines
     from rlbuffer.wire.json_lines import line_of
 
-    write_lines(path, (line_of(group) for group in counted()))
+    lines = (line_of(group) for group in counted())
+    if str(path) == STDOUT:
+        clear()
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+    else:
+        write_lines(path, lines)
     return run

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.starting import clear, is_drawable
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts
+    from rlbuffer.client.views import GroupDetail, RolloutView
     from rlbuffer.errors import RlbufferError
     from rlbuffer_cli.whole_run import WholeRun
 
@@ -71,17 +72,22 @@ def command(
     On a terminal this opens a browser: `?` shows its keys, `q` leaves it. Elsewhere, and with --plain, --json, --limit,
     --tokens, --totals, --steps, --step, --workers, --lengths or --with, it prints.
 
-    Without ID: the run, its envs, and its groups. With the ID of a group: its rollouts. With the ID of a rollout
-    (GROUP/INDEX): its tokens. The beginning of an ID is enough where it is unique. Without --run, the run that was
-    opened last. What the server has let go comes from --archive, or from the archive that `serve` says it writes.
+    Without ID: the run, its envs, and its groups: those in the pool, then those in steps, then dropped ones, the newest
+    of each first. With the ID of a group: its rollouts. With the ID of a rollout (GROUP/INDEX): its tokens. The
+    beginning of an ID is enough where it is unique. Without --run, the run that was opened last. What the server has
+    let go comes from --archive, or from the archive that `serve` says it writes.
 
     \b
-    Filter fields: env state reason worker adapter id prompt (text, `field:value`, commas for alternatives)
-                   age reward tokens step waited (numbers, `field>=value`, 8k = 8000; waited in seconds)
-    of a rollout:  stop truncated:yes text:word text:/regex/i (flags i, s, m)
-                   rollout.reward rollout.tokens rollout.trained rollout.version rollout.advantage
-                   rollout.logprob; all must hold for one and the same rollout of a group
-    States:        forming ready packed trained dropped
+    Filter fields
+      text         env state reason worker adapter id prompt
+                   `field:value`, commas for alternatives
+      numbers      age reward tokens step waited (in seconds)
+                   `field>=value`, 8k = 8000
+      of rollouts  stop truncated:yes text:word text:/regex/i (flags i, s, m)
+                   rollout.reward rollout.tokens rollout.trained
+                   rollout.version rollout.advantage rollout.logprob
+                   all must hold for one and the same rollout of a group
+    States         forming ready packed trained dropped
 
     \b
     Examples:
@@ -92,7 +98,7 @@ def command(
       rlbuffer inspect vcopy.120/3 --with vcopy.120/5
       rlbuffer inspect --step 40
       rlbuffer inspect --where 'step:40 rollout.reward<0.1' --html worst.html
-      rlbuffer inspect --alive 'worker vcopy' --within 60      (exit code 1 when it was not heard)
+      rlbuffer inspect --alive 'worker vcopy' --within 60 || echo 'not heard'
     """
     if alive is not None:
         return _alive(given, alive, within, as_json)
@@ -124,6 +130,8 @@ def command(
         if not (plain or as_json or totals or limit or window) and _may_browse():
             from rlbuffer_cli.browse.app import browse
 
+            if identifier is not None:
+                _look_up(run, identifier)  # what is not there is an error here, too, and opens nothing
             clear()
             return browse(run, identifier=identifier, where=where)
         if identifier is not None:
@@ -174,13 +182,13 @@ def _page(run: WholeRun, identifier: str | None, where: str, limit: int, file: s
     try:
         write_page(buffer, details, file, title=title)
     except BrokenPipeError:
-        raise  # the reader has what it wanted
+        raise  # the reader has left
     except OSError as error:
         raise click.UsageError(f"--html {file}: {error.strerror}") from None
     for problem in problems:
-        echo(f"Error: {problem}", err=True)
+        say(f"Error: {problem}", err=True)
     if file != STDOUT:
-        echo(f"wrote {file}", err=True)
+        say(f"wrote {file}", err=True)
     return 1 if problems else 0
 
 
@@ -216,7 +224,7 @@ def _pool(run: WholeRun, where: str, limit: int, as_json: bool, totals: bool) ->
     else:
         pool.show(pool.summarize(buffer, look), views, where=where, limit=limit)
     for problem in problems:
-        echo(f"Error: {problem}", err=True)
+        say(f"Error: {problem}", err=True)
     return 1 if problems else 0
 
 
@@ -248,17 +256,24 @@ def _last_heard(given: options.Given, who: str) -> float:
         return seen[who]
 
 
+def _look_up(run: WholeRun, identifier: str) -> tuple[GroupDetail, RolloutView | None]:
+    """The group, and the rollout where `identifier` (GROUP/INDEX) names one. Raises NotFound, AmbiguousId."""
+    from rlbuffer_cli.render.group import member_of
+
+    detail = run.group(identifier)
+    return detail, member_of(detail, identifier) if "/" in identifier else None
+
+
 def _one(run: WholeRun, identifier: str, bounds: tuple[int, int], as_json: bool) -> int:
     from rlbuffer_cli.render import group
 
-    detail, texts = run.group(identifier), run.buffer.texts
-    if "/" not in identifier:
+    (detail, member), texts = _look_up(run, identifier), run.buffer.texts
+    if member is None:
         if as_json:
             echo(json.dumps(group.detail_record(detail)))
         else:
             group.show_group(detail, texts)
         return 0
-    member = group.member_of(detail, identifier)
     if as_json:
         echo(json.dumps(group.rollout_record(member, detail.view)))
     else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.starting import clear
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def command(field: str, runs: tuple[str, ...], given: options.Given, output: Pat
         from rlbuffer_cli.render.chart_files import write_chart
 
         write_chart(curves, " ".join([field, *runs]), output)
-        echo(f"wrote {output}", err=True)
+        say(f"wrote {output}", err=True)
     elif not as_json:
         from rlbuffer_cli.render.chart import chart
         from rlbuffer_cli.render.text import columns_of

@@ -12,8 +12,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
 
 if TYPE_CHECKING:
     from rlbuffer.records.group import Group
@@ -51,9 +52,11 @@ def command(
 
     \b
     A line (shown wrapped; a group of 2 planned rollouts):
-      {"group_id": "g1", "env": "math", "prompt_id": "p1", "planned_size": 2, "rollouts": [
-        {"tokens": [5, 6, 7], "loss_mask": [false, true, true], "logprobs": [0, -0.5, -0.1],
-         "reward": 1.0, "version_spans": [[0, 1, 3]]}, ...]}
+      {"group_id": "g1", "env": "math", "prompt_id": "p1", "planned_size": 2,
+       "rollouts": [
+        {"tokens": [5, 6, 7], "loss_mask": [false, true, true],
+         "logprobs": [0, -0.5, -0.1], "reward": 1.0,
+         "version_spans": [[0, 1, 3]]}, ...]}
 
     \b
     Example:
@@ -80,13 +83,13 @@ def command(
                     pushed = writer.push_many(groups, sequence=first)
                 except (ServerRefused, ServerUnreachable) as error:
                     raise type(error)(
-                        f"{error}\n  {writer.sequence - lost} of {count} groups are stored; pushing the file again "
-                        "goes on from there"
+                        f"{error}\n  {writer.sequence - lost} of {plural(count, 'group')} are stored; pushing the file "
+                        "again goes on from there"
                     ) from error
                 for sequence, (group, one) in enumerate(zip(groups, pushed, strict=True), start=first):
                     if one.status == PushStatus.LOST:
                         lost += 1
-                        echo(f"{file}:{sequence}  {given_up(group)}", err=True)
+                        say(f"{file}:{sequence}  {given_up(group)}", err=True)
                         continue
                     envs.add(group.env)
                     duplicate += one.status == PushStatus.DUPLICATE
@@ -98,13 +101,13 @@ def command(
         record |= {"lost": lost} | ({"done": sorted(envs)} if done else {})
         echo(json.dumps(record))
     else:
-        what = f"{count} group{'s' * (count != 1)}"
-        echo(
+        what = plural(count, "group")
+        say(
             f'{file}: {what} into run "{settings.run}": {stored} stored, {duplicate} duplicate'
             + f", {lost} lost" * (lost > 0)
         )
         if done:
-            echo(f"done: nothing more comes of {', '.join(sorted(envs))}")
+            say(f"done: nothing more comes of {', '.join(sorted(envs))}")
     return 1 if lost else 0
 
 
@@ -131,7 +134,7 @@ class _Waiting:
         now = time.monotonic()
         if now - self._said >= SAY_SECONDS:
             self._said = now
-            echo(f"waiting: {str(error).splitlines()[0]}", err=True)
+            say(f"waiting: {str(error).splitlines()[0]}", err=True)
 
 
 def check_all(stream: IO[bytes], file: str) -> tuple[int, str]:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import click
 
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import say
 
 
 @click.command("reset")
@@ -37,10 +38,10 @@ def command(
 
     with open_existing(replace(given, run=name).load(), run_given=True, even_damaged=True) as buffer:
         try:
-            step = f"{buffer.store.meta().step} steps"
+            step = plural(buffer.store.meta().step, "step")
         except RunDamaged:
             step = "without its meta"
-        content = f"{step}, {buffer.ledger().total().pending[0]} pending rollouts"
+        content = f"{step}, {plural(buffer.ledger().total().pending[0], 'pending rollout')}"
         if not yes:
             raise click.UsageError(f'this removes run "{name}" ({content}) for good: say so with --yes')
         processes = [] if force else at_work(buffer)
@@ -50,5 +51,5 @@ def command(
                 "first: what is still there begins the run anew. --force removes it all the same"
             )
         keys = buffer.store.delete_run()
-    echo(f'run "{name}" ({content}) is gone: {keys} keys removed')
+    say(f'run "{name}" ({content}) is gone: {plural(keys, "key")} removed')
     return 0

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import click
 
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
 
 
 @click.command("restore")
@@ -42,7 +43,7 @@ def command(file: Path, as_json: bool, given: options.Given) -> int:
     ) as buffer:
         if not isinstance(buffer.store, RedisStore):
             raise BackupError("a run can only be restored onto a server")
-        report = restore_backup(buffer.store, file, lambda line: echo(line, err=True))
+        report = restore_backup(buffer.store, file, lambda line: say(line, err=True))
         address = buffer.store.server()["address"]
     if as_json:
         echo(json.dumps({"schema": "rlbuffer.restore/1", "file": str(file), **asdict(report)}))
@@ -50,8 +51,8 @@ def command(file: Path, as_json: bool, given: options.Given) -> int:
     # The options that were typed here must be typed there: without it, verify looks at another server.
     typed = {"--redis": given.redis, "--home": given.home, "--config": given.config}
     where = "".join(f" {flag} {shlex.quote(value)}" for flag, value in typed.items() if value is not None)
-    echo(
-        f'run "{report.run}" at step {report.step} is on {address}: {report.control_keys} control keys, '
-        f"{report.payload_keys} payload keys. Check it: rlbuffer verify --run {report.run}{where}"
+    say(
+        f'run "{report.run}" at step {report.step} is on {address}: {plural(report.control_keys, "control key")}, '
+        f"{plural(report.payload_keys, 'payload key')}. Check it: rlbuffer verify --run {report.run}{where}"
     )
     return 0

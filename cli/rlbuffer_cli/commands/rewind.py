@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import say
 
 
 @click.command("rewind")
@@ -29,8 +30,9 @@ def command(number: int, force: bool, given: options.Given) -> int:
     with open_existing(loaded, run_given=given.run is not None) as buffer:
         outcome = buffer.store.rewind(number, force=force)
         name = buffer.run
-    echo(
-        f'run "{name}" goes on from step {number} in epoch {outcome["epoch"]}: {outcome["steps"]} steps and '
-        f"{outcome['entries']} pending pushes are void. {resume_hint(loaded.settings, name, number)}"
+    say(
+        f'run "{name}" goes on from step {number} in epoch {outcome["epoch"]}; '
+        f"void: {plural(outcome['steps'], 'step')}, {plural(outcome['entries'], 'pending push', 'pending pushes')}. "
+        f"{resume_hint(loaded.settings, name, number)}"
     )
     return 0

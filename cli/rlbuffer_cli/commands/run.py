@@ -11,7 +11,7 @@ from datetime import datetime
 import click
 
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.starting import starting
 
 
@@ -60,7 +60,7 @@ def command(
             code = Supervisor(settings, say=_printer(shown), origin=origin).run(stop)
             say_ended(buffer, settings, code)
     name = options.program()
-    echo(f"next: {name} inspect --run {settings.run}   {name} verify --run {settings.run}", err=True)
+    say(f"next: {name} inspect --run {settings.run}   {name} verify --run {settings.run}", err=True)
     return code
 
 
@@ -68,11 +68,11 @@ def _printer(shown: str):  # type: ignore[no-untyped-def]
     from rlbuffer.events.event import as_object
     from rlbuffer_cli.events import ProcessSaid
 
-    def say(name: str, line: str) -> None:
+    def relay(name: str, line: str) -> None:
         if shown == "json":
             echo(json.dumps(as_object(ProcessSaid(process=name, line=line))))
         elif shown == "plain":
             echo(f"{datetime.now():%H:%M:%S} {name:<14} {line}")
         sys.stdout.flush()
 
-    return say
+    return relay

@@ -38,7 +38,7 @@ def command(
     Examples:
       rlbuffer score --model ~/models/qwen3-0.6b --run math
       rlbuffer score --reward my_judge.api:reward --env essays
-      rlbuffer score ref                          the section [score.ref] of rlbuffer.toml
+      rlbuffer score ref          (the section [score.ref] of rlbuffer.toml)
     """
     key = name or _only_scorer(given.config, model, reward)
     flags = {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli import options
 from rlbuffer_cli.options import echo
 
@@ -169,7 +170,8 @@ def _check_run(loaded: Loaded, *, resume: bool) -> None:
             ) from None
         if not resume and (step or pending):
             raise RlbufferError(
-                f"run {settings.run!r} is not fresh: it holds {step} steps and {pending} pending rollouts. "
+                f"run {settings.run!r} is not fresh: it holds {plural(step, 'step')} and "
+                f"{plural(pending, 'pending rollout')}. "
                 f"`rlbuffer reset {settings.run} --yes` removes it; or use another name (--run)."
             )
 
@@ -186,10 +188,14 @@ def banner(loaded: Loaded, ready: LeaderReady, seconds: float) -> list[str]:
     where = "embedded" if server.get("embedded") else loaded.source("redis_url")
     per_rank = batcher.micro_batches_per_rank * batcher.rows_per_micro_batch
     if batcher.step_groups or batcher.step_rollouts:
-        size = f"{batcher.step_groups} groups" if batcher.step_groups else f"{batcher.step_rollouts} rollouts"
+        size = (
+            plural(batcher.step_groups, "group")
+            if batcher.step_groups
+            else plural(batcher.step_rollouts or 0, "rollout")
+        )
         size = f"{size}, rows of {batcher.row_tokens:,} tokens"
     else:
-        size = f"{per_rank} row{'s' * (per_rank > 1)} of {batcher.row_tokens:,} tokens per rank"
+        size = f"{plural(per_rank, 'row')} of {batcher.row_tokens:,} tokens per rank"
     budgets = budgets_at(batcher.budgets, ready.step + 1)
     shares = " · ".join(f"{env} {percent(share)}" for env, share in budgets.items())
     memory = _bytes(server.get("used_memory", 0))
@@ -204,14 +210,11 @@ def banner(loaded: Loaded, ready: LeaderReady, seconds: float) -> list[str]:
         ("step", f"{size}   ({_source(loaded, 'batcher.row_tokens')})"),
         (
             "age",
-            f"at most {batcher.max_age} version{'s' * (batcher.max_age != 1)}   ({_source(loaded, 'batcher.max_age')})",
+            f"at most {plural(batcher.max_age, 'version')}   ({_source(loaded, 'batcher.max_age')})",
         ),
         (
             "groups",
-            (
-                f"at least {batcher.min_group_size} rollout{'s' * (batcher.min_group_size != 1)}   "
-                f"({_source(loaded, 'batcher.min_group_size')})"
-            ),
+            (f"at least {plural(batcher.min_group_size, 'rollout')}   ({_source(loaded, 'batcher.min_group_size')})"),
         ),
         ("budgets", shares or f"{batcher.remainder} (none set)"),
         *([("archive", str(loaded.settings.archive.dir))] if loaded.settings.archive.dir else []),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import say
 
 
 @click.group("step")
@@ -38,8 +39,8 @@ def void(number: int, force: bool, given: options.Given) -> int:
     with open_existing(loaded, run_given=given.run is not None) as buffer:
         outcome = buffer.store.void_from(number, force=force)
         name = buffer.run
-    echo(
-        f'run "{name}" goes on from step {number - 1} in epoch {outcome["epoch"]}: {outcome["steps"]} steps are void. '
-        f"{resume_hint(loaded.settings, name, number - 1)}"
+    say(
+        f'run "{name}" goes on from step {number - 1} in epoch {outcome["epoch"]}; '
+        f"void: {plural(outcome['steps'], 'step')}. {resume_hint(loaded.settings, name, number - 1)}"
     )
     return 0

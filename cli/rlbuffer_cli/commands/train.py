@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import say
 from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _train(settings: RunSettings, display: str, *, fake_data: bool) -> int:
         if follower is not None:
             follower.join(timeout=2.0)
     if code == options.EXIT_INTERRUPTED:
-        echo(f"Interrupted. Started again, it goes on from its last checkpoint in {settings.output_dir}.", err=True)
+        say(f"Interrupted. Started again, it goes on from its last checkpoint in {settings.output_dir}.", err=True)
     return code
 
 

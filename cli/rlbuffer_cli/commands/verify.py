@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
 
 if TYPE_CHECKING:
     from rlbuffer.store.records import Report
@@ -38,11 +39,11 @@ def command(given: options.Given, archive: str | None, as_json: bool) -> int:
         summary = {"schema": "rlbuffer.report/1", "run": name, "ok": report.ok, "checked": dict(report.checked)}
         echo(json.dumps(summary))
         return 0 if report.ok else 1
-    checked = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in report.checked.items())
-    echo(f'run "{name}": checked {checked}')
+    checked = " · ".join(f"{what.replace('_', ' ')} {count:,}" for what, count in report.checked.items())
+    say(f'run "{name}": checked {checked}')
     for finding in report.findings:
-        echo(f"  {finding.invariant:<4} {finding.message}")
-    echo("ok: everything adds up" if report.ok else f"FAILED: {len(report.findings)} findings")
+        say(f"  {finding.invariant:<4} {finding.message}", indent=" " * 7)
+    say("ok: everything adds up" if report.ok else f"FAILED: {plural(len(report.findings), 'finding')}")
     return 0 if report.ok else 1
 
 

@@ -38,7 +38,7 @@ def command(
 
     \b
     Examples:
-      rlbuffer worker vcopy                      the section [worker.vcopy] of rlbuffer.toml
+      rlbuffer worker vcopy       (the section [worker.vcopy] of rlbuffer.toml)
       rlbuffer worker --env repeat --group-size 16
     """
     flags = {

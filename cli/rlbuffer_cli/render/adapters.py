@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlbuffer.narration.numbers import amount, printable
+from rlbuffer.narration.numbers import amount, plural, printable
 
 if TYPE_CHECKING:
     from rlbuffer.store.protocol import Store
@@ -70,8 +70,8 @@ def summarize_adapters(store: Store) -> tuple[AdapterSummary, ...]:
 def adapter_line(one: AdapterSummary) -> str:
     """The adapter in a few words."""
     version = f"v{one.policy_version}" if one.policy_version >= 0 else "not announced"
-    state = "ready to update" if one.ready_to_update else f"{one.gathered:,} rollouts since"
+    state = "ready to update" if one.ready_to_update else f"{plural(one.gathered, 'rollout')} since"
     return (
         f"{printable(one.adapter)} {version} · own step {one.step}, {state} · "
-        f"{one.samples:,} rollouts ({amount(one.tokens)} tokens)"
+        f"{plural(one.samples, 'rollout')} ({amount(one.tokens)} tokens)"
     )

@@ -94,7 +94,7 @@ def fall_of(points: Sequence[tuple[int, float]]) -> str:
 
     Example:
         >>> fall_of([(1, 0.5), (2, 1.0), (3, 0.9), (4, 0.2)])
-        'fell from 1.000 at step 2 to 0.200 at step 4, half of it by step 4'
+        'fell from 1.000 at step 2 to 0.200 at step 4, half of that by step 4'
     """
     steps = [round(step) for step in thinned([float(step) for step, _ in points], TREND_COLUMNS)]
     values = thinned([value for _, value in points], TREND_COLUMNS)
@@ -105,11 +105,14 @@ def fall_of(points: Sequence[tuple[int, float]]) -> str:
         return f"last {values[-1]:.3f}, no fall"
     half = next(i for i in range(top, len(values)) if values[i] <= values[top] - fall / 2)
     ends = f"fell from {values[top]:.3f} at step {steps[top]} to {values[low]:.3f} at step {steps[low]}"
-    return f"{ends}, half of it by step {steps[half]}"
+    return f"{ends}, half of that by step {steps[half]}"
 
 
 def history_of(newest_first: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The committed steps of a run's history in their order, each with the ``drops`` since the one before."""
+    """The committed steps of a run's history in their order, each with the ``drops`` since the one before.
+
+    Drops since the last one are those of the next step, which is open.
+    """
     records: dict[int, dict[str, Any]] = {}
     drops: dict[str, int] = {}
     reasons = {r["reason"] for r in newest_first if r.get("event") == Dropped.event}
@@ -119,11 +122,16 @@ def history_of(newest_first: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         elif record.get("event") == Committed.event:
             records[record["step"]] = {**record, "drops": dict.fromkeys(sorted(reasons), 0) | drops}
             drops = {}
+    if drops:
+        step = max(records, default=0) + 1
+        records[step] = {"step": step, "drops": dict.fromkeys(sorted(reasons), 0) | drops}
     return [records[step] for step in sorted(records)]
 
 
 def archive_of(folder: Path) -> list[dict[str, Any]]:
     """The steps of an archive that count, in their order: the trainer's record, with ``drops`` since the step before.
+
+    Drops since the last one are those of the next step.
 
     Raises:
         ArchiveError: there is no archive. ConfigError: pyarrow is missing.
@@ -142,6 +150,11 @@ def archive_of(folder: Path) -> list[dict[str, Any]]:
             drops[group.reason] += group.rollouts
         own = {name: getattr(step, name) for name in ("rollouts", "tokens", "reward", "age", "max_age", "fill")}
         records.append({**own, **trained.get(step.step, {}), "step": step.step, "drops": drops})
+    if dropped:
+        since = dict.fromkeys(reasons, 0)
+        for group in dropped:
+            since[group.reason] += group.rollouts
+        records.append({"step": max((record["step"] for record in records), default=0) + 1, "drops": since})
     return records
 
 
@@ -161,7 +174,7 @@ def curves_of(records: Sequence[Mapping[str, Any]], field: str, run: str = "") -
         for name, value in _numbers(_inside(record, field.split(".")), field):
             points.setdefault(name, []).append((record["step"], value))
     if not points:
-        known = sorted({name for record in records[-1:] for name in _names(record)})
+        known = sorted({name for record in records[-2:] for name in _names(record)})
         hint = did_you_mean(field, known)
         fields = ", ".join(name for name in known if "." not in name)
         where = f" of run {run}" if run else ""

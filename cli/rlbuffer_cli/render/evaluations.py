@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.narration.numbers import printable
+from rlbuffer.narration.numbers import plural, printable
 from rlbuffer_cli.render.text import sparkline
 
 if TYPE_CHECKING:
@@ -30,6 +30,6 @@ def evaluation_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
         history = f"   {sparkline([float(r['reward/mean']) for r in mine])}" if len(mine) > 1 else ""
         lines.append(
             f"eval/{printable(env)}/reward/mean {newest['reward/mean']:.3f} +- {newest['reward/error']:.3f} "
-            f"at version {newest['version']} ({newest['rollouts']} rollouts){history}"
+            f"at version {newest['version']} ({plural(newest['rollouts'], 'rollout')}){history}"
         )
     return lines

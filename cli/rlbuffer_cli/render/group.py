@@ -11,9 +11,9 @@ import click
 
 from rlbuffer.narration.numbers import amount, duration, printable
 from rlbuffer.records.states import State
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render.pool import group_record
-from rlbuffer_cli.render.text import bar, cut, show_table, sparkline, utc, wrapped
+from rlbuffer_cli.render.text import bar, cut, show_table, sparkline, utc
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts
@@ -97,8 +97,7 @@ def show_group(detail: GroupDetail, texts: Texts) -> None:
     """Prints a group: what it is, then one row per rollout."""
     prompt = shared_prompt(detail, texts)
     for line in headline(detail.view):
-        for row in wrapped(line, indent="  "):
-            echo(row)
+        say(line, indent="  ")
     for line in shared_lines(detail, prompt, 2 * MAX_TEXT):
         echo(line)
     if not detail.members:
@@ -233,15 +232,13 @@ def show_rollout(detail: GroupDetail, member: RolloutView, bounds: tuple[int, in
     if bounds[0] >= member.length:
         raise click.UsageError(f"--tokens {bounds[0]}:{bounds[1]} lies behind its {member.length} tokens")
     for line in headline(detail.view):
-        for row in wrapped(line, indent="  "):
-            echo(row)
+        say(line, indent="  ")
     reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
     parts = " ".join(f"{name} {value:.3f}" for name, value in member.rewards.items())
     advantage = "" if member.advantage is None else f" · advantage {member.advantage:+.4f}"
     echo(f"rollout {member.rollout_id}   {reward}{f' ({parts})' if parts else ''}{advantage}")
     rollout: Rollout | None = member.rollout
-    for line in wrapped("  " + " -> ".join(life(detail.view, member)), indent="    "):
-        echo(line)
+    say("  " + " -> ".join(life(detail.view, member)), indent="    ")
     if rollout is None:
         echo("  its payload is no longer kept")
         return

@@ -18,7 +18,7 @@ import numpy as np
 from rlbuffer.client.texts import Texts
 from rlbuffer.client.trainer_values import NONE, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
-from rlbuffer.narration.numbers import printable
+from rlbuffer.narration.numbers import plural, printable
 from rlbuffer.records.rollout import Rollout
 from rlbuffer_cli.render.group import (
     MEMBER_HEADER,
@@ -73,7 +73,7 @@ def page(details: Iterable[GroupDetail], *, title: str, sources: Sources, now: f
     count = 0
     for count, detail in enumerate(details, 1):
         yield from group_section(detail, sources, is_open=count == 1)
-    yield f'<p class="n">{count:,} group{"s" * (count != 1)}. Made by rlbuffer; nothing in this file is fetched.</p>\n'
+    yield f'<p class="n">{plural(count, "group")}. Made by rlbuffer; nothing in this file is fetched.</p>\n'
     yield "</main></body></html>\n"
 
 

@@ -8,6 +8,7 @@ from urllib.parse import urlencode
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.pool_look import PoolLook
 from rlbuffer.errors import FilterError, NotFound, RlbufferError
+from rlbuffer.narration.numbers import plural
 from rlbuffer_cli.render.curves import recent_metrics, trend_lines
 from rlbuffer_cli.render.group import MEMBER_HEADER, headline, largest_reward, member_of, member_row
 from rlbuffer_cli.render.html import Sources, group_facts, head, lens_choice, rollout_section, safe
@@ -15,6 +16,7 @@ from rlbuffer_cli.render.pair import PAIR_HEADER, best_and_worst, pair_lines, pa
 from rlbuffer_cli.render.pool import (
     ENV_HEADER,
     GROUP_HEADER,
+    GROUP_ORDER,
     SORTS,
     env_row,
     group_row,
@@ -88,8 +90,10 @@ def pool(run: WholeRun, query: Mapping[str, str]) -> Iterator[str]:
         f'<input type="hidden" name="sort" value="{safe(sort)}"><input type="submit" value="show"></form>\n'
     )
     yield "".join(f"<p>! {safe(str(problem))}</p>\n" for problem in problems)
-    orders = " · ".join(link("./", name, where=where, sort=name) for name in SORTS)
-    yield f'<p class="n">{len(views)} groups, {safe(sort)}; by {orders}</p>\n'
+    shown = {name: "pool first" if name == "newest first" else name for name in SORTS}
+    orders = " · ".join(link("./", label, where=where, sort=name) for name, label in shown.items())
+    order = GROUP_ORDER if sort == "newest first" else f"by {sort}"
+    yield f'<p class="n">{plural(len(views), "group")}, {safe(order)}; by {orders}</p>\n'
     names = [link("group", view.group_id, id=view.group_id) for view in views]
     yield table(GROUP_HEADER, [group_row(view) for view in views], names)
     yield PAGE_END

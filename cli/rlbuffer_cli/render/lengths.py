@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlbuffer.narration.numbers import amount
-from rlbuffer_cli.options import echo
-from rlbuffer_cli.render.text import show_table, wrapped
+from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.render.text import show_table
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -33,8 +33,7 @@ def show_lengths(buffer: Buffer, *, as_json: bool) -> int:
         echo("nothing was packed, trained or dropped yet")
         return 0
     show_table(LENGTH_HEADER, rows, right=LENGTH_NUMBERS, optional=("packed", "dropped by"))
-    for row in wrapped(LENGTH_LEGEND, indent=""):
-        echo(row)
+    say(LENGTH_LEGEND, indent="")
     return 0
 
 

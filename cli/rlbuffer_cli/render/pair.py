@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer_cli.options import echo
-from rlbuffer_cli.render.text import show_table, wrapped
+from rlbuffer.narration.numbers import plural
+from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.render.text import show_table
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts
@@ -38,7 +39,7 @@ def figures(member: RolloutView) -> str:
     """A rollout in one line."""
     reward = "not scored" if member.reward is None else f"reward {member.reward:.3f}"
     advantage = "" if member.advantage is None else f" · advantage {member.advantage:+.4f}"
-    return f"{member.rollout_id}: {reward}{advantage} · {member.length:,} tokens · {member.finish_reason}"
+    return f"{member.rollout_id}: {reward}{advantage} · {plural(member.length, 'token')} · {member.finish_reason}"
 
 
 def first_difference(one: RolloutView, other: RolloutView) -> int | None:
@@ -93,8 +94,7 @@ def _cells(member: RolloutView, texts: Texts, first: int, end: int) -> Iterator[
 def show_pair(detail: GroupDetail, one: RolloutView, other: RolloutView, texts: Texts) -> None:
     """Prints the pair."""
     for line in pair_lines(detail, one, other, texts):
-        for row in wrapped(line, indent="    "):
-            echo(row)
+        say(line, indent="    ")
     rows = list(pair_rows(one, other, texts, PRINTED_TOKENS))
     if rows:
         echo("")

@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.narration.numbers import amount, duration, percent, printable
+from rlbuffer.narration.numbers import amount, duration, percent, plural, printable
+from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS
 from rlbuffer.records.states import State
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render.adapters import AdapterSummary, adapter_line, summarize_adapters
 from rlbuffer_cli.render.evaluations import evaluation_lines, summarize_evaluations
-from rlbuffer_cli.render.text import bar, show_table, sparkline, utc, wrapped
-from rlbuffer_cli.render.workers import SHOWN_FRESH_SECONDS, beat_line, failure_lines, silent_lines
+from rlbuffer_cli.render.text import bar, show_table, sparkline, utc
+from rlbuffer_cli.render.workers import beat_line, failure_lines, silent_lines
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -28,10 +29,17 @@ MAX_AGES = 10
 """Blocks of an age histogram."""
 ENV_HEADER = ("env", "ready", "forming", "age", "share of tokens", "packed", "trained", "dropped")
 ENV_NUMBERS = frozenset({"ready", "forming", "packed", "trained"})
-ENV_LEGEND = "ready, forming, age (policy versions): groups   packed, trained, dropped: rollouts"
+ENV_LEGEND = (
+    "ready, forming, age (policy versions): groups   packed, trained, dropped: rollouts\n"
+    "share of tokens: of all that the run has packed and trained so far; │ is the target"
+)
+GROUP_ORDER = "first those in the pool, then those in steps, then dropped ones, the newest of each first"
+NOT_KEPT = "-"
+"""Stands for what a dropped group had and its record has not."""
+NOT_KEPT_LEGEND = "-  not kept of a dropped group"
 GROUP_HEADER = ("id", "env", "rollouts", "reward", "spread", "age", "tokens", "state", "waited", "worker", "prompt")
 GROUP_NUMBERS = frozenset({"rollouts", "reward", "age", "tokens", "waited"})
-GROUP_OPTIONAL = ("prompt", "worker", "env", "waited", "rollouts")
+GROUP_OPTIONAL = ("prompt", "worker", "env", "waited", "rollouts", "tokens", "spread")
 """Columns that a narrow terminal does without, the first ones first."""
 SHOWN_PROMPT = 24
 """Characters of a prompt's id in a row."""
@@ -232,18 +240,16 @@ def memory_record(summary: RunSummary) -> dict[str, Any]:
 def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit: int) -> None:
     """Prints header, envs and groups."""
     for line in header_lines(summary):
-        for row in wrapped(line, indent="    "):
-            echo(row)
+        say(line, indent="    ")
     echo("")
     if summary.envs:
         show_table(
             ENV_HEADER,
             [env_row(env) for env in summary.envs],
             right=ENV_NUMBERS,
-            optional=["forming", "packed"],
+            optional=["forming", "packed", "age", "trained"],
         )
-        for row in wrapped(ENV_LEGEND, indent=""):
-            echo(row)
+        say(ENV_LEGEND, indent="")
         echo("")
     if not groups:
         envs = ", ".join(env.env for env in summary.envs)
@@ -251,9 +257,11 @@ def show(summary: RunSummary, groups: Sequence[GroupView], *, where: str, limit:
         return
     rows = [group_row(view) for view in groups]
     show_table(GROUP_HEADER, rows, right=GROUP_NUMBERS, optional=GROUP_OPTIONAL)
+    if any(NOT_KEPT in row for row in rows):
+        say(NOT_KEPT_LEGEND)
     if len(groups) == limit:
-        echo(f"the first {limit}: --limit shows more, --where chooses", err=True)
-    echo(f"one group: rlbuffer inspect {groups[0].group_id}", err=True)
+        say(f"the first {limit} ({GROUP_ORDER}): --limit shows more, --where chooses", err=True)
+    say(f"one group: rlbuffer inspect {groups[0].group_id}", err=True)
 
 
 def header_lines(summary: RunSummary) -> list[str]:
@@ -266,7 +274,7 @@ def header_lines(summary: RunSummary) -> list[str]:
         f'run "{summary.run}" on {server["address"]} ({" ".join(filter(None, [server["name"], server["version"]]))})',
         (
             f"  {version} · step {summary.step} committed, {summary.trained} trained · "
-            f"{summary.world_size} rank{'s' * (summary.world_size != 1)}"
+            f"{plural(summary.world_size, 'rank')}"
         ),
         (
             f"  rollouts: {account.pushed[0]:,} pushed = {account.pending[0]:,} pending + {account.packed[0]:,} packed "
@@ -277,9 +285,10 @@ def header_lines(summary: RunSummary) -> list[str]:
         lines.append(f"  {account.reused[0]:,} more uses of trained rollouts ({amount(account.reused[1])} tokens)")
     lines += _memory(summary)
     if summary.ledger.damaged or summary.ledger.lost:
-        lines.append(f"  ! {summary.ledger.damaged} rollouts damaged, {summary.ledger.lost} pushes lost")
+        lost = plural(summary.ledger.lost, "push", "pushes")
+        lines.append(f"  ! {plural(summary.ledger.damaged, 'rollout')} damaged, {lost} lost")
     if summary.ledger.refused:
-        lines.append(f"  {summary.ledger.refused:,} times a push waited because a quota was used up")
+        lines.append(f"  {plural(summary.ledger.refused, 'time')} a push waited because a quota was used up")
     if summary.error:
         lines.append(f"  ! the batcher failed: {printable(summary.error)}")
     if summary.revision > 1 or summary.has_wanted:
@@ -335,7 +344,7 @@ def _memory(summary: RunSummary) -> list[str]:
 def env_row(env: EnvSummary) -> list[str]:
     """Cells under :data:`ENV_HEADER`."""
     dropped = " ".join(f"{d[0]:,} {reason}" for reason, d in sorted(env.account.dropped.items()))
-    target = f" of {percent(env.budget)}" if env.budget is not None else ""
+    target = f" (target {percent(env.budget)})" if env.budget is not None else ""
     return [
         env.env,
         str(env.ready),
@@ -367,16 +376,17 @@ def group_row(view: GroupView) -> list[str]:
     """Cells under :data:`GROUP_HEADER`."""
     low, high = min(view.rewards, default=0.0), max(view.rewards, default=1.0)
     state = f"{view.state} {view.reason}" if view.reason else view.state
+    unknown = NOT_KEPT if view.state == State.DROPPED else ""
     return [
         view.group_id,
         view.env,
         f"{view.rollouts}/{view.planned_size}" if view.planned_size else str(view.rollouts),
-        "" if view.reward is None else f"{view.reward:.3f}",
-        sparkline(view.rewards, low=min(low, 0.0), high=max(high, 1.0)),
-        "" if view.age is None else str(view.age),
+        unknown if view.reward is None else f"{view.reward:.3f}",
+        sparkline(view.rewards, low=min(low, 0.0), high=max(high, 1.0)) or unknown,
+        unknown if view.age is None else str(view.age),
         amount(view.tokens),
         f"{state} in {view.step}{f' (use {view.uses})' * (view.uses > 1)}" if view.step else state,
-        duration(view.waited_seconds),
+        duration(view.waited_seconds) or unknown,
         view.worker,
         view.prompt_id[:SHOWN_PROMPT],
     ]

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer_cli.options import echo
+from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.render.curves import trend_lines
 from rlbuffer_cli.render.group import as_json as plain_types
 from rlbuffer_cli.render.processes import PROCESS_HEADER, PROCESS_OPTIONAL, processes_of
@@ -21,7 +21,7 @@ from rlbuffer_cli.render.steps import (
     step_lines,
     step_row,
 )
-from rlbuffer_cli.render.text import columns_of, show_table, wrapped
+from rlbuffer_cli.render.text import columns_of, show_table
 from rlbuffer_cli.render.workers import BEAT_NUMBERS
 
 if TYPE_CHECKING:
@@ -42,12 +42,11 @@ def show_steps(run: WholeRun, *, as_json: bool) -> int:
         rows = [step_row(header, trained=trained) for header in headers]
         show_table(STEP_HEADER, rows, right=STEP_NUMBERS, optional=STEP_OPTIONAL)
         for line in trend_lines(buffer.settings.output_dir, headers[::-1]):
-            for row in wrapped(line, indent="    "):
-                echo(row)
+            say(line, indent="    ")
     else:
         echo("no committed step can still be read")
     for problem in problems:
-        echo(f"Error: {problem}", err=True)
+        say(f"Error: {problem}", err=True)
     return 1 if problems else 0
 
 
@@ -60,8 +59,7 @@ def show_step(run: WholeRun, number: int, *, as_json: bool) -> int:
         return 0
     width = columns_of(sys.stdout)
     for line in [*step_lines(step, trained=buffer.store.trainer().trained), "", *rank_lines(step, width, cost)]:
-        for row in wrapped(line, indent="    "):
-            echo(row)
+        say(line, indent="    ")
     return 0
 
 
@@ -81,8 +79,7 @@ def show_processes(buffer: Buffer, *, as_json: bool) -> int:
     for who in rows:
         lines = processes.lines(who)
         for line in [who, *lines] if lines else []:
-            for row in wrapped(line, indent="    "):
-                echo(row)
+            say(line, indent="    ")
     return 0
 
 

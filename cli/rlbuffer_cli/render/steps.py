@@ -7,7 +7,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.narration.numbers import amount, percent
+from rlbuffer.narration.numbers import amount, percent, plural
 from rlbuffer.records.states import ClosedBy
 from rlbuffer_cli.render.text import utc
 
@@ -80,8 +80,9 @@ def step_lines(step: StepView, *, trained: int) -> list[str]:
     lines = [
         f"step {header.step}   {cells['state']}   {when}   closed by {header.closed_by}{f': {why}' if why else ''}",
         (
-            f"  {len(header.group_ids)} groups · {header.rollouts} rollouts · {header.tokens:,} tokens "
-            f"({cells['fill']} of its capacity) · {reward} · age {cells['age']} · {header.world_size} ranks"
+            f"  {plural(len(header.group_ids), 'group')} · {plural(header.rollouts, 'rollout')} · "
+            f"{plural(header.tokens, 'token')} ({cells['fill']} of its capacity) · {reward} · "
+            f"age {cells['age']} · {plural(header.world_size, 'rank')}"
         ),
     ]
     if header.masks_truncated:
@@ -90,8 +91,9 @@ def step_lines(step: StepView, *, trained: int) -> list[str]:
     for env, facts in header.envs.items():
         mean = facts.get("reward")
         lines.append(
-            f"  {marks.get(env, ' ')} {env}: {facts.get('groups', 0)} groups · {facts.get('rollouts', 0)} rollouts · "
-            f"{amount(facts.get('tokens', 0))} tokens" + (f" · reward {mean:.3f}" if mean is not None else "")
+            f"  {marks.get(env, ' ')} {env}: {plural(facts.get('groups', 0), 'group')} · "
+            f"{plural(facts.get('rollouts', 0), 'rollout')} · {amount(facts.get('tokens', 0))} tokens"
+            + (f" · reward {mean:.3f}" if mean is not None else "")
         )
     scored = worst_first(step)
     if scored and scored[0].info.reward != scored[-1].info.reward:
@@ -151,13 +153,12 @@ def rank_lines(step: StepView, width: int, cost: tuple[int, int]) -> Iterator[st
     legend = "  ".join(f"{mark} {env}" for env, mark in marks.items())
     yield f"rows of {step.row_tokens:,} tokens: {legend}  {PADDING} padding"
     ranks = rank_figures(step, cost)
-    dearest = max((rank["cost"] for rank in ranks), default=0) or 1
+    most = max((rank["cost"] for rank in ranks), default=0) or 1
     for rank in ranks:
         rows, tokens = rank["rows"], rank["tokens"]
         padding = 1 - tokens / (capacity * len(rows)) if rows else 0.0
-        share = f"cost {percent(rank['cost'] / dearest)} of the dearest rank's"
-        count = f"{len(rows)} row{'s' * (len(rows) != 1)}"
-        yield f"rank {rank['rank']}: {tokens:,} tokens in {count}, {percent(padding)} padding, {share}"
+        size = f"{plural(tokens, 'token')} in {plural(len(rows), 'row')}, {percent(padding)} padding"
+        yield f"rank {rank['rank']}: {size}, {percent(rank['cost'] / most)} of the work of the busiest rank"
         for number, row in enumerate(rows):
             used = sum(rollouts[name].info.length for name in row)
             bar, reached = "", 0

@@ -120,9 +120,10 @@ def cut(line: str, width: int) -> str:
     return set_cell_size(line, width - 1) + "…"
 
 
-def terminal_width() -> int | None:
-    """Columns of the terminal that stdout is; None when it is none."""
-    return columns_of(sys.stdout) if sys.stdout.isatty() else None
+def terminal_width(stream: IO[str] | None = None) -> int | None:
+    """Columns of the terminal that the stream (None: stdout) is; None when it is none."""
+    stream = stream or sys.stdout
+    return columns_of(stream) if stream.isatty() else None
 
 
 def columns_of(stream: IO[str]) -> int:
@@ -137,17 +138,21 @@ def columns_of(stream: IO[str]) -> int:
     return max(20, known) if known else shutil.get_terminal_size().columns
 
 
-def wrapped(line: str, *, indent: str = "      ") -> list[str]:
-    """A line of prose, broken between words where the terminal is too narrow for it."""
-    return broken(line, terminal_width(), indent=indent)
+def wrapped(line: str, *, indent: str | None = None, stream: IO[str] | None = None) -> list[str]:
+    """A line of prose, broken between words where the terminal (None: of stdout) is too narrow for it."""
+    return broken(line, terminal_width(stream), indent=indent)
 
 
-def broken(line: str, width: int | None, *, indent: str) -> list[str]:
-    """A line of prose in at most `width` columns, broken between words; None: as it is."""
+def broken(line: str, width: int | None, *, indent: str | None = None) -> list[str]:
+    """A line of prose in at most `width` columns, broken between words; `width` None: as it is.
+
+    `indent` begins the rows after the first; None: two blanks more than the line has.
+    """
     if width is None or len(line) <= width:
         return [line]
     lead = line[: len(line) - len(line.lstrip())]
-    return textwrap.wrap(line.strip(), width, initial_indent=lead, subsequent_indent=indent, break_on_hyphens=False)
+    after = f"{lead}  " if indent is None else indent
+    return textwrap.wrap(line.strip(), width, initial_indent=lead, subsequent_indent=after, break_on_hyphens=False)
 
 
 def _fitted(

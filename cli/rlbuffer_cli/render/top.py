@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlbuffer.narration.numbers import amount, duration, percent, printable
+from rlbuffer.narration.numbers import amount, duration, percent, plural, printable
 from rlbuffer.narration.trainer import RECENT_STEPS, Waited, waited
+from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS
 from rlbuffer_cli.render.pool import (
     ENV_HEADER,
     ENV_NUMBERS,
@@ -26,7 +27,7 @@ from rlbuffer_cli.render.pool import (
 )
 from rlbuffer_cli.render.ranks import rank_line
 from rlbuffer_cli.render.text import aligned, broken, cut, utc
-from rlbuffer_cli.render.workers import BEAT_HEADER, BEAT_NUMBERS, SHOWN_FRESH_SECONDS, beat_row
+from rlbuffer_cli.render.workers import BEAT_HEADER, BEAT_NUMBERS, beat_row
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -192,7 +193,7 @@ def _rates(sight: Sight) -> str:
 def _lag(sight: Sight) -> str:
     summary, versions = sight.summary, sight.sampled_versions
     ahead = summary.step - summary.trained
-    parts = [f"batcher {ahead} step{'s' * (ahead != 1)} ahead of the trainer"]
+    parts = [f"batcher {plural(ahead, 'step')} ahead of the trainer"]
     if versions is not None and summary.policy_version >= 0:
         oldest, newest = versions
         shown = f"v{oldest}" if oldest == newest else f"v{oldest}-v{newest}"
@@ -207,7 +208,7 @@ def _drops(sight: Sight) -> str:
     total = sum(rollouts for rollouts, _ in account.dropped.values())
     share = f" ({percent(total / account.pushed[0])} of all pushed)" if account.pushed[0] else ""
     recent = ", ".join(f"{rollouts:,} {reason}" for reason, (rollouts, _) in sight.drops.items())
-    return f"{recent or 'none'} in {duration(sight.window_seconds)} · {total:,} rollouts in all{share}"
+    return f"{recent or 'none'} in {duration(sight.window_seconds)} · {plural(total, 'rollout')} in all{share}"
 
 
 def _memory(summary: RunSummary) -> str:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.narration.numbers import amount, duration, percent
+from rlbuffer.narration.numbers import amount, duration, percent, plural
 from rlbuffer.narration.trainer import RECENT_STEPS, example_lines, waited
 from rlbuffer_cli.options import echo
 from rlbuffer_cli.render.foot import Foot
@@ -158,7 +158,7 @@ def train_lines(records: Sequence[Mapping[str, Any]], planned: int, elapsed: flo
         f"{amount(tokens)} tok/s",
         f"mfu {percent(last['mfu'])}" if last.get("mfu") else "",
         f"{last['memory_bytes'] / 2**30:.1f} GiB" if last.get("memory_bytes") else "",
-        f"{last['world_size']} rank{'s' * (last['world_size'] != 1)}" if last.get("world_size") else "",
+        plural(last["world_size"], "rank") if last.get("world_size") else "",
     ]
     examples = next((r["examples"] for r in reversed(records) if r.get("examples")), ())
     return [

@@ -7,11 +7,9 @@ from typing import Any
 
 from rlbuffer.narration.numbers import amount, duration, failures_of, printable
 from rlbuffer.narration.waiting import counted
+from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS as SHOWN_FRESH_SECONDS
+from rlbuffer.narration.workers import silent_envs, troubles
 
-SHOWN_FRESH_SECONDS = 6.0
-"""A heartbeat comes at least every two seconds; whoever is silent for longer may be gone."""
-SHOWN_SILENT_SECONDS = 12.0
-"""An env whose workers are silent for so long has none: their tickets lapse."""
 PROCESS_KINDS = ("worker", "scorer", "rank", "batcher")
 """Kinds of processes that send signs of life."""
 BEAT_HEADER = ("who", "heard", "version", "rate", "env", "last failure")
@@ -35,37 +33,12 @@ def beat_line(name: str, beat: Mapping[str, Any]) -> str:
 
 def silent_lines(workers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A line for each env whose workers are all silent: nothing of it comes."""
-    envs: dict[str, dict[str, float]] = {}
-    for name, beat in workers.items():
-        envs.setdefault(str(beat.get("env") or ""), {})[name] = beat["seconds_ago"]
-    lines = []
-    for env, ages in sorted(envs.items()):
-        if env and min(ages.values()) > SHOWN_SILENT_SECONDS:
-            heard = ", ".join(f"{printable(name)} was heard {duration(ago)} ago" for name, ago in ages.items())
-            lines.append(f"  ! env {printable(env)} has no worker at work: {heard}")
-    return lines
+    return [f"  ! {sentence}" for sentence in silent_envs(workers).values()]
 
 
 def failure_lines(name: str, beat: Mapping[str, Any]) -> list[str]:
     """The failures of a worker's env."""
-    kinds, last = failures_of(beat)
-    env, lines = printable(str(beat.get("env", ""))), []
-    if kinds:
-        groups = f"{sum(kinds.values())} group{'s' * (sum(kinds.values()) != 1)}"
-        lines.append(
-            f"  ! env {env}, worker {printable(name)}: {groups} given up ({printable(counted(kinds))}), "
-            f"the last: {printable(last)}"
-        )
-    if beat.get("ended"):
-        lines.append(f"  ! env {env}, worker {printable(name)} has ended: {printable(str(beat['ended']))}")
-    if beat.get("doing") and beat["seconds_ago"] > SHOWN_FRESH_SECONDS:
-        lines.append(
-            f"  ! env {env}, worker {printable(name)} ended without a word: it was last heard of while "
-            f"{printable(str(beat['doing']))} ran"
-        )
-    elif beat.get("busy"):
-        lines.append(f"  ! env {env}, worker {printable(name)}: {printable(str(beat['busy']))}")
-    return lines
+    return [f"  ! {sentence}" for sentence in troubles(name, beat)]
 
 
 def beat_row(who: str, beat: Mapping[str, Any]) -> list[str]:

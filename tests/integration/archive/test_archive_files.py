@@ -77,7 +77,9 @@ def test_every_byte_of_a_strange_rollout_comes_back_from_a_step_and_from_a_drop(
     assert str(missing.value) == f"the archive {archive.folder} has no group 'c.9'"
     with pytest.raises(NotFound) as several:
         archive.find("a")
-    assert str(several.value) == "'a' fits 4 groups of the archive: a.0, a.1, a.3, a.4. Give more of the id."
+    assert str(several.value) == (
+        "4 groups of the archive begin with 'a': a.0, a.1, a.3, a.4. Type one of them whole: rlbuffer inspect a.0"
+    )
 
 
 def test_a_step_that_retired_long_ago_opens_and_nothing_is_written_twice(run: Run, tmp_path: Path) -> None:

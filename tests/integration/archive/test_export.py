@@ -67,8 +67,8 @@ def announced(*group_ids: str) -> dict[str, list[tuple[int, int]]]:
 def test_what_is_exported_and_pushed_is_the_same_rollouts(run: Run, call: Call, kind: str) -> None:
     name, file = run.store.run, f"out.{kind}"
     code, out, err = call("export", "-o", file, "--run", name)
-    assert (code, err) == (0, "")
-    assert out == f'{file}: 3 groups with 21 rollouts of run "{name}"\n'
+    assert (code, out) == (0, "")
+    assert err == f'{file}: 3 groups with 21 rollouts of run "{name}"\n'
     code, out, err = call("import", file, "--run", "another", "--json")
     assert (code, json.loads(out)["stored"]) == (0, 3), err
     assert stored(run.url, "another") == announced("a.0", "b.1", "c.2")
@@ -81,8 +81,8 @@ def test_what_is_exported_and_pushed_is_the_same_rollouts(run: Run, call: Call, 
 def test_an_archive_is_exported_without_a_server(run: Run, call: Call, tmp_path: Path, kind: str) -> None:
     archived(run, tmp_path / "archive")
     code, out, err = call("export", "--archive", "archive", "--where", "env:a,b", "-o", f"out.{kind}")
-    assert (code, err) == (0, ""), out
-    assert out.startswith(f"out.{kind}: 2 groups with 14 rollouts of run ")
+    assert (code, out) == (0, ""), err
+    assert err.startswith(f"out.{kind}: 2 groups with 14 rollouts of run ")
     assert call("push", f"out.{kind}", "--run", "third")[0] == 0
     assert stored(run.url, "third") == announced("a.0", "b.1")
     run.close()
@@ -102,8 +102,8 @@ def test_a_page_of_any_filter_is_harmless_and_fetches_nothing(
     archived(run, tmp_path / "archive")
     where = ["--archive", "archive"] if source == "archive" else ["--run", run.store.run]
     code, out, err = call("export", *where, "--where", "env:e stop:length", "-o", "out.html")
-    assert (code, err) == (0, ""), out
-    assert out == f'out.html: 1 group with 2 rollouts of run "{run.store.run}"\n'
+    assert (code, out) == (0, ""), err
+    assert err == f'out.html: 1 group with 2 rollouts of run "{run.store.run}"\n'
     html = (tmp_path / "out.html").read_text()
     assert "e.1" in html
     assert "&lt;script&gt;alert(1)" in html
@@ -114,8 +114,26 @@ def test_a_page_of_any_filter_is_harmless_and_fetches_nothing(
 
 def test_rollouts_of_an_archive_are_filtered_too(run: Run, call: Call, tmp_path: Path) -> None:
     archived(run, tmp_path / "archive")
-    code, out, _ = call("export", "--archive", "archive", "--where", "rollout.tokens>0", "-o", "out.jsonl")
-    assert (code, out.startswith("out.jsonl: 2 groups with 14 rollouts of run ")) == (0, True)
+    code, _, err = call("export", "--archive", "archive", "--where", "rollout.tokens>0", "-o", "out.jsonl")
+    assert (code, err.startswith("out.jsonl: 2 groups with 14 rollouts of run ")) == (0, True)
+    run.close()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "html"])
+def test_a_file_that_cannot_be_written_is_an_error(run: Run, call: Call, kind: str) -> None:
+    code, out, err = call("export", "-o", f"no/x.{kind}", "--run", run.store.run)
+    assert (code, out, err) == (1, "", f"Error: cannot write no/x.{kind}: No such file or directory\n")
+    run.close()
+
+
+def test_lines_go_to_stdout_and_nothing_else_does(run: Run, call: Call) -> None:
+    name = run.store.run
+    code, out, err = call("export", "-o", "-", "--run", name, "--where", "id:c.2")
+    assert (code, [group_from_line(line.encode()).group_id for line in out.split("\n")[:-1]]) == (0, ["c.2"])
+    assert err == f'stdout: 1 group with 7 rollouts of run "{name}"\n'
+    code, out, err = call("export", "-o", "-", "--json", "--run", name)
+    assert (code, out) == (2, "")
+    assert "Error: -o - and --json are both for stdout: name a file, or leave --json out" in err
     run.close()
 
 
@@ -153,5 +171,8 @@ def test_a_file_that_is_no_parquet_of_rollouts_is_refused(run: Run, call: Call, 
         err == f"Error: archive/settings-00000001.parquet  it lacks the columns {lacking}: it is no file of rollouts\n"
     )
     code, _, err = call("export", "-o", "out.csv", "--run", run.store.run)
-    assert (code, err.splitlines()[-1]) == (2, "Error: -o takes FILE.jsonl, FILE.parquet or FILE.html, got 'out.csv'")
+    assert (code, err.splitlines()[-1]) == (
+        2,
+        "Error: -o takes FILE.jsonl, FILE.parquet, FILE.html or -, got 'out.csv'",
+    )
     run.close()

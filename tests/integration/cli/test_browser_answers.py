@@ -136,8 +136,8 @@ def test_whether_entropy_fell_before_reward_did(
         await person.sees("a.0")
         await person.press("t")
         await person.sees(
-            "fell from 0.900 at step 3 to 0.100 at step 5, half of it by step 5",
-            "fell from 2.100 at step 2 to 0.200 at step 4, half of it by step 3",
+            "fell from 0.900 at step 3 to 0.100 at step 5, half of that by step 5",
+            "fell from 2.100 at step 2 to 0.200 at step 4, half of that by step 3",
         )
 
     browse(buffer, tour, size=(140, 30))
@@ -164,7 +164,7 @@ def test_where_the_trainers_metrics_are_elsewhere_the_steps_say_so(run: Run, buf
         ([0.1, 0.2, 0.3], "last 0.300, no fall"),
         ([0.5, 0.5], "last 0.500, no fall"),
         ([0.0, 1.0, 0.95], "last 0.950, no fall"),
-        ([1.0, 0.0], "fell from 1.000 at step 1 to 0.000 at step 2, half of it by step 2"),
+        ([1.0, 0.0], "fell from 1.000 at step 1 to 0.000 at step 2, half of that by step 2"),
     ],
 )
 def test_a_curve_falls_by_a_fifth_of_its_range_or_not_at_all(values: list[float], words: str) -> None:

@@ -313,9 +313,11 @@ def test_backup_and_restore_say_what_they_did(made: Run, call: Call) -> None:
     made.step("a.0")
     made.push("a.1")
     code, out, err = call("backup", "math.rlb")
-    assert code == 0
-    assert out.startswith(f'run "{name}" at step 1 is in math.rlb: 0.0 MiB, 2 payload keys\n')
-    assert err == "2 of 2 payload keys, 0 MiB\n"
+    assert (code, out) == (0, "")
+    assert err.splitlines() == [
+        "2 of 2 payload keys, 0 MiB",
+        f'run "{name}" at step 1 is in math.rlb: 0.0 MiB, 2 payload keys',
+    ]
     assert call("backup", "math.rlb") == (1, "", "Error: math.rlb exists: use another name, or --force\n")
     record = json.loads(call("backup", "math.rlb", "--force", "--json")[1])
     assert (record["schema"], record["run"], record["payload_keys"], record["missing"]) == (
@@ -360,7 +362,7 @@ def test_serve_resumes_only_what_is_there_and_begins_only_what_is_not(made: Run,
         1,
         "",
         (
-            f"Error: run {name!r} is not fresh: it holds 1 steps and 2 pending rollouts. `rlbuffer reset {name} --yes` "
+            f"Error: run {name!r} is not fresh: it holds 1 step and 2 pending rollouts. `rlbuffer reset {name} --yes` "
             "removes it; or use another name (--run).\n"
         ),
     )

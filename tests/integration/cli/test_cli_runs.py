@@ -61,7 +61,7 @@ def test_void_and_rewind_say_from_where_the_run_goes_on(made: Run, call: Call) -
     code, out, _ = call("step", "void", "3", "--run", name)
     assert code == 0
     assert out == (
-        f'run "{name}" goes on from step 2 in epoch {epoch + 1}: 1 steps are void. '
+        f'run "{name}" goes on from step 2 in epoch {epoch + 1}; void: 1 step. '
         "Start the trainer again from a checkpoint of step 2 or before.\n"
     )
     newer = made.home / "home" / "runs" / name / "checkpoints" / "step-00000002"
@@ -70,7 +70,7 @@ def test_void_and_rewind_say_from_where_the_run_goes_on(made: Run, call: Call) -
     assert call("rewind", "1", "--run", name) == (
         0,
         (
-            f'run "{name}" goes on from step 1 in epoch {epoch + 2}: 1 steps and 1 pending pushes are void. '
+            f'run "{name}" goes on from step 1 in epoch {epoch + 2}; void: 1 step, 1 pending push. '
             f"Move newer checkpoints away ({newer}), then start the trainer again.\n"
         ),
         "",
@@ -79,7 +79,7 @@ def test_void_and_rewind_say_from_where_the_run_goes_on(made: Run, call: Call) -
     code, out, _ = call("rewind", "1", "--run", name)
     assert code == 0
     assert out == (
-        f'run "{name}" goes on from step 1 in epoch {epoch + 3}: 0 steps and 0 pending pushes are void. '
+        f'run "{name}" goes on from step 1 in epoch {epoch + 3}; void: 0 steps, 0 pending pushes. '
         "Start the trainer again from a checkpoint of step 1 or before.\n"
     )
     code, _, err = call("rewind", "9", "--run", name)

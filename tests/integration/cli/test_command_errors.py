@@ -247,7 +247,14 @@ def made(tmp_path: Path) -> Run:
             1,
             "Error: there is no run 'other' on {url}. Runs there: {run}.",
         ),
-        ("inspect --run {run} a.", 1, "Error: 'a.' fits 3 groups of run {run!r}: a.0, a.1, a.10. Give more of the id."),
+        (
+            "inspect --run {run} a.",
+            1,
+            (
+                "Error: 3 groups of run {run!r} begin with 'a.': a.0, a.1, a.10. Type one of them whole: "
+                "rlbuffer inspect a.0"
+            ),
+        ),
         (
             "inspect --run {run} b.7",
             1,
@@ -269,7 +276,7 @@ def made(tmp_path: Path) -> Run:
         (
             "reset {run}",
             2,
-            'Error: this removes run "{run}" (1 steps, 4 pending rollouts) for good: say so with --yes',
+            'Error: this removes run "{run}" (1 step, 4 pending rollouts) for good: say so with --yes',
         ),
     ],
 )

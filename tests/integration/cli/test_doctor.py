@@ -9,6 +9,7 @@ import stat
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -310,8 +311,50 @@ def test_the_run_s_own_metrics_are_no_trouble(place: Place, call: Call) -> None:
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_lines_fit_a_narrow_terminal(place: Place, call: Call, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    monkeypatch.setattr("rlbuffer_cli.render.text.terminal_width", lambda: width)
+    monkeypatch.setattr("rlbuffer_cli.render.text.terminal_width", lambda stream=None: width)
     monkeypatch.setenv("NO_COLOR", "1")
     has_a_folder_without_a_model(place)
     out = call(*place.arguments)[1]
     assert max(map(len, out.splitlines())) <= width
+
+
+@pytest.mark.server
+def test_a_run_that_does_not_go_on_is_a_warning_with_the_sentence_of_inspect(place: Place, call: Call) -> None:
+    place.monkeypatch.setattr("rlbuffer.run.run_checks.FIRST_STEP_SECONDS", 0.0)
+    server = place.server()
+    with rlbuffer.connect(server.url, run="math") as buffer:
+        store = buffer.store
+        store.open_run()
+        named = (*place.arguments, "--run", "math")
+        assert "warning  run" not in call(*named)[1]  # nobody works: nothing is to go on
+        store.heartbeat("worker", "w", {"env": "math", "failures": {"KeyError": 1}, "failure": "KeyError: 'x'"})
+        assert (
+            "warning  run          nothing was heard of the batcher, and workers or ranks are waiting"
+            in call(*named)[1]
+        )
+        store.heartbeat("batcher", "leader", {})
+        store.set_waiting("batcher", "math is 7 groups short of its share of the next step (0 forming).")
+        code, out, _ = call(*named, "--json")
+        troubles = [r for r in map(json.loads, out.splitlines()) if (r["subject"], r["verdict"]) == ("run", "warning")]
+        assert code == 0
+        assert troubles[0]["text"] == "env math, worker w: 1 group given up (KeyError 1), the last: KeyError: 'x'"
+        assert troubles[1]["text"].startswith("no step for ")
+        assert troubles[1]["text"].endswith("s. math is 7 groups short of its share of the next step (0 forming).")
+        assert troubles[1]["fix"] == "docs/guide/it_waits.md says what to do about each such sentence"
+        key = store.keys.heartbeats("worker")
+        store.heartbeat("worker", "w", {"env": "math"})
+        raw = store.connection.client.hget(key, "w")
+        store.connection.client.hset(key, "w", raw.replace(raw.split()[0], str(int(raw.split()[0]) - 60_000).encode()))
+        assert "env math has no worker at work: w was heard 60 s ago" in call(*named)[1]
+
+
+@pytest.mark.server
+def test_the_run_that_was_opened_last_is_looked_at_as_inspect_does(place: Place, call: Call) -> None:
+    server = place.server()
+    for name in ("old", "new"):
+        with rlbuffer.connect(server.url, run=name) as buffer:
+            buffer.store.open_run()
+        time.sleep(0.01)
+    assert 'run          "new" is at step 0, 0 trained;' in call(*place.arguments)[1]
+    assert 'run          "old" is at step 0, 0 trained;' in call(*place.arguments, "--run", "old")[1]
+    assert 'run          no run "none" is there yet;' in call(*place.arguments, "--run", "none")[1]

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgpack
 import pytest
 from store_runs import Run
-from terminals import typed
+from terminals import ANSI, typed
 
 import rlbuffer
 from rlbuffer.config.settings import RunSettings
@@ -48,6 +48,41 @@ def test_no_color_leaves_the_browser_the_terminals_own_colours(
         run.close()
     styles = {code for codes in re.findall(rb"\x1b\[([0-9;]*)m", drawn) for code in codes.split(b";")}
     assert (styles - {b"", b"0", b"1", b"2", b"7", b"39", b"49"} != set()) == is_coloured
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("words", "code", "ends"),
+    [
+        (["inspect", "nosuch.1"], 1, "it was retired with its step, or never pushed."),
+        (["inspect", "a."], 1, "Type one of them whole: rlbuffer inspect a.0"),
+        (["inspect", "--totals"], 2, "Error: --totals is for --json: what is printed begins with them"),
+        (["verify"], 0, "ok: everything adds up"),
+        (["export", "-o", "out.jsonl"], 0, "out.jsonl: 2 groups with 4 rollouts of run {run}"),
+        (["drop", "--where", "env:nobody"], 0, "no pending group of run {run} matches 'env:nobody'"),
+        (
+            ["config", "init", "mine-with-a-long-name.toml"],
+            0,
+            "rlbuffer config check --config mine-with-a-long-name.toml",
+        ),
+    ],
+    ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_what_is_said_on_a_narrow_terminal_breaks_between_words(
+    redis_url: str, tmp_path: Path, words: list[str], code: int, ends: str
+) -> None:
+    run = Run(redis_url, tmp_path)
+    try:
+        run.push("a.0")
+        run.push("a.1")
+        where = [] if words[0] == "config" else ["--redis", redis_url, "--run", run.store.run]
+        drawn = typed([*words, *where], tmp_path, until=b"", keys=b"", columns=50, code=code)
+    finally:
+        run.close()
+    text = ANSI.sub(b"", re.sub(rb"\r\x1b\[K[^\r]*(?=\r\x1b\[K)", b"", drawn)).decode()  # without the line at its start
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert max(map(len, lines)) <= 50, lines
+    assert ends.format(run=f'"{run.store.run}"') in " ".join(" ".join(lines).split())
 
 
 @pytest.mark.server

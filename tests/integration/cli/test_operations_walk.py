@@ -109,7 +109,7 @@ def test_the_checkpoints_that_void_names_are_all_that_the_trainer_may_not_take(
     code, out, _ = call(f"rlbuffer step void 2 --run {run.store.run} --redis {run.url}")
     assert code == 0
     assert out.endswith(
-        f"2 steps are void. Move newer checkpoints away ({folder / 'step-00000002'}, {folder / 'step-00000003'}), then "
+        f"; void: 2 steps. Move newer checkpoints away ({folder / 'step-00000002'}, {folder / 'step-00000003'}), then "
         "start the trainer again.\n"
     )
     with pytest.raises(rlbuffer.errors.RunGone):

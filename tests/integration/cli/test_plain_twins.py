@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from browsing import Person, browse
 from store_runs import Run
@@ -58,8 +59,8 @@ def test_steps_are_printed_as_rows_and_one_by_ranks_with_their_cost(call: Call) 
     code, out, _ = call("--step", "1")
     assert code == 0
     assert "closed by capacity: the next group would have needed more rows than a step has" in out
-    assert len(re.findall(r"^rank [01]: \d+ tokens in 2 rows, \d+% padding, cost ", out, re.MULTILINE)) == 2
-    assert "cost 100% of the dearest rank's" in out
+    assert len(re.findall(r"^rank [01]: \d+ tokens in 2 rows, \d+% padding, \d+% of the work ", out, re.MULTILINE)) == 2
+    assert "100% of the work of the busiest rank" in out
     step = records(call("--step", "1", "--json")[1])[0]
     assert (step["schema"], step["step"], step["closed_by"]) == ("rlbuffer.step/1", 1, "capacity")
     assert [rank["rank"] for rank in step["ranks"]] == [0, 1]
@@ -163,3 +164,39 @@ def test_without_colours_a_terminal_of_80_columns_gets_plain_words(redis_url: st
     drawn = typed(["inspect", *at], tmp_path, until=b"> a.1", keys=b"q", NO_COLOR="1")
     assert all(len(set(match.groups())) == 1 for match in GREY.finditer(drawn)), "shades of grey are no colours"
     run.close()
+
+
+def test_a_dropped_group_has_its_age_and_a_dash_for_what_is_not_kept(run: Run, call: Call) -> None:
+    run.push("c.7", version=0)
+    run.drop("stale", [entry for entry in run.pool() if entry.group_id == "c.7"])
+    code, out, err = call("--limit", "4")
+    assert code == 0
+    assert re.search(r"^c\.7 +c +2(/2)? +\S+ +- +1 +\S+ +dropped stale ", out, re.MULTILINE), out
+    assert "-  not kept of a dropped group\n" in out
+    order = "those in the pool, then those in steps, then dropped ones, the newest of each first"
+    assert f"the first 4 (first {order}): --limit shows more" in err
+    assert [record["group_id"] for record in records(call("--json")[1])] == ["a.1", "a.0", "b.0", "c.7"]
+    assert [record["age"] for record in records(call("--json", "--where", "state:dropped")[1])] == [1]
+    assert call("--json", "--where", "state:dropped age>=2")[1] == ""
+
+
+def test_a_share_says_what_it_is_of(run: Run, call: Call) -> None:
+    meta = run.store.meta()
+    run.client.hset(run.store.keys.meta, "config", msgpack.packb({**meta.config, "budgets": {"a": 0.4, "b": 0.6}}))
+    _, out, _ = call()
+    assert re.search(r"^a .* 50% \(target 40%\) ", out, re.MULTILINE), out
+    assert "share of tokens: of all that the run has packed and trained so far; │ is the target\n" in out
+
+
+@pytest.mark.server
+def test_an_id_that_nothing_has_is_an_error_on_a_terminal_too(redis_url: str, tmp_path: Path) -> None:
+    run = Run(redis_url, tmp_path)
+    try:
+        run.push("a.0")
+        where = ["--redis", redis_url, "--run", run.store.run]
+        for words in (["nosuch.1"], ["a.0/9"]):
+            drawn = typed(["inspect", *words, *where], tmp_path, until=b"", keys=b"", code=1)
+            assert b"Error: " in drawn
+            assert b"\x1b[?1049h" not in drawn  # no screen was opened
+    finally:
+        run.close()

@@ -92,10 +92,14 @@ def test_fill_and_drops_come_from_the_server(call: Call, redis_url: str, tmp_pat
     run.drop("stale", run.pool())
     run.step("a.1")
     named = ("--redis", redis_url, "--run", run.store.run, "--json")
+    before = points(call("drops", *named)[1])
+    run.push("b.1", size=3)
+    run.drop("stale", run.pool())
     fill, drops, reward = (points(call(field, *named)[1]) for field in ("fill", "drops", "reward"))
     run.close()
     assert [(name, step) for name, step, _ in fill] == [("fill", 1), ("fill", 2)]
-    assert drops == [("stale", 1, 0.0), ("stale", 2, 2.0)]
+    assert before == [("stale", 1, 0.0), ("stale", 2, 2.0)]
+    assert drops == [*before, ("stale", 3, 3.0)]  # since the last step
     assert [step for _, step, _ in reward] == [1, 2]  # no metrics file is here
 
 

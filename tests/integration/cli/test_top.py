@@ -96,7 +96,7 @@ def test_json_has_the_same_figures_one_object_per_line(run: Run, capsys: pytest.
 def test_every_line_fits_a_narrow_terminal(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    monkeypatch.setattr(text, "terminal_width", lambda: width)
+    monkeypatch.setattr(text, "terminal_width", lambda stream=None: width)
     code, out, _ = top(run, capsys)
     assert code == 0
     assert max(map(len, out.splitlines())) <= width

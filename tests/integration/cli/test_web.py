@@ -143,7 +143,7 @@ def test_every_view_is_reached_by_links_and_harmless(visitor: Visitor) -> None:
         "dropped (stale: because)",
         "packed into step 1, rank",
         "closed by capacity: ",
-        "cost 100% of the dearest rank's",
+        "100% of the work of the busiest rank",
         "they part at token",
         "worker \"'><script>alert(1)</script>",
         "reward: 0.5 to 0.5 over steps 1 to 2",

@@ -202,7 +202,7 @@ def test_payloads_of_nobody_are_removed_and_all_others_stay(served: Served, quic
     events = swept(served)
     assert sum(event["bytes"] for event in events) >= (1000 if run.store.server()["name"] != "memory" else 0)
     assert events[-1]["sentence"].endswith(
-        " that no push had made pending are removed: of writers that died, or of somebody who fills the server"
+        " that no push had made pending: of writers that died, or of somebody who fills the server"
     )
     assert set(run.payload_keys()) == ours
     assert run.client.delete(other) == 1

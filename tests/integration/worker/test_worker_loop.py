@@ -129,7 +129,7 @@ def test_a_worker_waits_for_the_first_version_and_for_tickets_and_says_so(stage:
     )
     assert stage.sampler.loads == []
     stage.announce(0)
-    eventually(lambda: stage.told("waiting")[-1].waiting.endswith("what may be sampled now is out or in the pool"))
+    eventually(lambda: stage.told("waiting")[-1].waiting.endswith("enough groups are being sampled or in the pool"))
     eventually(lambda: "no ticket for counting" in stage.heartbeat()["waiting"])
     stage.allow(1)
     eventually(lambda: stage.groups() == ["counting.0"])

@@ -1,0 +1,61 @@
+"""Checks of a run at work for `rlbuffer doctor`: does it go on, and what keeps it from it?
+
+They say what the header of `rlbuffer inspect` says. Reads only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from statistics import median
+
+from rlbuffer.events.history import Committed
+from rlbuffer.narration.numbers import duration
+from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS, silent_envs, troubles
+from rlbuffer.run.diagnosis import Diagnosis, doubtful
+from rlbuffer.store.protocol import Store
+
+LEAST_STALL_SECONDS = 60.0
+"""Seconds without a step from which a run may have stalled."""
+STALL_STEPS = 5.0
+"""So many times the usual time of a step must have passed, too."""
+FIRST_STEP_SECONDS = 300.0
+"""Seconds that a run may take for its first steps, whose usual time is not known."""
+GUIDE = "docs/guide/it_waits.md says what to do about each such sentence"
+
+
+def on_run(store: Store, *, opened: float) -> Iterator[Diagnosis]:
+    """A warning for each thing that keeps the run from going on; nothing of a run at which nobody works.
+
+    `opened`: when it was begun, in seconds since 1970.
+    """
+    if store.has_ended():
+        return
+    workers = store.heartbeats("worker")
+    leader = store.heartbeats("batcher").get("leader", {}).get("seconds_ago", math.inf)
+    if leader > SHOWN_FRESH_SECONDS:
+        others = [*workers.values(), *store.heartbeats("rank").values()]
+        if any(beat["seconds_ago"] <= SHOWN_FRESH_SECONDS for beat in others):
+            since = f" for {duration(leader)}" if math.isfinite(leader) else ""
+            text = f"nothing was heard of the batcher{since}, and workers or ranks are waiting for it"
+            yield doubtful("run", text, "start `rlbuffer serve`")
+        return
+    for env, sentence in silent_envs(workers).items():
+        fix = f"start a worker for it (`rlbuffer worker`), or go on without it: rlbuffer env pause {env}"
+        yield doubtful("run", sentence, fix)
+    for name, beat in workers.items():
+        for sentence in troubles(name, beat):
+            yield doubtful("run", sentence, "rlbuffer inspect --workers shows the last error with its traceback")
+    sentence = store.waiting().get("batcher", "")
+    if sentence and (idle := _idle_seconds(store, opened)):
+        yield doubtful("run", f"no step for {duration(idle)}. {sentence}", GUIDE)
+
+
+def _idle_seconds(store: Store, opened: float) -> float:
+    """Seconds since the last step, when they are far more than the steps before took; else 0."""
+    times = [record["at"] for record in store.history() if record.get("event") == Committed.event]
+    gaps = [later - earlier for later, earlier in pairwise(times)]
+    limit = max(LEAST_STALL_SECONDS, STALL_STEPS * median(gaps)) if gaps else FIRST_STEP_SECONDS
+    idle = store.now() - (times[0] if times else opened)
+    return idle if idle > limit else 0.0
