@@ -85,7 +85,7 @@ class Pool(Look):
         if len(self.views) >= self.limit:
             count = f"the first {count} (m: more)"
         where = f" where {self.looking.where}" if self.looking.where else ""
-        order = f"by {self.sort}" if self.sort != "newest first" else self.sort
+        order = f"by {self.sort}" if self.sort != "newest first" else "by state, newest first"
         clock = f" as of {str(utc(self.seconds))[11:19]} UTC" if self.seconds else ""
         return f'{count}{where}, {order}{", reversed" * self.is_reversed} · run "{self.looking.buffer.run}"{clock}'
 

@@ -13,6 +13,7 @@ from textual.binding import BindingType
 from textual.widget import Widget
 
 from rlbuffer.errors import RlbufferError
+from rlbuffer.narration.numbers import plural
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer_cli.browse.panes import NO_STYLE, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
@@ -59,7 +60,7 @@ class Steps(Look):
         self.query_one("#steps").focus()
 
     def heading(self) -> str:
-        return f"{len(self.headers):,} steps that can still be read" if self.is_read else "reading"
+        return f"{plural(len(self.headers), 'step')} that can still be read" if self.is_read else "reading"
 
     async def fetch(self) -> None:
         store = self.looking.buffer.store

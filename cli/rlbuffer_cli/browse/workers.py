@@ -7,10 +7,12 @@ from typing import Any
 
 from textual.widget import Widget
 
+from rlbuffer.narration.numbers import plural
+from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS
 from rlbuffer_cli.browse.panes import Pane, Prose, Table
 from rlbuffer_cli.browse.screen import Look, Looking, Open
 from rlbuffer_cli.render.processes import PROCESS_HEADER, PROCESS_OPTIONAL, Processes, processes_of
-from rlbuffer_cli.render.workers import BEAT_NUMBERS, SHOWN_FRESH_SECONDS
+from rlbuffer_cli.render.workers import BEAT_NUMBERS
 
 
 class Workers(Look):
@@ -36,7 +38,7 @@ class Workers(Look):
         newest = f", newest policy v{version}" if version >= 0 else ""
         beats = self.processes.beats
         heard = sum(beat["seconds_ago"] <= SHOWN_FRESH_SECONDS for beat in beats.values())
-        return f"{len(self.processes.rows())} processes, {heard} heard just now{newest}"
+        return f"{plural(len(self.processes.rows()), 'process', 'processes')}, {heard} heard just now{newest}"
 
     async def fetch(self) -> None:
         store = self.looking.buffer.store

@@ -7,8 +7,7 @@ from typing import Any
 
 from rlbuffer.narration.numbers import amount, duration, failures_of, printable
 from rlbuffer.narration.waiting import counted
-from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS as SHOWN_FRESH_SECONDS
-from rlbuffer.narration.workers import silent_envs, troubles
+from rlbuffer.narration.workers import SHOWN_FRESH_SECONDS, silent_envs, troubles
 
 PROCESS_KINDS = ("worker", "scorer", "rank", "batcher")
 """Kinds of processes that send signs of life."""

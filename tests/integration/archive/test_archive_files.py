@@ -15,7 +15,7 @@ from rlbuffer.archive.copying import copy_history, copy_steps, copy_trained, fil
 from rlbuffer.archive.library import Archive
 from rlbuffer.archive.schema import steps_names
 from rlbuffer.archive.writer import ArchiveWriter
-from rlbuffer.errors import ArchiveError, NotFound
+from rlbuffer.errors import AmbiguousId, ArchiveError, NotFound
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import encode_push
 from rlbuffer_cli.archived import of_archive
@@ -75,7 +75,7 @@ def test_every_byte_of_a_strange_rollout_comes_back_from_a_step_and_from_a_drop(
     with pytest.raises(NotFound) as missing:
         archive.find("c.9")
     assert str(missing.value) == f"the archive {archive.folder} has no group 'c.9'"
-    with pytest.raises(NotFound) as several:
+    with pytest.raises(AmbiguousId) as several:
         archive.find("a")
     assert str(several.value) == (
         "4 groups of the archive begin with 'a': a.0, a.1, a.3, a.4. Type one of them whole: rlbuffer inspect a.0"

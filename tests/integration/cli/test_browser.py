@@ -111,7 +111,7 @@ def test_sorting_takes_one_column_after_the_other_and_keeps_the_cursor_on_its_gr
     fill(run)
 
     async def tour(person: Person) -> None:
-        await person.sees("newest first", "talk.7")
+        await person.sees("by state, newest first", "talk.7")
         await person.press("j")
         await person.press("s")
         shown = await person.sees("by id")
