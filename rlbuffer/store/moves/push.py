@@ -108,7 +108,6 @@ class PushMoves(Session):
         The leader does it for a producer that dies before this. A payload that was swept meanwhile is stored again, and
         lapses unless the leader makes it permanent.
         """
-
         pending = [
             push
             for push, reply in zip(batch, replies, strict=False)
@@ -124,9 +123,9 @@ class PushMoves(Session):
                 return list(pipe.execute())[len(pending) :]
 
         there = self.look(settle)
-        self._store_payloads(
-            [push for push, is_there in zip(pending, there, strict=True) if push.fields and not is_there]
-        )
+        gone = [push for push, is_there in zip(pending, there, strict=True) if push.fields and not is_there]
+        if gone:
+            self._store_payloads(gone)
 
     def _outcome(self, source: _Source, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
         status, sequence, producer = text(reply[0]), push.sequence, source.producer
