@@ -35,6 +35,6 @@ def _introduced(connection: Any) -> None:
     gives out no connection on which something can be read. Without a login nothing else would take them off."""
     connection.on_connect()
     if isinstance(connection, SSLConnection):
-        connection.send_command("PING", check_health=False)
+        connection.send_command("PING", check_health=False)  # type: ignore[no-untyped-call]
         with suppress(redis.ResponseError):  # one that PING is not allowed to has answered, too
             connection.read_response()
