@@ -6,8 +6,8 @@
     python tests/servers.py --sample            a server other than the bundled one, drawn
     python tests/servers.py --on "one shard"    that server alone
 
-The last servers are clusters of one and of three shards, for the folders whose tests share a server; the others start
-their own.
+The last servers are clusters of one and of three shards, for the files whose tests share a server; those of the others
+start their own.
 Prints a line per server and folder; exit code 1 when a test failed, or a server could not be had.
 """
 
@@ -16,21 +16,22 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BUNDLED = "bundled"
 TESTS = ROOT / "tests" / "integration"
-SHARED = ("client", "store")
-"""Folders whose tests share the server that RLBUFFER_TEST_REDIS_URL names; the others start their own."""
+SHARING = re.compile(r'redis_url[:,]|"redis_url"\)|"store_fixtures"')
+"""Fixture and plugin of the files whose tests share the server that RLBUFFER_TEST_REDIS_URL names."""
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from own_server import OwnServer, free_port  # noqa: E402
@@ -83,13 +84,20 @@ def chosen_of(names: list[str], *, only: str | None, sample: bool) -> list[str]:
     return [random.choice([name for name in names if name != BUNDLED])] if sample else names
 
 
-def tried(environment: Mapping[str, str], chosen: list[str], jobs: int) -> dict[str, Counter[str]]:
+def sharing(folder: str) -> Iterator[Path]:
+    """The files of a folder whose tests share a server."""
+    for file in sorted((TESTS / folder).glob("test_*.py")):
+        if SHARING.search(file.read_text()):
+            yield file
+
+
+def tried(environment: Mapping[str, str], chosen: Iterable[Path], jobs: int) -> dict[str, Counter[str]]:
     """Folder of tests/integration -> outcome -> tests. Failures are printed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), "--dist", "loadfile", f"--junitxml={report}"]
         ran = subprocess.run(
-            [*command, "-p", "no:cacheprovider", *(TESTS / name for name in chosen)],
+            [*command, "-p", "no:cacheprovider", *chosen],
             cwd=ROOT,
             env=os.environ | {"CI": "true", "RLBUFFER_HOME": folder} | environment,
             capture_output=True,
@@ -101,7 +109,8 @@ def tried(environment: Mapping[str, str], chosen: list[str], jobs: int) -> dict[
         outcomes: dict[str, Counter[str]] = {}
         for case in ElementTree.parse(report).iter("testcase"):
             kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
-            place = case.get("classname", "").split(".")[2]
+            # A file that is left out as a whole has no classes, and goes by its own name.
+            place = (case.get("classname") or case.get("name", "")).split(".")[2]
             outcomes.setdefault(place, Counter())[kinds[0] if kinds else "passed"] += 1
             if kinds and kinds[0] != "skipped":
                 print(f"  {case.get('classname')}::{case.get('name')}\n{case[0].text}", flush=True)
@@ -131,7 +140,7 @@ def main() -> int:
     folders = given.folders or places
     if unknown := set(folders) - set(places):
         parser.error(f"{', '.join(unknown)}: not among {', '.join(places)}")
-    shared = [place for place in folders if place in SHARED]
+    shared = [file for place in folders for file in sharing(place)]
     found = dict(programs(given.more))
     there = [name for name, program in found.items() if not isinstance(program, str)]
     servers = chosen_of([*there, *CLUSTERS], only=given.on, sample=given.sample)
@@ -144,7 +153,7 @@ def main() -> int:
                 print(f"{name:<28} skipped: {program}", flush=True)
         elif name in servers:
             label = f"{program.name} {program.version} ({name})"
-            good &= printed(label, tried({SERVER_BIN: str(program.path)}, folders, given.jobs))
+            good &= printed(label, tried({SERVER_BIN: str(program.path)}, map(TESTS.joinpath, folders), given.jobs))
     for name, begun in CLUSTERS.items():
         if shared and name in servers:
             with tempfile.TemporaryDirectory() as folder, begun(Path(folder)) as url:

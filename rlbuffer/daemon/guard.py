@@ -4,7 +4,8 @@ The server's users (deploy/users.acl) bound commands and keys, and no bytes. A p
 counted, so a worker may write payloads that it never announces. The leader finds them by their names and removes them:
 
     waits under the name before PUSH        its writer stores it again where it was about to push it
-    has the name after PUSH, and no entry   nothing in the pool, in a step or in the list of garbage names it
+    has the name after PUSH, and no entry   nothing in the pool, in a step or in the list of garbage names it; in a
+                                            cluster its writer, too, stores it again behind the script
 
 Both must have been seen for :data:`STRAY_SECONDS`, or :data:`PRESSED_STRAY_SECONDS` while memory is short. So whoever
 writes faster than that fills the server up to its `maxmemory` for so long, and no longer.

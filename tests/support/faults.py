@@ -12,24 +12,35 @@ from types import TracebackType
 from urllib.parse import unquote, urlsplit
 
 import hiredis
+import redis
+
+from rlbuffer.store.server.address import is_cluster, options_of
 
 MOMENTS = ("before send", "sent without reply", "after reply")
 """Moments at which a connection breaks."""
 INSIDE = "inside"
 """A further one, for requests of several commands."""
+INTRODUCTIONS = (b"HELLO", b"SETNAME", b"CLUSTER")
+"""Words of the requests by which a client introduces itself, and asks who has which slot of a cluster."""
 
 
 class CuttingProxy:
     """Forwards everything; a request that holds an armed mark reaches the server, its reply never comes back.
 
-    `target` is the path of a unix socket, or a server's URL.
+    `target` is the path of a unix socket, or a server's URL. The primaries of a cluster have a port here each, by which
+    they are named in the answers that come through here.
     """
 
     def __init__(self, target: str) -> None:
-        self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+        targets = primaries_of(target) if is_cluster(target) else [target]
+        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in targets]
+        ports = [int(listener.getsockname()[1]) for listener in self._listeners]
+        self.port = ports[0]
+        self._targets = dict(zip(self._listeners, targets, strict=True))
+        self.url, self._names = f"redis://127.0.0.1:{self.port}/0", dict[bytes, bytes]()
+        if is_cluster(target):
+            self.url = f"redis+cluster://{','.join(f'127.0.0.1:{port}' for port in ports)}"
+            self._names = {b":%d\r\n" % urlsplit(t).port: b":%d\r\n" % p for t, p in zip(targets, ports, strict=True)}
         self._lock = threading.Lock()
         self._mark = b""
         self._cuts = 0
@@ -39,11 +50,12 @@ class CuttingProxy:
         self._nth = self._whole = 0
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
-        self._begin(self._accept)
+        for listener in self._listeners:
+            self._begin(self._accept, listener)
 
     def lead_to(self, target: str) -> None:
         """New connections go to `target`; those that are open stay where they are, as behind a service's address."""
-        self._target = target
+        self._targets = dict.fromkeys(self._listeners, target)
 
     def swallow_replies(self, mark: bytes, times: int) -> None:
         """The next `times` requests that hold `mark` are carried out, and then the connection breaks."""
@@ -58,7 +70,7 @@ class CuttingProxy:
     def strike(self, moment: str, nth: int) -> None:
         """The connection of the `nth` request from now breaks at that moment; 0: never, requests are only counted.
 
-        The commands with which a client introduces itself on a new connection do not count.
+        Requests by which a client introduces itself on a new connection do not count.
         """
         with self._lock:
             self._mark, self._cuts, self.seen, self._moment, self._nth = b"*", int(nth > 0), 0, moment, nth
@@ -69,50 +81,47 @@ class CuttingProxy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _hang_up(self._listener)
-        self._threads[0].join()  # nobody comes any more
+        for listener, thread in zip(self._listeners, self._threads, strict=False):
+            _hang_up(listener)
+            thread.join()  # nobody comes any more
         for each in tuple(self._open):
             _hang_up(each)
         for thread in self._threads:
             thread.join()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     def _begin(self, work: Callable[..., None], *arguments: socket.socket) -> None:
         thread = threading.Thread(target=work, args=arguments, daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                near, _ = self._listener.accept()
+                near, _ = listener.accept()
             except OSError:
                 return
             try:
-                far = self._connected()
+                far = _connected(self._targets[listener])
             except OSError:
                 near.close()  # nobody is there now
                 continue
             self._open |= {near, far}
             self._begin(self._forward, near, far)
 
-    def _connected(self) -> socket.socket:
-        if not self._target.startswith("redis://"):
-            far = socket.socket(socket.AF_UNIX)
-            far.connect(unquote(urlsplit(self._target).path))
-            return far
-        place = urlsplit(self._target)
-        return socket.create_connection((place.hostname, place.port or 6379))
-
     def _forward(self, near: socket.socket, far: socket.socket) -> None:
         """One connection, in one thread: a reply goes on its way before the request that follows it is looked at."""
         with near, far, contextlib.suppress(OSError):
             moment = ""
+            names: dict[bytes, bytes] = {}
             reply = hiredis.Reader()
             while True:
                 ready, _, _ = select.select([far] if moment else [near, far], [], [])
                 if far in ready:
                     data = far.recv(1 << 20)
+                    for theirs, ours in names.items():
+                        data = data.replace(theirs, ours)
                     # The first byte of the reply tells that the server has done the work.
                     if not data or moment == MOMENTS[1]:
                         break
@@ -127,6 +136,7 @@ class CuttingProxy:
                     if not data:
                         break
                     moment = self._moment_for(data)
+                    names = self._names if b"CLUSTER" in data else {}
                     if moment == MOMENTS[0]:
                         break
                     if moment == INSIDE:
@@ -145,13 +155,30 @@ class CuttingProxy:
 
     def _moment_for(self, data: bytes) -> str:
         with self._lock:
-            if not self._mark or self._mark not in data or b"HELLO" in data or b"SETNAME" in data:
+            if not self._mark or self._mark not in data or any(word in data for word in INTRODUCTIONS):
                 return ""
             self.seen += 1
             if not self._cuts or self.seen < self._nth:
                 return ""
             self._cuts -= 1
             return self._moment
+
+
+def primaries_of(url: str) -> list[str]:
+    """The address of each primary of a cluster."""
+    host, port = options_of(url, "")["nodes"][0]
+    with redis.Redis(host=host, port=port) as client:
+        ranges = client.execute_command("CLUSTER", "SLOTS")
+    return sorted({f"redis://{primary[0].decode()}:{primary[1]}/0" for _, _, primary, *_ in ranges})
+
+
+def _connected(target: str) -> socket.socket:
+    place = urlsplit(target)
+    if target.startswith("redis://"):
+        return socket.create_connection((place.hostname, place.port or 6379))
+    far = socket.socket(socket.AF_UNIX)
+    far.connect(unquote(place.path))
+    return far
 
 
 def _hang_up(end: socket.socket) -> None:

@@ -33,9 +33,10 @@ T = TypeVar("T", bound=Closes)
 class Run:
     """A run with a leader and a producer, and short names for what tests do with it."""
 
-    def __init__(self, url: str, home: Path) -> None:
+    def __init__(self, url: str, home: Path, name: str = "") -> None:
+        """`name`: of the run; a new one where there is none."""
         self.url, self.home = url, home
-        self.store = open_store(url, run=f"t{uuid.uuid4().hex[:12]}", home=home, server=ServerSettings())
+        self.store = open_store(url, run=name or f"t{uuid.uuid4().hex[:12]}", home=home, server=ServerSettings())
         self._opened: list[Closes] = [self.store]
         self.meta = self.store.open_run()
         self.sequence = 0
@@ -117,6 +118,12 @@ class Run:
             attempt = self.store.attempt(uuid="trainer", world_size=2, resume_step=0)
         self.store.report(attempt.number, epoch=self.meta.epoch, trained=step, digest="", oldest_kept=oldest_kept)
         return attempt.number
+
+    def renew(self) -> None:
+        """Removes every key of the run, and opens it anew."""
+        for key in (*self.control_keys(), *self.payload_keys()):
+            self.client.delete(key)
+        self.meta = self.store.open_run()
 
     def drop(self, reason: str, entries: Sequence[PoolEntry]) -> Drop:
         drop = Drop(

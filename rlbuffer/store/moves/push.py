@@ -105,17 +105,27 @@ class PushMoves(Session):
     def _settle(self, batch: Sequence[_Push], replies: Sequence[Any]) -> None:
         """Makes the payloads of what is pending permanent, in a cluster, where the script does not reach them.
 
-        The leader does it for a producer that dies before this.
+        The leader does it for a producer that dies before this. A payload that was swept meanwhile is stored again, and
+        lapses unless the leader makes it permanent.
         """
+        pending = [
+            push
+            for push, reply in zip(batch, replies, strict=False)
+            if not isinstance(reply, Exception) and text(reply[0]) in ("OK", "DUP") and reply[1]
+        ]
 
-        def settle(client: Any) -> None:
+        def settle(client: Any) -> list[Any]:
             with client.pipeline(transaction=False) as pipe:
-                for push, reply in zip(batch, replies, strict=False):
-                    if not isinstance(reply, Exception) and text(reply[0]) in ("OK", "DUP") and reply[1]:
-                        pipe.persist(push.name)
-                pipe.execute()
+                for push in pending:
+                    pipe.persist(push.name)
+                for push in pending:
+                    pipe.exists(push.name)
+                return list(pipe.execute())[len(pending) :]
 
-        self.look(settle)
+        there = self.look(settle)
+        gone = [push for push, is_there in zip(pending, there, strict=True) if push.fields and not is_there]
+        if gone:
+            self._store_payloads(gone)
 
     def _outcome(self, source: _Source, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
         status, sequence, producer = text(reply[0]), push.sequence, source.producer

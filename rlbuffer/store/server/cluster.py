@@ -14,17 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import redis
-from redis.backoff import NoBackoff
 from redis.client import Pipeline
 from redis.connection import ConnectionPool
 from redis.crc import key_slot
-from redis.retry import Retry
 
 from rlbuffer.store.server.answers import LOGIN, NoPrimary, reason_of, words_of
+from rlbuffer.store.server.asking import pool_of
 from rlbuffer.store.server.gathering import connections
 
-NODE_SECONDS = 2.0
-"""Longest that one node is waited for, twice: for the connection and for its answer."""
 CLUSTER_SLOTS = 16384
 KEYLESS = frozenset(
     {"ACL", "BGREWRITEAOF", "CLIENT", "CLUSTER", "COMMAND", "CONFIG", "DBSIZE", "EXEC", "INFO", "MULTI", "PING", "ROLE"}
@@ -97,7 +94,7 @@ class Shards:
         """
         at = f"{place[0]}:{place[1]}"
         try:
-            with redis.Redis.from_pool(self._pool(place)) as node:
+            with redis.Redis.from_pool(pool_of(place, self._options)) as node:
                 ranges = node.execute_command("CLUSTER SLOTS")
         except LOGIN:
             raise
@@ -117,18 +114,6 @@ class Shards:
             nodes.update(its)
         self._known = nodes
         return owners
-
-    def _pool(self, place: Place) -> ConnectionPool:
-        return ConnectionPool(
-            host=place[0],
-            port=place[1],
-            protocol=2,
-            driver_info=None,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=NODE_SECONDS,
-            socket_connect_timeout=NODE_SECONDS,
-            **self._options,
-        )
 
 
 def shards_of(options: Mapping[str, Any]) -> Shards | None:

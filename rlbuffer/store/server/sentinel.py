@@ -12,16 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import redis
-from redis.backoff import NoBackoff
-from redis.connection import ConnectionPool, SSLConnection
-from redis.retry import Retry
+from redis.connection import SSLConnection
 
 from rlbuffer.store.server.address import SENTINEL_LOGIN
 from rlbuffer.store.server.answers import LOGIN, NoPrimary, reason_of, words_of
+from rlbuffer.store.server.asking import pool_of
 from rlbuffer.store.server.gathering import Tcp
 
-SENTINEL_SECONDS = 2.0
-"""Longest that one sentinel is waited for, twice: for the connection and for its answer."""
 _RANDOM = random.Random()  # the global one is the user's: a checkpoint keeps its state
 Place = tuple[str, int]
 """Host and port."""
@@ -63,7 +60,7 @@ class Sentinels:
         """
         at = f"{place[0]}:{place[1]}"
         try:
-            with redis.Redis.from_pool(self._pool(place)) as sentinel:
+            with redis.Redis.from_pool(pool_of(place, self.options)) as sentinel:
                 services: Mapping[str, Any] = sentinel.sentinel_masters()
         except LOGIN as error:
             words = words_of(error).partition(".")[0]
@@ -94,18 +91,6 @@ class Sentinels:
                 is_down=True,
             )
         return str(state["ip"]), int(state["port"])
-
-    def _pool(self, place: Place) -> ConnectionPool:
-        return ConnectionPool(
-            host=place[0],
-            port=place[1],
-            protocol=2,
-            driver_info=None,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=SENTINEL_SECONDS,
-            socket_connect_timeout=SENTINEL_SECONDS,
-            **self.options,
-        )
 
 
 def sentinels_of(options: Mapping[str, Any]) -> Sentinels | None:

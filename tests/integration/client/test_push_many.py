@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 from faults import CuttingProxy
 
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import EpochChanged, InvalidRollout, PushBroken, ServerRefused, ServerUnreachable
 from rlbuffer.store.redis_store import RedisStore, open_store
+from rlbuffer.store.server.gathering import FreshPool
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
@@ -84,7 +84,7 @@ def test_groups_are_stored_in_order_each_under_its_own_sequence(buffer: rlbuffer
     assert buffer.verify().ok
 
 
-def test_far_more_groups_than_a_round_trip_takes_need_two_round_trips_for_sixteen(
+def test_far_more_groups_than_a_round_trip_takes_share_their_round_trips_by_sixteen(
     buffer: rlbuffer.Buffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, calls = buffer.writer("w"), []
@@ -93,7 +93,8 @@ def test_far_more_groups_than_a_round_trip_takes_need_two_round_trips_for_sixtee
     call = connection.call
     monkeypatch.setattr(connection, "call", lambda *args, **values: (calls.append(1), call(*args, **values))[1])
     assert statuses(writer.push_many(groups(*range(1, 41)))) == ["stored"] * 40
-    assert len(calls) == 6
+    # Payloads and script; in a cluster the names of the payloads, too, are made permanent.
+    assert len(calls) == (9 if connection.is_cluster else 6)
     assert pending(buffer.store) == [f"a.{n}" for n in range(41)]
 
 
@@ -191,6 +192,8 @@ def test_what_a_call_left_is_settled_before_another_group(proxied: tuple[RedisSt
 
 def test_a_payload_that_is_gone_stops_the_batch_there_and_is_sent_again(buffer: rlbuffer.Buffer) -> None:
     store: Any = buffer.store
+    if store.connection.is_cluster:
+        pytest.skip("PUSH does not reach the payload's shard: PIN finds it, test_clusters.py")
     epoch = store.open_run().epoch
     move, pushes = store._move_pushes, [(group, "") for group in groups(1, 2, 3, 4)]
 
@@ -235,7 +238,8 @@ def test_a_refused_replacement_stops_the_batch(buffer: rlbuffer.Buffer) -> None:
 def roll_back(store: Any, writer: rlbuffer.Writer, *, to: int) -> None:
     """Removes the pushes of this writer after number `to`, as an append-only file that is rolled back does."""
     lost = [entry for entry in store.read_pool() if int(entry.payload_key.rpartition(".")[2]) > to]
-    store.client.delete(*[entry.payload_key for entry in lost])
+    for entry in lost:
+        store.client.delete(entry.payload_key)
     store.client.xdel(store.keys.pool, *[entry.entry_id for entry in lost])
     store.client.hincrby(store.keys.ledger, "a:pushed:rollouts", -2 * len(lost))
     store.client.hincrby(store.keys.ledger, "a:pushed:tokens", -16 * len(lost))
@@ -346,9 +350,14 @@ def test_a_server_that_has_forgotten_its_scripts_gets_them_in_the_same_call(buff
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
-def test_both_protocols_of_the_server_give_the_same_answers(redis_url: str, tmp_path: Path, protocol: int) -> None:
+def test_both_protocols_of_the_server_give_the_same_answers(
+    redis_url: str, tmp_path: Path, protocol: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "rlbuffer.store.server.connection.FreshPool", lambda **options: FreshPool(**(options | {"protocol": protocol}))
+    )
     store = open_store(redis_url, run=f"many-{uuid.uuid4().hex[:8]}", home=tmp_path, server=ServerSettings())
-    store.connection._client = redis.Redis.from_url(redis_url, protocol=protocol)
+    assert {pool.connection_kwargs["protocol"] for pool in store.connection._pools()} == {protocol}
     assert statuses(writer_of(store).push_many(groups(1, 2, 3))) == ["stored"] * 3
     assert store.verify().ok
     store.close()

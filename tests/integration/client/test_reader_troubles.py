@@ -87,7 +87,8 @@ def test_a_run_that_is_gone_ends_a_waiting_trainer_with_a_word(run: Run) -> None
     run.step("a.0", world_size=1)
     reader = make_reader(run)
     reader.trained(reader.pull(1))
-    run.client.delete(*run.control_keys(), *run.payload_keys())
+    for key in (*run.control_keys(), *run.payload_keys()):
+        run.client.delete(key)
     with pytest.raises(RunGone, match="is not on the server"):
         reader.pull(2)
     with pytest.raises(RunGone, match=r"run .* is not on the server any more, nor is attempt \d+ of its trainer"):

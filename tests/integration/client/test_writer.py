@@ -27,7 +27,9 @@ def group(seed: int) -> rlbuffer.Group:
 def roll_back(buffer: rlbuffer.Buffer, writer: rlbuffer.Writer, entry_ids: list[str], *, to: int) -> None:
     """Rolls back as an append-only file does: the entries, their account and the producer's memory are older."""
     keys, client = buffer.store.keys, buffer.store.client  # type: ignore[attr-defined]
-    client.delete(*[entry.payload_key for entry in buffer.store.read_pool() if entry.entry_id in entry_ids])
+    for entry in buffer.store.read_pool():
+        if entry.entry_id in entry_ids:
+            client.delete(entry.payload_key)
     client.xdel(keys.pool, *entry_ids)
     client.hincrby(keys.ledger, "a:pushed:rollouts", -2 * len(entry_ids))
     client.hincrby(keys.ledger, "a:pushed:tokens", -16 * len(entry_ids))

@@ -161,6 +161,23 @@ def test_the_leader_keeps_the_payload_of_a_producer_that_died_between_its_halves
     assert run.client.pttl(entry.payload_key) == -1
 
 
+def test_a_payload_that_was_swept_between_the_halves_is_stored_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, calls = run.store._store_payloads, list[object]()
+
+    def swept_at_first(pushes: list[object]) -> None:
+        store(pushes)  # type: ignore[arg-type]
+        for key in () if calls else run.payload_keys():
+            run.client.delete(key)
+        calls.append(pushes)
+
+    monkeypatch.setattr(run.store, "_store_payloads", swept_at_first)
+    run.push("a.0")
+    assert run.payload_keys() == [entry.payload_key for entry in run.pool()]
+    run.step("a.1")
+    assert run.client.pttl(run.payload_keys()[0]) == -1
+    assert run.store.verify().findings == ()
+
+
 def test_a_payload_that_was_lost_between_the_halves_is_found_before_the_commit(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
