@@ -11,7 +11,7 @@ from redis.backoff import NoBackoff
 from redis.connection import ConnectionPool, SSLConnection
 from redis.retry import Retry
 
-ASK_SECONDS = 2.0
+NODE_SECONDS = 2.0
 """Longest that one node is waited for, twice: for the connection and for its answer."""
 
 
@@ -23,8 +23,8 @@ def pool_of(place: tuple[str, int], options: Mapping[str, Any]) -> ConnectionPoo
         protocol=2,
         driver_info=None,
         retry=Retry(NoBackoff(), 0),
-        socket_timeout=ASK_SECONDS,
-        socket_connect_timeout=ASK_SECONDS,
+        socket_timeout=NODE_SECONDS,
+        socket_connect_timeout=NODE_SECONDS,
         redis_connect_func=_introduced,
         **options,
     )
